@@ -1,0 +1,78 @@
+# `make help` lists the targets. Needs Python 3.11+ and make; uses uv when it is on PATH, else venv and pip.
+
+PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,\
+	$(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(p))))
+# Installed first, so that nothing else chooses the build. It may carry options for pip, as in
+# `make demo TORCH='torch==2.13.0 --index-url <index of CPU builds>'`.
+TORCH ?= torch==2.13.0
+PYTEST_ARGS ?=
+# uv reads no pip configuration; this much it should know.
+export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+
+SOURCES := $(wildcard core plugins integrations algorithms examples)
+
+# An environment is named after everything it was made from, and is complete when its stamp is there.
+HASH := $(shell { pwd; echo '$(TORCH)'; $(PYTHON) --version; cat pyproject.toml constraints/*.txt; } 2>/dev/null | cksum | cut -d' ' -f1)
+MAIN := .venvs/main-$(HASH)
+MAIN_EXTRAS := demo,dev
+BIN := $(MAIN)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format soak bench clean
+
+# $(call environment,folder,extras): one that make began is begun anew; somebody's own is installed into.
+define environment
+	@$(if $(PYTHON),,$(error Python 3.11 or newer was not found; name it: make PYTHON=/path/to/python3.11))
+	@echo "Installing .[$(2)] in $(1) (once)"
+	@if [ -e $(1)/.made-by-make ]; then rm -rf $(1); fi
+	@if [ ! -e $(1) ]; then mkdir -p $(1) && touch $(1)/.made-by-make; fi
+	@if command -v uv >/dev/null; then \
+		export VIRTUAL_ENV=$(1); \
+		uv venv --quiet --allow-existing --python "$$($(PYTHON) -c 'import sys; print(sys.executable)')" $(1) && \
+		uv pip install --quiet --constraint constraints/main.txt $(TORCH) && \
+		uv pip install --quiet --constraint constraints/main.txt --editable '.[$(2)]'; \
+	else \
+		export PIP_DISABLE_PIP_VERSION_CHECK=1; \
+		$(PYTHON) -m venv $(1) && \
+		$(1)/bin/python -m pip install --quiet --constraint constraints/main.txt $(TORCH) && \
+		$(1)/bin/python -m pip install --quiet --constraint constraints/main.txt --editable '.[$(2)]'; \
+	fi
+	@touch $(1)/.complete-$(HASH)
+endef
+
+help:  ## show this
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+
+demo: .venv/.complete-$(HASH)  ## train a small real agent on this machine, in a few minutes
+	@.venv/bin/agl demo
+
+test: $(MAIN)/.complete-$(HASH)  ## everything that must hold: lint, types, tests
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/mypy --no-error-summary $(SOURCES)
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(MAIN)/.complete-$(HASH)  ## ruff and mypy only
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy $(SOURCES)
+
+format: $(MAIN)/.complete-$(HASH)  ## rewrite the sources in the house style
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+soak: $(MAIN)/.complete-$(HASH)  ## the tests that take minutes
+	@$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
+
+bench: $(MAIN)/.complete-$(HASH)  ## benchmarks, as ratios against a baseline of the same run
+	@set -e; for script in tests/benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script; done
+
+clean:  ## remove environments, builds and caches
+	rm -rf .venv .venvs build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+.venv/.complete-$(HASH):
+	$(call environment,.venv,demo)
+
+$(MAIN)/.complete-$(HASH):
+	$(call environment,$(MAIN),$(MAIN_EXTRAS))

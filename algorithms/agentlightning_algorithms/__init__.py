@@ -1,0 +1,1 @@
+"""The algorithms that ship with Lightning; none imports another."""

@@ -1,0 +1,29 @@
+"""Algorithms: what learns from rollouts."""
+
+from typing import TYPE_CHECKING
+
+from agentlightning.facade import resolve_lazily
+
+if TYPE_CHECKING:
+    from agentlightning.algorithm.algorithm import Algorithm as Algorithm
+    from agentlightning.algorithm.algorithm import FastAlgorithm as FastAlgorithm
+    from agentlightning.algorithm.context import RunContext as RunContext
+    from agentlightning.algorithm.decorator import FunctionalAlgorithm as FunctionalAlgorithm
+    from agentlightning.algorithm.decorator import algo as algo
+    from agentlightning_algorithms.baseline import Baseline as Baseline
+    from agentlightning_algorithms.grpo.algorithm import GRPO as GRPO
+
+__all__ = ["GRPO", "Algorithm", "Baseline", "FastAlgorithm", "FunctionalAlgorithm", "RunContext", "algo"]
+
+__getattr__ = resolve_lazily(
+    __name__,
+    {
+        "Algorithm": "agentlightning.algorithm.algorithm",
+        "Baseline": ("algorithm", "baseline"),
+        "FastAlgorithm": "agentlightning.algorithm.algorithm",
+        "FunctionalAlgorithm": "agentlightning.algorithm.decorator",
+        "GRPO": ("algorithm", "grpo"),
+        "RunContext": "agentlightning.algorithm.context",
+        "algo": "agentlightning.algorithm.decorator",
+    },
+)

@@ -1,0 +1,100 @@
+"""The base of every algorithm."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from agentlightning.adapter.adapter import TraceAdapter
+from agentlightning.algorithm.context import Gateway, RunContext
+from agentlightning.errors import ConfigError
+from agentlightning.resources import NamedResources, Resource, read_resources
+from agentlightning.store.protocol import LightningStore
+from agentlightning.types import Dataset
+
+if TYPE_CHECKING:
+    from agentlightning.trainer import Trainer
+
+T = TypeVar("T")
+
+
+class Algorithm:
+    """Learns from rollouts and publishes better resources.
+
+    A subclass defines ``run``: it enqueues rollouts in the store, waits for them, reads their spans and publishes
+    resources. Runners elsewhere do the rest; both meet in the store only.
+    """
+
+    default_adapter: ClassVar[str | None] = None
+    """Name of the adapter component that the trainer gives to this algorithm when the user names none."""
+
+    _context: RunContext | None = None
+
+    def run(
+        self, train_dataset: Dataset[Any] | None = None, val_dataset: Dataset[Any] | None = None
+    ) -> Awaitable[None] | None:
+        """Trains, synchronously or as a coroutine, until the algorithm is satisfied."""
+        raise ConfigError(f"{type(self).__name__} defines no run(train_dataset, val_dataset)")
+
+    def is_async(self) -> bool:
+        """Whether ``run`` is awaited; a synchronous one gets a thread."""
+        return inspect.iscoroutinefunction(self.run)
+
+    def save_state(self, directory: Path) -> None:
+        """Writes what ``load_state`` needs to continue; called between steps. The base has nothing to save."""
+
+    def load_state(self, directory: Path) -> None:
+        """Continues from what ``save_state`` wrote."""
+
+    @property
+    def context(self) -> RunContext:
+        """The run this algorithm works in; the setters and getters below are views of it."""
+        if self._context is None:
+            self._context = RunContext()
+        return self._context
+
+    @context.setter
+    def context(self, context: RunContext) -> None:
+        self._context = context
+
+    def set_store(self, store: LightningStore) -> None:
+        self.context.store = store
+
+    def get_store(self) -> LightningStore:
+        return _given(self.context.store, "store", self)
+
+    def set_adapter(self, adapter: TraceAdapter[Any]) -> None:
+        self.context.adapter = adapter
+
+    def get_adapter(self) -> TraceAdapter[Any]:
+        return _given(self.context.adapter, "adapter", self)
+
+    def set_llm_proxy(self, llm_proxy: Gateway | None) -> None:
+        self.context.llm_proxy = llm_proxy
+
+    def get_llm_proxy(self) -> Gateway | None:
+        return self.context.llm_proxy
+
+    def set_initial_resources(self, resources: Mapping[str, Resource | str]) -> None:
+        self.context.initial_resources = read_resources(resources)
+
+    def get_initial_resources(self) -> NamedResources | None:
+        return self.context.initial_resources
+
+    def set_trainer(self, trainer: Trainer) -> None:
+        self.context.trainer = trainer
+
+    def get_trainer(self) -> Trainer:
+        return _given(self.context.trainer, "trainer", self)
+
+
+class FastAlgorithm(Algorithm):
+    """An algorithm that finishes in minutes and changes nothing for good: what ``Trainer.dev`` accepts."""
+
+
+def _given(value: T | None, name: str, algorithm: Algorithm) -> T:
+    if value is None:
+        raise ConfigError(f"{type(algorithm).__name__} has no {name}; call set_{name}(...) or run it through a Trainer")
+    return value

@@ -1,0 +1,63 @@
+"""What an algorithm is given to work with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from agentlightning.adapter.adapter import TraceAdapter
+from agentlightning.resources import Resource
+from agentlightning.store.protocol import LightningStore
+from agentlightning.types import Dataset, Run
+
+if TYPE_CHECKING:
+    from agentlightning.trainer import Trainer
+
+
+class Gateway(Protocol):
+    """What algorithms ask of the gateway (``LLMProxy``)."""
+
+    async def start(self) -> None:
+        """Begins to serve; harmless when it does."""
+        ...
+
+    async def stop(self) -> None:
+        """Stops serving, after what it recorded is stored."""
+        ...
+
+    async def flush(self) -> None:
+        """Returns when every call answered so far is in the store."""
+        ...
+
+    def update_model_list(self, model_list: list[dict[str, Any]]) -> None:
+        """Replaces the models and backends that it serves."""
+        ...
+
+    def as_resource(
+        self,
+        rollout_id: str | None = None,
+        attempt_id: str | None = None,
+        model: str | None = None,
+        sampling_parameters: Mapping[str, Any] | None = None,
+    ) -> Resource:
+        """The resource that agents call it by."""
+        ...
+
+
+@dataclass
+class RunContext:
+    """One run: where its rollouts and results live. The trainer fills it; ``Algorithm.set_*`` write to it too."""
+
+    store: LightningStore | None = None
+    run: Run = field(default_factory=Run)
+    adapter: TraceAdapter[Any] | None = None
+    llm_proxy: Gateway | None = None
+    train_dataset: Dataset[Any] | None = None
+    val_dataset: Dataset[Any] | None = None
+    initial_resources: Mapping[str, Resource] | None = None
+    trainer: Trainer | None = None
+    directory: Path | None = None
+    """Where the run keeps its files; None when it keeps none."""
+    seed: int = 0

@@ -1,0 +1,119 @@
+"""The typed events of a run.
+
+The store publishes each event after the change that it tells of is durable, so every process that can reach the store
+sees the same stream: ``store.subscribe``, trackers, plugins and the dashboard are views of it.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field, TypeAdapter
+
+from agentlightning.types import (
+    DEFAULT_RUN_ID,
+    AttemptStatus,
+    JsonObject,
+    Record,
+    RolloutMode,
+    RolloutStatus,
+    RunStatus,
+)
+
+
+class _Event(Record):
+    run_id: str = DEFAULT_RUN_ID
+    time: float = Field(default_factory=time.time)
+
+
+class RolloutEnqueued(_Event):
+    """A rollout waits in the queue, for the first time or again."""
+
+    kind: Literal["rollout_enqueued"] = "rollout_enqueued"
+    rollout_id: str
+
+
+class RolloutStarted(_Event):
+    """A worker took a rollout."""
+
+    kind: Literal["rollout_started"] = "rollout_started"
+    rollout_id: str
+    attempt_id: str
+    worker_id: str | None = None
+
+
+class AttemptFinished(_Event):
+    """An attempt ended; the rollout may be tried again."""
+
+    kind: Literal["attempt_finished"] = "attempt_finished"
+    rollout_id: str
+    attempt_id: str
+    status: AttemptStatus
+    error: str | None = None
+    """Type and message of what the agent raised."""
+
+
+class AttemptRevoked(_Event):
+    """The store ended an attempt over its worker's head (cancelled, timed out, lost): whoever runs it must stop."""
+
+    kind: Literal["attempt_revoked"] = "attempt_revoked"
+    rollout_id: str
+    attempt_id: str
+    reason: Literal["cancelled", "timeout", "unresponsive"]
+
+
+class RolloutFinished(_Event):
+    """A rollout reached succeeded, failed or cancelled."""
+
+    kind: Literal["rollout_finished"] = "rollout_finished"
+    rollout_id: str
+    status: RolloutStatus
+    mode: RolloutMode | None = None
+
+
+class ResourcesPublished(_Event):
+    """A new snapshot, or a new version of one, is readable."""
+
+    kind: Literal["resources_published"] = "resources_published"
+    resources_id: str
+    version: int
+
+
+class StepFinished(_Event):
+    """An algorithm recorded the metrics of a step."""
+
+    kind: Literal["step_finished"] = "step_finished"
+    step: int
+    values: JsonObject
+
+
+class RunStarted(_Event):
+    """A run was created."""
+
+    kind: Literal["run_started"] = "run_started"
+    name: str
+
+
+class RunFinished(_Event):
+    """A run ended, one way or another."""
+
+    kind: Literal["run_finished"] = "run_finished"
+    status: RunStatus
+
+
+Event: TypeAlias = Annotated[
+    RolloutEnqueued
+    | RolloutStarted
+    | AttemptFinished
+    | AttemptRevoked
+    | RolloutFinished
+    | ResourcesPublished
+    | StepFinished
+    | RunStarted
+    | RunFinished,
+    Field(discriminator="kind"),
+]
+
+event_adapter: TypeAdapter[Event] = TypeAdapter(Event)
+"""Reads an event back from JSON."""

@@ -1,0 +1,200 @@
+"""What an algorithm tunes and an agent is given: model endpoints, prompts, and whatever plugins add.
+
+A resource is a frozen record that names its own type in ``resource_type``; a snapshot of several, by name, is one
+version of ``ResourcesUpdate``.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+
+from pydantic import BeforeValidator, Field, SerializeAsAny, field_serializer
+
+from agentlightning.errors import ConfigError
+from agentlightning.frozen import FrozenDict
+from agentlightning.types import AttemptedRollout, JsonObject, Record, Rollout
+
+
+class Resource(Record):
+    """Base of everything tunable. A subclass declares ``resource_type: Literal["its_name"] = "its_name"``."""
+
+    by_type: ClassVar[dict[str, type[Resource]]] = {}
+    """Every resource class that was imported so far, by its type name."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        field = cls.model_fields.get("resource_type")
+        if field is not None and isinstance(field.default, str):
+            Resource.by_type[field.default] = cls
+
+
+class LLM(Resource):
+    """A model behind an OpenAI-compatible endpoint."""
+
+    resource_type: Literal["llm"] = "llm"
+    endpoint: str
+    """Base URL as the ``openai`` client takes it, usually ending in ``/v1``."""
+    model: str
+    api_key: str | None = Field(default=None, repr=False)
+    sampling_parameters: JsonObject = Field(default_factory=FrozenDict)
+    """Keyword arguments for ``chat.completions.create``, such as ``temperature``."""
+
+    def get_base_url(self, rollout_id: str | None = None, attempt_id: str | None = None) -> str:
+        """The URL to give to a client; the ids are accepted so that callers need not know which kind this is."""
+        _check_pair(rollout_id, attempt_id)
+        return self.endpoint
+
+
+class ProxyLLM(LLM):
+    """A model behind the gateway, which attributes each call to the rollout and attempt in its URL."""
+
+    resource_type: Literal["proxy_llm"] = "proxy_llm"  # type: ignore[assignment] # the subclass names itself
+
+    def get_base_url(self, rollout_id: str | None = None, attempt_id: str | None = None) -> str:
+        """Inserts ``/rollout/{rollout_id}/attempt/{attempt_id}`` before a trailing ``/v1``.
+
+        Raises:
+            ValueError: one id was given without the other.
+        """
+        _check_pair(rollout_id, attempt_id)
+        if not rollout_id:
+            return self.endpoint
+        root, version = self.endpoint.rstrip("/"), ""
+        if root.endswith("/v1"):
+            root, version = root[: -len("/v1")], "/v1"
+        return f"{root}/rollout/{rollout_id}/attempt/{attempt_id}{version}"
+
+    def with_attempted_rollout(self, rollout: AttemptedRollout) -> LLM:
+        """A plain LLM whose endpoint belongs to this attempt: what an agent gets."""
+        return LLM(
+            endpoint=self.get_base_url(rollout.rollout_id, rollout.attempt.attempt_id),
+            model=self.model,
+            api_key=self.api_key,
+            sampling_parameters=self.sampling_parameters,
+        )
+
+
+def _check_pair(rollout_id: str | None, attempt_id: str | None) -> None:
+    if bool(rollout_id) != bool(attempt_id):
+        raise ValueError(f"give rollout_id and attempt_id together, got {rollout_id!r} and {attempt_id!r}")
+
+
+class _ValuesOnlyFormatter(string.Formatter):
+    """``str.format`` whose fields are names of values: no attributes, no items, no nested or huge format specs."""
+
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> tuple[Any, str]:
+        if not field_name.isidentifier():
+            raise ConfigError(f"prompt field {{{field_name}}} is not a plain name; use {{name}} and give name=...")
+        if field_name not in kwargs:
+            given = ", ".join(sorted(kwargs)) or "none"
+            raise ConfigError(f"prompt field {{{field_name}}} got no value; values given: {given}")
+        return kwargs[field_name], field_name
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if any(len(digits) > 3 for digits in "".join(c if c.isdigit() else " " for c in format_spec).split()):
+            raise ConfigError(f"prompt format spec {format_spec!r} is too wide; at most 999")
+        return str(format(value, format_spec))
+
+
+class PromptTemplate(Resource):
+    """A tunable text with named gaps. A template reaches the values it is given, never attributes or code."""
+
+    resource_type: Literal["prompt_template"] = "prompt_template"
+    template: str
+    engine: Literal["f-string", "jinja", "poml"] = "f-string"
+
+    def __init__(self, template: str, engine: Literal["f-string", "jinja", "poml"] = "f-string", **data: Any) -> None:
+        super().__init__(**{"template": template, "engine": engine, **data})
+
+    def format(self, **values: Any) -> str:
+        """Fills the gaps.
+
+        Raises:
+            ConfigError: a gap without a value, a forbidden expression, or an engine that is not installed.
+        """
+        if self.engine == "f-string":
+            try:
+                return _ValuesOnlyFormatter().vformat(self.template, (), values)
+            except ValueError as error:
+                if isinstance(error, ConfigError):
+                    raise
+                raise ConfigError(
+                    f"prompt template cannot be formatted: {error}. Write {{{{ for a literal brace"
+                ) from error
+        if self.engine == "jinja":
+            from jinja2 import StrictUndefined, TemplateError
+            from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+            environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+            try:
+                return environment.from_string(self.template).render(**values)
+            except TemplateError as error:
+                raise ConfigError(f"jinja prompt template cannot be rendered: {error}") from error
+        raise ConfigError(f"template engine {self.engine!r} is not installed; installed: f-string, jinja")
+
+
+resource_finders: list[Callable[[str], type[Resource] | None]] = []
+"""Further places to look a resource class up by its type name; the plugin manager adds itself."""
+
+
+def _read_resource(value: Any) -> Any:
+    if isinstance(value, Resource):
+        return value
+    if isinstance(value, str):
+        return PromptTemplate(value)
+    if isinstance(value, Mapping) and isinstance(name := value.get("resource_type"), str):
+        found = (find(name) for find in resource_finders)
+        cls = Resource.by_type.get(name) or next(filter(None, found), None)
+        if cls is None:
+            known = ", ".join(sorted(Resource.by_type))
+            raise ValueError(f"unknown resource_type {name!r}; known: {known}")
+        return cls.model_validate(value)
+    raise ValueError(f"a resource is a Resource, a str (a prompt) or a mapping with resource_type, not {value!r}")
+
+
+AnyResource: TypeAlias = Annotated[SerializeAsAny[Resource], BeforeValidator(_read_resource)]
+NamedResources: TypeAlias = Mapping[str, Resource]
+"""What a rollout is given, by name. Where we take resources, a plain ``str`` means ``PromptTemplate(str)``."""
+
+
+class ResourcesUpdate(Record):
+    """One immutable version of a snapshot of resources."""
+
+    resources_id: str
+    create_time: float
+    update_time: float
+    version: int = Field(ge=1)
+    resources: dict[str, AnyResource]
+    run_id: str = "default"
+
+    @field_serializer("resources")
+    def _dump(self, resources: dict[str, Resource]) -> dict[str, Any]:
+        return {name: resource.model_dump(mode="json") for name, resource in resources.items()}
+
+
+def read_resources(resources: Mapping[str, Resource | str | Mapping[str, Any]]) -> dict[str, Resource]:
+    """Normalises what users give: resources, plain strings and their JSON form.
+
+    Raises:
+        ConfigError: a value that is none of these, or an unknown ``resource_type``.
+    """
+    result: dict[str, Resource] = {}
+    for name, value in resources.items():
+        try:
+            result[name] = _read_resource(value)
+        except ValueError as error:
+            raise ConfigError(f"resource {name!r}: {error}") from error
+    return result
+
+
+def scope_to_attempt(resources: Mapping[str, Resource], rollout: Rollout) -> dict[str, Resource]:
+    """Gives every ProxyLLM the URL of this attempt, so that an agent's calls are attributed without its help."""
+    if not isinstance(rollout, AttemptedRollout):
+        return dict(resources)
+    return {
+        name: resource.with_attempted_rollout(rollout) if isinstance(resource, ProxyLLM) else resource
+        for name, resource in resources.items()
+    }

@@ -1,0 +1,368 @@
+"""Runners: take rollouts from the store, run the agent on them, and say how each ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import socket
+import threading
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+from agentlightning.emitter import emit_reward
+from agentlightning.errors import ConfigError, NotFoundError, StoreError
+from agentlightning.event import AttemptRevoked
+from agentlightning.frozen import thaw
+from agentlightning.hook import Hook
+from agentlightning.litagent import LitAgent, check_result
+from agentlightning.resources import Resource
+from agentlightning.store.protocol import LightningStore
+from agentlightning.thread import ThreadStopped, run_in_thread
+from agentlightning.tracer.tracer import Tracer
+from agentlightning.types import (
+    UNSET,
+    AttemptedRollout,
+    AttemptFailure,
+    AttemptStatus,
+    Rollout,
+    RolloutMode,
+    RolloutRawResult,
+    Span,
+)
+
+T = TypeVar("T")
+logger = logging.getLogger("agentlightning")
+
+_STOP_CHECK_S = 0.1
+_CLAIM_AT_ONCE = 4
+
+
+class StopEvent(Protocol):
+    """Anything that says whether to stop: ``threading.Event``, ``asyncio.Event`` or a multiprocessing one."""
+
+    def is_set(self) -> bool:
+        """Whether it is time to stop."""
+        ...
+
+
+class Runner(ABC, Generic[T]):
+    """Runs an agent on rollouts. Use it inside ``run_context``."""
+
+    @abstractmethod
+    def run_context(
+        self,
+        *,
+        agent: LitAgent[T],
+        store: LightningStore,
+        hooks: Sequence[Hook] | None = None,
+        worker_id: str | None = None,
+    ) -> contextlib.AbstractContextManager[Runner[T]]:
+        """Gives the runner what it works with, for the duration of the context."""
+
+    @abstractmethod
+    async def iter(self, event: StopEvent | None = None) -> None:
+        """Takes and runs rollouts until ``event`` is set or the runner's own limit is reached, then drains."""
+
+    @abstractmethod
+    async def step(
+        self,
+        input: T,
+        resources: Mapping[str, Resource | str] | None = None,
+        mode: RolloutMode | None = None,
+        event: StopEvent | None = None,
+    ) -> Rollout:
+        """Runs one task at once, past the queue, and returns the finished rollout."""
+
+
+class LitAgentRunner(Runner[T]):
+    """Runs many rollouts at once in one event loop: async agents as tasks, synchronous ones in a thread each.
+
+    What an agent raises is kept on the attempt and the runner goes on. An attempt over its time, or one that the store
+    has ended, is stopped: a task is cancelled, a thread gets ThreadStopped.
+    """
+
+    def __init__(
+        self,
+        tracer: Tracer,
+        max_rollouts: int | None = None,
+        poll_interval: float = 5.0,
+        heartbeat_interval: float = 10.0,
+        *,
+        max_concurrency: int = 16,
+        max_abandoned_threads: int = 32,
+    ) -> None:
+        """Sets up a runner.
+
+        Args:
+            tracer: records what the agent does.
+            max_rollouts: ``iter`` returns after this many; None means never by itself.
+            poll_interval: longest single wait for work, in seconds; new work is seen at once.
+            heartbeat_interval: seconds between signs of life to the store.
+            max_concurrency: rollouts at once.
+            max_abandoned_threads: ``iter`` returns, so that its process can be replaced, once more threads than this
+                were left behind by agents that could not be stopped.
+        """
+        for name, value in (("max_rollouts", max_rollouts), ("max_concurrency", max_concurrency)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} = {value}: at least 1 is needed")
+        self.tracer = tracer
+        self.max_rollouts = max_rollouts
+        self.poll_interval = poll_interval
+        self.heartbeat_interval = heartbeat_interval
+        self.max_concurrency = max_concurrency
+        self.max_abandoned_threads = max_abandoned_threads
+        self.worker_id = ""
+        self._agent: LitAgent[T] | None = None
+        self._store: LightningStore | None = None
+        self._hooks: Sequence[Hook] = ()
+        self._abandoned: list[threading.Thread] = []
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._revoked: set[str] = set()
+
+    @contextlib.contextmanager
+    def run_context(
+        self,
+        *,
+        agent: LitAgent[T],
+        store: LightningStore,
+        hooks: Sequence[Hook] | None = None,
+        worker_id: str | None = None,
+    ) -> Iterator[LitAgentRunner[T]]:
+        self._agent, self._store, self._hooks = agent, store, hooks or ()
+        self.worker_id = worker_id or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+        self.tracer.init()
+        self.tracer.init_worker(self.worker_id, store)
+        try:
+            yield self
+        finally:
+            self.tracer.teardown_worker(self.worker_id)
+            self.tracer.teardown()
+            self._agent = self._store = None
+
+    async def iter(self, event: StopEvent | None = None) -> None:
+        store = self._given()[1]
+        taken = 0
+        async with _background(self._beat(), self._obey_revocations()):
+            try:
+                while not _is_set(event) and not self.is_worn_out:
+                    limit = min(self.max_concurrency - len(self._running), _CLAIM_AT_ONCE)
+                    if self.max_rollouts is not None:
+                        limit = min(limit, self.max_rollouts - taken)
+                        if taken >= self.max_rollouts:
+                            break
+                    if limit < 1:
+                        await asyncio.wait(
+                            self._running.values(), timeout=_STOP_CHECK_S, return_when=asyncio.FIRST_COMPLETED
+                        )
+                        continue
+                    claimed = await _until_set(
+                        store.dequeue_many_rollouts(limit=limit, worker_id=self.worker_id, timeout=self.poll_interval),
+                        event,
+                    )
+                    for rollout in claimed or ():
+                        taken += 1
+                        self._begin(rollout)
+                if self._running:
+                    await asyncio.wait(list(self._running.values()))
+            finally:
+                for task in list(self._running.values()):
+                    task.cancel()
+                await asyncio.gather(*self._running.values(), return_exceptions=True)
+
+    async def step(
+        self,
+        input: T,
+        resources: Mapping[str, Resource | str] | None = None,
+        mode: RolloutMode | None = None,
+        event: StopEvent | None = None,
+    ) -> Rollout:
+        store = self._given()[1]
+        resources_id = None if resources is None else (await store.add_resources(resources)).resources_id
+        rollout = await store.start_rollout(input, mode=mode, resources_id=resources_id, worker_id=self.worker_id)
+        await _until_set(self._execute(rollout), event)
+        finished = await store.get_rollout_by_id(rollout.rollout_id)
+        if finished is None:
+            raise NotFoundError(f"rollout {rollout.rollout_id} was deleted while it ran")
+        return finished
+
+    @property
+    def is_worn_out(self) -> bool:
+        """Whether ``iter`` returned because too many threads were abandoned; a new process should take over."""
+        return self._count_abandoned() > self.max_abandoned_threads
+
+    def _given(self) -> tuple[LitAgent[T], LightningStore]:
+        if self._agent is None or self._store is None:
+            raise ConfigError(
+                "the runner has no agent yet; use it inside: with runner.run_context(agent=..., store=...)"
+            )
+        return self._agent, self._store
+
+    def _begin(self, rollout: AttemptedRollout) -> None:
+        attempt_id = rollout.attempt.attempt_id
+        task = asyncio.create_task(self._execute(rollout), name=attempt_id)
+        self._running[attempt_id] = task
+        task.add_done_callback(functools.partial(self._ended, attempt_id))
+
+    def _ended(self, attempt_id: str, task: asyncio.Task[None]) -> None:
+        self._running.pop(attempt_id, None)
+        self._revoked.discard(attempt_id)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("attempt %s could not be recorded: %s", attempt_id, error, exc_info=error)
+
+    async def _execute(self, rollout: AttemptedRollout) -> None:
+        agent, store = self._given()
+        attempt_id = rollout.attempt.attempt_id
+        await self._call_hooks("on_rollout_start", agent=agent, runner=self, rollout=rollout)
+        status: AttemptStatus = "succeeded"
+        failure: AttemptFailure | None = None
+        spans: Sequence[Span] = ()
+        dropped = 0
+        stopped: asyncio.CancelledError | None = None
+        limit = asyncio.timeout(rollout.config.timeout_seconds)
+        try:
+            async with self.tracer.trace_context(
+                rollout_id=rollout.rollout_id, attempt_id=attempt_id, store=store
+            ) as trace:
+                try:
+                    await self._call_hooks(
+                        "on_trace_start", agent=agent, runner=self, tracer=self.tracer, rollout=rollout
+                    )
+                    async with limit:
+                        result = check_result(await self._call_agent(agent, store, rollout))
+                    await self._record_result(result, store, rollout)
+                finally:
+                    await self._call_hooks(
+                        "on_trace_end", agent=agent, runner=self, tracer=self.tracer, rollout=rollout
+                    )
+        except asyncio.CancelledError as error:
+            status, failure, stopped = (
+                "failed",
+                AttemptFailure(type="Cancelled", message="the runner stopped it"),
+                error,
+            )
+        except Exception as error:  # isolation point: what an agent raises is data about its attempt
+            status, failure = ("timeout" if limit.expired() else "failed"), AttemptFailure.from_exception(error)
+        with contextlib.suppress(UnboundLocalError):  # the trace itself could not be opened
+            spans, dropped = trace.spans, trace.dropped
+        if attempt_id in self._revoked:  # the store has ended this attempt and knows why
+            return
+        await store.update_attempt(
+            rollout.rollout_id,
+            attempt_id,
+            status=status,
+            error=failure,
+            spans_dropped=dropped or UNSET,
+        )
+        await self._call_hooks("on_rollout_end", agent=agent, runner=self, rollout=rollout, spans=spans)
+        if stopped is not None:
+            raise stopped
+
+    async def _call_agent(self, agent: LitAgent[T], store: LightningStore, rollout: AttemptedRollout) -> Any:
+        resources = await _resources_of(store, rollout)
+        task = cast(T, thaw(rollout.input))
+        training = rollout.mode == "train"
+        if agent.is_async():
+            method = agent.training_rollout_async if training else agent.validation_rollout_async
+            return await method(task, resources, rollout)
+        function = agent.training_rollout if training else agent.validation_rollout
+        try:
+            return await run_in_thread(
+                lambda: function(task, resources, rollout),
+                name=f"agent-{rollout.attempt.attempt_id}",
+                on_abandoned=self._abandoned.append,
+            )
+        except ThreadStopped as error:
+            raise asyncio.CancelledError from error
+
+    def _count_abandoned(self) -> int:
+        self._abandoned = [thread for thread in self._abandoned if thread.is_alive()]
+        return len(self._abandoned)
+
+    async def _record_result(self, result: RolloutRawResult, store: LightningStore, rollout: AttemptedRollout) -> None:
+        if result is None:
+            return
+        if isinstance(result, (int, float)):
+            emit_reward(float(result))
+            return
+        ids = {"rollout_id": rollout.rollout_id, "attempt_id": rollout.attempt.attempt_id}
+        await store.add_many_spans([span.model_copy(update=ids) for span in result])
+
+    async def _call_hooks(self, name: str, **arguments: Any) -> None:
+        for hook in self._hooks:
+            try:
+                await getattr(hook, name)(**arguments)
+            except Exception:  # isolation point: a user's hook must not fail the rollout
+                logger.exception("hook %s.%s failed", type(hook).__name__, name)
+
+    async def _beat(self) -> None:
+        store = self._given()[1]
+        while True:
+            stats = {"running": len(self._running), "abandoned_threads": self._count_abandoned()}
+            try:
+                await store.update_worker(self.worker_id, heartbeat_stats=stats)
+            except (StoreError, OSError) as error:
+                logger.warning("worker %s could not send its heartbeat: %s", self.worker_id, error)
+            await asyncio.sleep(self.heartbeat_interval)
+
+    async def _obey_revocations(self) -> None:
+        async for event in self._given()[1].subscribe(["attempt_revoked"]):
+            if isinstance(event, AttemptRevoked) and (task := self._running.get(event.attempt_id)) is not None:
+                logger.info("stopping attempt %s of rollout %s: %s", event.attempt_id, event.rollout_id, event.reason)
+                self._revoked.add(event.attempt_id)
+                task.cancel()
+
+
+async def _resources_of(store: LightningStore, rollout: Rollout) -> Mapping[str, Resource]:
+    if rollout.resources_id is None:
+        latest = await store.get_latest_resources()
+        return {} if latest is None else latest.resources
+    update = await store.get_resources_by_id(rollout.resources_id)
+    if update is None:
+        raise NotFoundError(
+            f"rollout {rollout.rollout_id} names resources {rollout.resources_id}, which are not stored"
+        )
+    return update.resources
+
+
+def _is_set(event: StopEvent | None) -> bool:
+    return event is not None and event.is_set()
+
+
+async def _until_set(work: Awaitable[T], event: StopEvent | None) -> T | None:
+    """Awaits ``work``, or cancels it and returns None soon after ``event`` is set."""
+    task = asyncio.ensure_future(work)
+    try:
+        while not task.done():
+            if _is_set(event):
+                task.cancel()
+            await asyncio.wait([task], timeout=None if event is None else _STOP_CHECK_S)
+    except asyncio.CancelledError:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        raise
+    return None if task.cancelled() else task.result()
+
+
+@contextlib.asynccontextmanager
+async def _background(*coroutines: Any) -> AsyncIterator[None]:
+    """Runs coroutines beside the block and cancels them at its end; one that fails is logged."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    report: Callable[[asyncio.Task[None]], None] = _report_failure
+    for task in tasks:
+        task.add_done_callback(report)
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _report_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("a background task of the runner failed: %s", error, exc_info=error)

@@ -1,0 +1,353 @@
+"""``LightningStore``: what runners, algorithms, gateway and dashboards call."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Literal, TypedDict
+
+from agentlightning.event import Event
+from agentlightning.resources import Resource, ResourcesUpdate
+from agentlightning.types import (
+    UNSET,
+    Attempt,
+    AttemptedRollout,
+    AttemptFailure,
+    AttemptStatus,
+    EnqueueRolloutRequest,
+    FilterLogic,
+    Metrics,
+    PaginatedResult,
+    ReadableSpan,
+    Rollout,
+    RolloutConfig,
+    RolloutMode,
+    RolloutStatus,
+    Run,
+    RunStatus,
+    SortOrder,
+    Span,
+    TaskInput,
+    Unset,
+    Worker,
+)
+
+
+class StoreCapabilities(TypedDict):
+    """What a store can do beyond the contract's minimum."""
+
+    thread_safe: bool
+    """May be called from several threads and event loops."""
+    durable: bool
+    """Acknowledged writes survive the process."""
+    otlp_traces: bool
+    """Takes OTLP over HTTP at ``otlp_traces_endpoint()``."""
+
+
+class LightningStore(ABC):
+    """Rollouts, attempts, spans, versioned resources, workers and metrics of one run.
+
+    Getters return None for an unknown id; writers and ``wait_for_rollouts`` raise NotFoundError. Transitions that the
+    lifecycle refuses raise ConflictError and change nothing. Whatever a client may repeat (enqueue with an id, spans,
+    the end of an attempt) is idempotent.
+    """
+
+    run_id: str
+    """The run whose queue, latest resources and metrics this object sees."""
+
+    # --- about the store ---
+
+    @abstractmethod
+    def with_run(self, run_id: str) -> LightningStore:
+        """The same store as seen from another run; closing either closes both."""
+
+    @property
+    @abstractmethod
+    def capabilities(self) -> StoreCapabilities:
+        """What this store can do."""
+
+    @abstractmethod
+    def otlp_traces_endpoint(self) -> str | None:
+        """URL that takes OTLP/HTTP traces, or None when the store is not served."""
+
+    @abstractmethod
+    async def statistics(self) -> dict[str, float]:
+        """Counts of rollouts, attempts, spans, resources and workers, and ``uptime`` in seconds."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Releases connections and tasks; what is stored stays."""
+
+    # --- rollouts ---
+
+    @abstractmethod
+    async def start_rollout(
+        self,
+        input: TaskInput,
+        mode: RolloutMode | None = None,
+        resources_id: str | None = None,
+        config: RolloutConfig | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        worker_id: str | None = None,
+    ) -> AttemptedRollout:
+        """Creates a rollout with its first attempt, past the queue."""
+
+    @abstractmethod
+    async def enqueue_rollout(
+        self,
+        input: TaskInput,
+        mode: RolloutMode | None = None,
+        resources_id: str | None = None,
+        config: RolloutConfig | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Rollout:
+        """Queues one rollout; ``resources_id=None`` pins the newest snapshot of this moment."""
+
+    @abstractmethod
+    async def enqueue_many_rollouts(self, requests: Sequence[EnqueueRolloutRequest]) -> Sequence[Rollout]:
+        """Queues rollouts in order, all or none; a known ``rollout_id`` gives the rollout that is there."""
+
+    @abstractmethod
+    async def dequeue_rollout(self, worker_id: str | None = None, *, timeout: float = 0) -> AttemptedRollout | None:
+        """Takes the oldest queued rollout and creates its attempt in one step; waits up to ``timeout`` for one."""
+
+    @abstractmethod
+    async def dequeue_many_rollouts(
+        self, *, limit: int = 1, worker_id: str | None = None, timeout: float = 0
+    ) -> Sequence[AttemptedRollout]:
+        """Takes up to ``limit`` queued rollouts; waits up to ``timeout`` for the first."""
+
+    @abstractmethod
+    async def start_attempt(self, rollout_id: str, worker_id: str | None = None) -> AttemptedRollout:
+        """Begins a further attempt by hand."""
+
+    @abstractmethod
+    async def query_rollouts(
+        self,
+        *,
+        status_in: Sequence[RolloutStatus] | None = None,
+        rollout_id_in: Sequence[str] | None = None,
+        rollout_id_contains: str | None = None,
+        filter_logic: FilterLogic = "and",
+        sort_by: str | None = None,
+        sort_order: SortOrder = "asc",
+        limit: int = -1,
+        offset: int = 0,
+        metadata: Mapping[str, Any] | None = None,
+        run_id: str | None = None,
+        start_after: float | None = None,
+        start_before: float | None = None,
+        cursor: str | None = None,
+    ) -> PaginatedResult[Rollout]:
+        """Finds rollouts of this run (or ``run_id``); items are AttemptedRollout where an attempt exists."""
+
+    @abstractmethod
+    async def get_rollout_by_id(self, rollout_id: str) -> Rollout | None:
+        """The rollout, with its latest attempt when it has one."""
+
+    @abstractmethod
+    async def update_rollout(
+        self,
+        rollout_id: str,
+        input: TaskInput | Unset = UNSET,
+        mode: RolloutMode | Unset | None = UNSET,
+        resources_id: str | Unset | None = UNSET,
+        status: RolloutStatus | Unset = UNSET,
+        config: RolloutConfig | Unset = UNSET,
+        metadata: Mapping[str, Any] | Unset | None = UNSET,
+    ) -> Rollout:
+        """Changes what is given."""
+
+    @abstractmethod
+    async def cancel_rollout(self, rollout_id: str) -> Rollout:
+        """Ends a rollout that has not finished; a runner at work on it stops its agent."""
+
+    @abstractmethod
+    async def retry_rollout(self, rollout_id: str) -> Rollout:
+        """Queues a failed or cancelled rollout again."""
+
+    @abstractmethod
+    async def delete_rollouts(self, rollout_ids: Sequence[str]) -> int:
+        """Removes rollouts that have ended, with attempts and spans; returns how many were there.
+
+        Raises:
+            ConflictError: one of them has not ended; nothing is removed.
+        """
+
+    @abstractmethod
+    async def wait_for_rollouts(self, rollout_ids: Sequence[str], timeout: float | None = None) -> Sequence[Rollout]:
+        """Returns those that ended within ``timeout`` (None: waits for all), in the order asked for."""
+
+    # --- attempts ---
+
+    @abstractmethod
+    async def get_latest_attempt(self, rollout_id: str) -> Attempt | None:
+        """The attempt with the highest ``sequence_id``."""
+
+    @abstractmethod
+    async def query_attempts(
+        self,
+        rollout_id: str,
+        *,
+        sort_by: str = "sequence_id",
+        sort_order: SortOrder = "asc",
+        limit: int = -1,
+        offset: int = 0,
+    ) -> PaginatedResult[Attempt]:
+        """The attempts of a rollout."""
+
+    @abstractmethod
+    async def update_attempt(
+        self,
+        rollout_id: str,
+        attempt_id: str | Literal["latest"],
+        status: AttemptStatus | Unset = UNSET,
+        worker_id: str | Unset = UNSET,
+        last_heartbeat_time: float | Unset = UNSET,
+        metadata: Mapping[str, Any] | Unset | None = UNSET,
+        *,
+        error: AttemptFailure | Unset | None = UNSET,
+        spans_dropped: int | Unset = UNSET,
+    ) -> Attempt:
+        """Changes what is given; the status of the latest attempt drives the rollout.
+
+        An ended attempt keeps its status: a later result goes to ``late_status``.
+        """
+
+    # --- spans ---
+
+    @abstractmethod
+    async def add_span(self, span: Span) -> Span | None:
+        """Stores a span; None when it is stored already."""
+
+    @abstractmethod
+    async def add_many_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
+        """Stores spans in order, all or none, leaving out those that are stored already."""
+
+    @abstractmethod
+    async def add_otel_span(
+        self, rollout_id: str, attempt_id: str, readable_span: ReadableSpan, sequence_id: int | None = None
+    ) -> Span | None:
+        """Stores a finished OpenTelemetry span."""
+
+    @abstractmethod
+    async def get_next_span_sequence_id(self, rollout_id: str, attempt_id: str) -> int:
+        """Takes the next number of an attempt's spans."""
+
+    @abstractmethod
+    async def get_many_span_sequence_ids(self, rollout_attempt_ids: Sequence[tuple[str, str]]) -> Sequence[int]:
+        """Takes one number for each pair; an attempt may stand there several times."""
+
+    @abstractmethod
+    async def query_spans(
+        self,
+        rollout_id: str | None,
+        attempt_id: str | Literal["latest"] | None = None,
+        *,
+        trace_id: str | None = None,
+        trace_id_contains: str | None = None,
+        span_id: str | None = None,
+        span_id_contains: str | None = None,
+        parent_id: str | None = None,
+        parent_id_contains: str | None = None,
+        name: str | None = None,
+        name_contains: str | None = None,
+        filter_logic: FilterLogic = "and",
+        limit: int = -1,
+        offset: int = 0,
+        sort_by: str | None = "sequence_id",
+        sort_order: SortOrder = "asc",
+        run_id: str | None = None,
+        start_after: float | None = None,
+        start_before: float | None = None,
+        cursor: str | None = None,
+    ) -> PaginatedResult[Span]:
+        """Finds spans of one rollout, or (``rollout_id=None``) across the rollouts of a run."""
+
+    # --- resources ---
+
+    @abstractmethod
+    async def add_resources(self, resources: Mapping[str, Resource | str]) -> ResourcesUpdate:
+        """Publishes a new snapshot, which becomes the latest; a plain str is an f-string PromptTemplate."""
+
+    @abstractmethod
+    async def update_resources(self, resources_id: str, resources: Mapping[str, Resource | str]) -> ResourcesUpdate:
+        """Publishes the next version of a snapshot (version 1 of a new one), which becomes the latest."""
+
+    @abstractmethod
+    async def get_resources_by_id(self, resources_id: str, version: int | None = None) -> ResourcesUpdate | None:
+        """A snapshot at a version; None means the newest."""
+
+    @abstractmethod
+    async def get_latest_resources(self) -> ResourcesUpdate | None:
+        """What was published last in this run."""
+
+    @abstractmethod
+    async def query_resources(
+        self,
+        *,
+        resources_id: str | None = None,
+        resources_id_contains: str | None = None,
+        sort_by: str | None = None,
+        sort_order: SortOrder = "asc",
+        limit: int = -1,
+        offset: int = 0,
+    ) -> PaginatedResult[ResourcesUpdate]:
+        """Every version that was published in this run, oldest first unless sorted."""
+
+    # --- workers ---
+
+    @abstractmethod
+    async def query_workers(
+        self,
+        *,
+        status_in: Sequence[str] | None = None,
+        worker_id_contains: str | None = None,
+        filter_logic: FilterLogic = "and",
+        sort_by: str | None = None,
+        sort_order: SortOrder = "asc",
+        limit: int = -1,
+        offset: int = 0,
+    ) -> PaginatedResult[Worker]:
+        """The workers seen so far."""
+
+    @abstractmethod
+    async def get_worker_by_id(self, worker_id: str) -> Worker | None:
+        """A worker by id."""
+
+    @abstractmethod
+    async def update_worker(self, worker_id: str, heartbeat_stats: Mapping[str, Any] | Unset | None = UNSET) -> Worker:
+        """A heartbeat: creates the worker if need be and renews the leases of its attempts."""
+
+    # --- runs, metrics, events ---
+
+    @abstractmethod
+    async def create_run(
+        self,
+        name: str,
+        *,
+        run_id: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Run:
+        """Creates a run, or returns the one with this ``run_id`` (default: the run of this store)."""
+
+    @abstractmethod
+    async def update_run(self, run_id: str, status: RunStatus) -> Run:
+        """Says how a run stands."""
+
+    @abstractmethod
+    async def query_runs(self, *, limit: int = -1, offset: int = 0) -> PaginatedResult[Run]:
+        """The runs of this database, oldest first."""
+
+    @abstractmethod
+    async def add_metrics(self, step: int, values: Mapping[str, float]) -> Metrics:
+        """Records the numbers of a step of this run; repeating a step adds to and replaces its values."""
+
+    @abstractmethod
+    async def query_metrics(self, *, limit: int = -1, offset: int = 0) -> PaginatedResult[Metrics]:
+        """The metrics of this run in order of their steps."""
+
+    @abstractmethod
+    def subscribe(self, kinds: Sequence[str] | None = None) -> AsyncIterator[Event]:
+        """Yields the events of this run from the first ``anext`` on, until the iterator is closed."""

@@ -1,0 +1,268 @@
+"""``Trainer``: joins an agent, an algorithm, a store and runners into one run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from agentlightning.adapter.adapter import TraceAdapter
+from agentlightning.algorithm.algorithm import Algorithm, FastAlgorithm
+from agentlightning.algorithm.context import Gateway, RunContext
+from agentlightning.errors import ConfigError
+from agentlightning.execution import ExecutionStrategy
+from agentlightning.hook import Hook
+from agentlightning.litagent import LitAgent, RewardFunction, wrap
+from agentlightning.plugins import get_manager
+from agentlightning.resources import Resource, read_resources
+from agentlightning.runner import LitAgentRunner, Runner, StopEvent
+from agentlightning.store.factory import create_store
+from agentlightning.store.protocol import LightningStore
+from agentlightning.thread import run_in_thread
+from agentlightning.tracer.tracer import Tracer
+from agentlightning.tracker import Tracker, follow
+from agentlightning.types import Dataset, Run
+
+Spec: TypeAlias = str | Mapping[str, Any]
+"""A component by its registered name, or ``{"name": ..., **settings}``."""
+
+DEFAULT_CONCURRENCY = 16
+
+
+class Trainer:
+    """Runs an algorithm over an agent.
+
+    Every component is an instance, a registered name (``agl plugins`` lists them), or ``{"name": ..., **settings}``;
+    what is not given gets a fitting default.
+    """
+
+    def __init__(
+        self,
+        *,
+        algorithm: Algorithm | Spec | None = None,
+        store: LightningStore | str | None = None,
+        tracer: Tracer | Spec | None = None,
+        adapter: TraceAdapter[Any] | Spec | None = None,
+        strategy: ExecutionStrategy | Spec | None = None,
+        runner: Runner[Any] | None = None,
+        llm_proxy: Gateway | Spec | None = None,
+        n_runners: int = 1,
+        max_rollouts: int | None = None,
+        initial_resources: Mapping[str, Resource | str] | None = None,
+        hooks: Hook | Sequence[Hook] | None = None,
+        port: int | None = None,
+        trackers: Sequence[Tracker | Spec] | None = None,
+        run_dir: str | Path | None = None,
+        resume: bool = False,
+        max_concurrency: int | None = None,
+    ) -> None:
+        """Chooses the parts of a run.
+
+        Args:
+            algorithm: what learns; ``fit`` needs one, ``dev`` defaults to ``baseline``.
+            store: an instance or a URL; default ``memory://``.
+            tracer: default ``otel``.
+            adapter: default is the algorithm's own ``default_adapter``.
+            strategy: default ``cs``, runner processes; ``shm`` runs everything as threads.
+            runner: instead of the default runner; must be picklable for ``cs``.
+            llm_proxy: the gateway; algorithms that need one make it when it is not given.
+            n_runners: runner processes (``cs``) or threads (``shm``).
+            max_rollouts: each runner ends after so many.
+            initial_resources: what the agent gets before anything was learned; a plain str is a prompt.
+            hooks: called around every rollout, in the runner's process.
+            port: of the served store; default is a free one.
+            trackers: where metrics go; default ``console``, and ``jsonl`` when there is a ``run_dir``.
+            run_dir: directory of the run: metrics, checkpoints, report. Default is none.
+            resume: continue from the checkpoint in ``run_dir``.
+            max_concurrency: rollouts at once in each runner; default 16.
+
+        Raises:
+            ConfigError: values that do not go together.
+            PluginError: a name that no plugin offers.
+        """
+        if n_runners < 1:
+            raise ConfigError(f"n_runners = {n_runners}: at least 1 is needed")
+        if resume and run_dir is None:
+            raise ConfigError("resume=True needs run_dir, the directory of the run to continue")
+        self.algorithm: Algorithm | None = _component("algorithm", algorithm)
+        self.store = create_store(store) if isinstance(store, str) else store
+        self.tracer: Tracer | Spec = tracer if tracer is not None else "otel"
+        self.adapter: TraceAdapter[Any] | None = _component("adapter", adapter)
+        self.llm_proxy: Gateway | None = _component("gateway", llm_proxy)
+        self.runner = runner
+        self.n_runners = n_runners
+        self.max_rollouts = max_rollouts
+        self.initial_resources = None if initial_resources is None else read_resources(initial_resources)
+        self.hooks: Sequence[Hook] = [hooks] if isinstance(hooks, Hook) else list(hooks or ())
+        self.run_dir = None if run_dir is None else Path(run_dir)
+        self.resume = resume
+        self.max_concurrency = DEFAULT_CONCURRENCY if max_concurrency is None else max_concurrency
+        self.strategy = self._choose_strategy(strategy, port)
+        if trackers is None:
+            trackers = ["console"] if self.run_dir is None else ["console", "jsonl"]
+        self.trackers: list[Tracker] = [_component("tracker", tracker) for tracker in trackers]
+
+    def fit(
+        self,
+        agent: Any,
+        train_dataset: Dataset[Any] | None = None,
+        val_dataset: Dataset[Any] | None = None,
+        *,
+        reward: RewardFunction | None = None,
+    ) -> Run:
+        """Trains until the algorithm is done.
+
+        Args:
+            agent: a function, decorated or plain, or a LitAgent.
+            train_dataset: tasks to learn from.
+            val_dataset: tasks to judge by.
+            reward: ``reward(task, output, rollout)``, for agents that do not say their reward themselves.
+
+        Returns:
+            The run, with its final status.
+
+        Raises:
+            Exception: whatever the algorithm raised. What the agent raises is recorded, and raised nowhere.
+        """
+        if self.algorithm is None:
+            names = ", ".join(get_manager().components("algorithm"))
+            raise ConfigError(f"fit needs an algorithm, as in Trainer(algorithm='baseline'); installed: {names}")
+        return self._run(self.algorithm, wrap(agent, reward), train_dataset, val_dataset)
+
+    def dev(
+        self,
+        agent: Any,
+        train_dataset: Dataset[Any] | None = None,
+        val_dataset: Dataset[Any] | None = None,
+        *,
+        reward: RewardFunction | None = None,
+    ) -> Run:
+        """A dry run: the same wiring with a FastAlgorithm, ``baseline`` unless the trainer has another.
+
+        Raises:
+            ConfigError: the trainer's algorithm is not a fast one.
+        """
+        algorithm = self.algorithm if self.algorithm is not None else get_manager().create("algorithm", "baseline")
+        if not isinstance(algorithm, FastAlgorithm):
+            raise ConfigError(
+                f"dev is a dry run and needs a FastAlgorithm, but the trainer has {type(algorithm).__name__}; "
+                "use fit, or Trainer(algorithm='baseline')"
+            )
+        return self._run(algorithm, wrap(agent, reward), train_dataset, val_dataset)
+
+    def _choose_strategy(self, strategy: ExecutionStrategy | Spec | None, port: int | None) -> ExecutionStrategy:
+        if isinstance(strategy, ExecutionStrategy):
+            return strategy
+        spec: dict[str, Any] = {"name": strategy} if isinstance(strategy, str) else dict(strategy or {"name": "cs"})
+        spec.setdefault("n_runners", self.n_runners)
+        if port is not None:
+            spec.setdefault("server_port", port)
+        chosen: ExecutionStrategy = get_manager().create("strategy", spec)
+        return chosen
+
+    def _run(
+        self,
+        algorithm: Algorithm,
+        agent: LitAgent[Any],
+        train_dataset: Dataset[Any] | None,
+        val_dataset: Dataset[Any] | None,
+    ) -> Run:
+        store = self.store if self.store is not None else create_store("memory://")
+        adapter = self.adapter
+        if adapter is None and algorithm.default_adapter is not None:
+            adapter = get_manager().create("adapter", algorithm.default_adapter)
+        context = RunContext(
+            store=store,
+            adapter=adapter,
+            llm_proxy=self.llm_proxy,
+            train_dataset=train_dataset,
+            val_dataset=val_dataset,
+            initial_resources=self.initial_resources,
+            trainer=self,
+            directory=self.run_dir,
+        )
+        job = TrainerJob(algorithm, context, self.trackers, self.resume)
+        runner_job = LitAgentRunnerJob(
+            agent, self.tracer, self.runner, self.max_rollouts, self.max_concurrency, tuple(self.hooks)
+        )
+        try:
+            self.strategy.execute(job, runner_job, store)
+        finally:
+            if self.store is None:
+                asyncio.run(store.close())
+        return context.run
+
+
+def _component(kind: Any, given: Any) -> Any:
+    return get_manager().create(kind, given) if isinstance(given, (str, Mapping)) else given
+
+
+@dataclass
+class TrainerJob:
+    """The algorithm's half of a run."""
+
+    algorithm: Algorithm
+    context: RunContext
+    trackers: Sequence[Tracker]
+    resume: bool = False
+
+    async def __call__(self, store: LightningStore) -> None:
+        """Runs the algorithm, feeds the trackers, and leaves the run with its final status in the store."""
+        algorithm, context = self.algorithm, self.context
+        context.store = store
+        directory = context.directory
+        name = directory.name if directory is not None else store.run_id
+        context.run = await store.create_run(name, config={"algorithm": type(algorithm).__name__})
+        algorithm.context = context
+        if context.initial_resources and await store.get_latest_resources() is None:
+            await store.add_resources(context.initial_resources)
+        if self.resume and directory is not None:
+            algorithm.load_state(directory)
+        following = asyncio.create_task(follow(store, context.run, self.trackers, directory))
+        await asyncio.sleep(0)  # lets it subscribe before the first event
+        status: Any = "failed"
+        try:
+            await self._run_algorithm()
+            status = "succeeded"
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            status = "interrupted"
+            raise
+        finally:
+            context.run = await store.update_run(context.run.run_id, status)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(following, timeout=5.0)
+
+    async def _run_algorithm(self) -> None:
+        algorithm, context = self.algorithm, self.context
+        run = functools.partial(algorithm.run, train_dataset=context.train_dataset, val_dataset=context.val_dataset)
+        if algorithm.is_async():
+            work = run()
+            if work is not None:
+                await work
+        else:
+            await run_in_thread(run, name="algorithm")
+
+
+@dataclass(frozen=True)
+class LitAgentRunnerJob:
+    """A runner's half of a run; it travels to runner processes."""
+
+    agent: LitAgent[Any]
+    tracer: Tracer | Spec
+    runner: Runner[Any] | None = None
+    max_rollouts: int | None = None
+    max_concurrency: int = DEFAULT_CONCURRENCY
+    hooks: Sequence[Hook] = field(default=())
+
+    async def __call__(self, store: LightningStore, worker_id: str, stop: StopEvent) -> bool:
+        """Runs rollouts until ``stop`` is set."""
+        runner: Runner[Any] = self.runner or LitAgentRunner(
+            _component("tracer", self.tracer), self.max_rollouts, max_concurrency=self.max_concurrency
+        )
+        with runner.run_context(agent=self.agent, store=store, hooks=self.hooks, worker_id=worker_id):
+            await runner.iter(stop)
+        return not (isinstance(runner, LitAgentRunner) and runner.is_worn_out)

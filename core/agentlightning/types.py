@@ -1,0 +1,404 @@
+"""The records that algorithms, runners and stores exchange.
+
+All are frozen pydantic models; mappings inside them are immutable (see ``frozen``). Instants are Unix time in seconds,
+durations are seconds. ``dataclasses.replace`` is ``record.model_copy(update={...})`` here.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
+from typing import Annotated, Any, Final, Generic, Literal, Protocol, TypeAlias, TypeVar, overload
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from agentlightning.frozen import FrozenDict, freeze
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+RolloutStatus: TypeAlias = Literal["queuing", "preparing", "running", "failed", "succeeded", "cancelled", "requeuing"]
+AttemptStatus: TypeAlias = Literal["preparing", "running", "failed", "succeeded", "unresponsive", "timeout"]
+WorkerStatus: TypeAlias = Literal["idle", "busy", "unknown"]
+RolloutMode: TypeAlias = Literal["train", "val", "test"]
+RunStatus: TypeAlias = Literal["running", "succeeded", "failed", "interrupted"]
+FilterLogic: TypeAlias = Literal["and", "or"]
+SortOrder: TypeAlias = Literal["asc", "desc"]
+TaskInput: TypeAlias = Any
+"""One task as the user wrote it: whatever the agent's first parameter takes."""
+
+ENDED_ROLLOUT: Final = frozenset({"failed", "succeeded", "cancelled"})
+LIVE_ATTEMPT: Final = frozenset({"preparing", "running"})
+DEFAULT_RUN_ID: Final = "default"
+
+
+class Unset(Enum):
+    """The type of UNSET: an argument that was not given, as opposed to None."""
+
+    UNSET = "UNSET"
+
+
+UNSET: Final = Unset.UNSET
+
+
+def new_rollout_id() -> str:
+    return "ro-" + os.urandom(8).hex()
+
+
+def new_attempt_id() -> str:
+    return "at-" + os.urandom(8).hex()
+
+
+def new_resources_id() -> str:
+    return "rs-" + os.urandom(8).hex()
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(freeze)]
+"""A JSON mapping, frozen on the way in."""
+
+
+class Record(BaseModel):
+    """A frozen record: unknown fields are refused, equal fields make equal records."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_bytes="base64", val_json_bytes="base64")
+
+
+class Run(Record):
+    """One training or evaluation; rollouts, resources and metrics belong to one."""
+
+    run_id: str = DEFAULT_RUN_ID
+    name: str = DEFAULT_RUN_ID
+    created_at: float = Field(default_factory=time.time)
+    config: JsonObject = Field(default_factory=FrozenDict)
+    status: RunStatus = "running"
+    metadata: JsonObject | None = None
+
+
+class RolloutConfig(Record):
+    """How long a rollout may take and when it is tried again."""
+
+    timeout_seconds: float | None = Field(default=None, gt=0)
+    """An attempt older than this ends as ``timeout``."""
+    unresponsive_seconds: float | None = Field(default=None, gt=0)
+    """An attempt without a span or heartbeat for this long ends as ``unresponsive``."""
+    max_attempts: int = Field(default=1, ge=1)
+    retry_condition: Annotated[list[AttemptStatus], AfterValidator(freeze)] = Field(default_factory=list)
+    """The attempt ends after which the rollout is queued again while ``max_attempts`` allows."""
+
+
+class Rollout(Record):
+    """One task to be run by the agent."""
+
+    rollout_id: str
+    input: Annotated[Any, AfterValidator(freeze)]
+    start_time: float
+    """When it was enqueued."""
+    end_time: float | None = None
+    mode: RolloutMode | None = None
+    resources_id: str | None = None
+    status: RolloutStatus = "queuing"
+    config: RolloutConfig = Field(default_factory=RolloutConfig)
+    metadata: JsonObject | None = None
+    """Free; the keys ``task_id``, ``group`` and ``step`` are indexed by every store."""
+    run_id: str = DEFAULT_RUN_ID
+
+
+class AttemptFailure(Record):
+    """What an agent raised, as it was seen."""
+
+    type: str
+    message: str
+    traceback: str = ""
+
+    @classmethod
+    def from_exception(cls, error: BaseException) -> AttemptFailure:
+        """Keeps type, message and the last 16,000 characters of the traceback."""
+        import traceback
+
+        return cls(
+            type=type(error).__qualname__,
+            message=str(error)[:4000],
+            traceback="".join(traceback.format_exception(error))[-16000:],
+        )
+
+
+class Attempt(Record):
+    """The n-th try of a rollout."""
+
+    rollout_id: str
+    attempt_id: str
+    sequence_id: int = Field(ge=1)
+    """n, from 1."""
+    start_time: float
+    end_time: float | None = None
+    status: AttemptStatus = "preparing"
+    worker_id: str | None = None
+    last_heartbeat_time: float | None = None
+    metadata: JsonObject | None = None
+    error: AttemptFailure | None = None
+    late_status: AttemptStatus | None = None
+    """A result that came after the attempt had ended; it never touches the rollout."""
+    spans_dropped: int = 0
+    """Spans that could not be delivered. Such an attempt is left out of training data."""
+
+
+class AttemptedRollout(Rollout):
+    """A rollout with its latest attempt."""
+
+    attempt: Attempt
+
+    @model_validator(mode="after")
+    def _same_rollout(self) -> AttemptedRollout:
+        if self.attempt.rollout_id != self.rollout_id:
+            raise ValueError(f"attempt belongs to rollout {self.attempt.rollout_id!r}, not to {self.rollout_id!r}")
+        return self
+
+
+class EnqueueRolloutRequest(Record):
+    """What a client asks for when it queues one rollout."""
+
+    input: Annotated[Any, AfterValidator(freeze)]
+    mode: RolloutMode | None = None
+    resources_id: str | None = None
+    config: RolloutConfig | None = None
+    metadata: JsonObject | None = None
+    rollout_id: str | None = Field(default=None, min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._:-]+$")
+    """Chosen by the client; enqueueing it again returns the rollout that is there."""
+
+
+class Worker(Record):
+    """A process that runs attempts."""
+
+    worker_id: str
+    status: WorkerStatus = "unknown"
+    heartbeat_stats: JsonObject | None = None
+    last_heartbeat_time: float | None = None
+    last_dequeue_time: float | None = None
+    last_busy_time: float | None = None
+    last_idle_time: float | None = None
+    current_rollout_id: str | None = None
+    current_attempt_id: str | None = None
+
+
+class Metrics(Record):
+    """The numbers of one step of a run."""
+
+    run_id: str = DEFAULT_RUN_ID
+    step: int
+    time: float
+    values: Annotated[dict[str, float], AfterValidator(freeze)]
+
+
+class Triplet(Record):
+    """(prompt, response, reward) of one model call: the unit of training."""
+
+    prompt: Any
+    response: Any
+    reward: float | None = None
+    metadata: dict[str, Any] = Field(default_factory=dict)
+
+
+class TraceStatus(Record):
+    """OpenTelemetry's span status."""
+
+    status_code: Literal["UNSET", "OK", "ERROR"] = "UNSET"
+    description: str | None = None
+
+
+class SpanEvent(Record):
+    """Something that happened at an instant of a span, such as an exception."""
+
+    name: str
+    attributes: JsonObject = Field(default_factory=FrozenDict)
+    timestamp: float | None = None
+
+
+class SpanContext(Record):
+    """Which trace and span, as OpenTelemetry identifies them."""
+
+    trace_id: str
+    span_id: str
+    is_remote: bool = False
+    trace_state: JsonObject = Field(default_factory=FrozenDict)
+
+
+class SpanLink(Record):
+    """A reference from one span to another."""
+
+    context: SpanContext
+    attributes: JsonObject = Field(default_factory=FrozenDict)
+
+
+class SpanResource(Record):
+    """Who made the span: OpenTelemetry's resource."""
+
+    attributes: JsonObject = Field(default_factory=FrozenDict)
+    schema_url: str = ""
+
+
+_NO_RESOURCE: Final = SpanResource()
+_UNSET_STATUS: Final = TraceStatus()
+
+
+class Span(Record):
+    """One recorded operation of an attempt."""
+
+    rollout_id: str
+    attempt_id: str
+    sequence_id: int = Field(default=0, ge=0)
+    """Order within the attempt, from 1; 0 asks the store to assign the next one on arrival."""
+    trace_id: str
+    """32 hex digits."""
+    span_id: str
+    """16 hex digits."""
+    parent_id: str | None = None
+    name: str
+    status: TraceStatus = _UNSET_STATUS
+    attributes: JsonObject = Field(default_factory=FrozenDict)
+    events: list[SpanEvent] = Field(default_factory=list)
+    links: list[SpanLink] = Field(default_factory=list)
+    start_time: float | None = None
+    end_time: float | None = None
+    context: SpanContext | None = None
+    parent: SpanContext | None = None
+    resource: SpanResource = _NO_RESOURCE
+
+    @classmethod
+    def from_attributes(
+        cls,
+        *,
+        attributes: Mapping[str, Any],
+        rollout_id: str | None = None,
+        attempt_id: str | None = None,
+        sequence_id: int | None = None,
+        name: str | None = None,
+        trace_id: str | None = None,
+        span_id: str | None = None,
+        parent_id: str | None = None,
+        start_time: float | None = None,
+        end_time: float | None = None,
+        resource: SpanResource | None = None,
+        status: TraceStatus | None = None,
+    ) -> Span:
+        """Makes a span from its attributes alone; everything else gets a fitting value.
+
+        Times default to now, ids to fresh random ones, the name to ``agentlightning.virtual``.
+        """
+        start_time = time.time() if start_time is None else start_time
+        return cls(
+            rollout_id=rollout_id or "",
+            attempt_id=attempt_id or "",
+            sequence_id=sequence_id or 0,
+            name=name or "agentlightning.virtual",
+            trace_id=trace_id or os.urandom(16).hex(),
+            span_id=span_id or os.urandom(8).hex(),
+            parent_id=parent_id,
+            attributes=dict(attributes),
+            start_time=start_time,
+            end_time=start_time if end_time is None else end_time,
+            resource=resource or _NO_RESOURCE,
+            status=status or _UNSET_STATUS,
+        )
+
+    @classmethod
+    def from_opentelemetry(
+        cls, readable_span: ReadableSpan, rollout_id: str, attempt_id: str, sequence_id: int = 0
+    ) -> Span:
+        """Converts a finished OpenTelemetry SDK span (nanoseconds become seconds)."""
+        context, parent = readable_span.context, readable_span.parent
+        resource = readable_span.resource
+        code = readable_span.status.status_code.name
+        return cls.model_construct(
+            rollout_id=rollout_id,
+            attempt_id=attempt_id,
+            sequence_id=sequence_id,
+            trace_id=f"{context.trace_id:032x}",
+            span_id=f"{context.span_id:016x}",
+            parent_id=f"{parent.span_id:016x}" if parent is not None else None,
+            name=readable_span.name,
+            status=_UNSET_STATUS
+            if code == "UNSET"
+            else TraceStatus(status_code=code, description=readable_span.status.description),
+            attributes=freeze(dict(readable_span.attributes or {})),
+            events=[
+                SpanEvent(name=e.name, attributes=dict(e.attributes or {}), timestamp=e.timestamp / 1e9)
+                for e in readable_span.events
+            ],
+            links=[
+                SpanLink(context=_context(link.context), attributes=dict(link.attributes or {}))
+                for link in readable_span.links
+            ],
+            start_time=None if readable_span.start_time is None else readable_span.start_time / 1e9,
+            end_time=None if readable_span.end_time is None else readable_span.end_time / 1e9,
+            context=_context(context),
+            parent=None if parent is None else _context(parent),
+            resource=SpanResource(attributes=dict(resource.attributes), schema_url=resource.schema_url),
+        )
+
+
+class ReadableSpan(Protocol):
+    """What ``Span.from_opentelemetry`` reads of the OpenTelemetry SDK's class of this name."""
+
+    name: Any
+    context: Any
+    parent: Any
+    resource: Any
+    status: Any
+    attributes: Any
+    events: Any
+    links: Any
+    start_time: Any
+    end_time: Any
+
+
+def _context(context: Any) -> SpanContext:
+    return SpanContext.model_construct(
+        trace_id=f"{context.trace_id:032x}",
+        span_id=f"{context.span_id:016x}",
+        is_remote=context.is_remote,
+        trace_state=FrozenDict(context.trace_state or {}),
+    )
+
+
+class PaginatedResult(BaseModel, Generic[T]):
+    """One page of a query, and a Sequence of its items."""
+
+    items: list[T]
+    limit: int = -1
+    offset: int = 0
+    total: int
+    """How many match without the limit."""
+    cursor: str | None = None
+    """Give it back to read on from here at constant cost; None at the end or when the order is not the stored one."""
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self) -> Iterator[T]:  # type: ignore[override] # a Sequence of its items, not of its fields
+        return iter(self.items)
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[T]: ...
+    def __getitem__(self, index: int | slice) -> T | list[T]:
+        return self.items[index]
+
+    def __contains__(self, item: object) -> bool:
+        return item in self.items
+
+
+Sequence.register(PaginatedResult)
+
+
+class Dataset(Protocol[T_co]):
+    """Tasks by position. A list is one, so is a Hugging Face ``datasets.Dataset``."""
+
+    def __getitem__(self, index: int, /) -> T_co: ...
+    def __len__(self) -> int: ...
+
+
+RolloutRawResult: TypeAlias = float | int | Sequence[Span] | None
+"""What an agent may return: nothing, its final reward, or its spans."""

@@ -1,0 +1,1 @@
+"""The plugins that ship with Lightning: stores, tracers, gateway, strategies, trackers, commands and the demo."""

@@ -1,0 +1,87 @@
+"""Tracker ``console``: a live line at the terminal, and a line for each step where there is no terminal."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from agentlightning.event import Event, RolloutFinished, RunFinished, StepFinished
+from agentlightning.types import Run
+
+_SHOWN = ("reward", "val_reward", "success_rate", "loss", "tokens_per_s", "seconds")
+
+
+class ConsoleTracker:
+    """Shows step, reward, tokens per second and time left, and counts rollouts between steps.
+
+    An algorithm that records ``progress`` (0 to 1) in its metrics gets an estimate of the time left.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._live: Live | None = None
+        self._started = time.monotonic()
+        self._finished = self._failed = 0
+        self._line = Text("waiting for the first step", style="dim")
+        self._left = ""
+
+    def start(self, run: Run, directory: Path | None) -> None:
+        self._started = time.monotonic()
+        where = f", files in {directory}" if directory is not None else ""
+        self._console.print(f"run [bold]{run.name}[/bold]{where}", highlight=False)
+        if self._console.is_terminal:
+            self._live = Live(self._render(), console=self._console, refresh_per_second=4, transient=True)
+            self._live.start()
+
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, RolloutFinished):
+            self._finished += 1
+            self._failed += event.status == "failed"
+        elif isinstance(event, StepFinished):
+            self._show_step(event)
+        elif isinstance(event, RunFinished):
+            self._console.print(f"run {event.status}", highlight=False)
+        if self._live is not None:
+            self._live.update(self._render())
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def _show_step(self, event: StepFinished) -> None:
+        values = event.values
+        text = Text(f"step {event.step:>4}")
+        for name in _SHOWN:
+            if name in values:
+                text.append(f"  {name} ", style="dim").append(_format(values[name]), style="bold")
+        progress = values.get("progress", 0.0)
+        if progress > 0:
+            left_s = (time.monotonic() - self._started) * (1 - progress) / progress
+            self._left = f"about {_duration(left_s)} left"
+        self._line = text
+        if self._live is None:
+            self._console.print(text.append(f"  {self._left}"), highlight=False)
+
+    def _render(self) -> Table:
+        grid = Table.grid(padding=(0, 2))
+        failed = f", {self._failed} failed" if self._failed else ""
+        elapsed = _duration(time.monotonic() - self._started)
+        grid.add_row(self._line)
+        grid.add_row(
+            Text(f"{self._finished} rollouts{failed}, {elapsed} elapsed, {self._left}".rstrip(", "), style="dim")
+        )
+        return grid
+
+
+def _format(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds + 0.5), 60)
+    return f"{minutes}:{rest:02d}"

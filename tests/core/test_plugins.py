@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from agentlightning.errors import ConfigError, PluginError
+from agentlightning.hookspecs import Component, hookimpl
+from agentlightning.plugins import PluginManager, get_manager
+
+
+class Tuned:
+    """A component with settings."""
+
+    def __init__(self, *, rate: float = 0.5, label: str = "x", steps: int) -> None:
+        self.rate, self.label, self.steps = rate, label, steps
+
+
+def offering(*components: Component) -> Any:
+    @hookimpl
+    def components_() -> Iterable[Component]:
+        return components
+
+    return SimpleNamespace(components=components_)
+
+
+def entry_point(module: Path, name: str = "third") -> importlib.metadata.EntryPoint:
+    return importlib.metadata.EntryPoint(name, module.stem, "agentlightning")
+
+
+@pytest.fixture
+def manager() -> PluginManager:
+    manager = PluginManager([])
+    manager.register(offering(Component("algorithm", "tuned", f"{__name__}:Tuned")), "mine")
+    return manager
+
+
+def test_a_component_is_made_from_its_name_and_settings(manager: PluginManager) -> None:
+    made = manager.create("algorithm", {"name": "tuned", "steps": "3", "rate": 1})
+    assert (type(made).__name__, made.steps, made.rate) == ("Tuned", 3, 1.0)
+
+
+def test_an_unknown_name_suggests_the_near_miss_and_lists_what_there_is(manager: PluginManager) -> None:
+    with pytest.raises(PluginError, match=r"no algorithm named 'tunde'\. Did you mean 'tuned'\? Installed: tuned\."):
+        manager.get("algorithm", "tunde")
+
+
+def test_an_unknown_setting_suggests_the_near_miss(manager: PluginManager) -> None:
+    with pytest.raises(ConfigError, match=r"algorithm 'tuned' has no setting 'rat'\. Did you mean 'rate'\?"):
+        manager.create("algorithm", {"name": "tuned", "steps": 1, "rat": 1.0})
+
+
+def test_a_setting_of_the_wrong_type_names_value_and_reason(manager: PluginManager) -> None:
+    with pytest.raises(ConfigError, match=r"algorithm 'tuned': steps = 'many'.*valid integer"):
+        manager.create("algorithm", {"name": "tuned", "steps": "many"})
+
+
+def test_a_missing_setting_is_named(manager: PluginManager) -> None:
+    with pytest.raises(ConfigError, match="algorithm 'tuned' needs the setting steps"):
+        manager.create("algorithm", "tuned")
+
+
+def test_a_name_offered_twice_raises_when_it_is_asked_for(manager: PluginManager) -> None:
+    manager.register(offering(Component("algorithm", "tuned", "elsewhere:Tuned")), "theirs")
+    with pytest.raises(PluginError, match=r"offered by mine .* and theirs"):
+        manager.get("algorithm", "tuned")
+
+
+def test_a_component_that_cannot_be_imported_names_its_plugin(manager: PluginManager) -> None:
+    manager.register(offering(Component("store", "gone", "no_such_module:Store")), "other")
+    with pytest.raises(PluginError, match=r"store 'gone' of plugin other .*no_such_module"):
+        manager.get("store", "gone")
+
+
+def test_a_plugin_that_fails_to_import_is_reported_and_takes_nobody_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "broken_plugin.py").write_text("raise RuntimeError('no luck')")
+    monkeypatch.syspath_prepend(tmp_path)
+    manager = PluginManager([entry_point(tmp_path / "broken_plugin.py")])
+    assert manager.plugins["third"].state == "broken"
+    assert "no luck" in caplog.text
+    with pytest.raises(PluginError, match=r"Not loaded: third \(RuntimeError: no luck\)"):
+        manager.get("store", "anything")
+
+
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        ("@hookimpl\ndef componets():\n    return []", r"no hook 'componets'\. Did you mean 'components'\?"),
+        ("@hookimpl\nasync def instrument(tracer_provider):\n    return None", "hook 'instrument' is async"),
+        ("@hookimpl\ndef components():\n    return [Component('stor', 'x', 'y:z')]", "unknown kind 'stor'"),
+        ("@hookimpl\ndef instrument(provider):\n    return None", "provider"),
+    ],
+)
+def test_a_hook_that_is_wrong_breaks_its_plugin_with_a_clear_reason(
+    source: str, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tmp_path / f"wrong_plugin_{abs(hash(source))}.py"
+    module.write_text("from agentlightning.hookspecs import Component, hookimpl\n" + source)
+    monkeypatch.syspath_prepend(tmp_path)
+    plugin = PluginManager([entry_point(module)]).plugins["third"]
+    assert plugin.state == "broken"
+    assert re.search(complaint, plugin.error)
+
+
+def test_two_plugins_of_one_name_do_not_hide_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("first_of_two", "second_of_two"):
+        (tmp_path / f"{name}.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    points = [entry_point(tmp_path / "first_of_two.py", "same"), entry_point(tmp_path / "second_of_two.py", "same")]
+    states = [(plugin.state, plugin.error) for plugin in PluginManager(points).plugins.values()]
+    assert [state for state, _ in states] == ["loaded", "broken"]
+    assert "taken by first_of_two" in states[1][1]
+
+
+def test_a_missing_extra_is_found_without_importing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name == "torch":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "1"
+
+    manager = get_manager()
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert manager.missing_requirements("algorithm", "grpo") == ["torch"]
+    with pytest.raises(PluginError, match=r"'grpo' needs torch\. Install with: pip install 'lightning\[grpo\]'"):
+        manager.get("algorithm", "grpo")
+
+
+def test_agl_plugins_prints_what_is_there() -> None:
+    agl = [sys.executable, "-m", "agentlightning"]
+    table = subprocess.run([*agl, "plugins"], capture_output=True, text=True, check=True).stdout
+    assert "baseline" in table
+    rows = json.loads(subprocess.run([*agl, "plugins", "--json"], capture_output=True, text=True, check=True).stdout)
+    offers = {(offer["kind"], offer["name"]) for row in rows for offer in row["offers"]}
+    assert {("store", "memory"), ("algorithm", "grpo"), ("tracer", "otel"), ("strategy", "cs")} <= offers
+
+
+def test_add_commands_of_plugins_appear_in_agl_and_a_wrong_one_is_refused_kindly() -> None:
+    agl = [sys.executable, "-m", "agentlightning"]
+    usage = subprocess.run([*agl, "--help"], capture_output=True, text=True, check=True).stdout
+    assert {"plugins", "store", "demo"} <= set(usage.split())
+    wrong = subprocess.run([*agl, "dmeo"], capture_output=True, text=True, check=False)
+    assert wrong.returncode == 2
+    assert "No such command 'dmeo'" in wrong.stderr
+    assert subprocess.run([*agl, "--version"], capture_output=True, text=True, check=True).stdout.startswith("agl, version")

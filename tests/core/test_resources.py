@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pytest
+
+import agentlightning as agl
+from agentlightning.resources import read_resources
+
+PROXY = agl.ProxyLLM(endpoint="http://gateway:1/v1", model="m")
+
+
+def test_a_proxy_inserts_the_attempt_before_the_version() -> None:
+    assert PROXY.get_base_url("ro-1", "at-1") == "http://gateway:1/rollout/ro-1/attempt/at-1/v1"
+    bare = agl.ProxyLLM(endpoint="http://gateway:1/", model="m")
+    assert bare.get_base_url("ro-1", "at-1") == "http://gateway:1/rollout/ro-1/attempt/at-1"
+    assert PROXY.get_base_url() == "http://gateway:1/v1"
+
+
+@pytest.mark.parametrize("ids", [("ro-1", None), (None, "at-1")])
+def test_one_id_without_the_other_is_refused(ids: tuple[str | None, str | None]) -> None:
+    with pytest.raises(ValueError, match="together"):
+        PROXY.get_base_url(*ids)
+
+
+def test_an_api_key_is_not_shown() -> None:
+    assert "secret" not in repr(agl.LLM(endpoint="e", model="m", api_key="secret"))
+
+
+def test_a_plain_string_is_an_f_string_prompt() -> None:
+    assert read_resources({"prompt": "Hi {name}"}) == {"prompt": agl.PromptTemplate("Hi {name}")}
+    assert agl.PromptTemplate("Hi {name}, {x:>5.1f}{{}}").format(name="Ann", x=1.25) == "Hi Ann,   1.2{}"
+
+
+@pytest.mark.parametrize("template", ["{x.__class__}", "{x[0]}", "{0}", "{}", "{x!r.y}", "{x:>99999999}", "{y}", "{"])
+def test_an_f_string_prompt_reaches_values_only(template: str) -> None:
+    with pytest.raises(agl.ConfigError):
+        agl.PromptTemplate(template).format(x=[1])
+
+
+def test_a_jinja_prompt_is_sandboxed() -> None:
+    loop = agl.PromptTemplate("{% for n in names %}{{ n }};{% endfor %}", "jinja")
+    assert loop.format(names=["a", "b"]) == "a;b;"
+    for template in ("{{ ''.__class__.__mro__ }}", "{{ missing }}", "{{ names.append(1) }}", "{% if %}"):
+        with pytest.raises(agl.ConfigError, match="cannot be rendered"):
+            agl.PromptTemplate(template, "jinja").format(names=[])
+
+
+def test_resources_survive_json_with_their_types() -> None:
+    class Dial(agl.Resource):
+        resource_type: Literal["dial"] = "dial"
+        value: float
+
+    update = agl.ResourcesUpdate(
+        resources_id="rs-1",
+        create_time=0.0,
+        update_time=0.0,
+        version=1,
+        resources={"llm": PROXY, "prompt": agl.PromptTemplate("hi"), "dial": Dial(value=2.0)},
+    )
+    assert agl.ResourcesUpdate.model_validate_json(update.model_dump_json()) == update
+
+
+@pytest.mark.parametrize("wrong", [3, {"resource_type": "nonsense"}, {"template": "hi"}, None])
+def test_what_is_no_resource_is_refused_by_name(wrong: Any) -> None:
+    with pytest.raises(agl.ConfigError, match="resource 'x'"):
+        read_resources({"x": wrong})

@@ -1,0 +1,111 @@
+"""README and docs: their Python runs, their links resolve, their commands exist."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import pytest
+
+from agentlightning.cli import cli
+from agentlightning.plugins import PluginManager
+from tests.source import REPO, pyproject, run_python
+
+PAGES = [*sorted(REPO.glob("*.md")), *sorted((REPO / "docs").rglob("*.md")), *sorted((REPO / "examples").rglob("*.md"))]
+
+# A block marked ```python no-run: needs <this>``` is not executed.
+REASONS = ("a GPU", "a cluster", "a key", "a model download")
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(REPO).as_posix())
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block."""
+
+    language: str
+    mark: str
+    """What follows the language."""
+    line: int
+    """The line of the page on which its first line stands, from 1."""
+    text: str
+
+
+_FENCED = re.compile(r"^(?P<fence>`{3,})(?P<info>[^\n`]*)\n(?P<text>.*?)^(?P=fence)[ ]*$", re.MULTILINE | re.DOTALL)
+
+
+def _blocks(page: Path) -> Iterator[Block]:
+    text = page.read_text(encoding="utf-8")
+    for match in _FENCED.finditer(text):
+        language, _, mark = match["info"].strip().partition(" ")
+        yield Block(language, mark.strip(), text.count("\n", 0, match.start("text")) + 1, match["text"])
+
+
+def _prose(page: Path) -> str:
+    return re.sub(r"`[^`\n]*`", "", _FENCED.sub("", page.read_text(encoding="utf-8")))
+
+
+@pages
+def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
+    """One page is one program. Each block keeps its line number, so that a traceback points into the page."""
+    lines: list[str] = []
+    for block in _blocks(page):
+        if block.language == "python" and not block.mark:
+            lines += [""] * (block.line - 1 - len(lines))
+            lines += block.text.splitlines()
+    if lines:
+        program = tmp_path / f"{page.stem.lower()}_page.py"
+        program.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        run_python(str(program), cwd=tmp_path, timeout_s=100)
+
+
+@pages
+def test_a_block_names_its_language_and_runs_unless_it_cannot(page: Path) -> None:
+    allowed = {"", *(f"no-run: needs {reason}" for reason in REASONS)}
+    blocks = list(_blocks(page))
+    assert [f"line {b.line}: {b.mark}" for b in blocks if b.language == "python" and b.mark not in allowed] == []
+    assert [f"line {b.line}: {b.language!r}" for b in blocks if b.language in ("", "py", "python3")] == []
+
+
+def _anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+\s+(.+?)\s*$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pages
+def test_every_relative_link_of_a_page_resolves(page: Path) -> None:
+    broken = []
+    for link in re.findall(r"\]\(<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\)|(?:src|href)=\"([^\"]+)\"", _prose(page)):
+        target, _, anchor = (link[0] or link[1]).partition("#")
+        if re.match(r"[a-z]+:", target):
+            continue
+        path = (page.parent / target).resolve() if target else page
+        if not path.exists() or (anchor and path.suffix == ".md" and anchor not in _anchors(path)):
+            broken.append(link[0] or link[1])
+    assert broken == []
+
+
+def _commands() -> set[str]:
+    PluginManager().hook.add_commands(cli=cli)
+    return set(cli.list_commands(click.Context(cli)))
+
+
+@pages
+def test_every_command_extra_and_target_that_a_page_shows_exists(page: Path) -> None:
+    inline = re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8"))
+    text = "\n".join([*inline, *(block.text for block in _blocks(page) if block.language != "python")])
+    commands = set(re.findall(r"^(?:\$ )?agl ([a-z][a-z-]*)", text, re.MULTILINE))
+    assert commands <= _commands()
+    extras = {extra for group in re.findall(r"(?:lightning|\.)\[([\w,-]+)\]'", text) for extra in group.split(",")}
+    assert extras <= set(pyproject()["project"]["optional-dependencies"])
+    targets = set(re.findall(r"^(?:\$ )?make ([a-z]+)", text, re.MULTILINE))
+    assert targets <= set(re.findall(r"^([a-z]+):", (REPO / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+
+
+@pages
+def test_no_page_asks_the_index_for_lightning(page: Path) -> None:
+    installs = re.findall(r"pip install[^\n`]*", page.read_text(encoding="utf-8"))
+    assert [line for line in installs if re.search(r"\s(-U|--upgrade)\b|install lightning\b", line)] == []

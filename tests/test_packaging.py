@@ -1,0 +1,144 @@
+"""What is built and what it asks for: extras, bounds, pins, and the content of the wheel."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.source import REPO, ROOTS, pyproject, run_python
+
+# Each needs an environment of its own, or serves development only.
+NOT_IN_ALL = {"agentops", "dev", "verl", "vllm"}
+
+
+def _project() -> Mapping[str, Any]:
+    project: Mapping[str, Any] = pyproject()["project"]
+    return project
+
+
+def _requirements() -> list[Requirement]:
+    extras = _project()["optional-dependencies"].values()
+    return [Requirement(line) for lines in (_project()["dependencies"], *extras) for line in lines]
+
+
+def test_all_is_the_union_of_what_can_live_together() -> None:
+    extras: dict[str, list[str]] = dict(_project()["optional-dependencies"])
+    parts = [lines for name, lines in extras.items() if name not in NOT_IN_ALL | {"all"}]
+    assert len(extras["all"]) == len(set(extras["all"]))
+    assert set(extras["all"]) == {line for lines in parts for line in lines}
+
+
+def test_every_requirement_has_a_lower_bound_and_no_other() -> None:
+    wrong = [str(r) for r in _requirements() if [clause.operator for clause in r.specifier] != [">="]]
+    assert wrong == []
+
+
+def test_no_requirement_is_given_two_bounds() -> None:
+    bounds: dict[str, set[str]] = {}
+    for requirement in _requirements():
+        bounds.setdefault(canonicalize_name(requirement.name), set()).add(str(requirement.specifier))
+    assert {name: both for name, both in bounds.items() if len(both) > 1} == {}
+
+
+def test_the_constraints_pin_whatever_main_may_install() -> None:
+    lines = (REPO / "constraints" / "main.txt").read_text(encoding="utf-8").splitlines()
+    pins = {r.name: r.specifier for r in map(Requirement, filter(lambda line: not line.startswith("#"), lines))}
+    assert lines[1:] == sorted(lines[1:])
+    extras = _project()["optional-dependencies"]
+    wanted = [Requirement(line) for line in (*_project()["dependencies"], *extras["all"], *extras["dev"])]
+    for requirement in wanted:
+        if requirement.name == "torch":  # pinned in the Makefile, because its build depends on the machine
+            continue
+        (pin,) = pins[canonicalize_name(requirement.name)]
+        assert pin.operator == "=="
+        assert requirement.specifier.contains(pin.version), f"{requirement} against {requirement.name}{pin}"
+
+
+def test_nothing_asks_the_index_for_lightning() -> None:
+    assert "lightning" not in {canonicalize_name(requirement.name) for requirement in _requirements()}
+
+
+def _content(*roots: Path) -> set[str]:
+    """The files of the roots, as a wheel holds them."""
+    return {
+        path.relative_to(root.parent).as_posix()
+        for root in roots
+        for path in root.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+def test_the_base_install_stays_within_60_mb_and_40_packages() -> None:
+    size_bytes = sum((root.parent / name).stat().st_size for root in ROOTS.values() for name in _content(root))
+    seen: set[str] = set()
+    missing = [Requirement(line) for line in _project()["dependencies"]]
+    while missing:
+        requirement = missing.pop()
+        name = canonicalize_name(requirement.name)
+        if name in seen or (requirement.marker is not None and not requirement.marker.evaluate({"extra": ""})):
+            continue
+        seen.add(name)
+        distribution = importlib.metadata.distribution(name)
+        missing += [Requirement(line) for line in distribution.requires or []]
+        paths = [Path(str(file.locate())) for file in distribution.files or []]
+        size_bytes += sum(path.stat().st_size for path in paths if path.exists())
+    assert len(seen) <= 40
+    assert size_bytes <= 60e6
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel and the source distribution of this checkout."""
+    folder = tmp_path_factory.mktemp("dist")
+    run_python("-m", "hatchling", "build", "-d", str(folder))
+    return folder
+
+
+def test_the_wheel_holds_every_file_of_the_four_roots_and_nothing_else(built: Path) -> None:
+    (wheel,) = built.glob("lightning-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert names == _content(*ROOTS.values())
+    assert {f"{package}/py.typed" for package in ROOTS} <= names
+
+
+def test_a_wheel_can_be_built_from_the_source_distribution(built: Path, tmp_path: Path) -> None:
+    (sdist,) = built.glob("lightning-*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (checkout,) = tmp_path.iterdir()
+    run_python("-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path), cwd=checkout)
+    (wheel,) = tmp_path.glob("lightning-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        assert _content(*ROOTS.values()) <= set(archive.namelist())
+
+
+def test_the_wheel_runs_from_where_it_was_unpacked(built: Path, tmp_path: Path) -> None:
+    (wheel,) = built.glob("lightning-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+
+    def run(*arguments: str) -> str:
+        command = [sys.executable, "-P", *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
+
+    where = run("-c", "import agentlightning, agentlightning_plugins as p; print(agentlightning.__file__, p.__file__)")
+    assert [path.startswith(str(tmp_path)) for path in where.split()] == [True, True]
+    assert re.fullmatch(r"agl, version \d+\.\d+\.\d+", run("-m", "agentlightning", "--version").strip())
+    plugins = json.loads(run("-m", "agentlightning", "plugins", "--json"))
+    assert {plugin["plugin"] for plugin in plugins} == set(_project()["entry-points"]["agentlightning"])
+    assert {plugin["state"] for plugin in plugins} == {"loaded"}

@@ -1,0 +1,350 @@
+"""The rules of the code base, executable; those of packaging and documentation are beside it."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.metadata
+import inspect
+import re
+import resource
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+import agentlightning as agl
+from agentlightning.plugins import GROUP, PluginManager
+from tests.source import REPO, ROOTS, SourceFile, all_test_files, pyproject, python_files, run_python, source_files
+
+# Inside core a file imports only from names to its left; a package counts as its name.
+CORE_ORDER = """
+    version frozen errors types resources semconv config event lifecycle hookspecs
+    plugins facade logging thread
+    store tracer emitter reward adapter litagent hook algorithm tracker
+    runner execution trainer cli __main__ testing
+""".split()
+
+# Names of the contract that look back, for the type checker only.
+BACK_REFERENCES = {
+    ("algorithm", "trainer"): "Algorithm.get_trainer() returns the Trainer",
+    ("hook", "runner"): "a Hook is handed its Runner",
+}
+
+# Nobody pays for these before asking for a component that needs them.
+HEAVY = """
+    agents aiohttp autogen_agentchat autogen_core crewai fastapi google.protobuf grpc httpx jinja2 langchain langgraph
+    litellm numpy openai opentelemetry.exporter opentelemetry.instrumentation opentelemetry.proto opentelemetry.sdk
+    pandas ray rich safetensors starlette torch transformers uvicorn verl vllm yaml
+""".split()
+
+# Files that may exceed 400 lines, and why two would not be clearer.
+LONG_FILES: dict[str, str] = {}
+
+# What a declared distribution shows of another in its own API.
+DECLARED_THROUGH = {
+    "google": "opentelemetry-proto",
+    "multidict": "aiohttp",
+    "pydantic_core": "pydantic",
+    "tokenizers": "transformers",
+    "yarl": "aiohttp",
+}
+
+
+def _core_name(file: SourceFile) -> str:
+    first = file.path.relative_to(ROOTS["agentlightning"]).parts[0]
+    return first.removesuffix(".py")
+
+
+def test_the_order_of_core_names_every_module_once() -> None:
+    present = {_core_name(file) for file in python_files(ROOTS["agentlightning"])} - {"__init__"}
+    assert len(CORE_ORDER) == len(set(CORE_ORDER))
+    assert present - set(CORE_ORDER) == set(), "say in CORE_ORDER what these may import"
+
+
+def test_a_file_imports_only_what_its_arrow_allows() -> None:
+    wrong = []
+    for file in source_files():
+        root = next(name for name, folder in ROOTS.items() if file.path.is_relative_to(folder))
+        for item in file.imports:
+            other = item.name.split(".", 1)[0]
+            if other not in ROOTS or (item.type_only and file.is_lazy_facade):
+                continue
+            if other not in (root, "agentlightning"):
+                wrong.append(f"{file.shown}:{item.line}: {root} imports {item.name}")
+            elif root == "agentlightning" and file.path != ROOTS[root] / "__init__.py":
+                mine, theirs = _core_name(file), item.name.split(".")[1]
+                backwards = CORE_ORDER.index(theirs) > CORE_ORDER.index(mine)
+                if backwards and not (item.type_only and (mine, theirs) in BACK_REFERENCES):
+                    wrong.append(f"{file.shown}:{item.line}: {mine} imports {theirs}, which is to its right")
+    assert wrong == []
+
+
+def test_an_algorithm_imports_no_sibling() -> None:
+    root = ROOTS["agentlightning_algorithms"]
+    wrong = []
+    for file in python_files(root):
+        mine = file.path.relative_to(root).parts[0].removesuffix(".py")
+        named = {item.name.split(".")[1] for item in file.imports if item.name.startswith(f"{root.name}.")}
+        wrong += [f"{file.shown}: {other}" for other in sorted(named - {mine})]
+    assert wrong == []
+
+
+def _is_light(file: SourceFile) -> bool:
+    """Core but for its test kit, the packages themselves, and the modules that entry points name."""
+    if file.path.is_relative_to(ROOTS["agentlightning"]):
+        return _core_name(file) != "testing"
+    named = pyproject()["project"]["entry-points"][GROUP].values()
+    return file.module in ROOTS or file.module in named
+
+
+def test_what_everybody_imports_imports_nothing_heavy_at_its_top() -> None:
+    heavy = [
+        f"{file.shown}:{item.line}: {item.name}"
+        for file in filter(_is_light, source_files())
+        for item in file.imports
+        if item.at_import and any(item.reaches(module) for module in HEAVY)
+    ]
+    assert heavy == [], "import these inside the functions that need them"
+
+
+def _loaded_after(statement: str) -> set[str]:
+    return set(run_python("-c", f"{statement}\nimport sys\nprint(*sys.modules)").split())
+
+
+def _heavy_among(modules: set[str]) -> set[str]:
+    return {module for module in modules for heavy in HEAVY if module == heavy or module.startswith(heavy + ".")}
+
+
+def test_importing_agentlightning_loads_nothing_heavy() -> None:
+    assert _heavy_among(_loaded_after("import agentlightning as agl; agl.Trainer, agl.LitAgent, agl.rollout")) == set()
+
+
+def test_loading_every_plugin_loads_nothing_heavy() -> None:
+    assert _heavy_among(_loaded_after("from agentlightning.plugins import get_manager; get_manager()")) == set()
+
+
+def test_importing_agentlightning_scans_no_entry_points() -> None:
+    run_python(
+        "-c",
+        "import importlib.metadata\n"
+        "def refuse(*args, **kwargs): raise AssertionError('entry points were scanned')\n"
+        "importlib.metadata.entry_points = refuse\n"
+        "import agentlightning as agl\n"
+        "agl.Trainer, agl.LitAgent\n",
+    )
+
+
+def _cpu_seconds(code: str) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=REPO)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def test_the_trainer_costs_at_most_a_quarter_second_over_bare_python() -> None:
+    code = "import agentlightning as agl; agl.Trainer"
+    _cpu_seconds(code)  # compiles what is new
+    extra = statistics.median(_cpu_seconds(code) - _cpu_seconds("pass") for _ in range(5))
+    assert extra <= 0.25, f"{extra:.3f} s; `python -X importtime -c '{code}'` shows where it goes"
+
+
+def test_every_public_name_resolves() -> None:
+    assert len(agl.__all__) == len(set(agl.__all__))
+    for name in agl.__all__:
+        getattr(agl, name)
+
+
+def test_every_public_class_and_function_says_what_its_type_cannot() -> None:
+    public = {name: getattr(agl, name) for name in agl.__all__}
+    ours = {n: o for n, o in public.items() if inspect.isclass(o) or inspect.isfunction(o)}
+    inherited = {n for n, o in ours.items() if inspect.isclass(o) and "__doc__" not in vars(o)}
+    assert sorted(n for n, o in ours.items() if not o.__doc__ or n in inherited) == []
+
+
+def test_a_facade_offers_what_it_shows_to_type_checkers() -> None:
+    facades = [file for file in source_files() if file.is_lazy_facade]
+    assert facades
+    for file in facades:
+        module = importlib.import_module(file.module)
+        shown = {item.name.rsplit(".", 1)[1] for item in file.imports if item.type_only}
+        offered = {name for name in module.__all__ if not name.startswith("__")}
+        defined = {node.name for node in file.tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+        eager = {item.name.rsplit(".", 1)[1] for item in file.imports if item.at_import}
+        assert offered <= shown | defined | eager, f"{file.shown}: type checkers miss these"
+        assert shown <= offered, f"{file.shown}: __all__ misses these"
+
+
+def _marked(files: Iterable[SourceFile], mark: str) -> dict[str, ast.FunctionDef]:
+    """The functions that carry a decorator, by name."""
+    return {
+        node.name: node
+        for file in files
+        for node in ast.walk(file.tree)
+        if isinstance(node, ast.FunctionDef)
+        and mark in {ast.unparse(decorator).split("(")[0] for decorator in node.decorator_list}
+    }
+
+
+HOOKS = _marked([SourceFile(ROOTS["agentlightning"] / "hookspecs.py")], "hookspec")
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+class TestEveryHook:
+    def test_is_documented_with_its_signature(self, hook: str) -> None:
+        spec = HOOKS[hook]
+        assert spec.returns is not None
+        signature = f"def {hook}({ast.unparse(spec.args)}) -> {ast.unparse(spec.returns)}"
+        assert signature in (REPO / "docs" / "plugins.md").read_text(encoding="utf-8")
+
+    def test_says_when_it_is_called(self, hook: str) -> None:
+        assert (ast.get_docstring(HOOKS[hook]) or "").startswith("Called ")
+
+    def test_has_a_user_among_our_plugins(self, hook: str) -> None:
+        assert hook in _marked(source_files(), "hookimpl"), "a hook without a user goes"
+
+    def test_is_called(self, hook: str) -> None:
+        caller = re.compile(rf"\bhook\.{hook}\b|\"{hook}\"")
+        assert any(caller.search(file.text) for file in source_files()), "nobody calls it"
+
+    def test_is_named_by_a_test(self, hook: str) -> None:
+        naming = [
+            file.shown for file in all_test_files() if re.search(rf"def test_\w*{hook}\w*\(|\b{hook}\(", file.text)
+        ]
+        assert naming, "no test calls it, implements it or has it in its name"
+
+
+def test_every_entry_point_of_ours_loads() -> None:
+    declared: dict[str, str] = pyproject()["project"]["entry-points"][GROUP]
+    points = [importlib.metadata.EntryPoint(name, target, GROUP) for name, target in declared.items()]
+    plugins = PluginManager(points).plugins
+    assert {name: plugin.error for name, plugin in plugins.items()} == dict.fromkeys(declared, "")
+
+
+def test_every_component_exists_and_names_a_declared_extra() -> None:
+    manager = PluginManager()
+    offers = [component for plugin in manager.plugins.values() for component in plugin.offers]
+    extras = pyproject()["project"]["optional-dependencies"]
+    assert offers
+    assert {c.name for c in offers if c.extra is not None and c.extra not in extras} == set()
+    assert {c.name for c in offers if not c.summary} == set()
+    for component in offers:
+        if not manager.missing_requirements(component.kind, component.name):
+            manager.get(component.kind, component.name)
+
+
+def test_what_is_imported_is_declared() -> None:
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    project = pyproject()["project"]
+    base = {canonicalize_name(Requirement(line).name) for line in project["dependencies"]}
+    extra = {
+        canonicalize_name(Requirement(line).name)
+        for name, lines in project["optional-dependencies"].items()
+        if name not in ("dev", "all")
+        for line in lines
+    }
+    providers = importlib.metadata.packages_distributions()
+    wrong = set()
+    for file in source_files():
+        allowed = base if file.path.is_relative_to(ROOTS["agentlightning"]) else base | extra
+        for item in file.imports:
+            name = item.name.split(".")[0]
+            if name in ROOTS or name in sys.stdlib_module_names:
+                continue
+            given_by = {DECLARED_THROUGH.get(name, d) for d in providers.get(name, [name])}
+            if not {canonicalize_name(distribution) for distribution in given_by} & allowed:
+                wrong.add(f"{file.shown}:{item.line}: {item.name}")
+    assert wrong == set(), "declare it in pyproject.toml: what a dependency brings today it may drop tomorrow"
+
+
+def test_no_file_is_long_without_a_reason() -> None:
+    long = {file.shown for file in source_files() if len(file.lines) > 400}
+    assert long == set(LONG_FILES)
+
+
+def test_a_module_is_named_after_what_it_holds() -> None:
+    vague = {"base", "common", "helper", "helpers", "manager", "misc", "util", "utils"}
+    names = [file.shown for file in source_files() if vague & set(Path(file.shown).with_suffix("").parts)]
+    assert names == []
+
+
+def _matching(pattern: str, files: Iterable[SourceFile]) -> list[tuple[str, re.Match[str]]]:
+    """The lines of files that match, each as ``file:line: text`` with its match."""
+    return [
+        (f"{file.shown}:{number}: {line.strip()}", match)
+        for file in files
+        for number, line in enumerate(file.lines, 1)
+        if (match := re.search(pattern, line))
+    ]
+
+
+def test_nothing_is_left_for_later() -> None:
+    later = _matching(r"\b(TODO|FIXME|XXX|HACK|NotImplementedError)\b", source_files())
+    assert [line for line, _ in later] == []
+
+
+def test_a_silenced_check_says_why() -> None:
+    silenced = _matching(
+        r"#\s*(type:\s*ignore(\[[\w\-, ]+\])?|noqa(:\s*[A-Z0-9, ]+)?)(?P<reason>.*)",
+        [*source_files(), *all_test_files()],
+    )
+    assert [line for line, match in silenced if not re.search(r"[a-z]{2,}", match["reason"])] == []
+
+
+def test_a_broad_except_says_why_or_raises() -> None:
+    mute = []
+    for file in source_files():
+        for node in ast.walk(file.tree):
+            if not isinstance(node, ast.ExceptHandler):
+                continue
+            caught = ast.unparse(node.type) if node.type is not None else "BaseException"
+            raises = any(isinstance(step, ast.Raise) and step.exc is None for step in node.body)
+            comment = "#" in file.lines[node.lineno - 1] or file.lines[node.lineno].strip().startswith("#")
+            if re.search(r"\b(Base)?Exception\b", caught) and not raises and not comment:
+                mute.append(f"{file.shown}:{node.lineno}: except {caught}")
+    assert mute == []
+
+
+def test_no_test_is_skipped_or_excused() -> None:
+    excuses = {"skip", "skipif", "importorskip", "xfail", "skipUnless", "skipTest"}
+    used = [
+        f"{file.shown}:{node.lineno}: {ast.unparse(node)}"
+        for file in all_test_files()
+        if file.path.name != "conftest.py"  # leaves out the tests marked gpu where there is none
+        for node in ast.walk(file.tree)
+        if isinstance(node, ast.Attribute) and node.attr in excuses
+    ]
+    assert used == []
+
+
+def test_a_test_is_named_by_a_sentence() -> None:
+    terse = [
+        f"{file.shown}: {node.name}"
+        for file in all_test_files()
+        for node in file.tree.body
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        if node.name.startswith("test_") and node.name.count("_") < 3
+    ]
+    assert terse == []
+
+
+def test_no_secret_and_no_path_of_one_machine_is_in_the_repository() -> None:
+    private = re.compile(
+        r"sk-[A-Za-z0-9_-]{24,}|AKIA[0-9A-Z]{16}|gh[pousr]_[A-Za-z0-9]{30,}|hf_[A-Za-z0-9]{30,}|xox[abp]-[\w-]{20,}"
+        r"|-----BEGIN [A-Z ]*PRIVATE KEY|/(opt/(wheels|pypi)|work/(main|shared))\b|/root/|/home/[a-z]+/"
+    )
+    kept = [path for path in REPO.iterdir() if path.is_file()]
+    folders = ".ci algorithms constraints core docs examples integrations plugins tests".split()
+    kept += [path for folder in folders for path in (REPO / folder).rglob("*") if path.is_file()]
+    found = []
+    for path in kept:
+        if path == Path(__file__) or "__pycache__" in path.parts:
+            continue
+        text = path.read_bytes().decode("utf-8", errors="ignore")
+        found += [f"{path.relative_to(REPO)}: {match[0]}" for match in private.finditer(text)]
+    assert found == []
