@@ -1,7 +1,10 @@
 # `make help` lists the targets. Needs Python 3.11+ and make; uses uv when it is on PATH, else venv and pip.
 
-PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,\
-	$(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(p))))
+ifndef PYTHON
+PYTHON := $(shell for python in python3 python3.13 python3.12 python3.11; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+endif
+
 # Installed first, so that nothing else chooses the build. It may carry options for pip, as in
 # `make demo TORCH='torch==2.13.0 --index-url <index of CPU builds>'`.
 TORCH ?= torch==2.13.0
@@ -75,4 +78,5 @@ clean:  ## remove environments, builds and caches
 	$(call environment,.venv,demo)
 
 $(MAIN)/.complete-$(HASH):
+	@rm -rf $(filter-out $(MAIN),$(wildcard .venvs/main-*))
 	$(call environment,$(MAIN),$(MAIN_EXTRAS))

@@ -50,4 +50,6 @@ def _check(value: Any, annotation: Any, where: str) -> Any:
     try:
         return adapter.validate_python(value)
     except ValidationError as error:
-        raise ConfigError(f"{where} = {value!r}: {error.errors()[0]['msg']}.") from error
+        first = error.errors()[0]
+        inner = "".join(f".{part}" for part in first["loc"])
+        raise ConfigError(f"{where}{inner} = {first['input']!r}: {first['msg'].rstrip('.')}.") from error

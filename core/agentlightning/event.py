@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field, TypeAdapter
+from pydantic import ConfigDict, Field, TypeAdapter
 
 from agentlightning.types import (
     DEFAULT_RUN_ID,
@@ -115,5 +115,5 @@ Event: TypeAlias = Annotated[
     Field(discriminator="kind"),
 ]
 
-event_adapter: TypeAdapter[Event] = TypeAdapter(Event)
+event_adapter: TypeAdapter[Event] = TypeAdapter(Event, config=ConfigDict(defer_build=True))
 """Reads an event back from JSON."""

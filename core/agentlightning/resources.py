@@ -10,7 +10,7 @@ import string
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, field_serializer
+from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, field_serializer
 
 from agentlightning.errors import ConfigError
 from agentlightning.frozen import FrozenDict
@@ -167,7 +167,7 @@ class ResourcesUpdate(Record):
     create_time: float
     update_time: float
     version: int = Field(ge=1)
-    resources: dict[str, AnyResource]
+    resources: Annotated[dict[str, AnyResource], AfterValidator(FrozenDict)]
     run_id: str = "default"
 
     @field_serializer("resources")

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, Generic, Literal, Protocol, TypeAlias,
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from agentlightning.frozen import FrozenDict, freeze
+from agentlightning.frozen import FrozenDict, FrozenList, freeze
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -257,8 +257,8 @@ class Span(Record):
     name: str
     status: TraceStatus = _UNSET_STATUS
     attributes: JsonObject = Field(default_factory=FrozenDict)
-    events: list[SpanEvent] = Field(default_factory=list)
-    links: list[SpanLink] = Field(default_factory=list)
+    events: Annotated[list[SpanEvent], AfterValidator(freeze)] = FrozenList()
+    links: Annotated[list[SpanLink], AfterValidator(freeze)] = FrozenList()
     start_time: float | None = None
     end_time: float | None = None
     context: SpanContext | None = None
@@ -341,16 +341,26 @@ class Span(Record):
 class ReadableSpan(Protocol):
     """What ``Span.from_opentelemetry`` reads of the OpenTelemetry SDK's class of this name."""
 
-    name: Any
-    context: Any
-    parent: Any
-    resource: Any
-    status: Any
-    attributes: Any
-    events: Any
-    links: Any
-    start_time: Any
-    end_time: Any
+    @property
+    def name(self) -> Any: ...
+    @property
+    def context(self) -> Any: ...
+    @property
+    def parent(self) -> Any: ...
+    @property
+    def resource(self) -> Any: ...
+    @property
+    def status(self) -> Any: ...
+    @property
+    def attributes(self) -> Any: ...
+    @property
+    def events(self) -> Any: ...
+    @property
+    def links(self) -> Any: ...
+    @property
+    def start_time(self) -> Any: ...
+    @property
+    def end_time(self) -> Any: ...
 
 
 def _context(context: Any) -> SpanContext:

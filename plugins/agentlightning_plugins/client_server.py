@@ -125,9 +125,15 @@ class _Supervisor:
 
     async def run(self) -> None:
         """Runs until every runner has reached its own limit; cancelling it drains and stops them."""
-        async with asyncio.TaskGroup() as group:
-            for index in range(self._n_runners):
-                group.create_task(self._keep_alive(f"runner-{os.getpid()}-{index}"))
+        runners = [
+            asyncio.create_task(self._keep_alive(f"runner-{os.getpid()}-{index}")) for index in range(self._n_runners)
+        ]
+        try:
+            await asyncio.gather(*runners)
+        finally:
+            for runner in runners:
+                runner.cancel()
+            await asyncio.gather(*runners, return_exceptions=True)
 
     async def _keep_alive(self, worker_id: str) -> None:
         quick_deaths = 0

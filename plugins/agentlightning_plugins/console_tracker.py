@@ -13,7 +13,7 @@ from rich.text import Text
 from agentlightning.event import Event, RolloutFinished, RunFinished, StepFinished
 from agentlightning.types import Run
 
-_SHOWN = ("reward", "val_reward", "success_rate", "loss", "tokens_per_s", "seconds")
+_SHOWN = ("reward", "val_reward", "success_rate", "tokens_per_s", "seconds")
 
 
 class ConsoleTracker:

@@ -29,7 +29,7 @@ def components() -> Iterable[Component]:
         Component("gateway", "gateway", f"{root}.gateway:LLMProxy", summary="OpenAI-compatible, records every call"),
         Component("tracer", "otel", f"{root}.otel_tracer:OtelTracer", summary="OpenTelemetry, the default"),
         Component(
-            "tracer", "dummy", "agentlightning.tracer.tracer:DummyTracer", summary="what the agent emits, no more"
+            "tracer", "dummy", "agentlightning.tracer.dummy:DummyTracer", summary="what the agent emits, no more"
         ),
         Component(
             "adapter", "triplet", "agentlightning.adapter.triplet:TraceToTriplet", summary="prompt, response, reward"

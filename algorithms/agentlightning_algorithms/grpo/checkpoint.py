@@ -1,0 +1,86 @@
+"""Directories that are either there as a whole or not at all, and the random state of a process."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+
+@contextmanager
+def atomic_directory(target: Path, *, durable: bool = True) -> Iterator[Path]:
+    """Yields an empty directory that takes the place of ``target`` when the block ends without an error.
+
+    The rename is atomic where ``target`` does not exist yet, so name checkpoints by step. An existing ``target`` is
+    first moved to ``<target>.old``; a kill at that instant leaves it there, and :func:`recover_directory` puts it
+    back.
+
+    Args:
+        target: the directory to create; its parents are created too.
+        durable: force the files to disk first, so that they also survive a power cut.
+    """
+    target = Path(target)
+    scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    try:
+        yield scratch
+        if durable:
+            for path in [*scratch.rglob("*"), scratch]:
+                _force_to_disk(path)
+        old = target.with_name(f"{target.name}.old")
+        if target.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            target.rename(old)
+        scratch.rename(target)
+        if durable:
+            _force_to_disk(target.parent)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def recover_directory(target: Path) -> Path:
+    """Returns ``target``, after putting back its predecessor if a kill interrupted its replacement."""
+    target = Path(target)
+    old = target.with_name(f"{target.name}.old")
+    if old.exists() and not target.exists():
+        old.rename(target)
+    return target
+
+
+def _force_to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def random_state() -> dict[str, Any]:
+    """Returns the state of Python's, numpy's and torch's generators, as a weights-only ``torch.load`` takes it."""
+    name, keys, position, has_gauss, cached_gaussian = numpy.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": (str(name), [int(key) for key in keys], int(position), int(has_gauss), float(cached_gaussian)),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Puts back what :func:`random_state` returned; CUDA's part only where there are as many devices as then."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, cached_gaussian = state["numpy"]
+    numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached_gaussian))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])

@@ -1,0 +1,143 @@
+"""The policy-gradient loss: clipped surrogate, KL estimators, aggregation over tokens.
+
+    B   rows of a batch
+    T   response tokens of a row, padded to the longest
+    mask_BT    1 on tokens the policy sampled, 0 on padding and on tokens it was given
+    weight_B   how many copies of itself a row counts for (1: an ordinary row; 0: as if it were absent)
+
+Log-probabilities are natural. The numbers and gradients equal verl 0.9.1's.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"]
+KlEstimator = Literal["k1", "k2", "k3"]
+
+# exp() of a difference beyond this is no longer a ratio anybody wants to multiply a gradient with.
+_MAX_LOG_RATIO = 20.0
+_MAX_K3 = 10.0
+
+
+class Surrogate(NamedTuple):
+    """Per token: what to minimise, and what happened to the ratio on the way."""
+
+    loss_BT: Tensor
+    log_ratio_BT: Tensor
+    """log(new / old); its negated mean estimates KL(old || new)."""
+    clipped_BT: Tensor
+    """1 where the clip of the ratio took the gradient away."""
+    dual_clipped_BT: Tensor
+    """1 where the bound on negative advantages took the gradient away."""
+
+
+def clipped_surrogate(
+    logprob_BT: Tensor,
+    old_logprob_BT: Tensor,
+    advantage_BT: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = 3.0,
+) -> Surrogate:
+    """Returns PPO's pessimistic surrogate, negated (to minimise), for every token.
+
+        ratio = exp(logprob - old_logprob)
+        loss  = max(-A ratio, -A clamp(ratio, 1 - clip_low, 1 + clip_high))       Schulman et al. 2017, arXiv:1707.06347
+        loss  = min(loss, -A dual_clip)  where A < 0                              Ye et al. 2020, arXiv:1912.09729
+
+    ``clip_high`` above ``clip_low`` leaves unlikely tokens more room to grow (DAPO, Yu et al. 2025, arXiv:2503.14476).
+
+    Args:
+        logprob_BT: log-probabilities under the weights being trained; the only argument that gets a gradient.
+        old_logprob_BT: those under the weights that sampled the tokens.
+        advantage_BT: advantages; anything that broadcasts, such as ``[B, 1]``.
+        clip_low: how far below 1 the ratio is followed.
+        clip_high: how far above 1 the ratio is followed.
+        dual_clip: bound c > 1 on the loss of a token with negative advantage, in units of |A|; None: unbounded.
+    """
+    log_ratio_BT = (logprob_BT - old_logprob_BT).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    ratio_BT = log_ratio_BT.exp()
+    free_BT = -advantage_BT * ratio_BT
+    held_BT = -advantage_BT * ratio_BT.clamp(1.0 - clip_low, 1.0 + clip_high)
+    loss_BT = torch.maximum(free_BT, held_BT)
+    clipped_BT = (held_BT > free_BT).to(loss_BT.dtype)
+    dual_clipped_BT = torch.zeros_like(clipped_BT)
+    if dual_clip is not None:
+        bound_BT = -advantage_BT * dual_clip
+        negative_BT = (advantage_BT < 0).expand_as(loss_BT)
+        dual_clipped_BT = ((loss_BT > bound_BT) & negative_BT).to(loss_BT.dtype)
+        loss_BT = torch.where(negative_BT, torch.minimum(loss_BT, bound_BT), loss_BT)
+    return Surrogate(loss_BT, log_ratio_BT.detach(), clipped_BT, dual_clipped_BT)
+
+
+def kl_penalty(logprob_BT: Tensor, reference_logprob_BT: Tensor, estimator: KlEstimator = "k3") -> Tensor:
+    """Returns an estimate of KL(policy || reference) per token, from tokens that the policy sampled.
+
+    With d = reference_logprob - logprob (Schulman 2020, "Approximating KL Divergence"):
+
+        k1 = -d              unbiased, can be negative
+        k2 = d^2 / 2         biased, low variance; its gradient is that of the KL
+        k3 = exp(d) - 1 - d  unbiased, never negative; what GRPO uses (arXiv:2402.03300)
+
+    As in verl, d is held within 20 and k3 within 10.
+    """
+    if estimator == "k1":
+        return logprob_BT - reference_logprob_BT
+    if estimator == "k2":
+        return 0.5 * (logprob_BT - reference_logprob_BT).square()
+    difference_BT = (reference_logprob_BT - logprob_BT).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    return (difference_BT.exp() - difference_BT - 1.0).clamp(-_MAX_K3, _MAX_K3)
+
+
+def loss_normalizer(mask_BT: Tensor, aggregation: Aggregation, weight_B: Tensor | None = None) -> Tensor:
+    """Returns what :func:`aggregate` divides by: tokens (token-mean), non-empty rows (seq-mean-*) or 1 (token-sum).
+
+    It adds up over any split of a batch, except for token-sum, where it is 1 whatever the batch.
+    """
+    length_B = mask_BT.sum(-1)
+    weight_B = torch.ones_like(length_B) if weight_B is None else weight_B
+    if aggregation == "token-sum":
+        return torch.ones_like(length_B.sum())
+    if aggregation == "token-mean":
+        return (weight_B * length_B).sum()
+    return (weight_B * (length_B > 0)).sum()
+
+
+def aggregate(
+    value_BT: Tensor,
+    mask_BT: Tensor,
+    aggregation: Aggregation = "token-mean",
+    *,
+    weight_B: Tensor | None = None,
+    normalizer: Tensor | float | None = None,
+) -> Tensor:
+    """Reduces per-token values to one number.
+
+    - ``token-mean``: mean over all tokens of the batch, so that a long answer weighs more (DAPO, arXiv:2503.14476).
+    - ``token-sum``: sum over all tokens.
+    - ``seq-mean-token-sum``: mean over rows of their sums.
+    - ``seq-mean-token-mean``: mean over rows of their means (GRPO as published, arXiv:2402.03300).
+
+    Rows without a token do not count. A part of a batch gives its share of the whole batch's loss when ``normalizer``
+    is the whole batch's: the shares, and their gradients, then add up to the same number however the batch was cut.
+
+    Args:
+        value_BT: losses or a metric; what the mask leaves out may be anything finite.
+        mask_BT: 1 on tokens that count.
+        aggregation: the mode.
+        weight_B: copies a row counts for, in the sum and in the divisor alike; None: 1.
+        normalizer: :func:`loss_normalizer` of the whole batch; None: of these rows.
+    """
+    if normalizer is None:
+        normalizer = loss_normalizer(mask_BT, aggregation, weight_B)
+    row_B = (value_BT * mask_BT).sum(-1)
+    if aggregation == "seq-mean-token-mean":
+        row_B = row_B / mask_BT.sum(-1).clamp(min=1.0)
+    if weight_B is not None:
+        row_B = row_B * weight_B
+    return row_B.sum() / normalizer

@@ -1,0 +1,96 @@
+"""Drawing tokens from logits, each row by its own settings.
+
+    n   rows
+    V   vocabulary
+
+All of it runs on the logits' device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to sample one response.
+
+    Attributes:
+        max_tokens: end after so many, stop token included; the caller sees to it that prompt and response fit the
+            model.
+        temperature: 0 takes the likeliest token; its log-probabilities are those at temperature 1, unfiltered.
+        top_p: keep the smallest set of likeliest tokens that has this much probability.
+        top_k: keep so many likeliest tokens; 0 keeps all. Applied before ``top_p``.
+        stop: end as soon as the text contains one of these.
+        seed: makes the response repeatable whatever else is in the batch, up to rounding in the model's arithmetic.
+        top_logprobs: report so many likeliest tokens at each position.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop: tuple[str, ...] = ()
+    seed: int | str | None = None
+    top_logprobs: int = 0
+
+
+class Draw(NamedTuple):
+    """One token per row, and the distribution it was drawn from."""
+
+    token_n: Tensor
+    logprob_n: Tensor
+    logprobs_nV: Tensor
+    """After temperature, top-k and top-p; minus infinity where filtered out."""
+
+
+def draw_tokens(logits_nV: Tensor, params: Sequence[SamplingParams], uniform_n: Sequence[float]) -> Draw:
+    """Draws one token per row.
+
+    The cumulative distribution is inverted at one uniform number per row, so that a row's token depends on its own
+    random numbers and on nothing else in the batch.
+
+    Args:
+        logits_nV: logits in float32.
+        params: of each row.
+        uniform_n: numbers in [0, 1), of each row; not used by greedy rows.
+    """
+    device = logits_nV.device
+    if any(p.temperature not in (0.0, 1.0) for p in params):
+        logits_nV = logits_nV / torch.tensor([p.temperature or 1.0 for p in params], device=device)[:, None]
+    filtered = [i for i, p in enumerate(params) if p.temperature and (p.top_k or p.top_p < 1.0)]
+    if filtered:
+        rows = torch.tensor(filtered, device=device)
+        logits_nV = logits_nV.index_copy(0, rows, _filter(logits_nV[rows], [params[i] for i in filtered]))
+    logprobs_nV = torch.log_softmax(logits_nV, dim=-1)
+
+    cumulative_nV = logprobs_nV.double().exp().cumsum(-1)
+    total_n = cumulative_nV[:, -1]
+    # Rounding must never reach the total: what lies there has no probability.
+    point_n = torch.tensor(uniform_n, dtype=torch.float64, device=device) * total_n
+    point_n = torch.minimum(point_n, torch.nextafter(total_n, torch.zeros_like(total_n)))
+    token_n = torch.searchsorted(cumulative_nV, point_n[:, None], right=True).squeeze(1)
+    token_n = token_n.clamp(max=logits_nV.shape[-1] - 1)  # NaN logits compare with nothing
+    if any(not p.temperature for p in params):
+        greedy_n = torch.tensor([not p.temperature for p in params], device=device)
+        token_n = torch.where(greedy_n, logits_nV.argmax(-1), token_n)
+    return Draw(token_n, logprobs_nV.gather(1, token_n[:, None]).squeeze(1), logprobs_nV)
+
+
+def _filter(logits_nV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Puts minus infinity on what top-k, then top-p of what top-k left, throw out; the likeliest token always stays."""
+    device, size = logits_nV.device, logits_nV.shape[-1]
+    ordered_nV, order_nV = logits_nV.sort(dim=-1, descending=True)
+    top_k_n = torch.tensor([min(p.top_k, size) or size for p in params], device=device)
+    ordered_nV = ordered_nV.masked_fill(torch.arange(size, device=device) >= top_k_n[:, None], -torch.inf)
+    probability_nV = ordered_nV.softmax(-1)
+    before_nV = probability_nV.cumsum(-1) - probability_nV
+    top_p_n = torch.tensor([p.top_p for p in params], device=device)
+    out_nV = before_nV >= top_p_n[:, None]
+    out_nV[:, 0] = False
+    return torch.empty_like(logits_nV).scatter(1, order_nV, ordered_nV.masked_fill(out_nV, -torch.inf))

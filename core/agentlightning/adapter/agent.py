@@ -1,0 +1,27 @@
+"""Which agent a span is of, in the words of the frameworks."""
+
+from __future__ import annotations
+
+from agentlightning import semconv
+from agentlightning.types import Span
+
+_NAMES = (
+    "agent.name",  # OpenAI Agents, AgentOps
+    "gen_ai.agent.name",  # OpenTelemetry
+    "recipient_agent_type",  # AutoGen
+    "langchain.chain.type",  # LangGraph
+    "executor.id",  # Agent Framework
+)
+
+
+def read_agent_name(span: Span) -> str | None:
+    """The name of the agent whose work the span is; None when it does not say that it is an agent's."""
+    attributes = span.attributes
+    for key in _NAMES:
+        if attributes.get(key):
+            return str(attributes[key])
+    if attributes.get("agentops.span.kind") == "agent" and attributes.get("operation.name"):
+        return str(attributes["operation.name"])
+    if attributes.get("lc_name") and not semconv.is_llm_call(span):  # LangChain names its models like that too
+        return str(attributes["lc_name"])
+    return None

@@ -1,0 +1,102 @@
+"""Model calls among the spans of an attempt: the spans of one call, whoever recorded them, brought together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from agentlightning import semconv
+from agentlightning.adapter.tree import Node
+from agentlightning.types import Span
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One model call."""
+
+    anchor: Node
+    """Where it stands in the agent: the outermost span of the client, or the gateway's when there is no other."""
+    nodes: list[Node]
+    """All spans of the call; the gateway's is the last."""
+    response_id: str | None
+    gateway: Node | None = None
+    is_complete: bool = True
+    """False when the gateway saw no whole answer."""
+
+    @property
+    def settled_at(self) -> float:
+        """From when on a reward can be about this call.
+
+        The gateway writes down the end after the agent has got the answer, so of a call that only the gateway saw it is
+        the beginning.
+        """
+        return self.anchor.start if self.anchor is self.gateway else self.anchor.end
+
+
+def find_calls(nodes: Sequence[Node], is_call: Callable[[Span], bool]) -> list[Call]:
+    """Finds the model calls, in the order of their beginnings.
+
+    The spans of one call are: a client's span and those it encloses that do not name another response; spans that
+    overlap and name the same response; the gateway's span that has a client's as parent or names its response.
+
+    Args:
+        nodes: parents before their children.
+        is_call: which spans are calls. A gateway's span that it refuses still gives its tokens to a client's.
+    """
+    calls: list[Call] = []
+    of_client: dict[str, Call] = {}
+    by_response: dict[str, list[Call]] = {}
+    _add_clients(nodes, is_call, calls, of_client, by_response)
+    gateways = [node for node in nodes if semconv.is_gateway_call(node.span)]
+    gateways.sort(key=lambda node: (not node.span.attributes[semconv.GATEWAY_COMPLETE], node.start))  # whole ones first
+    for node in gateways:
+        response_id = semconv.read_response_id(node.span)
+        parent = of_client.get(node.span.parent_id or "")
+        candidates: Iterable[Call] = by_response.get(response_id or "", ())
+        if parent is not None and _agree(parent.response_id, response_id):
+            candidates = (parent, *candidates)
+        call = next((call for call in candidates if call.gateway is None), None)
+        if call is None:
+            if parent is not None or not is_call(node.span):  # a try that the client repeated, or not wanted
+                continue
+            call = Call(node, [], response_id)
+            calls.append(call)
+        call.gateway = node
+        call.nodes.append(node)
+        call.response_id = call.response_id or response_id
+        call.is_complete = bool(node.span.attributes[semconv.GATEWAY_COMPLETE])
+    return sorted(calls, key=lambda call: (call.anchor.start, call.anchor.span.sequence_id))
+
+
+def _add_clients(
+    nodes: Sequence[Node],
+    is_call: Callable[[Span], bool],
+    calls: list[Call],
+    of_client: dict[str, Call],
+    by_response: dict[str, list[Call]],
+) -> None:
+    enclosing: dict[Node, Call | None] = {}
+    for node in nodes:
+        call = enclosing.get(node.parent) if node.parent is not None else None
+        if is_call(node.span) and not semconv.is_gateway_call(node.span):
+            response_id = semconv.read_response_id(node.span)
+            if call is None or not _agree(call.response_id, response_id):
+                same = by_response.get(response_id or "")
+                call = same[-1] if same and _overlap(same[-1].anchor, node) else None
+            if call is None:
+                call = Call(node, [], response_id)
+                calls.append(call)
+            call.nodes.append(node)
+            of_client[node.span.span_id] = call
+            if response_id is not None and (call.response_id is None or len(call.nodes) == 1):
+                call.response_id = response_id
+                by_response.setdefault(response_id, []).append(call)
+        enclosing[node] = call
+
+
+def _agree(one: str | None, other: str | None) -> bool:
+    return one is None or other is None or one == other
+
+
+def _overlap(one: Node, other: Node) -> bool:
+    return one.start < other.end and other.start < one.end

@@ -1,0 +1,45 @@
+"""``TraceToMessages``: what was said to the models and what they answered, as chat histories."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NotRequired, TypedDict
+
+from agentlightning import semconv
+from agentlightning.adapter.adapter import TraceAdapter
+from agentlightning.adapter.call import find_calls
+from agentlightning.adapter.tree import build_tree
+from agentlightning.types import Span
+
+
+class ChatHistory(TypedDict):
+    """One model call in the format that fine-tuning takes."""
+
+    messages: list[semconv.Message]
+    """The input and, last, the (first) answer."""
+    tools: NotRequired[list[semconv.Message]]
+    """The tools that the model could call."""
+
+
+class TraceToMessages(TraceAdapter[list[ChatHistory]]):
+    """Gives the chat history of each answered model call, in the order of the calls."""
+
+    def adapt(self, source: Sequence[Span], /) -> list[ChatHistory]:
+        """Reads the histories of one attempt.
+
+        Raises:
+            AdapterError: spans of several attempts.
+        """
+        histories = []
+        for call in find_calls(build_tree(source, repair=True), semconv.is_llm_call):
+            spans = [node.span for node in reversed(call.nodes)]  # the gateway's first: it knows best
+            answers = next(filter(None, map(semconv.read_output_messages, spans)), None)
+            if answers is None or not call.is_complete:
+                continue
+            messages = next(filter(None, map(semconv.read_input_messages, spans)), [])
+            history: ChatHistory = {"messages": [*messages, answers[0]]}
+            tools = next(filter(None, map(semconv.read_tools, spans)), None)
+            if tools is not None:
+                history["tools"] = tools
+            histories.append(history)
+        return histories

@@ -1,0 +1,127 @@
+"""The spans of one attempt as a tree, mended where spans lost their parents."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from agentlightning import semconv
+from agentlightning.adapter.agent import read_agent_name
+from agentlightning.errors import AdapterError
+from agentlightning.reward import is_reward_span
+from agentlightning.types import Span
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A span in its tree."""
+
+    span: Span
+    start: float
+    end: float
+    parent: Node | None = None
+    agent_name: str | None = None
+    """Of the nearest agent: the span itself or what it runs under."""
+    is_in_reward: bool = False
+    """Whether it is part of computing a reward."""
+
+
+def build_tree(spans: Sequence[Span], *, repair: bool) -> list[Node]:
+    """Links spans by their parent ids.
+
+    Args:
+        spans: of one attempt, in any order; a span that is there twice counts once.
+        repair: whether a span whose parent is not known is put under the innermost span whose time encloses its own.
+            Model calls and rewards take no such children; a span that nothing encloses stays a root.
+
+    Returns:
+        All nodes: parents before their children, siblings in the order of their starts.
+
+    Raises:
+        AdapterError: the spans are of several attempts.
+    """
+    by_id: dict[str, Node] = {}
+    for span in spans:
+        first = spans[0]
+        if span.attempt_id != first.attempt_id or span.rollout_id != first.rollout_id:
+            raise AdapterError(
+                f"span {span.span_id} is of attempt {span.attempt_id!r} of rollout {span.rollout_id!r}, others are of "
+                f"{first.attempt_id!r} of {first.rollout_id!r}; adapt the spans of one attempt at a time"
+            )
+        start = span.start_time or 0.0
+        by_id.setdefault(span.span_id, Node(span, start, max(start, span.end_time or start)))
+    nodes = sorted(by_id.values(), key=lambda node: (node.start, -node.end, node.span.sequence_id))
+    for node in nodes:
+        node.parent = by_id.get(node.span.parent_id or "")
+    _cut_cycles(nodes)
+    if repair:
+        _mend(nodes)
+    return _in_order(nodes)
+
+
+def _cut_cycles(nodes: Sequence[Node]) -> None:
+    """Takes the parent from one node of each cycle, which only broken instrumentation can make."""
+    seen: dict[Node, int] = {}
+    for walk, node in enumerate(nodes):
+        step: Node | None = node
+        while step is not None and step not in seen:
+            seen[step] = walk
+            if step.parent is not None and seen.get(step.parent) == walk:
+                step.parent = None
+            step = step.parent
+
+
+def _mend(nodes: Sequence[Node]) -> None:
+    """Gives orphans the innermost enclosing span as their parent; ``nodes`` are in the order of their starts."""
+    own_root: dict[Node, Node] = {}
+    for node in nodes:
+        path = []
+        step = node
+        while step not in own_root and step.parent is not None:
+            path.append(step)
+            step = step.parent
+        root = own_root.setdefault(step, step)
+        for passed in path:
+            own_root[passed] = root
+    # Of the spans that began so far, one that ends no later than one that began after it is never the innermost.
+    # Without those, the ends fall from the bottom of the stack to its top, and bisection finds what encloses.
+    stack: list[Node] = []
+    falling_ends: list[float] = []
+    for node in nodes:
+        if node.parent is None:
+            position = bisect_right(falling_ends, -node.end) - 1
+            while position >= 0 and own_root[stack[position]] is node:  # its own descendant, by a coarse clock
+                position -= 1
+            if position >= 0:
+                node.parent = stack[position]
+        if node.end > node.start and not semconv.is_llm_call(node.span) and not is_reward_span(node.span):
+            while stack and stack[-1].end <= node.end:
+                stack.pop()
+                falling_ends.pop()
+            stack.append(node)
+            falling_ends.append(-node.end)
+
+
+def _in_order(nodes: Sequence[Node]) -> list[Node]:
+    """Gives parents before children, and to both what they inherit."""
+    children: dict[Node | None, list[Node]] = {}
+    for node in nodes:
+        children.setdefault(node.parent, []).append(node)
+    ordered: list[Node] = []
+    stack = children.get(None, [])[::-1]
+    while stack:
+        node = stack.pop()
+        ordered.append(node)
+        parent = node.parent
+        node.agent_name = read_agent_name(node.span)
+        if parent is not None:
+            node.agent_name = node.agent_name or parent.agent_name
+            node.is_in_reward = parent.is_in_reward
+        node.is_in_reward = node.is_in_reward or _computes_reward(node.span)
+        stack.extend(reversed(children.get(node, ())))
+    return ordered
+
+
+def _computes_reward(span: Span) -> bool:
+    return is_reward_span(span) or span.attributes.get(semconv.OPERATION_NAME) == "reward"

@@ -1,0 +1,153 @@
+"""What an agent says about itself: rewards, messages, objects, exceptions, annotations and operations.
+
+Each emitter records a span of the attempt that the caller runs in and returns it. Outside a rollout nothing is recorded
+and the span is returned all the same, so that an agent also runs by itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, Final, ParamSpec, TypeVar, overload
+
+from agentlightning import semconv
+from agentlightning.errors import ConfigError
+from agentlightning.tracer.attribute import flatten, to_json
+from agentlightning.tracer.dummy import start_detached_span
+from agentlightning.tracer.operation import Operation
+from agentlightning.tracer.tracer import get_active_tracer
+from agentlightning.types import Span, TraceStatus
+
+P = ParamSpec("P")
+R = TypeVar("R")
+logger = logging.getLogger("agentlightning")
+
+_PRIMARY: Final = "primary"
+_warned_untraced: Final = threading.Event()
+
+
+def emit_reward(
+    reward: float | Mapping[str, float],
+    *,
+    primary_key: str | None = None,
+    attributes: Mapping[str, Any] | None = None,
+    propagate: bool = True,
+) -> Span:
+    """Says how well the agent did; the last one of an attempt is its final reward.
+
+    Args:
+        reward: a number, or several by name. Scalars of numpy and torch are numbers too.
+        primary_key: which of several is the reward; needed when there are several.
+        attributes: more to say, such as ``semconv.link_attributes`` of the model call that is rewarded.
+        propagate: False only makes the span, for an agent that returns its spans.
+
+    Raises:
+        ConfigError: not a finite number, no reward at all, or an unknown ``primary_key``.
+    """
+    if isinstance(reward, Mapping):
+        values = {str(name): _to_number(value, f"reward {name!r}") for name, value in reward.items()}
+        if primary_key is None and len(values) == 1:
+            (primary_key,) = values
+        if primary_key is None or primary_key not in values:
+            known = ", ".join(values) or "none given"
+            raise ConfigError(f"primary_key = {primary_key!r}: name the reward that counts, one of: {known}")
+        values = {primary_key: values.pop(primary_key), **values}
+    else:
+        values = {primary_key or _PRIMARY: _to_number(reward, "reward")}
+    content: dict[str, Any] = {}
+    for i, (name, value) in enumerate(values.items()):
+        content[f"{semconv.REWARD}.{i}.name"] = name
+        content[f"{semconv.REWARD}.{i}.value"] = value
+    return _emit(semconv.SPAN_REWARD, content, attributes, propagate)
+
+
+def emit_message(text: str, *, attributes: Mapping[str, Any] | None = None, propagate: bool = True) -> Span:
+    """Records a text."""
+    if not isinstance(text, str):
+        raise ConfigError(f"emit_message takes a str, not {text!r}; use emit_object for anything else")
+    return _emit(semconv.SPAN_MESSAGE, {semconv.MESSAGE_BODY: text}, attributes, propagate)
+
+
+def emit_object(obj: Any, *, attributes: Mapping[str, Any] | None = None, propagate: bool = True) -> Span:
+    """Records a value: scalars as they are, anything else as JSON, in which what has no JSON form is its ``repr``."""
+    content: dict[str, Any] = {semconv.OBJECT_TYPE: type(obj).__qualname__}
+    if isinstance(obj, (str, int, float)):
+        content[semconv.OBJECT_LITERAL] = obj
+    else:
+        content[semconv.OBJECT_JSON] = to_json(obj)
+    return _emit(semconv.SPAN_OBJECT, content, attributes, propagate)
+
+
+def emit_exception(
+    error: BaseException, *, attributes: Mapping[str, Any] | None = None, propagate: bool = True
+) -> Span:
+    """Records an exception that the agent survived, with its traceback."""
+    if not isinstance(error, BaseException):
+        raise ConfigError(f"emit_exception takes an exception, not {error!r}")
+    status = TraceStatus(status_code="ERROR", description=f"{type(error).__name__}: {error}")
+    return _emit(semconv.SPAN_EXCEPTION, semconv.exception_attributes(error), attributes, propagate, status)
+
+
+def emit_annotation(annotation: Mapping[str, Any], *, propagate: bool = True) -> Span:
+    """Records attributes; nested mappings get dotted names."""
+    return _emit(semconv.SPAN_ANNOTATION, {}, annotation, propagate)
+
+
+@overload
+def operation(fn: Callable[P, R], /) -> Callable[P, R]: ...
+@overload
+def operation(*, name: str | None = None, propagate: bool = True, **attributes: Any) -> Operation: ...
+def operation(
+    fn: Callable[P, R] | None = None, /, *, name: str | None = None, propagate: bool = True, **attributes: Any
+) -> Callable[P, R] | Operation:
+    """Records a function, or what runs inside ``with``, as one span with name, input, output and exception.
+
+        @operation
+        def search(query: str) -> list[str]: ...
+
+        with operation(name="search", index="wiki") as op:
+            op.set_input(query)
+            op.set_output(results)
+
+    Functions and generators, sync and async, are recorded from beginning to end; outside a rollout they run as if they
+    were not decorated.
+
+    Args:
+        fn: what to decorate.
+        name: default is the function's.
+        propagate: False records nothing.
+        attributes: more to say of every call.
+    """
+    described = Operation(name, propagate, attributes)
+    return described if fn is None else described(fn)
+
+
+def _emit(
+    name: str,
+    content: Mapping[str, Any],
+    attributes: Mapping[str, Any] | None,
+    propagate: bool,
+    status: TraceStatus | None = None,
+) -> Span:
+    content = {**flatten(attributes or {}), **content}
+    tracer = get_active_tracer() if propagate else None
+    if tracer is not None:
+        return tracer.create_span(name, content, status=status)
+    if propagate and not _warned_untraced.is_set():
+        _warned_untraced.set()
+        logger.warning("%s was emitted outside a rollout, so it is not recorded (said once)", name)
+    return start_detached_span(name, content).end(status)
+
+
+def _to_number(value: Any, what: str) -> float:
+    try:
+        if isinstance(value, (str, bytes)):
+            raise TypeError("text")
+        number = float(value.item() if hasattr(value, "item") else value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{what} = {value!r} is not a number") from error
+    if not math.isfinite(number):
+        raise ConfigError(f"{what} = {number!r}: a reward is a finite number")
+    return number

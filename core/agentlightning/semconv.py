@@ -1,0 +1,380 @@
+"""Semantic conventions: how spans and their attributes are named, and how a model call is read from them.
+
+Three dialects of model calls are understood: OpenTelemetry's ``gen_ai.input.messages`` and ``gen_ai.output.messages``
+(JSON), the older ``gen_ai.prompt.{n}.*`` and ``gen_ai.completion.{n}.*``, which AgentOps writes too, and those of
+OpenInference, ``llm.input_messages.{n}.*`` and ``llm.output_messages.{n}.*``. The readers are pure functions of a span, return
+None (or nothing) for what it does not say, and give messages as the ``openai`` client takes them.
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import orjson
+
+from agentlightning.types import Span
+
+SPAN_ANNOTATION: Final = "agentlightning.annotation"
+SPAN_MESSAGE: Final = "agentlightning.message"
+SPAN_OBJECT: Final = "agentlightning.object"
+SPAN_EXCEPTION: Final = "agentlightning.exception"
+SPAN_OPERATION: Final = "agentlightning.operation"
+SPAN_REWARD: Final = "agentlightning.reward"
+SPAN_VIRTUAL: Final = "agentlightning.virtual"
+"""A span that nobody recorded and somebody needed."""
+SPAN_ROLLOUT: Final = "agentlightning.rollout"
+"""The root of an attempt's trace."""
+
+# Of the resource: who made the span, and for which attempt.
+ROLLOUT_ID: Final = "agentlightning.rollout_id"
+ATTEMPT_ID: Final = "agentlightning.attempt_id"
+SPAN_SEQUENCE_ID: Final = "agentlightning.span_sequence_id"
+TRACER_NAME: Final = "agentlightning.tracer.name"
+
+REWARD: Final = "agentlightning.reward"
+"""``.{i}.name`` and ``.{i}.value``; the first is the primary one."""
+LINK: Final = "agentlightning.link"
+"""``.{i}.key_match`` and ``.{i}.value_match``: the span is about the one that has this attribute with this value."""
+TAG: Final = "agentlightning.tag"
+"""``.{i}``"""
+MESSAGE_BODY: Final = "agentlightning.message.body"
+OBJECT_TYPE: Final = "agentlightning.object.type"
+OBJECT_LITERAL: Final = "agentlightning.object.literal"
+OBJECT_JSON: Final = "agentlightning.object.json"
+OPERATION_NAME: Final = "agentlightning.operation.name"
+OPERATION_INPUT: Final = "agentlightning.operation.input"
+OPERATION_OUTPUT: Final = "agentlightning.operation.output"
+
+# Of model calls.
+GEN_AI_OPERATION_NAME: Final = "gen_ai.operation.name"
+GEN_AI_PROVIDER_NAME: Final = "gen_ai.provider.name"
+GEN_AI_REQUEST_MODEL: Final = "gen_ai.request.model"
+GEN_AI_RESPONSE_MODEL: Final = "gen_ai.response.model"
+GEN_AI_RESPONSE_ID: Final = "gen_ai.response.id"
+"""The key that joins a client's span and the gateway's."""
+GEN_AI_FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
+GEN_AI_INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
+GEN_AI_OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
+GEN_AI_INPUT_MESSAGES: Final = "gen_ai.input.messages"
+GEN_AI_OUTPUT_MESSAGES: Final = "gen_ai.output.messages"
+GEN_AI_TOOL_DEFINITIONS: Final = "gen_ai.tool.definitions"
+PROMPT_TOKEN_IDS: Final = "prompt_token_ids"
+RESPONSE_TOKEN_IDS: Final = "response_token_ids"
+LOGPROBS: Final = "logprobs"
+"""Of the sampled tokens, one for each of ``response_token_ids``."""
+CHOICE: Final = "agentlightning.choice"
+"""With n > 1: ``.{i}.response_token_ids`` and ``.{i}.logprobs`` of choice i > 0."""
+WEIGHT_VERSION: Final = "agentlightning.weight_version"
+"""Version of the weights that sampled the answer."""
+GATEWAY_COMPLETE: Final = "agentlightning.gateway.complete"
+"""Whether the whole answer passed the gateway, which alone sets it; what did not must not be trained on."""
+
+_CALL_OPERATIONS: Final = frozenset({"chat", "text_completion", "generate_content", "completion", "response"})
+_KIND_KEYS: Final = ("openinference.span.kind", "agentops.span.kind", "traceloop.span.kind")
+_FINISH_REASONS: Final = {"tool_call": "tool_calls"}
+Message = dict[str, Any]
+
+
+class TokenData(NamedTuple):
+    """The tokens of one answer to a model call."""
+
+    prompt_token_ids: list[int]
+    response_token_ids: list[int]
+    logprobs: list[float] | None
+
+
+def is_llm_call(span: Span) -> bool:
+    """Whether a span is a call of a generative model: not an embedding, an agent or a tool."""
+    attributes = span.attributes
+    operation = attributes.get(GEN_AI_OPERATION_NAME)
+    if operation is not None:
+        return operation in _CALL_OPERATIONS
+    for key in _KIND_KEYS:
+        if key in attributes:
+            return str(attributes[key]).lower() == "llm"
+    if "llm.request.type" in attributes:
+        return attributes["llm.request.type"] in ("chat", "completion")
+    if RESPONSE_TOKEN_IDS in attributes or GEN_AI_RESPONSE_ID in attributes:
+        return True
+    return GEN_AI_REQUEST_MODEL in attributes and (
+        GEN_AI_INPUT_MESSAGES in attributes or "gen_ai.prompt.0.role" in attributes
+    )
+
+
+def is_gateway_call(span: Span) -> bool:
+    """Whether a span was recorded by the gateway, which knows the tokens."""
+    return GATEWAY_COMPLETE in span.attributes
+
+
+def read_response_id(span: Span) -> str | None:
+    """The id that the model server gave its answer."""
+    value = span.attributes.get(GEN_AI_RESPONSE_ID) or _raw_output(span).get("id")
+    return str(value) if value else None
+
+
+def read_model(span: Span) -> str | None:
+    """The model that answered, else the one that was asked."""
+    attributes = span.attributes
+    for key in (GEN_AI_RESPONSE_MODEL, GEN_AI_REQUEST_MODEL, "llm.model_name"):
+        if attributes.get(key):
+            return str(attributes[key])
+    return None
+
+
+def read_token_data(span: Span, choice: int = 0) -> TokenData | None:
+    """The tokens of an answer, where somebody recorded them.
+
+    Args:
+        span: a model call.
+        choice: which of n answers.
+    """
+    attributes: Mapping[str, Any] = span.attributes
+    prefix = f"{CHOICE}.{choice}." if choice else ""
+    response = attributes.get(prefix + RESPONSE_TOKEN_IDS)
+    if response is not None:
+        prompt = attributes.get(prefix + PROMPT_TOKEN_IDS)
+        if prompt is None:
+            prompt = attributes.get(PROMPT_TOKEN_IDS) or ()
+        logprobs = attributes.get(prefix + LOGPROBS)
+        return TokenData(list(prompt), list(response), None if logprobs is None else list(logprobs))
+    raw = _raw_output(span)
+    answers = raw.get("choices") or ()
+    if choice >= len(answers) or not answers[choice].get("token_ids"):
+        return None
+    answer = answers[choice]
+    logprobs = (answer.get("logprobs") or {}).get("content")
+    return TokenData(
+        list(raw.get("prompt_token_ids") or answer.get("prompt_token_ids") or ()),
+        list(answer["token_ids"]),
+        None if logprobs is None else [token["logprob"] for token in logprobs],
+    )
+
+
+def read_finish_reasons(span: Span) -> list[str]:
+    """Why each answer ended, in OpenAI's words."""
+    value = span.attributes.get(GEN_AI_FINISH_REASONS)
+    if isinstance(value, str):
+        parsed = _parse(value)
+        value = parsed if isinstance(parsed, list) else [value]
+    if not value:
+        completions = _indexed(span.attributes, "gen_ai.completion") or _raw_output(span).get("choices") or ()
+        value = [message.get("finish_reason") for message in completions]
+    return [_FINISH_REASONS.get(str(reason), str(reason)) for reason in value if reason]
+
+
+def read_input_messages(span: Span) -> list[Message]:
+    """What the model was given."""
+    return _read_messages(span.attributes, GEN_AI_INPUT_MESSAGES, "gen_ai.prompt", "llm.input_messages")
+
+
+def read_output_messages(span: Span) -> list[Message]:
+    """What the model answered: one message per choice."""
+    return _read_messages(span.attributes, GEN_AI_OUTPUT_MESSAGES, "gen_ai.completion", "llm.output_messages")
+
+
+def read_tools(span: Span) -> list[Message]:
+    """The tools that the model could call."""
+    attributes = span.attributes
+    tools = _parse(attributes.get(GEN_AI_TOOL_DEFINITIONS))
+    if not isinstance(tools, list):
+        tools = [
+            {"type": "function", **{key: _parse_or_keep(value) for key, value in tool.items()}}
+            for tool in _indexed(attributes, "llm.request.functions")
+        ] or [_parse(tool["tool"]["json_schema"]) for tool in _indexed(attributes, "llm.tools") if "tool" in tool]
+    return [_to_tool(tool) for tool in tools if isinstance(tool, dict)]
+
+
+def find_image_urls(messages: Sequence[Message]) -> list[str]:
+    """The URLs (``data:`` ones too) of the images in messages, in order."""
+    return [
+        part["image_url"]["url"]
+        for message in messages
+        if isinstance(message.get("content"), list)
+        for part in message["content"]
+        if isinstance(part, dict) and part.get("type") == "image_url"
+    ]
+
+
+def read_links(span: Span) -> list[tuple[str, Any]]:
+    """Which spans this one is about: pairs of an attribute's name and its value."""
+    return [
+        (str(link["key_match"]), link["value_match"])
+        for link in _indexed(span.attributes, LINK)
+        if "key_match" in link and "value_match" in link
+    ]
+
+
+def link_attributes(links: Mapping[str, Any]) -> dict[str, Any]:
+    """Attributes that say which span another is about: ``emit_reward(1.0, attributes=link_attributes({...}))``.
+
+    Args:
+        links: the value that an attribute of that span has, such as ``{"gen_ai.response.id": completion.id}``.
+    """
+    attributes: dict[str, Any] = {}
+    for i, (key, value) in enumerate(links.items()):
+        attributes[f"{LINK}.{i}.key_match"] = key
+        attributes[f"{LINK}.{i}.value_match"] = value
+    return attributes
+
+
+def exception_attributes(error: BaseException) -> dict[str, str]:
+    """OpenTelemetry's attributes of an exception."""
+    return {
+        "exception.type": type(error).__qualname__,
+        "exception.message": str(error),
+        "exception.stacktrace": "".join(traceback.format_exception(error))[-16000:],
+    }
+
+
+def _read_messages(attributes: Mapping[str, Any], json_key: str, indexed: str, openinference: str) -> list[Message]:
+    parsed = _parse(attributes.get(json_key))
+    if isinstance(parsed, list):
+        return [message for item in parsed if isinstance(item, dict) for message in _from_parts(item)]
+    items = _indexed(attributes, indexed)
+    if not items:
+        items = [item["message"] for item in _indexed(attributes, openinference) if "message" in item]
+    return [_from_fields(item) for item in items]
+
+
+def _from_parts(item: Mapping[str, Any]) -> Iterator[Message]:
+    """One OpenTelemetry message (role and parts) as chat messages: each tool response is one of its own."""
+    role = item.get("role") or "assistant"
+    if "parts" not in item:
+        yield {key: value for key, value in item.items() if key != "finish_reason"}
+        return
+    parts = item["parts"] or ()
+    if len(parts) == 1 and isinstance(parts[0], dict) and parts[0].get("type") == "text":  # nearly all are like that
+        yield {"role": role, "content": parts[0].get("content", "")}
+        return
+    content: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
+    others: dict[str, str] = {}
+    responses = 0
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else "text"
+        if kind == "tool_call_response":
+            responses += 1
+            answer = part.get("response", part.get("result"))
+            yield {"role": "tool", "tool_call_id": part.get("id"), "content": _text_of(answer)}
+        elif kind == "tool_call":
+            calls.append(_to_tool_call(part.get("id"), part.get("name"), part.get("arguments")))
+        elif kind == "text":
+            content.append({"type": "text", "text": part.get("content", "") if isinstance(part, dict) else str(part)})
+        elif kind in ("reasoning", "refusal"):
+            key = "reasoning_content" if kind == "reasoning" else kind
+            others[key] = others.get(key, "") + str(part.get("content") or "")
+        elif kind in ("blob", "uri") and part.get("modality") == "image":
+            url = part.get("uri") or f"data:{part.get('mime_type')};base64,{part.get('content')}"
+            content.append({"type": "image_url", "image_url": {"url": url}})
+        else:
+            content.append(dict(part))
+    if not responses or content or calls:
+        yield _message(role, content, calls, others)
+
+
+def _from_fields(item: Mapping[str, Any]) -> Message:
+    """One message of the indexed dialects."""
+    content = item.get("content")
+    if content is None:
+        content = [_to_content_part(_unwrap(part)) for part in _listed(item.get("contents"))]
+    elif isinstance(content, str) and content.startswith("[{"):
+        parsed = _parse(content)
+        content = parsed if isinstance(parsed, list) else content
+    calls = []
+    for call in map(_unwrap, _listed(item.get("tool_calls"))):
+        function = call.get("function", call)
+        calls.append(_to_tool_call(call.get("id"), function.get("name"), function.get("arguments")))
+    message = _message(str(item.get("role") or "assistant"), content, calls, {})
+    if item.get("tool_call_id"):
+        message["tool_call_id"] = item["tool_call_id"]
+    return message
+
+
+def _message(role: str, content: Any, calls: list[dict[str, Any]], others: Mapping[str, str]) -> Message:
+    if isinstance(content, list) and all(part.get("type") == "text" for part in content):
+        content = "".join(part["text"] for part in content) if content or not calls else None
+    message: Message = {"role": role, "content": content, **others}
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _to_tool_call(id: Any, name: Any, arguments: Any) -> dict[str, Any]:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": _text_of(arguments)}}
+
+
+def _to_tool(tool: dict[str, Any]) -> Message:
+    if "function" in tool:
+        return tool
+    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+
+
+def _to_content_part(part: Mapping[str, Any]) -> dict[str, Any]:
+    image = part.get("image")
+    if isinstance(image, dict):
+        return {"type": "image_url", "image_url": {"url": _unwrap(image).get("url")}}
+    return {"type": "text", "text": str(part.get("text", ""))}
+
+
+def _indexed(attributes: Mapping[str, Any], prefix: str) -> list[dict[str, Any]]:
+    """Collects ``{prefix}.{n}.{path}`` into one nested dict for each n, in order."""
+    start = prefix + "."
+    tree: dict[str, Any] = {}
+    for key, value in attributes.items():
+        if key.startswith(start):
+            *path, leaf = key[len(start) :].split(".")
+            node = tree
+            for step in path:
+                deeper = node.setdefault(step, {})
+                node = deeper if isinstance(deeper, dict) else node
+            node[leaf] = value
+    return [item for item in _listed(tree) if isinstance(item, dict)]
+
+
+def _listed(value: Any) -> list[Any]:
+    if not isinstance(value, dict):
+        return []
+    return [value[key] for key in sorted((key for key in value if key.isdigit()), key=int)]
+
+
+def _unwrap(item: dict[str, Any]) -> dict[str, Any]:
+    """OpenInference puts each item of a list under a name of its own, such as ``tool_call``."""
+    if len(item) == 1:
+        (inner,) = item.values()
+        return inner if isinstance(inner, dict) else item
+    inner = item.get("message_content")
+    return inner if isinstance(inner, dict) else item
+
+
+def _raw_output(span: Span) -> Mapping[str, Any]:
+    """The answer as the server sent it, which OpenInference keeps."""
+    if span.attributes.get("openinference.span.kind") != "LLM":
+        return {}
+    parsed = _parse(span.attributes.get("output.value"))
+    return parsed if isinstance(parsed, dict) else {}
+
+
+def _parse(text: Any) -> Any:
+    if not isinstance(text, str):
+        return text
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        try:
+            return json.loads(text)  # takes NaN and lone surrogates
+        except ValueError:
+            return None
+
+
+def _parse_or_keep(value: Any) -> Any:
+    parsed = _parse(value)
+    return value if parsed is None else parsed
+
+
+def _text_of(value: Any) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value)

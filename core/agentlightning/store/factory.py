@@ -1,0 +1,37 @@
+"""Stores by URL."""
+
+from __future__ import annotations
+
+from agentlightning.errors import ConfigError, PluginError
+from agentlightning.plugins import get_manager
+from agentlightning.store.protocol import LightningStore
+from agentlightning.types import DEFAULT_RUN_ID
+
+
+def create_store(url: str, *, run: str | None = None, token: str | None = None) -> LightningStore:
+    """Opens the store that a URL names, scoped to a run.
+
+    The scheme is the name of a component of kind ``store``, whose class has
+    ``from_url(url, *, run_id, token) -> LightningStore``.
+
+    Args:
+        url: such as ``memory://``, ``sqlite:///runs/store.db``, ``postgresql://...`` or ``http://host:4747``.
+        run: the run whose queue and latest resources the store sees; None is the run ``default``.
+        token: for stores that are served; others refuse one.
+
+    Raises:
+        ConfigError: not a URL, or one that the store does not understand.
+        PluginError: no installed plugin offers a store of this scheme.
+    """
+    scheme, separator, _ = url.partition("://")
+    if not separator or not scheme:
+        raise ConfigError(
+            f"store {url!r} is not a URL; write memory://, http://host:4747, "
+            f"or sqlite:///{url or 'store.db'} for a file"
+        )
+    cls = get_manager().get("store", scheme.lower())
+    from_url = getattr(cls, "from_url", None)
+    if from_url is None:
+        raise PluginError(f"the store {scheme!r} cannot be opened by URL: {cls!r} has no classmethod from_url")
+    store: LightningStore = from_url(url, run_id=run if run is not None else DEFAULT_RUN_ID, token=token)
+    return store

@@ -1,0 +1,304 @@
+"""Takes spans off an agent's hands and brings them to the store."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from agentlightning.errors import ConflictError, NotFoundError, StoreError
+from agentlightning.store.protocol import LightningStore
+from agentlightning.types import Span
+
+logger = logging.getLogger("agentlightning")
+
+MAX_BYTES: Final = 64 * 2**20
+AttemptKey: TypeAlias = tuple[str, str]
+"""Rollout id and attempt id."""
+
+_BATCH_BYTES: Final = 4 * 2**20
+_FIRST_PAUSE_S: Final = 0.05
+_LONGEST_PAUSE_S: Final = 2.0
+_BARE_SPAN_BYTES: Final = 500
+
+
+@dataclass(slots=True)
+class _Underway:
+    """The spans of one attempt that are neither stored nor dropped yet."""
+
+    last_number: int
+    count: int
+
+
+class SpanWriter:
+    """A bounded queue in front of a store, emptied in batches by a thread of its own.
+
+    ``put`` never waits: what does not fit is dropped and counted for its attempt. Spans reach the store in the order in
+    which they were put. While the store fails, a batch is tried again; spans that the store refuses, as those of an
+    unknown attempt, are dropped and counted without harm to the others.
+    """
+
+    _shared: Final[dict[int, tuple[SpanWriter, int]]] = {}
+    _shared_lock: Final = threading.Lock()
+
+    def __init__(
+        self,
+        store: LightningStore,
+        *,
+        max_bytes: int = MAX_BYTES,
+        max_batch: int = 512,
+        max_delay_s: float = 0.02,
+        give_up_s: float = 120.0,
+    ) -> None:
+        """Makes a writer; its thread starts with the first span.
+
+        Args:
+            store: where spans go. One that is not thread-safe is called on the event loop that ``bind_loop`` or
+                ``flush`` is called from first.
+            max_bytes: what may be under way, by a rough estimate of each span.
+            max_batch: spans in one write.
+            max_delay_s: how long a span may wait for others to share a write with; ``flush`` cuts it short.
+            give_up_s: for how long a failing write is tried again before its spans are dropped.
+        """
+        self._store = store
+        self._max_bytes = max_bytes
+        self._max_batch = max_batch
+        self._max_delay_s = max_delay_s
+        self._give_up_s = give_up_s
+        self._changed = threading.Condition(threading.Lock())
+        self._queue: deque[tuple[Span, int]] = deque()
+        self._bytes = 0
+        # Spans are numbered from 1 as they are put, and settled (stored or dropped) in the same order.
+        self._n_put = 0
+        self._n_settled = 0
+        self._underway: dict[AttemptKey, _Underway] = {}
+        self._dropped: Counter[AttemptKey] = Counter()
+        self._waiters: list[tuple[int, concurrent.futures.Future[None]]] = []
+        self._thread: threading.Thread | None = None
+        self._store_loop: asyncio.AbstractEventLoop | None = None
+        self._is_idle = False
+        self._is_closed = False
+
+    @classmethod
+    def shared(cls, store: LightningStore) -> SpanWriter:
+        """The one writer of this process for a store; give it back with ``release``."""
+        with cls._shared_lock:
+            writer, users = cls._shared.get(id(store)) or (cls(store), 0)
+            cls._shared[id(store)] = writer, users + 1
+            return writer
+
+    def release(self) -> None:
+        """Gives back what ``shared`` gave; the last user's closes the writer."""
+        with self._shared_lock:
+            users = self._shared.pop(id(self._store))[1] - 1
+            if users:
+                self._shared[id(self._store)] = self, users
+        if not users:
+            self.close()
+
+    def put(self, span: Span) -> bool:
+        """Takes a span, from any thread. False when it had to be dropped."""
+        key = (span.rollout_id, span.attempt_id)
+        size = _estimate_bytes(span)
+        with self._changed:
+            if self._is_closed or self._bytes + size > self._max_bytes:
+                self._dropped[key] += 1
+                return False
+            self._queue.append((span, size))
+            self._bytes += size
+            self._n_put += 1
+            underway = self._underway.get(key)
+            if underway is None:
+                self._underway[key] = _Underway(self._n_put, 1)
+            else:
+                underway.last_number = self._n_put
+                underway.count += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="agl-spans", daemon=True)
+                self._thread.start()
+            elif self._is_idle or len(self._queue) == self._max_batch:
+                self._changed.notify()
+        return True
+
+    def dropped(self, rollout_id: str, attempt_id: str) -> int:
+        """How many spans of an attempt were lost so far."""
+        with self._changed:
+            return self._dropped[rollout_id, attempt_id]
+
+    def undelivered(self, rollout_id: str, attempt_id: str) -> int:
+        """How many spans of an attempt are not in the store: lost, or still under way."""
+        key = (rollout_id, attempt_id)
+        with self._changed:
+            underway = self._underway.get(key)
+            return self._dropped[key] + (underway.count if underway is not None else 0)
+
+    def bind_loop(self) -> None:
+        """Remembers the running event loop as the home of a store that is not thread-safe."""
+        if self._store_loop is None and not self._store.capabilities["thread_safe"]:
+            self._store_loop = asyncio.get_running_loop()
+
+    async def flush(
+        self, rollout_id: str | None = None, attempt_id: str | None = None, *, timeout_s: float | None = None
+    ) -> bool:
+        """Waits until the spans put so far are stored, or dropped and counted.
+
+        Args:
+            rollout_id: with ``attempt_id``: waits for one attempt only.
+            attempt_id: see ``rollout_id``.
+            timeout_s: None waits for as long as it takes.
+
+        Returns:
+            False when the time ran out.
+        """
+        self.bind_loop()
+        settled: concurrent.futures.Future[None] = concurrent.futures.Future()
+        with self._changed:
+            number = self._n_put
+            if rollout_id is not None and attempt_id is not None:
+                underway = self._underway.get((rollout_id, attempt_id))
+                number = underway.last_number if underway is not None else 0
+            if number <= self._n_settled:
+                return True
+            self._waiters.append((number, settled))
+            self._changed.notify()
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(settled), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Writes what is left, waiting for at most ``timeout_s``, and ends the thread; later spans are dropped."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+            thread = self._thread
+        if thread is None:
+            return
+        if self._store_loop is None or self._store_loop is not _running_loop():  # else it would wait for us
+            thread.join(timeout_s)
+        if thread.is_alive():
+            with self._changed:
+                self._queue.clear()
+                left = self._n_put - self._n_settled
+            logger.warning("%d spans had not reached the store when it was closed", left)
+
+    def _work(self) -> None:
+        with asyncio.Runner() as runner:  # one loop, so that the store can keep its connections
+            while batch := self._next_batch():
+                runner.run(self._deliver([span for span, _ in batch]))
+                self._settle(batch)
+
+    def _next_batch(self) -> list[tuple[Span, int]]:
+        """Waits for spans and takes the oldest; none when the writer was closed and all are settled."""
+        with self._changed:
+            self._is_idle = True
+            self._changed.wait_for(lambda: self._queue or self._is_closed)
+            self._is_idle = False
+            self._changed.wait_for(
+                lambda: len(self._queue) >= self._max_batch or self._waiters or self._is_closed, self._max_delay_s
+            )
+            batch: list[tuple[Span, int]] = []
+            size = 0
+            while self._queue and len(batch) < self._max_batch and (not batch or size < _BATCH_BYTES):
+                batch.append(self._queue.popleft())
+                size += batch[-1][1]
+            return batch
+
+    def _settle(self, batch: Sequence[tuple[Span, int]]) -> None:
+        with self._changed:
+            self._n_settled += len(batch)
+            for span, size in batch:
+                self._bytes -= size
+                key = (span.rollout_id, span.attempt_id)
+                underway = self._underway[key]
+                underway.count -= 1
+                if not underway.count:
+                    del self._underway[key]
+            done = [future for number, future in self._waiters if number <= self._n_settled]
+            self._waiters = [waiter for waiter in self._waiters if waiter[0] > self._n_settled]
+        for future in done:
+            if future.set_running_or_notify_cancel():
+                future.set_result(None)
+
+    async def _deliver(self, spans: list[Span]) -> None:
+        """Brings spans to the store or counts them as dropped: all at once, else by attempt, else one by one."""
+        error = await self._add(spans, self._give_up_s)
+        if error is None:
+            return
+        # A store that has failed for so long gets one more try for each part: one of them may be what it chokes on.
+        retry_s = 0.0 if _is_passing(error) else self._give_up_s
+        by_attempt: dict[AttemptKey, list[Span]] = {}
+        for span in spans:
+            by_attempt.setdefault((span.rollout_id, span.attempt_id), []).append(span)
+        for key, own in by_attempt.items():
+            error = await self._add(own, retry_s)
+            lost = len(own) if error is not None else 0
+            if error is not None and len(own) > 1 and not isinstance(error, (StoreError, OSError)):
+                lost = sum([await self._add([span], retry_s) is not None for span in own])
+            if lost:
+                with self._changed:
+                    self._dropped[key] += lost
+                logger.warning("%d spans of attempt %s of rollout %s are lost: %s", lost, key[1], key[0], error)
+
+    async def _add(self, spans: Sequence[Span], retry_s: float) -> Exception | None:
+        """Stores spans, trying again while the store fails; returns why that was not to be."""
+        give_up_at = time.monotonic() + retry_s
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                if self._store_loop is None:
+                    await self._store.add_many_spans(spans)
+                else:
+                    await asyncio.wrap_future(
+                        asyncio.run_coroutine_threadsafe(self._add_to_store(spans), self._store_loop)
+                    )
+                return None
+            except Exception as error:  # isolation point: whatever the store raises must not end the thread
+                if not _is_passing(error) or time.monotonic() >= give_up_at or self._is_closed:
+                    return error
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _add_to_store(self, spans: Sequence[Span]) -> None:
+        await self._store.add_many_spans(spans)
+
+
+def _is_passing(error: Exception) -> bool:
+    """Whether the same write may succeed later."""
+    return isinstance(error, (StoreError, OSError)) and not isinstance(error, (NotFoundError, ConflictError))
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def _estimate_bytes(span: Span) -> int:
+    """What a span takes on its way, roughly: exact enough for a bound, and far cheaper than writing it."""
+    size = _BARE_SPAN_BYTES
+    for name, value in span.attributes.items():
+        size += len(name) + _estimate_value(value)
+    for event in span.events:
+        size += 200 + sum(len(name) + _estimate_value(value) for name, value in event.attributes.items())
+    return size
+
+
+def _estimate_value(value: object) -> int:
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    if isinstance(value, (list, tuple)):
+        if value and isinstance(value[0], (int, float)):
+            return 8 * len(value)
+        return sum(8 + _estimate_value(item) for item in value)
+    if isinstance(value, dict):
+        return sum(len(str(key)) + _estimate_value(item) for key, item in value.items())
+    return 8

@@ -1,0 +1,1 @@
+"""What plugin authors test with: conformance kits and fakes. Import from its modules."""

@@ -1,0 +1,173 @@
+"""What else is recorded: resources, workers, runs, metrics; and that records cannot be changed from outside."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from agentlightning.errors import ConfigError
+from agentlightning.resources import LLM, PromptTemplate
+from agentlightning.store.protocol import LightningStore
+from agentlightning.testing.store.step import claim, finish, make_span, read, soon
+from agentlightning.types import UNSET, RolloutConfig
+
+
+class RecordingTests:
+    """Sentences about resources, workers, runs, metrics and the immutability of records."""
+
+    async def test_every_version_of_resources_stays_readable(self, store: LightningStore) -> None:
+        first = await store.add_resources({"prompt": "one", "llm": LLM(endpoint="http://localhost/v1", model="m")})
+        second = await store.update_resources(first.resources_id, {"prompt": PromptTemplate("two")})
+        assert (first.version, second.version, second.resources_id) == (1, 2, first.resources_id)
+        assert first.resources["prompt"] == PromptTemplate("one", "f-string")
+        assert second.create_time == first.create_time <= second.update_time
+        assert await store.get_resources_by_id(first.resources_id, 1) == first
+        assert await store.get_resources_by_id(first.resources_id) == second
+        assert await store.get_resources_by_id(first.resources_id, 3) is None
+        assert list(await store.query_resources(resources_id=first.resources_id)) == [first, second]
+
+    async def test_the_latest_resources_are_those_published_last_in_the_run(self, store: LightningStore) -> None:
+        first = await store.add_resources({"prompt": "one"})
+        second = await store.update_resources("named", {"prompt": "two"})
+        await store.with_run("other").add_resources({"prompt": "theirs"})
+        assert (second.resources_id, second.version) == ("named", 1)
+        assert await store.get_latest_resources() == second
+        bumped = await store.update_resources(first.resources_id, {"prompt": "three"})
+        assert await store.get_latest_resources() == bumped
+        assert [update.version for update in await store.query_resources()] == [1, 1, 2]
+        assert [update.run_id for update in await store.with_run("other").query_resources()] == ["other"]
+
+    async def test_versions_published_at_once_are_all_kept(self, store: LightningStore) -> None:
+        await soon(asyncio.gather(*(store.update_resources("shared", {"prompt": f"{n}"}) for n in range(10))))
+        updates = await store.query_resources(resources_id="shared")
+        assert [update.version for update in updates] == list(range(1, 11))
+        texts = {update.resources["prompt"].format() for update in updates}  # type: ignore[attr-defined] # a prompt
+        assert texts == {str(n) for n in range(10)}
+
+    async def test_what_is_no_resource_is_refused(self, store: LightningStore) -> None:
+        with pytest.raises(ConfigError, match="prompt"):
+            await store.add_resources({"prompt": 3})  # type: ignore[dict-item] # meant
+        assert await store.get_latest_resources() is None
+
+    async def test_unset_and_none_differ(self, store: LightningStore) -> None:
+        await store.add_resources({"prompt": "one"})
+        config = RolloutConfig(max_attempts=2)
+        queued = await store.enqueue_rollout("a", mode="train", config=config, metadata={"step": 1})
+        kept = await store.update_rollout(queued.rollout_id, mode=UNSET, input="b")
+        assert kept.model_dump() == {**queued.model_dump(), "input": "b"}
+        cleared = await store.update_rollout(queued.rollout_id, mode=None, resources_id=None, metadata=None, input=None)
+        assert (cleared.input, cleared.mode, cleared.resources_id, cleared.metadata) == (None, None, None, None)
+        assert (cleared.config, cleared.status) == (config, "queuing")
+        assert await read(store, queued.rollout_id) == cleared
+
+    async def test_an_attempt_keeps_what_is_not_given(self, store: LightningStore) -> None:
+        claimed = await claim(store)
+        await store.update_attempt(claimed.rollout_id, "latest", metadata={"a": 1}, worker_id="worker-1")
+        attempt = await store.update_attempt(claimed.rollout_id, "latest", spans_dropped=2, last_heartbeat_time=5.0)
+        assert (attempt.metadata, attempt.worker_id, attempt.spans_dropped) == ({"a": 1}, "worker-1", 2)
+        assert (attempt.last_heartbeat_time, attempt.status) == (5.0, "preparing")
+        cleared = await store.update_attempt(claimed.rollout_id, "latest", metadata=None)
+        assert (cleared.metadata, cleared.spans_dropped) == (None, 2)
+
+    async def test_changing_what_was_given_changes_nothing_stored(self, store: LightningStore) -> None:
+        task: dict[str, Any] = {"messages": ["hello"]}
+        metadata: dict[str, Any] = {"tags": ["a"]}
+        rollout = await store.enqueue_rollout(task, metadata=metadata)
+        task["messages"].append("changed")
+        metadata["tags"].append("changed")
+        claimed = await store.dequeue_rollout()
+        assert claimed is not None
+        attributes: dict[str, Any] = {"list": [1]}
+        span = make_span(claimed, **attributes)
+        await store.add_span(span)
+        attributes["list"].append(2)
+        resources: dict[str, Any] = {"prompt": "one"}
+        await store.add_resources(resources)
+        resources["prompt"] = "changed"
+        stored = await read(store, rollout.rollout_id)
+        assert (stored.input, stored.metadata) == ({"messages": ["hello"]}, {"tags": ["a"]})
+        assert (await store.query_spans(rollout.rollout_id))[0].attributes["list"] == [1]
+        latest = await store.get_latest_resources()
+        assert latest is not None
+        assert latest.resources["prompt"] == PromptTemplate("one")
+
+    async def test_what_a_store_returns_cannot_be_changed(self, store: LightningStore) -> None:
+        rollout = await store.enqueue_rollout({"messages": ["hello"]}, metadata={"group": "g"})
+        update = await store.add_resources({"prompt": "one"})
+        with pytest.raises(TypeError):
+            rollout.input["messages"].append("changed")
+        with pytest.raises(TypeError):
+            rollout.metadata["group"] = "changed"  # type: ignore[index] # it is given
+        with pytest.raises(TypeError):
+            update.resources["prompt"] = PromptTemplate("changed")
+        with pytest.raises(ValueError, match="frozen"):
+            rollout.status = "failed"  # type: ignore[misc] # meant
+
+    async def test_a_worker_is_busy_while_it_has_an_attempt(self, store: LightningStore) -> None:
+        await store.enqueue_rollout("a")
+        await store.enqueue_rollout("b")
+        one = await store.dequeue_rollout("worker-1")
+        two = await store.dequeue_rollout("worker-1")
+        assert one is not None
+        assert two is not None
+        busy = await store.get_worker_by_id("worker-1")
+        assert busy is not None
+        assert (busy.status, busy.current_attempt_id) == ("busy", two.attempt.attempt_id)
+        assert busy.last_dequeue_time is not None
+        await finish(store, two)
+        still_busy = await store.get_worker_by_id("worker-1")
+        assert still_busy is not None
+        assert (still_busy.status, still_busy.current_rollout_id) == ("busy", one.rollout_id)
+        await finish(store, one, "failed")
+        idle = await store.get_worker_by_id("worker-1")
+        assert idle is not None
+        assert (idle.status, idle.current_rollout_id, idle.current_attempt_id) == ("idle", None, None)
+        assert idle.last_idle_time is not None
+
+    async def test_a_heartbeat_keeps_what_it_does_not_say(self, store: LightningStore) -> None:
+        first = await store.update_worker("worker-1", {"cpu": [0.5]})
+        second = await store.update_worker("worker-1")
+        assert second.heartbeat_stats == {"cpu": [0.5]}
+        assert first.last_heartbeat_time is not None
+        assert second.last_heartbeat_time is not None
+        assert second.last_heartbeat_time >= first.last_heartbeat_time
+        assert (await store.update_worker("worker-1", None)).heartbeat_stats is None
+        await store.update_worker("worker-2")
+        assert [worker.worker_id for worker in await store.query_workers(sort_by="worker_id")] == [
+            "worker-1",
+            "worker-2",
+        ]
+        assert len(await store.query_workers(status_in=["busy"])) == 0
+        assert [worker.worker_id for worker in await store.query_workers(worker_id_contains="-2")] == ["worker-2"]
+
+    async def test_creating_a_run_again_returns_the_run_that_is_there(self, store: LightningStore) -> None:
+        run = await store.create_run("try", config={"lr": 0.1}, metadata={"note": "x"})
+        assert (run.run_id, run.name, run.status, run.config) == (store.run_id, "try", "running", {"lr": 0.1})
+        assert await store.create_run("again") == run
+        other = await store.create_run("other", run_id="run-2")
+        assert list(await store.query_runs()) == [run, other]
+        assert (await store.query_runs(limit=1)).total == 2
+        ended = await store.update_run("run-2", "succeeded")
+        assert (ended.status, ended.name) == ("succeeded", "other")
+
+    async def test_metrics_of_a_step_add_up(self, store: LightningStore) -> None:
+        await store.add_metrics(2, {"reward": 0.5})
+        await store.add_metrics(1, {"reward": 0.25, "loss": 1.0})
+        merged = await store.add_metrics(1, {"loss": 0.5, "entropy": 2.0})
+        assert merged.values == {"reward": 0.25, "loss": 0.5, "entropy": 2.0}
+        await store.with_run("other").add_metrics(1, {"reward": 9.0})
+        metrics = await store.query_metrics()
+        assert [(item.step, item.values["reward"]) for item in metrics] == [(1, 0.25), (2, 0.5)]
+        assert [item.step for item in await store.query_metrics(limit=1, offset=1)] == [2]
+
+    async def test_statistics_count_what_is_stored(self, store: LightningStore) -> None:
+        claimed = await claim(store)
+        await store.add_many_spans([make_span(claimed) for _ in range(3)])
+        await store.add_resources({"prompt": "one"})
+        await store.update_worker("worker-1")
+        statistics = await store.statistics()
+        counts = {name: statistics[name] for name in ("rollouts", "attempts", "spans", "resources", "workers")}
+        assert counts == {"rollouts": 1, "attempts": 1, "spans": 3, "resources": 1, "workers": 1}
+        assert statistics["uptime"] >= 0

@@ -1,0 +1,138 @@
+"""Spans: numbering, idempotence, attribution, search."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from agentlightning.errors import NotFoundError
+from agentlightning.store.protocol import LightningStore
+from agentlightning.testing.store.step import claim, finish, make_span, soon
+from agentlightning.types import Span, SpanEvent, TraceStatus
+
+
+class TracingTests:
+    """Sentences about spans."""
+
+    async def test_a_span_comes_back_as_it_went_in(self, store: LightningStore) -> None:
+        claimed = await claim(store)
+        span = make_span(claimed, name="call", text='grüße, "quoted"\n', number=1.5, nested={"list": [1, None, True]})
+        span = span.model_copy(
+            update={
+                "sequence_id": 7,
+                "parent_id": "00000000000000ff",
+                "status": TraceStatus(status_code="ERROR", description="no"),
+                "events": [SpanEvent(name="exception", attributes={"type": "E"}, timestamp=2.5)],
+                "start_time": 1.25,
+                "end_time": 2.75,
+            }
+        )
+        assert await store.add_span(span) == span
+        assert list(await store.query_spans(claimed.rollout_id)) == [span]
+
+    async def test_spans_without_a_number_get_the_next_ones(self, store: LightningStore) -> None:
+        claimed = await claim(store)
+        spans = [make_span(claimed, f"step {number}") for number in range(3)]
+        assert [span.sequence_id for span in await store.add_many_spans(spans)] == [1, 2, 3]
+        assert await store.get_next_span_sequence_id(claimed.rollout_id, claimed.attempt.attempt_id) == 4
+        far = await store.add_span(make_span(claimed).model_copy(update={"sequence_id": 10}))
+        next_ = await store.add_span(make_span(claimed))
+        assert far is not None
+        assert next_ is not None
+        assert (far.sequence_id, next_.sequence_id) == (10, 11)
+
+    async def test_span_numbers_strictly_increase_for_each_attempt(self, store: LightningStore) -> None:
+        one, two = await claim(store), await claim(store)
+        pairs = [(rollout.rollout_id, rollout.attempt.attempt_id) for rollout in (one, two)]
+        assert list(await store.get_many_span_sequence_ids([pairs[0], pairs[1], pairs[0]])) == [1, 1, 2]
+        taken = await asyncio.gather(*(store.get_next_span_sequence_id(*pairs[0]) for _ in range(40)))
+        assert sorted(taken) == list(range(3, 43))
+        with pytest.raises(NotFoundError, match="at-unknown"):
+            await store.get_next_span_sequence_id(one.rollout_id, "at-unknown")
+
+    async def test_a_span_that_is_stored_is_not_stored_again(self, store: LightningStore) -> None:
+        claimed = await claim(store)
+        span, other = make_span(claimed), make_span(claimed)
+        stored = await store.add_span(span)
+        assert await store.add_span(span) is None
+        assert [item.span_id for item in await store.add_many_spans([span, other, other])] == [other.span_id]
+        assert list(await store.add_many_spans([])) == []
+        spans = await store.query_spans(claimed.rollout_id)
+        assert spans[0] == stored
+        assert [item.span_id for item in spans] == [span.span_id, other.span_id]
+
+    async def test_many_spans_are_stored_all_or_none(self, store: LightningStore) -> None:
+        claimed = await claim(store)
+        stray = make_span(claimed).model_copy(update={"attempt_id": "at-unknown"})
+        with pytest.raises(NotFoundError, match="at-unknown"):
+            await store.add_many_spans([make_span(claimed), stray])
+        lost = make_span(claimed).model_copy(update={"rollout_id": "ro-unknown"})
+        with pytest.raises(NotFoundError, match="ro-unknown"):
+            await store.add_span(lost)
+        assert list(await store.query_spans(claimed.rollout_id)) == []
+
+    async def test_spans_written_at_once_are_all_stored_with_their_own_attempt(self, store: LightningStore) -> None:
+        claims = [await claim(store) for _ in range(8)]
+        spans = [make_span(claims[number % 8], owner=claims[number % 8].rollout_id) for number in range(160)]
+        await soon(asyncio.gather(*(store.add_span(span) for span in spans)))
+        for claimed in claims:
+            found = await store.query_spans(claimed.rollout_id, claimed.attempt.attempt_id)
+            assert sorted(span.sequence_id for span in found) == list(range(1, 21))
+            assert {span.attributes["owner"] for span in found} == {claimed.rollout_id}
+
+    async def test_spans_of_attempts_are_told_apart(self, store: LightningStore) -> None:
+        first = await claim(store)
+        await store.add_span(make_span(first, "first"))
+        await finish(store, first, "failed")
+        second = await store.start_attempt(first.rollout_id)
+        await store.add_span(make_span(second, "second"))
+
+        async def names(attempt_id: str | None) -> list[str]:
+            return [span.name for span in await store.query_spans(first.rollout_id, attempt_id)]
+
+        assert await names(first.attempt.attempt_id) == ["first"]
+        assert await names(second.attempt.attempt_id) == await names("latest") == ["second"]
+        assert sorted(await names(None)) == ["first", "second"]
+        assert await names("at-unknown") == []
+        assert list(await store.query_spans("ro-unknown", "latest")) == []
+
+    async def test_spans_are_found_by_what_they_are(self, store: LightningStore) -> None:
+        claimed = await claim(store)
+        root = make_span(claimed, "agent.run").model_copy(update={"trace_id": "a" * 32})
+        child = make_span(claimed, "openai.chat").model_copy(update={"trace_id": "a" * 32, "parent_id": root.span_id})
+        other = make_span(claimed, "openai.embed").model_copy(update={"trace_id": "b" * 32})
+        await store.add_many_spans([root, child, other])
+
+        async def found(**tests: str) -> list[str]:
+            return [span.name for span in await store.query_spans(claimed.rollout_id, **tests)]  # type: ignore[arg-type] # names of filters
+
+        assert await found(name="openai.chat") == ["openai.chat"]
+        assert await found(name_contains="openai.") == ["openai.chat", "openai.embed"]
+        assert await found(name_contains="OPENAI") == []
+        assert await found(trace_id="b" * 32) == ["openai.embed"]
+        assert await found(trace_id_contains="aaa") == ["agent.run", "openai.chat"]
+        assert await found(span_id=root.span_id) == ["agent.run"]
+        assert await found(parent_id=root.span_id) == ["openai.chat"]
+        assert await found(parent_id_contains=root.span_id[4:]) == ["openai.chat"]
+        assert await found(name_contains="openai", trace_id="a" * 32) == ["openai.chat"]
+        assert await found(name="agent.run", trace_id="b" * 32, filter_logic="or") == ["agent.run", "openai.embed"]
+        assert await found(sort_by="name", sort_order="desc") == ["openai.embed", "openai.chat", "agent.run"]
+
+    async def test_spans_of_a_whole_run_are_read_page_by_page(self, store: LightningStore) -> None:
+        claims = [await claim(store) for _ in range(3)]
+        elsewhere = await claim(store.with_run("other"))
+        await store.add_span(make_span(elsewhere, "elsewhere"))
+        for number in range(10):
+            await store.add_span(make_span(claims[number % 3], f"step {number}"))
+        spans: list[Span] = []
+        cursor: str | None = None
+        while True:
+            page = await store.query_spans(None, limit=4, cursor=cursor)
+            assert page.total == 10
+            spans += page
+            cursor = page.cursor
+            if cursor is None:
+                break
+        assert [span.name for span in spans] == [f"step {number}" for number in range(10)]
+        assert [span.name for span in await store.query_spans(None, run_id="other")] == ["elsewhere"]

@@ -1,0 +1,212 @@
+"""Waiting: for work, and for ends. Every wait ends on the event, whoever causes it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+
+import pytest
+
+from agentlightning.errors import ConfigError, NotFoundError
+from agentlightning.event import Event
+from agentlightning.store.protocol import LightningStore
+from agentlightning.testing.store.step import PATIENCE_S, claim, finish, in_other_thread, make_span, soon
+from agentlightning.types import AttemptedRollout, EnqueueRolloutRequest
+
+
+async def _until_asleep(task: asyncio.Task[object]) -> None:
+    """Gives a task the time to begin to wait."""
+    await asyncio.sleep(0.05)
+    assert not task.done(), "it did not wait"
+
+
+class WaitingTests:
+    """Sentences about ``dequeue`` with a timeout, ``wait_for_rollouts`` and ``subscribe``."""
+
+    async def test_a_waiting_claim_gets_the_rollout_that_comes(self, store: LightningStore) -> None:
+        waiting = asyncio.create_task(store.dequeue_rollout("worker-1", timeout=PATIENCE_S))
+        await _until_asleep(waiting)
+        queued = await store.enqueue_rollout("late")
+        claimed = await soon(waiting)
+        assert claimed is not None
+        assert claimed.rollout_id == queued.rollout_id
+
+    async def test_a_waiting_claim_gets_a_rollout_enqueued_in_another_thread(self, store: LightningStore) -> None:
+        waiting = asyncio.create_task(store.dequeue_rollout(timeout=PATIENCE_S))
+        await _until_asleep(waiting)
+        queued = await in_other_thread(lambda: store.enqueue_rollout("from afar"))
+        claimed = await soon(waiting)
+        assert claimed is not None
+        assert claimed.rollout_id == queued.rollout_id
+
+    async def test_a_waiting_claim_gives_up_after_its_timeout(self, store: LightningStore) -> None:
+        start = time.monotonic()
+        assert await store.dequeue_rollout(timeout=0.1) is None
+        assert 0.09 < time.monotonic() - start < 5
+        with pytest.raises(ConfigError):
+            await store.dequeue_rollout(timeout=-1)
+
+    async def test_a_waiting_claim_gets_a_rollout_that_is_queued_again(self, store: LightningStore) -> None:
+        claimed = await claim(store)
+        await finish(store, claimed, "failed")
+        waiting = asyncio.create_task(store.dequeue_rollout(timeout=PATIENCE_S))
+        await _until_asleep(waiting)
+        await store.retry_rollout(claimed.rollout_id)
+        again = await soon(waiting)
+        assert again is not None
+        assert (again.rollout_id, again.attempt.sequence_id) == (claimed.rollout_id, 2)
+
+    async def test_every_waiting_claim_gets_one_of_many_rollouts(self, store: LightningStore) -> None:
+        waiting = [asyncio.create_task(store.dequeue_rollout(timeout=PATIENCE_S)) for _ in range(20)]
+        await _until_asleep(waiting[-1])
+        queued = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=n) for n in range(20)])
+        claimed = await soon(asyncio.gather(*waiting))
+        assert sorted(item.rollout_id for item in claimed if item) == sorted(item.rollout_id for item in queued)
+
+    async def test_a_cancelled_claim_loses_no_rollout(self, store: LightningStore) -> None:
+        got: list[AttemptedRollout] = []
+
+        async def worker() -> None:
+            claimed = await store.dequeue_rollout(timeout=PATIENCE_S)
+            assert claimed is not None
+            got.append(claimed)
+
+        queued: list[str] = []
+        for pause in (0, 1, 2, 3, 5, 8):  # steps of the loop between the enqueue and the cancellation
+            waiting = [asyncio.create_task(worker()) for _ in range(8)]
+            await asyncio.sleep(0.03)
+            queued += [(await store.enqueue_rollout(n)).rollout_id for n in range(4)]
+            for _ in range(pause):
+                await asyncio.sleep(0)
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+        while len(got) < len(queued):  # what was given back is there, or comes back at once
+            claimed = await soon(store.dequeue_rollout(timeout=PATIENCE_S))
+            assert claimed is not None, f"{len(queued) - len(got)} of {len(queued)} rollouts were lost"
+            got.append(claimed)
+        assert sorted(rollout.rollout_id for rollout in got) == sorted(queued)
+        assert await store.dequeue_rollout() is None
+
+    async def test_waiting_returns_when_the_last_rollout_ends(self, store: LightningStore) -> None:
+        one, two = await claim(store), await claim(store)
+        ids = [two.rollout_id, one.rollout_id]
+        waiting = asyncio.create_task(store.wait_for_rollouts(ids))
+        await _until_asleep(waiting)
+        await finish(store, one)
+        await _until_asleep(waiting)
+        await finish(store, two, "failed")
+        ended = await soon(waiting)
+        assert [(rollout.rollout_id, rollout.status) for rollout in ended] == [
+            (two.rollout_id, "failed"),
+            (one.rollout_id, "succeeded"),
+        ]
+        assert [rollout.rollout_id for rollout in await soon(store.wait_for_rollouts(ids))] == ids
+
+    async def test_waiting_ends_for_an_end_in_another_thread(self, store: LightningStore) -> None:
+        claimed = await claim(store)
+        waiting = asyncio.create_task(store.wait_for_rollouts([claimed.rollout_id]))
+        await _until_asleep(waiting)
+        await in_other_thread(lambda: finish(store, claimed))
+        assert [rollout.rollout_id for rollout in await soon(waiting)] == [claimed.rollout_id]
+
+    async def test_another_thread_can_wait_too(self, store: LightningStore) -> None:
+        claimed = await claim(store)
+        waiting = asyncio.create_task(in_other_thread(lambda: store.wait_for_rollouts([claimed.rollout_id])))
+        await _until_asleep(waiting)
+        await finish(store, claimed)
+        assert [rollout.rollout_id for rollout in await soon(waiting)] == [claimed.rollout_id]
+
+    async def test_a_cancelled_rollout_ends_a_wait(self, store: LightningStore) -> None:
+        queued = await store.enqueue_rollout("never mind")
+        waiting = asyncio.create_task(store.wait_for_rollouts([queued.rollout_id]))
+        await _until_asleep(waiting)
+        await store.cancel_rollout(queued.rollout_id)
+        assert [rollout.status for rollout in await soon(waiting)] == ["cancelled"]
+
+    async def test_waiting_returns_what_ended_in_time(self, store: LightningStore) -> None:
+        done, open_ = await claim(store), await claim(store)
+        await finish(store, done)
+        ids = [open_.rollout_id, done.rollout_id]
+        for timeout in (0, 0.1):
+            ended = await soon(store.wait_for_rollouts(ids, timeout))
+            assert [rollout.rollout_id for rollout in ended] == [done.rollout_id]
+        assert list(await store.wait_for_rollouts(rollout_ids=[], timeout=None)) == []
+
+    async def test_an_id_asked_for_twice_is_answered_twice(self, store: LightningStore) -> None:
+        claimed = await claim(store)
+        waiting = asyncio.create_task(store.wait_for_rollouts([claimed.rollout_id, claimed.rollout_id]))
+        await _until_asleep(waiting)
+        await finish(store, claimed)
+        assert [rollout.rollout_id for rollout in await soon(waiting)] == [claimed.rollout_id] * 2
+
+    async def test_waiting_for_an_unknown_rollout_is_refused(self, store: LightningStore) -> None:
+        queued = await store.enqueue_rollout("a")
+        with pytest.raises(NotFoundError, match="ro-unknown"):
+            await store.wait_for_rollouts([queued.rollout_id, "ro-unknown"], timeout=PATIENCE_S)
+
+    async def test_a_cancelled_wait_leaves_other_waits_alone(self, store: LightningStore) -> None:
+        claimed = await claim(store)
+        gone = asyncio.create_task(store.wait_for_rollouts([claimed.rollout_id]))
+        stays = asyncio.create_task(store.wait_for_rollouts([claimed.rollout_id]))
+        await _until_asleep(stays)
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        await finish(store, claimed)
+        assert len(await soon(stays)) == 1
+
+    async def test_a_subscriber_sees_the_life_of_a_rollout_in_order(self, store: LightningStore) -> None:
+        events = await _subscribe(store, None)
+        await store.with_run("other").enqueue_rollout("of another run")
+        claimed = await claim(store)
+        await store.add_span(make_span(claimed))
+        await finish(store, claimed)
+        seen: list[Event] = []
+        while not seen or seen[-1].kind != "rollout_finished":
+            event = await soon(_next(events))
+            if event.kind != "step_finished":
+                seen.append(event)
+        assert [event.kind for event in seen] == [
+            "rollout_enqueued",
+            "rollout_started",
+            "attempt_finished",
+            "rollout_finished",
+        ]
+        assert {event.run_id for event in seen} == {store.run_id}
+        assert {getattr(event, "rollout_id", None) for event in seen} == {claimed.rollout_id}
+        await _close(events)
+
+    async def test_a_subscriber_gets_only_the_kinds_it_asked_for(self, store: LightningStore) -> None:
+        events = await _subscribe(store, ["step_finished"])
+        await store.enqueue_rollout("a")
+        await store.add_metrics(1, {"reward": 0.5})
+        while (event := await soon(_next(events))).kind == "step_finished" and event.step == 0:
+            pass
+        assert event.kind == "step_finished"
+        assert (event.step, event.values) == (1, {"reward": 0.5})
+        await _close(events)
+
+    async def test_subscribing_to_an_unknown_kind_is_refused(self, store: LightningStore) -> None:
+        with pytest.raises(ConfigError, match="rollout_finished"):
+            await soon(_next(store.subscribe(["rollout_finish"])))
+
+
+async def _subscribe(store: LightningStore, kinds: Sequence[str] | None) -> AsyncIterator[Event]:
+    """A subscription that is known to be under way: it has seen a first event, of the metrics of step 0."""
+    events = store.subscribe(kinds)
+    first = asyncio.create_task(_next(events))
+    while not first.done():
+        await store.add_metrics(0, {})
+        await asyncio.wait([first], timeout=0.02)
+    assert first.result().kind == "step_finished"
+    return events
+
+
+async def _next(events: AsyncIterator[Event]) -> Event:
+    return await anext(events)
+
+
+async def _close(events: AsyncIterator[Event]) -> None:
+    if isinstance(events, AsyncGenerator):
+        await events.aclose()

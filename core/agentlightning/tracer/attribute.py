@@ -1,0 +1,59 @@
+"""Python values as attributes of spans."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+_SCALARS = (str, bool, int, float)
+
+
+def flatten(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Attributes as spans take them: nested mappings get dotted names, and so do lists that are not of scalars.
+
+    None is left out; scalars of numpy and torch become Python's; what is no JSON becomes its ``repr``.
+    """
+    return dict(_flatten("", attributes))
+
+
+def to_json(value: Any) -> str:
+    """A value as JSON; what has no JSON form is its ``repr`` there."""
+    try:
+        return json.dumps(value, default=_simplify, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):  # keys that are no strings, a cycle
+        return json.dumps(repr(value), ensure_ascii=False)
+
+
+def _flatten(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, _SCALARS):
+        yield prefix, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _flatten(f"{prefix}.{key}" if prefix else str(key), item)
+    elif isinstance(value, (list, tuple)):
+        if all(isinstance(item, _SCALARS) for item in value):
+            yield prefix, list(value)
+        else:
+            for i, item in enumerate(value):
+                yield from _flatten(f"{prefix}.{i}", item)
+    elif value is not None:
+        simple = _simplify(value)
+        yield from _flatten(prefix, repr(value) if type(simple) is type(value) else simple)
+
+
+def _simplify(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, (set, frozenset, tuple)):
+        return list(value)
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):  # a scalar of numpy or torch
+        return value.item()
+    return repr(value)

@@ -1,0 +1,201 @@
+"""Operations: a function, or what runs inside ``with``, as one span."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping
+from types import TracebackType
+from typing import Any, Final, ParamSpec, TypeVar, cast
+
+from agentlightning import semconv
+from agentlightning.errors import ConfigError
+from agentlightning.tracer.attribute import flatten, to_json
+from agentlightning.tracer.dummy import start_detached_span
+from agentlightning.tracer.tracer import OpenSpan, get_active_tracer, running
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_MAX_ITEMS: Final = 1000
+"""Of those that a generator yields."""
+
+
+class Operation:
+    """Makes the spans of an operation; ``agentlightning.emitter.operation`` is how users get one."""
+
+    def __init__(self, name: str | None, propagate: bool, attributes: Mapping[str, Any]) -> None:
+        """Describes the operation.
+
+        Args:
+            name: default is the function's.
+            propagate: False records nothing.
+            attributes: of every span.
+        """
+        self._name = name
+        self._propagate = propagate
+        self._attributes = flatten(attributes)
+        self._span: OpenSpan | None = None
+        self._running: contextlib.AbstractContextManager[OpenSpan] | None = None
+
+    def __enter__(self) -> Operation:
+        if self._running is not None:
+            raise ConfigError("this operation is running already; make one for each `with`")
+        self._running = running(self._start(self._name or "operation") or start_detached_span(semconv.SPAN_OPERATION))
+        self._span = self._running.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        entered, self._running = self._running, None
+        if entered is not None:
+            entered.__exit__(kind, error, traceback)
+
+    def set_input(self, *args: Any, **kwargs: Any) -> None:
+        """Says what the operation is given: one value, or arguments as a function takes them."""
+        value = args[0] if len(args) == 1 and not kwargs else {**({"args": args} if args else {}), **kwargs}
+        self._opened().set_attributes({semconv.OPERATION_INPUT: to_json(value)})
+
+    def set_output(self, value: Any) -> None:
+        """Says what the operation gives."""
+        self._opened().set_attributes({semconv.OPERATION_OUTPUT: to_json(value)})
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Decorates a function or generator function, sync or async."""
+        if not callable(function):
+            raise ConfigError(f"operation decorates a function, not {function!r}")
+        begin = functools.partial(
+            self._begin,
+            self._name or str(getattr(function, "__qualname__", type(function).__qualname__)),
+            inspect.signature(function),
+        )
+        wrapper = functools.wraps(function)(_wrapper_of(function, begin))
+        return cast(Callable[P, R], wrapper)
+
+    def _begin(self, name: str, signature: inspect.Signature, args: Any, kwargs: Any) -> OpenSpan | None:
+        span = self._start(name)
+        if span is not None:
+            try:
+                arguments = signature.bind(*args, **kwargs).arguments
+            except TypeError:  # the call itself will say what is wrong with its arguments
+                arguments = {}
+            given = {key: value for key, value in arguments.items() if key != "self"}
+            span.set_attributes({semconv.OPERATION_INPUT: to_json(given)})
+        return span
+
+    def _start(self, name: str) -> OpenSpan | None:
+        tracer = get_active_tracer() if self._propagate else None
+        if tracer is None:
+            return None
+        return tracer.start_span(semconv.SPAN_OPERATION, {semconv.OPERATION_NAME: name, **self._attributes})
+
+    def _opened(self) -> OpenSpan:
+        if self._span is None:
+            raise ConfigError("the operation has not begun; use it as `with operation(...) as op:`")
+        return self._span
+
+
+def _wrapper_of(function: Any, begin: Callable[[Any, Any], OpenSpan | None]) -> Callable[..., Any]:
+    if inspect.isasyncgenfunction(function):
+
+        def call_async_generator(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
+            items = function(*args, **kwargs)
+            span = begin(args, kwargs)
+            return cast(AsyncGenerator[Any, Any], items) if span is None else _follow_async(items, span)
+
+        return call_async_generator
+
+    if inspect.isgeneratorfunction(function):
+
+        def call_generator(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+            items = function(*args, **kwargs)
+            span = begin(args, kwargs)
+            return cast(Generator[Any, Any, Any], items) if span is None else _follow(items, span)
+
+        return call_generator
+
+    if inspect.iscoroutinefunction(function):
+
+        async def call_async(*args: Any, **kwargs: Any) -> Any:
+            span = begin(args, kwargs)
+            if span is None:
+                return await function(*args, **kwargs)
+            with running(span):
+                result = await function(*args, **kwargs)
+                span.set_attributes({semconv.OPERATION_OUTPUT: to_json(result)})
+            return result
+
+        return call_async
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        span = begin(args, kwargs)
+        if span is None:
+            return function(*args, **kwargs)
+        with running(span):
+            result = function(*args, **kwargs)
+            span.set_attributes({semconv.OPERATION_OUTPUT: to_json(result)})
+        return result
+
+    return call
+
+
+# A generator shares its context variables with whoever iterates over it, so the span is active only while the
+# generator itself runs.
+
+
+def _follow(generator: Generator[Any, Any, Any], span: OpenSpan) -> Generator[Any, Any, Any]:
+    items: list[Any] = []
+    resume: Callable[[], Any] = functools.partial(next, generator)
+    with _ending(span, items):
+        while True:
+            with span.active():
+                try:
+                    item = resume()
+                except StopIteration as stop:
+                    return stop.value
+            items[len(items) : _MAX_ITEMS] = [item]
+            try:
+                resume = functools.partial(generator.send, (yield item))
+            except GeneratorExit:
+                with span.active():
+                    generator.close()
+                raise
+            except BaseException as error:  # thrown in by the consumer: the generator decides
+                resume = functools.partial(generator.throw, error)
+
+
+async def _follow_async(generator: AsyncGenerator[Any, Any], span: OpenSpan) -> AsyncGenerator[Any, Any]:
+    items: list[Any] = []
+    resume: Callable[[], Any] = functools.partial(anext, generator)
+    with _ending(span, items):
+        while True:
+            with span.active():
+                try:
+                    item = await resume()
+                except StopAsyncIteration:
+                    return
+            items[len(items) : _MAX_ITEMS] = [item]
+            try:
+                resume = functools.partial(generator.asend, (yield item))
+            except GeneratorExit:
+                with span.active():
+                    await generator.aclose()
+                raise
+            except BaseException as error:  # thrown in by the consumer: the generator decides
+                resume = functools.partial(generator.athrow, error)
+
+
+@contextlib.contextmanager
+def _ending(span: OpenSpan, items: list[Any]) -> Generator[None]:
+    try:
+        yield
+    except GeneratorExit:  # the consumer has had enough
+        raise
+    except BaseException as error:
+        span.record_exception(error)
+        raise
+    finally:
+        span.set_attributes({semconv.OPERATION_OUTPUT: to_json(items)})
+        span.end()

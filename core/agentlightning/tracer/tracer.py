@@ -1,0 +1,255 @@
+"""``Tracer``: opens a trace per attempt and brings its spans to the store."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any, Final, NamedTuple
+
+from agentlightning import semconv
+from agentlightning.errors import ConfigError, PluginError
+from agentlightning.store.protocol import LightningStore
+from agentlightning.store.span_writer import SpanWriter
+from agentlightning.types import Span, TraceStatus
+
+
+class Trace:
+    """The spans of one attempt, as far as they have ended. ``trace_context`` makes and fills it."""
+
+    def __init__(self, rollout_id: str = "", attempt_id: str = "", writer: SpanWriter | None = None) -> None:
+        """Begins a trace.
+
+        Args:
+            rollout_id: whose spans these are; empty outside rollouts.
+            attempt_id: goes with it.
+            writer: takes the spans to the store; None keeps them here only.
+        """
+        self.rollout_id = rollout_id
+        self.attempt_id = attempt_id
+        self._writer = writer
+        self._spans: list[Span] = []
+        self._is_open = True
+        self._undelivered = 0
+
+    @property
+    def spans(self) -> list[Span]:
+        """Those that ended before the trace did, in the order of their ends; the root span is the last."""
+        return list(self._spans)
+
+    @property
+    def dropped(self) -> int:
+        """How many spans did not reach the store; final once the trace is closed."""
+        if self._writer is None or not self._is_open:
+            return self._undelivered
+        return self._writer.dropped(self.rollout_id, self.attempt_id)
+
+    def add(self, span: Span) -> None:
+        """Takes a span that has ended, from any thread, without waiting. One that comes late goes to the store only."""
+        is_taken = self._writer is None or self._writer.put(span)
+        if is_taken and self._is_open:
+            self._spans.append(span)
+
+    def for_late_spans(self) -> Trace:
+        """A closed trace of the same attempt: holds no spans, and passes on what comes."""
+        late = Trace(self.rollout_id, self.attempt_id, self._writer)
+        late._is_open = False
+        return late
+
+    async def deliver(self, timeout_s: float) -> None:
+        """Closes the trace and waits until its spans are stored, or the time is up."""
+        if self._writer is not None:
+            await self._writer.flush(self.rollout_id, self.attempt_id, timeout_s=timeout_s)
+            self._undelivered = self._writer.undelivered(self.rollout_id, self.attempt_id)
+        self._is_open = False
+
+
+class OpenSpan(ABC):
+    """A span that has begun. Whoever started it ends it, in any thread."""
+
+    @abstractmethod
+    def active(self) -> contextlib.AbstractContextManager[None]:
+        """What is recorded inside comes under this span; may be entered again and again."""
+
+    @abstractmethod
+    def set_attributes(self, attributes: Mapping[str, Any]) -> None:
+        """Adds attributes: scalars and lists of scalars."""
+
+    @abstractmethod
+    def record_exception(self, error: BaseException) -> None:
+        """Adds the exception as an event and marks the span as failed."""
+
+    @abstractmethod
+    def end(self, status: TraceStatus | None = None, end_time: float | None = None) -> Span:
+        """Ends the span, now or at an instant, and returns it."""
+
+
+class _Active(NamedTuple):
+    tracer: Tracer
+    trace: Trace
+
+
+_active: ContextVar[_Active | None] = ContextVar("agentlightning_active_trace", default=None)
+_last_trace: ContextVar[Trace | None] = ContextVar("agentlightning_last_trace", default=None)
+
+
+def get_active_tracer() -> Tracer | None:
+    """The tracer whose ``trace_context`` the caller runs in, also in threads and tasks that inherited its context."""
+    active = _active.get()
+    return None if active is None else active.tracer
+
+
+def get_active_trace() -> Trace | None:
+    """The trace that the caller runs in."""
+    active = _active.get()
+    return None if active is None else active.trace
+
+
+class Tracer(ABC):
+    """Records what agents do. A subclass says how a span begins (``start_span``); the rest is here.
+
+    One tracer serves many attempts at once: which one a caller belongs to is a context variable. Instances can be
+    pickled until their first ``init_worker``.
+    """
+
+    delivery_timeout_s: float = 30.0
+    """How long the end of an attempt waits for the store to take its spans; what is left counts as dropped."""
+
+    def init(self) -> None:  # noqa: B027 # most tracers have nothing to set up
+        """Sets the process up for tracing. Each call is undone by one ``teardown``."""
+
+    def teardown(self) -> None:  # noqa: B027 # see init
+        """Undoes one ``init``; the last one leaves the process as it was."""
+
+    def init_worker(self, worker_id: int | str, store: LightningStore | None = None) -> None:
+        """Prepares for the attempts of one runner.
+
+        Args:
+            worker_id: of the runner; ``teardown_worker`` takes the same.
+            store: where spans go when ``trace_context`` names no other.
+        """
+        if worker_id in self._writers:
+            raise ConfigError(f"worker {worker_id!r} is set up already; call teardown_worker({worker_id!r}) first")
+        self._writers[worker_id] = None if store is None else SpanWriter.shared(store)
+
+    def teardown_worker(self, worker_id: int | str) -> None:
+        """Delivers what is left of a worker's spans; harmless when there is no such worker."""
+        writer = self._writers.pop(worker_id, None)
+        if writer is not None:
+            writer.release()
+
+    @contextlib.asynccontextmanager
+    async def trace_context(
+        self,
+        name: str | None = None,
+        *,
+        rollout_id: str | None = None,
+        attempt_id: str | None = None,
+        store: LightningStore | None = None,
+    ) -> AsyncIterator[Trace]:
+        """Opens the trace of one attempt; whatever runs inside belongs to it, in tasks and threads too.
+
+        Leaving it ends the root span, with the exception if there is one, and waits until the spans are stored.
+
+        Args:
+            name: of the root span.
+            rollout_id: with ``attempt_id``: whose spans these are. Without them the spans stay in the trace.
+            attempt_id: see ``rollout_id``.
+            store: where the spans go; default is the store of ``init_worker``.
+
+        Raises:
+            ConfigError: one id was given without the other.
+        """
+        if bool(rollout_id) != bool(attempt_id):
+            raise ConfigError(f"give rollout_id and attempt_id together, got {rollout_id!r} and {attempt_id!r}")
+        with contextlib.ExitStack() as stack:
+            writer = self._writer(store, stack) if rollout_id else None
+            if writer is not None:
+                writer.bind_loop()
+            trace = Trace(rollout_id or "", attempt_id or "", writer)
+            _last_trace.set(trace)
+            token = _active.set(_Active(self, trace))
+            try:
+                with self.root_context(trace, name or semconv.SPAN_ROLLOUT):
+                    yield trace
+            finally:
+                _active.reset(token)
+                await trace.deliver(self.delivery_timeout_s)
+
+    def get_last_trace(self) -> list[Span]:
+        """The spans of the trace that the caller is in, else of the one it was in last."""
+        trace = _last_trace.get()
+        return [] if trace is None else trace.spans
+
+    def create_span(
+        self,
+        name: str,
+        attributes: Mapping[str, Any] | None = None,
+        timestamp: float | None = None,
+        status: TraceStatus | None = None,
+    ) -> Span:
+        """Records something that happened at an instant, now or at ``timestamp``."""
+        return self.start_span(name, attributes, timestamp).end(status, timestamp)
+
+    @contextlib.contextmanager
+    def operation_context(self, name: str, attributes: Mapping[str, Any] | None = None) -> Iterator[OpenSpan]:
+        """Records what runs inside as one span, with the exception if it raises."""
+        with running(self.start_span(name, attributes)) as span:
+            yield span
+
+    def root_context(self, trace: Trace, name: str) -> contextlib.AbstractContextManager[OpenSpan]:
+        """Opens the root span of a trace; a subclass may prepare for the trace here."""
+        return running(self.start_span(name, is_root=True))
+
+    def get_langchain_handler(self) -> Any:
+        """A LangChain callback handler that records to the active trace.
+
+        Raises:
+            PluginError: no installed plugin has one.
+        """
+        raise PluginError("there is no LangChain handler: no installed plugin integrates LangChain (see `agl plugins`)")
+
+    @abstractmethod
+    def start_span(
+        self,
+        name: str,
+        attributes: Mapping[str, Any] | None = None,
+        start_time: float | None = None,
+        *,
+        is_root: bool = False,
+    ) -> OpenSpan:
+        """Begins a span under the caller's active one, or (``is_root``) at the root of a new trace.
+
+        Its ``end`` must give the span to ``Trace.add`` of the trace it began in.
+        """
+
+    @property
+    def _writers(self) -> dict[int | str, SpanWriter | None]:
+        with _writers_lock:
+            writers: dict[int | str, SpanWriter | None] = self.__dict__.setdefault("_writers_by_worker", {})
+        return writers
+
+    def _writer(self, store: LightningStore | None, stack: contextlib.ExitStack) -> SpanWriter | None:
+        if store is None:
+            return next((writer for writer in reversed(self._writers.values()) if writer is not None), None)
+        writer = SpanWriter.shared(store)
+        stack.callback(writer.release)
+        return writer
+
+
+_writers_lock: Final = threading.Lock()
+
+
+@contextlib.contextmanager
+def running(span: OpenSpan) -> Iterator[OpenSpan]:
+    """Makes a span that has begun the active one; ends it on leaving, with the exception if there is one."""
+    try:
+        with span.active():
+            yield span
+    except BaseException as error:
+        span.record_exception(error)
+        raise
+    finally:
+        span.end()

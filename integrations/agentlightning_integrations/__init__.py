@@ -1,0 +1,1 @@
+"""Agent frameworks: how each is run, traced and tuned."""

@@ -1,0 +1,49 @@
+"""``agl demo``: trains an ordinary agent on this machine, and shows what it learned."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import click
+
+from agentlightning.errors import PluginError
+
+_NEEDED = ("torch", "transformers", "safetensors", "openai")
+
+
+@click.command("demo")
+@click.option("--seed", default=0, show_default=True, help="Of task order, sampling and minibatches.")
+@click.option("--steps", default=None, type=click.IntRange(min=1), help="Updates of the weights, at most.")
+@click.option("--run-dir", type=click.Path(path_type=Path), help="Directory of the run; default runs/demo-<n>.")
+@click.option("--resume", type=click.Path(path_type=Path), metavar="RUN_DIR", help="Continue an interrupted run.")
+@click.option("--show-agent", is_flag=True, help="Print the agent's source and stop.")
+def command(seed: int, steps: int | None, run_dir: Path | None, resume: Path | None, show_agent: bool) -> None:
+    """Trains a calculator agent by GRPO on a tiny model: no key, no GPU, about two minutes."""
+    if show_agent:
+        click.echo(Path(__file__).with_name("agent.py").read_text(encoding="utf-8"), nl=False)
+        return
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise PluginError(f"the demo needs {', '.join(missing)}. Install with: pip install 'lightning[demo]'")
+    if resume is not None and run_dir is not None:
+        raise click.UsageError("--resume names the directory already; leave --run-dir out")
+    if resume is not None and not (resume / "checkpoint").is_dir():
+        raise click.UsageError(
+            f"{resume} holds no checkpoint; a run is saved after its first step. Start with: agl demo"
+        )
+    if run_dir is not None and run_dir.exists() and any(run_dir.iterdir()):
+        raise click.UsageError(
+            f"{run_dir} is not empty; choose another, or continue it with: agl demo --resume {run_dir}"
+        )
+    from agentlightning_plugins.demo.training import run_demo
+
+    run_demo(run_dir or resume or _next_directory(), seed=seed, steps=steps, resume=resume is not None)
+
+
+def _next_directory() -> Path:
+    root = Path("runs")
+    number = 1
+    while (root / f"demo-{number}").exists():
+        number += 1
+    return root / f"demo-{number}"

@@ -1,0 +1,71 @@
+"""The demo's report: one HTML file with the reward curve, and nothing to load from elsewhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+WIDTH, HEIGHT, MARGIN = 720, 300, 44
+
+
+def read_metrics(file: Path) -> list[dict[str, Any]]:
+    """The steps in a ``metrics.jsonl``; of a step that stands there twice, after a resume, the later one."""
+    steps: dict[int, dict[str, Any]] = {}
+    for line in file.read_text().splitlines():
+        entry = json.loads(line)
+        if "step" in entry:
+            steps[entry["step"]] = entry
+    return [steps[step] for step in sorted(steps)]
+
+
+def write_report(directory: Path, metrics: Sequence[dict[str, Any]]) -> Path:
+    """Writes ``report.html`` into the run's directory and returns its path."""
+    from jinja2 import Environment, select_autoescape
+
+    from agentlightning_plugins.demo.training import chosen_transcripts
+
+    template = Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8")
+    environment = Environment(autoescape=select_autoescape(default=True, default_for_string=True))
+    trained = [step for step in metrics if "reward" in step]
+    tests = [step["test_reward"] for step in metrics if "test_reward" in step]
+    last_step = max([step["step"] for step in metrics] or [1]) or 1
+    html = environment.from_string(template).render(
+        name=directory.name,
+        width=WIDTH,
+        height=HEIGHT,
+        margin=MARGIN,
+        last_step=last_step,
+        grid=[(value / 5, _y(value / 5)) for value in range(6)],
+        curves=[
+            ("training, sampled", "train", _points(trained, "reward", last_step)),
+            ("validation, greedy", "val", _points(metrics, "val_reward", last_step)),
+            ("test, greedy", "test", _points(metrics, "test_reward", last_step)),
+        ],
+        before=tests[0] if tests else None,
+        after=tests[-1] if len(tests) > 1 else None,
+        steps=len(trained),
+        seconds=sum(step["seconds"] for step in trained),
+        calls=sum(step["calls"] for step in trained),
+        tokens=sum(step["sampled_tokens"] for step in trained),
+        gap=max((step["logprob_gap_max"] for step in trained), default=0.0),
+        rows=trained,
+        transcripts=chosen_transcripts(directory),
+    )
+    file = directory / "report.html"
+    file.write_text(html, encoding="utf-8")
+    return file
+
+
+def _points(steps: Sequence[dict[str, Any]], key: str, last_step: int) -> list[tuple[float, float, float]]:
+    """(x, y, value) of each step that has the key, in pixels of the picture."""
+    return [
+        (MARGIN + (WIDTH - 2 * MARGIN) * step["step"] / last_step, _y(step[key]), step[key])
+        for step in steps
+        if key in step
+    ]
+
+
+def _y(value: float) -> float:
+    return HEIGHT - MARGIN - (HEIGHT - 2 * MARGIN) * min(1.0, max(0.0, value))

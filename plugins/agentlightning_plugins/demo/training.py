@@ -1,0 +1,182 @@
+"""The demo's run: train, then compare the model before and after on tasks that nothing was chosen by."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+
+from agentlightning import semconv
+from agentlightning.errors import ConfigError
+from agentlightning.reward import find_final_reward
+from agentlightning.store.factory import create_store
+from agentlightning.store.protocol import LightningStore
+from agentlightning.trainer import Trainer
+from agentlightning.types import AttemptedRollout, Rollout, Span
+from agentlightning_plugins.demo.agent import calculator_agent
+from agentlightning_plugins.demo.report import read_metrics, write_report
+from agentlightning_plugins.demo.task import make_problems
+
+CHECKPOINT: Final = Path(__file__).with_name("checkpoint")
+N_VAL, N_TEST = 96, 200
+TARGET_REWARD: Final = 0.86
+"""Validation reward at which training stops; above the 0.8 that the test split is to show, since it is a sample too."""
+
+GRPO_SETTINGS: Final[dict[str, Any]] = {
+    "name": "grpo",
+    "steps": 60,
+    "tasks_per_step": 16,
+    "rollouts_per_task": 16,
+    "eval_every": 5,
+    "sampling": {"temperature": 1.0, "max_tokens": 32},
+    "rollout_timeout_s": 60.0,
+    "update": {
+        "lr": 5e-4,
+        "betas": (0.9, 0.99),
+        "schedule": "linear",
+        "final_lr_fraction": 0.1,
+        "minibatches": 8,
+    },
+}
+
+
+def run_demo(directory: Path, *, seed: int, steps: int | None = None, resume: bool = False) -> dict[str, float]:
+    """Trains in ``directory`` and writes its report.
+
+    Args:
+        directory: of the run; holds metrics, checkpoint, transcripts and report afterwards.
+        seed: of everything random.
+        steps: updates at most; default is what the demo was tuned for.
+        resume: continue what stands in ``directory``; its own seed and steps count then.
+
+    Returns:
+        ``before`` and ``after``: the mean greedy reward on the test split.
+    """
+    console = Console(stderr=True)
+    settings = _settings(directory, seed, steps, resume)
+    problems = {split: make_problems(split, count) for split, count in (("val", N_VAL), ("test", N_TEST))}
+    store = create_store("memory://")
+    trainer = Trainer(
+        algorithm={
+            **GRPO_SETTINGS,
+            "model": str(CHECKPOINT),
+            "seed": settings["seed"],
+            "steps": settings["steps"],
+            "target_reward": TARGET_REWARD,
+            "test_dataset": problems["test"],
+        },
+        store=store,
+        run_dir=directory,
+        resume=resume,
+        max_concurrency=64,
+    )
+    try:
+        trainer.fit(calculator_agent, make_problems("train", 4096, seed=settings["seed"]), problems["val"])
+    except KeyboardInterrupt:
+        asyncio.run(_save_transcripts(store, directory))
+        console.print(f"\nstopped; continue with:\n\n    agl demo --resume {directory}\n", highlight=False)
+        raise
+    asyncio.run(_save_transcripts(store, directory))
+    metrics = read_metrics(directory / "metrics.jsonl")
+    tests = [step["test_reward"] for step in metrics if "test_reward" in step]
+    if len(tests) < 2:
+        raise ConfigError(f"{directory}/metrics.jsonl has no test reward from before and after the training")
+    result = {"before": tests[0], "after": tests[-1]}
+    report = write_report(directory, metrics)
+    _show(console, directory, metrics, result)
+    console.print(f"report: [bold]{report}[/bold]", highlight=False)
+    return result
+
+
+def _settings(directory: Path, seed: int, steps: int | None, resume: bool) -> dict[str, Any]:
+    file = directory / "config.json"
+    if resume:
+        if not file.is_file():
+            raise ConfigError(f"{file} is missing; is {directory} the directory of a demo run?")
+        loaded: dict[str, Any] = json.loads(file.read_text())
+        return loaded
+    settings = {"seed": seed, "steps": steps or GRPO_SETTINGS["steps"]}
+    directory.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(settings))
+    return settings
+
+
+async def _save_transcripts(store: LightningStore, directory: Path) -> None:
+    """Keeps one test task's conversation from before and from after: one that failed first and succeeds now, if any."""
+    rollouts = (await store.query_rollouts(sort_by="start_time")).items
+    tests = [rollout for rollout in rollouts if rollout.mode == "test" and rollout.metadata is not None]
+    by_time: dict[int, dict[int, Rollout]] = {}
+    for rollout in tests:
+        metadata = rollout.metadata or {}
+        by_time.setdefault(metadata["step"], {})[metadata["task_id"]] = rollout
+    file = directory / "transcripts.json"
+    saved: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    for step in sorted(by_time):
+        phase = "before" if step == 0 else "after"
+        saved[phase] = {str(task_id): await _transcript(store, rollout) for task_id, rollout in by_time[step].items()}
+    file.write_text(json.dumps(saved))
+
+
+async def _transcript(store: LightningStore, rollout: Rollout) -> dict[str, Any]:
+    spans = (await store.query_spans(rollout.rollout_id, "latest")).items
+    error = rollout.attempt.error if isinstance(rollout, AttemptedRollout) else None
+    return {
+        "answer": rollout.input["answer"],
+        "reward": find_final_reward(spans) or 0.0,
+        "messages": _messages(spans),
+        "error": None if error is None else f"{error.type}: {error.message}",
+    }
+
+
+def _messages(spans: Sequence[Span]) -> list[dict[str, Any]]:
+    """The whole conversation: what the last call was asked, and its answer."""
+    calls = [span for span in spans if semconv.is_llm_call(span)]
+    if not calls:
+        return []
+    last = calls[-1]
+    return [dict(message) for message in (*semconv.read_input_messages(last), *semconv.read_output_messages(last))]
+
+
+def _show(console: Console, directory: Path, metrics: list[dict[str, Any]], result: dict[str, float]) -> None:
+    steps = [step for step in metrics if "reward" in step]
+    table = Table(title="greedy reward", title_justify="left", header_style="bold")
+    for column in ("", "before", "after"):
+        table.add_column(column, justify="right" if column else "left")
+    table.add_row(f"test ({N_TEST} tasks, never used to choose)", f"{result['before']:.3f}", f"{result['after']:.3f}")
+    validation = [step["val_reward"] for step in metrics if "val_reward" in step]
+    table.add_row(f"validation ({N_VAL} tasks)", f"{validation[0]:.3f}", f"{validation[-1]:.3f}")
+    table.add_row("training (sampled)", f"{steps[0]['reward']:.3f}", f"{steps[-1]['reward']:.3f}")
+    console.print(table)
+    seconds = sum(step["seconds"] for step in steps)
+    calls = sum(step["calls"] for step in steps)
+    gap = max(step["logprob_gap_max"] for step in steps)
+    console.print(
+        f"{len(steps)} steps, {calls:,.0f} model calls, {seconds:.0f} s of training; sampler and trainer "
+        f"log-probabilities differ by at most {gap:.1e}",
+        highlight=False,
+    )
+    for phase, transcript in chosen_transcripts(directory).items():
+        console.rule(f"{phase} training, reward {transcript['reward']:.0f}")
+        for message in transcript["messages"]:
+            text = message.get("content") or ""
+            for call in message.get("tool_calls") or ():
+                text += f"{call['function']['name']}({call['function']['arguments']})"
+            console.print(f"{message['role']:>9}: {text}", highlight=False, markup=False)
+    console.rule()
+
+
+def chosen_transcripts(directory: Path) -> dict[str, dict[str, Any]]:
+    """One test task before and after: failed first and solved now, where there is such a one."""
+    file = directory / "transcripts.json"
+    saved: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.is_file() else {}
+    before, after = saved.get("before", {}), saved.get("after", {})
+    common = [task_id for task_id in after if task_id in before] or list(after)
+    if not common:
+        return {}
+    best = max(common, key=lambda task_id: after[task_id]["reward"] - before.get(task_id, {"reward": 0})["reward"])
+    return {phase: chosen[best] for phase, chosen in (("before", before), ("after", after)) if best in chosen}

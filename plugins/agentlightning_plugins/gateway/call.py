@@ -1,0 +1,177 @@
+"""One call of an agent, and the span it becomes.
+
+The attributes follow OpenTelemetry's ``gen_ai`` conventions. What training needs is beside them: ``prompt_token_ids``,
+``response_token_ids`` and ``logprobs`` (of the sampled tokens), ``agentlightning.weight_version``, and
+``agentlightning.gateway.complete``, without which a call must not be trained on.
+
+With n > 1 the unprefixed token data are those of choice 0; choice i > 0 has
+``agentlightning.choice.{i}.response_token_ids`` and ``.logprobs`` (and ``.prompt_token_ids`` where prompts differ).
+``gen_ai.output.messages`` and ``gen_ai.response.finish_reasons`` list all choices in order.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+from agentlightning import semconv
+from agentlightning.frozen import freeze
+from agentlightning.types import Span, TraceStatus
+from agentlightning_plugins.gateway.backend import Backend
+from agentlightning_plugins.gateway.dialect import Asked, Choice, Completion, Dialect
+from agentlightning_plugins.gateway.json_text import dump_json
+
+_OK: Final = TraceStatus(status_code="OK")
+_MAX_DESCRIPTION: Final = 2000
+_SAMPLING: Final = {
+    "temperature": "gen_ai.request.temperature",
+    "top_p": "gen_ai.request.top_p",
+    "top_k": "gen_ai.request.top_k",
+    "max_tokens": "gen_ai.request.max_tokens",
+    "max_completion_tokens": "gen_ai.request.max_tokens",
+    "frequency_penalty": "gen_ai.request.frequency_penalty",
+    "presence_penalty": "gen_ai.request.presence_penalty",
+    "stop": "gen_ai.request.stop_sequences",
+    "seed": "gen_ai.request.seed",
+    "n": "gen_ai.request.choice.count",
+}
+_TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(?:-|$)")
+
+
+class Trace(NamedTuple):
+    """Where a call's span belongs: under the agent's own span if the request names one, else at the root of a trace."""
+
+    trace_id: str
+    span_id: str
+    parent_id: str | None
+    flags: str
+
+    @classmethod
+    def from_header(cls, traceparent: str | None) -> Trace:
+        """Reads W3C's ``traceparent``; a missing or malformed one begins a trace."""
+        match = _TRACEPARENT.match(traceparent) if traceparent else None
+        span_id = os.urandom(8).hex()
+        if match is None:
+            return cls(os.urandom(16).hex(), span_id, None, "01")
+        return cls(match[1], span_id, match[2], match[3])
+
+    def to_header(self) -> str:
+        """What the backend is told, so that its own spans come under this one."""
+        return f"00-{self.trace_id}-{self.span_id}-{self.flags}"
+
+
+@dataclass(slots=True)
+class Call:
+    """What is known of one call while it is relayed."""
+
+    attempt: tuple[str, str] | None
+    """Rollout and attempt id; None when the URL names none: such a call is relayed and not recorded."""
+    dialect: Dialect
+    text: bytes
+    """The request as the agent sent it."""
+    body: dict[str, Any]
+    """The same, parsed."""
+    model: str
+    asked: Asked
+    """What the agent gets of what the gateway asks for; everything when the call is not recorded."""
+    trace: Trace
+    start_time: float = field(default_factory=time.time)
+    end_time: float = 0.0
+    backend: Backend | None = None
+    """The one that answered, or was tried last."""
+    completion: Completion = field(default_factory=Completion)
+    is_complete: bool = False
+    """Whether the backend's answer arrived whole."""
+    http_status: int | None = None
+    """Of the answer to the agent, when that is an error."""
+    error: str | None = None
+
+
+def call_to_span(call: Call) -> Span:
+    """Makes the span of a finished call that has an attempt; ``sequence_id`` is left to the store."""
+    assert call.attempt is not None
+    rollout_id, attempt_id = call.attempt
+    attributes: dict[str, Any] = {
+        semconv.GEN_AI_OPERATION_NAME: call.dialect.operation,
+        semconv.GEN_AI_REQUEST_MODEL: call.model,
+        semconv.GATEWAY_COMPLETE: call.is_complete,
+    }
+    body: Mapping[str, Any] = call.body
+    if call.backend is not None:
+        attributes[semconv.GEN_AI_PROVIDER_NAME] = call.backend.provider
+        attributes["agentlightning.gateway.backend"] = call.backend.endpoint
+        if call.backend.sampling_parameters:
+            body = {**body, **call.backend.sampling_parameters}
+    for key, name in _SAMPLING.items():
+        value = body.get(key)
+        if value is not None:
+            attributes[name] = [value] if key == "stop" and isinstance(value, str) else value
+    if call.http_status is not None:
+        attributes["http.response.status_code"] = call.http_status
+    if call.error is not None:
+        attributes["error.type"] = str(call.http_status or "_OTHER")
+    _add_input(call, attributes)
+    _add_output(call.completion, attributes)
+    return Span.model_construct(
+        rollout_id=rollout_id,
+        attempt_id=attempt_id,
+        sequence_id=0,
+        trace_id=call.trace.trace_id,
+        span_id=call.trace.span_id,
+        parent_id=call.trace.parent_id,
+        name=call.dialect.span_name,
+        status=_OK
+        if call.error is None
+        else TraceStatus(status_code="ERROR", description=call.error[:_MAX_DESCRIPTION]),
+        attributes=freeze(attributes),
+        start_time=call.start_time,
+        end_time=call.end_time,
+    )
+
+
+def _add_input(call: Call, attributes: dict[str, Any]) -> None:
+    try:
+        messages, tools = call.dialect.read_messages(call.body), call.dialect.read_tools(call.body)
+    except (AttributeError, KeyError, TypeError, ValueError):  # the agent sent what the backend will have refused
+        attributes[semconv.GEN_AI_INPUT_MESSAGES] = "[]"
+        return
+    attributes[semconv.GEN_AI_INPUT_MESSAGES] = dump_json(messages).decode()
+    if tools:
+        attributes[semconv.GEN_AI_TOOL_DEFINITIONS] = dump_json(tools).decode()
+
+
+def _add_output(completion: Completion, attributes: dict[str, Any]) -> None:
+    if not completion.choices:
+        return
+    choices = sorted(completion.choices.items())
+    first = completion.choices.get(0) or Choice()
+    prompt_token_ids = completion.prompt_token_ids or first.prompt_token_ids
+    input_tokens, output_tokens = completion.input_tokens, completion.output_tokens
+    if input_tokens is None and prompt_token_ids is not None:  # a stream tells its usage only when asked
+        input_tokens = len(prompt_token_ids)
+        output_tokens = sum(len(choice.token_ids or ()) for _, choice in choices)
+    known = {
+        semconv.GEN_AI_RESPONSE_ID: completion.id,
+        semconv.GEN_AI_RESPONSE_MODEL: completion.model,
+        semconv.GEN_AI_INPUT_TOKENS: input_tokens,
+        semconv.GEN_AI_OUTPUT_TOKENS: output_tokens,
+        semconv.WEIGHT_VERSION: completion.weight_version,
+        semconv.PROMPT_TOKEN_IDS: prompt_token_ids,
+        semconv.RESPONSE_TOKEN_IDS: first.token_ids,
+        semconv.LOGPROBS: first.logprobs,
+    }
+    for index, choice in choices:
+        if index == 0:
+            continue
+        prefix = f"{semconv.CHOICE}.{index}"
+        known[f"{prefix}.{semconv.RESPONSE_TOKEN_IDS}"] = choice.token_ids
+        known[f"{prefix}.{semconv.LOGPROBS}"] = choice.logprobs
+        if choice.prompt_token_ids != first.prompt_token_ids:
+            known[f"{prefix}.{semconv.PROMPT_TOKEN_IDS}"] = choice.prompt_token_ids
+    attributes.update((name, value) for name, value in known.items() if value is not None)
+    attributes[semconv.GEN_AI_FINISH_REASONS] = [choice.finish_reason or "" for _, choice in choices]
+    attributes[semconv.GEN_AI_OUTPUT_MESSAGES] = dump_json([choice.to_message() for _, choice in choices]).decode()

@@ -1,0 +1,51 @@
+"""The gateway in a process of its own: ``python -m agentlightning_plugins.gateway.child SOCKET_FD``.
+
+``launch.ServerProcess`` starts it and steers it over the inherited socket, whose end means that the parent is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from multiprocessing.connection import Connection
+
+from agentlightning.store.protocol import LightningStore
+from agentlightning_plugins.gateway.backend import ModelTable
+from agentlightning_plugins.gateway.launch import Settings
+from agentlightning_plugins.gateway.server import GatewayServer
+
+
+def main() -> None:
+    """Serves until it is told to stop or the parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides when we stop
+    connection = Connection(int(sys.argv[1]))
+    path: list[str] = connection.recv()  # first and alone: what comes next may need it to be unpickled
+    sys.path += [entry for entry in path if entry not in sys.path]
+    store, settings = connection.recv()
+    asyncio.run(_serve(connection, store, settings))
+
+
+async def _serve(connection: Connection, store: LightningStore, settings: Settings) -> None:
+    server = GatewayServer(store, ModelTable(settings.model_list), settings.num_retries)
+    try:
+        connection.send(await server.start(settings.host, settings.port))
+    except OSError as error:
+        connection.send(error)
+        return
+    with contextlib.suppress(EOFError):
+        while (command := await asyncio.to_thread(connection.recv)) != "stop":
+            if command == "flush":
+                await server.flush()
+            else:
+                server.models = ModelTable(command)
+            connection.send(None)
+    await server.stop()
+    await store.close()
+    with contextlib.suppress(OSError):  # nobody may be there to hear it
+        connection.send(None)
+
+
+if __name__ == "__main__":
+    main()

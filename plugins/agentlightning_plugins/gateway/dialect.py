@@ -1,0 +1,141 @@
+"""What the gateway must know of an API to relay and record it; ``openai_dialect`` has those that are spoken so far."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """A tool call of a model."""
+
+    id: str | None = None
+    name: str = ""
+    arguments: str = ""
+    """JSON, as the model wrote it."""
+
+
+@dataclass(slots=True)
+class Choice:
+    """One of the n answers to a call."""
+
+    text: str = ""
+    reasoning: str = ""
+    refusal: str = ""
+    tool_calls: dict[int, ToolCall] = field(default_factory=dict)
+    """By their position in the answer."""
+    finish_reason: str | None = None
+    prompt_token_ids: list[int] | None = None
+    """Where prompts differ between choices: Completions take several."""
+    token_ids: list[int] | None = None
+    """The sampled tokens, the one that ended the answer included; None when the backend did not say."""
+    logprobs: list[float] | None = None
+    """Of the sampled tokens."""
+
+    def to_message(self) -> dict[str, Any]:
+        """This choice as a message of OpenTelemetry's ``gen_ai.output.messages``."""
+        parts: list[dict[str, Any]] = []
+        if self.reasoning:
+            parts.append({"type": "reasoning", "content": self.reasoning})
+        if self.text:
+            parts.append({"type": "text", "content": self.text})
+        if self.refusal:
+            parts.append({"type": "refusal", "content": self.refusal})
+        parts += (tool_call_part(call.id, call.name, call.arguments) for call in self.tool_calls.values())
+        return {"role": "assistant", "parts": parts, "finish_reason": self.finish_reason}
+
+
+@dataclass(slots=True)
+class Completion:
+    """What a backend answered, in no API's form; a stream fills it chunk by chunk."""
+
+    id: str | None = None
+    model: str | None = None
+    prompt_token_ids: list[int] | None = None
+    """Where all choices have the same."""
+    choices: dict[int, Choice] = field(default_factory=dict)
+    """By their index."""
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    weight_version: int | None = None
+
+    def choice(self, index: int) -> Choice:
+        """The choice at an index, made when it is new."""
+        choice = self.choices.get(index)
+        if choice is None:
+            choice = self.choices[index] = Choice()
+        return choice
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether there are choices, and all of them say why they ended."""
+        return bool(self.choices) and all(choice.finish_reason for choice in self.choices.values())
+
+
+def tool_call_part(id: str | None, name: str | None, arguments: str | None) -> dict[str, Any]:
+    """A tool call as a part of an OpenTelemetry message; the arguments stay text, to the blank."""
+    return {"type": "tool_call", "id": id, "name": name, "arguments": arguments}
+
+
+class Asked(NamedTuple):
+    """What the agent itself asked for, and therefore gets."""
+
+    token_ids: bool
+    logprobs: bool
+
+
+class Dialect(Protocol):
+    """One endpoint of an API. Stateless, shared by all calls."""
+
+    @property
+    def path(self) -> str:
+        """Below ``/v1/``, such as ``chat/completions``; the same at the backend."""
+        ...
+
+    @property
+    def span_name(self) -> str:
+        """Of the spans of its calls."""
+        ...
+
+    @property
+    def operation(self) -> str:
+        """OpenTelemetry's ``gen_ai.operation.name``."""
+        ...
+
+    def read_asked(self, body: Mapping[str, Any]) -> Asked:
+        """What a request asks for by itself."""
+        ...
+
+    def fields_to_ask(self, asked: Asked) -> Mapping[str, Any]:
+        """What to set in a request so that the backend tells what the agent has not asked for."""
+        ...
+
+    def read_messages(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The input of a request as OpenTelemetry's ``gen_ai.input.messages``: role and parts."""
+        ...
+
+    def read_tools(self, body: Mapping[str, Any]) -> Sequence[Any]:
+        """The tools of a request as OpenTelemetry's ``gen_ai.tool.definitions``."""
+        ...
+
+    def read_answer(self, answer: Mapping[str, Any], completion: Completion) -> None:
+        """Copies a whole answer into ``completion``.
+
+        Raises:
+            KeyError, TypeError, ValueError, AttributeError: it is not an answer of this API.
+        """
+        ...
+
+    def read_chunk(self, chunk: Mapping[str, Any], completion: Completion) -> None:
+        """Adds the JSON of one server-sent event to ``completion``; raises as ``read_answer``."""
+        ...
+
+    def restore(self, answer: dict[str, Any], asked: Asked) -> bool:
+        """Removes from an answer or chunk what only the gateway asked for; False when there was nothing to remove."""
+        ...
+
+    def error_body(self, status: int, message: str, code: str | None) -> dict[str, Any]:
+        """An error of the gateway in the form that clients of this API understand."""
+        ...

@@ -1,0 +1,71 @@
+"""Which attempts are over, learnt from the store's events, so that no call has to ask."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Final
+
+import aiohttp
+
+from agentlightning.errors import StoreError
+from agentlightning.event import AttemptFinished, Event, RolloutFinished, RolloutStarted
+from agentlightning.store.protocol import LightningStore
+
+logger = logging.getLogger("agentlightning")
+_KINDS: Final = ("rollout_started", "attempt_finished", "rollout_finished")
+_MAX_REMEMBERED: Final = 100_000
+_RECONNECT_S: Final = 1.0
+
+
+class EndedAttempts:
+    """The attempts and rollouts that ended last, oldest forgotten first; what it does not know is not over."""
+
+    def __init__(self, limit: int = _MAX_REMEMBERED) -> None:
+        self._limit = limit
+        self._attempts: dict[tuple[str, str], None] = {}
+        self._rollouts: dict[str, set[str]] = {}
+        """Ended rollouts, each with the attempts that somebody began after its end: a retry."""
+
+    def is_over(self, attempt: tuple[str, str]) -> bool:
+        """Whether calls of this attempt (rollout id, attempt id) are to be refused."""
+        if attempt in self._attempts:
+            return True
+        begun_later = self._rollouts.get(attempt[0])
+        return begun_later is not None and attempt[1] not in begun_later
+
+    def note(self, event: Event) -> None:
+        """Takes in one event of the store."""
+        match event:
+            case AttemptFinished():
+                self._attempts[event.rollout_id, event.attempt_id] = None
+                if len(self._attempts) > self._limit:
+                    del self._attempts[next(iter(self._attempts))]
+            case RolloutFinished():
+                self._rollouts.pop(event.rollout_id, None)
+                self._rollouts[event.rollout_id] = set()
+                if len(self._rollouts) > self._limit:
+                    del self._rollouts[next(iter(self._rollouts))]
+            case RolloutStarted():
+                begun_later = self._rollouts.get(event.rollout_id)
+                if begun_later is not None:
+                    begun_later.add(event.attempt_id)
+            case _:
+                pass
+
+    async def follow(self, store: LightningStore) -> None:
+        """Notes the events of a store until cancelled; a lost connection is taken up again."""
+        has_warned = False
+        while True:
+            try:
+                async for event in store.subscribe(_KINDS):
+                    self.note(event)
+            except (StoreError, OSError, aiohttp.ClientError) as error:
+                if not has_warned:
+                    logger.warning(
+                        "the gateway lost the store's events (%s) and tries again; until then it lets calls of ended "
+                        "attempts through",
+                        error,
+                    )
+                    has_warned = True
+            await asyncio.sleep(_RECONNECT_S)

@@ -1,0 +1,50 @@
+"""JSON as bytes: orjson's speed, the standard library's tolerance, and edits that leave the rest as it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+import orjson
+
+_ABSENT: Final = object()
+
+
+def parse_json(text: bytes) -> Any:
+    """Parses JSON; NaN and infinities, which some model servers write, are understood too.
+
+    Raises:
+        ValueError: it is not JSON.
+    """
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return json.loads(text)
+
+
+def dump_json(value: Any) -> bytes:
+    """Writes JSON without blanks; NaN is null, and what orjson refuses (lone surrogates) is escaped."""
+    try:
+        return orjson.dumps(value)
+    except TypeError:
+        return json.dumps(value, separators=(",", ":")).encode()
+
+
+def set_fields(text: bytes, parsed: Mapping[str, Any], fields: Mapping[str, Any]) -> bytes:
+    """Sets top-level fields of a JSON object.
+
+    New fields are written in front and every other byte stays; only replacing a value writes the object anew.
+
+    Args:
+        text: the object as it was received.
+        parsed: the same, parsed.
+        fields: what to set.
+    """
+    changes = {key: value for key, value in fields.items() if parsed.get(key, _ABSENT) != value}
+    if not changes:
+        return text
+    if not changes.keys().isdisjoint(parsed):
+        return dump_json({**parsed, **changes})
+    start = text.index(b"{") + 1
+    return b"%b%b%b%b" % (text[:start], dump_json(changes)[1:-1], b"," if parsed else b"", text[start:])

@@ -1,0 +1,176 @@
+"""Where the gateway's server runs. Every method blocks, and may be called from any thread but the server's own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any, Final, Protocol, TypeVar
+
+from agentlightning.errors import ConfigError, StoreError
+from agentlightning.store.protocol import LightningStore
+from agentlightning_plugins.gateway.backend import ModelTable
+from agentlightning_plugins.gateway.server import GatewayServer
+
+logger = logging.getLogger("agentlightning")
+T = TypeVar("T")
+_EXIT_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a server is started with; plain JSON."""
+
+    host: str
+    port: int
+    num_retries: int
+    model_list: list[Mapping[str, Any]]
+
+
+class Launched(Protocol):
+    """A gateway server that somebody else can steer."""
+
+    def start(self) -> int:
+        """Begins to serve and returns the port; raises OSError when the address cannot be bound."""
+        ...
+
+    def set_models(self, model_list: list[Mapping[str, Any]]) -> None:
+        """Replaces the models from the next call on."""
+        ...
+
+    def flush(self) -> None:
+        """Returns when every call answered so far is in the store."""
+        ...
+
+    def stop(self) -> None:
+        """Ends open calls, stores what was recorded and ends the server."""
+        ...
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether what runs the server is still there."""
+        ...
+
+
+class ServerThread:
+    """Runs the server on an event loop in a thread of this process."""
+
+    def __init__(self, store: LightningStore, settings: Settings) -> None:
+        self._store = store
+        self._settings = settings
+
+    def start(self) -> int:
+        started: Future[int] = Future()
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._serve(started)), name="agentlightning-gateway", daemon=True
+        )
+        self._thread.start()
+        return started.result()
+
+    def set_models(self, model_list: list[Mapping[str, Any]]) -> None:
+        self._server.models = ModelTable(model_list)
+
+    def flush(self) -> None:
+        self._run(self._server.flush())
+
+    def stop(self) -> None:
+        self._run(self._server.stop())
+        self._loop.call_soon_threadsafe(self._stopped.set)
+        self._thread.join()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    async def _serve(self, started: Future[int]) -> None:
+        settings = self._settings
+        self._loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()
+        self._server = GatewayServer(self._store, ModelTable(settings.model_list), settings.num_retries)
+        try:
+            port = await self._server.start(settings.host, settings.port)
+        except BaseException as error:  # isolation point: whatever it is belongs to the caller of start
+            started.set_exception(error)
+            return
+        started.set_result(port)
+        await self._stopped.wait()
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+class ServerProcess:
+    """Runs the server in a process of its own, started from scratch: the user's main module is not imported again."""
+
+    def __init__(self, store: LightningStore, settings: Settings) -> None:
+        """Prepares the process.
+
+        Raises:
+            ConfigError: the store cannot be reached from another process.
+        """
+        self._lock = threading.Lock()
+        try:
+            self._job = pickle.dumps((store, settings))
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
+            raise ConfigError(
+                f"launch_mode='process' needs a store that other processes can reach; {type(store).__name__} lives in "
+                "this one: serve it and give LightningStoreClient(url), or use launch_mode='thread'"
+            ) from error
+
+    def start(self) -> int:
+        self._connection, theirs = Pipe()
+        with theirs:
+            arguments = [sys.executable, "-m", "agentlightning_plugins.gateway.child", str(theirs.fileno())]
+            self._process = subprocess.Popen(arguments, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        self._connection.send([entry or str(Path.cwd()) for entry in sys.path])
+        self._connection.send_bytes(self._job)
+        port = self._receive()
+        if isinstance(port, OSError):
+            self._process.wait()
+            raise port
+        assert isinstance(port, int)
+        return port
+
+    def set_models(self, model_list: list[Mapping[str, Any]]) -> None:
+        self._ask(model_list)
+
+    def flush(self) -> None:
+        self._ask("flush")
+
+    def stop(self) -> None:
+        try:
+            self._ask("stop")
+            self._process.wait(_EXIT_S)
+        except (StoreError, subprocess.TimeoutExpired) as error:  # nothing is left to stop, and the caller goes on
+            logger.warning("%s", error)
+        finally:
+            self._process.kill()
+            self._process.wait()
+            self._connection.close()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def _ask(self, command: object) -> None:
+        with self._lock:  # one question, one answer
+            with contextlib.suppress(BrokenPipeError):  # receiving says it better
+                self._connection.send(command)
+            self._receive()
+
+    def _receive(self) -> object:
+        try:
+            return self._connection.recv()
+        except (EOFError, ConnectionResetError):
+            code = self._process.wait()
+            raise StoreError(
+                f"the gateway's process died with exit code {code}; calls that it had not stored are lost"
+            ) from None

@@ -1,0 +1,185 @@
+"""``LLMProxy``: the gateway as users and algorithms hold it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
+
+from agentlightning.errors import ConfigError, suggest
+from agentlightning.resources import LLM, ProxyLLM
+from agentlightning.store.protocol import LightningStore
+from agentlightning_plugins.gateway.backend import ModelTable
+from agentlightning_plugins.gateway.launch import Launched, ServerProcess, ServerThread, Settings
+
+LaunchMode = Literal["thread", "process"]
+_CLIENT_KEY = "agentlightning"
+"""What agents are given as API key: clients insist on one, and without it they would send the user's own."""
+
+
+class LLMProxy:
+    """An OpenAI-compatible reverse proxy between agents and model servers, which records every call as a span.
+
+    The URL of a call says whose it is: ``/rollout/{rollout_id}/attempt/{attempt_id}/v1``, which agents get by their
+    ``ProxyLLM`` resource. Recorded calls carry the token ids and log-probabilities that training needs; the agent sees
+    only what it asked for. Calls to plain ``/v1`` are relayed and not recorded.
+    """
+
+    store: LightningStore | None
+    """Where calls are recorded. May be set until ``start``."""
+
+    def __init__(
+        self,
+        port: int | None = None,
+        model_list: Sequence[Mapping[str, Any]] | None = None,
+        store: LightningStore | None = None,
+        host: str | None = None,
+        num_retries: int = 2,
+        launch_mode: LaunchMode = "thread",
+    ) -> None:
+        """Prepares the gateway; ``start`` opens it.
+
+        Args:
+            port: to listen on; None takes a free one.
+            model_list: for each backend ``{"model_name": ..., "litellm_params": {"model": "hosted_vllm/<name>",
+                "api_base": ..., "api_key": ...}}`` or ``{"model": ..., "endpoint": ..., "api_key": ...}``, each with an
+                optional ``sampling_parameters`` mapping that replaces those of every request. Entries of one name are
+                backends of one model. ``api_key`` may be ``os.environ/NAME``.
+            store: where calls are recorded.
+            host: address to listen on; None means 127.0.0.1.
+            num_retries: how often a call goes round its model's backends again after connect errors and statuses 408,
+                409, 429 and 5xx.
+            launch_mode: ``thread`` serves from a thread of this process, ``process`` from a process of its own, which
+                needs a store that is served.
+
+        Raises:
+            ConfigError: an entry of ``model_list`` or another value is not understood.
+        """
+        if launch_mode not in get_args(LaunchMode):
+            raise ConfigError(f"launch_mode = {launch_mode!r}; modes: {', '.join(get_args(LaunchMode))}")
+        if num_retries < 0:
+            raise ConfigError(f"num_retries is {num_retries}; give 0 or more")
+        self.store = store
+        self._bind_host = host or "127.0.0.1"
+        self._port = port
+        self._num_retries = num_retries
+        self._launch_mode = launch_mode
+        self._model_list: list[Mapping[str, Any]] = []
+        self._launched: Launched | None = None
+        self.update_model_list(model_list or [])
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it serves."""
+        return self._launched is not None and self._launched.is_alive
+
+    @property
+    def endpoint(self) -> str:
+        """Base URL that records nothing, as the ``openai`` client takes it; known before the start if the port is.
+
+        Raises:
+            ConfigError: the port is to be a free one, and the gateway has not been started.
+        """
+        if not self._port:
+            raise ConfigError("the gateway has no port yet: start it first, or give it a port")
+        host = _reachable_host(self._bind_host)
+        return f"http://[{host}]:{self._port}/v1" if ":" in host else f"http://{host}:{self._port}/v1"
+
+    async def start(self) -> None:
+        """Begins to serve; harmless when it does.
+
+        Raises:
+            ConfigError: there is no store, the store cannot be reached from where the gateway is to run, or the address
+                cannot be bound.
+        """
+        if self._launched is not None:
+            return
+        if self.store is None:
+            raise ConfigError("the gateway has no store to record calls in; give LLMProxy(store=...)")
+        settings = Settings(self._bind_host, self._port or 0, self._num_retries, self._model_list)
+        launch = ServerThread if self._launch_mode == "thread" else ServerProcess
+        launched: Launched = launch(self.store, settings)
+        try:
+            self._port = await asyncio.to_thread(launched.start)
+        except OSError as error:
+            raise ConfigError(f"the gateway cannot listen on {self._bind_host}:{self._port or 0}: {error}") from error
+        self._launched = launched
+
+    async def stop(self) -> None:
+        """Stops serving, after what it recorded is stored; harmless when it does not serve."""
+        launched, self._launched = self._launched, None
+        if launched is not None:
+            await asyncio.to_thread(launched.stop)
+
+    async def flush(self) -> None:
+        """Returns when every call that has been answered is in the store; at once when the gateway does not serve."""
+        if self._launched is not None:
+            await asyncio.to_thread(self._launched.flush)
+
+    def update_model_list(self, model_list: Sequence[Mapping[str, Any]]) -> None:
+        """Replaces models and backends from the next call on; calls in flight go on where they are.
+
+        Raises:
+            ConfigError: an entry is not understood; nothing changes.
+        """
+        self._names = ModelTable(model_list).names
+        self._model_list = list(model_list)
+        if self._launched is not None:
+            self._launched.set_models(self._model_list)
+
+    def as_resource(
+        self,
+        rollout_id: str | None = None,
+        attempt_id: str | None = None,
+        model: str | None = None,
+        sampling_parameters: Mapping[str, Any] | None = None,
+    ) -> LLM | ProxyLLM:
+        """The resource that agents call the gateway by.
+
+        Args:
+            rollout_id: with ``attempt_id`` gives an LLM whose calls belong to this attempt; without both the result is
+                a ProxyLLM, which becomes such an LLM when an agent gets it.
+            attempt_id: see ``rollout_id``.
+            model: None means the only one of the model list.
+            sampling_parameters: for the agent to use.
+
+        Raises:
+            ConfigError: the model is unknown, or there are several and none was named.
+            ValueError: one id was given without the other.
+        """
+        known = ", ".join(self._names) or "none yet"
+        if model is None:
+            if len(self._names) != 1:
+                raise ConfigError(f"say which model the resource is for: as_resource(model=...). Models: {known}")
+            model = self._names[0]
+        elif model not in self._names:
+            raise ConfigError(f"no model {model!r}.{suggest(model, self._names)} Models: {known}")
+        resource = ProxyLLM(
+            endpoint=self.endpoint,
+            model=model,
+            api_key=_CLIENT_KEY,
+            sampling_parameters=dict(sampling_parameters or {}),
+        )
+        endpoint = resource.get_base_url(rollout_id, attempt_id)
+        if rollout_id is None:
+            return resource
+        return LLM(
+            endpoint=endpoint,
+            model=model,
+            api_key=resource.api_key,
+            sampling_parameters=resource.sampling_parameters,
+        )
+
+
+def _reachable_host(host: str) -> str:
+    """The address by which others reach a server that listens on ``host``: a wildcard is no address."""
+    if host not in ("0.0.0.0", "::"):  # noqa: S104 # compared with, not bound to
+        return host
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # a documentation address: picks the outward interface, sends nothing
+        except OSError:
+            return "127.0.0.1"
+        address: str = probe.getsockname()[0]
+        return address

@@ -1,0 +1,264 @@
+"""The store ``memory://``: everything in this process, nothing on disk."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Self, TypeVar, cast
+
+from agentlightning.errors import ConfigError, NotFoundError
+from agentlightning.event import Event
+from agentlightning.resources import ResourcesUpdate
+from agentlightning.store.backend import Claim, Delete, Guard, Key, Listener, Page, Put, Query, Row, Write, key_of
+from agentlightning.store.engine import BackendStore
+from agentlightning.types import DEFAULT_RUN_ID, LIVE_ATTEMPT, Attempt, Metrics, Record, Rollout, Run, Span, Worker
+from agentlightning_plugins.memory_table import Index, Log, Slot, Table
+
+logger = logging.getLogger("agentlightning")
+R = TypeVar("R", bound=Record)
+
+_QUEUED: Final = frozenset({"queuing", "requeuing"})
+
+
+class MemoryBackend:
+    """A backend of plain Python objects, for one process.
+
+    One lock, held for the time of a few dictionary operations. Records are immutable, so they are kept and handed out
+    as they are. Claiming, appending, waiting and lookups by id, status, run or rollout cost the same however much is
+    stored.
+    """
+
+    durable = False
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._rollouts = Table(
+            Rollout,
+            Index(("run_id", "status")),
+            Index(("metadata.task_id",)),
+            Index(("metadata.group",)),
+            Index(("metadata.step",)),
+            constant=("run_id",),
+        )
+        self._attempts = Table(
+            Attempt,
+            Index(("status",), only=LIVE_ATTEMPT),
+            Index(("worker_id", "status"), only=LIVE_ATTEMPT),
+            parent="rollout_id",
+        )
+        self._spans = Table(
+            Span, parent="rollout_id", constant=("run_id",), derived={"run_id": self._run_of}, fixed=True
+        )
+        self._resources = Table(ResourcesUpdate, constant=("run_id", "resources_id"))
+        self._workers = Table(Worker)
+        self._tables: dict[type[Record], Table[Any]] = {
+            Run: Table(Run),
+            Rollout: self._rollouts,
+            Attempt: self._attempts,
+            Span: self._spans,
+            ResourcesUpdate: self._resources,
+            Worker: self._workers,
+            Metrics: Table(Metrics, constant=("run_id",)),
+        }
+        self._queues: dict[str, OrderedDict[str, Slot[Rollout]]] = {}
+        self._last_sequence_ids: dict[Key, int] = {}
+        self._listeners: tuple[Listener, ...] = ()
+        self._undelivered: deque[tuple[tuple[Listener, ...], Sequence[Event]]] = deque()
+        self._delivering = threading.Lock()
+
+    async def commit(self, writes: Sequence[Write], guards: Sequence[Guard] = (), events: Sequence[Event] = ()) -> bool:
+        with self._lock:
+            for guard in guards:
+                slot = self._tables[guard.kind].slots.get(guard.key)
+                if (0 if slot is None or slot.row is None else slot.row.revision) != guard.revision:
+                    return False
+            self._apply(writes, events)
+        self._deliver()
+        return True
+
+    async def claim(self, run_id: str, limit: int, decide: Claim) -> Sequence[Rollout]:
+        with self._lock:
+            queue = self._queues.get(run_id)
+            if not queue:
+                return []
+            rows = [slot.row for slot, _ in zip(queue.values(), range(limit), strict=False) if slot.row is not None]
+            locked = [(row, len(self._attempts.log("rollout_id", row.record.rollout_id) or ())) for row in rows]
+            writes, events = decide(locked)
+            self._apply(writes, events)
+        self._deliver()
+        return [row.record for row in rows]
+
+    async def select(self, query: Query[R]) -> Page[R]:
+        table = cast("Table[R]", self._tables[query.kind])
+        slot = table.find(query)
+        if slot != "not a key":
+            row = None if slot is None else slot.row
+            return Page([], 0, None) if row is None else Page([row], 1, None)
+        with self._lock:
+            look = table.plan(query)
+        return look()
+
+    async def append_spans(self, spans: Sequence[Span], now: float) -> Sequence[Span | None]:
+        with self._lock:
+            attempts = {(span.rollout_id, span.attempt_id) for span in spans}
+            self._check_attempts(attempts)
+            logs: dict[str, list[Log[Span]]] = {}
+            result = [self._append(span, logs) for span in spans]
+            for key in attempts:
+                slot = self._attempts.slots[key]
+                if slot.row is not None and slot.row.record.status in LIVE_ATTEMPT:
+                    beating = slot.row.record.model_copy(update={"last_heartbeat_time": now})
+                    slot.row = Row(beating, slot.row.revision)
+        return result
+
+    async def next_sequence_ids(self, attempts: Sequence[tuple[str, str]]) -> Sequence[int]:
+        with self._lock:
+            self._check_attempts(set(attempts))
+            result = []
+            for key in attempts:
+                self._last_sequence_ids[key] = self._last_sequence_ids.get(key, 0) + 1
+                result.append(self._last_sequence_ids[key])
+        return result
+
+    async def count(self) -> dict[str, int]:
+        with self._lock:
+            return {
+                "rollouts": len(self._rollouts),
+                "attempts": len(self._attempts),
+                "spans": len(self._spans),
+                "resources": len(self._resources),
+                "workers": len(self._workers),
+            }
+
+    def watch(self, listener: Listener) -> Callable[[], None]:
+        with self._lock:
+            self._listeners += (listener,)
+
+        def stop() -> None:
+            with self._lock:
+                self._listeners = tuple(other for other in self._listeners if other is not listener)
+
+        return stop
+
+    async def close(self) -> None:
+        """Nothing to release: the records live as long as this object."""
+
+    def _apply(self, writes: Sequence[Write], events: Sequence[Event]) -> None:
+        for write in writes:
+            if isinstance(write, Put):
+                self._put(write.record)
+            else:
+                self._delete(write)
+        if events and self._listeners:
+            self._undelivered.append((self._listeners, events))
+
+    def _put(self, record: Record) -> None:
+        table, key = self._tables[type(record)], key_of(record)
+        slot = table.slots.get(key)
+        before = slot.row.record if slot is not None and slot.row is not None else None
+        if slot is None:
+            slot = table.insert(key, record)
+        else:
+            table.replace(slot, record)
+        if isinstance(record, Rollout):
+            was_queued = before is not None and before.status in _QUEUED
+            if record.status in _QUEUED:
+                if not was_queued:
+                    self._queues.setdefault(record.run_id, OrderedDict())[record.rollout_id] = slot
+            elif was_queued:
+                self._leave_queue(record)
+
+    def _delete(self, write: Delete) -> None:
+        if write.kind is Rollout:
+            (rollout_id,) = write.key
+            slot = self._rollouts.slots.get(write.key)
+            if slot is not None and slot.row is not None:
+                self._leave_queue(slot.row.record)
+            for span in self._records(self._spans, rollout_id):
+                self._spans.remove(key_of(span))
+            for attempt in self._records(self._attempts, rollout_id):
+                self._last_sequence_ids.pop(key_of(attempt), None)
+                self._attempts.remove(key_of(attempt))
+        self._tables[write.kind].remove(write.key)
+
+    def _records(self, table: Table[R], rollout_id: str | int) -> list[R]:
+        log = table.log("rollout_id", rollout_id)
+        return [] if log is None else [slot.row.record for slot in log.walk(None, False) if slot.row is not None]
+
+    def _leave_queue(self, rollout: Rollout) -> None:
+        queue = self._queues.get(rollout.run_id)
+        if queue is not None:
+            queue.pop(rollout.rollout_id, None)
+            if not queue:
+                del self._queues[rollout.run_id]
+
+    def _append(self, span: Span, logs: dict[str, list[Log[Span]]]) -> Span | None:
+        """Stores a span unless it is there; ``logs`` remembers, for one batch, where a rollout's spans go."""
+        key = (span.rollout_id, span.attempt_id, span.span_id)
+        if key in self._spans.slots:
+            return None
+        attempt = key[:2]
+        last = self._last_sequence_ids.get(attempt, 0)
+        if span.sequence_id == 0:
+            span = span.model_copy(update={"sequence_id": last + 1})
+        self._last_sequence_ids[attempt] = max(last, span.sequence_id)
+        if span.rollout_id not in logs:
+            logs[span.rollout_id] = self._spans.logs_of(span)
+        self._spans.insert(key, span, logs[span.rollout_id])
+        return span
+
+    def _check_attempts(self, attempts: set[tuple[str, str]]) -> None:
+        for key in attempts:
+            if key not in self._attempts.slots:
+                if (key[0],) not in self._rollouts.slots:
+                    raise NotFoundError(f"no rollout {key[0]!r} in this store")
+                raise NotFoundError(f"rollout {key[0]!r} has no attempt {key[1]!r}")
+
+    def _run_of(self, span: Span) -> str | None:
+        slot = self._rollouts.slots.get((span.rollout_id,))
+        return slot.row.record.run_id if slot is not None and slot.row is not None else None
+
+    def _deliver(self) -> None:
+        """Calls the listeners in commit order and outside the lock.
+
+        One thread delivers at a time; whoever finds another at it leaves its events to that one, which looks once more
+        after it has let go.
+        """
+        while self._undelivered and self._delivering.acquire(blocking=False):
+            try:
+                while self._undelivered:
+                    listeners, events = self._undelivered.popleft()
+                    for listener in listeners:
+                        try:
+                            listener(events)
+                        except Exception:  # isolation point: one watcher must not fail the writer or other watchers
+                            logger.exception("a watcher of the memory store failed")
+            finally:
+                self._delivering.release()
+
+
+class InMemoryLightningStore(BackendStore):
+    """The store in this process's memory: wakes waiters in every thread and loop, forgets everything at the end."""
+
+    def __init__(self, *, lease_s: float = 60.0) -> None:
+        """Makes an empty store.
+
+        Args:
+            lease_s: an attempt of a worker of which neither a span nor a heartbeat was seen for this long is lost.
+        """
+        super().__init__(MemoryBackend(), lease_s=lease_s)
+
+    @classmethod
+    def from_url(cls, url: str, *, run_id: str = DEFAULT_RUN_ID, token: str | None = None) -> Self:
+        """Makes an empty store of its own for each call.
+
+        Raises:
+            ConfigError: anything after ``memory://``, or a token.
+        """
+        if url.partition("://")[2]:
+            raise ConfigError(f"store {url!r}: a memory store has no name or path; write memory://")
+        if token is not None:
+            raise ConfigError("memory:// takes no token: nobody else can reach it")
+        return cls().with_run(run_id)

@@ -1,0 +1,413 @@
+"""Tables of the memory backend: records in the order of insertion, with indexes that keep reading cheap.
+
+A table is changed and asked under the backend's lock. What it answers with can be read without the lock: rows are
+replaced as a whole, and logs only grow.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice, product
+from operator import attrgetter
+from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
+
+from pydantic import BaseModel
+
+from agentlightning.store.backend import KEYS, Condition, Key, Page, Query, Row
+from agentlightning.types import Record
+
+R = TypeVar("R", bound=Record)
+
+
+class Slot(Generic[R]):
+    """Where a record is kept."""
+
+    __slots__ = ("position", "row")
+
+    def __init__(self, record: R, position: int) -> None:
+        self.row: Row[R] | None = Row(record, 1)
+        """None once the record was removed."""
+        self.position = position
+        """Place in the order of insertion, from 1."""
+
+
+class FixedSlot(Slot[R]):
+    """Where a record is kept that is never replaced: one object less to collect for each of very many."""
+
+    __slots__ = ("_record",)
+
+    def __init__(self, record: R, position: int) -> None:
+        self._record: R | None = record
+        self.position = position
+
+    @property  # type: ignore[override] # a slot of the parent, computed here
+    def row(self) -> Row[R] | None:
+        return None if self._record is None else Row(self._record, 1)
+
+    @row.setter
+    def row(self, row: Row[R] | None) -> None:
+        assert row is None, "a fixed record is not replaced"
+        self._record = None
+
+
+def _position(slot: Slot[Any]) -> int:
+    return slot.position
+
+
+class Log(Generic[R]):
+    """Slots in the order of insertion. Removed ones stay until they are the majority."""
+
+    __slots__ = ("_removed", "_slots")
+
+    def __init__(self) -> None:
+        self._slots: list[Slot[R]] = []
+        self._removed = 0
+
+    def __len__(self) -> int:
+        return len(self._slots) - self._removed
+
+    def append(self, slot: Slot[R]) -> None:
+        self._slots.append(slot)
+
+    def count_removed(self) -> None:
+        """Takes note that one of the slots was emptied."""
+        self._removed += 1
+        if self._removed * 2 > len(self._slots):
+            self._slots = [slot for slot in self._slots if slot.row is not None]
+            self._removed = 0
+
+    def walk(self, after: int | None, descending: bool) -> Iterator[Slot[R]]:
+        """The slots there are now, from a position on; stays valid while others write."""
+        slots, size = self._slots, len(self._slots)
+        start = 0 if after is None else bisect.bisect_right(slots, after, key=_position)
+        if descending:
+            return (slots[place] for place in range(size - 1, start - 1, -1))
+        return islice(slots, size) if start == 0 else (slots[place] for place in range(start, size))
+
+
+class Index(NamedTuple):
+    """Fields of a record that may change and are looked up together.
+
+    ``only`` keeps the index small: records with another value of the last field are left out.
+    """
+
+    fields: tuple[str, ...]
+    only: frozenset[str] | None = None
+
+
+class _Buckets(Generic[R]):
+    """The slots of an index, by the values of its fields."""
+
+    def __init__(self, index: Index, readers: Sequence[Callable[[R], Any]]) -> None:
+        self.index = index
+        self._names = [field.partition(".")[0] for field in index.fields]
+        self._readers = readers
+        self._slots: dict[tuple[Any, ...], dict[int, Slot[R]]] = {}
+
+    def may_differ(self, before: R, after: R) -> bool:
+        """Whether two forms of a record might belong to different places; cheaper than looking."""
+        return any([getattr(before, name) is not getattr(after, name) for name in self._names])
+
+    def values(self, record: R) -> tuple[Any, ...] | None:
+        """Where a record belongs; None: not into this index."""
+        values = tuple(read(record) for read in self._readers)
+        if None in values or (self.index.only is not None and values[-1] not in self.index.only):
+            return None
+        return values if _is_hashable(values) else None
+
+    def add(self, values: tuple[Any, ...] | None, slot: Slot[R]) -> None:
+        if values is not None:
+            self._slots.setdefault(values, {})[slot.position] = slot
+
+    def discard(self, values: tuple[Any, ...] | None, slot: Slot[R]) -> None:
+        if values is not None:
+            bucket = self._slots[values]
+            del bucket[slot.position]
+            if not bucket:
+                del self._slots[values]
+
+    def find(self, wanted: Mapping[str, Condition]) -> list[dict[int, Slot[R]]] | None:
+        """The buckets of what is wanted; None if the index does not know all of it."""
+        fields = self.index.fields
+        if not all(field in wanted for field in fields):
+            return None
+        if self.index.only is not None and not self.index.only.issuperset(_choices(wanted[fields[-1]])):
+            return None
+        return [self._slots[key] for key in _combine(wanted, fields) if key in self._slots]
+
+
+class _Plan(NamedTuple, Generic[R]):
+    """Where to look for the matches of a query."""
+
+    slots: Iterable[Slot[R]]
+    """In the order of insertion, or against it if the query wants that."""
+    size: int
+    answered: Collection[Condition]
+    """The conditions that hold for all of these."""
+
+
+class Table(Generic[R]):
+    """The records of one kind."""
+
+    def __init__(
+        self,
+        kind: type[R],
+        *indexes: Index,
+        parent: str | None = None,
+        constant: Sequence[str] = (),
+        derived: Mapping[str, Callable[[R], Any]] | None = None,
+        fixed: bool = False,
+    ) -> None:
+        """Makes an empty table.
+
+        Args:
+            kind: the records' class.
+            indexes: fields to index whose values change.
+            parent: a field to index that never changes, and of which each value has few records.
+            constant: other fields to index, one by one, that never change.
+            derived: fields of queries that the records do not have, with how to find their values.
+            fixed: whether no record is ever replaced.
+        """
+        self.kind = kind
+        self.slots: dict[Key, Slot[R]] = {}
+        self._log: Log[R] = Log()
+        self._next_position = 1
+        self._new_slot: Callable[[R, int], Slot[R]] = FixedSlot if fixed else Slot
+        self._derived = derived or {}
+        self._readers: dict[str, Callable[[R], Any]] = {}
+        self._parent = parent
+        self._constant: dict[str, tuple[Callable[[R], Any], dict[Any, Log[R]]]] = {
+            field: (self._reader(field), {}) for field in (*constant, *([parent] if parent is not None else ()))
+        }
+        self._indexes: list[_Buckets[R]] = [
+            _Buckets(index, [self._reader(field) for field in index.fields]) for index in indexes
+        ]
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def logs_of(self, record: R) -> list[Log[R]]:
+        """The logs in which a record belongs; the same for all records with equal constant fields."""
+        found = [self._log]
+        for read, logs in self._constant.values():
+            value = read(record)
+            log = logs.get(value)
+            if log is None:
+                log = logs[value] = Log()
+            found.append(log)
+        return found
+
+    def insert(self, key: Key, record: R, logs: Sequence[Log[R]] | None = None) -> Slot[R]:
+        """Adds a record whose key is not there yet; ``logs`` saves looking up ``logs_of`` it."""
+        slot = self._new_slot(record, self._next_position)
+        self._next_position += 1
+        self.slots[key] = slot
+        for log in self.logs_of(record) if logs is None else logs:
+            log.append(slot)
+        for buckets in self._indexes:
+            buckets.add(buckets.values(record), slot)
+        return slot
+
+    def replace(self, slot: Slot[R], record: R) -> None:
+        """Puts a new form of a record into its slot."""
+        assert slot.row is not None
+        before = slot.row.record
+        slot.row = Row(record, slot.row.revision + 1)
+        for buckets in self._indexes:
+            if buckets.may_differ(before, record):
+                buckets.discard(buckets.values(before), slot)
+                buckets.add(buckets.values(record), slot)
+
+    def remove(self, key: Key) -> None:
+        """Takes a record out, if it is there."""
+        slot = self.slots.pop(key, None)
+        if slot is None or slot.row is None:
+            return
+        record, slot.row = slot.row.record, None
+        self._log.count_removed()
+        for read, logs in self._constant.values():
+            value = read(record)
+            logs[value].count_removed()
+            if not logs[value]:
+                del logs[value]
+        for buckets in self._indexes:
+            buckets.discard(buckets.values(record), slot)
+
+    def log(self, field: str, value: Any) -> Log[R] | None:
+        """The slots with this value of a constant field."""
+        return self._constant[field][1].get(value)
+
+    def _reader(self, field: str) -> Callable[[R], Any]:
+        """Reads what a condition compares: a field, a key of a JSON field (``metadata.group``), or a derived one."""
+        reader = self._derived.get(field) or self._readers.get(field)
+        if reader is None:
+            name, dot, key = field.partition(".")
+            reader = self._readers[field] = _key_reader(name, key) if dot else attrgetter(name)
+        return reader
+
+    def find(self, query: Query[R]) -> Slot[R] | Literal["not a key"] | None:
+        """Answers the commonest query, one that gives a key and nothing else, without planning."""
+        fields = KEYS[self.kind]
+        if (
+            len(query.where) != len(fields)
+            or query.any_of
+            or query.after is not None
+            or query.offset
+            or not query.limit
+        ):
+            return "not a key"
+        for condition, field in zip(query.where, fields, strict=True):
+            if condition.field != field or condition.op != "eq":
+                return "not a key"
+        return self.slots.get(tuple([condition.value for condition in query.where]))
+
+    def plan(self, query: Query[R]) -> Callable[[], Page[R]]:
+        """Decides under the lock where to look; the function it returns looks, and needs no lock."""
+        plan = self._plan(query)
+        tests = [self._test(condition) for condition in query.where if condition not in plan.answered]
+        either = [self._test(condition) for condition in query.any_of]
+
+        def matches() -> Iterator[tuple[int, Row[R]]]:
+            for slot in plan.slots:
+                row = slot.row
+                if row is None or (tests and not all(test(row.record) for test in tests)):
+                    continue
+                if not either or any(test(row.record) for test in either):
+                    yield slot.position, row
+
+        def look() -> Page[R]:
+            stop = None if query.limit < 0 else query.offset + query.limit
+            if query.sort_by is None and stop is not None and (not query.count or not (tests or either)):
+                found = list(islice(matches(), stop))
+                total = plan.size
+            else:
+                found = list(matches())
+                total = len(found)
+            if query.sort_by is not None and len(found) > 1:
+                _sort(found, self._reader(query.sort_by), query.descending)
+            found = found[query.offset : stop]
+            position = found[-1][0] if found and query.sort_by is None else None
+            return Page([row for _, row in found], total if query.count else None, position)
+
+        return look
+
+    def _plan(self, query: Query[R]) -> _Plan[R]:
+        backwards = query.descending and query.sort_by is None
+        wanted: dict[str, Condition] = {}
+        for condition in query.where:
+            if condition.field == self._parent and condition.op == "eq":
+                log = self._constant[self._parent][1].get(condition.value)
+                walk = log.walk(query.after, backwards) if log is not None else iter(())
+                return _Plan(walk, 0 if log is None else len(log), [condition])
+            if condition.field not in wanted and _is_lookup(condition):
+                wanted[condition.field] = condition
+        fields = KEYS[self.kind]
+        if all(field in wanted for field in fields):
+            slots = [self.slots[key] for key in _combine(wanted, fields) if key in self.slots]
+            if query.after is not None:
+                slots = [slot for slot in slots if slot.position > query.after]
+            return _Plan(_merge(slots, backwards), len(slots), [wanted[field] for field in fields])
+        best_log, size, answered = [self._log], len(self._log), []
+        for field, (_, logs) in self._constant.items():
+            condition = wanted.get(field)
+            if condition is None:
+                continue
+            chosen = [logs[value] for value in dict.fromkeys(_choices(condition)) if value in logs]
+            if sum(map(len, chosen)) <= size:
+                best_log, size, answered = chosen, sum(map(len, chosen)), [condition]
+        for buckets in self._indexes:
+            found = buckets.find(wanted)
+            if found is None:
+                continue
+            count = sum(map(len, found))
+            # A limited read of a frequent value meets enough of them sooner by walking a log than by sorting the index.
+            reads_all = query.sort_by is not None or query.limit < 0
+            if count <= size and (reads_all or (query.limit + query.offset) * size > count**2):
+                after = query.after or 0
+                slots = [slot for bucket in found for slot in bucket.values() if slot.position > after]
+                return _Plan(_merge(slots, backwards), count, [wanted[field] for field in buckets.index.fields])
+        walks = [log.walk(query.after, backwards) for log in best_log]
+        return _Plan(walks[0] if len(walks) == 1 else _merge(chain(*walks), backwards), size, answered)
+
+    def _test(self, condition: Condition) -> Callable[[R], bool]:
+        read, value = self._reader(condition.field), condition.value
+        match condition.op:
+            case "eq":
+                return lambda record: bool(read(record) == value)
+            case "in":
+                return lambda record: read(record) in value
+            case "contains":
+                return lambda record: isinstance(text := read(record), str) and value in text
+            case "ge":
+                return lambda record: _at_least(read(record), value)
+            case "le":
+                return lambda record: _at_least(value, read(record))
+
+
+def _key_reader(name: str, key: str) -> Callable[[Record], Any]:
+    def read(record: Record) -> Any:
+        mapping = getattr(record, name)
+        return mapping.get(key) if isinstance(mapping, dict) else None
+
+    return read
+
+
+def _is_lookup(condition: Condition) -> bool:
+    if condition.op not in ("eq", "in"):
+        return False
+    for value in _choices(condition):
+        if type(value) is not str and (value is None or not _is_hashable(value)):
+            return False
+    return True
+
+
+def _is_hashable(value: object) -> bool:
+    try:
+        hash(value)
+    except TypeError:  # a tuple may hold a list
+        return False
+    return True
+
+
+def _choices(condition: Condition) -> Collection[Any]:
+    return (condition.value,) if condition.op == "eq" else condition.value
+
+
+def _combine(wanted: Mapping[str, Condition], fields: Sequence[str]) -> Iterable[tuple[Any, ...]]:
+    return product(*(dict.fromkeys(_choices(wanted[field])) for field in fields))
+
+
+def _merge(slots: Iterable[Slot[R]], backwards: bool) -> Iterable[Slot[R]]:
+    return sorted(slots, key=_position, reverse=backwards)
+
+
+def _sort(found: list[tuple[int, Row[R]]], read: Callable[[R], Any], descending: bool) -> None:
+    """Sorts in place, stably: None, then numbers, then strings, then the rest by its JSON."""
+    kinds = {type(read(row.record)) for _, row in found}
+    if kinds <= {int, float} or kinds == {str}:
+        found.sort(key=lambda match: read(match[1].record), reverse=descending)
+    else:
+        found.sort(key=lambda match: _order(read(match[1].record)), reverse=descending)
+
+
+def _at_least(one: Any, other: Any) -> bool:
+    if one is None or other is None:
+        return False
+    try:
+        return bool(one >= other)
+    except TypeError:  # a number and a string, say: neither is greater
+        return False
+
+
+_RANKS: Final[Mapping[type, int]] = {type(None): 0, bool: 1, int: 1, float: 1, str: 2}
+
+
+def _order(value: Any) -> tuple[int, Any]:
+    rank = _RANKS.get(type(value))
+    if rank is not None:
+        return rank, 0 if value is None else value
+    if isinstance(value, BaseModel):
+        return 3, value.model_dump_json()
+    return 3, json.dumps(value, sort_keys=True, default=str)

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+from urllib.parse import urlencode
+
+from agentlightning.event import Event, event_adapter
+from agentlightning.types import (
+    UNSET,
+    FilterLogic,
+    Metrics,
+    PaginatedResult,
+    Run,
+    RunStatus,
+    SortOrder,
+    Unset,
+    Worker,
+)
+from agentlightning_plugins import store_message as message
+from agentlightning_plugins.store_client.call import StoreCalls, given, query_string, quoted, read_page
+
+
+class RunCalls(StoreCalls):
+    """The part of the client that is about runs: their workers, metrics and events."""
+
+    async def query_workers(
+        self,
+        *,
+        status_in: Sequence[str] | None = None,
+        worker_id_contains: str | None = None,
+        filter_logic: FilterLogic = "and",
+        sort_by: str | None = None,
+        sort_order: SortOrder = "asc",
+        limit: int = -1,
+        offset: int = 0,
+    ) -> PaginatedResult[Worker]:
+        body = {
+            "status_in": status_in,
+            "worker_id_contains": worker_id_contains,
+            "filter_logic": filter_logic,
+            "sort_by": sort_by,
+            "sort_order": sort_order,
+            "limit": limit,
+            "offset": offset,
+        }
+        page = await self._post("/workers/search", body, repeatable=True)
+        return read_page(page, [Worker.model_validate(item) for item in page["items"]])
+
+    async def get_worker_by_id(self, worker_id: str) -> Worker | None:
+        content = await self._find(f"/workers/{quoted(worker_id)}")
+        return None if content is None else Worker.model_validate(content)
+
+    async def update_worker(self, worker_id: str, heartbeat_stats: Mapping[str, Any] | Unset | None = UNSET) -> Worker:
+        body = given(heartbeat_stats=heartbeat_stats)
+        return Worker.model_validate(await self._post(f"/workers/{quoted(worker_id)}", body, repeatable=True))
+
+    async def create_run(
+        self,
+        name: str,
+        *,
+        run_id: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Run:
+        body = {"name": name, "run_id": run_id, "config": config, "metadata": metadata}
+        return Run.model_validate(await self._post("/runs", body, repeatable=True))
+
+    async def update_run(self, run_id: str, status: RunStatus) -> Run:
+        body: message.UpdateRun = {"status": status}
+        return Run.model_validate(await self._post(f"/runs/{quoted(run_id)}", body, repeatable=True))
+
+    async def query_runs(self, *, limit: int = -1, offset: int = 0) -> PaginatedResult[Run]:
+        page = await self._get("/runs?" + query_string({"limit": limit, "offset": offset}))
+        return read_page(page, [Run.model_validate(item) for item in page["items"]])
+
+    async def add_metrics(self, step: int, values: Mapping[str, float]) -> Metrics:
+        body = {"step": step, "values": values}
+        return Metrics.model_validate(await self._post(f"/runs/{quoted(self.run_id)}/metrics", body, repeatable=True))
+
+    async def query_metrics(self, *, limit: int = -1, offset: int = 0) -> PaginatedResult[Metrics]:
+        query = query_string({"limit": limit, "offset": offset})
+        page = await self._get(f"/runs/{quoted(self.run_id)}/metrics?{query}")
+        return read_page(page, [Metrics.model_validate(item) for item in page["items"]])
+
+    async def subscribe(self, kinds: Sequence[str] | None = None) -> AsyncIterator[Event]:
+        """Yields the events of this run, from the moment the first ``anext`` has reached the server.
+
+        The stream survives a restart of the server; events of the time in between are not seen.
+        """
+        query = urlencode([("kinds", kind) for kind in kinds or ()])
+        async for data in self._connection.events(f"/events?{query}", run_id=self.run_id):
+            yield event_adapter.validate_json(data)

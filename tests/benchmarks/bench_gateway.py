@@ -1,0 +1,223 @@
+"""What the gateway costs: ``python tests/benchmarks/bench_gateway.py [--runs 5] [--streams 1000]``.
+
+Upstream, load, gateway and a bare aiohttp reverse proxy without capture are processes of their own. The upstream answers
+at once with about 5 KB: 60 tokens with ids and log-probabilities; capture is on. Runs are interleaved (direct, bare, gateway,
+direct, ...) and medians are printed, with the ratio to the bare proxy of the same run.
+
+Targets (issue 4): added latency p50 <= 2 ms sequentially; CPU per request <= 2 x bare; added time to first token <= 2 ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import statistics
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+TOKENS = 60
+REQUEST = {
+    "model": "m",
+    "temperature": 1.0,
+    "messages": [{"role": "system", "content": "You are a calculator. " * 10}, {"role": "user", "content": "6 x 7?"}],
+}
+
+
+def answer(*, chunk: int | None = None) -> dict[str, Any]:
+    """A whole answer, or one chunk of a streamed one."""
+    count = TOKENS if chunk is None else 1
+    tokens = [
+        {"token": "tok", "logprob": -0.123456789, "bytes": [116, 111, 107], "top_logprobs": []} for _ in range(count)
+    ]
+    choice: dict[str, Any] = {
+        "index": 0,
+        "finish_reason": "stop" if chunk in (None, TOKENS - 1) else None,
+        "logprobs": {"content": tokens},
+        "token_ids": [1234] * count,
+    }
+    choice["message" if chunk is None else "delta"] = {"role": "assistant", "content": "tok" * count}
+    head = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
+    if not chunk:
+        head["prompt_token_ids"] = [4321] * 80
+    return head | {"weight_version": 1}
+
+
+BODY = json.dumps(answer()).encode()
+EVENTS = [f"data: {json.dumps(answer(chunk=i))}\n\n".encode() for i in range(TOKENS)] + [b"data: [DONE]\n\n"]
+
+
+async def serve_upstream(pause_s: float) -> AsyncIterator[str]:
+    async def handle(request: web.BaseRequest) -> web.StreamResponse:
+        if b'"stream": true' not in await request.read():
+            return web.Response(body=BODY, content_type="application/json")
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for event in EVENTS:
+            await response.write(event)
+            if pause_s:
+                await asyncio.sleep(pause_s)
+        return response
+
+    async for port in _listen(handle):
+        yield f"http://127.0.0.1:{port}/v1"
+
+
+async def serve_bare(upstream: str) -> AsyncIterator[str]:
+    """The least that a streaming reverse proxy does."""
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+
+        async def handle(request: web.BaseRequest) -> web.StreamResponse:
+            headers = {"Content-Type": request.headers["Content-Type"]}
+            body = await request.read()
+            async with session.post(upstream + request.path.removeprefix("/v1"), data=body, headers=headers) as answer:
+                response = web.StreamResponse(headers={"Content-Type": answer.headers["Content-Type"]})
+                await response.prepare(request)
+                async for piece in answer.content.iter_any():
+                    await response.write(piece)
+                await response.write_eof()
+            return response
+
+        async for port in _listen(handle):
+            yield f"http://127.0.0.1:{port}/v1"
+
+
+async def serve_gateway(upstream: str) -> AsyncIterator[str]:
+    from agentlightning_plugins.gateway import LLMProxy
+    from agentlightning_plugins.memory_store import InMemoryLightningStore
+
+    store = InMemoryLightningStore()
+    proxy = LLMProxy(model_list=[{"model": "m", "endpoint": upstream, "api_key": "k"}], store=store)
+    await proxy.start()
+    rollout = await store.start_rollout(None)
+    yield proxy.as_resource(rollout.rollout_id, rollout.attempt.attempt_id).endpoint
+    await proxy.flush()
+    print(f"spans recorded: {(await store.statistics())['spans']:.0f}")
+    await proxy.stop()
+
+
+async def _listen(handle: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> AsyncIterator[int]:
+    runner = web.ServerRunner(web.Server(handle, access_log=None), shutdown_timeout=1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0, backlog=1024).start()
+    yield runner.addresses[0][1]
+    await runner.cleanup()
+
+
+def serve(pipe: Connection, role: Callable[..., AsyncIterator[str]], argument: Any) -> None:
+    """Runs a server and tells its CPU time and resident memory whenever it is asked."""
+
+    async def main() -> None:
+        async for endpoint in role(argument):
+            pipe.send(endpoint)
+            while await asyncio.to_thread(pipe.recv):
+                pages = int(Path("/proc/self/statm").read_text().split()[1])  # noqa: ASYNC240 # it is no disk
+                pipe.send((time.process_time(), pages * 4096 / 2**20))
+
+    asyncio.run(main())
+
+
+def load(pipe: Connection) -> None:
+    """Sends requests: gets (url, count, concurrency, stream), gives the seconds to the first byte of each."""
+
+    async def run(url: str, count: int, concurrency: int, stream: bool) -> list[float]:
+        body = json.dumps(REQUEST | ({"stream": True} if stream else {})).encode()
+        headers = {"Content-Type": "application/json"}
+        taken: list[float] = []
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+
+            async def work(share: int) -> None:
+                for _ in range(share):
+                    start = time.perf_counter()
+                    async with session.post(f"{url}/chat/completions", data=body, headers=headers) as response:
+                        assert response.status == 200, await response.text()
+                        await response.content.readany()
+                        taken.append(time.perf_counter() - start)
+                        await response.read()
+
+            await asyncio.gather(*(work(count // concurrency) for _ in range(concurrency)))
+        return taken
+
+    while job := pipe.recv():
+        pipe.send(asyncio.run(run(*job)))
+
+
+class Child:
+    """A process and the pipe to it."""
+
+    def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self._process = context.Process(target=target, args=(theirs, *arguments))
+        self._process.start()
+
+    def ask(self, question: Any) -> Any:
+        self.pipe.send(question)
+        return self.pipe.recv()
+
+    def stop(self) -> None:
+        self.pipe.send(None)
+        self._process.join()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--streams", type=int, default=0, help="also hold this many slow streams at once")
+    arguments = parser.parse_args()
+    upstream = Child(serve, serve_upstream, 0.0)
+    url = upstream.pipe.recv()
+    servers = {"bare": Child(serve, serve_bare, url), "gateway": Child(serve, serve_gateway, url)}
+    urls = {"direct": url} | {name: server.pipe.recv() for name, server in servers.items()}
+    client = Child(load)
+    names = ("latency ms", "cpu ms", "stream cpu ms", "first token ms")
+    seen: dict[str, dict[str, list[float]]] = {name: {target: [] for target in urls} for name in names}
+    for target in urls:  # nobody's first run counts
+        client.ask((urls[target], 100, 4, False))
+    for _ in range(arguments.runs):
+        for target, endpoint in urls.items():
+            taken = client.ask((endpoint, arguments.requests, 1, False))
+            seen["latency ms"][target].append(1000 * statistics.median(taken))
+            taken = client.ask((endpoint, arguments.requests // 5, 1, True))
+            seen["first token ms"][target].append(1000 * statistics.median(taken))
+            for name, stream, count in (("cpu ms", False, 2 * arguments.requests), ("stream cpu ms", True, 400)):
+                before = servers[target].ask(True)[0] if target in servers else 0.0
+                client.ask((endpoint, count, 16, stream))
+                after = servers[target].ask(True)[0] if target in servers else 0.0
+                seen[name][target].append(1000 * (after - before) / count)
+    print(
+        f"{'':16}{'direct':>10}{'bare':>10}{'gateway':>10}{'added':>10}{'ratio':>10}   (medians of {arguments.runs} runs)"
+    )
+    for name, by_target in seen.items():
+        direct, bare, gateway = (statistics.median(by_target[target]) for target in ("direct", "bare", "gateway"))
+        ratio = statistics.median(g / b for g, b in zip(by_target["gateway"], by_target["bare"], strict=True))
+        print(f"{name:16}{direct:10.3f}{bare:10.3f}{gateway:10.3f}{gateway - direct:10.3f}{ratio:10.2f}")
+    if arguments.streams:
+        hold_streams(arguments.streams, client)
+    for child in (client, *servers.values(), upstream):
+        child.stop()
+
+
+def hold_streams(count: int, client: Child) -> None:
+    """Prints the gateway's memory while many slow streams run, a second time with the same number of them."""
+    slow = Child(serve, serve_upstream, 0.1)
+    gateway = Child(serve, serve_gateway, slow.pipe.recv())
+    endpoint, memory = gateway.pipe.recv(), [gateway.ask(True)[1]]
+    for _ in range(3):
+        client.ask((endpoint, count, count, True))
+        memory.append(gateway.ask(True)[1])
+    print(f"{count} streams at once: memory " + " -> ".join(f"{value:.0f}" for value in memory) + " MiB")
+    gateway.stop()
+    slow.stop()
+
+
+if __name__ == "__main__":
+    main()

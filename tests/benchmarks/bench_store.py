@@ -1,0 +1,155 @@
+"""How fast a store is: ``python tests/benchmarks/bench_store.py [--url memory://] [--flat]``.
+
+One rollout is: enqueue, claim, 10 spans in one batch, finish, wait, read its spans. 16 runners do this at once. The
+baseline makes the same records and keeps them in a dict and a deque, in the same process and run: what no store could beat.
+``--flat`` measures claim, append and wait with few and with many stored rollouts instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import time
+from collections import deque
+
+from agentlightning.store.factory import create_store
+from agentlightning.store.protocol import LightningStore
+from agentlightning.types import (
+    Attempt,
+    EnqueueRolloutRequest,
+    Rollout,
+    Span,
+    new_attempt_id,
+    new_rollout_id,
+)
+
+RUNNERS = 16
+SPANS = 10
+
+
+def make_spans(rollout_id: str, attempt_id: str) -> list[Span]:
+    return [
+        Span.from_attributes(
+            name="openai.chat.completion",
+            attributes={"gen_ai.request.model": "tiny", "gen_ai.usage.output_tokens": 12, "index": index},
+            rollout_id=rollout_id,
+            attempt_id=attempt_id,
+        )
+        for index in range(SPANS)
+    ]
+
+
+async def run_one(store: LightningStore, task: int) -> None:
+    queued = await store.enqueue_rollout({"question": task}, mode="train", metadata={"group": task // 8})
+    claimed = await store.dequeue_rollout("runner", timeout=10)
+    assert claimed is not None
+    await store.add_many_spans(make_spans(claimed.rollout_id, claimed.attempt.attempt_id))
+    await store.update_attempt(claimed.rollout_id, claimed.attempt.attempt_id, status="succeeded")
+    (done,) = await store.wait_for_rollouts([queued.rollout_id], timeout=10)
+    assert done.status == "succeeded"
+    assert len(await store.query_spans(queued.rollout_id)) == SPANS
+
+
+async def measure_store(store: LightningStore, rollouts: int) -> float:
+    tasks = iter(range(rollouts))
+
+    async def runner() -> None:
+        for task in tasks:
+            await run_one(store, task)
+
+    start = time.perf_counter()
+    await asyncio.gather(*(runner() for _ in range(RUNNERS)))
+    return rollouts / (time.perf_counter() - start)
+
+
+async def measure_baseline(rollouts: int) -> float:
+    queue: deque[Rollout] = deque()
+    finished: dict[str, Rollout] = {}
+    spans: dict[str, list[Span]] = {}
+    tasks = iter(range(rollouts))
+
+    async def runner() -> None:
+        for task in tasks:
+            queue.append(
+                Rollout(
+                    rollout_id=new_rollout_id(),
+                    input={"question": task},
+                    mode="train",
+                    start_time=time.time(),
+                    metadata={"group": task // 8},
+                )
+            )
+            await asyncio.sleep(0)
+            rollout = queue.popleft()
+            attempt = Attempt(
+                rollout_id=rollout.rollout_id, attempt_id=new_attempt_id(), sequence_id=1, start_time=time.time()
+            )
+            spans[rollout.rollout_id] = make_spans(rollout.rollout_id, attempt.attempt_id)
+            finished[rollout.rollout_id] = rollout.model_copy(update={"status": "succeeded"})
+            assert len(spans[rollout.rollout_id]) == SPANS
+
+    start = time.perf_counter()
+    await asyncio.gather(*(runner() for _ in range(RUNNERS)))
+    return rollouts / (time.perf_counter() - start)
+
+
+async def measure_flatness(url: str, stored: int) -> dict[str, float]:
+    """Microseconds of each operation (median of 300) with so many finished rollouts in the store."""
+    store = create_store(url)
+    for start in range(0, stored, 1000):
+        await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=n) for n in range(start, start + 1000)])
+        for claimed in await store.dequeue_many_rollouts(limit=1000):
+            await store.update_attempt(claimed.rollout_id, claimed.attempt.attempt_id, status="succeeded")
+    took: dict[str, list[float]] = {"enqueue": [], "claim": [], "append": [], "finish": [], "wait": [], "page": []}
+    clock = time.perf_counter
+    for task in range(300):
+        times = [clock()]
+        queued = await store.enqueue_rollout(task)
+        times.append(clock())
+        claimed_one = await store.dequeue_rollout("runner")
+        times.append(clock())
+        assert claimed_one is not None
+        spans = make_spans(claimed_one.rollout_id, claimed_one.attempt.attempt_id)
+        times[-1], before_append = times[-1], clock()
+        await store.add_many_spans(spans)
+        took["append"].append(clock() - before_append)
+        before_finish = clock()
+        await store.update_attempt(claimed_one.rollout_id, claimed_one.attempt.attempt_id, status="succeeded")
+        before_wait = clock()
+        await store.wait_for_rollouts([queued.rollout_id], timeout=1)
+        before_page = clock()
+        await store.query_rollouts(status_in=["succeeded"], limit=10)
+        took["page"].append(clock() - before_page)
+        took["wait"].append(before_page - before_wait)
+        took["finish"].append(before_wait - before_finish)
+        took["enqueue"].append(times[1] - times[0])
+        took["claim"].append(times[2] - times[1])
+    await store.close()
+    return {name: statistics.median(values) * 1e6 for name, values in took.items()}
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", default="memory://")
+    parser.add_argument("--rollouts", type=int, default=6000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--flat", action="store_true")
+    parser.add_argument("--stored", type=int, nargs=2, default=[1000, 1_000_000])
+    arguments = parser.parse_args()
+    if arguments.flat:
+        few, many = [await measure_flatness(arguments.url, stored) for stored in arguments.stored]
+        print(f"{'microseconds':14}{arguments.stored[0]:>12}{arguments.stored[1]:>12}{'ratio':>8}")
+        for name in few:
+            print(f"{name:14}{few[name]:12.1f}{many[name]:12.1f}{many[name] / few[name]:8.2f}")
+        return
+    for _ in range(arguments.rounds):
+        baseline = await measure_baseline(arguments.rollouts)
+        store = create_store(arguments.url)
+        speed = await measure_store(store, arguments.rollouts)
+        await store.close()
+        print(f"{arguments.url}: {speed:,.0f} rollouts/s; baseline {baseline:,.0f}/s; {speed / baseline:.1%} of it")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

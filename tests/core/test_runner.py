@@ -1,0 +1,280 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import pytest
+
+import agentlightning as agl
+from agentlightning.reward import find_final_reward
+from agentlightning.types import AttemptedRollout
+
+
+@pytest.fixture
+async def store() -> AsyncIterator[agl.LightningStore]:
+    store = agl.InMemoryLightningStore()
+    yield store
+    await store.close()
+
+
+async def run_all(
+    store: agl.LightningStore,
+    agent: Any,
+    inputs: Sequence[Any],
+    *,
+    config: agl.RolloutConfig | None = None,
+    hooks: Sequence[agl.Hook] = (),
+    **settings: Any,
+) -> list[AttemptedRollout]:
+    """Enqueues one rollout for each input, runs them with one runner, and returns them as they ended."""
+    for value in inputs:
+        await store.enqueue_rollout(value, mode="train", config=config)
+    runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer(), max_rollouts=len(inputs), **settings)
+    with runner.run_context(agent=agl.wrap(agent), store=store, hooks=hooks, worker_id="worker"):
+        await runner.iter()
+    ended = (await store.query_rollouts()).items
+    return [rollout for rollout in ended if isinstance(rollout, AttemptedRollout)]
+
+
+async def reward_of(store: agl.LightningStore, rollout: agl.Rollout) -> float | None:
+    return find_final_reward((await store.query_spans(rollout.rollout_id, "latest")).items)
+
+
+async def test_a_number_that_an_agent_returns_is_its_final_reward(store: agl.LightningStore) -> None:
+    rollouts = await run_all(store, lambda task: task / 10, [1, 2, 3])
+    assert [rollout.status for rollout in rollouts] == ["succeeded"] * 3
+    assert [await reward_of(store, rollout) for rollout in rollouts] == [0.1, 0.2, 0.3]
+    assert {rollout.attempt.worker_id for rollout in rollouts} == {"worker"}
+
+
+async def test_what_an_agent_raises_is_kept_on_the_attempt_and_the_runner_goes_on(store: agl.LightningStore) -> None:
+    def agent(task: int) -> float:
+        if task == 1:
+            raise KeyError("no such tool")
+        return 1.0
+
+    rollouts = await run_all(store, agent, [0, 1, 2])
+    assert [rollout.status for rollout in rollouts] == ["succeeded", "failed", "succeeded"]
+    error = rollouts[1].attempt.error
+    assert error is not None
+    assert (error.type, error.message) == ("KeyError", "'no such tool'")
+    assert 'raise KeyError("no such tool")' in error.traceback
+
+
+@pytest.mark.parametrize("nonsense", ["text", float("nan"), {"reward": 1}])
+async def test_a_nonsense_result_fails_its_rollout_with_an_explanation(
+    store: agl.LightningStore, nonsense: Any
+) -> None:
+    (rollout,) = await run_all(store, lambda task: nonsense, [0])
+    assert rollout.status == "failed"
+    assert rollout.attempt.error is not None
+    assert "return" in rollout.attempt.error.message or "finite" in rollout.attempt.error.message
+
+
+async def test_an_async_agent_that_hangs_is_cancelled_at_its_timeout(store: agl.LightningStore) -> None:
+    cancelled = asyncio.Event()
+
+    async def agent(task: int) -> float:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            cancelled.set()
+        return 1.0
+
+    (rollout,) = await run_all(store, agent, [0], config=agl.RolloutConfig(timeout_seconds=0.2))
+    assert (rollout.status, rollout.attempt.status) == ("failed", "timeout")
+    assert cancelled.is_set()
+
+
+async def test_a_sync_agent_that_hangs_is_stopped_in_its_thread(store: agl.LightningStore) -> None:
+    stopped = threading.Event()
+
+    def agent(task: int) -> float:
+        try:
+            while True:
+                time.sleep(0.01)
+        finally:
+            stopped.set()
+
+    (rollout,) = await run_all(store, agent, [0], config=agl.RolloutConfig(timeout_seconds=0.2))
+    assert (rollout.status, rollout.attempt.status) == ("failed", "timeout")
+    assert await asyncio.to_thread(stopped.wait, 2.0)
+
+
+async def test_a_timed_out_attempt_is_tried_again_where_its_config_says_so(store: agl.LightningStore) -> None:
+    tries = 0
+
+    async def agent(task: int) -> float:
+        nonlocal tries
+        tries += 1
+        await asyncio.sleep(60 if tries == 1 else 0)
+        return 1.0
+
+    config = agl.RolloutConfig(timeout_seconds=0.2, max_attempts=2, retry_condition=["timeout"])
+    await store.enqueue_rollout("task", config=config)
+    runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer(), max_rollouts=2)
+    with runner.run_context(agent=agl.wrap(agent), store=store):
+        await runner.iter()
+    (rollout,) = (await store.query_rollouts()).items
+    assert rollout.status == "succeeded"
+    attempts = (await store.query_attempts(rollout.rollout_id)).items
+    assert [attempt.status for attempt in attempts] == ["timeout", "succeeded"]
+
+
+async def test_cancelling_a_rollout_stops_its_agent(store: agl.LightningStore) -> None:
+    started, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def agent(task: int) -> float:
+        started.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            cancelled.set()
+        return 1.0
+
+    rollout = await store.enqueue_rollout("task")
+    runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer(), max_rollouts=1)
+    with runner.run_context(agent=agl.wrap(agent), store=store):
+        running = asyncio.create_task(runner.iter())
+        await asyncio.wait_for(started.wait(), 5)
+        await store.cancel_rollout(rollout.rollout_id)
+        await asyncio.wait_for(cancelled.wait(), 5)
+        await asyncio.wait_for(running, 5)
+    ended = await store.get_rollout_by_id(rollout.rollout_id)
+    assert ended is not None
+    assert ended.status == "cancelled"
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+async def test_sixty_four_rollouts_run_at_once_and_never_mix(store: agl.LightningStore, is_async: bool) -> None:
+    together = threading.Barrier(64)
+    arrived = 0
+    everybody = asyncio.Event()
+
+    def sync_agent(task: int) -> float:
+        together.wait(timeout=20)
+        agl.emit_message(f"message {task}")
+        return float(task)
+
+    async def async_agent(task: int) -> float:
+        nonlocal arrived
+        arrived += 1
+        if arrived == 64:
+            everybody.set()
+        await asyncio.wait_for(everybody.wait(), 20)
+        agl.emit_message(f"message {task}")
+        return float(task)
+
+    rollouts = await run_all(store, async_agent if is_async else sync_agent, range(64), max_concurrency=64)
+    for rollout in rollouts:
+        spans = (await store.query_spans(rollout.rollout_id, "latest")).items
+        bodies = [span.attributes[agl.semconv.MESSAGE_BODY] for span in spans if agl.semconv.MESSAGE_BODY in span.attributes]
+        assert bodies == [f"message {rollout.input}"]
+        assert find_final_reward(spans) == float(rollout.input)
+
+
+async def test_an_agent_gets_a_private_copy_of_its_task(store: agl.LightningStore) -> None:
+    def agent(task: dict[str, Any]) -> float:
+        task["seen"].append(task.pop("answer"))
+        return 1.0
+
+    (rollout,) = await run_all(store, agent, [{"answer": 3, "seen": []}])
+    assert rollout.status == "succeeded"
+    assert rollout.input == {"answer": 3, "seen": []}
+
+
+async def test_training_and_validation_use_their_own_methods(store: agl.LightningStore) -> None:
+    class Agent(agl.LitAgent[str]):
+        def training_rollout(self, task: str, resources: agl.NamedResources, rollout: agl.Rollout) -> float:
+            return 1.0
+
+        def validation_rollout(self, task: str, resources: agl.NamedResources, rollout: agl.Rollout) -> float:
+            return 2.0
+
+    runner: agl.LitAgentRunner[str] = agl.LitAgentRunner(agl.DummyTracer())
+    with runner.run_context(agent=Agent(), store=store):
+        train = await runner.step("task", mode="train")
+        val = await runner.step("task", mode="val")
+    assert (await reward_of(store, train), await reward_of(store, val)) == (1.0, 2.0)
+
+
+async def test_step_runs_one_task_with_the_resources_given(store: agl.LightningStore) -> None:
+    def agent(task: str, greeting: agl.PromptTemplate) -> float:
+        return float(greeting.format(name=task) == "Hello Ann")
+
+    runner: agl.LitAgentRunner[str] = agl.LitAgentRunner(agl.DummyTracer())
+    with runner.run_context(agent=agl.wrap(agent), store=store):
+        rollout = await runner.step("Ann", resources={"greeting": "Hello {name}"})
+    assert rollout.status == "succeeded"
+    assert await reward_of(store, rollout) == 1.0
+
+
+async def test_a_runner_stops_soon_after_its_event_is_set_and_drains(store: agl.LightningStore) -> None:
+    stop = threading.Event()
+
+    async def agent(task: int) -> float:
+        stop.set()
+        await asyncio.sleep(0.3)
+        return 1.0
+
+    await store.enqueue_rollout("task")
+    runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer(), poll_interval=60)
+    with runner.run_context(agent=agl.wrap(agent), store=store):
+        await asyncio.wait_for(runner.iter(stop), 5)
+    (rollout,) = (await store.query_rollouts()).items
+    assert rollout.status == "succeeded"
+
+
+async def test_hooks_are_called_in_order_with_live_objects_and_may_fail(
+    store: agl.LightningStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[str] = []
+
+    class Recorder(agl.Hook):
+        async def on_rollout_start(self, **given: Any) -> None:
+            calls.append(f"start {sorted(given)}")
+
+        async def on_trace_start(self, **given: Any) -> None:
+            calls.append(f"trace start {sorted(given)}")
+            agl.emit_message("from the hook")
+            raise ValueError("a hook's own mistake")
+
+        async def on_trace_end(self, **given: Any) -> None:
+            calls.append(f"trace end {sorted(given)}")
+
+        async def on_rollout_end(self, *, spans: Sequence[agl.Span], **given: Any) -> None:
+            calls.append(f"end {sorted(given)} {any(span.attributes.get(agl.semconv.MESSAGE_BODY) for span in spans)}")
+
+    (rollout,) = await run_all(store, lambda task: 1.0, [0], hooks=[Recorder()])
+    assert rollout.status == "succeeded"
+    assert calls == [
+        "start ['agent', 'rollout', 'runner']",
+        "trace start ['agent', 'rollout', 'runner', 'tracer']",
+        "trace end ['agent', 'rollout', 'runner', 'tracer']",
+        "end ['agent', 'rollout', 'runner'] True",
+    ]
+    assert "hook Recorder.on_trace_start failed" in caplog.text
+
+
+async def test_a_heartbeat_says_what_the_worker_does(store: agl.LightningStore) -> None:
+    stats: list[Any] = []
+
+    async def agent(task: int) -> float:
+        await asyncio.sleep(0.2)
+        worker = await store.get_worker_by_id("worker")
+        stats.append(worker.heartbeat_stats if worker is not None else None)
+        return 1.0
+
+    await run_all(store, agent, [0], heartbeat_interval=0.05)
+    assert stats == [{"running": 1, "abandoned_threads": 0}]
+
+
+def test_a_runner_without_an_agent_says_how_to_give_it_one() -> None:
+    runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer())
+    with pytest.raises(agl.ConfigError, match="run_context"):
+        asyncio.run(runner.iter())
+    with pytest.raises(agl.ConfigError, match="max_concurrency = 0"):
+        agl.LitAgentRunner(agl.DummyTracer(), max_concurrency=0)

@@ -1,0 +1,273 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+
+from agentlightning.errors import ConfigError, StoreError
+from agentlightning.store.protocol import StoreCapabilities
+from agentlightning.store.span_writer import SpanWriter
+from agentlightning.types import AttemptedRollout, Span
+from agentlightning_plugins.memory_store import InMemoryLightningStore
+
+
+class FaultyStore(InMemoryLightningStore):
+    """The memory store, with scripted trouble in front of ``add_many_spans``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failures: list[Exception] = []
+        self.stall_s = 0.0
+        self.batches: list[int] = []
+        self.threads: set[str] = set()
+
+    async def add_many_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
+        self.batches.append(len(spans))
+        self.threads.add(threading.current_thread().name)
+        if self.stall_s:
+            await asyncio.sleep(self.stall_s)
+            self.stall_s = 0.0
+        if self.failures:
+            raise self.failures.pop(0)
+        if any("poison" in span.attributes for span in spans):
+            raise ConfigError("what is sent to the store has to be JSON")
+        return await super().add_many_spans(spans)
+
+
+@pytest.fixture
+async def store() -> AsyncIterator[FaultyStore]:
+    store = FaultyStore()
+    yield store
+    await store.close()
+
+
+def span_of(rollout: AttemptedRollout, name: str = "step", **attributes: object) -> Span:
+    return Span.from_attributes(
+        attributes=attributes, rollout_id=rollout.rollout_id, attempt_id=rollout.attempt.attempt_id, name=name
+    )
+
+
+def ids_of(rollout: AttemptedRollout) -> tuple[str, str]:
+    return rollout.rollout_id, rollout.attempt.attempt_id
+
+
+async def names_in(store: FaultyStore, rollout: AttemptedRollout) -> list[str]:
+    return [span.name for span in await store.query_spans(rollout.rollout_id)]
+
+
+async def test_spans_reach_the_store_in_the_order_in_which_they_were_put(store: FaultyStore) -> None:
+    rollout = await store.start_rollout(0)
+    writer = SpanWriter(store, max_batch=7)
+    for i in range(100):
+        writer.put(span_of(rollout, str(i)))
+    assert await writer.flush(timeout_s=5)
+    assert await names_in(store, rollout) == [str(i) for i in range(100)]
+    writer.close()
+
+
+async def test_spans_that_come_together_share_a_write(store: FaultyStore) -> None:
+    rollout = await store.start_rollout(0)
+    writer = SpanWriter(store, max_delay_s=0.2)
+    for _ in range(300):
+        writer.put(span_of(rollout))
+    await writer.flush()
+    assert len(store.batches) <= 2
+    writer.close()
+
+
+async def test_a_flush_does_not_wait_for_more_spans_to_come(store: FaultyStore) -> None:
+    rollout = await store.start_rollout(0)
+    writer = SpanWriter(store, max_delay_s=30)
+    writer.put(span_of(rollout))
+    began = time.monotonic()
+    assert await writer.flush(*ids_of(rollout))
+    assert time.monotonic() - began < 5
+    writer.close()
+
+
+async def test_a_span_that_nobody_flushes_arrives_all_the_same(store: FaultyStore) -> None:
+    rollout = await store.start_rollout(0)
+    writer = SpanWriter(store)
+    writer.put(span_of(rollout))
+    async with asyncio.timeout(5):
+        while not await names_in(store, rollout):
+            await asyncio.sleep(0.01)
+    writer.close()
+
+
+async def test_the_flush_of_one_attempt_does_not_wait_for_spans_put_after_it(store: FaultyStore) -> None:
+    first, second = await store.start_rollout(0), await store.start_rollout(1)
+    writer = SpanWriter(store, max_batch=1)
+    writer.put(span_of(first))
+    flushed = asyncio.create_task(writer.flush(*ids_of(first)))
+    await asyncio.wait_for(flushed, 5)
+    store.stall_s = 1.0
+    writer.put(span_of(second))
+    assert await asyncio.wait_for(writer.flush(*ids_of(first)), 0.5)
+    writer.close()
+
+
+async def test_putting_never_waits_for_a_store_that_stalls_and_nothing_is_lost(store: FaultyStore) -> None:
+    rollout = await store.start_rollout(0)
+    store.stall_s = 1.0
+    writer = SpanWriter(store)
+    slowest = 0.0
+    for i in range(1000):
+        began = time.perf_counter()
+        assert writer.put(span_of(rollout, str(i)))
+        slowest = max(slowest, time.perf_counter() - began)
+    assert slowest < 0.5
+    assert not await writer.flush(*ids_of(rollout), timeout_s=0.05)
+    assert writer.undelivered(*ids_of(rollout)) > 0
+    assert await writer.flush(*ids_of(rollout), timeout_s=10)
+    assert writer.undelivered(*ids_of(rollout)) == 0
+    assert len(await store.query_spans(rollout.rollout_id)) == 1000
+    writer.close()
+
+
+async def test_what_does_not_fit_is_dropped_and_counted_for_its_own_attempt(store: FaultyStore) -> None:
+    big, small = await store.start_rollout(0), await store.start_rollout(1)
+    store.stall_s = 0.3
+    writer = SpanWriter(store, max_bytes=10_000)
+    assert writer.put(span_of(small))
+    taken = [writer.put(span_of(big, text="x" * 1000)) for _ in range(20)]
+    assert taken.count(False) == writer.dropped(*ids_of(big)) > 0
+    assert writer.dropped(*ids_of(small)) == 0
+    assert await writer.flush(timeout_s=5)
+    assert len(await names_in(store, big)) == taken.count(True)
+    assert writer.put(span_of(big, text="x" * 1000)), "there is room again"
+    writer.close()
+
+
+async def test_token_lists_count_towards_the_bound(store: FaultyStore) -> None:
+    rollout = await store.start_rollout(0)
+    writer = SpanWriter(store, max_bytes=10_000)
+    assert not writer.put(span_of(rollout, prompt_token_ids=list(range(5000))))
+    assert not writer.put(span_of(rollout, nested={"a": ["y" * 20_000]}))
+    writer.close()
+
+
+async def test_a_failing_store_is_tried_again_without_losing_order(store: FaultyStore) -> None:
+    rollout = await store.start_rollout(0)
+    store.failures = [StoreError("busy"), ConnectionResetError("gone"), TimeoutError()]
+    writer = SpanWriter(store, max_batch=4)
+    for i in range(12):
+        writer.put(span_of(rollout, str(i)))
+    assert await writer.flush(timeout_s=10)
+    assert await names_in(store, rollout) == [str(i) for i in range(12)]
+    assert writer.dropped(*ids_of(rollout)) == 0
+    writer.close()
+
+
+async def test_an_unknown_attempt_does_not_poison_the_batch_of_others(store: FaultyStore) -> None:
+    rollout = await store.start_rollout(0)
+    writer = SpanWriter(store, max_delay_s=0.1)
+    unknown = Span.from_attributes(attributes={}, rollout_id="ro-none", attempt_id="at-none")
+    for span in (span_of(rollout, "a"), unknown, unknown, span_of(rollout, "b")):
+        writer.put(span)
+    assert await writer.flush(timeout_s=5)
+    assert await names_in(store, rollout) == ["a", "b"]
+    assert writer.dropped("ro-none", "at-none") == 2
+    assert writer.dropped(*ids_of(rollout)) == 0
+    writer.close()
+
+
+async def test_a_span_that_the_store_cannot_take_costs_its_attempt_no_other(store: FaultyStore) -> None:
+    rollout = await store.start_rollout(0)
+    writer = SpanWriter(store, max_delay_s=0.1)
+    for span in (span_of(rollout, "a"), span_of(rollout, "bad", poison=True), span_of(rollout, "b")):
+        writer.put(span)
+    assert await writer.flush(timeout_s=5)
+    assert await names_in(store, rollout) == ["a", "b"]
+    assert writer.dropped(*ids_of(rollout)) == 1
+    writer.close()
+
+
+async def test_a_store_that_fails_for_too_long_costs_spans_but_never_the_writer(store: FaultyStore) -> None:
+    rollout = await store.start_rollout(0)
+    store.failures = [StoreError("down")] * 3
+    writer = SpanWriter(store, give_up_s=0.0)
+    writer.put(span_of(rollout, "lost"))
+    await writer.flush(timeout_s=5)
+    assert writer.dropped(*ids_of(rollout)) == 1
+    store.failures = []
+    writer.put(span_of(rollout, "kept"))
+    await writer.flush(timeout_s=5)
+    assert await names_in(store, rollout) == ["kept"]
+    writer.close()
+
+
+async def test_closing_writes_what_is_left_and_drops_what_comes_later(store: FaultyStore) -> None:
+    rollout = await store.start_rollout(0)
+    writer = SpanWriter(store, max_delay_s=30)
+    writer.put(span_of(rollout))
+    await asyncio.to_thread(writer.close)
+    assert await names_in(store, rollout) == ["step"]
+    assert not writer.put(span_of(rollout))
+    assert writer.dropped(*ids_of(rollout)) == 1
+
+
+async def test_closing_does_not_wait_for_a_store_that_hangs(store: FaultyStore) -> None:
+    rollout = await store.start_rollout(0)
+    store.stall_s = 2.0
+    writer = SpanWriter(store)
+    writer.put(span_of(rollout))
+    began = time.monotonic()
+    writer.close(timeout_s=0.1)
+    assert time.monotonic() - began < 1.5
+
+
+async def test_many_threads_may_put_at_once(store: FaultyStore) -> None:
+    rollouts = [await store.start_rollout(i) for i in range(16)]
+    writer = SpanWriter(store, max_batch=50)
+
+    def put_all(rollout: AttemptedRollout) -> None:
+        for i in range(100):
+            writer.put(span_of(rollout, str(i)))
+
+    threads = [threading.Thread(target=put_all, args=(rollout,)) for rollout in rollouts]
+    for thread in threads:
+        thread.start()
+    await asyncio.to_thread(lambda: [thread.join() for thread in threads])
+    assert await writer.flush(timeout_s=10)
+    for rollout in rollouts:
+        assert await names_in(store, rollout) == [str(i) for i in range(100)]
+    writer.close()
+
+
+async def test_users_of_one_store_share_a_writer_until_the_last_one_releases_it(store: FaultyStore) -> None:
+    rollout = await store.start_rollout(0)
+    first, second = SpanWriter.shared(store), SpanWriter.shared(store)
+    assert first is second
+    first.release()
+    assert second.put(span_of(rollout))
+    await asyncio.to_thread(second.release)
+    assert not second.put(span_of(rollout))
+    third = SpanWriter.shared(store)
+    assert third is not first
+    third.release()
+
+
+class BoundStore(FaultyStore):
+    """A store that must not leave the event loop it lives in."""
+
+    @property
+    def capabilities(self) -> StoreCapabilities:
+        return {**super().capabilities, "thread_safe": False}
+
+
+async def test_a_store_that_is_not_thread_safe_is_called_on_its_own_loop() -> None:
+    store = BoundStore()
+    rollout = await store.start_rollout(0)
+    writer = SpanWriter(store)
+    writer.bind_loop()
+    writer.put(span_of(rollout))
+    assert await writer.flush(timeout_s=5)
+    assert store.threads == {threading.current_thread().name}
+    began = time.monotonic()
+    writer.close()
+    assert time.monotonic() - began < 1
+    await store.close()

@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agentlightning as agl
+from agentlightning.event import RunFinished, StepFinished
+from agentlightning.types import AttemptedRollout
+
+TASKS = [{"number": number} for number in range(6)]
+
+
+def halving_agent(task: dict[str, int]) -> float:
+    """An agent that runner processes can import."""
+    return task["number"] / 2
+
+
+def pid_agent(task: dict[str, int]) -> float:
+    time.sleep(0.05)
+    return float(os.getpid())
+
+
+def crashing_agent(task: dict[str, Any]) -> float:
+    """Kills its whole runner process on the first try of the first task."""
+    marker = Path(task["marker"])
+    if task["number"] == 0 and not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 1.0
+
+
+def trainer(**settings: Any) -> agl.Trainer:
+    return agl.Trainer(**{"algorithm": {"name": "baseline"}, "tracer": "dummy", "trackers": [], **settings})
+
+
+def results(store: agl.LightningStore) -> list[AttemptedRollout]:
+    items = asyncio.run(store.query_rollouts()).items
+    return [rollout for rollout in items if isinstance(rollout, AttemptedRollout)]
+
+
+def rewards(store: agl.LightningStore) -> list[float | None]:
+    async def read() -> list[float | None]:
+        ids = [rollout.rollout_id for rollout in (await store.query_rollouts()).items]
+        return [agl.find_final_reward((await store.query_spans(id_, "latest")).items) for id_ in ids]
+
+    return asyncio.run(read())
+
+
+@pytest.mark.parametrize("strategy", ["shm", "cs", {"name": "shm", "main_thread": "runner"}])
+def test_a_trainer_runs_an_agent_over_its_data(strategy: Any) -> None:
+    store = agl.create_store("memory://")
+    run = trainer(store=store, strategy=strategy).fit(halving_agent, TASKS[:4], TASKS[4:])
+    assert run.status == "succeeded"
+    assert rewards(store) == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
+    assert [rollout.mode for rollout in results(store)] == ["train"] * 4 + ["val"] * 2
+
+
+def test_runners_are_processes_of_their_own() -> None:
+    store = agl.create_store("memory://")
+    trainer(store=store, n_runners=2, max_concurrency=1).fit(pid_agent, TASKS)
+    pids = set(rewards(store))
+    assert float(os.getpid()) not in pids
+    assert len(pids) == 2
+
+
+def test_a_local_function_and_a_lambda_reach_runner_processes() -> None:
+    store = agl.create_store("memory://")
+    scale = 3.0
+    trainer(store=store).fit(lambda task: task["number"] * scale, TASKS[:2], [])
+    assert rewards(store) == [0.0, 3.0]
+
+
+def test_a_runner_process_that_dies_is_replaced_and_its_rollout_is_recorded(tmp_path: Path) -> None:
+    store = agl.InMemoryLightningStore(lease_s=1.0)
+    tasks = [{"number": number, "marker": str(tmp_path / "crashed")} for number in range(3)]
+    run = trainer(store=store, max_concurrency=1).fit(crashing_agent, tasks)
+    assert run.status == "succeeded"
+    assert [rollout.status for rollout in results(store)].count("succeeded") >= 2
+    assert {rollout.status for rollout in results(store)} <= {"succeeded", "failed"}
+
+
+def test_what_the_algorithm_raises_ends_the_run_with_its_traceback() -> None:
+    @agl.algo
+    async def algorithm(store: agl.LightningStore) -> None:
+        raise ZeroDivisionError("in the algorithm")
+
+    for strategy in ("shm", "cs"):
+        store = agl.create_store("memory://")
+        with pytest.raises(ZeroDivisionError, match="in the algorithm"):
+            trainer(algorithm=algorithm, store=store, strategy=strategy).fit(halving_agent, TASKS)
+        (run,) = asyncio.run(store.query_runs()).items
+        assert run.status == "failed"
+
+
+def test_a_sync_and_an_async_algorithm_function_get_what_they_declare() -> None:
+    seen: dict[str, Any] = {}
+
+    @agl.algo
+    def algorithm(train_dataset: Any, initial_resources: Any, run: agl.Run) -> None:
+        seen.update(train=train_dataset, resources=initial_resources, run=run.run_id, thread=threading.current_thread())
+
+    trainer(algorithm=algorithm, strategy="shm", initial_resources={"prompt": "hi"}).fit(halving_agent, TASKS)
+    assert seen["train"] is TASKS
+    assert seen["resources"] == {"prompt": agl.PromptTemplate("hi")}
+    assert seen["run"] == "default"
+    assert seen["thread"] is not threading.main_thread()
+
+
+def test_an_algorithm_function_with_an_unknown_parameter_is_refused_at_once() -> None:
+    with pytest.raises(agl.ConfigError, match=r"'stroe'.*Did you mean 'store'"):
+
+        @agl.algo
+        def algorithm(stroe: Any) -> None: ...
+
+
+def test_an_algorithm_learns_through_the_store_alone() -> None:
+    @agl.algo
+    async def best_prompt(store: agl.LightningStore, train_dataset: Any) -> None:
+        scores = {}
+        for prompt in ("{number}0", "{number}", "{number}00"):
+            snapshot = await store.add_resources({"prompt": prompt})
+            rollout = await store.enqueue_rollout(train_dataset[1], resources_id=snapshot.resources_id)
+            await store.wait_for_rollouts([rollout.rollout_id])
+            spans = await store.query_spans(rollout.rollout_id, "latest")
+            scores[prompt] = agl.find_final_reward(spans.items) or 0.0
+        await store.add_resources({"prompt": max(scores, key=lambda prompt: scores[prompt])})
+
+    def agent(task: dict[str, int], prompt: agl.PromptTemplate) -> float:
+        return float(prompt.format(**task))
+
+    store = agl.create_store("memory://")
+    trainer(algorithm=best_prompt, store=store, strategy="shm").fit(agent, TASKS)
+    latest = asyncio.run(store.get_latest_resources())
+    assert latest is not None
+    assert latest.resources["prompt"] == agl.PromptTemplate("{number}00")
+
+
+def test_trackers_follow_the_run_and_a_failing_one_does_not_stop_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Keeps:
+        def __init__(self) -> None:
+            self.events: list[Any] = []
+            self.closed = False
+
+        def start(self, run: agl.Run, directory: Path | None) -> None:
+            self.events.append(directory)
+
+        def on_event(self, event: Any) -> None:
+            self.events.append(event)
+
+        def close(self) -> None:
+            self.closed = True
+
+    class Fails(Keeps):
+        def on_event(self, event: Any) -> None:
+            raise OSError("disk full")
+
+    keeps = Keeps()
+    run = trainer(strategy="shm", run_dir=tmp_path / "run", trackers=[Fails(), keeps, "jsonl"]).fit(halving_agent, TASKS)
+    assert run.status == "succeeded"
+    assert keeps.events[0] == tmp_path / "run"
+    steps = [event for event in keeps.events if isinstance(event, StepFinished)]
+    assert [step.values["reward"] for step in steps] == [1.25]
+    assert isinstance(keeps.events[-1], RunFinished)
+    assert keeps.closed
+    assert "tracker Fails failed" in caplog.text
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line.get("reward") for line in lines] == [1.25, None]
+    assert lines[-1]["status"] == "succeeded"
+
+
+def test_dev_defaults_to_baseline_and_refuses_slow_algorithms() -> None:
+    store = agl.create_store("memory://")
+    agl.Trainer(store=store, strategy="shm", tracer="dummy", trackers=[]).dev(halving_agent, TASKS)
+    assert len(results(store)) == len(TASKS)
+
+    @agl.algo
+    def slow() -> None: ...
+
+    with pytest.raises(agl.ConfigError, match="needs a FastAlgorithm, but the trainer has FunctionalAlgorithm"):
+        trainer(algorithm=slow).dev(halving_agent, TASKS)
+
+
+def test_a_reward_function_scores_what_an_agent_returns() -> None:
+    store = agl.create_store("memory://")
+    reward = lambda task, output, rollout: float(output == str(task["number"]))  # noqa: E731 # what users write inline
+    trainer(store=store, strategy="shm").fit(lambda task: str(task["number"] % 2), TASKS[:4], [], reward=reward)
+    assert rewards(store) == [1.0, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"algorithm": "baselin"}, r"no algorithm named 'baselin'\. Did you mean 'baseline'"),
+        ({"algorithm": {"name": "baseline", "epochs": 2}}, r"no setting 'epochs'\. Did you mean 'n_epochs'"),
+        ({"store": "memry://"}, "memry"),
+        ({"strategy": "csx"}, "no strategy named 'csx'"),
+        ({"strategy": {"name": "cs", "role": "boss"}}, "role = 'boss'"),
+        ({"n_runners": 0}, "n_runners = 0"),
+        ({"resume": True}, "needs run_dir"),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(settings: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(agl.LightningError, match=complaint):
+        trainer(**settings)
+
+
+def test_ctrl_c_cancels_the_algorithm_and_ends_the_run_as_interrupted(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import asyncio, agentlightning as agl\n"
+        "@agl.algo\n"
+        "async def forever(store):\n"
+        "    print('running', flush=True)\n"
+        "    try:\n"
+        "        await asyncio.sleep(60)\n"
+        "    except asyncio.CancelledError:\n"
+        "        print('saved', flush=True)\n"
+        "        raise\n"
+        "store = agl.create_store('memory://')\n"
+        "try:\n"
+        "    agl.Trainer(algorithm=forever, store=store, trackers=[], tracer='dummy').fit(lambda task: 1.0, [1])\n"
+        "except KeyboardInterrupt:\n"
+        "    print(asyncio.run(store.query_runs()).items[0].status, flush=True)\n"
+    )
+    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "running\n"
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert output == "saved\ninterrupted\n"
+    assert process.returncode == 0

@@ -1,0 +1,206 @@
+"""Deadlines and leases are enforced whether or not anybody calls the store."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TypeVar
+
+import pytest
+
+from agentlightning.event import Event
+from agentlightning.store.backend import Page, Query
+from agentlightning.store.engine import BackendStore
+from agentlightning.types import Attempt, AttemptedRollout, Record, RolloutConfig, Span
+from agentlightning_plugins.memory_store import InMemoryLightningStore, MemoryBackend
+
+R = TypeVar("R", bound=Record)
+
+
+@pytest.fixture
+async def store() -> AsyncIterator[BackendStore]:
+    """A store whose workers have to be heard every 0.4 s."""
+    store = BackendStore(MemoryBackend(), lease_s=0.4, watchdog_interval_s=0.05)
+    yield store
+    await store.close()
+
+
+async def claim(store: BackendStore, worker_id: str | None, config: RolloutConfig | None = None) -> AttemptedRollout:
+    await store.enqueue_rollout("a", config=config)
+    claimed = await store.dequeue_rollout(worker_id)
+    assert claimed is not None
+    return claimed
+
+
+async def latest(store: BackendStore, claimed: AttemptedRollout) -> AttemptedRollout:
+    rollout = await store.get_rollout_by_id(claimed.rollout_id)
+    assert isinstance(rollout, AttemptedRollout)
+    return rollout
+
+
+def watchdogs() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "agl-watchdog"]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(400):
+        if condition():
+            return
+        await asyncio.sleep(0.025)
+    raise AssertionError("it did not happen within 10 s")
+
+
+async def test_a_rollout_whose_claimer_died_before_it_began_goes_to_another_worker(store: BackendStore) -> None:
+    lost = await claim(store, "dead")
+    again = await store.dequeue_rollout("alive", timeout=10)
+    assert again is not None
+    assert (again.rollout_id, again.attempt.sequence_id) == (lost.rollout_id, 2)
+    first, _ = await store.query_attempts(lost.rollout_id)
+    assert first.status == "unresponsive"
+    assert first.error is not None
+    assert "'dead'" in first.error.message
+    assert first.last_heartbeat_time == first.start_time  # the verdict is no sign of life
+    worker = await store.get_worker_by_id("dead")
+    assert worker is not None
+    assert (worker.status, worker.current_attempt_id) == ("unknown", None)
+
+
+@pytest.mark.parametrize(("retry", "status"), [([], "failed"), (["unresponsive"], "requeuing")])
+async def test_the_config_decides_about_an_attempt_that_had_begun(
+    store: BackendStore, retry: list[str], status: str
+) -> None:
+    config = RolloutConfig.model_validate({"max_attempts": 2, "retry_condition": retry})
+    lost = await claim(store, "dead", config)
+    await store.update_attempt(lost.rollout_id, "latest", status="running")
+    await asyncio.sleep(0.7)
+    rollout = await latest(store, lost)
+    assert (rollout.status, rollout.attempt.status) == (status, "unresponsive")
+
+
+async def test_heartbeats_of_the_worker_renew_the_leases_of_all_its_attempts(store: BackendStore) -> None:
+    claims = [await claim(store, "worker-1") for _ in range(3)]
+    for _ in range(10):
+        await asyncio.sleep(0.1)
+        await store.update_worker("worker-1")
+    assert [(await latest(store, item)).attempt.status for item in claims] == ["preparing"] * 3
+
+
+async def test_spans_renew_the_lease(store: BackendStore) -> None:
+    claimed = await claim(store, "worker-1")
+    for _ in range(10):
+        await asyncio.sleep(0.1)
+        span = Span.from_attributes(attributes={}, rollout_id=claimed.rollout_id, attempt_id=claimed.attempt.attempt_id)
+        await store.add_span(span)
+    assert (await latest(store, claimed)).status == "running"
+
+
+async def test_an_attempt_without_a_worker_has_no_lease(store: BackendStore) -> None:
+    claimed = await claim(store, None)
+    await asyncio.sleep(0.8)
+    assert (await latest(store, claimed)).status == "preparing"
+
+
+async def test_a_deadline_is_met_long_before_the_next_regular_look() -> None:
+    store = BackendStore(MemoryBackend(), watchdog_interval_s=60)
+    await claim(store, None, RolloutConfig(timeout_seconds=50))
+    await asyncio.sleep(0.05)
+    hasty = await claim(store, None, RolloutConfig(timeout_seconds=0.1))
+    (ended,) = await store.wait_for_rollouts([hasty.rollout_id], timeout=10)
+    assert ended.end_time is not None
+    assert 0.1 <= ended.end_time - hasty.attempt.start_time < 5
+    await store.close()
+
+
+async def test_two_owners_of_one_database_end_an_attempt_once() -> None:
+    backend = MemoryBackend()
+    seen: list[Event] = []
+    backend.watch(lambda events: seen.extend(events))
+    stores = [BackendStore(backend, watchdog_interval_s=0.01) for _ in range(2)]
+    await claim(stores[0], None, RolloutConfig(timeout_seconds=0.1))
+    await claim(stores[1], None, RolloutConfig(timeout_seconds=0.1))
+    await asyncio.sleep(0.4)
+    kinds = [event.kind for event in seen]
+    assert (kinds.count("attempt_finished"), kinds.count("rollout_finished")) == (2, 2)
+    for store in stores:
+        await store.close()
+
+
+class FlakyBackend(MemoryBackend):
+    """Fails the first looks at live attempts."""
+
+    failures = 3
+
+    async def select(self, query: Query[R]) -> Page[R]:
+        if query.kind is Attempt and query.where[0].field == "status" and self.failures:
+            self.failures -= 1
+            raise ConnectionError("the database is away")
+        return await super().select(query)
+
+
+async def test_the_watch_survives_a_database_that_is_away(caplog: pytest.LogCaptureFixture) -> None:
+    backend = FlakyBackend()
+    store = BackendStore(backend, watchdog_interval_s=0.02)
+    claimed = await claim(store, None, RolloutConfig(timeout_seconds=0.05))
+    (ended,) = await store.wait_for_rollouts([claimed.rollout_id], timeout=10)
+    assert (ended.status, backend.failures) == ("failed", 0)
+    assert "tries again" in caplog.text
+    await store.close()
+
+
+async def test_nobody_loses_a_lease_because_the_machine_slept(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = BackendStore(MemoryBackend(), lease_s=8.0, watchdog_interval_s=0.02)
+    claimed = await claim(store, "worker-1")
+    await asyncio.sleep(0.1)
+    awake = time.time
+    monkeypatch.setattr(time, "time", lambda: awake() + 600)  # ten minutes pass between two looks
+    await asyncio.sleep(0.3)
+    assert (await latest(store, claimed)).attempt.status == "preparing"
+    await store.close()
+
+
+async def test_closing_ends_the_thread_and_an_idle_store_has_none() -> None:
+    before = len(watchdogs())
+    store = InMemoryLightningStore()
+    await store.enqueue_rollout("a")
+    assert len(watchdogs()) == before
+    await store.dequeue_rollout()
+    assert len(watchdogs()) == before + 1
+    await store.close()
+    assert len(watchdogs()) == before
+    await store.start_rollout("b")
+    assert len(watchdogs()) == before
+
+
+async def test_an_abandoned_store_is_collected_with_its_thread() -> None:
+    before = len(watchdogs())
+    store = InMemoryLightningStore()
+    await store.start_rollout("a")
+    assert len(watchdogs()) == before + 1
+    del store
+    gc.collect()
+    await until(lambda: len(watchdogs()) == before)
+
+
+async def test_only_live_attempts_are_looked_at() -> None:
+    looked: list[int] = []
+
+    class CountingBackend(MemoryBackend):
+        async def select(self, query: Query[R]) -> Page[R]:
+            page = await super().select(query)
+            if threading.current_thread().name == "agl-watchdog":
+                looked.append(len(page.rows))
+            return page
+
+    store = BackendStore(CountingBackend(), watchdog_interval_s=0.02)
+    for _ in range(200):
+        claimed = await claim(store, None)
+        await store.update_attempt(claimed.rollout_id, "latest", status="succeeded")
+    live: Sequence[AttemptedRollout] = [await claim(store, "worker-1") for _ in range(3)]
+    looked.clear()
+    await asyncio.sleep(0.2)
+    assert len(live) == 3
+    assert set(looked) == {3, 1}  # three attempts, three rollouts, one worker
+    await store.close()
