@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from typing import Any, cast
+from typing import Any
 
 import click
 
 from agentlightning.errors import LightningError
-from agentlightning.hookspecs import ComponentKind
 from agentlightning.plugins import Plugin, PluginManager, get_manager
 from agentlightning.version import __version__
 
@@ -47,9 +46,7 @@ def _describe(manager: PluginManager, plugin: Plugin) -> dict[str, Any]:
                 "target": component.target,
                 "extra": component.extra,
                 "missing": missing,
-                "install": manager.install_command(cast(ComponentKind, component.kind), component.name)
-                if missing
-                else None,
+                "install": manager.install_command(component.kind, component.name) if missing else None,
             }
         )
     return {

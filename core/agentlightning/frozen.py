@@ -17,8 +17,8 @@ class FrozenDict(dict[str, Any]):
     """A dict that raises TypeError on every change."""
 
     __slots__ = ()
-    __setitem__ = __delitem__ = __ior__ = _refuse  # type: ignore[assignment] # narrower on purpose
-    clear = pop = popitem = setdefault = update = _refuse  # type: ignore[assignment] # as above
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
 
     def __copy__(self) -> FrozenDict:
         return self
@@ -34,8 +34,8 @@ class FrozenList(list[Any]):
     """A list that raises TypeError on every change."""
 
     __slots__ = ()
-    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse  # type: ignore[assignment] # narrower on purpose
-    append = clear = extend = insert = pop = remove = reverse = sort = _refuse  # type: ignore[assignment] # as above
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
+    append = clear = extend = insert = pop = remove = reverse = sort = _refuse
 
     def __copy__(self) -> FrozenList:
         return self

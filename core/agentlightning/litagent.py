@@ -248,7 +248,8 @@ def prompt_rollout(
     return _requiring("prompt_template", function, True)
 
 
-def _requiring(name: str, function: Callable[..., Any] | None, strip_proxy: bool
+def _requiring(
+    name: str, function: Callable[..., Any] | None, strip_proxy: bool
 ) -> FunctionalLitAgent | Callable[[Callable[..., Any]], FunctionalLitAgent]:
     if function is None:
         return lambda function: _require(name, function, strip_proxy)

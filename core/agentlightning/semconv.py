@@ -2,8 +2,8 @@
 
 Three dialects of model calls are understood: OpenTelemetry's ``gen_ai.input.messages`` and ``gen_ai.output.messages``
 (JSON), the older ``gen_ai.prompt.{n}.*`` and ``gen_ai.completion.{n}.*``, which AgentOps writes too, and those of
-OpenInference, ``llm.input_messages.{n}.*`` and ``llm.output_messages.{n}.*``. The readers are pure functions of a span, return
-None (or nothing) for what it does not say, and give messages as the ``openai`` client takes them.
+OpenInference, ``llm.input_messages.{n}.*`` and ``llm.output_messages.{n}.*``. The readers are pure functions of a span,
+return None (or nothing) for what it does not say, and give messages as the ``openai`` client takes them.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ def _from_parts(item: Mapping[str, Any]) -> Iterator[Message]:
     if "parts" not in item:
         yield {key: value for key, value in item.items() if key != "finish_reason"}
         return
-    parts = item["parts"] or ()
+    parts: Sequence[Any] = item["parts"] or ()
     if len(parts) == 1 and isinstance(parts[0], dict) and parts[0].get("type") == "text":  # nearly all are like that
         yield {"role": role, "content": parts[0].get("content", "")}
         return

@@ -225,13 +225,20 @@ class TrainerJob:
         following = asyncio.create_task(follow(store, context.run, self.trackers, directory))
         await asyncio.sleep(0)  # lets it subscribe before the first event
         status: Any = "failed"
+        gateway = context.llm_proxy
         try:
+            if gateway is not None:
+                if gateway.store is None:
+                    gateway.store = store
+                await gateway.start()
             await self._run_algorithm()
             status = "succeeded"
         except (asyncio.CancelledError, KeyboardInterrupt):
             status = "interrupted"
             raise
         finally:
+            if gateway is not None:
+                await gateway.stop()
             context.run = await store.update_run(context.run.run_id, status)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(following, timeout=5.0)

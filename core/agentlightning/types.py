@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
-from typing import Annotated, Any, Final, Generic, Literal, Protocol, TypeAlias, TypeVar, overload
+from typing import Annotated, Any, Final, Generic, Literal, Protocol, Self, TypeAlias, TypeVar, overload
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -63,6 +63,19 @@ class Record(BaseModel):
     """A frozen record: unknown fields are refused, equal fields make equal records."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_bytes="base64", val_json_bytes="base64")
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """As pydantic's, in half the time: frozen records may share what does not change, and stores copy a lot."""
+        if deep:
+            return super().model_copy(update=update, deep=True)
+        changes = update or {}
+        given = self.__pydantic_fields_set__
+        copied = self.__class__.__new__(self.__class__)
+        object.__setattr__(copied, "__dict__", {**self.__dict__, **changes})
+        object.__setattr__(copied, "__pydantic_extra__", None)
+        object.__setattr__(copied, "__pydantic_fields_set__", given if changes.keys() <= given else given | changes.keys())
+        object.__setattr__(copied, "__pydantic_private__", self.__pydantic_private__)
+        return copied
 
 
 class Run(Record):
@@ -240,6 +253,8 @@ class SpanResource(Record):
 
 _NO_RESOURCE: Final = SpanResource()
 _UNSET_STATUS: Final = TraceStatus()
+_NOTHING: Final = FrozenList()
+_NO_ENTRIES: Final = FrozenDict()
 
 
 class Span(Record):
@@ -308,7 +323,6 @@ class Span(Record):
     ) -> Span:
         """Converts a finished OpenTelemetry SDK span (nanoseconds become seconds)."""
         context, parent = readable_span.context, readable_span.parent
-        resource = readable_span.resource
         code = readable_span.status.status_code.name
         return cls.model_construct(
             rollout_id=rollout_id,
@@ -325,16 +339,18 @@ class Span(Record):
             events=[
                 SpanEvent(name=e.name, attributes=dict(e.attributes or {}), timestamp=e.timestamp / 1e9)
                 for e in readable_span.events
-            ],
+            ]
+            or _NOTHING,
             links=[
                 SpanLink(context=_context(link.context), attributes=dict(link.attributes or {}))
                 for link in readable_span.links
-            ],
+            ]
+            or _NOTHING,
             start_time=None if readable_span.start_time is None else readable_span.start_time / 1e9,
             end_time=None if readable_span.end_time is None else readable_span.end_time / 1e9,
             context=_context(context),
             parent=None if parent is None else _context(parent),
-            resource=SpanResource(attributes=dict(resource.attributes), schema_url=resource.schema_url),
+            resource=_resource(readable_span.resource),
         )
 
 
@@ -368,8 +384,21 @@ def _context(context: Any) -> SpanContext:
         trace_id=f"{context.trace_id:032x}",
         span_id=f"{context.span_id:016x}",
         is_remote=context.is_remote,
-        trace_state=FrozenDict(context.trace_state or {}),
+        trace_state=FrozenDict(context.trace_state) if context.trace_state else _NO_ENTRIES,
     )
+
+
+_converted_resource: tuple[Any, SpanResource] = (None, _NO_RESOURCE)
+
+
+def _resource(resource: Any) -> SpanResource:
+    """Converts a resource; the one of the last call is shared, because a process has one or two in all."""
+    global _converted_resource
+    seen, converted = _converted_resource
+    if seen is not resource:
+        converted = SpanResource(attributes=dict(resource.attributes), schema_url=resource.schema_url)
+        _converted_resource = resource, converted
+    return converted
 
 
 class PaginatedResult(BaseModel, Generic[T]):

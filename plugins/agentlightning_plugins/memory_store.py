@@ -162,7 +162,7 @@ class MemoryBackend:
             slot = table.insert(key, record)
         else:
             table.replace(slot, record)
-        if isinstance(record, Rollout):
+        if type(record) is Rollout:
             was_queued = before is not None and before.status in _QUEUED
             if record.status in _QUEUED:
                 if not was_queued:

@@ -7,16 +7,13 @@ replaced as a whole, and logs only grow.
 from __future__ import annotations
 
 import bisect
-import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice, product
-from operator import attrgetter
-from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
-
-from pydantic import BaseModel
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from agentlightning.store.backend import KEYS, Condition, Key, Page, Query, Row
 from agentlightning.types import Record
+from agentlightning_plugins.memory_condition import choices, is_hashable, is_lookup, make_reader, make_test, sort_by
 
 R = TypeVar("R", bound=Record)
 
@@ -102,20 +99,16 @@ class _Buckets(Generic[R]):
 
     def __init__(self, index: Index, readers: Sequence[Callable[[R], Any]]) -> None:
         self.index = index
-        self._names = [field.partition(".")[0] for field in index.fields]
+        self.names = frozenset(field.partition(".")[0] for field in index.fields)
         self._readers = readers
         self._slots: dict[tuple[Any, ...], dict[int, Slot[R]]] = {}
-
-    def may_differ(self, before: R, after: R) -> bool:
-        """Whether two forms of a record might belong to different places; cheaper than looking."""
-        return any([getattr(before, name) is not getattr(after, name) for name in self._names])
 
     def values(self, record: R) -> tuple[Any, ...] | None:
         """Where a record belongs; None: not into this index."""
         values = tuple(read(record) for read in self._readers)
         if None in values or (self.index.only is not None and values[-1] not in self.index.only):
             return None
-        return values if _is_hashable(values) else None
+        return values if is_hashable(values) else None
 
     def add(self, values: tuple[Any, ...] | None, slot: Slot[R]) -> None:
         if values is not None:
@@ -133,7 +126,7 @@ class _Buckets(Generic[R]):
         fields = self.index.fields
         if not all(field in wanted for field in fields):
             return None
-        if self.index.only is not None and not self.index.only.issuperset(_choices(wanted[fields[-1]])):
+        if self.index.only is not None and not self.index.only.issuperset(choices(wanted[fields[-1]])):
             return None
         return [self._slots[key] for key in _combine(wanted, fields) if key in self._slots]
 
@@ -143,9 +136,10 @@ class _Plan(NamedTuple, Generic[R]):
 
     slots: Iterable[Slot[R]]
     """In the order of insertion, or against it if the query wants that."""
-    size: int
     answered: Collection[Condition]
     """The conditions that hold for all of these."""
+    total: int | None = None
+    """How many will match, where an index knows it."""
 
 
 class Table(Generic[R]):
@@ -184,6 +178,7 @@ class Table(Generic[R]):
         self._indexes: list[_Buckets[R]] = [
             _Buckets(index, [self._reader(field) for field in index.fields]) for index in indexes
         ]
+        self._indexed = sorted(frozenset().union(*(buckets.names for buckets in self._indexes)))
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -215,8 +210,9 @@ class Table(Generic[R]):
         assert slot.row is not None
         before = slot.row.record
         slot.row = Row(record, slot.row.revision + 1)
-        for buckets in self._indexes:
-            if buckets.may_differ(before, record):
+        changed = [name for name in self._indexed if getattr(before, name) is not getattr(record, name)]
+        for buckets in self._indexes if changed else ():
+            if not buckets.names.isdisjoint(changed):
                 buckets.discard(buckets.values(before), slot)
                 buckets.add(buckets.values(record), slot)
 
@@ -243,8 +239,7 @@ class Table(Generic[R]):
         """Reads what a condition compares: a field, a key of a JSON field (``metadata.group``), or a derived one."""
         reader = self._derived.get(field) or self._readers.get(field)
         if reader is None:
-            name, dot, key = field.partition(".")
-            reader = self._readers[field] = _key_reader(name, key) if dot else attrgetter(name)
+            reader = self._readers[field] = make_reader(field)
         return reader
 
     def find(self, query: Query[R]) -> Slot[R] | Literal["not a key"] | None:
@@ -266,8 +261,12 @@ class Table(Generic[R]):
     def plan(self, query: Query[R]) -> Callable[[], Page[R]]:
         """Decides under the lock where to look; the function it returns looks, and needs no lock."""
         plan = self._plan(query)
-        tests = [self._test(condition) for condition in query.where if condition not in plan.answered]
-        either = [self._test(condition) for condition in query.any_of]
+        tests = [
+            make_test(condition, self._reader(condition.field))
+            for condition in query.where
+            if condition not in plan.answered
+        ]
+        either = [make_test(condition, self._reader(condition.field)) for condition in query.any_of]
 
         def matches() -> Iterator[tuple[int, Row[R]]]:
             for slot in plan.slots:
@@ -279,14 +278,14 @@ class Table(Generic[R]):
 
         def look() -> Page[R]:
             stop = None if query.limit < 0 else query.offset + query.limit
-            if query.sort_by is None and stop is not None and (not query.count or not (tests or either)):
-                found = list(islice(matches(), stop))
-                total = plan.size
+            if query.sort_by is None and stop is not None and (plan.total is not None or not query.count):
+                found, total = list(islice(matches(), stop)), plan.total
             else:
                 found = list(matches())
                 total = len(found)
             if query.sort_by is not None and len(found) > 1:
-                _sort(found, self._reader(query.sort_by), query.descending)
+                read = self._reader(query.sort_by)
+                sort_by(found, lambda match: read(match[1].record), query.descending)
             found = found[query.offset : stop]
             position = found[-1][0] if found and query.sort_by is None else None
             return Page([row for _, row in found], total if query.count else None, position)
@@ -299,115 +298,42 @@ class Table(Generic[R]):
         for condition in query.where:
             if condition.field == self._parent and condition.op == "eq":
                 log = self._constant[self._parent][1].get(condition.value)
-                walk = log.walk(query.after, backwards) if log is not None else iter(())
-                return _Plan(walk, 0 if log is None else len(log), [condition])
-            if condition.field not in wanted and _is_lookup(condition):
+                return _Plan(() if log is None else log.walk(query.after, backwards), [condition])
+            if condition.field not in wanted and is_lookup(condition):
                 wanted[condition.field] = condition
         fields = KEYS[self.kind]
         if all(field in wanted for field in fields):
             slots = [self.slots[key] for key in _combine(wanted, fields) if key in self.slots]
             if query.after is not None:
                 slots = [slot for slot in slots if slot.position > query.after]
-            return _Plan(_merge(slots, backwards), len(slots), [wanted[field] for field in fields])
-        best_log, size, answered = [self._log], len(self._log), []
+            return _Plan(_merge(slots, backwards), [wanted[field] for field in fields])
+        best, size, answered = [self._log], len(self._log), []
         for field, (_, logs) in self._constant.items():
-            condition = wanted.get(field)
-            if condition is None:
-                continue
-            chosen = [logs[value] for value in dict.fromkeys(_choices(condition)) if value in logs]
-            if sum(map(len, chosen)) <= size:
-                best_log, size, answered = chosen, sum(map(len, chosen)), [condition]
+            if field in wanted:
+                chosen = [logs[value] for value in dict.fromkeys(choices(wanted[field])) if value in logs]
+                if sum(map(len, chosen)) <= size:
+                    best, size, answered = chosen, sum(map(len, chosen)), [wanted[field]]
+        total = size if len(answered) == len(query.where) and not query.any_of else None
         for buckets in self._indexes:
             found = buckets.find(wanted)
             if found is None:
                 continue
             count = sum(map(len, found))
+            if len(buckets.index.fields) == len(query.where) and not query.any_of:
+                total = count
             # A limited read of a frequent value meets enough of them sooner by walking a log than by sorting the index.
             reads_all = query.sort_by is not None or query.limit < 0
             if count <= size and (reads_all or (query.limit + query.offset) * size > count**2):
                 after = query.after or 0
                 slots = [slot for bucket in found for slot in bucket.values() if slot.position > after]
-                return _Plan(_merge(slots, backwards), count, [wanted[field] for field in buckets.index.fields])
-        walks = [log.walk(query.after, backwards) for log in best_log]
-        return _Plan(walks[0] if len(walks) == 1 else _merge(chain(*walks), backwards), size, answered)
-
-    def _test(self, condition: Condition) -> Callable[[R], bool]:
-        read, value = self._reader(condition.field), condition.value
-        match condition.op:
-            case "eq":
-                return lambda record: bool(read(record) == value)
-            case "in":
-                return lambda record: read(record) in value
-            case "contains":
-                return lambda record: isinstance(text := read(record), str) and value in text
-            case "ge":
-                return lambda record: _at_least(read(record), value)
-            case "le":
-                return lambda record: _at_least(value, read(record))
-
-
-def _key_reader(name: str, key: str) -> Callable[[Record], Any]:
-    def read(record: Record) -> Any:
-        mapping = getattr(record, name)
-        return mapping.get(key) if isinstance(mapping, dict) else None
-
-    return read
-
-
-def _is_lookup(condition: Condition) -> bool:
-    if condition.op not in ("eq", "in"):
-        return False
-    for value in _choices(condition):
-        if type(value) is not str and (value is None or not _is_hashable(value)):
-            return False
-    return True
-
-
-def _is_hashable(value: object) -> bool:
-    try:
-        hash(value)
-    except TypeError:  # a tuple may hold a list
-        return False
-    return True
-
-
-def _choices(condition: Condition) -> Collection[Any]:
-    return (condition.value,) if condition.op == "eq" else condition.value
+                return _Plan(_merge(slots, backwards), [wanted[field] for field in buckets.index.fields], total)
+        walks = [log.walk(query.after, backwards) for log in best]
+        return _Plan(walks[0] if len(walks) == 1 else _merge(chain(*walks), backwards), answered, total)
 
 
 def _combine(wanted: Mapping[str, Condition], fields: Sequence[str]) -> Iterable[tuple[Any, ...]]:
-    return product(*(dict.fromkeys(_choices(wanted[field])) for field in fields))
+    return product(*(dict.fromkeys(choices(wanted[field])) for field in fields))
 
 
 def _merge(slots: Iterable[Slot[R]], backwards: bool) -> Iterable[Slot[R]]:
     return sorted(slots, key=_position, reverse=backwards)
-
-
-def _sort(found: list[tuple[int, Row[R]]], read: Callable[[R], Any], descending: bool) -> None:
-    """Sorts in place, stably: None, then numbers, then strings, then the rest by its JSON."""
-    kinds = {type(read(row.record)) for _, row in found}
-    if kinds <= {int, float} or kinds == {str}:
-        found.sort(key=lambda match: read(match[1].record), reverse=descending)
-    else:
-        found.sort(key=lambda match: _order(read(match[1].record)), reverse=descending)
-
-
-def _at_least(one: Any, other: Any) -> bool:
-    if one is None or other is None:
-        return False
-    try:
-        return bool(one >= other)
-    except TypeError:  # a number and a string, say: neither is greater
-        return False
-
-
-_RANKS: Final[Mapping[type, int]] = {type(None): 0, bool: 1, int: 1, float: 1, str: 2}
-
-
-def _order(value: Any) -> tuple[int, Any]:
-    rank = _RANKS.get(type(value))
-    if rank is not None:
-        return rank, 0 if value is None else value
-    if isinstance(value, BaseModel):
-        return 3, value.model_dump_json()
-    return 3, json.dumps(value, sort_keys=True, default=str)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from wrapt import (  # type: ignore[import-untyped] # wrapt has no types
-    ObjectProxy,
+    FunctionWrapper,
     register_post_import_hook,
     wrap_function_wrapper,
 )
@@ -43,6 +44,7 @@ class _Instrumentation:
         self._is_undone = False
         self._original: dict[tuple[type, str], Any] = {}
         self._installed: dict[tuple[type, str], Any] = {}
+        self._settings: dict[str, Any] = {}
 
     def begin(self, module: Any) -> None:
         """Wraps the client's methods; called in the middle of somebody's ``import openai``."""
@@ -50,7 +52,9 @@ class _Instrumentation:
             if self._is_undone or self._installed:
                 return
             try:
-                self._wrap()
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", DeprecationWarning)  # of pydantic, about the instrumentation
+                    self._wrap()
             except Exception as error:  # isolation point: importing openai must not fail because we cannot trace it
                 logger.warning("calls of openai are not traced: %s", error, exc_info=error)
 
@@ -68,14 +72,18 @@ class _Instrumentation:
                 value = now[owner, name]
                 setattr(owner, name, self._original[owner, name] if value is wrapper else value)
             self._installed = {}
+            self._restore_settings()
 
     def _wrap(self) -> None:
         from opentelemetry.instrumentation.openai import OpenAIInstrumentor
+        from opentelemetry.instrumentation.openai.shared.config import Config
         from opentelemetry.metrics import NoOpMeterProvider
 
-        # Images stay in the messages: without an uploader the default drops the whole prompt.
+        self._settings = {name: value for name, value in vars(Config).items() if not name.startswith("_")}
+        # Images stay in the messages: the default uploader makes it drop the whole prompt.
         instrumentor = OpenAIInstrumentor(upload_base64_image=None)
         if instrumentor.is_instrumented_by_opentelemetry:
+            self._restore_settings()
             logger.info("openai is instrumented already; its spans are recorded if they use the global provider")
             return
         before = dict(_methods())
@@ -90,6 +98,13 @@ class _Instrumentation:
             if original is not value:
                 self._original[place], self._installed[place] = original, value
 
+    def _restore_settings(self) -> None:
+        """Making an instrumentor, of which there is one in a process, has changed its settings."""
+        from opentelemetry.instrumentation.openai.shared.config import Config
+
+        for name, value in self._settings.items():
+            setattr(Config, name, value)
+
 
 def _own_headers(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Gives each call headers of its own: callers share one dict among threads, and may pass None."""
@@ -98,7 +113,7 @@ def _own_headers(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: 
 
 
 def _unwrap(value: Any) -> Any:
-    while isinstance(value, ObjectProxy):
+    while isinstance(value, FunctionWrapper):
         value = value.__wrapped__
     return value
 

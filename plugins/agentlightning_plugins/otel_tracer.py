@@ -28,6 +28,7 @@ from agentlightning import semconv
 from agentlightning.plugins import get_manager
 from agentlightning.tracer.tracer import OpenSpan, Trace, Tracer, get_active_trace
 from agentlightning.types import Span, TraceStatus
+from agentlightning_plugins.thread_pool import carry_traces_into_pools
 
 logger = logging.getLogger("agentlightning")
 
@@ -216,7 +217,7 @@ class _Pipeline:
                 self._join_global_provider()
             self._users += 1
             if self._users == 1:
-                self._undo = list(_instrument(self.provider))
+                self._undo = [carry_traces_into_pools(), *_instrument(self.provider)]
 
     def release(self) -> None:
         with self._lock:

@@ -13,9 +13,7 @@ from typing_extensions import TypedDict  # pydantic refuses typing's before Pyth
 
 from agentlightning.errors import ConfigError, ConflictError, LightningError, NotFoundError
 from agentlightning.resources import AnyResource
-from agentlightning.store.backend import KEYS
 from agentlightning.types import (
-    AttemptedRollout,
     AttemptFailure,
     AttemptStatus,
     EnqueueRolloutRequest,
@@ -44,6 +42,7 @@ MAX_BODY_BYTES: Final = 64 * 2**20
 ErrorCode: TypeAlias = Literal[
     "malformed",
     "unauthorized",
+    "forbidden",
     "not_found",
     "no_route",
     "conflict",
@@ -54,6 +53,7 @@ ErrorCode: TypeAlias = Literal[
 ERROR_STATUS: Final[dict[ErrorCode, int]] = {
     "malformed": 400,
     "unauthorized": 401,
+    "forbidden": 403,
     "not_found": 404,
     "no_route": 404,
     "conflict": 409,
@@ -64,15 +64,13 @@ ERROR_STATUS: Final[dict[ErrorCode, int]] = {
 ERROR_TYPES: Final[dict[str, type[LightningError]]] = {
     "malformed": ConfigError,
     "unauthorized": ConfigError,
+    "forbidden": ConfigError,
     "not_found": NotFoundError,
     "conflict": ConflictError,
     "too_large": ConfigError,
     "invalid": ConfigError,
 }
 """What the client raises for a code; StoreError for any other."""
-
-for _record in (*KEYS, AttemptedRollout, EnqueueRolloutRequest, RolloutConfig, AttemptFailure):
-    _record.model_rebuild()  # records are built when first validated; ours may come by model_construct or pickle
 
 Limit: TypeAlias = Annotated[int, Field(ge=-1)]
 Offset: TypeAlias = Annotated[int, Field(ge=0)]

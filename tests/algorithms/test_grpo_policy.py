@@ -95,6 +95,10 @@ def test_weights_are_copied_in_whole_or_not_at_all(tiny_policy: Policy, tiny_mod
     save_file({**stored, "model.norm.weight": torch.zeros(7)}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=r"another shape \['model.norm.weight'\]"):
         tiny_policy.load_weights(tmp_path)
+    whole = (tiny_model / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ConfigError, match="is damaged"):
+        tiny_policy.load_weights(tmp_path)
     with pytest.raises(ConfigError, match="no \\*.safetensors"):
         tiny_policy.load_weights(tmp_path / "nowhere")
     assert torch.equal(tiny_policy.model.state_dict()["model.norm.weight"], changed)

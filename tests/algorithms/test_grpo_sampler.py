@@ -230,9 +230,18 @@ def test_a_swap_waits_for_the_rows_before_it_and_holds_for_those_after(
     assert largest_gap(moved, prompts[8:], collect(after), 1.0) <= TOLERANCE
 
 
-def test_weights_that_do_not_fit_change_nothing(sampler: Sampler, tmp_path: Path) -> None:
+def test_weights_that_do_not_fit_change_nothing(
+    tiny_policy: Policy, sampler: Sampler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match="safetensors"):
         sampler.load_weights(tmp_path, 7).result(timeout=60)
+
+    def fail(_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(tiny_policy, "load_weights", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        sampler.load_weights(tmp_path, 8).result(timeout=60)
     assert collect([sampler.submit([1], SamplingParams(max_tokens=1))])[0].weight_version == 0
 
 

@@ -273,13 +273,17 @@ def test_the_learning_rate_follows_its_schedule(options: dict[str, Any], expecte
         ({"lr": 0.0}, "lr = 0.0; it must be above 0"),
         ({"clip_low": -0.1}, "clip_low = -0.1; it must be at least 0"),
         ({"dual_clip": 1.0}, "dual_clip = 1.0; it must be above 1"),
-        ({"schedule": "linear"}, "needs total_updates"),
         ({"minibatches": 0}, "minibatches = 0"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_by_name(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         UpdateSettings(**options)
+
+
+def test_a_schedule_without_an_end_is_refused(tiny_policy: Policy) -> None:
+    with pytest.raises(ConfigError, match="schedule = 'linear' needs total_updates"):
+        Updater(tiny_policy, UpdateSettings(schedule="linear"))
 
 
 def test_settings_of_a_file_are_checked_by_key_and_value() -> None:

@@ -1,8 +1,8 @@
 """How fast a store is: ``python tests/benchmarks/bench_store.py [--url memory://] [--flat]``.
 
 One rollout is: enqueue, claim, 10 spans in one batch, finish, wait, read its spans. 16 runners do this at once. The
-baseline makes the same records and keeps them in a dict and a deque, in the same process and run: what no store could beat.
-``--flat`` measures claim, append and wait with few and with many stored rollouts instead.
+baseline makes the same records and keeps them in a dict and a deque, in the same process and run: what no store could
+beat. ``--flat`` measures each operation with few and with many stored rollouts instead.
 """
 
 from __future__ import annotations

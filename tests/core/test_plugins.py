@@ -151,4 +151,6 @@ def test_add_commands_of_plugins_appear_in_agl_and_a_wrong_one_is_refused_kindly
     wrong = subprocess.run([*agl, "dmeo"], capture_output=True, text=True, check=False)
     assert wrong.returncode == 2
     assert "No such command 'dmeo'" in wrong.stderr
-    assert subprocess.run([*agl, "--version"], capture_output=True, text=True, check=True).stdout.startswith("agl, version")
+    assert subprocess.run([*agl, "--version"], capture_output=True, text=True, check=True).stdout.startswith(
+        "agl, version"
+    )

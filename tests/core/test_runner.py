@@ -171,7 +171,9 @@ async def test_sixty_four_rollouts_run_at_once_and_never_mix(store: agl.Lightnin
     rollouts = await run_all(store, async_agent if is_async else sync_agent, range(64), max_concurrency=64)
     for rollout in rollouts:
         spans = (await store.query_spans(rollout.rollout_id, "latest")).items
-        bodies = [span.attributes[agl.semconv.MESSAGE_BODY] for span in spans if agl.semconv.MESSAGE_BODY in span.attributes]
+        bodies = [
+            span.attributes[agl.semconv.MESSAGE_BODY] for span in spans if agl.semconv.MESSAGE_BODY in span.attributes
+        ]
         assert bodies == [f"message {rollout.input}"]
         assert find_final_reward(spans) == float(rollout.input)
 

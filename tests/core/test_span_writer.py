@@ -93,7 +93,7 @@ async def test_a_span_that_nobody_flushes_arrives_all_the_same(store: FaultyStor
     writer = SpanWriter(store)
     writer.put(span_of(rollout))
     async with asyncio.timeout(5):
-        while not await names_in(store, rollout):
+        while not await names_in(store, rollout):  # noqa: ASYNC110 # the point is that nobody tells
             await asyncio.sleep(0.01)
     writer.close()
 

@@ -135,10 +135,14 @@ async def test_each_attempt_has_a_trace_of_its_own(tracer: Tracer, store: InMemo
 
 async def test_what_an_agent_raises_is_on_its_spans_and_goes_on(tracer: Tracer, store: InMemoryLightningStore) -> None:
     rollout = await store.start_rollout(0)
-    with pytest.raises(ZeroDivisionError):
+
+    async def act() -> None:
         async with tracer.trace_context(**ids_of(rollout)):
             with tracer.operation_context("tool"):
                 _ = 1 / 0
+
+    with pytest.raises(ZeroDivisionError):
+        await act()
     for span in (await stored(store, rollout)).values():
         assert span.status.status_code == "ERROR"
         assert span.status.description == "ZeroDivisionError: division by zero"
@@ -437,7 +441,9 @@ asyncio.run(main())
 
 
 def test_ours_becomes_the_global_provider_when_there_is_none() -> None:
-    run_with_provider("tracer = OtelTracer()", "    assert names == ['ours', \"user's\", 'agentlightning.rollout'], names")
+    run_with_provider(
+        "tracer = OtelTracer()", "    assert names == ['ours', \"user's\", 'agentlightning.rollout'], names"
+    )
 
 
 def test_a_global_provider_that_is_there_keeps_its_exporters_and_gives_us_its_spans() -> None:
@@ -445,7 +451,7 @@ def test_a_global_provider_that_is_there_keeps_its_exporters_and_gives_us_its_sp
         "provider = TracerProvider(); provider.add_span_processor(SimpleSpanProcessor(exporter))\n"
         "trace.set_tracer_provider(provider); tracer = OtelTracer()",
         "    assert names == ['ours', \"user's\", 'agentlightning.rollout'], names\n"
-        "    assert [span.name for span in exporter.get_finished_spans()] == [\"user's\"] * 2\n"
+        '    assert [span.name for span in exporter.get_finished_spans()] == ["user\'s"] * 2\n'
         "    assert trace.get_tracer_provider() is provider",
     )
 
@@ -526,3 +532,32 @@ def test_a_plugin_that_fails_to_instrument_does_not_keep_others_from_it(
     assert good.active == 0
     assert "test-0" in caplog.text
     assert "test-2" in caplog.text
+
+
+async def test_work_given_to_a_thread_pool_belongs_to_whoever_gave_it(
+    otel_only: OtelTracer, store: InMemoryLightningStore
+) -> None:
+    """One pool serves all attempts, and somebody outside them."""
+    rollouts = [await store.start_rollout(i) for i in range(8)]
+    with ThreadPoolExecutor(2) as pool:
+
+        async def run(number: int, rollout: AttemptedRollout) -> None:
+            async with otel_only.trace_context(**ids_of(rollout)):
+                for _ in range(4):
+                    await asyncio.wrap_future(pool.submit(emit_message, f"{number}"))
+
+        await asyncio.gather(*(run(i, rollout) for i, rollout in enumerate(rollouts)))
+        assert pool.submit(get_active_tracer).result() is None
+    for number, rollout in enumerate(rollouts):
+        *messages, root = await store.query_spans(rollout.rollout_id)
+        assert [message.attributes[semconv.MESSAGE_BODY] for message in messages] == [str(number)] * 4
+        assert {message.parent_id for message in messages} == {root.span_id}
+
+
+def test_thread_pools_are_as_they_were_after_teardown() -> None:
+    before = ThreadPoolExecutor.submit
+    tracer = OtelTracer()
+    tracer.init()
+    assert ThreadPoolExecutor.submit is not before
+    tracer.teardown()
+    assert ThreadPoolExecutor.submit is before

@@ -167,7 +167,9 @@ def test_trackers_follow_the_run_and_a_failing_one_does_not_stop_it(
             raise OSError("disk full")
 
     keeps = Keeps()
-    run = trainer(strategy="shm", run_dir=tmp_path / "run", trackers=[Fails(), keeps, "jsonl"]).fit(halving_agent, TASKS)
+    run = trainer(strategy="shm", run_dir=tmp_path / "run", trackers=[Fails(), keeps, "jsonl"]).fit(
+        halving_agent, TASKS
+    )
     assert run.status == "succeeded"
     assert keeps.events[0] == tmp_path / "run"
     steps = [event for event in keeps.events if isinstance(event, StepFinished)]

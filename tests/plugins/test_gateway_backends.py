@@ -316,6 +316,12 @@ async def test_it_starts_and_stops_as_often_as_asked() -> None:
         await proxy.flush()
 
 
+def test_a_gateway_for_every_interface_gives_an_address_that_can_be_called() -> None:
+    host = LLMProxy(host="0.0.0.0", port=4000).endpoint.removeprefix("http://").removesuffix(":4000/v1")
+    assert host != "0.0.0.0"
+    assert socket.gethostbyname(host)
+
+
 async def test_settings_that_cannot_work_are_refused_with_the_fix() -> None:
     with pytest.raises(ConfigError, match="LLMProxy\\(store=...\\)"):
         await LLMProxy().start()

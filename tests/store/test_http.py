@@ -279,7 +279,7 @@ async def test_without_a_token_a_page_in_a_browser_is_refused(
     headers: dict[str, str], server: LightningStoreServer, store: LightningStore
 ) -> None:
     status, answer = await _ask(server, "POST", "/rollouts", {"input": 1}, headers)
-    assert (status, answer["code"]) == (401, "unauthorized")
+    assert (status, answer["code"]) == (403, "forbidden")
     assert (await store.statistics())["rollouts"] == 0
 
 
@@ -402,10 +402,11 @@ async def test_a_server_that_stays_away_is_an_error_and_not_an_endless_wait() ->
 
 
 class BadConnection:
-    """Forwards TCP to a server. Cuts the connection instead of the answer, or sits on it, as often as it is told to."""
+    """Forwards TCP to a server. Delays requests, and loses answers or sits on them, as often as it is told to."""
 
     def __init__(self, port: int) -> None:
         self._port = port
+        self.requests_to_delay = 0
         self.answers_to_lose = 0
         self.answers_to_hold = 0
         self.lost = 0
@@ -422,6 +423,9 @@ class BadConnection:
 
         async def pump_requests() -> None:
             while data := await reader.read(65536):
+                if self.requests_to_delay:
+                    self.requests_to_delay -= 1
+                    await asyncio.sleep(0.2)
                 upstream_writer.write(data)
             upstream_writer.close()
 
@@ -547,19 +551,41 @@ async def test_stopping_answers_those_who_wait_at_once(store: LightningStore) ->
     assert time.monotonic() - began < 2
 
 
+async def test_stopping_finishes_the_requests_in_flight(store: LightningStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    async def take_long(self: LightningStore) -> dict[str, float]:
+        loop.call_soon_threadsafe(begun.set)
+        await asyncio.sleep(0.3)
+        return {"rollouts": 7.0}
+
+    monkeypatch.setattr(InMemoryLightningStore, "statistics", take_long)
+    server = LightningStoreServer(store, port=0)
+    await server.start()
+    asking = asyncio.create_task(_ask(server, "GET", "/statistics"))
+    await begun.wait()
+    await server.stop()
+    assert await asking == (200, {"rollouts": 7.0})
+
+
 async def _read_events(server: LightningStoreServer) -> bytes:
     async with aiohttp.ClientSession() as session, session.get(f"{server.endpoint}/v1/agl/events") as response:
         return await response.read()
 
 
-async def test_a_subscriber_sees_what_its_own_client_does_next(client: LightningStoreClient) -> None:
-    await client.statistics()  # there is a connection already, which would be faster than that of the events
-    events = client.subscribe()
-    coming = asyncio.ensure_future(anext(events))
-    await asyncio.sleep(0)
-    await client.enqueue_rollout("task")
-    assert (await asyncio.wait_for(coming, 5)).kind == "rollout_enqueued"
-    await events.aclose()  # type: ignore[attr-defined] # it is a generator
+async def test_a_subscriber_sees_what_its_own_client_does_next(server: LightningStoreServer) -> None:
+    proxy = BadConnection(server.port)
+    async with proxy.listen() as url:
+        client = LightningStoreClient(url)
+        events = client.subscribe()
+        proxy.requests_to_delay = 1
+        coming = asyncio.ensure_future(anext(events))
+        await asyncio.sleep(0)
+        await client.enqueue_rollout("task")
+        assert (await asyncio.wait_for(coming, 5)).kind == "rollout_enqueued"
+        await events.aclose()  # type: ignore[attr-defined] # it is a generator
+        await client.close()
 
 
 async def test_events_arrive_and_go_on_after_a_restart(store: LightningStore) -> None:
@@ -630,7 +656,7 @@ async def test_a_client_works_in_a_forked_process(server: LightningStoreServer, 
         target=lambda: _in_a_fresh_thread(lambda: _enqueue_elsewhere(client))
     )
     process.start()
-    await asyncio.to_thread(process.join, 20)
+    await asyncio.to_thread(process.join, 4.5)  # less than it would wait for the parent's connections to close
     assert process.exitcode == 0
     assert (await client.statistics())["rollouts"] == 1
     await client.close()

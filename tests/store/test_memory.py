@@ -1,21 +1,19 @@
-"""The memory store is a store, and what is its own: flat costs, ordered delivery, no thread left behind."""
+"""The memory store is a store; what is its own is flat cost and the delivery of events."""
 
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
 import time
-import weakref
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import pytest
 
-from agentlightning.errors import ConfigError
 from agentlightning.event import Event, RolloutEnqueued
-from agentlightning.store.backend import Condition, Put, Query
+from agentlightning.store.backend import Condition, Guard, Operator, Page, Put, Query
 from agentlightning.testing.store import StoreConformance
-from agentlightning.types import Attempt, EnqueueRolloutRequest, Record, Rollout, Span
+from agentlightning.testing.store.step import make_span
+from agentlightning.types import AttemptedRollout, EnqueueRolloutRequest, Rollout
 from agentlightning_plugins.memory_store import InMemoryLightningStore, MemoryBackend
 
 
@@ -25,3 +23,200 @@ class TestInMemoryLightningStore(StoreConformance):
         store = InMemoryLightningStore()
         yield store
         await store.close()
+
+
+async def filled(rollouts: int) -> InMemoryLightningStore:
+    """A store with so many finished rollouts of one run, an attempt each."""
+    store = InMemoryLightningStore()
+    requests = [EnqueueRolloutRequest(input=n, metadata={"group": n // 4, "step": n // 64}) for n in range(rollouts)]
+    await store.enqueue_many_rollouts(requests)
+    for claimed in await store.dequeue_many_rollouts(limit=rollouts, worker_id="worker-1"):
+        await store.update_attempt(claimed.rollout_id, claimed.attempt.attempt_id, status="succeeded")
+    return store
+
+
+Operation = Callable[[InMemoryLightningStore, AttemptedRollout], Awaitable[object]]
+
+OPERATIONS: dict[str, Operation] = {
+    "enqueue and claim": lambda store, _: enqueue_and_claim(store),
+    "append": lambda store, claimed: store.add_many_spans([make_span(claimed) for _ in range(3)]),
+    "wait": lambda store, claimed: store.wait_for_rollouts([claimed.rollout_id], timeout=0),
+    "get": lambda store, claimed: store.get_rollout_by_id(claimed.rollout_id),
+    "attempts": lambda store, claimed: store.query_attempts(claimed.rollout_id),
+    "live": lambda store, _: store.query_rollouts(status_in=["preparing", "running"], limit=5),
+    "finished": lambda store, _: store.query_rollouts(status_in=["succeeded"], limit=5),
+    "first page": lambda store, _: store.query_rollouts(limit=5),
+    "group": lambda store, _: store.query_rollouts(metadata={"group": 3}),
+    "heartbeat": lambda store, _: store.update_worker("worker-1"),
+    "statistics": lambda store, _: store.statistics(),
+}
+
+
+async def enqueue_and_claim(store: InMemoryLightningStore) -> None:
+    queued = await store.enqueue_rollout("a")
+    claimed = await store.dequeue_rollout("worker-1")
+    assert claimed is not None
+    assert claimed.rollout_id == queued.rollout_id
+    await store.update_attempt(claimed.rollout_id, claimed.attempt.attempt_id, status="succeeded")
+
+
+async def test_costs_do_not_grow_with_what_is_stored() -> None:
+    stores = [await filled(100), await filled(5_000)]
+    claims = [await store.start_rollout("a") for store in stores]
+
+    async def fastest(operation: Operation, which: int) -> float:
+        times = []
+        for _ in range(30):
+            start = time.perf_counter()
+            await operation(stores[which], claims[which])
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    for name, operation in OPERATIONS.items():
+        few, many = await fastest(operation, 0), await fastest(operation, 1)
+        assert many < 8 * few, f"{name}: {few * 1e6:.0f} us with 100 rollouts, {many * 1e6:.0f} us with 5,000"
+    for store in stores:
+        await store.close()
+
+
+async def test_events_are_delivered_in_commit_order_whichever_threads_commit() -> None:
+    backend = MemoryBackend()
+    seen: list[Event] = []
+    inside = threading.Semaphore()
+
+    def listen(events: Sequence[Event]) -> None:
+        assert inside.acquire(blocking=False), "two threads delivered at once"
+        seen.extend(events)
+        inside.release()
+
+    backend.watch(listen)
+
+    async def count_up() -> None:
+        for _ in range(300):
+            while True:  # the revision of one record says who was when
+                page = await backend.select(Query(Rollout))
+                revision = page.rows[0].revision if page.rows else 0
+                put = Put(Rollout(rollout_id="ro-1", input=revision, start_time=0.0))
+                guard = Guard(Rollout, ("ro-1",), revision)
+                if await backend.commit([put], [guard], [RolloutEnqueued(rollout_id=str(revision))]):
+                    break
+
+    await asyncio.gather(*(asyncio.to_thread(lambda: asyncio.run(count_up())) for _ in range(4)))
+    for _ in range(100):
+        if len(seen) == 1200:
+            break
+        await asyncio.sleep(0.01)
+    assert [getattr(event, "rollout_id", "") for event in seen] == [str(revision) for revision in range(1200)]
+
+
+async def test_a_failing_watcher_disturbs_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    backend = MemoryBackend()
+    seen: list[Event] = []
+
+    def fail(events: Sequence[Event]) -> None:
+        raise RuntimeError("a bug of a watcher")
+
+    backend.watch(fail)
+    stop = backend.watch(lambda events: seen.extend(events))
+    assert await backend.commit([], (), [RolloutEnqueued(rollout_id="ro-1")])
+    assert len(seen) == 1
+    assert "a bug of a watcher" in caplog.text
+    stop()
+    assert await backend.commit([], (), [RolloutEnqueued(rollout_id="ro-2")])
+    assert len(seen) == 1
+
+
+async def test_a_failed_guard_writes_nothing() -> None:
+    backend = MemoryBackend()
+    seen: list[Event] = []
+    backend.watch(lambda events: seen.extend(events))
+    one = Rollout(rollout_id="ro-1", input=1, start_time=0.0)
+    assert await backend.commit([Put(one)], [Guard(Rollout, ("ro-1",), 0)])
+    two = Rollout(rollout_id="ro-2", input=2, start_time=0.0)
+    guards = [Guard(Rollout, ("ro-2",), 0), Guard(Rollout, ("ro-1",), 7)]
+    assert not await backend.commit([Put(two)], guards, [RolloutEnqueued(rollout_id="ro-2")])
+    assert [row.record for row in (await backend.select(Query(Rollout))).rows] == [one]
+    assert seen == []
+
+
+@pytest.mark.parametrize("order", [None, "start_time"])
+@pytest.mark.parametrize("descending", [False, True])
+@pytest.mark.parametrize(
+    "where",
+    [
+        (),
+        (("run_id", "eq", "a"),),
+        (("run_id", "eq", "a"), ("status", "in", ("queuing", "failed"))),
+        (("run_id", "in", ("a", "b", "a")), ("status", "eq", "failed")),
+        (("rollout_id", "in", ("ro-3", "ro-1", "ro-99", "ro-3")),),
+        (("metadata.group", "eq", 1), ("start_time", "ge", 5.0)),
+        (("metadata.group", "eq", None),),
+        (("metadata.group", "in", (1, [2])),),
+        (("rollout_id", "contains", "1"), ("start_time", "le", 12.0)),
+        (("status", "in", ()),),
+        (("mode", "ge", "a"),),
+    ],
+)
+async def test_an_index_changes_no_answer(
+    where: Sequence[tuple[str, Operator, object]], descending: bool, order: str | None
+) -> None:
+    backend = MemoryBackend()
+    rollouts = [
+        Rollout(
+            rollout_id=f"ro-{number}",
+            input=number,
+            start_time=float(number * 7 % 20),
+            run_id="ab"[number % 2],
+            status="failed" if number % 3 else "queuing",
+            metadata={"group": number % 4} if number % 5 else None,
+        )
+        for number in range(20)
+    ]
+    await backend.commit([Put(rollout) for rollout in rollouts])
+    moved = rollouts[4].model_copy(update={"status": "queuing"})  # replaced: keeps its place in the order
+    await backend.commit([Put(moved)])
+    rollouts[4] = moved
+    conditions = tuple(Condition(*test) for test in where)
+
+    expected = [rollout for rollout in rollouts if all(holds(rollout, condition) for condition in conditions)]
+    if order is not None:
+        expected.sort(key=lambda rollout: rollout.start_time, reverse=descending)
+    elif descending:
+        expected.reverse()
+    for limit, offset in ((-1, 0), (3, 0), (3, 2), (0, 0), (100, 1)):
+        query = Query(Rollout, conditions, (), order, descending, limit, offset, count=True)
+        page: Page[Rollout] = await backend.select(query)
+        stop = None if limit < 0 else offset + limit
+        assert [row.record.input for row in page.rows] == [rollout.input for rollout in expected[offset:stop]]
+        assert page.total == len(expected)
+
+
+def holds(rollout: Rollout, condition: Condition) -> bool:
+    """The definition of a condition, as plainly as it can be said."""
+    value: object = getattr(rollout, condition.field.split(".")[0])
+    if "." in condition.field:
+        value = (rollout.metadata or {}).get(condition.field.split(".")[1])
+    match condition.op:
+        case "eq":
+            return bool(value == condition.value)
+        case "in":
+            return value in condition.value
+        case "contains":
+            return isinstance(value, str) and condition.value in value
+        case "ge":
+            return value is not None and value >= condition.value
+        case "le":
+            return value is not None and value <= condition.value
+
+
+async def test_deleting_most_of_the_records_keeps_the_order_of_the_rest() -> None:
+    store = await filled(3000)
+    ids = [rollout.rollout_id for rollout in await store.query_rollouts()]
+    kept = ids[::50]
+    assert await store.delete_rollouts(sorted(set(ids) - set(kept))) == len(ids) - len(kept)
+    assert [rollout.rollout_id for rollout in await store.query_rollouts()] == kept
+    page = await store.query_rollouts(limit=10, offset=10)
+    assert [rollout.rollout_id for rollout in await store.query_rollouts(limit=10, cursor=page.cursor)] == kept[20:30]
+    await store.enqueue_rollout("new")
+    assert [rollout.input for rollout in await store.query_rollouts(status_in=["queuing"])] == ["new"]
+    await store.close()

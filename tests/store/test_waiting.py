@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
 
 import pytest
 
 from agentlightning.errors import StoreError
-from agentlightning.event import RolloutEnqueued, RolloutFinished, StepFinished
+from agentlightning.event import Event, RolloutEnqueued, RolloutFinished, StepFinished
 from agentlightning.frozen import FrozenDict
 from agentlightning.store import waiting
 from agentlightning.store.waiting import Bell, Countdown, Subscription, Waiters
@@ -69,9 +70,9 @@ async def test_a_countdown_rings_at_the_last_end_and_leaves_nothing_behind() -> 
     waiters.expect(countdown)
     waiters.settle(countdown, ["ro-2"])
     waiters.publish([RolloutFinished(rollout_id="ro-1", status="failed")])
-    assert not countdown.rung
+    assert not await countdown.wait(0)
     waiters.publish([RolloutFinished(rollout_id="ro-3", status="succeeded")])
-    assert countdown.rung
+    assert await countdown.wait(0)
     assert not waiters._finishes
 
 
@@ -97,7 +98,7 @@ async def test_closing_a_store_ends_every_wait() -> None:
     assert events == []
 
 
-async def _until_closed(store: InMemoryLightningStore):  # type: ignore[no-untyped-def] # an async generator of events
+async def _until_closed(store: InMemoryLightningStore) -> AsyncIterator[Event]:
     asyncio.get_running_loop().call_later(0.1, lambda: asyncio.ensure_future(store.close()))
     async for event in store.subscribe():
         yield event

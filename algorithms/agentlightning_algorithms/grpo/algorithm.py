@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
+import torch
+
 from agentlightning.adapter.adapter import TraceAdapter
 from agentlightning.algorithm.algorithm import Algorithm
 from agentlightning.algorithm.context import Gateway
@@ -80,8 +82,8 @@ class GRPO(Algorithm):
             tasks_per_step: tasks of one step, drawn without repetition until the training set is used up.
             rollouts_per_task: size of a group.
             sampling: parameters agents call the model with in training; default ``{"temperature": 1.0}``.
-            update: learning rate, clipping, minibatches and so on. Its schedule spans ``steps``; its temperature and seed
-                are those of ``sampling`` and of this run.
+            update: learning rate, clipping, minibatches and so on. Its schedule spans ``steps``; its temperature and
+                seed are those of ``sampling`` and of this run.
             estimator: the formula of the advantages.
             failed_reward: what a failed rollout counts as; None leaves it out.
             rollout_timeout_s: seconds after which a rollout is stopped and counts as failed.
@@ -101,13 +103,13 @@ class GRPO(Algorithm):
         Raises:
             ConfigError: a number that makes no sense.
         """
-        for name, value in (
-            ("steps", steps + 1),
-            ("tasks_per_step", tasks_per_step),
-            ("checkpoint_every", checkpoint_every),
+        for name, value, least in (
+            ("steps", steps, 0),
+            ("tasks_per_step", tasks_per_step, 1),
+            ("checkpoint_every", checkpoint_every, 1),
         ):
-            if value < 1:
-                raise ConfigError(f"{name} is too small; at least {0 if name == 'steps' else 1} is needed")
+            if value < least:
+                raise ConfigError(f"{name} = {value}: at least {least} is needed")
         if rollouts_per_task < 2:
             raise ConfigError(f"rollouts_per_task = {rollouts_per_task}: a group needs at least 2 to compare")
         self.model = model
@@ -116,6 +118,10 @@ class GRPO(Algorithm):
         self.rollouts_per_task = rollouts_per_task
         self.sampling = {"temperature": 1.0, **(sampling or {})}
         self.eval_sampling = {**(sampling or {}), "temperature": 0.0, **(eval_sampling or {})}
+        if self.sampling.get("top_p", 1) != 1 or self.sampling.get("top_k", 0) > 0:
+            raise ConfigError(
+                f"sampling = {dict(self.sampling)}: training needs the whole distribution; leave top_p and top_k out"
+            )
         update = update or UpdateSettings()
         self.update = replace(
             update,
@@ -167,8 +173,6 @@ class GRPO(Algorithm):
                 self._session = None
 
     async def _open(self, stack: contextlib.AsyncExitStack) -> _Session:
-        import torch
-
         store = self.get_store()
         if self.train_threads is not None:
             torch.set_num_threads(self.train_threads)
@@ -176,10 +180,6 @@ class GRPO(Algorithm):
         if directory is None:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agl-grpo-")))
         directory.mkdir(parents=True, exist_ok=True)
-        policy = await asyncio.to_thread(load_policy, self.model, dtype=self.dtype, device=self.device)
-        updater = Updater(policy, self.update)
-        if self._resume_from is not None:
-            updater.load(self._resume_from)
         server = PolicyServer(
             self.model,
             log_path=directory / "policy_server.log",
@@ -192,8 +192,12 @@ class GRPO(Algorithm):
                 "max_batch_size": self.max_batch_size,
             },
         )
-        await server.start()
         stack.push_async_callback(server.stop)
+        loading = asyncio.to_thread(load_policy, self.model, dtype=self.dtype, device=self.device)
+        policy, _ = await asyncio.gather(loading, server.start())  # both import torch and read the weights
+        updater = Updater(policy, self.update)
+        if self._resume_from is not None:
+            updater.load(self._resume_from)
         gateway = self.get_llm_proxy()
         if gateway is None:
             gateway = cast(Gateway, get_manager().get("gateway", "gateway")(store=store))
@@ -206,9 +210,11 @@ class GRPO(Algorithm):
     async def _train(self, session: _Session, train: Dataset[Any], val: Dataset[Any] | None) -> None:
         started_at = session.step
         await self._publish(session)
+        reached = False
         if session.step == 0:
             await self._report(session, {**await self._evaluate(session, val, "val"), **await self._test(session)})
-        reached = session.step > 0 and self._reached(await self._evaluate(session, val, "val"))
+        elif self.target_reward is not None:  # resumed: the run may have been stopped after it had reached its target
+            reached = self._reached(await self._evaluate(session, val, "val"))
         while session.step < self.steps and not reached:
             metrics = await self._step(session, train)
             last = session.step == self.steps
@@ -235,6 +241,7 @@ class GRPO(Algorithm):
             for _ in range(self.rollouts_per_task)
         ]
         episodes = await gather_episodes(session.store, session.adapter, requests, session.gateway.flush)
+        session.server.check()  # agents only saw connection errors
         sampled = time.monotonic()
         experience = build_experience(
             episodes,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -139,7 +140,10 @@ class Policy:
             raise ConfigError(f"no *.safetensors in {str(directory)!r}; give a directory written by save_pretrained.")
         loaded: dict[str, Tensor] = {}
         for file in files:
-            loaded.update(load_file(file))
+            try:
+                loaded.update(load_file(file))
+            except SafetensorError as error:
+                raise ConfigError(f"{str(file)!r} is damaged: {error}.") from error
         own = self.model.state_dict()
         # Tied weights are one storage under several names, of which a file holds one.
         covered = {own[name].data_ptr() for name in loaded if name in own}

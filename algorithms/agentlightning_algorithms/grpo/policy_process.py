@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -83,6 +84,15 @@ class PolicyServer:
         """True while the process lives and is ready."""
         return self._endpoint is not None and self._process is not None and self._process.poll() is None
 
+    def check(self) -> None:
+        """Harmless while the server lives.
+
+        Raises:
+            LightningError: it has ended; the message has the end of its log.
+        """
+        if not self.running:
+            raise LightningError(self._failure("has ended"))
+
     async def start(self) -> None:
         """Starts the process and returns when it answers.
 
@@ -158,7 +168,13 @@ def _spawn(command: list[str], log_path: Path) -> subprocess.Popen[bytes]:
     with log_path.open("ab") as log:
         # A session of its own: Ctrl-C is for the trainer, which then ends the server in order.
         return subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            start_new_session=True,
+            # Threads that spin while they wait for each other make a busy machine ten times slower.
+            env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
         )
 
 

@@ -7,6 +7,7 @@ version.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import queue
 import random
@@ -109,6 +110,8 @@ class Sampler:
         self._slots = SlotCache()
         self._thread = threading.Thread(target=self._run, name="agl-sampler", daemon=True)
         self._thread.start()
+        # A thread that is inside torch when the interpreter ends brings the process down with an abort.
+        atexit.register(self.close)
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> Future[Generation]:
         """Queues a request. Cancelling the future takes it out of the batch at the next token.
@@ -131,6 +134,7 @@ class Sampler:
 
     def close(self) -> None:
         """Ends the thread; what has not finished is cancelled."""
+        atexit.unregister(self.close)
         self._inbox.put(None)
         self._thread.join()
 
@@ -206,7 +210,8 @@ class Sampler:
     def _swap(self, swap: _Swap) -> None:
         try:
             self.policy.load_weights(swap.path)
-        except (ValueError, OSError) as error:
+        # An isolation point: who asked for the swap is told, and sampling goes on with the weights there are.
+        except Exception as error:
             _settle(swap.future, error)
             return
         self.weight_version = swap.version

@@ -55,12 +55,13 @@ class SlotCache:
     """The cache of a running batch. Grows as needed, by doubling, and never shrinks.
 
     Attributes:
-        cache: what the model takes as ``past_key_values`` in a decoding step, after :meth:`begin_step`.
+        cache: what the model takes as ``past_key_values`` in a decoding step, after :meth:`begin_step`; None before the
+            first :meth:`admit`.
     """
 
     def __init__(self) -> None:
         self._layers: list[_SlotLayer] = []
-        self.cache = Cache(layers=cast(list[Any], self._layers))
+        self.cache: Cache | None = None
 
     def admit(self, prefilled: DynamicCache, sources: list[int], slots: list[int], width: int) -> None:
         """Copies prompts into slots: row ``sources[k]`` of ``prefilled``, padded on the right, into ``slots[k]``.
@@ -110,6 +111,7 @@ class SlotCache:
                 self._layers.append(
                     _SlotLayer(new.keys.new_zeros(0, heads, 0, size), new.values.new_zeros(0, heads, 0, value_size))
                 )
+            self.cache = Cache(layers=cast(list[Any], self._layers))
         have_slots, _, have_width, _ = self._layers[0].keys.shape
         if slots > have_slots or width > have_width:
             self._resize(max(have_slots, _power_of_two(slots)), max(have_width, _power_of_two(width)))

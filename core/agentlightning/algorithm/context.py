@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 class Gateway(Protocol):
     """What algorithms ask of the gateway (``LLMProxy``)."""
 
+    store: LightningStore | None
+    """Where calls are recorded; the trainer fills it in before ``start`` when it is None."""
+
     async def start(self) -> None:
         """Begins to serve; harmless when it does."""
         ...

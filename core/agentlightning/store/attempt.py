@@ -108,8 +108,10 @@ class AttemptMethods(Transactional):
         """Writes what the change of an attempt means for the worker that had it and the one that has it now."""
         was_live, is_live = before.status in LIVE_ATTEMPT, after.status in LIVE_ATTEMPT
         moved = before.worker_id != after.worker_id
-        if was_live and before.worker_id is not None and (moved or not is_live):
-            change.writes.append(Put(await self._worker_without(before.worker_id, before, time)))
+        if was_live and (moved or not is_live):
+            worker = await self._worker_after(before, time)
+            if worker is not None:
+                change.writes.append(Put(worker))
         if is_live and after.worker_id is not None and moved:
-            _, worker = await self._worker_row(after.worker_id)
-            change.writes.append(Put(take_work(worker, after, time)))
+            _, taker = await self._worker_row(after.worker_id)
+            change.writes.append(Put(take_work(taker, after, time)))

@@ -7,7 +7,7 @@ the frozen models of ``types``: a backend may keep and return the very objects (
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from agentlightning.event import Event
@@ -32,9 +32,16 @@ KEYS: dict[type[Record], tuple[str, ...]] = {
 """The fields that identify a record of each kind."""
 
 
+_KEY_OF: dict[type[Record], Callable[[Record], Key]] = {
+    # attrgetter makes a tuple only of several fields
+    kind: attrgetter(*fields) if len(fields) > 1 else lambda record, field=fields[0]: (getattr(record, field),)
+    for kind, fields in KEYS.items()
+}
+
+
 def key_of(record: Record) -> Key:
     """The key of a record: the values of its identifying fields, in order."""
-    return tuple(getattr(record, field) for field in KEYS[type(record)])
+    return _KEY_OF[type(record)](record)
 
 
 class Row(NamedTuple, Generic[R]):
@@ -79,8 +86,7 @@ class Condition(NamedTuple):
     value: Any
 
 
-@dataclass(frozen=True, slots=True)
-class Query(Generic[R]):
+class Query(NamedTuple, Generic[R]):
     """Which records of one kind, in which order.
 
     All of ``where`` must hold, and at least one of ``any_of`` if it is not empty. Without ``sort_by`` the order is

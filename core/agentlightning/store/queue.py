@@ -211,8 +211,8 @@ class QueueMethods(Transactional):
                 if is_latest and attempt.record.status == "preparing":
                     time = now()
                     change.step(rollout, attempt, lose_claim(rollout.record, attempt.record, time), time)
-                    if attempt.record.worker_id is not None:
-                        worker = await self._worker_without(attempt.record.worker_id, attempt.record, time)
+                    worker = await self._worker_after(attempt.record, time)
+                    if worker is not None:
                         change.writes.append(Put(worker))
                 return change
 

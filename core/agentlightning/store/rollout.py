@@ -11,7 +11,7 @@ from agentlightning.lifecycle import move_attempt, move_rollout, retry
 from agentlightning.resources import ResourcesUpdate
 from agentlightning.store.backend import Condition, Put, Query
 from agentlightning.store.filter import Filter, check_choice, find
-from agentlightning.store.transaction import Transactional, now
+from agentlightning.store.transaction import Transactional, among, now
 from agentlightning.store.transition import Change, events_between, revoked, rollout_events
 from agentlightning.store.waiting import Countdown, deadline_after
 from agentlightning.types import (
@@ -180,7 +180,7 @@ class RolloutMethods(Transactional):
         return [by_id[rollout_id] for rollout_id in rollout_ids if rollout_id in by_id]
 
     async def _find_rollouts(self, rollout_ids: tuple[str, ...]) -> dict[str, Rollout]:
-        rows = await self._rows(Query(Rollout, (Condition("rollout_id", "in", rollout_ids),)))
+        rows = await self._rows(Query(Rollout, (among("rollout_id", rollout_ids),)))
         return {row.record.rollout_id: row.record for row in rows}
 
     async def _move(self, rollout_id: str, changes: Mapping[str, Any], status: RolloutStatus | Unset) -> Rollout:
@@ -220,8 +220,9 @@ class RolloutMethods(Transactional):
             *events_between(rollout, attempt.record, outcome, time),
             revoked(rollout, outcome.attempt, time),
         ]
-        if attempt.record.worker_id is not None:
-            change.writes.append(Put(await self._worker_without(attempt.record.worker_id, attempt.record, time)))
+        worker = await self._worker_after(attempt.record, time)
+        if worker is not None:
+            change.writes.append(Put(worker))
 
 
 def _is_over(rollout: Rollout | None) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextvars
 import logging
 import threading
 import time
@@ -121,7 +122,7 @@ class SpanWriter:
                 underway.count += 1
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="agl-spans", daemon=True)
-                self._thread.start()
+                contextvars.Context().run(self._thread.start)  # it must not seem to be part of the first attempt
             elif self._is_idle or len(self._queue) == self._max_batch:
                 self._changed.notify()
         return True

@@ -19,6 +19,8 @@ from agentlightning.types import LIVE_ATTEMPT, Attempt, AttemptedRollout, Record
 T = TypeVar("T")
 R = TypeVar("R", bound=Record)
 
+_LIVE = tuple(sorted(LIVE_ATTEMPT))
+
 MAX_RACES = 50
 """How often a commit is tried before giving up. Each failure means that somebody else's succeeded."""
 
@@ -113,7 +115,7 @@ class Transactional(LightningStore):
         ids = tuple([rollout.rollout_id for rollout in rollouts if rollout.status != "queuing"])
         latest: dict[str, Attempt] = {}
         if ids:
-            for row in await self._rows(Query(Attempt, (Condition("rollout_id", "in", ids),))):
+            for row in await self._rows(Query(Attempt, (among("rollout_id", ids),))):
                 known = latest.get(row.record.rollout_id)
                 if known is None or known.sequence_id < row.record.sequence_id:
                     latest[row.record.rollout_id] = row.record
@@ -127,13 +129,24 @@ class Transactional(LightningStore):
         row = await self._row(Worker, worker_id)
         return row, row.record if row is not None else Worker(worker_id=worker_id)
 
-    async def _worker_without(self, worker_id: str, attempt: Attempt | None, now: float) -> Worker:
-        """A worker's record once it no longer works on ``attempt``."""
-        _, worker = await self._worker_row(worker_id)
-        where = (Condition("worker_id", "eq", worker_id), Condition("status", "in", tuple(LIVE_ATTEMPT)))
-        live = [row.record for row in await self._rows(Query(Attempt, where))]
-        done = attempt and attempt.attempt_id
-        return describe_work(worker, [other for other in live if other.attempt_id != done], now)
+    async def _worker_after(self, attempt: Attempt, now: float) -> Worker | None:
+        """A worker's record once it no longer works on ``attempt``; None if it says nothing about that one."""
+        if attempt.worker_id is None:
+            return None
+        _, worker = await self._worker_row(attempt.worker_id)
+        if worker.current_attempt_id != attempt.attempt_id:
+            return None
+        live = await self._live_attempts(attempt.worker_id)
+        return describe_work(worker, [other for other in live if other.attempt_id != attempt.attempt_id], now)
+
+    async def _live_attempts(self, worker_id: str) -> list[Attempt]:
+        where = (Condition("worker_id", "eq", worker_id), Condition("status", "in", _LIVE))
+        return [row.record for row in await self._rows(Query(Attempt, where))]
+
+
+def among(field: str, values: Sequence[str]) -> Condition:
+    """That a field is one of some values; of a single one in the form that every database answers fastest."""
+    return Condition(field, "eq", values[0]) if len(values) == 1 else Condition(field, "in", tuple(values))
 
 
 def attempted(rollout: Rollout, attempt: Attempt) -> AttemptedRollout:

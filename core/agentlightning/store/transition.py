@@ -6,7 +6,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from agentlightning.event import AttemptFinished, AttemptRevoked, Event, RolloutEnqueued, RolloutFinished, RolloutStarted
+from agentlightning.event import (
+    AttemptFinished,
+    AttemptRevoked,
+    Event,
+    RolloutEnqueued,
+    RolloutFinished,
+    RolloutStarted,
+)
 from agentlightning.lifecycle import Outcome
 from agentlightning.store.backend import Delete, Guard, Put, Row, Write, key_of
 from agentlightning.types import ENDED_ROLLOUT, LIVE_ATTEMPT, Attempt, Record, Rollout, Worker

@@ -14,7 +14,7 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
 
 from agentlightning.errors import ConfigError, StoreError
-from agentlightning.event import Event, RolloutEnqueued, RolloutFinished
+from agentlightning.event import Event
 
 MAX_UNREAD_EVENTS = 100_000
 
@@ -136,12 +136,12 @@ class Waiters:
         ringing: list[Bell] = []
         with self._lock:
             for event in events:
-                if isinstance(event, RolloutFinished):
+                if event.kind == "rollout_finished":
                     for countdown in self._finishes.pop(event.rollout_id, ()):
                         countdown.pending.discard(event.rollout_id)
                         if not countdown.pending:
                             ringing.append(countdown)
-                elif isinstance(event, RolloutEnqueued) and (bell := self._pop_queue(event.run_id)):
+                elif event.kind == "rollout_enqueued" and (bell := self._pop_queue(event.run_id)):
                     ringing.append(bell)
                 for subscription in self._subscriptions:
                     subscription.put(event)

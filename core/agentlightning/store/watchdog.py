@@ -12,12 +12,12 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import TypeVar
 
 from agentlightning.lifecycle import Outcome, due_status, lose_claim, move_attempt
-from agentlightning.store.backend import Backend, Condition, Put, Query, Row
-from agentlightning.store.transition import Change, describe_work, revoked
+from agentlightning.store.backend import Backend, Condition, Put, Query, Row, Write
+from agentlightning.store.transition import Change, describe_work
 from agentlightning.types import LIVE_ATTEMPT, Attempt, AttemptFailure, Record, Rollout, Worker
 
 logger = logging.getLogger("agentlightning")
@@ -44,8 +44,6 @@ class Watchdog:
 
     def start(self) -> None:
         """Starts the thread; harmless when it runs, and after ``stop``."""
-        if self._thread is not None:
-            return
         with self._lock:
             if self._thread is None and not self._alarm.stopped:
                 arguments = (weakref.ref(self), self._alarm, self._interval_s, self._lease_s)
@@ -72,8 +70,8 @@ class Watchdog:
             return math.inf
         rollouts = await self._by_id(Rollout, "rollout_id", {row.record.rollout_id for row in rows})
         workers = await self._by_id(Worker, "worker_id", {row.record.worker_id for row in rows if row.record.worker_id})
-        live = {row.record.attempt_id: row.record for row in rows}
         next_deadline = math.inf
+        ended: set[str] = set()
         for attempt in rows:
             rollout = rollouts.get(attempt.record.rollout_id)
             if rollout is None:  # deleted between the two reads
@@ -86,18 +84,31 @@ class Watchdog:
                 continue
             change = Change(None)
             change.step(rollout, attempt, outcome, now)
-            change.events.append(revoked(outcome.rollout, outcome.attempt, now))
-            del live[attempt.record.attempt_id]
-            if worker is not None:
-                others = [other for other in live.values() if other.worker_id == worker.record.worker_id]
-                after = describe_work(worker.record, others, now)
-                if now - (worker_seen or 0.0) > self._lease_s:
-                    after = after.model_copy(update={"status": "unknown"})
-                change.writes.append(Put(after))
-                workers[after.worker_id] = Row(after, worker.revision)
             # A lost race means that somebody gave a sign of life or ended it: the next scan looks again.
-            await self._backend.commit(change.writes, change.guards, change.events)
+            if await self._backend.commit(change.writes, change.guards, change.events):
+                ended.add(attempt.record.attempt_id)
+        await self._tell_workers(workers, [row.record for row in rows], ended, now)
         return next_deadline
+
+    async def _tell_workers(
+        self, workers: Mapping[str, Row[Worker]], attempts: Sequence[Attempt], ended: Collection[str], now: float
+    ) -> None:
+        """Writes what the ended attempts mean for their workers; one that is not heard of any more is unknown."""
+        live: dict[str, list[Attempt]] = {
+            attempt.worker_id: [] for attempt in attempts if attempt.worker_id and attempt.attempt_id in ended
+        }
+        for attempt in attempts:
+            if attempt.worker_id in live and attempt.attempt_id not in ended:
+                live[attempt.worker_id].append(attempt)
+        puts: list[Write] = []
+        for worker_id, others in live.items():
+            if worker_id in workers:
+                worker = describe_work(workers[worker_id].record, others, now)
+                if now - (worker.last_heartbeat_time or 0.0) > self._lease_s:
+                    worker = worker.model_copy(update={"status": "unknown"})
+                puts.append(Put(worker))
+        if puts:
+            await self._backend.commit(puts)
 
     async def _by_id(self, kind: type[R], field: str, ids: Collection[str | None]) -> dict[str, Row[R]]:
         if not ids:

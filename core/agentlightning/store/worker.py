@@ -10,15 +10,16 @@ from agentlightning.frozen import freeze
 from agentlightning.store.backend import Put
 from agentlightning.store.filter import Filter, check_choice, find
 from agentlightning.store.transaction import Transactional, now
+from agentlightning.store.transition import describe_work
 from agentlightning.types import UNSET, FilterLogic, PaginatedResult, SortOrder, Unset, Worker, WorkerStatus
 
 
 class WorkerMethods(Transactional):
     """Workers, as their claims, results and heartbeats show them.
 
-    A worker is busy with the newest of its live attempts, idle without one, and unknown once its lease ran out. These
-    records inform people and renew leases; nothing is decided by ``status``. They are therefore written without guards,
-    and what a race between two writers leaves behind is put right by the worker's next heartbeat.
+    A worker is busy while it has live attempts (``current_*`` name the newest), idle without one, and unknown once its
+    lease ran out. These records inform people and renew leases; nothing is decided by ``status``. They are therefore
+    written without guards, and what a race between two writers leaves behind is put right by the next heartbeat.
     """
 
     async def query_workers(
@@ -50,7 +51,8 @@ class WorkerMethods(Transactional):
         if not worker_id:
             raise ConfigError("worker_id is empty")
         time = now()
-        worker = await self._worker_without(worker_id, None, time)
+        _, worker = await self._worker_row(worker_id)
+        worker = describe_work(worker, await self._live_attempts(worker_id), time)
         changes: dict[str, Any] = {"last_heartbeat_time": time}
         if heartbeat_stats is not UNSET:
             changes["heartbeat_stats"] = None if heartbeat_stats is None else freeze(dict(heartbeat_stats))

@@ -86,12 +86,14 @@ class OpenSpan(ABC):
         """Ends the span, now or at an instant, and returns it."""
 
 
-class _Active(NamedTuple):
+class Active(NamedTuple):
+    """What a caller runs in."""
+
     tracer: Tracer
     trace: Trace
 
 
-_active: ContextVar[_Active | None] = ContextVar("agentlightning_active_trace", default=None)
+_active: ContextVar[Active | None] = ContextVar("agentlightning_active_trace", default=None)
 _last_trace: ContextVar[Trace | None] = ContextVar("agentlightning_last_trace", default=None)
 
 
@@ -105,6 +107,21 @@ def get_active_trace() -> Trace | None:
     """The trace that the caller runs in."""
     active = _active.get()
     return None if active is None else active.trace
+
+
+def get_active() -> Active | None:
+    """Tracer and trace of the caller, for ``activate`` elsewhere."""
+    return _active.get()
+
+
+@contextlib.contextmanager
+def activate(active: Active | None) -> Iterator[None]:
+    """Runs the block as if it were in that trace, or (None) in none."""
+    token = _active.set(active)
+    try:
+        yield
+    finally:
+        _active.reset(token)
 
 
 class Tracer(ABC):
@@ -170,12 +187,10 @@ class Tracer(ABC):
                 writer.bind_loop()
             trace = Trace(rollout_id or "", attempt_id or "", writer)
             _last_trace.set(trace)
-            token = _active.set(_Active(self, trace))
             try:
-                with self.root_context(trace, name or semconv.SPAN_ROLLOUT):
+                with activate(Active(self, trace)), self.root_context(trace, name or semconv.SPAN_ROLLOUT):
                     yield trace
             finally:
-                _active.reset(token)
                 await trace.deliver(self.delivery_timeout_s)
 
     def get_last_trace(self) -> list[Span]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from openai import OpenAI
@@ -37,7 +37,7 @@ OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
 CLIENT = OpenAI(api_key="unused", base_url="http://unused", max_retries=0)
 
 
-def calculator_agent(task: dict[str, Any], llm: agl.LLM) -> float:
+def calculator_agent(task: Mapping[str, Any], llm: agl.LLM) -> float:
     """Work on one word problem; the reward is 1 if the last answer is the right number and 0 otherwise."""
     client = CLIENT.with_options(base_url=llm.get_base_url(), api_key=llm.api_key or "unused")
     messages: list[Any] = [

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple, TypedDict
 
 Split = Literal["train", "val", "test"]
+SPLITS: tuple[Split, ...] = ("train", "val", "test")
 Operator = Literal["+", "-", "*", "/"]
 
 LARGEST = 99
@@ -58,7 +59,7 @@ def number_pairs(operator: Operator, split: Split) -> list[tuple[int, int]]:
 
 
 def split_of(a: int, b: int) -> Split:
-    """The split that owns the pair of `a` and `b` in either order: about 8 of 10 pairs are train's, 1 val's, 1 test's."""
+    """The split that owns a pair of numbers, in either order: train owns about 8 of 10 pairs, val and test 1 each."""
     part = zlib.crc32(f"{min(a, b)} {max(a, b)}".encode()) % 10
     return "test" if part == 0 else "val" if part == 1 else "train"
 

@@ -35,6 +35,7 @@ GRPO_SETTINGS: Final[dict[str, Any]] = {
     "eval_every": 5,
     "sampling": {"temperature": 1.0, "max_tokens": 32},
     "rollout_timeout_s": 60.0,
+    "train_threads": 1,
     "update": {
         "lr": 5e-4,
         "betas": (0.9, 0.99),
@@ -59,7 +60,6 @@ def run_demo(directory: Path, *, seed: int, steps: int | None = None, resume: bo
     """
     console = Console(stderr=True)
     settings = _settings(directory, seed, steps, resume)
-    problems = {split: make_problems(split, count) for split, count in (("val", N_VAL), ("test", N_TEST))}
     store = create_store("memory://")
     trainer = Trainer(
         algorithm={
@@ -68,7 +68,7 @@ def run_demo(directory: Path, *, seed: int, steps: int | None = None, resume: bo
             "seed": settings["seed"],
             "steps": settings["steps"],
             "target_reward": TARGET_REWARD,
-            "test_dataset": problems["test"],
+            "test_dataset": make_problems("test", N_TEST),
         },
         store=store,
         run_dir=directory,
@@ -76,7 +76,7 @@ def run_demo(directory: Path, *, seed: int, steps: int | None = None, resume: bo
         max_concurrency=64,
     )
     try:
-        trainer.fit(calculator_agent, make_problems("train", 4096, seed=settings["seed"]), problems["val"])
+        trainer.fit(calculator_agent, make_problems("train", 4096, seed=settings["seed"]), make_problems("val", N_VAL))
     except KeyboardInterrupt:
         asyncio.run(_save_transcripts(store, directory))
         console.print(f"\nstopped; continue with:\n\n    agl demo --resume {directory}\n", highlight=False)

@@ -1,4 +1,4 @@
-"""Makes the demo's checkpoint: a tokenizer, a chat template and a tiny transformer that knows the form but not the sense.
+"""Makes the demo's checkpoint: a tokenizer, a chat template and a tiny transformer that knows the form, not the sense.
 
     python -m agentlightning_plugins.demo.warm_start OUT_DIR
 
@@ -10,13 +10,14 @@ clock, so that a slow machine makes the same model.
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
@@ -67,7 +68,7 @@ WORDS = r" ?[A-Za-z]+[.,?:]? ?|\d{1,2}| ?[-+*/] ?|."
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A lossless tokenizer with one token for each fixed piece of the conversation, each word and each number below 100.
+    """A lossless tokenizer: one token for each fixed piece of the conversation, each word and each number below 100.
 
     Anything else is spelled in bytes.
     """
@@ -116,16 +117,16 @@ def demonstrate(problem: Problem, rng: random.Random) -> list[dict[str, Any]]:
 def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     """A small transformer with random weights.
 
-    The standard deviation of 0.1 is five times the usual one: at this width it lets attention find equal tokens at once,
-    so that the model learns to copy numbers in hundreds of steps and not in thousands.
+    Their standard deviation of 0.1 is five times the usual one: at this width it lets attention find equal tokens at
+    once, so that the model learns to copy numbers in hundreds of steps and not in thousands.
     """
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=64,
+        hidden_size=48,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=4,
-        intermediate_size=128,
+        intermediate_size=96,
         max_position_embeddings=256,
         tie_word_embeddings=True,
         initializer_range=0.1,
@@ -153,32 +154,41 @@ def batches(tokenizer: PreTrainedTokenizerFast) -> Iterator[dict[str, Tensor]]:
 
 def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     """Imitates the demonstrations for `STEPS` steps, in place."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=STEPS, pct_start=0.05)
-    for step, batch in zip(range(STEPS), batches(tokenizer), strict=False):
+    for step, batch in enumerate(itertools.islice(batches(tokenizer), STEPS)):
         loss = model(**batch).loss
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        if step % 100 == 0:
-            print(f"step {step} loss {loss.item():.3f}")
+        if step % 100 == 0 or step == STEPS - 1:
+            click.echo(f"step {step}: loss {loss.item():.3f}")
 
 
-def main(out_dir: str) -> None:
-    """Makes the checkpoint and writes it to `out_dir` in the Hugging Face layout."""
+def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+    """Writes the checkpoint in the Hugging Face layout.
+
+    The weights are stored in 16 bits, to be small, and used in 32: a load that names no type takes the configuration's.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    model.half().save_pretrained(directory)
+    model.config.dtype = torch.float32
+    model.config.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+@click.command()
+@click.argument("out_dir", type=click.Path(path_type=Path, file_okay=False))
+def main(out_dir: Path) -> None:
+    """Makes the checkpoint in OUT_DIR."""
     torch.manual_seed(SEED)
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)
     train(model, tokenizer)
-    Path(out_dir).mkdir(parents=True, exist_ok=True)
-    model.half().save_pretrained(out_dir)
-    # The weights are stored in 16 bits to be small and used in 32: a load that names no type takes the configuration's.
-    model.config.dtype = torch.float32
-    model.config.save_pretrained(out_dir)
-    tokenizer.save_pretrained(out_dir)
+    save(model, tokenizer, out_dir)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

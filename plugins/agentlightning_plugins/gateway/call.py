@@ -11,7 +11,7 @@ With n > 1 the unprefixed token data are those of choice 0; choice i > 0 has
 
 from __future__ import annotations
 
-import os
+import random
 import re
 import time
 from collections.abc import Mapping
@@ -19,13 +19,15 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from agentlightning import semconv
-from agentlightning.frozen import freeze
-from agentlightning.types import Span, TraceStatus
+from agentlightning.frozen import FrozenList, freeze
+from agentlightning.types import Span, SpanResource, TraceStatus
 from agentlightning_plugins.gateway.backend import Backend
 from agentlightning_plugins.gateway.dialect import Asked, Choice, Completion, Dialect
 from agentlightning_plugins.gateway.json_text import dump_json
 
 _OK: Final = TraceStatus(status_code="OK")
+_NOTHING: Final[list[Any]] = FrozenList()
+_NO_RESOURCE: Final = SpanResource()
 _MAX_DESCRIPTION: Final = 2000
 _SAMPLING: Final = {
     "temperature": "gen_ai.request.temperature",
@@ -54,9 +56,9 @@ class Trace(NamedTuple):
     def from_header(cls, traceparent: str | None) -> Trace:
         """Reads W3C's ``traceparent``; a missing or malformed one begins a trace."""
         match = _TRACEPARENT.match(traceparent) if traceparent else None
-        span_id = os.urandom(8).hex()
+        span_id = f"{random.getrandbits(64):016x}"
         if match is None:
-            return cls(os.urandom(16).hex(), span_id, None, "01")
+            return cls(f"{random.getrandbits(128):032x}", span_id, None, "01")
         return cls(match[1], span_id, match[2], match[3])
 
     def to_header(self) -> str:
@@ -128,8 +130,13 @@ def call_to_span(call: Call) -> Span:
         if call.error is None
         else TraceStatus(status_code="ERROR", description=call.error[:_MAX_DESCRIPTION]),
         attributes=freeze(attributes),
+        events=_NOTHING,  # the rest are defaults: naming them halves the time of the construction
+        links=_NOTHING,
         start_time=call.start_time,
         end_time=call.end_time,
+        context=None,
+        parent=None,
+        resource=_NO_RESOURCE,
     )
 
 

@@ -101,7 +101,7 @@ def _read_envelope(answer: Mapping[str, Any], completion: Completion) -> None:
 
 
 def _read_choice(data: Mapping[str, Any], completion: Completion) -> None:
-    choice = completion.choice(data["index"])
+    choice = completion.choice(data.get("index") or 0)
     if choice.prompt_token_ids is None:
         choice.prompt_token_ids = data.get("prompt_token_ids")
     if data.get("finish_reason"):

@@ -72,7 +72,7 @@ class StoreConnection:
             NotFoundError, ConflictError, ConfigError: what the store raised.
             StoreError: the server cannot be reached, failed, or is not a store.
         """
-        if False:
+        if self._opening:
             await self._subscriptions_opened()
         session = self._pool.session()
         url = URL(self.url + PREFIX + path, encoded=True)
@@ -190,9 +190,7 @@ class _SessionPool:
 
     def session(self) -> aiohttp.ClientSession:
         """The session of the running loop."""
-        if (
-            self._process_id != os.getpid()
-        ):  # forked: the sockets are the parent's, and its threads may have held the lock
+        if self._process_id != os.getpid():  # forked: these are the parent's sockets, and its threads may hold the lock
             self._lock = threading.Lock()
             self._process_id = os.getpid()
             self._sessions = {}

@@ -158,7 +158,7 @@ def _guard(token: str | None, features: str) -> Middleware:
             elif request.path != PREFIX + "/health":
                 _refuse_wrong_token(request, expected)
             response = await handler(request)
-        except (web.HTTPException, Exception) as error:  # isolation point: a request may fail, the server may not
+        except Exception as error:  # isolation point: a request may fail, the server may not
             response = _answer_error(request, error)
         if not response.prepared:
             response.headers[FEATURES_HEADER] = features
@@ -178,7 +178,7 @@ def _refuse_web_pages(host: str, origin: str | None) -> None:
     """Without a token, a page in the user's browser must not reach the store, neither across sites nor by rebinding."""
     if not is_loopback(urlsplit("//" + host).hostname or "") or (origin and urlsplit(origin).netloc != host):
         raise _RefusedError(
-            "unauthorized", f"without a token the store answers programs on this machine only, not {origin or host!r}"
+            "forbidden", f"without a token the store answers programs on this machine only, not {origin or host!r}"
         )
 
 

@@ -1,0 +1,100 @@
+"""What conditions and orders of the backend mean for Python objects."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from operator import attrgetter
+from typing import Any, Final, TypeAlias, TypeVar
+
+from pydantic import BaseModel
+
+from agentlightning.store.backend import Condition
+from agentlightning.types import Record
+
+R = TypeVar("R", bound=Record)
+T = TypeVar("T")
+Reader: TypeAlias = Callable[[R], Any]
+
+
+def make_reader(field: str) -> Reader[Record]:
+    """Reads a field of a record, or a key of a JSON field (``metadata.group``; None where there is none)."""
+    name, dot, key = field.partition(".")
+    if not dot:
+        return attrgetter(name)
+
+    def read(record: Record) -> Any:
+        mapping = getattr(record, name)
+        return mapping.get(key) if isinstance(mapping, dict) else None
+
+    return read
+
+
+def make_test(condition: Condition, read: Reader[R]) -> Callable[[R], bool]:
+    """Says whether a condition holds for a record; a value of another type is no error, it does not hold."""
+    value = condition.value
+    match condition.op:
+        case "eq":
+            return lambda record: bool(read(record) == value)
+        case "in":
+            return lambda record: read(record) in value
+        case "contains":
+            return lambda record: isinstance(text := read(record), str) and value in text
+        case "ge":
+            return lambda record: _at_least(read(record), value)
+        case "le":
+            return lambda record: _at_least(value, read(record))
+
+
+def choices(condition: Condition) -> Collection[Any]:
+    """The values that satisfy an ``eq`` or ``in``."""
+    return (condition.value,) if condition.op == "eq" else condition.value
+
+
+def is_lookup(condition: Condition) -> bool:
+    """Whether an index can answer a condition."""
+    if condition.op not in ("eq", "in"):
+        return False
+    for value in choices(condition):
+        if type(value) is not str and (value is None or not is_hashable(value)):
+            return False
+    return True
+
+
+def is_hashable(value: object) -> bool:
+    """Whether a value can be a key; asking is the only way to know of a tuple."""
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+def sort_by(items: list[T], read: Callable[[T], Any], descending: bool) -> None:
+    """Sorts in place, stably: None, then numbers, then strings, then the rest by its JSON."""
+    kinds = {type(read(item)) for item in items}
+    if kinds <= {int, float} or kinds == {str}:
+        items.sort(key=read, reverse=descending)
+    else:
+        items.sort(key=lambda item: _order(read(item)), reverse=descending)
+
+
+def _at_least(one: Any, other: Any) -> bool:
+    if one is None or other is None:
+        return False
+    try:
+        return bool(one >= other)
+    except TypeError:  # a number and a string, say: neither is greater
+        return False
+
+
+_RANKS: Final[Mapping[type, int]] = {type(None): 0, bool: 1, int: 1, float: 1, str: 2}
+
+
+def _order(value: Any) -> tuple[int, Any]:
+    rank = _RANKS.get(type(value))
+    if rank is not None:
+        return rank, 0 if value is None else value
+    if isinstance(value, BaseModel):
+        return 3, value.model_dump_json()
+    return 3, json.dumps(value, sort_keys=True, default=str)

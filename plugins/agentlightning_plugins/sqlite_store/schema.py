@@ -1,0 +1,167 @@
+"""The file: how it is opened, what is in it, and how older forms of it become the present one."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from pathlib import Path
+from typing import Final
+
+from agentlightning.errors import ConfigError, StoreError
+
+APPLICATION_ID: Final = 0x41474C53
+"""Says in the file's header that it is ours ("AGLS")."""
+
+# Columns have no type, because a typed column would convert what it is compared with: TEXT makes '1' of 1. Positions are
+# AUTOINCREMENT, so that a number is never given twice and reading on after a position never misses a newcomer.
+MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
+    (
+        "CREATE TABLE run (position INTEGER PRIMARY KEY AUTOINCREMENT, run_id NOT NULL UNIQUE, revision NOT NULL, "
+        "record NOT NULL)",
+        "CREATE TABLE rollout (position INTEGER PRIMARY KEY AUTOINCREMENT, rollout_id NOT NULL UNIQUE, "
+        "run_id NOT NULL, status NOT NULL, queue_position, task_id, group_id, step, revision NOT NULL, "
+        "record NOT NULL)",
+        "CREATE INDEX rollout_run ON rollout (run_id)",
+        "CREATE INDEX rollout_status ON rollout (run_id, status)",
+        "CREATE INDEX rollout_queue ON rollout (run_id, queue_position) WHERE queue_position IS NOT NULL",
+        "CREATE INDEX rollout_task ON rollout (task_id) WHERE task_id IS NOT NULL",
+        "CREATE INDEX rollout_group ON rollout (group_id) WHERE group_id IS NOT NULL",
+        "CREATE INDEX rollout_step ON rollout (step) WHERE step IS NOT NULL",
+        # Attempts refer to rollouts, and spans to attempts, by position: these indexes grow at their end only, so that
+        # a write touches the same few pages however large the file is.
+        "CREATE TABLE attempt (position INTEGER PRIMARY KEY AUTOINCREMENT, rollout NOT NULL, attempt_id NOT NULL, "
+        "sequence_id NOT NULL, live, worker_id, last_heartbeat_time, last_span NOT NULL DEFAULT 0, "
+        "revision NOT NULL, record NOT NULL, UNIQUE (rollout, attempt_id))",
+        "CREATE INDEX attempt_live ON attempt (live, worker_id) WHERE live IS NOT NULL",
+        "CREATE TABLE span (position INTEGER PRIMARY KEY AUTOINCREMENT, attempt NOT NULL, span_id NOT NULL, "
+        "sequence_id NOT NULL, run_id NOT NULL, revision NOT NULL, record NOT NULL, UNIQUE (attempt, span_id))",
+        "CREATE INDEX span_run ON span (run_id)",
+        "CREATE TABLE resources (position INTEGER PRIMARY KEY AUTOINCREMENT, resources_id NOT NULL, "
+        "version NOT NULL, run_id NOT NULL, revision NOT NULL, record NOT NULL, UNIQUE (resources_id, version))",
+        "CREATE INDEX resources_run ON resources (run_id)",
+        "CREATE INDEX resources_id ON resources (resources_id)",
+        "CREATE TABLE worker (position INTEGER PRIMARY KEY AUTOINCREMENT, worker_id NOT NULL UNIQUE, "
+        "revision NOT NULL, record NOT NULL)",
+        "CREATE TABLE metrics (position INTEGER PRIMARY KEY AUTOINCREMENT, run_id NOT NULL, step NOT NULL, "
+        "revision NOT NULL, record NOT NULL, UNIQUE (run_id, step))",
+        # How many there are, so that nobody needs to count; status is '' but for rollouts.
+        "CREATE TABLE tally (name NOT NULL, run_id NOT NULL, status NOT NULL, number NOT NULL, "
+        "PRIMARY KEY (name, run_id, status)) WITHOUT ROWID",
+        # The events of the last commits, for the other processes that have the file open.
+        "CREATE TABLE event (position INTEGER PRIMARY KEY AUTOINCREMENT, origin NOT NULL, events NOT NULL)",
+    ),
+)
+"""What makes each version of the file from the one before. A released one is never changed."""
+
+
+def open_file(path: Path, busy_timeout_s: float) -> None:
+    """Makes the file ready: creates it, or migrates it, or finds it as it should be.
+
+    Raises:
+        ConfigError: it is not a store, or one of a newer version; it is left as it is.
+        StoreError: it cannot be opened or written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and path.stat().st_size > 0:
+            # Through SQLite and not with open(): closing a file drops all locks of this process on it, those of another
+            # connection too.
+            check = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=busy_timeout_s)
+            try:
+                _read_version(check, path)
+            finally:
+                check.close()
+        connection = connect(path, busy_timeout_s)
+        try:
+            _migrate(connection, path, busy_timeout_s)
+        finally:
+            connection.close()
+    except OSError as error:
+        raise StoreError(f"{path}: {error.strerror or error}; choose another place for the store") from error
+    except sqlite3.Error as error:
+        raise explain(error, path) from error
+
+
+def connect(path: Path, busy_timeout_s: float) -> sqlite3.Connection:
+    """A connection in which a transaction begins and ends where we say so, for one thread at a time."""
+    connection = sqlite3.connect(
+        path.absolute(),
+        timeout=busy_timeout_s,
+        isolation_level=None,
+        check_same_thread=False,
+        cached_statements=256,
+    )
+    connection.execute("PRAGMA synchronous = FULL")  # a commit returns when the disk has it, not the operating system
+    connection.execute("PRAGMA temp_store = MEMORY")
+    connection.execute("PRAGMA cache_size = -32768")  # KiB
+    connection.execute("PRAGMA journal_size_limit = 67108864")
+    return connection
+
+
+def explain(error: sqlite3.Error, path: Path) -> StoreError:
+    """What an error of SQLite means for whoever called the store."""
+    name = getattr(error, "sqlite_errorname", "")
+    meaning = {
+        "SQLITE_FULL": "the disk is full; nothing of this write was stored. Free some space and try again",
+        "SQLITE_READONLY": "the file or its folder is read-only; nothing was written",
+        "SQLITE_BUSY": "other processes kept it locked for too long; nothing was written, try again",
+        "SQLITE_CANTOPEN": "the file cannot be opened; check that its folder is there and may be written",
+        "SQLITE_TOOBIG": "a record is larger than SQLite takes (1 GB); nothing was written",
+        "SQLITE_CORRUPT": "the file is damaged; restore a copy of it",
+        "SQLITE_NOTADB": "the file is no SQLite database; choose another path",
+    }.get("_".join(name.split("_")[:2]))
+    return StoreError(f"{path}: {meaning or 'the database failed'} ({name or type(error).__name__}: {error})")
+
+
+def _read_version(connection: sqlite3.Connection, path: Path) -> int:
+    """The version of the file; 0 if there is nothing in it.
+
+    Raises:
+        ConfigError: it is not a store, or one of a newer version.
+    """
+    try:
+        ((application_id,),) = connection.execute("PRAGMA application_id").fetchall()
+        ((version,),) = connection.execute("PRAGMA user_version").fetchall()
+        ((tables,),) = connection.execute("SELECT count(*) FROM sqlite_master").fetchall()
+    except sqlite3.DatabaseError as error:
+        if getattr(error, "sqlite_errorname", "") != "SQLITE_NOTADB":
+            raise
+        raise ConfigError(f"{path} is no store: it is not an SQLite database; choose another path") from error
+    if application_id == 0 and version == 0 and tables == 0:
+        return 0
+    if application_id != APPLICATION_ID:
+        raise ConfigError(f"{path} is the database of another program; choose another path for the store")
+    if version > len(MIGRATIONS):
+        raise ConfigError(
+            f"{path} was written by a newer version of Lightning (its schema is {version}, this one knows "
+            f"{len(MIGRATIONS)}); upgrade Lightning, or choose another path"
+        )
+    return int(version)
+
+
+def _migrate(connection: sqlite3.Connection, path: Path, busy_timeout_s: float) -> None:
+    deadline = time.monotonic() + busy_timeout_s
+    while True:
+        try:
+            # Readers do not wait for the writer, and a commit is one append and one fsync. It stays set in the file.
+            connection.execute("PRAGMA journal_mode = WAL")
+            break
+        except sqlite3.OperationalError as error:  # changing the mode does not wait for its lock
+            if error.sqlite_errorname != "SQLITE_BUSY" or time.monotonic() > deadline:
+                raise
+            time.sleep(0.005)
+    if _read_version(connection, path) == len(MIGRATIONS):
+        return
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        version = _read_version(connection, path)  # another process may have been faster
+        for statements in MIGRATIONS[version:]:
+            for statement in statements:
+                connection.execute(statement)
+        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        connection.execute(f"PRAGMA user_version = {len(MIGRATIONS)}")
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise

@@ -1,0 +1,631 @@
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentlightning import semconv
+from agentlightning.adapter import (
+    LlmProxyTraceToTriplet,
+    RewardMatchPolicy,
+    TracerTraceToTriplet,
+    TraceToMessages,
+    TraceToTriplet,
+)
+from agentlightning.adapter.tree import Node, build_tree
+from agentlightning.errors import AdapterError, ConfigError
+from agentlightning.plugins import get_manager
+from agentlightning.reward import find_final_reward
+from agentlightning.types import Span, TraceStatus, Triplet
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+class Recorder:
+    """Builds the spans of one attempt; each starts where the last one ended unless it says when."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self.now = 1000.0
+
+    def add(
+        self,
+        name: str,
+        attributes: dict[str, Any] | None = None,
+        *,
+        parent: str | None = None,
+        span_id: str | None = None,
+        at: tuple[float, float] | None = None,
+        error: bool = False,
+    ) -> str:
+        start, end = at or (self.now, self.now + 1.0)
+        self.now = max(self.now, end)
+        self.spans.append(
+            Span.from_attributes(
+                attributes=attributes or {},
+                rollout_id="ro-1",
+                attempt_id="at-1",
+                sequence_id=len(self.spans) + 1,
+                name=name,
+                trace_id="0" * 32,
+                span_id=span_id or f"{len(self.spans) + 1:016x}",
+                parent_id=parent,
+                start_time=start,
+                end_time=end,
+                status=TraceStatus(status_code="ERROR") if error else None,
+            )
+        )
+        return self.spans[-1].span_id
+
+    def client(self, response_id: str | None, *, text: str = "hi", **where: Any) -> str:
+        attributes = {
+            "gen_ai.operation.name": "chat",
+            "gen_ai.request.model": "m",
+            "gen_ai.input.messages": json.dumps([{"role": "user", "parts": [{"type": "text", "content": "ask"}]}]),
+        }
+        if response_id is not None:
+            answer = {"role": "assistant", "parts": [{"type": "text", "content": text}], "finish_reason": "stop"}
+            attributes |= {
+                "gen_ai.response.id": response_id,
+                "gen_ai.output.messages": json.dumps([answer]),
+                "gen_ai.response.finish_reasons": ["tool_call"],
+            }
+        return self.add("openai.chat", attributes, **where)
+
+    def gateway(
+        self, response_id: str | None, tokens: Sequence[int] = (7, 8), *, complete: bool = True, **where: Any
+    ) -> str:
+        attributes: dict[str, Any] = {
+            "gen_ai.operation.name": "chat",
+            "gen_ai.request.model": "m",
+            "gen_ai.response.model": "m-1",
+            "gen_ai.input.messages": json.dumps([{"role": "user", "parts": [{"type": "text", "content": "ask me"}]}]),
+            "agentlightning.gateway.complete": complete,
+        }
+        if response_id is not None:
+            answer = {"role": "assistant", "parts": [{"type": "text", "content": "sampled"}], "finish_reason": "length"}
+            attributes |= {
+                "gen_ai.response.id": response_id,
+                "gen_ai.output.messages": json.dumps([answer]),
+                "gen_ai.response.finish_reasons": ["length"],
+                "agentlightning.weight_version": 3,
+                "prompt_token_ids": [1, 2, 3],
+                "response_token_ids": list(tokens),
+                "logprobs": [-0.5] * len(tokens),
+            }
+        return self.add("chat m", attributes, **where)
+
+    def reward(self, value: float, attributes: dict[str, Any] | None = None, **where: Any) -> str:
+        where.setdefault("at", (self.now, self.now))
+        return self.add(
+            "agentlightning.reward", {"agentlightning.reward.0.value": value, **(attributes or {})}, **where
+        )
+
+    def adapt(self, adapter: TraceToTriplet | None = None) -> list[Triplet]:
+        return (adapter or TraceToTriplet()).adapt(self.spans)
+
+
+@pytest.fixture
+def trace() -> Recorder:
+    return Recorder()
+
+
+def ids(triplets: Sequence[Triplet]) -> list[str | None]:
+    return [triplet.metadata["response_id"] for triplet in triplets]
+
+
+def rewards(triplets: Sequence[Triplet]) -> list[float | None]:
+    return [triplet.reward for triplet in triplets]
+
+
+# Calls.
+
+
+def test_client_span_and_gateway_span_of_one_call_are_one_triplet(trace: Recorder) -> None:
+    root = trace.add("agentlightning.rollout", at=(999, 1010))
+    agent = trace.add("agent", {"agent.name": "solver"}, parent=root, at=(1000, 1005))
+    client = trace.client("r1", parent=agent, at=(1001, 1003))
+    trace.gateway("r1", [7, 8], at=(1001.2, 1002.9))
+    (triplet,) = trace.adapt()
+    assert triplet.prompt == {
+        "token_ids": [1, 2, 3],
+        "raw_content": [{"role": "user", "content": "ask me"}],
+        "image_urls": [],
+    }
+    assert triplet.response == {
+        "token_ids": [7, 8],
+        "raw_content": [{"role": "assistant", "content": "sampled"}],
+        "logprobs": [-0.5, -0.5],
+    }
+    assert triplet.metadata == {
+        "response_id": "r1",
+        "agent_name": "solver",
+        "model": "m-1",
+        "finish_reason": "length",
+        "weight_version": 3,
+        "complete": True,
+        "span_id": client,
+        "choice": 0,
+    }
+
+
+def test_the_order_in_which_spans_arrive_does_not_matter(trace: Recorder) -> None:
+    for i in range(5):
+        trace.client(f"r{i}", at=(1000 + i, 1000.9 + i))
+        trace.gateway(f"r{i}", [i], at=(1000.1 + i, 1000.8 + i))
+        trace.reward(i, at=(1000.95 + i, 1000.95 + i))
+    forwards = TraceToTriplet().adapt(trace.spans)
+    assert ids(forwards) == [f"r{i}" for i in range(5)]
+    assert [triplet.response["token_ids"] for triplet in forwards] == [[i] for i in range(5)]
+    assert rewards(forwards) == [0, 1, 2, 3, 4]
+    assert TraceToTriplet().adapt(trace.spans[::-1]) == forwards
+    assert TraceToTriplet().adapt(trace.spans + trace.spans) == forwards
+
+
+def test_parallel_calls_get_their_own_tokens(trace: Recorder) -> None:
+    for i in range(4):
+        trace.client(f"r{i}", at=(1000 + i / 10, 1010 - i / 10))
+    for i in reversed(range(4)):
+        trace.gateway(f"r{i}", [i], at=(1001, 1009))
+    triplets = trace.adapt()
+    assert [(t.metadata["response_id"], t.response["token_ids"]) for t in triplets] == [
+        (f"r{i}", [i]) for i in range(4)
+    ]
+
+
+def test_layers_of_instrumentation_around_one_call_are_one_triplet(trace: Recorder) -> None:
+    agent = trace.add("agent", {"agent.name": "a"}, at=(1000, 1010))
+    outer = trace.add("ChatOpenAI.chat", {"gen_ai.operation.name": "chat"}, parent=agent, at=(1001, 1009))
+    inner = trace.client("r1", parent=outer, at=(1002, 1008))
+    trace.gateway("r1", parent=inner, at=(1003, 1007))
+    (triplet,) = trace.adapt()
+    assert triplet.metadata["span_id"] == outer
+    assert triplet.metadata["response_id"] == "r1"
+    assert triplet.response["token_ids"] == [7, 8]
+
+
+def test_two_instrumentations_side_by_side_are_one_triplet(trace: Recorder) -> None:
+    trace.client("r1", at=(1001, 1009))
+    trace.client("r1", at=(1002, 1008))
+    trace.gateway("r1", at=(1003, 1007))
+    assert ids(trace.adapt()) == ["r1"]
+
+
+def test_different_calls_under_one_model_span_stay_apart(trace: Recorder) -> None:
+    outer = trace.add("chat", {"gen_ai.operation.name": "chat"}, at=(1000, 1010))
+    for i in range(3):
+        inner = trace.client(f"r{i}", parent=outer, at=(1001 + i, 1001.5 + i))
+        trace.gateway(f"r{i}", [i], parent=inner, at=(1001.1 + i, 1001.4 + i))
+    triplets = trace.adapt()
+    assert ids(triplets) == ["r0", "r1", "r2"]
+    assert [triplet.response["token_ids"] for triplet in triplets] == [[0], [1], [2]]
+
+
+def test_a_server_that_gives_every_answer_the_same_id_does_not_merge_calls(trace: Recorder) -> None:
+    for i in range(3):
+        client = trace.client("same", at=(1000 + i, 1000.9 + i))
+        trace.gateway("same", [i], parent=client, at=(1000.1 + i, 1000.8 + i))
+    assert [triplet.response["token_ids"] for triplet in trace.adapt()] == [[0], [1], [2]]
+
+
+def test_a_client_span_without_an_id_is_joined_by_its_child(trace: Recorder) -> None:
+    client = trace.client(None, at=(1000, 1002))
+    trace.gateway("r1", parent=client, at=(1000.5, 1001.5))
+    assert ids(trace.adapt()) == ["r1"]
+
+
+def test_a_call_that_only_the_gateway_saw_is_a_triplet(trace: Recorder) -> None:
+    trace.gateway("r1")
+    trace.reward(0.5)
+    (triplet,) = trace.adapt()
+    assert triplet.response["token_ids"] == [7, 8]
+    assert triplet.reward == 0.5
+
+
+def test_a_call_that_no_gateway_saw_is_a_triplet_without_tokens(trace: Recorder) -> None:
+    trace.client("r1", text="answer")
+    (triplet,) = trace.adapt()
+    assert triplet.prompt["token_ids"] == triplet.response["token_ids"] == []
+    assert "logprobs" not in triplet.response
+    assert triplet.response["raw_content"] == [{"role": "assistant", "content": "answer"}]
+    assert triplet.metadata["finish_reason"] == "tool_calls", "OpenAI's word"
+    assert triplet.metadata["complete"] is None
+
+
+def test_a_call_that_broke_off_at_the_gateway_is_left_out_with_its_client_span(trace: Recorder) -> None:
+    trace.client("r1")
+    trace.gateway("r1", complete=False)
+    client = trace.client(None, error=True)
+    trace.gateway(None, complete=False, parent=client)
+    trace.gateway("r3", complete=False)
+    trace.client("r4")
+    trace.gateway("r4")
+    assert ids(trace.adapt()) == ["r4"]
+
+
+def test_tries_that_the_client_repeated_do_not_hide_the_one_that_worked(trace: Recorder) -> None:
+    client = trace.client("r1", at=(1000, 1009))
+    trace.gateway(None, complete=False, parent=client, at=(1001, 1002))
+    trace.gateway("r0", complete=True, parent=client, at=(1003, 1004))
+    trace.gateway("r1", [9], complete=True, parent=client, at=(1005, 1006))
+    (triplet,) = trace.adapt()
+    assert triplet.response["token_ids"] == [9]
+
+
+def test_a_call_that_failed_is_no_triplet_and_takes_no_reward(trace: Recorder) -> None:
+    trace.client("r1")
+    trace.client(None, error=True)
+    trace.reward(1.0)
+    triplets = trace.adapt()
+    assert ids(triplets) == ["r1"]
+    assert rewards(triplets) == [1.0]
+
+
+def test_each_of_n_answers_is_a_triplet(trace: Recorder) -> None:
+    trace.gateway("r1", [1])
+    answers = [
+        {"role": "assistant", "parts": [{"type": "text", "content": c}], "finish_reason": "stop"} for c in ("a", "b")
+    ]
+    trace.spans[0] = trace.spans[0].model_copy(
+        update={
+            "attributes": {
+                **trace.spans[0].attributes,
+                "gen_ai.output.messages": json.dumps(answers),
+                "gen_ai.response.finish_reasons": ["stop", "length"],
+                "agentlightning.choice.1.response_token_ids": [5, 6],
+                "agentlightning.choice.1.logprobs": [-1.0, -2.0],
+            }
+        }
+    )
+    first, second = trace.adapt()
+    assert (first.response["token_ids"], second.response["token_ids"]) == ([1], [5, 6])
+    assert second.prompt["token_ids"] == [1, 2, 3]
+    assert second.response["logprobs"] == [-1.0, -2.0]
+    assert second.response["raw_content"] == [{"role": "assistant", "content": "b"}]
+    assert (second.metadata["choice"], second.metadata["finish_reason"]) == (1, "length")
+
+
+def test_image_urls_are_found(trace: Recorder) -> None:
+    parts = [
+        {"type": "text", "content": "what is it?"},
+        {"type": "uri", "modality": "image", "uri": "http://images/1.png"},
+        {"type": "blob", "modality": "image", "mime_type": "image/png", "content": "AAAA"},
+    ]
+    trace.add(
+        "chat",
+        {
+            "gen_ai.operation.name": "chat",
+            "gen_ai.response.id": "r1",
+            "gen_ai.input.messages": json.dumps([{"role": "user", "parts": parts}]),
+        },
+    )
+    (triplet,) = trace.adapt()
+    assert triplet.prompt["image_urls"] == ["http://images/1.png", "data:image/png;base64,AAAA"]
+
+
+# Choosing calls.
+
+
+def test_calls_are_chosen_by_the_name_of_their_span(trace: Recorder) -> None:
+    trace.client("r1")
+    trace.add("my.model", {"gen_ai.response.id": "r2"})
+    trace.gateway("r2", [5])
+    trace.gateway("r3")
+    triplets = trace.adapt(TraceToTriplet(llm_call_match=r"^my\."))
+    assert ids(triplets) == ["r2"]
+    assert triplets[0].response["token_ids"] == [5], "tokens come from the gateway all the same"
+    assert ids(trace.adapt(TraceToTriplet(llm_call_match=r"chat"))) == ["r1", "r2", "r3"]
+
+
+def test_one_agent_of_many_is_chosen_by_the_nearest_agent(trace: Recorder) -> None:
+    boss = trace.add("team", {"agent.name": "boss"}, at=(1000, 1020))
+    trace.client("r1", parent=boss, at=(1001, 1002))
+    writer = trace.add(
+        "member", {"agentops.span.kind": "agent", "operation.name": "writer"}, parent=boss, at=(1003, 1010)
+    )
+    tool = trace.add("tool", parent=writer, at=(1004, 1009))
+    trace.client("r2", parent=tool, at=(1005, 1006))
+    trace.client("r3", at=(1030, 1031))
+    assert ids(trace.adapt()) == ["r1", "r2", "r3"]
+    assert [t.metadata["agent_name"] for t in trace.adapt()] == ["boss", "writer", None]
+    assert ids(trace.adapt(TraceToTriplet(agent_match="writer"))) == ["r2"]
+    assert ids(trace.adapt(TraceToTriplet(agent_match="^(boss|writer)$"))) == ["r1", "r2"]
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {"agent.name": "a"},
+        {"gen_ai.agent.name": "a"},
+        {"agentops.span.kind": "agent", "operation.name": "a"},
+        {"recipient_agent_type": "a"},
+        {"langchain.chain.type": "a"},
+        {"lc_name": "a"},
+        {"executor.id": "a"},
+    ],
+)
+def test_agent_names_are_read_in_the_words_of_each_framework(trace: Recorder, attributes: dict[str, str]) -> None:
+    agent = trace.add("span", attributes, at=(1000, 1005))
+    trace.client("r1", parent=agent, at=(1001, 1002))
+    assert trace.adapt()[0].metadata["agent_name"] == "a"
+
+
+def test_the_name_of_a_langchain_model_is_not_an_agents(trace: Recorder) -> None:
+    trace.add("ChatOpenAI", {"gen_ai.operation.name": "chat", "gen_ai.response.id": "r", "lc_name": "ChatOpenAI"})
+    assert trace.adapt()[0].metadata["agent_name"] is None
+
+
+def test_calls_of_a_judge_are_left_out_unless_wanted(trace: Recorder) -> None:
+    trace.client("r1", at=(1000, 1001))
+    judge = trace.add("agentlightning.operation", {"agentlightning.operation.name": "reward"}, at=(1002, 1005))
+    trace.client("r2", parent=judge, at=(1003, 1004))
+    trace.gateway("r3", at=(1003, 1004))
+    trace.reward(1.0, at=(1006, 1006))
+    triplets = trace.adapt()
+    assert ids(triplets) == ["r1"]
+    assert rewards(triplets) == [1.0]
+    assert ids(trace.adapt(TraceToTriplet(exclude_llm_call_in_reward=False))) == ["r1", "r2", "r3"]
+
+
+# The tree.
+
+
+def test_orphans_are_put_where_their_time_says(trace: Recorder) -> None:
+    root = trace.add("root", at=(1000, 1100))
+    agent = trace.add("agent", {"agent.name": "a"}, parent=root, at=(1010, 1050))
+    trace.client("r1", parent="f" * 16, at=(1020, 1030))
+    trace.client("r2", at=(1060, 1070))
+    assert agent
+    assert [t.metadata["agent_name"] for t in trace.adapt()] == ["a", None]
+    assert [t.metadata["agent_name"] for t in trace.adapt(TraceToTriplet(repair_hierarchy=False))] == [None, None]
+
+
+@pytest.mark.parametrize("repair", [True, False])
+def test_spans_that_are_each_others_parents_do_not_hang_the_adapter(trace: Recorder, repair: bool) -> None:
+    trace.add("a", span_id="a" * 16, parent="b" * 16)
+    trace.add("b", span_id="b" * 16, parent="c" * 16)
+    trace.add("c", span_id="c" * 16, parent="a" * 16)
+    trace.add("self", span_id="d" * 16, parent="d" * 16)
+    trace.client("r1", parent="c" * 16)
+    assert ids(trace.adapt(TraceToTriplet(repair_hierarchy=repair))) == ["r1"]
+
+
+def test_a_span_never_comes_under_its_own_descendant(trace: Recorder) -> None:
+    parent = trace.add("parent", at=(1000, 1005))
+    trace.add("outlives it", parent=parent, at=(1000, 1010))
+    nodes = build_tree(trace.spans, repair=True)
+    assert {node.span.name: node.parent and node.parent.span.name for node in nodes} == {
+        "parent": None,
+        "outlives it": "parent",
+    }
+
+
+rows = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30), st.integers(-3, 25)), max_size=25)
+
+
+@given(rows)
+@settings(max_examples=200, deadline=None)
+def test_mending_agrees_with_looking_at_every_pair(rows: list[tuple[int, int, int]]) -> None:
+    trace = Recorder()
+    for i, (start, length, parent) in enumerate(rows):
+        known = trace.spans[parent] if 0 <= parent < i else None
+        if known is not None:  # a child begins after its parent, and may outlive it
+            start += int(known.start_time or 0) + 1
+        trace.add(str(i), parent=known and known.span_id, at=(start, start + length))
+    nodes = build_tree(trace.spans, repair=True)
+    by_id = {node.span.span_id: node for node in nodes}
+    for node in nodes:
+        if node.span.parent_id is not None:
+            assert node.parent is by_id[node.span.parent_id]
+        else:
+            enclosing = [
+                other
+                for other in nodes
+                if _rank(other) < _rank(node) and other.end >= node.end and other.end > other.start
+            ]
+            assert node.parent is max(enclosing, key=_rank, default=None)
+    position = {node: i for i, node in enumerate(nodes)}
+    assert all(position[node.parent] < position[node] for node in nodes if node.parent is not None)
+
+
+def _rank(node: Node) -> tuple[float, float, int]:
+    return node.start, -node.end, node.span.sequence_id
+
+
+# Rewards.
+
+
+def test_a_reward_goes_to_the_last_call_before_it(trace: Recorder) -> None:
+    for i in range(3):
+        trace.client(f"r{i}")
+    trace.reward(1.0)
+    assert rewards(trace.adapt()) == [None, None, 1.0]
+    assert find_final_reward(trace.spans) == 1.0
+
+
+def test_rewards_after_each_call_go_one_by_one(trace: Recorder) -> None:
+    for i in range(3):
+        trace.client(f"r{i}")
+        trace.reward(float(i))
+    trace.reward(9.0)
+    assert rewards(trace.adapt()) == [0.0, 1.0, 2.0]
+
+
+def test_two_rewards_in_a_row_go_to_the_last_two_calls(trace: Recorder) -> None:
+    for i in range(3):
+        trace.client(f"r{i}")
+    trace.reward(1.0)
+    trace.reward(2.0)
+    assert rewards(trace.adapt()) == [None, 2.0, 1.0]
+
+
+def test_a_reward_during_a_call_is_not_about_that_call(trace: Recorder) -> None:
+    trace.client("r1", at=(1000, 1001))
+    trace.client("r2", at=(1002, 1010))
+    trace.reward(1.0, at=(1005, 1005))
+    assert rewards(trace.adapt()) == [1.0, None]
+
+
+def test_the_gateways_late_end_does_not_cost_a_call_its_reward(trace: Recorder) -> None:
+    trace.gateway("r1", at=(1000, 1001))
+    trace.gateway("r2", at=(1002, 1005.002))
+    trace.reward(1.0, at=(1005.001, 1005.001))
+    assert rewards(trace.adapt()) == [None, 1.0]
+
+
+def test_by_siblings_a_reward_stays_in_its_part_of_the_tree(trace: Recorder) -> None:
+    root = trace.add("root", at=(1000, 1100))
+    one = trace.add("one", parent=root, at=(1001, 1050))
+    two = trace.add("two", parent=root, at=(1002, 1051))
+    trace.client("r1", parent=one, at=(1003, 1004))
+    trace.client("r2", parent=two, at=(1005, 1006))
+    trace.reward(1.0, parent=one, at=(1010, 1010))
+    trace.reward(2.0, parent=two, at=(1011, 1011))
+    trace.reward(3.0, parent=root, at=(1060, 1060))
+    assert rewards(trace.adapt(TraceToTriplet(reward_match=RewardMatchPolicy.FIRST_SIBLING))) == [1.0, 2.0]
+    assert rewards(trace.adapt()) == [2.0, 1.0]
+
+
+def test_a_reward_that_names_its_call_goes_there(trace: Recorder) -> None:
+    for i in range(3):
+        trace.client(f"r{i}")
+    trace.reward(5.0, semconv.link_attributes({"gen_ai.response.id": "r0"}))
+    trace.reward(1.0)
+    trace.reward(7.0, semconv.link_attributes({"gen_ai.response.id": "gone"}))
+    assert rewards(trace.adapt()) == [5.0, 7.0, 1.0], "an unknown name is as good as none"
+
+
+def test_rewards_are_shared_among_the_chosen_calls_only(trace: Recorder) -> None:
+    for i, name in enumerate(("a", "b", "a")):
+        agent = trace.add("agent", {"agent.name": name}, at=(1000 + 10 * i, 1009 + 10 * i))
+        trace.client(f"r{i}", parent=agent, at=(1001 + 10 * i, 1002 + 10 * i))
+    trace.reward(1.0, at=(1050, 1050))
+    assert rewards(trace.adapt(TraceToTriplet(agent_match="b"))) == [1.0]
+
+
+# What can be wrong.
+
+
+def test_spans_of_several_attempts_are_refused(trace: Recorder) -> None:
+    trace.client("r1")
+    other = trace.spans[0].model_copy(update={"attempt_id": "at-2", "span_id": "e" * 16})
+    with pytest.raises(AdapterError, match=r"at-2.*ro-1.*one attempt at a time"):
+        TraceToTriplet().adapt([*trace.spans, other])
+
+
+def test_logprobs_that_do_not_fit_the_tokens_are_refused_by_name(trace: Recorder) -> None:
+    trace.gateway("r1", [1, 2, 3])
+    attributes = {**trace.spans[0].attributes, "logprobs": [-0.5]}
+    trace.spans[0] = trace.spans[0].model_copy(update={"attributes": attributes})
+    with pytest.raises(
+        AdapterError, match=r"r1 \(rollout ro-1, attempt at-1, span 0{15}1\) has 3 .* 1 logprobs; the mod"
+    ):
+        trace.adapt()
+
+
+@pytest.mark.parametrize("argument", ["llm_call_match", "agent_match"])
+def test_a_bad_expression_is_refused_at_once(argument: str) -> None:
+    with pytest.raises(ConfigError, match=argument):
+        TraceToTriplet(**{argument: "("})
+
+
+def test_an_unknown_policy_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match="first_occurrence, first_sibling"):
+        TraceToTriplet(reward_match="nearest")  # type: ignore[arg-type] # what a user might write
+
+
+def test_no_triplets_is_never_a_mystery(trace: Recorder, caplog: pytest.LogCaptureFixture) -> None:
+    assert TraceToTriplet().adapt([]) == []
+    trace.add("tool")
+    assert trace.adapt() == []
+    trace.client("r1")
+    assert trace.adapt(TraceToTriplet(agent_match="solver")) == []
+    assert [record.getMessage() for record in caplog.records] == [
+        "a trace without spans gives no triplets",
+        "attempt at-1 of rollout ro-1 gives no triplets: none of its 1 spans is a model call",
+        "attempt at-1 of rollout ro-1 gives no triplets: its model calls were left out: 1 made by agent None, which "
+        "agent_match='solver' does not want",
+    ]
+
+
+def test_the_adapter_is_a_component_with_settings() -> None:
+    adapter = get_manager().create("adapter", {"name": "triplet", "reward_match": "first_sibling", "agent_match": "a"})
+    assert isinstance(adapter, TracerTraceToTriplet)
+    assert adapter.reward_match is RewardMatchPolicy.FIRST_SIBLING
+
+
+def test_the_time_is_linear_in_the_calls() -> None:
+    def seconds(n: int) -> float:
+        trace = Recorder()
+        root = trace.add("root", at=(0, 1e9))
+        for i in range(n):
+            trace.client(f"r{i}", parent=root if i % 2 else None, at=(10 * i, 10 * i + 8))
+            trace.gateway(f"r{i}", parent="f" * 16, at=(10 * i + 1, 10 * i + 7))
+            trace.reward(1.0, parent=root, at=(10 * i + 9, 10 * i + 9))
+        began = time.process_time()
+        assert len(trace.adapt()) == n
+        return time.process_time() - began
+
+    assert seconds(8000) < 20 * seconds(1000)
+
+
+# The other adapters.
+
+
+def test_the_gateways_spans_alone_make_triplets(trace: Recorder) -> None:
+    trace.client("r1", at=(1000, 1002))
+    trace.gateway("r1", [1], at=(1000.5, 1001.5))
+    trace.client("r2")
+    trace.gateway("r3", [3])
+    trace.reward(1.0)
+    triplets = LlmProxyTraceToTriplet().adapt(trace.spans)
+    assert ids(triplets) == ["r1", "r3"]
+    assert rewards(triplets) == [None, 1.0]
+
+
+def test_chat_histories_hold_tools_calls_and_answers(trace: Recorder) -> None:
+    messages = [
+        {"role": "system", "parts": [{"type": "text", "content": "be right"}]},
+        {"role": "user", "parts": [{"type": "text", "content": "1+2?"}]},
+        {
+            "role": "assistant",
+            "parts": [{"type": "tool_call", "id": "c1", "name": "add", "arguments": {"a": 1, "b": 2}}],
+        },
+        {"role": "tool", "parts": [{"type": "tool_call_response", "id": "c1", "response": "3"}]},
+    ]
+    answer = {"role": "assistant", "parts": [{"type": "text", "content": "3"}], "finish_reason": "stop"}
+    trace.add(
+        "chat",
+        {
+            "gen_ai.operation.name": "chat",
+            "gen_ai.response.id": "r1",
+            "gen_ai.input.messages": json.dumps(messages),
+            "gen_ai.output.messages": json.dumps([answer]),
+            "gen_ai.tool.definitions": json.dumps([TOOL]),
+        },
+    )
+    trace.client(None, error=True)
+    trace.gateway("r2", complete=False)
+    assert TraceToMessages().adapt(trace.spans) == [
+        {
+            "messages": [
+                {"role": "system", "content": "be right"},
+                {"role": "user", "content": "1+2?"},
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [
+                        {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
+                    ],
+                },
+                {"role": "tool", "tool_call_id": "c1", "content": "3"},
+                {"role": "assistant", "content": "3"},
+            ],
+            "tools": [TOOL],
+        }
+    ]
