@@ -73,7 +73,8 @@ class Record(BaseModel):
         copied = self.__class__.__new__(self.__class__)
         object.__setattr__(copied, "__dict__", {**self.__dict__, **changes})
         object.__setattr__(copied, "__pydantic_extra__", None)
-        object.__setattr__(copied, "__pydantic_fields_set__", given if changes.keys() <= given else given | changes.keys())
+        given = given if changes.keys() <= given else given | changes.keys()
+        object.__setattr__(copied, "__pydantic_fields_set__", given)
         object.__setattr__(copied, "__pydantic_private__", self.__pydantic_private__)
         return copied
 

@@ -8,10 +8,13 @@ import logging
 import os
 import secrets
 import signal
+import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final, Literal, cast
+from typing import Any, Final, Literal, TypeVar, cast
 
 import cloudpickle
 
@@ -21,6 +24,7 @@ from agentlightning.store.protocol import LightningStore
 
 logger = logging.getLogger("agentlightning")
 
+T = TypeVar("T")
 Role = Literal["both", "algorithm", "runner"]
 
 RECYCLE_EXIT_CODE: Final = 75
@@ -122,6 +126,7 @@ class _Supervisor:
             {"sys_path": [path or str(Path.cwd()) for path in sys.path], "url": url, "token": token, "run_id": run_id}
         )
         self._job = cloudpickle.dumps(job)
+        self._threads = ThreadPoolExecutor(2 * n_runners, thread_name_prefix="runner-supervisor")
 
     async def run(self) -> None:
         """Runs until every runner has reached its own limit; cancelling it drains and stops them."""
@@ -134,6 +139,10 @@ class _Supervisor:
             for runner in runners:
                 runner.cancel()
             await asyncio.gather(*runners, return_exceptions=True)
+            self._threads.shutdown()
+
+    async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
     async def _keep_alive(self, worker_id: str) -> None:
         quick_deaths = 0
@@ -157,30 +166,31 @@ class _Supervisor:
     async def _run_once(self, worker_id: str) -> int:
         read_fd, write_fd = os.pipe()
         try:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "agentlightning_plugins.runner_process",
-                worker_id,
-                str(read_fd),
-                stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=(read_fd,),
-                env={**os.environ, "PYTHONPATH": _python_path()},
-                start_new_session=True,  # a Ctrl-C reaches us, and we stop the runners in order
-            )
+            process = _start(worker_id, read_fd)
         except BaseException:
             os.close(write_fd)
             raise
         finally:
             os.close(read_fd)
         try:
-            await asyncio.to_thread(_write_all, write_fd, self._payload, self._job)
-            return await process.wait()
+            await self._in_thread(_write_all, write_fd, self._payload, self._job)
+            return await self._in_thread(process.wait)
         except asyncio.CancelledError:
-            await _stop(process)
+            process.terminate()
+            await self._in_thread(_drain, process)
             raise
         finally:
             os.close(write_fd)
+
+
+def _start(worker_id: str, read_fd: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "agentlightning_plugins.runner_process", worker_id, str(read_fd)],
+        stdin=subprocess.DEVNULL,
+        pass_fds=(read_fd,),
+        env={**os.environ, "PYTHONPATH": _python_path()},
+        start_new_session=True,  # a Ctrl-C reaches us, and we stop the runners in order
+    )
 
 
 def _write_all(fd: int, *parts: bytes) -> None:
@@ -189,16 +199,13 @@ def _write_all(fd: int, *parts: bytes) -> None:
             pipe.write(len(part).to_bytes(8, "big") + part)
 
 
-async def _stop(process: asyncio.subprocess.Process) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        process.terminate()
+def _drain(process: subprocess.Popen[bytes]) -> None:
     try:
-        await asyncio.wait_for(process.wait(), _DRAIN_S)
-    except TimeoutError:
+        process.wait(_DRAIN_S)
+    except subprocess.TimeoutExpired:
         logger.warning("a runner process (pid %s) did not drain within %.0f s and is killed", process.pid, _DRAIN_S)
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
+        process.kill()
+        process.wait()
 
 
 def _python_path() -> str:

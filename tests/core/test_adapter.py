@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import json
 import time
 from collections.abc import Sequence
@@ -567,11 +568,15 @@ def test_the_time_is_linear_in_the_calls() -> None:
             trace.client(f"r{i}", parent=root if i % 2 else None, at=(10 * i, 10 * i + 8))
             trace.gateway(f"r{i}", parent="f" * 16, at=(10 * i + 1, 10 * i + 7))
             trace.reward(1.0, parent=root, at=(10 * i + 9, 10 * i + 9))
-        began = time.process_time()
-        assert len(trace.adapt()) == n
-        return time.process_time() - began
+        gc.disable()  # it looks at all that other tests have left behind
+        try:
+            began = time.process_time()
+            assert len(trace.adapt()) == n
+            return time.process_time() - began
+        finally:
+            gc.enable()
 
-    assert seconds(8000) < 20 * seconds(1000)
+    assert seconds(8000) < 20 * min(seconds(1000) for _ in range(3))
 
 
 # The other adapters.

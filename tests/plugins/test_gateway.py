@@ -17,6 +17,10 @@ from openai import OpenAI
 from agentlightning import semconv
 from agentlightning.testing.openai_server import EOS, Answer, ScriptedOpenAI, encode, logprob, render_prompt
 from agentlightning.types import AttemptedRollout, Span
+from agentlightning_plugins.gateway.call import Call, Trace
+from agentlightning_plugins.gateway.dialect import Asked
+from agentlightning_plugins.gateway.openai_dialect import CHAT
+from agentlightning_plugins.gateway.stream import StreamReader
 from tests.plugins.gateway_setup import ADD, HELLO, PROVIDER_KEY, Case, gateway
 
 PROMPT_IDS = encode(render_prompt({"messages": HELLO}))
@@ -132,6 +136,28 @@ async def test_a_stream_passes_chunk_by_chunk_and_is_recorded_like_a_whole_answe
     }
     assert shared(span, expected) == expected
     assert semconv.read_output_messages(span)[0]["content"] == "Hello, world"
+
+
+@pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
+def test_a_stream_may_be_cut_anywhere(newline: bytes) -> None:
+    def chunk(token: int) -> bytes:
+        choice = {"index": 0, "delta": {"content": chr(token)}, "token_ids": [token], "finish_reason": None}
+        return b"data: " + json.dumps({"id": "x", "choices": [choice]}).encode() + newline * 2
+
+    stream = (
+        b": a comment" + newline * 2 + chunk(65) + b"event: m" + newline + chunk(66) + b"data: [DONE]" + newline * 2
+    )
+    seen = set()
+    for cut in range(len(stream)):
+        call = Call(("r", "a"), CHAT, b"{}", {}, "m", Asked(token_ids=False, logprobs=False), Trace.from_header(None))
+        reader = StreamReader(call)
+        seen.add(reader.feed(stream[:cut]) + reader.feed(stream[cut:]) + reader.close(None))
+        assert call.is_complete
+        assert (call.completion.choices[0].text, call.completion.choices[0].token_ids) == ("AB", [65, 66])
+    (shown,) = seen
+    assert b"token_ids" not in shown
+    assert shown.count(b"data: ") == 3
+    assert b"event: m" in shown
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -312,6 +338,17 @@ async def test_an_endpoint_that_refuses_our_fields_is_asked_without_them_from_th
             await client.chat.completions.create(model="m", messages=HELLO)
         assert ["return_token_ids" in request.body for request in server.requests] == [True, False, False]
         assert all("logprobs" in span.attributes for span in await case.spans(rollout))
+
+
+async def test_a_backend_without_a_key_does_not_get_the_agents() -> None:
+    async with ScriptedOpenAI() as server, gateway(model_list=[{"model": "m", "endpoint": server.endpoint}]) as case:
+        _, client = await case.start()
+        secrets = {"x-api-key": "the-agents-own-key", "Cookie": "session=the-agents-own-key"}
+        kept = {"x-request-id": "kept"}
+        await client.chat.completions.create(model="m", messages=HELLO, extra_headers=secrets | kept)
+        headers = server.requests[0].headers
+        assert "the-agents-own-key" not in str(headers)
+        assert headers["x-request-id"] == "kept"
 
 
 async def test_no_key_reaches_the_wrong_side() -> None:

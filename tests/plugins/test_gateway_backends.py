@@ -99,7 +99,16 @@ async def test_calls_fail_over_to_a_backend_that_lives() -> None:
                 _, client = await case.start()
                 assert (await client.chat.completions.create(model="m", messages=HELLO)).choices
         assert len(sound.requests) == 6
-        assert len(broken.requests) < 6  # a backend that has just failed is tried last
+
+
+def test_a_backend_that_has_just_failed_is_tried_last() -> None:
+    table = ModelTable([entry(f"http://h{number}/v1") for number in range(3)])
+    first, second, third = table.route("m", "ro-1", now=10.0)
+    first.retry_at = 11.0
+    assert table.route("m", "ro-1", now=10.0) == [second, third, first]
+    assert table.route("m", "ro-1", now=11.0) == [first, second, third]
+    starts = {table.route("m", None, now=20.0)[0].endpoint for _ in range(3)}
+    assert len(starts) == 3  # without a rollout they take turns
 
 
 async def test_an_unreachable_backend_is_named_in_an_openai_error() -> None:

@@ -23,7 +23,7 @@ from agentlightning.types import Span
 from agentlightning_plugins import openai_instrument
 from agentlightning_plugins.memory_store import InMemoryLightningStore
 
-ADD = {
+ADD: Any = {
     "type": "function",
     "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
 }
@@ -61,7 +61,7 @@ async def test_a_call_is_a_span_with_everything_a_reader_wants(tracer: OtelTrace
         AsyncOpenAI(base_url=server.endpoint, api_key="any") as client,
         tracer.trace_context() as trace,
     ):
-        completion = await client.chat.completions.create(model="m", messages=ASK, tools=[ADD])  # type: ignore[list-item] # JSON
+        completion = await client.chat.completions.create(model="m", messages=ASK, tools=[ADD])
     (span,) = calls_in(trace.spans)
     assert semconv.read_response_id(span) == completion.id
     assert semconv.read_model(span) == "m"
@@ -96,12 +96,12 @@ async def test_a_call_of_the_sync_client_in_a_thread_is_a_span_too(tracer: OtelT
 
 
 async def test_an_image_does_not_cost_the_prompt(tracer: OtelTracer, client: AsyncOpenAI) -> None:
-    content = [
+    content: Any = [
         {"type": "text", "text": "what?"},
         {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
     ]
     async with tracer.trace_context() as trace:
-        await client.chat.completions.create(model="m", messages=[{"role": "user", "content": content}])  # type: ignore[list-item] # JSON
+        await client.chat.completions.create(model="m", messages=[{"role": "user", "content": content}])
     (span,) = calls_in(trace.spans)
     assert semconv.find_image_urls(semconv.read_input_messages(span)) == ["data:image/png;base64,AAAA"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import pytest
@@ -184,7 +185,7 @@ class CopiesNoAttempt(InMemoryLightningStore):
 
 class SortsUpwardsOnly(MemoryBackend):
     async def select(self, query: Query[R]) -> Page[R]:
-        return await super().select(query._replace(descending=False) if query.limit != 1 else query)
+        return await super().select(replace(query, descending=False) if query.limit != 1 else query)
 
 
 class PublishesToEverybody(InMemoryLightningStore):

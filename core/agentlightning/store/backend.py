@@ -7,6 +7,7 @@ the frozen models of ``types``: a backend may keep and return the very objects (
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -32,16 +33,18 @@ KEYS: dict[type[Record], tuple[str, ...]] = {
 """The fields that identify a record of each kind."""
 
 
-_KEY_OF: dict[type[Record], Callable[[Record], Key]] = {
-    # attrgetter makes a tuple only of several fields
-    kind: attrgetter(*fields) if len(fields) > 1 else lambda record, field=fields[0]: (getattr(record, field),)
-    for kind, fields in KEYS.items()
-}
+def _make_key_reader(fields: tuple[str, ...]) -> Callable[[Record], Key]:
+    if len(fields) > 1:
+        return attrgetter(*fields)
+    return lambda record: (getattr(record, fields[0]),)
+
+
+_KEY_READERS = {kind: _make_key_reader(fields) for kind, fields in KEYS.items()}
 
 
 def key_of(record: Record) -> Key:
     """The key of a record: the values of its identifying fields, in order."""
-    return _KEY_OF[type(record)](record)
+    return _KEY_READERS[type(record)](record)
 
 
 class Row(NamedTuple, Generic[R]):
@@ -86,7 +89,8 @@ class Condition(NamedTuple):
     value: Any
 
 
-class Query(NamedTuple, Generic[R]):
+@dataclass(slots=True)  # not frozen: that doubles the cost of making one, and nearly every call makes several
+class Query(Generic[R]):
     """Which records of one kind, in which order.
 
     All of ``where`` must hold, and at least one of ``any_of`` if it is not empty. Without ``sort_by`` the order is

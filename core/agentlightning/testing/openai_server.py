@@ -53,6 +53,7 @@ class RecordedRequest:
 
     path: str
     headers: Mapping[str, str]
+    """By name in any case."""
     raw: bytes
     body: dict[str, Any]
 
@@ -149,7 +150,7 @@ class ScriptedOpenAI:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         raw = await request.read()
-        recorded = RecordedRequest(request.path, dict(request.headers), raw, json.loads(raw))
+        recorded = RecordedRequest(request.path, request.headers, raw, json.loads(raw))
         if self._api_key is not None and request.headers.get("Authorization") != f"Bearer {self._api_key}":
             return _error(401, "incorrect API key provided")
         script, turn = self._script, len(self.requests)

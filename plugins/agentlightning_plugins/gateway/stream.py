@@ -39,7 +39,7 @@ class StreamReader:
         if self._is_recorded and failure is None:
             if self._splitter.rest:
                 last = self.feed(b"\n\n")
-            if False:
+            if call.error is None and not call.completion.is_finished:
                 failure = "the backend ended its answer early"
         call.error = call.error or failure
         call.is_complete = call.error is None
@@ -67,7 +67,7 @@ class StreamReader:
             excerpt = data[:200].decode(errors="replace")
             call.error = f"the backend streamed what is no chunk of {call.dialect.path} ({error!r}): {excerpt}"
             return self._error_event(call.error)
-        return to_event(dump_json(chunk)) if is_changed else event
+        return event.replace(data, dump_json(chunk), 1) if is_changed else event
 
     def _error_event(self, message: str) -> bytes:
         return to_event(dump_json(self._call.dialect.error_body(502, message, "bad_gateway")))
