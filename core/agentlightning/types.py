@@ -6,6 +6,7 @@ durations are seconds. ``dataclasses.replace`` is ``record.model_copy(update={..
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -64,19 +65,30 @@ class Record(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_bytes="base64", val_json_bytes="base64")
 
+    @classmethod
+    def from_valid(cls, values: dict[str, Any]) -> Self:
+        """Makes a record of values that were validated before, one for each field; ``values`` becomes its own.
+
+        What ``model_construct`` does, in a fifth of the time: stores join and copy records all day long.
+        """
+        record = cls.__new__(cls)
+        object.__setattr__(record, "__dict__", values)
+        object.__setattr__(record, "__pydantic_fields_set__", _all_fields(cls))
+        object.__setattr__(record, "__pydantic_extra__", None)
+        object.__setattr__(record, "__pydantic_private__", None)
+        return record
+
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """As pydantic's, in half the time: frozen records may share what does not change, and stores copy a lot."""
-        if deep:
-            return super().model_copy(update=update, deep=True)
-        changes = update or {}
-        given = self.__pydantic_fields_set__
-        copied = self.__class__.__new__(self.__class__)
-        object.__setattr__(copied, "__dict__", {**self.__dict__, **changes})
-        object.__setattr__(copied, "__pydantic_extra__", None)
-        given = given if changes.keys() <= given else given | changes.keys()
-        object.__setattr__(copied, "__pydantic_fields_set__", given)
-        object.__setattr__(copied, "__pydantic_private__", self.__pydantic_private__)
-        return copied
+        """As pydantic's, in half the time; a changed copy counts all its fields as set."""
+        if deep or update is None or self.__pydantic_private__ is not None:
+            return super().model_copy(update=update, deep=deep)
+        return self.from_valid({**self.__dict__, **update})
+
+
+@functools.cache
+def _all_fields(cls: type[BaseModel]) -> set[str]:
+    """Shared by the records made of all fields: being frozen, they never change it."""
+    return set(cls.model_fields)
 
 
 class Run(Record):

@@ -17,7 +17,7 @@ T = TypeVar("T")
 Reader: TypeAlias = Callable[[R], Any]
 
 
-def make_reader(field: str) -> Reader[Record]:
+def read_field(field: str) -> Reader[Record]:
     """Reads a field of a record, or a key of a JSON field (``metadata.group``; None where there is none)."""
     name, dot, key = field.partition(".")
     if not dot:
@@ -28,6 +28,14 @@ def make_reader(field: str) -> Reader[Record]:
         return mapping.get(key) if isinstance(mapping, dict) else None
 
     return read
+
+
+def make_reader(*fields: str) -> Callable[[Record], tuple[Any, ...]]:
+    """Reads several fields at once."""
+    if len(fields) > 1 and "." not in "".join(fields):
+        return attrgetter(*fields)
+    readers = [read_field(field) for field in fields]
+    return lambda record: tuple([read(record) for read in readers])
 
 
 def make_test(condition: Condition, read: Reader[R]) -> Callable[[R], bool]:

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Self, TypeVar, cast
+from typing import Any, Final, NoReturn, Self, TypeVar, cast
 
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.event import Event
@@ -249,6 +249,12 @@ class InMemoryLightningStore(BackendStore):
             lease_s: an attempt of a worker of which neither a span nor a heartbeat was seen for this long is lost.
         """
         super().__init__(MemoryBackend(), lease_s=lease_s)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a memory store lives in one process and cannot be sent to another; serve it with LightningStoreServer and "
+            "give the other process a LightningStoreClient"
+        )
 
     @classmethod
     def from_url(cls, url: str, *, run_id: str = DEFAULT_RUN_ID, token: str | None = None) -> Self:

@@ -13,7 +13,15 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from agentlightning.store.backend import KEYS, Condition, Key, Page, Query, Row
 from agentlightning.types import Record
-from agentlightning_plugins.memory_condition import choices, is_hashable, is_lookup, make_reader, make_test, sort_by
+from agentlightning_plugins.memory_condition import (
+    choices,
+    is_hashable,
+    is_lookup,
+    make_reader,
+    make_test,
+    read_field,
+    sort_by,
+)
 
 R = TypeVar("R", bound=Record)
 
@@ -56,28 +64,25 @@ def _position(slot: Slot[Any]) -> int:
 class Log(Generic[R]):
     """Slots in the order of insertion. Removed ones stay until they are the majority."""
 
-    __slots__ = ("_removed", "_slots")
+    __slots__ = ("_removed", "slots")
 
     def __init__(self) -> None:
-        self._slots: list[Slot[R]] = []
+        self.slots: list[Slot[R]] = []
         self._removed = 0
 
     def __len__(self) -> int:
-        return len(self._slots) - self._removed
-
-    def append(self, slot: Slot[R]) -> None:
-        self._slots.append(slot)
+        return len(self.slots) - self._removed
 
     def count_removed(self) -> None:
         """Takes note that one of the slots was emptied."""
         self._removed += 1
-        if self._removed * 2 > len(self._slots):
-            self._slots = [slot for slot in self._slots if slot.row is not None]
+        if self._removed * 2 > len(self.slots):
+            self.slots = [slot for slot in self.slots if slot.row is not None]
             self._removed = 0
 
     def walk(self, after: int | None, descending: bool) -> Iterator[Slot[R]]:
         """The slots there are now, from a position on; stays valid while others write."""
-        slots, size = self._slots, len(self._slots)
+        slots, size = self.slots, len(self.slots)
         start = 0 if after is None else bisect.bisect_right(slots, after, key=_position)
         if descending:
             return (slots[place] for place in range(size - 1, start - 1, -1))
@@ -97,18 +102,18 @@ class Index(NamedTuple):
 class _Buckets(Generic[R]):
     """The slots of an index, by the values of its fields."""
 
-    def __init__(self, index: Index, readers: Sequence[Callable[[R], Any]]) -> None:
+    def __init__(self, index: Index) -> None:
         self.index = index
         self.names = frozenset(field.partition(".")[0] for field in index.fields)
-        self._readers = readers
+        self._read = make_reader(*index.fields)
         self._slots: dict[tuple[Any, ...], dict[int, Slot[R]]] = {}
 
     def values(self, record: R) -> tuple[Any, ...] | None:
         """Where a record belongs; None: not into this index."""
-        values = tuple(read(record) for read in self._readers)
-        if None in values or (self.index.only is not None and values[-1] not in self.index.only):
+        values = self._read(record)
+        if self.index.only is not None and values[-1] not in self.index.only:
             return None
-        return values if is_hashable(values) else None
+        return None if None in values or not is_hashable(values) else values
 
     def add(self, values: tuple[Any, ...] | None, slot: Slot[R]) -> None:
         if values is not None:
@@ -175,9 +180,7 @@ class Table(Generic[R]):
         self._constant: dict[str, tuple[Callable[[R], Any], dict[Any, Log[R]]]] = {
             field: (self._reader(field), {}) for field in (*constant, *([parent] if parent is not None else ()))
         }
-        self._indexes: list[_Buckets[R]] = [
-            _Buckets(index, [self._reader(field) for field in index.fields]) for index in indexes
-        ]
+        self._indexes: list[_Buckets[R]] = [_Buckets(index) for index in indexes]
         self._indexed = sorted(frozenset().union(*(buckets.names for buckets in self._indexes)))
 
     def __len__(self) -> int:
@@ -200,7 +203,7 @@ class Table(Generic[R]):
         self._next_position += 1
         self.slots[key] = slot
         for log in self.logs_of(record) if logs is None else logs:
-            log.append(slot)
+            log.slots.append(slot)
         for buckets in self._indexes:
             buckets.add(buckets.values(record), slot)
         return slot
@@ -239,7 +242,7 @@ class Table(Generic[R]):
         """Reads what a condition compares: a field, a key of a JSON field (``metadata.group``), or a derived one."""
         reader = self._derived.get(field) or self._readers.get(field)
         if reader is None:
-            reader = self._readers[field] = make_reader(field)
+            reader = self._readers[field] = read_field(field)
         return reader
 
     def find(self, query: Query[R]) -> Slot[R] | Literal["not a key"] | None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import statistics
 import time
 from collections import deque
+from collections.abc import Callable, Coroutine
 
 from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
@@ -51,19 +53,34 @@ async def run_one(store: LightningStore, task: int) -> None:
     assert len(await store.query_spans(queued.rollout_id)) == SPANS
 
 
-async def measure_store(store: LightningStore, rollouts: int) -> float:
+class Speed:
+    """Rollouts per second of wall clock, and of CPU time: what a machine without other work would do."""
+
+    def __init__(self, rollouts: int, wall_s: float, cpu_s: float) -> None:
+        self.wall, self.cpu = rollouts / wall_s, rollouts / cpu_s
+
+    def __str__(self) -> str:
+        return f"{self.wall:,.0f} rollouts/s ({self.cpu:,.0f} per CPU second)"
+
+
+async def measure(runner: Callable[[], Coroutine[None, None, None]], rollouts: int) -> Speed:
+    gc.collect()  # what an earlier round left behind is not this one's cost
+    wall, cpu = time.perf_counter(), time.process_time()
+    await asyncio.gather(*(runner() for _ in range(RUNNERS)))
+    return Speed(rollouts, time.perf_counter() - wall, time.process_time() - cpu)
+
+
+async def measure_store(store: LightningStore, rollouts: int) -> Speed:
     tasks = iter(range(rollouts))
 
     async def runner() -> None:
         for task in tasks:
             await run_one(store, task)
 
-    start = time.perf_counter()
-    await asyncio.gather(*(runner() for _ in range(RUNNERS)))
-    return rollouts / (time.perf_counter() - start)
+    return await measure(runner, rollouts)
 
 
-async def measure_baseline(rollouts: int) -> float:
+async def measure_baseline(rollouts: int) -> Speed:
     queue: deque[Rollout] = deque()
     finished: dict[str, Rollout] = {}
     spans: dict[str, list[Span]] = {}
@@ -89,9 +106,7 @@ async def measure_baseline(rollouts: int) -> float:
             finished[rollout.rollout_id] = rollout.model_copy(update={"status": "succeeded"})
             assert len(spans[rollout.rollout_id]) == SPANS
 
-    start = time.perf_counter()
-    await asyncio.gather(*(runner() for _ in range(RUNNERS)))
-    return rollouts / (time.perf_counter() - start)
+    return await measure(runner, rollouts)
 
 
 async def measure_flatness(url: str, stored: int) -> dict[str, float]:
@@ -148,7 +163,7 @@ async def main() -> None:
         store = create_store(arguments.url)
         speed = await measure_store(store, arguments.rollouts)
         await store.close()
-        print(f"{arguments.url}: {speed:,.0f} rollouts/s; baseline {baseline:,.0f}/s; {speed / baseline:.1%} of it")
+        print(f"{arguments.url}: {speed}; baseline {baseline}; {speed.cpu / baseline.cpu:.1%} of it")
 
 
 if __name__ == "__main__":

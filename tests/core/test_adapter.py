@@ -64,7 +64,7 @@ class Recorder:
         return self.spans[-1].span_id
 
     def client(self, response_id: str | None, *, text: str = "hi", **where: Any) -> str:
-        attributes = {
+        attributes: dict[str, Any] = {
             "gen_ai.operation.name": "chat",
             "gen_ai.request.model": "m",
             "gen_ai.input.messages": json.dumps([{"role": "user", "parts": [{"type": "text", "content": "ask"}]}]),
@@ -417,7 +417,7 @@ def test_mending_agrees_with_looking_at_every_pair(rows: list[tuple[int, int, in
         known = trace.spans[parent] if 0 <= parent < i else None
         if known is not None:  # a child begins after its parent, and may outlive it
             start += int(known.start_time or 0) + 1
-        trace.add(str(i), parent=known and known.span_id, at=(start, start + length))
+        trace.add(str(i), parent=known.span_id if known is not None else None, at=(start, start + length))
     nodes = build_tree(trace.spans, repair=True)
     by_id = {node.span.span_id: node for node in nodes}
     for node in nodes:
@@ -532,7 +532,7 @@ def test_logprobs_that_do_not_fit_the_tokens_are_refused_by_name(trace: Recorder
 @pytest.mark.parametrize("argument", ["llm_call_match", "agent_match"])
 def test_a_bad_expression_is_refused_at_once(argument: str) -> None:
     with pytest.raises(ConfigError, match=argument):
-        TraceToTriplet(**{argument: "("})
+        get_manager().create("adapter", {"name": "triplet", argument: "("})
 
 
 def test_an_unknown_policy_is_refused_with_those_there_are() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Generator, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
@@ -189,7 +189,7 @@ async def test_each_emitter_has_its_name_and_attributes(tracer: Tracer) -> None:
 async def test_an_exception_is_recorded_with_its_traceback(tracer: Tracer) -> None:
     async with tracer.trace_context() as trace:
         try:
-            _ = {}["missing"]
+            _ = dict[str, int]()["missing"]
         except KeyError as error:
             emit_exception(error)
     span = trace.spans[0]
@@ -273,7 +273,7 @@ async def test_what_an_operation_raises_is_recorded_and_goes_on(tracer: Tracer) 
 
 async def test_a_generator_is_one_span_from_beginning_to_end_and_does_not_leak_its_context(tracer: Tracer) -> None:
     @operation(name="count")
-    def count(n: int) -> Iterator[int]:
+    def count(n: int) -> Generator[int, None, str]:
         for i in range(n):
             emit_message(f"inside {i}")
             got = yield i
@@ -281,9 +281,9 @@ async def test_a_generator_is_one_span_from_beginning_to_end_and_does_not_leak_i
         return "done"  # what a generator returns must survive
 
     async with tracer.trace_context() as trace:
-        results = []
+        results: list[str] = []
 
-        def consume() -> Iterator[None]:
+        def consume() -> Iterator[int]:
             results.append((yield from count(2)))
 
         for _ in consume():
@@ -302,7 +302,7 @@ async def test_a_generator_is_one_span_from_beginning_to_end_and_does_not_leak_i
 
 async def test_an_async_generator_is_one_span(tracer: Tracer) -> None:
     @operation(name="stream")
-    async def stream(n: int) -> AsyncIterator[int]:
+    async def stream(n: int) -> AsyncGenerator[int]:
         try:
             for i in range(n):
                 emit_message("inside")

@@ -19,7 +19,9 @@ ASKED = [
     {"role": "tool", "tool_call_id": "c1", "content": "3"},
 ]
 ANSWERED = [{"role": "assistant", "content": "3"}]
-TOOLS = [{"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}]
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}
+]
 
 CURRENT = {
     "gen_ai.operation.name": "chat",

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from agentlightning.errors import ConfigError, StoreError
+from agentlightning.errors import ConfigError, ConflictError, StoreError
 from agentlightning.store.protocol import StoreCapabilities
 from agentlightning.store.span_writer import SpanWriter
 from agentlightning.types import AttemptedRollout, Span
@@ -152,7 +152,7 @@ async def test_token_lists_count_towards_the_bound(store: FaultyStore) -> None:
 
 async def test_a_failing_store_is_tried_again_without_losing_order(store: FaultyStore) -> None:
     rollout = await store.start_rollout(0)
-    store.failures = [StoreError("busy"), ConnectionResetError("gone"), TimeoutError()]
+    store.failures = [StoreError("busy"), ConnectionResetError("gone"), TimeoutError(), ConflictError("lost a race")]
     writer = SpanWriter(store, max_batch=4)
     for i in range(12):
         writer.put(span_of(rollout, str(i)))
@@ -231,7 +231,8 @@ async def test_many_threads_may_put_at_once(store: FaultyStore) -> None:
     threads = [threading.Thread(target=put_all, args=(rollout,)) for rollout in rollouts]
     for thread in threads:
         thread.start()
-    await asyncio.to_thread(lambda: [thread.join() for thread in threads])
+    for thread in threads:
+        await asyncio.to_thread(thread.join)
     assert await writer.flush(timeout_s=10)
     for rollout in rollouts:
         assert await names_in(store, rollout) == [str(i) for i in range(100)]

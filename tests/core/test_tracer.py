@@ -79,7 +79,7 @@ def ready(tracer: Tracer, store: InMemoryLightningStore) -> Iterator[None]:
         tracer.teardown()
 
 
-def ids_of(rollout: AttemptedRollout) -> dict[str, str]:
+def ids_of(rollout: AttemptedRollout) -> dict[str, Any]:
     return {"rollout_id": rollout.rollout_id, "attempt_id": rollout.attempt.attempt_id}
 
 

@@ -38,7 +38,8 @@ def script(request: RecordedRequest) -> Answer:
 
 async def act(client: AsyncOpenAI, number: int, *, stream: bool) -> None:
     messages: list[Any] = [{"role": "user", "content": str(number)}]
-    with operation(name="solver", **{"agent.name": "solver"}):
+    agent: Any = {"agent.name": "solver"}
+    with operation(name="solver", **agent):
         reply = (await client.chat.completions.create(model="m", messages=messages, tools=[ADD])).choices[0].message
         assert reply.tool_calls is not None
         (call,) = reply.tool_calls
@@ -58,7 +59,7 @@ async def act(client: AsyncOpenAI, number: int, *, stream: bool) -> None:
 
 async def run(case: Case, tracer: OtelTracer, number: int) -> tuple[AttemptedRollout, list[Span]]:
     rollout, client = await case.start()
-    ids = {"rollout_id": rollout.rollout_id, "attempt_id": rollout.attempt.attempt_id}
+    ids: Any = {"rollout_id": rollout.rollout_id, "attempt_id": rollout.attempt.attempt_id}
     async with tracer.trace_context(**ids, store=case.store) as trace:
         await act(client, number, stream=bool(number % 2))
     assert trace.dropped == 0
@@ -113,7 +114,7 @@ async def test_the_chat_history_is_the_agents(tracer: OtelTracer) -> None:
 async def test_each_of_n_sampled_answers_is_a_triplet(tracer: OtelTracer) -> None:
     async with ScriptedOpenAI([Answer("hello")]) as server, gateway(server) as case:
         rollout, client = await case.start()
-        ids = {"rollout_id": rollout.rollout_id, "attempt_id": rollout.attempt.attempt_id}
+        ids: Any = {"rollout_id": rollout.rollout_id, "attempt_id": rollout.attempt.attempt_id}
         async with tracer.trace_context(**ids, store=case.store):
             await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}], n=3)
             emit_reward(1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -220,3 +221,8 @@ async def test_deleting_most_of_the_records_keeps_the_order_of_the_rest() -> Non
     await store.enqueue_rollout("new")
     assert [rollout.input for rollout in await store.query_rollouts(status_in=["queuing"])] == ["new"]
     await store.close()
+
+
+def test_a_memory_store_says_why_it_cannot_be_sent_to_another_process() -> None:
+    with pytest.raises(TypeError, match="LightningStoreServer"):
+        pickle.dumps(InMemoryLightningStore())

@@ -79,9 +79,10 @@ class Guard(NamedTuple):
 
 
 class Condition(NamedTuple):
-    """One test of a field; ``field`` may reach into JSON, as in ``metadata.group``.
+    """One test of a field; ``field`` may reach into a JSON mapping, as in ``metadata.group`` (the rest is one key).
 
-    ``contains`` is a case-sensitive substring test. A field that is None satisfies only ``eq None``.
+    ``contains`` is a case-sensitive substring test. A field that is None satisfies only ``eq None``; nothing satisfies
+    ``in ()``. Spans can be asked for ``run_id`` as if they had that field: it is the run of their rollout.
     """
 
     field: str
@@ -94,7 +95,8 @@ class Query(Generic[R]):
     """Which records of one kind, in which order.
 
     All of ``where`` must hold, and at least one of ``any_of`` if it is not empty. Without ``sort_by`` the order is
-    that of insertion, which replacing a record does not change; ties of a sort keep that order, None sorts first.
+    that of insertion, which replacing a record does not change. ``descending`` turns either order around, except that
+    ties of a sort keep the order of insertion. None sorts first, ``after`` is given with neither sort nor ``descending``.
     """
 
     kind: type[R]

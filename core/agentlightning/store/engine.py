@@ -80,7 +80,8 @@ class BackendStore(
         database.waiters.close()
         if database.watchdog is not None:
             await asyncio.to_thread(database.watchdog.stop)  # it may be in the middle of a scan
-        if database.background:
-            await asyncio.gather(*database.background, return_exceptions=True)
+        loop = asyncio.get_running_loop()
+        if here := [task for task in tuple(database.background) if task.get_loop() is loop]:
+            await asyncio.wait(here)
         database.stop_watching()
         await database.backend.close()

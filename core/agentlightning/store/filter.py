@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
 from agentlightning.errors import ConfigError, suggest
@@ -24,6 +24,11 @@ class Filter:
     def scope(self, **fields: Any) -> Filter:
         """Tests that hold whatever the filter logic says: ``field=value``."""
         self._scope += [Condition(name, "eq", value) for name, value in fields.items() if value is not None]
+        return self
+
+    def having(self, field: str, entries: Mapping[str, Any] | None) -> Filter:
+        """Entries that a JSON field must have whatever the filter logic says; None: the entry is null or missing."""
+        self._scope += [Condition(f"{field}.{key}", "eq", value) for key, value in (entries or {}).items()]
         return self
 
     def between(self, field: str, at_least: float | None, at_most: float | None) -> Filter:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
-from agentlightning.errors import ConfigError, ConflictError, NotFoundError, StoreError
+from agentlightning.errors import ConfigError, ConflictError, NotFoundError
 from agentlightning.event import Event, RolloutEnqueued
 from agentlightning.lifecycle import begin_attempt, lose_claim
 from agentlightning.resources import ResourcesUpdate
@@ -199,11 +199,10 @@ class QueueMethods(Transactional):
 
     async def _give_back(self, claim: asyncio.Future[list[AttemptedRollout]]) -> None:
         """Returns what was claimed for a caller that is gone; such an attempt ends as one whose worker died."""
-        try:
-            claimed = await claim
-        except StoreError:  # then nothing was claimed, and the caller that this error was for is gone
+        await asyncio.wait([claim])
+        if claim.cancelled() or claim.exception() is not None:  # nothing was claimed, and who would be told is gone
             return
-        for item in claimed:
+        for item in claim.result():
 
             async def plan(item: AttemptedRollout = item) -> Change[None]:
                 rollout, attempt, is_latest = await self._find_attempt(item.rollout_id, item.attempt.attempt_id)
@@ -250,13 +249,17 @@ class QueueMethods(Transactional):
 
     def _create(self, request: EnqueueRolloutRequest, pinned: Mapping[str | None, str | None], time: float) -> Rollout:
         """The rollout that a request asks for; the request was validated and frozen when it was made."""
-        return Rollout.model_construct(
-            rollout_id=request.rollout_id or new_rollout_id(),
-            input=request.input,
-            start_time=time,
-            mode=request.mode,
-            resources_id=pinned[request.resources_id],
-            config=request.config or _DEFAULT_CONFIG,
-            metadata=request.metadata,
-            run_id=self.run_id,
+        return Rollout.from_valid(
+            {
+                "rollout_id": request.rollout_id or new_rollout_id(),
+                "input": request.input,
+                "start_time": time,
+                "end_time": None,
+                "mode": request.mode,
+                "resources_id": pinned[request.resources_id],
+                "status": "queuing",
+                "config": request.config or _DEFAULT_CONFIG,
+                "metadata": request.metadata,
+                "run_id": self.run_id,
+            }
         )

@@ -65,7 +65,7 @@ class RolloutMethods(Transactional):
         tests = (
             Filter(filter_logic)
             .scope(run_id=run_id if run_id is not None else self.run_id)
-            .scope(**{f"metadata.{key}": value for key, value in (metadata or {}).items()})
+            .having("metadata", metadata)
             .between("start_time", start_after, start_before)
             .among(status=status_in, rollout_id=rollout_id_in)
             .contain(rollout_id=rollout_id_contains)

@@ -26,6 +26,8 @@ AttemptKey: TypeAlias = tuple[str, str]
 _BATCH_BYTES: Final = 4 * 2**20
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 2.0
+_CONFLICT_S: Final = 0.5
+"""How long races with other writers may be lost before somebody else's spans are tried."""
 _BARE_SPAN_BYTES: Final = 500
 
 
@@ -250,7 +252,7 @@ class SpanWriter:
 
     async def _add(self, spans: Sequence[Span], retry_s: float) -> Exception | None:
         """Stores spans, trying again while the store fails; returns why that was not to be."""
-        give_up_at = time.monotonic() + retry_s
+        began = time.monotonic()
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
@@ -262,7 +264,8 @@ class SpanWriter:
                     )
                 return None
             except Exception as error:  # isolation point: whatever the store raises must not end the thread
-                if not _is_passing(error) or time.monotonic() >= give_up_at or self._is_closed:
+                patience_s = min(retry_s, _CONFLICT_S) if isinstance(error, ConflictError) else retry_s
+                if not _is_passing(error) or time.monotonic() - began >= patience_s or self._is_closed:
                     return error
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -273,7 +276,7 @@ class SpanWriter:
 
 def _is_passing(error: Exception) -> bool:
     """Whether the same write may succeed later."""
-    return isinstance(error, (StoreError, OSError)) and not isinstance(error, (NotFoundError, ConflictError))
+    return isinstance(error, (StoreError, OSError)) and not isinstance(error, NotFoundError)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

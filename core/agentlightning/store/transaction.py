@@ -151,7 +151,7 @@ def among(field: str, values: Sequence[str]) -> Condition:
 
 def attempted(rollout: Rollout, attempt: Attempt) -> AttemptedRollout:
     """Joins two stored records; they need no validation again."""
-    return AttemptedRollout.model_construct(**rollout.__dict__, attempt=attempt)
+    return AttemptedRollout.from_valid({**rollout.__dict__, "attempt": attempt})
 
 
 def now() -> float:

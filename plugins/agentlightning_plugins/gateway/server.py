@@ -7,7 +7,6 @@ import contextlib
 import logging
 import re
 import time
-from collections import deque
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -47,7 +46,6 @@ class GatewayServer:
         self._store = store
         self._num_retries = num_retries
         self._ended = EndedAttempts()
-        self._finished: deque[Call] = deque()
         self._warned: set[str] = set()
 
     async def start(self, host: str, port: int) -> int:
@@ -57,7 +55,6 @@ class GatewayServer:
             OSError: the address cannot be bound.
         """
         self._upstream = Upstream(self._num_retries)
-        self._writer = SpanWriter.shared(self._store)  # so that whoever waits for an attempt's spans waits for ours too
         server = web.Server(self._handle, request_factory=_make_request, handler_cancellation=True, access_log=None)
         self._runner = web.ServerRunner(server, shutdown_timeout=_SHUTDOWN_S)
         await self._runner.setup()
@@ -67,6 +64,7 @@ class GatewayServer:
             await self._runner.cleanup()
             await self._upstream.close()
             raise
+        self._writer = SpanWriter.shared(self._store)  # so that whoever waits for an attempt's spans waits for ours too
         self._following = asyncio.create_task(self._ended.follow(self._store))
         bound: int = self._runner.addresses[0][1]
         return bound
@@ -81,7 +79,6 @@ class GatewayServer:
 
     async def flush(self) -> None:
         """Returns when every call answered so far is in the store."""
-        self._write_finished()
         await self._writer.flush()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -166,7 +163,7 @@ class GatewayServer:
                 if shown and not reader.is_done:
                     await response.write(shown)
             last = shown if reader.is_done else reader.close(failure)
-            self._record(call)  # before the agent sees the end, so that it may rely on flush()
+            self._record(call)
             await response.write_eof(last)
         except ConnectionResetError:
             self._record(call, error=_GONE)
@@ -182,21 +179,18 @@ class GatewayServer:
             call.completion.weight_version = read_version(headers.get("x-weight-version"))
 
     def _record(self, call: Call, error: str | None = None) -> None:
-        """Notes a finished call once; its span is made after the agent has its answer."""
+        """Hands a finished call to the span writer, once.
+
+        Always before the agent sees the end of its answer: whoever has an answer may rely on a flush, ours or the
+        writer's, to bring its span to the store.
+        """
         if call.attempt is None or call.end_time:
             return
         call.end_time = time.time()
         call.error = call.error or error
-        if not self._finished:
-            asyncio.get_running_loop().call_soon(self._write_finished)
-        self._finished.append(call)
-
-    def _write_finished(self) -> None:
-        while self._finished:
-            call = self._finished.popleft()
-            self._writer.put(call_to_span(call))
-            if call.is_complete and call.model not in self._warned:
-                self._check_token_ids(call)
+        self._writer.put(call_to_span(call))
+        if call.is_complete and call.model not in self._warned:
+            self._check_token_ids(call)
 
     def _check_token_ids(self, call: Call) -> None:
         if all(choice.token_ids is not None for choice in call.completion.choices.values()):

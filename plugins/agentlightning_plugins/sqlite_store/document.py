@@ -87,7 +87,7 @@ def _first_lost(record: BaseModel, plain: dict[str, Any], fields: frozenset[str]
     for field in fields:
         value, back = getattr(record, field), plain[field]
         if isinstance(value, BaseModel):
-            lost = _first_lost(value, back, document_fields(type(value)))
+            lost = _first_lost(value, back, document_fields(value.__class__))
             if lost is not None:
                 return f"{field}.{lost}"
         elif isinstance(value, list) and value and isinstance(value[0], BaseModel):

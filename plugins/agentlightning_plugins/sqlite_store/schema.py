@@ -12,15 +12,19 @@ from agentlightning.errors import ConfigError, StoreError
 APPLICATION_ID: Final = 0x41474C53
 """Says in the file's header that it is ours ("AGLS")."""
 
-# Columns have no type, because a typed column would convert what it is compared with: TEXT makes '1' of 1. Positions are
-# AUTOINCREMENT, so that a number is never given twice and reading on after a position never misses a newcomer.
+# Columns have no type, because a typed column converts what it is compared with: TEXT would find '1' for 1. Those that
+# hold positions are INTEGER as these are, without which their indexes would not be used. Positions are AUTOINCREMENT:
+# no number is given twice, so reading on after a position never misses a newcomer.
 MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
     (
-        "CREATE TABLE run (position INTEGER PRIMARY KEY AUTOINCREMENT, run_id NOT NULL UNIQUE, revision NOT NULL, "
-        "record NOT NULL)",
-        "CREATE TABLE rollout (position INTEGER PRIMARY KEY AUTOINCREMENT, rollout_id NOT NULL UNIQUE, "
-        "run_id NOT NULL, status NOT NULL, queue_position, task_id, group_id, step, revision NOT NULL, "
-        "record NOT NULL)",
+        """CREATE TABLE run (
+            position INTEGER PRIMARY KEY AUTOINCREMENT, run_id NOT NULL UNIQUE, revision NOT NULL, record NOT NULL
+        )""",
+        """CREATE TABLE rollout (
+            position INTEGER PRIMARY KEY AUTOINCREMENT, rollout_id NOT NULL UNIQUE, run_id NOT NULL, status NOT NULL,
+            start_time NOT NULL, task_id, group_id, step, queue_position INTEGER,
+            revision NOT NULL, record NOT NULL
+        )""",
         "CREATE INDEX rollout_run ON rollout (run_id)",
         "CREATE INDEX rollout_status ON rollout (run_id, status)",
         "CREATE INDEX rollout_queue ON rollout (run_id, queue_position) WHERE queue_position IS NOT NULL",
@@ -29,24 +33,35 @@ MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
         "CREATE INDEX rollout_step ON rollout (step) WHERE step IS NOT NULL",
         # Attempts refer to rollouts, and spans to attempts, by position: these indexes grow at their end only, so that
         # a write touches the same few pages however large the file is.
-        "CREATE TABLE attempt (position INTEGER PRIMARY KEY AUTOINCREMENT, rollout NOT NULL, attempt_id NOT NULL, "
-        "sequence_id NOT NULL, live, worker_id, last_heartbeat_time, last_span NOT NULL DEFAULT 0, "
-        "revision NOT NULL, record NOT NULL, UNIQUE (rollout, attempt_id))",
+        """CREATE TABLE attempt (
+            position INTEGER PRIMARY KEY AUTOINCREMENT, rollout INTEGER NOT NULL, attempt_id NOT NULL,
+            sequence_id NOT NULL, live, worker_id, last_heartbeat_time, last_span NOT NULL DEFAULT 0,
+            revision NOT NULL, record NOT NULL, UNIQUE (rollout, attempt_id)
+        )""",
         "CREATE INDEX attempt_live ON attempt (live, worker_id) WHERE live IS NOT NULL",
-        "CREATE TABLE span (position INTEGER PRIMARY KEY AUTOINCREMENT, attempt NOT NULL, span_id NOT NULL, "
-        "sequence_id NOT NULL, run_id NOT NULL, revision NOT NULL, record NOT NULL, UNIQUE (attempt, span_id))",
+        """CREATE TABLE span (
+            position INTEGER PRIMARY KEY AUTOINCREMENT, attempt INTEGER NOT NULL, span_id NOT NULL,
+            sequence_id NOT NULL, run_id NOT NULL, start_time, revision NOT NULL, record NOT NULL,
+            UNIQUE (attempt, span_id)
+        )""",
         "CREATE INDEX span_run ON span (run_id)",
-        "CREATE TABLE resources (position INTEGER PRIMARY KEY AUTOINCREMENT, resources_id NOT NULL, "
-        "version NOT NULL, run_id NOT NULL, revision NOT NULL, record NOT NULL, UNIQUE (resources_id, version))",
+        """CREATE TABLE resources (
+            position INTEGER PRIMARY KEY AUTOINCREMENT, resources_id NOT NULL, version NOT NULL, run_id NOT NULL,
+            revision NOT NULL, record NOT NULL, UNIQUE (resources_id, version)
+        )""",
         "CREATE INDEX resources_run ON resources (run_id)",
         "CREATE INDEX resources_id ON resources (resources_id)",
-        "CREATE TABLE worker (position INTEGER PRIMARY KEY AUTOINCREMENT, worker_id NOT NULL UNIQUE, "
-        "revision NOT NULL, record NOT NULL)",
-        "CREATE TABLE metrics (position INTEGER PRIMARY KEY AUTOINCREMENT, run_id NOT NULL, step NOT NULL, "
-        "revision NOT NULL, record NOT NULL, UNIQUE (run_id, step))",
+        """CREATE TABLE worker (
+            position INTEGER PRIMARY KEY AUTOINCREMENT, worker_id NOT NULL UNIQUE, revision NOT NULL, record NOT NULL
+        )""",
+        """CREATE TABLE metrics (
+            position INTEGER PRIMARY KEY AUTOINCREMENT, run_id NOT NULL, step NOT NULL, revision NOT NULL,
+            record NOT NULL, UNIQUE (run_id, step)
+        )""",
         # How many there are, so that nobody needs to count; status is '' but for rollouts.
-        "CREATE TABLE tally (name NOT NULL, run_id NOT NULL, status NOT NULL, number NOT NULL, "
-        "PRIMARY KEY (name, run_id, status)) WITHOUT ROWID",
+        """CREATE TABLE tally (
+            name NOT NULL, run_id NOT NULL, status NOT NULL, number NOT NULL, PRIMARY KEY (name, run_id, status)
+        ) WITHOUT ROWID""",
         # The events of the last commits, for the other processes that have the file open.
         "CREATE TABLE event (position INTEGER PRIMARY KEY AUTOINCREMENT, origin NOT NULL, events NOT NULL)",
     ),

@@ -1,3 +1,4 @@
+# ruff: noqa: S608 # statements are made of our own names; values are parameters
 """What happens inside one transaction of the writer: guards, records, claims, spans, and what is counted."""
 
 from __future__ import annotations
@@ -25,27 +26,29 @@ TABLES: Final[dict[type[Record], str]] = {
 }
 COLUMNS: Final[dict[type[Record], tuple[str, ...]]] = {
     Run: ("run_id",),
-    Rollout: ("rollout_id", "run_id", "status", "task_id", "group_id", "step", "queue_position"),
+    Rollout: ("rollout_id", "run_id", "status", "start_time", "task_id", "group_id", "step", "queue_position"),
     Attempt: ("rollout", "attempt_id", "sequence_id", "live", "worker_id", "last_heartbeat_time"),
-    Span: ("attempt", "span_id", "sequence_id", "run_id"),
+    Span: ("attempt", "span_id", "sequence_id", "run_id", "start_time"),
     ResourcesUpdate: ("resources_id", "version", "run_id"),
     Worker: ("worker_id",),
     Metrics: ("run_id", "step"),
 }
-"""What is kept beside the JSON of a record, to be found by. Of an attempt's heartbeat and a span's number the column alone
-is true, since both are set without writing the JSON again."""
+"""What is kept beside the JSON of a record, to be found by.
+
+Of an attempt's heartbeat and a span's number the column alone is true: both are set without writing the JSON again.
+"""
 _QUEUED: Final = frozenset({"queuing", "requeuing"})
 
 
 def _insert(kind: type[Record]) -> str:
     columns = COLUMNS[kind]
     marks = ", ".join("?" * len(columns))
-    return f"INSERT INTO {TABLES[kind]} ({', '.join(columns)}, revision, record) VALUES ({marks}, 1, ?)"  # noqa: S608 # our own names
+    return f"INSERT INTO {TABLES[kind]} ({', '.join(columns)}, revision, record) VALUES ({marks}, 1, ?)"
 
 
 def _update(kind: type[Record]) -> str:
     columns = ", ".join(f"{column} = ?" for column in COLUMNS[kind])
-    return f"UPDATE {TABLES[kind]} SET {columns}, revision = revision + 1, record = ? WHERE position = ?"  # noqa: S608 # our own names
+    return f"UPDATE {TABLES[kind]} SET {columns}, revision = revision + 1, record = ? WHERE position = ?"
 
 
 _PLURALS: Final[dict[type[Record], str]] = {
@@ -59,7 +62,7 @@ _PLURALS: Final[dict[type[Record], str]] = {
 _INSERT: Final = {kind: _insert(kind) for kind in TABLES}
 _UPDATE: Final = {kind: _update(kind) for kind in TABLES}
 _FIND: Final[dict[type[Record], str]] = {
-    kind: f"SELECT position, revision FROM {TABLES[kind]} WHERE "  # noqa: S608 # our own names
+    kind: f"SELECT position, revision FROM {TABLES[kind]} WHERE "
     + " AND ".join(f"{field} = ?" for field in KEYS[kind])
     for kind in (Run, ResourcesUpdate, Worker, Metrics)
 } | {
@@ -74,8 +77,8 @@ _OLDEST: Final = (
     "WHERE run_id = ? AND queue_position IS NOT NULL ORDER BY queue_position LIMIT ?"
 )
 _ADD_SPAN: Final = (
-    "INSERT INTO span (attempt, span_id, sequence_id, run_id, revision, record) VALUES (?, ?, ?, ?, 1, ?) "
-    "ON CONFLICT DO NOTHING"
+    "INSERT INTO span (attempt, span_id, sequence_id, run_id, start_time, revision, record) "
+    "VALUES (?, ?, ?, ?, ?, 1, ?) ON CONFLICT DO NOTHING"
 )
 _BEAT: Final = "UPDATE attempt SET last_span = ?, last_heartbeat_time = ? WHERE position = ?"
 _NUMBER: Final = "UPDATE attempt SET last_span = ? WHERE position = ?"
@@ -154,7 +157,7 @@ class Transaction:
             key = _attempt_of(span)
             rollout, attempt = states[key]
             number = span.sequence_id or last[key] + 1
-            columns = (attempt.position, span.span_id, number, rollout.run_id, text)
+            columns = (attempt.position, span.span_id, number, rollout.run_id, span.start_time, text)
             if self._execute(_ADD_SPAN, columns).rowcount != 1:
                 stored.append(None)
                 continue
@@ -256,7 +259,7 @@ class Transaction:
                 queue_position = self._queue(record, before)
                 metadata = record.metadata or {}
                 indexed = [_indexed(metadata.get(name)) for name in ("task_id", "group", "step")]
-                columns = (record.rollout_id, record.run_id, record.status, *indexed, queue_position)
+                columns = (record.rollout_id, record.run_id, record.status, record.start_time, *indexed, queue_position)
                 state = _State(0, 0, record.run_id, record.status, queue_position)
                 return columns, state, ("rollouts", record.run_id, record.status)
             case Attempt():
@@ -276,7 +279,7 @@ class Transaction:
                 return columns, state, ("attempts", rollout.run_id, "")
             case Span():
                 ((rollout, attempt),) = self._find_attempts([_attempt_of(record)]).values()
-                columns = (attempt.position, record.span_id, record.sequence_id, rollout.run_id)
+                columns = (attempt.position, record.span_id, record.sequence_id, rollout.run_id, record.start_time)
                 return columns, _State(0, 0), ("spans", rollout.run_id, "")
             case _:
                 columns = tuple(getattr(record, column) for column in COLUMNS[type(record)])
@@ -298,7 +301,7 @@ class Transaction:
         state = self._state(write.kind, write.key)
         if state is None:
             return
-        self._execute(f"DELETE FROM {TABLES[write.kind]} WHERE position = ?", (state.position,))  # noqa: S608 # our own names
+        self._execute(f"DELETE FROM {TABLES[write.kind]} WHERE position = ?", (state.position,))
         if write.kind is Rollout:
             spans = self._execute(_DELETE_SPANS_OF_ROLLOUT, (state.position,)).rowcount
             attempts = self._execute("DELETE FROM attempt WHERE rollout = ?", (state.position,)).rowcount

@@ -85,7 +85,7 @@ class FindingTests:
             await store.enqueue_rollout(number, metadata=metadata)
         await store.enqueue_rollout("without")
 
-        async def found(**metadata: object) -> list[int]:
+        async def found(**metadata: object) -> list[object]:
             return [rollout.input for rollout in await store.query_rollouts(metadata=metadata)]
 
         assert await found(group="g1") == [3, 4, 5]
@@ -93,6 +93,8 @@ class FindingTests:
         assert await found(group="g0", step=1) == [1]
         assert await found(task_id="t4") == [4]
         assert await found(group="unknown") == []
+        assert await found(group="g0", note=None) == [0, 1, 2]
+        assert await found(task_id=None) == ["without"]
         third = (await store.query_rollouts(metadata={"task_id": "t2"}))[0]
         late = await store.query_rollouts(start_after=third.start_time)
         early = await store.query_rollouts(start_before=third.start_time)
