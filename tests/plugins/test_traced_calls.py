@@ -10,12 +10,16 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
+from agentlightning import semconv
 from agentlightning.adapter import LlmProxyTraceToTriplet, TraceToMessages, TraceToTriplet
-from agentlightning.emitter import emit_reward, operation
+from agentlightning.emitter import emit_message, emit_reward, operation
 from agentlightning.reward import find_final_reward
 from agentlightning.testing.openai_server import EOS, Answer, RecordedRequest, ScriptedOpenAI, encode, logprob
 from agentlightning.tracer import OtelTracer
 from agentlightning.types import AttemptedRollout, Span, Triplet
+from agentlightning_plugins.memory_store import InMemoryLightningStore
+from agentlightning_plugins.store_client import LightningStoreClient
+from agentlightning_plugins.store_server import LightningStoreServer
 from tests.plugins.gateway_setup import ADD, Case, gateway
 
 
@@ -124,3 +128,33 @@ async def test_each_of_n_sampled_answers_is_a_triplet(tracer: OtelTracer) -> Non
     assert [triplet.response["token_ids"] for triplet in triplets] == [[*encode(text), EOS] for text in texts]
     assert [triplet.response["raw_content"][0]["content"] for triplet in triplets] == texts
     assert [triplet.reward for triplet in triplets] == [1.0] * 3
+
+
+async def test_spans_reach_a_served_store_from_many_attempts_at_once(tracer: OtelTracer) -> None:
+    backing = InMemoryLightningStore()
+    server = LightningStoreServer(backing, port=0)
+    await server.start()
+    store = LightningStoreClient(server.endpoint)
+    tracer.init_worker("worker", store)
+
+    async def act(number: int) -> str:
+        rollout = await store.start_rollout(number)
+        ids: Any = {"rollout_id": rollout.rollout_id, "attempt_id": rollout.attempt.attempt_id}
+        async with tracer.trace_context(**ids) as trace:
+            for _ in range(20):
+                emit_message(str(number))
+                await asyncio.sleep(0)
+            emit_reward(float(number))
+        assert trace.dropped == 0
+        return rollout.rollout_id
+
+    rollout_ids = await asyncio.gather(*(act(number) for number in range(16)))
+    for number, rollout_id in enumerate(rollout_ids):
+        spans = await backing.query_spans(rollout_id)
+        assert [span.attributes[semconv.MESSAGE_BODY] for span in spans[:20]] == [str(number)] * 20
+        assert [span.sequence_id for span in spans] == list(range(1, 23))
+        assert find_final_reward(spans) == number
+    await asyncio.to_thread(tracer.teardown_worker, "worker")
+    await store.close()
+    await server.stop()
+    await backing.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
@@ -12,8 +12,11 @@ from agentlightning.errors import StoreError
 from agentlightning.event import Event, RolloutEnqueued, RolloutFinished, StepFinished
 from agentlightning.frozen import FrozenDict
 from agentlightning.store import waiting
+from agentlightning.store.backend import Claim
+from agentlightning.store.engine import BackendStore
 from agentlightning.store.waiting import Bell, Countdown, Subscription, Waiters
-from agentlightning_plugins.memory_store import InMemoryLightningStore
+from agentlightning.types import AttemptedRollout, Rollout
+from agentlightning_plugins.memory_store import InMemoryLightningStore, MemoryBackend
 
 
 async def test_a_bell_that_rang_before_the_wait_is_heard() -> None:
@@ -102,6 +105,29 @@ async def _until_closed(store: InMemoryLightningStore) -> AsyncIterator[Event]:
     asyncio.get_running_loop().call_later(0.1, lambda: asyncio.ensure_future(store.close()))
     async for event in store.subscribe():
         yield event
+
+
+class FailsOnce(MemoryBackend):
+    """Fails the first claim that would get something."""
+
+    failures = 1
+
+    async def claim(self, run_id: str, limit: int, decide: Claim) -> Sequence[Rollout]:
+        if self._queues and self.failures:
+            self.failures -= 1
+            raise ConnectionError("the database is away")
+        return await super().claim(run_id, limit, decide)
+
+
+async def test_a_claim_that_fails_leaves_the_rollout_to_the_next_in_line() -> None:
+    store = BackendStore(FailsOnce())
+    claims = [asyncio.create_task(store.dequeue_rollout(timeout=10)) for _ in range(2)]
+    await asyncio.sleep(0.05)
+    await store.enqueue_rollout("a")
+    unlucky, lucky = await asyncio.wait_for(asyncio.gather(*claims, return_exceptions=True), 5)
+    assert isinstance(unlucky, ConnectionError)
+    assert isinstance(lucky, AttemptedRollout)
+    await store.close()
 
 
 async def test_a_waiter_is_woken_at_once() -> None:

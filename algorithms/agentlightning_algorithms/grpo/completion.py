@@ -255,6 +255,7 @@ class Completions:
                 "prompt_tokens": len(prompt_ids),
                 "completion_tokens": sampled,
                 "total_tokens": len(prompt_ids) + sampled,
+                "prompt_tokens_details": {"cached_tokens": 0},
             },
             "weight_version": generations[0].weight_version,
         }

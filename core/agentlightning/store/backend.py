@@ -95,8 +95,8 @@ class Query(Generic[R]):
     """Which records of one kind, in which order.
 
     All of ``where`` must hold, and at least one of ``any_of`` if it is not empty. Without ``sort_by`` the order is
-    that of insertion, which replacing a record does not change. ``descending`` turns either order around, except that
-    ties of a sort keep the order of insertion. None sorts first, ``after`` is given with neither sort nor ``descending``.
+    that of insertion, which replacing a record does not change. None sorts first. ``descending`` turns either order
+    around, except that ties of a sort keep the order of insertion. ``after`` goes with neither.
     """
 
     kind: type[R]

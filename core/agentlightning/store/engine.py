@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import time
 from typing import Self
 
@@ -59,8 +58,8 @@ class BackendStore(
     def with_run(self, run_id: str) -> Self:
         if not run_id:
             raise ConfigError("run_id is empty; the unnamed run is called 'default'")
-        view = copy.copy(self)
-        view.run_id = run_id
+        view = self.__class__.__new__(self.__class__)  # shares everything but the run, also of a subclass
+        view.__dict__.update(self.__dict__, run_id=run_id)
         return view
 
     @property

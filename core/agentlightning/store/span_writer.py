@@ -11,7 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from agentlightning.errors import ConflictError, NotFoundError, StoreError
 from agentlightning.store.protocol import LightningStore
@@ -29,6 +29,13 @@ _LONGEST_PAUSE_S: Final = 2.0
 _CONFLICT_S: Final = 0.5
 """How long races with other writers may be lost before somebody else's spans are tried."""
 _BARE_SPAN_BYTES: Final = 500
+
+
+class _Item(NamedTuple):
+    number: int
+    """From 1, in the order of ``put``; items are settled (stored or dropped) in the same order."""
+    span: Span
+    size: int
 
 
 @dataclass(slots=True)
@@ -75,11 +82,10 @@ class SpanWriter:
         self._max_delay_s = max_delay_s
         self._give_up_s = give_up_s
         self._changed = threading.Condition(threading.Lock())
-        self._queue: deque[tuple[Span, int]] = deque()
+        self._queue: deque[_Item] = deque()
         self._bytes = 0
-        # Spans are numbered from 1 as they are put, and settled (stored or dropped) in the same order.
-        self._n_put = 0
-        self._n_settled = 0
+        self._last_put = 0
+        self._last_settled = 0
         self._underway: dict[AttemptKey, _Underway] = {}
         self._dropped: Counter[AttemptKey] = Counter()
         self._waiters: list[tuple[int, concurrent.futures.Future[None]]] = []
@@ -113,18 +119,21 @@ class SpanWriter:
             if self._is_closed or self._bytes + size > self._max_bytes:
                 self._dropped[key] += 1
                 return False
-            self._queue.append((span, size))
+            number = self._last_put + 1
+            # An agent's thread can be stopped at any bytecode: numbers go with the items, so that no count can shift.
+            self._queue.append(_Item(number, span, size))
+            self._last_put = number
             self._bytes += size
-            self._n_put += 1
             underway = self._underway.get(key)
             if underway is None:
-                self._underway[key] = _Underway(self._n_put, 1)
+                self._underway[key] = _Underway(number, 1)
             else:
-                underway.last_number = self._n_put
+                underway.last_number = number
                 underway.count += 1
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="agl-spans", daemon=True)
-                contextvars.Context().run(self._thread.start)  # it must not seem to be part of the first attempt
+                thread = threading.Thread(target=self._work, name="agl-spans", daemon=True)
+                contextvars.Context().run(thread.start)  # it must not seem to be part of the first attempt
+                self._thread = thread
             elif self._is_idle or len(self._queue) == self._max_batch:
                 self._changed.notify()
         return True
@@ -162,11 +171,11 @@ class SpanWriter:
         self.bind_loop()
         settled: concurrent.futures.Future[None] = concurrent.futures.Future()
         with self._changed:
-            number = self._n_put
+            number = self._last_put
             if rollout_id is not None and attempt_id is not None:
                 underway = self._underway.get((rollout_id, attempt_id))
                 number = underway.last_number if underway is not None else 0
-            if number <= self._n_settled:
+            if number <= self._last_settled:
                 return True
             self._waiters.append((number, settled))
             self._changed.notify()
@@ -189,16 +198,16 @@ class SpanWriter:
         if thread.is_alive():
             with self._changed:
                 self._queue.clear()
-                left = self._n_put - self._n_settled
+                left = self._last_put - self._last_settled
             logger.warning("%d spans had not reached the store when it was closed", left)
 
     def _work(self) -> None:
         with asyncio.Runner() as runner:  # one loop, so that the store can keep its connections
             while batch := self._next_batch():
-                runner.run(self._deliver([span for span, _ in batch]))
+                runner.run(self._deliver([item.span for item in batch]))
                 self._settle(batch)
 
-    def _next_batch(self) -> list[tuple[Span, int]]:
+    def _next_batch(self) -> list[_Item]:
         """Waits for spans and takes the oldest; none when the writer was closed and all are settled."""
         with self._changed:
             self._is_idle = True
@@ -207,25 +216,26 @@ class SpanWriter:
             self._changed.wait_for(
                 lambda: len(self._queue) >= self._max_batch or self._waiters or self._is_closed, self._max_delay_s
             )
-            batch: list[tuple[Span, int]] = []
+            batch: list[_Item] = []
             size = 0
             while self._queue and len(batch) < self._max_batch and (not batch or size < _BATCH_BYTES):
                 batch.append(self._queue.popleft())
-                size += batch[-1][1]
+                size += batch[-1].size
             return batch
 
-    def _settle(self, batch: Sequence[tuple[Span, int]]) -> None:
+    def _settle(self, batch: Sequence[_Item]) -> None:
         with self._changed:
-            self._n_settled += len(batch)
-            for span, size in batch:
-                self._bytes -= size
-                key = (span.rollout_id, span.attempt_id)
-                underway = self._underway[key]
-                underway.count -= 1
-                if not underway.count:
-                    del self._underway[key]
-            done = [future for number, future in self._waiters if number <= self._n_settled]
-            self._waiters = [waiter for waiter in self._waiters if waiter[0] > self._n_settled]
+            self._last_settled = batch[-1].number
+            for item in batch:
+                self._bytes -= item.size
+                key = (item.span.rollout_id, item.span.attempt_id)
+                underway = self._underway.get(key)
+                if underway is not None:
+                    underway.count -= 1
+                    if underway.count == 0:
+                        del self._underway[key]
+            done = [future for number, future in self._waiters if number <= self._last_settled]
+            self._waiters = [waiter for waiter in self._waiters if waiter[0] > self._last_settled]
         for future in done:
             if future.set_running_or_notify_cancel():
                 future.set_result(None)

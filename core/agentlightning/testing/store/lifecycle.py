@@ -100,6 +100,25 @@ class LifecycleTests:
                 await store.update_rollout(claimed.rollout_id, status=status)
         assert await read(store, claimed.rollout_id) == before
 
+    async def test_changes_made_at_once_are_all_kept(self, store: LightningStore) -> None:
+        for _ in range(5):
+            claimed = await claim(store)
+            await soon(
+                asyncio.gather(
+                    store.update_rollout(claimed.rollout_id, metadata={"note": "kept"}),
+                    store.update_attempt(claimed.rollout_id, "latest", metadata={"seed": 1}),
+                    store.add_span(make_span(claimed)),
+                    store.update_attempt(claimed.rollout_id, "latest", spans_dropped=3),
+                    store.update_rollout(claimed.rollout_id, mode="test"),
+                    finish(store, claimed),
+                )
+            )
+            now = await read(store, claimed.rollout_id)
+            assert isinstance(now, AttemptedRollout)
+            assert (now.status, now.metadata, now.mode) == ("succeeded", {"note": "kept"}, "test")
+            attempt = now.attempt
+            assert (attempt.status, attempt.metadata, attempt.spans_dropped) == ("succeeded", {"seed": 1}, 3)
+
     async def test_an_unknown_status_is_refused(self, store: LightningStore) -> None:
         claimed = await claim(store)
         with pytest.raises(ConfigError):

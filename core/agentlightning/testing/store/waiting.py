@@ -104,6 +104,15 @@ class WaitingTests:
         ]
         assert [rollout.rollout_id for rollout in await soon(store.wait_for_rollouts(ids))] == ids
 
+    async def test_an_end_while_a_wait_begins_is_not_missed(self, store: LightningStore) -> None:
+        for pause in range(12):  # steps of the loop between the beginning of the wait and the end of the rollout
+            claimed = await claim(store)
+            waiting = asyncio.create_task(store.wait_for_rollouts([claimed.rollout_id]))
+            for _ in range(pause):
+                await asyncio.sleep(0)
+            await finish(store, claimed)
+            assert [rollout.status for rollout in await soon(waiting)] == ["succeeded"]
+
     async def test_waiting_ends_for_an_end_in_another_thread(self, store: LightningStore) -> None:
         claimed = await claim(store)
         waiting = asyncio.create_task(store.wait_for_rollouts([claimed.rollout_id]))
