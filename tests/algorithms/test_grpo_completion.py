@@ -192,6 +192,7 @@ def test_an_answer_with_a_tool_call_reads_as_openais(completions: Completions) -
         "prompt_tokens": 2,
         "completion_tokens": len(said.token_ids),
         "total_tokens": 2 + len(said.token_ids),
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
 
 
