@@ -47,7 +47,7 @@ class FixedSlot(Slot[R]):
         self._record: R | None = record
         self.position = position
 
-    @property  # type: ignore[override] # a slot of the parent, computed here
+    @property
     def row(self) -> Row[R] | None:
         return None if self._record is None else Row(self._record, 1)
 

@@ -48,7 +48,9 @@ class SlowBackend(MemoryBackend):
 
     async def select(self, query: Query[R]) -> Page[R]:
         await asyncio.sleep(0)
-        return await super().select(query)
+        page = await super().select(query)
+        await asyncio.sleep(0)
+        return page
 
     async def append_spans(self, spans: Sequence[Span], now: float) -> Sequence[Span | None]:
         await asyncio.sleep(0)

@@ -22,8 +22,8 @@ R = TypeVar("R", bound=Record)
 
 @pytest.fixture
 async def store() -> AsyncIterator[BackendStore]:
-    """A store whose workers have to be heard every 0.4 s."""
-    store = BackendStore(MemoryBackend(), lease_s=0.4, watchdog_interval_s=0.05)
+    """A store whose workers have to be heard every 0.6 s."""
+    store = BackendStore(MemoryBackend(), lease_s=0.6, watchdog_interval_s=0.05)
     yield store
     await store.close()
 
@@ -75,14 +75,17 @@ async def test_the_config_decides_about_an_attempt_that_had_begun(
     config = RolloutConfig.model_validate({"max_attempts": 2, "retry_condition": retry})
     lost = await claim(store, "dead", config)
     await store.update_attempt(lost.rollout_id, "latest", status="running")
-    await asyncio.sleep(0.7)
-    rollout = await latest(store, lost)
+    for _ in range(200):
+        rollout = await latest(store, lost)
+        if rollout.attempt.status != "running":
+            break
+        await asyncio.sleep(0.05)
     assert (rollout.status, rollout.attempt.status) == (status, "unresponsive")
 
 
 async def test_heartbeats_of_the_worker_renew_the_leases_of_all_its_attempts(store: BackendStore) -> None:
     claims = [await claim(store, "worker-1") for _ in range(3)]
-    for _ in range(10):
+    for _ in range(12):
         await asyncio.sleep(0.1)
         await store.update_worker("worker-1")
     assert [(await latest(store, item)).attempt.status for item in claims] == ["preparing"] * 3
@@ -90,7 +93,7 @@ async def test_heartbeats_of_the_worker_renew_the_leases_of_all_its_attempts(sto
 
 async def test_spans_renew_the_lease(store: BackendStore) -> None:
     claimed = await claim(store, "worker-1")
-    for _ in range(10):
+    for _ in range(12):
         await asyncio.sleep(0.1)
         span = Span.from_attributes(attributes={}, rollout_id=claimed.rollout_id, attempt_id=claimed.attempt.attempt_id)
         await store.add_span(span)

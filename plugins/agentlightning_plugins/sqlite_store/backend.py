@@ -18,7 +18,7 @@ from agentlightning.event import Event
 from agentlightning.store.backend import Claim, Guard, Listener, Page, Query, Write
 from agentlightning.types import Record, Rollout, Span
 from agentlightning_plugins.sqlite_store.document import encode
-from agentlightning_plugins.sqlite_store.plan import Plan, make_plan, run_plan
+from agentlightning_plugins.sqlite_store.plan import Plan, has_few, make_plan, run_plan
 from agentlightning_plugins.sqlite_store.schema import connect, explain, open_file
 from agentlightning_plugins.sqlite_store.transaction import encode_writes
 from agentlightning_plugins.sqlite_store.writer import Writer
@@ -52,35 +52,38 @@ class SqliteBackend:
         self._idle: deque[sqlite3.Connection] = deque()
         self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="agl-sqlite-reader")
         self.writer = Writer(path, busy_timeout_s)
-        self._stop = weakref.finalize(self, _stop, self.writer, self._pool, self._idle)
+        self._stop = weakref.finalize(self, _stop, self._process_id, self.writer, self._pool, self._idle)
 
     async def commit(self, writes: Sequence[Write], guards: Sequence[Guard] = (), events: Sequence[Event] = ()) -> bool:
-        self._check_process()
+        self._check_open()
         documents = encode_writes(writes)
         return await self.writer.submit(lambda transaction: transaction.commit(documents, guards, events))
 
     async def claim(self, run_id: str, limit: int, decide: Claim) -> Sequence[Rollout]:
-        self._check_process()
+        self._check_open()
         return await self.writer.submit(lambda transaction: transaction.claim(run_id, limit, decide))
 
     async def select(self, query: Query[R]) -> Page[R]:
-        self._check_process()
+        self._check_open()
         plan = make_plan(query)
         if plan.is_short:
-            return self._read(query, plan)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._read, query, plan)
+            with self._connection() as connection:
+                if has_few(connection, plan):
+                    return run_plan(connection, query, plan)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, self._read, query, plan)
 
     async def append_spans(self, spans: Sequence[Span], now: float) -> Sequence[Span | None]:
-        self._check_process()
+        self._check_open()
         documents = [(span, encode(span)) for span in spans]
         return await self.writer.submit(lambda transaction: transaction.append(documents, now))
 
     async def next_sequence_ids(self, attempts: Sequence[tuple[str, str]]) -> Sequence[int]:
-        self._check_process()
+        self._check_open()
         return await self.writer.submit(lambda transaction: transaction.next_sequence_ids(attempts))
 
     async def count(self) -> dict[str, int]:
-        self._check_process()
+        self._check_open()
         with self._connection() as connection:
             found = dict(connection.execute("SELECT name, sum(number) FROM tally GROUP BY name").fetchall())
         return {name: found.get(name, 0) for name in _COUNTED}
@@ -94,8 +97,7 @@ class SqliteBackend:
 
     def stop(self) -> None:
         """The same, for who has no event loop."""
-        if os.getpid() == self._process_id:
-            self._stop()
+        self._stop()
 
     def _read(self, query: Query[R], plan: Plan) -> Page[R]:
         with self._connection() as connection:
@@ -104,8 +106,6 @@ class SqliteBackend:
     @contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:
         """A connection that nobody else uses meanwhile."""
-        if not self._stop.alive:
-            raise StoreError(f"{self._path} is closed")
         try:
             try:
                 connection = self._idle.pop()
@@ -119,7 +119,9 @@ class SqliteBackend:
         except sqlite3.Error as error:
             raise explain(error, self._path) from error
 
-    def _check_process(self) -> None:
+    def _check_open(self) -> None:
+        if not self._stop.alive:
+            raise StoreError(f"{self._path} is closed")
         if os.getpid() != self._process_id:
             raise StoreError(
                 f"{self._path} was opened before this process was forked, and SQLite does not survive that; "
@@ -127,7 +129,9 @@ class SqliteBackend:
             )
 
 
-def _stop(writer: Writer, pool: ThreadPoolExecutor, idle: deque[sqlite3.Connection]) -> None:
+def _stop(process_id: int, writer: Writer, pool: ThreadPoolExecutor, idle: deque[sqlite3.Connection]) -> None:
+    if os.getpid() != process_id:  # a forked child has neither the threads nor a right to the connections
+        return
     writer.stop()
     pool.shutdown()
     while idle:

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin
 
 import orjson
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning.event import Event
 from agentlightning.frozen import freeze
 from agentlightning.resources import ResourcesUpdate
 from agentlightning.store.backend import key_of
-from agentlightning.types import Record
+from agentlightning.types import (
+    Attempt,
+    AttemptFailure,
+    Record,
+    Rollout,
+    RolloutConfig,
+    Span,
+    SpanContext,
+    SpanEvent,
+    SpanLink,
+    SpanResource,
+    TraceStatus,
+    Worker,
+)
 
 R = TypeVar("R", bound=Record)
 
@@ -35,8 +49,7 @@ def encode(record: Record) -> str:
         else:
             encoded = orjson.dumps(record.__dict__, default=_plain)
             text = encoded.decode()
-            fields = document_fields(type(record))
-            lost = _first_lost(record, orjson.loads(encoded), fields) if fields else None
+            lost = _first_lost(record, orjson.loads(encoded)) if document_fields(type(record)) else None
     except (TypeError, ValueError) as error:
         raise _refuse(record, str(error)) from error
     if lost is not None:
@@ -47,6 +60,13 @@ def encode(record: Record) -> str:
 def decode(kind: type[R], text: str) -> R:
     """The record that ``encode`` made this text of."""
     try:
+        readers = _READERS.get(kind)
+        if readers is not None:
+            values = orjson.loads(text)
+            if values.keys() == kind.model_fields.keys():  # not one that an older version wrote
+                for field, read in readers:
+                    values[field] = read(values[field])
+                return kind.from_valid(values)  # it was validated before it was written
         return kind.model_validate_json(text)
     except ValidationError as error:
         raise StoreError(
@@ -63,7 +83,7 @@ def decode_events(text: str) -> list[Event]:
 
 
 @cache
-def document_fields(kind: type[BaseModel]) -> frozenset[str]:
+def document_fields(kind: type[Record]) -> frozenset[str]:
     """The fields of a record that may hold more than a string or a number."""
     return frozenset(name for name, field in kind.model_fields.items() if not _is_scalar(field.annotation))
 
@@ -77,27 +97,64 @@ def _is_scalar(annotation: Any) -> bool:
 
 
 def _plain(value: object) -> Any:
-    if isinstance(value, BaseModel):
+    if isinstance(value, Record):
         return value.__dict__
     raise TypeError(f"a {type(value).__qualname__} is not JSON")
 
 
-def _first_lost(record: BaseModel, plain: dict[str, Any], fields: frozenset[str]) -> str | None:
-    """The first of these fields that JSON does not give back; None if there is none."""
-    for field in fields:
+def _first_lost(record: Record, plain: dict[str, Any]) -> str | None:
+    """The first field that JSON does not give back; None if there is none."""
+    for field, default in _defaults(type(record)):
         value, back = getattr(record, field), plain[field]
-        if isinstance(value, BaseModel):
-            lost = _first_lost(value, back, document_fields(value.__class__))
+        if value is None or value is default:
+            continue
+        parts: Sequence[tuple[object, Any]] = ()
+        if field == "input":  # the user's own: a record in it would come back as a dict
+            pass
+        elif isinstance(value, Record):
+            parts = [(value, back)]
+        elif isinstance(value, list) and value and isinstance(value[0], Record):
+            parts = list(zip(value, back, strict=True))
+        for part, part_back in parts:
+            lost = _first_lost(part, part_back) if isinstance(part, Record) else "value"
             if lost is not None:
                 return f"{field}.{lost}"
-        elif isinstance(value, list) and value and isinstance(value[0], BaseModel):
-            for item, item_back in zip(value, back, strict=True):
-                lost = _first_lost(item, item_back, document_fields(type(item)))
-                if lost is not None:
-                    return f"{field}.{lost}"
-        elif back != value and back != freeze(value):  # a tuple comes back as a list, and that is meant
+        if not parts and back != value and back != freeze(value):  # a tuple comes back as a list, and that is meant
             return field
     return None
+
+
+@cache
+def _defaults(kind: type[Record]) -> list[tuple[str, object]]:
+    """The fields to look at, each with the value that most records share and that needs no look."""
+    return [(field, kind.model_fields[field].default) for field in sorted(document_fields(kind))]
+
+
+def _part(kind: type[Record], common: Record | None = None) -> Callable[[Any], Any]:
+    """Reads a record inside a record; ``common`` is what most of them are."""
+    plain = None if common is None else orjson.loads(orjson.dumps(common.__dict__, default=_plain))
+    return lambda value: common if value == plain else kind.model_validate(value)
+
+
+def _parts(kind: type[Record]) -> Callable[[Any], Any]:
+    return lambda values: freeze([kind.model_validate(value) for value in values])
+
+
+_READERS: Final[dict[type[Record], list[tuple[str, Callable[[Any], Any]]]]] = {
+    Rollout: [("input", freeze), ("metadata", freeze), ("config", _part(RolloutConfig, RolloutConfig()))],
+    Attempt: [("metadata", freeze), ("error", _part(AttemptFailure))],
+    Worker: [("heartbeat_stats", freeze)],
+    Span: [
+        ("attributes", freeze),
+        ("status", _part(TraceStatus, TraceStatus())),
+        ("resource", _part(SpanResource, SpanResource())),
+        ("events", _parts(SpanEvent)),
+        ("links", _parts(SpanLink)),
+        ("context", _part(SpanContext)),
+        ("parent", _part(SpanContext)),
+    ],
+}
+"""How the fields that are more than a string or a number are read, of the records that are read all day long."""
 
 
 def _refuse(record: Record, reason: str) -> ConfigError:

@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterable
 from typing import Final
 
+from pydantic import ValidationError
+
 from agentlightning.event import Event, RolloutEnqueued, RolloutFinished
 from agentlightning_plugins.sqlite_store.document import decode_events
 
@@ -34,6 +36,8 @@ class Outbox:
         """Tells our events from those of others."""
         self._execute = connection.execute
         self._version = self._data_version()
+        self.has_moved = False
+        """Whether the last ``read`` found that others had written."""
         self._position: int = self._execute(_NEWEST).fetchone()[0]
         self._up_to_date_at = time.time()
 
@@ -43,7 +47,8 @@ class Outbox:
         Costs a look at shared memory when there are none.
         """
         version = self._data_version()
-        if version == self._version:
+        self.has_moved = version != self._version
+        if not self.has_moved:
             return []
         heard: list[list[Event]] = []
         oldest = self._execute(_OLDEST).fetchone()[0]
@@ -51,7 +56,10 @@ class Outbox:
             heard.append(list(self._reconstruct()))
         for position, origin, text in self._execute(_NEW, (self._position,)).fetchall():
             if origin != self.origin:
-                heard.append(decode_events(text))
+                try:
+                    heard.append(decode_events(text))
+                except ValidationError:  # of a newer version, say; it must not keep this process from writing
+                    logger.exception("an event of another process cannot be read and is left out")
             self._position = position
         self._version = version
         self._up_to_date_at = time.time()

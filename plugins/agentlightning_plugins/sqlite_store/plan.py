@@ -35,7 +35,7 @@ _BY_KEY: Final[dict[type[Record], str]] = {
     + "WHERE attempt = (SELECT attempt.position FROM rollout JOIN attempt ON attempt.rollout = rollout.position "
     "WHERE rollout_id = ? AND attempt_id = ?) AND span_id = ?",
 }
-_FEW: Final = 64
+FEW: Final = 64
 
 
 class Plan(NamedTuple):
@@ -44,9 +44,11 @@ class Plan(NamedTuple):
     sql: str
     parameters: Sequence[Any]
     is_short: bool
-    """Whether it takes microseconds, however much is stored."""
+    """Whether it takes microseconds, however much is stored, if there are few to count by ``few_sql``."""
     count_sql: str | None = None
     count_parameters: Sequence[Any] = ()
+    few_sql: str | None = None
+    """Counts the rows, but not beyond ``FEW``; for those who have few as a rule."""
     is_done: bool = True
     """Whether SQL does all of it; otherwise its rows are tested, sorted and cut in Python."""
 
@@ -70,7 +72,10 @@ def make_plan(query: Query[R]) -> Plan:
         return Plan(sql, parameters, is_short=False, is_done=False)
     count, is_short = _count(query, tests), _is_short(query)
     if query.limit < 0 and not query.offset:
-        return Plan(sql, parameters, is_short, *count)
+        few_sql = None
+        if query.kind is Span and is_short:
+            few_sql = f"SELECT count(*) FROM (SELECT 1 FROM span {where}LIMIT {FEW})"
+        return Plan(sql, parameters, is_short, *count)._replace(few_sql=few_sql)
     status = next((condition for condition in query.where if condition.field == "status"), None)
     if query.kind is Rollout and query.sort_by is None and status is not None and len(choices(status)) > 1:
         sql, parameters = _merge_statuses(query, status, order)
@@ -93,6 +98,11 @@ def _merge_statuses(query: Query[R], status: Condition, order: str) -> tuple[str
         parts.append(f"SELECT * FROM ({_SELECT[query.kind]}{where}ORDER BY {order} LIMIT ?)")
         parameters += [*values, enough]
     return f"{' UNION ALL '.join(parts)} ORDER BY {order}", parameters
+
+
+def has_few(connection: sqlite3.Connection, plan: Plan) -> bool:
+    """Whether a short plan is short indeed."""
+    return plan.few_sql is None or connection.execute(plan.few_sql, plan.parameters).fetchone()[0] < FEW
 
 
 def run_plan(connection: sqlite3.Connection, query: Query[R], plan: Plan) -> Page[R]:
@@ -202,11 +212,11 @@ def _is_selective(kind: type[Record], condition: Condition) -> bool:
 
 
 def _is_short(query: Query[R]) -> bool:
-    if query.count or query.kind is Span:
+    if query.count or (query.kind is Span and (query.limit >= 0 or query.offset)):
         return False
     for condition in query.where:
         if condition.field in ("rollout_id", "resources_id") and condition.op in ("eq", "in"):
-            return condition.op == "eq" or len(choices(condition)) <= _FEW
+            return len(choices(condition)) <= FEW
         if query.kind is Attempt and condition.field == "worker_id" and condition.op == "eq":
             return any(other.field == "status" and other.op == "in" for other in query.where)
     return query.limit == 1 and query.sort_by is None and all(c.field == "run_id" for c in query.where)

@@ -11,6 +11,8 @@ from agentlightning.errors import ConfigError, StoreError
 
 APPLICATION_ID: Final = 0x41474C53
 """Says in the file's header that it is ours ("AGLS")."""
+_SMALLEST_BYTES: Final = 512
+"""No database is smaller, and SQLite would take a smaller file for an empty one and write over it."""
 
 # Columns have no type, because a typed column converts what it is compared with: TEXT would find '1' for 1. Those that
 # hold positions are INTEGER as these are, without which their indexes would not be used. Positions are AUTOINCREMENT:
@@ -78,7 +80,10 @@ def open_file(path: Path, busy_timeout_s: float) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and path.stat().st_size > 0:
+        size = path.stat().st_size if path.exists() else 0
+        if 0 < size < _SMALLEST_BYTES:
+            raise _no_database(path)
+        if size:
             # Through SQLite and not with open(): closing a file drops all locks of this process on it, those of another
             # connection too.
             check = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=busy_timeout_s)
@@ -128,6 +133,10 @@ def explain(error: sqlite3.Error, path: Path) -> StoreError:
     return StoreError(f"{path}: {meaning or 'the database failed'} ({name or type(error).__name__}: {error})")
 
 
+def _no_database(path: Path) -> ConfigError:
+    return ConfigError(f"{path} is no store: it is not an SQLite database; choose another path")
+
+
 def _read_version(connection: sqlite3.Connection, path: Path) -> int:
     """The version of the file; 0 if there is nothing in it.
 
@@ -141,7 +150,7 @@ def _read_version(connection: sqlite3.Connection, path: Path) -> int:
     except sqlite3.DatabaseError as error:
         if getattr(error, "sqlite_errorname", "") != "SQLITE_NOTADB":
             raise
-        raise ConfigError(f"{path} is no store: it is not an SQLite database; choose another path") from error
+        raise _no_database(path) from error
     if application_id == 0 and version == 0 and tables == 0:
         return 0
     if application_id != APPLICATION_ID:

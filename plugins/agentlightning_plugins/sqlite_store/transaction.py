@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import sqlite3
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Final, NamedTuple
+
+import orjson
 
 from agentlightning.errors import NotFoundError
 from agentlightning.event import Event
@@ -62,8 +65,7 @@ _PLURALS: Final[dict[type[Record], str]] = {
 _INSERT: Final = {kind: _insert(kind) for kind in TABLES}
 _UPDATE: Final = {kind: _update(kind) for kind in TABLES}
 _FIND: Final[dict[type[Record], str]] = {
-    kind: f"SELECT position, revision FROM {TABLES[kind]} WHERE "
-    + " AND ".join(f"{field} = ?" for field in KEYS[kind])
+    kind: f"SELECT position, revision FROM {TABLES[kind]} WHERE " + " AND ".join(f"{field} = ?" for field in KEYS[kind])
     for kind in (Run, ResourcesUpdate, Worker, Metrics)
 } | {
     Rollout: "SELECT position, revision, run_id, status, queue_position FROM rollout WHERE rollout_id = ?",
@@ -76,15 +78,19 @@ _OLDEST: Final = (
     "(SELECT count(*) FROM attempt WHERE attempt.rollout = rollout.position) FROM rollout "
     "WHERE run_id = ? AND queue_position IS NOT NULL ORDER BY queue_position LIMIT ?"
 )
-_ADD_SPAN: Final = (
-    "INSERT INTO span (attempt, span_id, sequence_id, run_id, start_time, revision, record) "
-    "VALUES (?, ?, ?, ?, ?, 1, ?) ON CONFLICT DO NOTHING"
+_KNOWN_SPANS: Final = (
+    "SELECT attempt, span_id FROM span WHERE attempt = ? AND span_id IN (SELECT value FROM json_each(?))"
 )
+_ADD_SPANS: Final = "INSERT INTO span (attempt, span_id, sequence_id, run_id, start_time, revision, record) VALUES {}"
 _BEAT: Final = "UPDATE attempt SET last_span = ?, last_heartbeat_time = ? WHERE position = ?"
 _NUMBER: Final = "UPDATE attempt SET last_span = ? WHERE position = ?"
-_COUNT: Final = "INSERT INTO tally VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET number = number + excluded.number"
+_COUNT: Final = "INSERT INTO tally VALUES {} ON CONFLICT DO UPDATE SET number = number + excluded.number"
+_MAX_ROWS: Final = 32
+"""How many rows one statement inserts. A call of SQLite gives up the interpreter and has to win it back."""
 _TELL: Final = "INSERT INTO event (origin, events) VALUES (?, ?)"
 _DELETE_SPANS_OF_ROLLOUT: Final = "DELETE FROM span WHERE attempt IN (SELECT position FROM attempt WHERE rollout = ?)"
+_MAX_KNOWN: Final = 20_000
+_PRUNED_EVERY: Final = 64
 KEPT_EVENTS: Final = 100_000
 """Of how many transactions the events are kept for other processes. One that is further behind looks at the records."""
 
@@ -100,7 +106,7 @@ def encode_writes(writes: Iterable[Write]) -> list[Document | Delete]:
     return [Document(write.record, encode(write.record)) if isinstance(write, Put) else write for write in writes]
 
 
-class _State(NamedTuple):
+class State(NamedTuple):
     """Where a record is stored and what its next form depends on."""
 
     position: int
@@ -112,14 +118,31 @@ class _State(NamedTuple):
     last_span: int = 0
 
 
+class Known:
+    """What the writer knows of the file from its last transactions, as long as nobody else has written."""
+
+    def __init__(self) -> None:
+        self.states: dict[tuple[type[Record], Key], State | None] = {}
+        self.queue_ends: dict[str, int] = {}
+        """The last place in the queue of each run."""
+
+    def forget(self) -> None:
+        self.states.clear()
+        self.queue_ends.clear()
+
+    def shrink(self) -> None:
+        """Keeps memory bounded; called between transactions."""
+        if len(self.states) > _MAX_KNOWN:
+            self.states.clear()
+
+
 class Transaction:
     """One transaction of several callers. Every method checks all that can fail before it writes the first row."""
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
+    def __init__(self, connection: sqlite3.Connection, known: Known) -> None:
         self._execute = connection.execute
-        self._executemany = connection.executemany
-        self._states: dict[tuple[type[Record], Key], _State | None] = {}
-        self._queue_ends: dict[str, int] = {}
+        self._states = known.states
+        self._queue_ends = known.queue_ends
         self._tallies: Counter[tuple[str, str, str]] = Counter()
         self.events: list[Event] = []
         """What the watchers will be told, in order."""
@@ -141,7 +164,7 @@ class Transaction:
         locked: list[tuple[Row[Rollout], int]] = []
         for position, revision, status, queue_position, text, attempts in self._execute(_OLDEST, (run_id, limit)):
             rollout = decode(Rollout, text)
-            self._states[Rollout, (rollout.rollout_id,)] = _State(position, revision, run_id, status, queue_position)
+            self._states[Rollout, (rollout.rollout_id,)] = State(position, revision, run_id, status, queue_position)
             locked.append((Row(rollout, revision), attempts))
         if not locked:
             return []
@@ -150,21 +173,25 @@ class Transaction:
         return [row.record for row, _ in locked]
 
     def append(self, spans: Sequence[tuple[Span, str]], now: float) -> Sequence[Span | None]:
-        states = self._find_attempts({_attempt_of(span) for span, _ in spans})
-        last = {key: attempt.last_span for key, (_, attempt) in states.items()}
+        attempts = self._find_attempts({_attempt_of(span) for span, _ in spans})
+        last = {key: attempt.last_span for key, (_, attempt) in attempts.items()}
+        known = self._find_spans(spans, attempts)
         stored: list[Span | None] = []
+        rows: list[Any] = []
         for span, text in spans:
             key = _attempt_of(span)
-            rollout, attempt = states[key]
-            number = span.sequence_id or last[key] + 1
-            columns = (attempt.position, span.span_id, number, rollout.run_id, span.start_time, text)
-            if self._execute(_ADD_SPAN, columns).rowcount != 1:
+            rollout, attempt = attempts[key]
+            if (attempt.position, span.span_id) in known:
                 stored.append(None)
                 continue
+            known.add((attempt.position, span.span_id))
+            number = span.sequence_id or last[key] + 1
             last[key] = max(last[key], number)
+            rows.append((attempt.position, span.span_id, number, rollout.run_id, span.start_time, 1, text))
             self._tallies["spans", rollout.run_id, ""] += 1
             stored.append(span if span.sequence_id else span.model_copy(update={"sequence_id": number}))
-        for key, (_, attempt) in states.items():
+        self._insert_rows(_ADD_SPANS, rows)
+        for key, (_, attempt) in attempts.items():
             if attempt.live:
                 self._execute(_BEAT, (last[key], now, attempt.position))
             else:
@@ -190,23 +217,42 @@ class Transaction:
         Returns:
             The position of the events, if there are any.
         """
-        self._executemany(_COUNT, [(*key, change) for key, change in self._tallies.items() if change])
+        self._insert_rows(_COUNT, [(*key, change) for key, change in self._tallies.items() if change])
         if not self.events:
             return None
         position = self._execute(_TELL, (origin, encode_events(self.events))).lastrowid
         assert position is not None
-        self._execute("DELETE FROM event WHERE position <= ?", (position - KEPT_EVENTS,))
+        if position % _PRUNED_EVERY == 0:
+            self._execute("DELETE FROM event WHERE position <= ?", (position - KEPT_EVENTS,))
         return position
 
-    def _state(self, kind: type[Record], key: Key) -> _State | None:
-        """What is stored of a record; looked up once in a transaction."""
+    def _insert_rows(self, statement: str, rows: Sequence[tuple[Any, ...]]) -> None:
+        for start in range(0, len(rows), _MAX_ROWS):
+            part = rows[start : start + _MAX_ROWS]
+            marks = f"({', '.join('?' * len(part[0]))})"
+            self._execute(statement.format(", ".join([marks] * len(part))), [*chain.from_iterable(part)])
+
+    def _find_spans(
+        self, spans: Sequence[tuple[Span, str]], attempts: Mapping[tuple[str, str], tuple[State, State]]
+    ) -> set[tuple[int, str]]:
+        """Those that are stored already, by the positions of their attempts and their ids."""
+        ids: dict[int, list[str]] = {}
+        for span, _ in spans:
+            ids.setdefault(attempts[_attempt_of(span)][1].position, []).append(span.span_id)
+        found: set[tuple[int, str]] = set()
+        for position, span_ids in ids.items():
+            found.update(self._execute(_KNOWN_SPANS, (position, orjson.dumps(span_ids).decode())))
+        return found
+
+    def _state(self, kind: type[Record], key: Key) -> State | None:
+        """What is stored of a record; looked up once."""
         try:
             return self._states[kind, key]
         except KeyError:
             state = self._states[kind, key] = self._look_up(kind, key)
             return state
 
-    def _look_up(self, kind: type[Record], key: Key) -> _State | None:
+    def _look_up(self, kind: type[Record], key: Key) -> State | None:
         if kind is Attempt or kind is Span:
             parent = self._state(*_rollout_of(key)) if kind is Attempt else self._state(Attempt, key[:2])
             if parent is None:
@@ -216,10 +262,10 @@ class Transaction:
         if row is None:
             return None
         if kind is Attempt:
-            return _State(row[0], row[1], live=row[2], last_span=row[3])
-        return _State(*row)
+            return State(row[0], row[1], live=row[2], last_span=row[3])
+        return State(*row)
 
-    def _find_attempts(self, keys: Iterable[tuple[str, str]]) -> dict[tuple[str, str], tuple[_State, _State]]:
+    def _find_attempts(self, keys: Iterable[tuple[str, str]]) -> dict[tuple[str, str], tuple[State, State]]:
         """The rollout and the attempt of each key.
 
         Raises:
@@ -252,7 +298,7 @@ class Transaction:
                 self._tallies[tally] += 1
                 self._tallies[tally[0], tally[1], before.status] -= 1
 
-    def _describe(self, record: Record, before: _State | None) -> tuple[tuple[Any, ...], _State, tuple[str, str, str]]:
+    def _describe(self, record: Record, before: State | None) -> tuple[tuple[Any, ...], State, tuple[str, str, str]]:
         """The columns of a record, its state without position and revision, and as what it is counted."""
         match record:
             case Rollout():
@@ -260,7 +306,7 @@ class Transaction:
                 metadata = record.metadata or {}
                 indexed = [_indexed(metadata.get(name)) for name in ("task_id", "group", "step")]
                 columns = (record.rollout_id, record.run_id, record.status, record.start_time, *indexed, queue_position)
-                state = _State(0, 0, record.run_id, record.status, queue_position)
+                state = State(0, 0, record.run_id, record.status, queue_position)
                 return columns, state, ("rollouts", record.run_id, record.status)
             case Attempt():
                 rollout = self._state(Rollout, (record.rollout_id,))
@@ -275,17 +321,17 @@ class Transaction:
                     record.worker_id,
                     record.last_heartbeat_time,
                 )
-                state = _State(0, 0, live=live, last_span=0 if before is None else before.last_span)
+                state = State(0, 0, live=live, last_span=0 if before is None else before.last_span)
                 return columns, state, ("attempts", rollout.run_id, "")
             case Span():
                 ((rollout, attempt),) = self._find_attempts([_attempt_of(record)]).values()
                 columns = (attempt.position, record.span_id, record.sequence_id, rollout.run_id, record.start_time)
-                return columns, _State(0, 0), ("spans", rollout.run_id, "")
+                return columns, State(0, 0), ("spans", rollout.run_id, "")
             case _:
                 columns = tuple(getattr(record, column) for column in COLUMNS[type(record)])
-                return columns, _State(0, 0), (_PLURALS[type(record)], "", "")
+                return columns, State(0, 0), (_PLURALS[type(record)], "", "")
 
-    def _queue(self, rollout: Rollout, before: _State | None) -> int | None:
+    def _queue(self, rollout: Rollout, before: State | None) -> int | None:
         """The place in the queue of a rollout that is being put."""
         if rollout.status not in _QUEUED:
             return None
@@ -308,7 +354,7 @@ class Transaction:
             self._tallies["spans", state.run_id, ""] -= spans
             self._tallies["attempts", state.run_id, ""] -= attempts
             self._tallies["rollouts", state.run_id, state.status] -= 1
-            self._states = {known: other for known, other in self._states.items() if known[1][0] != write.key[0]}
+            self._states.clear()  # those of its attempts and spans are somewhere in there
         elif write.kind is Attempt or write.kind is Span:
             rollout = self._state(*_rollout_of(write.key))
             run_id = "" if rollout is None else rollout.run_id
@@ -316,7 +362,7 @@ class Transaction:
             if write.kind is Attempt:
                 spans = self._execute("DELETE FROM span WHERE attempt = ?", (state.position,)).rowcount
                 self._tallies["spans", run_id, ""] -= spans
-                self._states = {known: other for known, other in self._states.items() if known[1][:2] != write.key}
+                self._states.clear()
         else:
             self._tallies[_PLURALS[write.kind], "", ""] -= 1
         self._states[write.kind, write.key] = None

@@ -17,13 +17,13 @@ from agentlightning.event import Event
 from agentlightning.store.backend import Listener
 from agentlightning_plugins.sqlite_store.outbox import Outbox
 from agentlightning_plugins.sqlite_store.schema import connect, explain
-from agentlightning_plugins.sqlite_store.transaction import Transaction
+from agentlightning_plugins.sqlite_store.transaction import Known, Transaction
 
 logger = logging.getLogger("agentlightning")
 T = TypeVar("T")
 
 MAX_BATCH: Final = 500
-"""How many writes share a transaction at most, so that the first of them need not wait for long."""
+"""No more writes join a transaction of so many, so that the first of them need not wait for long."""
 LOOK_EVERY_S: Final = 0.01
 """How often the writer looks for commits of other processes while somebody watches and it has nothing to do."""
 
@@ -58,7 +58,9 @@ class Writer:
         self._connection = connect(path, busy_timeout_s)
         self._connection.execute("PRAGMA wal_autocheckpoint = 4000")  # pages of 4 KiB
         self._outbox = Outbox(self._connection)
-        self._items: queue.SimpleQueue[Item[Any] | None] = queue.SimpleQueue()
+        self._known = Known()
+        self._items: queue.SimpleQueue[list[Item[Any]]] = queue.SimpleQueue()
+        self._submitted: dict[asyncio.AbstractEventLoop, list[Item[Any]]] = {}
         self._lock = threading.Lock()
         self._stopped = False
         self.listeners: tuple[Listener, ...] = ()
@@ -70,20 +72,32 @@ class Writer:
     def submit(self, work: Callable[[Transaction], T]) -> asyncio.Future[T]:
         """Has the thread do this work in its next transaction; the result is there once that is durable.
 
-        Raises:
-            StoreError: the store is closed.
+        What one turn of an event loop submits arrives together: waking the thread for the first of it would have it
+        commit that alone, and take the interpreter from those who are about to submit more.
         """
         item = Item(work)
-        with self._lock:
-            if self._stopped:
-                raise StoreError(f"{self._path} is closed")
-            self._items.put(item)
+        waiting = self._submitted.get(item.loop)
+        if waiting is None:
+            self._submitted[item.loop] = [item]
+            item.loop.call_soon(self._hand_over, item.loop)
+        else:
+            waiting.append(item)
         return item.future
+
+    def _hand_over(self, loop: asyncio.AbstractEventLoop) -> None:
+        items = self._submitted.pop(loop)
+        with self._lock:
+            if not self._stopped:
+                self._items.put(items)
+                return
+        for item in items:
+            item.error = StoreError(f"{self._path} is closed")
+            item.settle()
 
     def watch(self, listener: Listener) -> Callable[[], None]:
         with self._lock:
             self.listeners += (listener,)
-        self._items.put(None)  # from now on it looks for commits of others
+        self._items.put([])  # from now on it looks for commits of others
 
         def stop() -> None:
             with self._lock:
@@ -95,7 +109,7 @@ class Writer:
         """Ends the thread when it has done what was submitted; waits for that."""
         with self._lock:
             self._stopped = True
-            self._items.put(None)
+            self._items.put([])
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -114,36 +128,26 @@ class Writer:
         """Waits for work, or until it is time to look for the work of others."""
         batch: list[Item[Any]] = []
         try:
-            item = self._items.get(timeout=LOOK_EVERY_S if self.listeners else None)
-            while True:
-                if item is not None:
-                    batch.append(item)
-                if len(batch) == MAX_BATCH:
-                    return batch
-                item = self._items.get_nowait()
+            batch += self._items.get(timeout=LOOK_EVERY_S if self.listeners else None)
+            while len(batch) < MAX_BATCH:
+                batch += self._items.get_nowait()
         except queue.Empty:
-            return batch
+            pass
+        return batch
 
     def _write(self, batch: Sequence[Item[Any]]) -> None:
         """Does all of it in one transaction; if that fails, each in one of its own, so that only the culprit fails."""
         try:
             events = self._try(batch)
-        except sqlite3.Error as error:
+        except Exception as error:  # isolation point: whatever it is, this thread goes on and every caller is told
             if len(batch) > 1 and not _concerns_all(error):
                 for item in batch:
                     self._write([item])
                 return
-            cause = explain(error, self._path)
             for item in batch:
-                item.error = cause if len(batch) == 1 else StoreError(str(cause))
-            return _settle(batch)
-        except _Spoilt as spoilt:
-            if len(batch) > 1:
-                for item in batch:
-                    self._write([item])
-                return
-            batch[0].error = spoilt.error
-            return _settle(batch)
+                item.error = explain(error, self._path) if isinstance(error, sqlite3.Error) else error
+            _settle(batch)
+            return
         if events:
             self._tell([events])
         _settle(batch)
@@ -155,8 +159,12 @@ class Writer:
         # finds another process writing can neither wait (its snapshot is old by then) nor go on: it would fail.
         connection.execute("BEGIN IMMEDIATE")
         try:
-            self._tell(self._outbox.read())  # what others did before us, before what we do
-            transaction = Transaction(connection)
+            heard = self._outbox.read()
+            if self._outbox.has_moved:
+                self._known.forget()
+            self._tell(heard)  # what others did before us, before what we do
+            self._known.shrink()
+            transaction = Transaction(connection, self._known)
             for item in batch:
                 item.error = None
                 before = connection.total_changes
@@ -166,11 +174,12 @@ class Writer:
                     raise
                 except Exception as error:  # isolation point: one caller's failure is not the others'
                     if connection.total_changes != before:
-                        raise _Spoilt(error) from error
+                        raise  # the transaction is of no use to the others
                     item.error = error
             position = transaction.finish(self._outbox.origin)
             connection.execute("COMMIT")
         except BaseException:
+            self._known.forget()
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
             raise
@@ -181,9 +190,13 @@ class Writer:
 
     def _look(self) -> None:
         try:
-            self._tell(self._outbox.read())
-        except sqlite3.Error as error:
-            logger.warning("%s; it is tried again", explain(error, self._path))
+            heard = self._outbox.read()
+            if self._outbox.has_moved:
+                self._known.forget()
+            self._tell(heard)
+        except Exception as error:  # isolation point: a file that is away for a while must not end the thread
+            cause = explain(error, self._path) if isinstance(error, sqlite3.Error) else error
+            logger.warning("cannot look for events of other processes, and tries again: %s", cause)
             time.sleep(1.0)
 
     def _tell(self, news: Sequence[Sequence[Event]]) -> None:
@@ -195,15 +208,7 @@ class Writer:
                     logger.exception("a watcher of the store %s failed", self._path)
 
 
-class _Spoilt(Exception):
-    """A caller's work failed when it had written already: the transaction is of no use."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
-def _concerns_all(error: sqlite3.Error) -> bool:
+def _concerns_all(error: Exception) -> bool:
     """Whether every other write would fail in the same way, after as long a wait."""
     return getattr(error, "sqlite_errorname", "").startswith(("SQLITE_BUSY", "SQLITE_READONLY", "SQLITE_CANTOPEN"))
 

@@ -15,6 +15,7 @@ pytest.register_assert_rewrite(
     f"{__name__}.lifecycle",
     f"{__name__}.queueing",
     f"{__name__}.recording",
+    f"{__name__}.step",
     f"{__name__}.tracing",
     f"{__name__}.waiting",
 )

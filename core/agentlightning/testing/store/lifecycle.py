@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any
 
 import pytest
 
@@ -101,23 +103,20 @@ class LifecycleTests:
         assert await read(store, claimed.rollout_id) == before
 
     async def test_changes_made_at_once_are_all_kept(self, store: LightningStore) -> None:
-        for _ in range(5):
-            claimed = await claim(store)
-            await soon(
-                asyncio.gather(
-                    store.update_rollout(claimed.rollout_id, metadata={"note": "kept"}),
-                    store.update_attempt(claimed.rollout_id, "latest", metadata={"seed": 1}),
-                    store.add_span(make_span(claimed)),
-                    store.update_attempt(claimed.rollout_id, "latest", spans_dropped=3),
-                    store.update_rollout(claimed.rollout_id, mode="test"),
-                    finish(store, claimed),
-                )
-            )
-            now = await read(store, claimed.rollout_id)
-            assert isinstance(now, AttemptedRollout)
-            assert (now.status, now.metadata, now.mode) == ("succeeded", {"note": "kept"}, "test")
-            attempt = now.attempt
-            assert (attempt.status, attempt.metadata, attempt.spans_dropped) == ("succeeded", {"seed": 1}, 3)
+        claimed = await claim(store)
+        id_ = claimed.rollout_id
+        changes: list[tuple[Coroutine[Any, Any, object], Coroutine[Any, Any, object]]] = [
+            (store.update_rollout(id_, metadata={"note": 1}), store.update_rollout(id_, mode="test")),
+            (store.update_attempt(id_, "latest", metadata={"seed": 1}), store.add_span(make_span(claimed))),
+            (store.update_attempt(id_, "latest", spans_dropped=3), store.update_rollout(id_, input="changed")),
+            (store.update_rollout(id_, metadata={"note": 2}), finish(store, claimed)),
+        ]
+        for pair in changes:
+            await soon(asyncio.gather(*pair))
+        now = await read(store, id_)
+        assert isinstance(now, AttemptedRollout)
+        assert (now.status, now.metadata, now.mode, now.input) == ("succeeded", {"note": 2}, "test", "changed")
+        assert (now.attempt.status, now.attempt.metadata, now.attempt.spans_dropped) == ("succeeded", {"seed": 1}, 3)
 
     async def test_an_unknown_status_is_refused(self, store: LightningStore) -> None:
         claimed = await claim(store)
@@ -221,15 +220,15 @@ class LifecycleTests:
         assert statuses == ["unresponsive", "preparing"]
 
     async def test_spans_and_heartbeats_keep_an_attempt_alive(self, store: LightningStore) -> None:
-        claimed = await claim(store, config=RolloutConfig(unresponsive_seconds=1.0))
-        for _ in range(8):
+        claimed = await claim(store, config=RolloutConfig(unresponsive_seconds=1.5))
+        for _ in range(9):
             await asyncio.sleep(0.2)
             await store.add_span(make_span(claimed))
         assert (await read(store, claimed.rollout_id)).status == "running"
         attempt = await store.get_latest_attempt(claimed.rollout_id)
         assert attempt is not None
         assert attempt.last_heartbeat_time is not None
-        assert attempt.last_heartbeat_time > attempt.start_time + 1.0
+        assert attempt.last_heartbeat_time > attempt.start_time + 1.5
 
     async def test_writers_refuse_unknown_ids(self, store: LightningStore) -> None:
         queued = await store.enqueue_rollout("a")

@@ -105,13 +105,14 @@ class WaitingTests:
         assert [rollout.rollout_id for rollout in await soon(store.wait_for_rollouts(ids))] == ids
 
     async def test_an_end_while_a_wait_begins_is_not_missed(self, store: LightningStore) -> None:
-        for pause in range(12):  # steps of the loop between the beginning of the wait and the end of the rollout
+        for pause in range(24):  # steps of the loop between the beginning of the end and that of the wait
             claimed = await claim(store)
-            waiting = asyncio.create_task(store.wait_for_rollouts([claimed.rollout_id]))
+            ending = asyncio.create_task(finish(store, claimed))
             for _ in range(pause):
                 await asyncio.sleep(0)
-            await finish(store, claimed)
-            assert [rollout.status for rollout in await soon(waiting)] == ["succeeded"]
+            (ended,) = await soon(store.wait_for_rollouts([claimed.rollout_id]))
+            assert ended.status == "succeeded"
+            await ending
 
     async def test_waiting_ends_for_an_end_in_another_thread(self, store: LightningStore) -> None:
         claimed = await claim(store)
