@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from agentlightning.store import LightningStore as LightningStore
     from agentlightning.store import LightningStoreClient as LightningStoreClient
     from agentlightning.store import LightningStoreServer as LightningStoreServer
+    from agentlightning.store import SqliteLightningStore as SqliteLightningStore
     from agentlightning.store import create_store as create_store
     from agentlightning.tracer import DummyTracer as DummyTracer
     from agentlightning.tracer import OtelTracer as OtelTracer
@@ -140,6 +141,7 @@ __all__ = [
     "Runner",
     "SharedMemoryExecutionStrategy",
     "Span",
+    "SqliteLightningStore",
     "StoreError",
     "TaskInput",
     "TraceAdapter",
@@ -253,6 +255,7 @@ _HOME = {
         "LightningStore",
         "LightningStoreClient",
         "LightningStoreServer",
+        "SqliteLightningStore",
         "create_store",
     ),
     "agentlightning.tracer": (
@@ -277,6 +280,7 @@ _HOME = {
         "RolloutStatus",
         "Run",
         "Span",
+        "SqliteLightningStore",
         "TaskInput",
         "Triplet",
         "Worker",

@@ -22,6 +22,12 @@ def components() -> Iterable[Component]:
             summary="in this process, for tests and runs",
         ),
         Component(
+            "store",
+            "sqlite",
+            f"{root}.sqlite_store:SqliteLightningStore",
+            summary="one durable file, shared by the processes of a machine",
+        ),
+        Component(
             "store", "http", f"{root}.store_client:LightningStoreClient", summary="a store served by `agl store`"
         ),
         Component("store", "https", f"{root}.store_client:LightningStoreClient", summary="the same, encrypted"),

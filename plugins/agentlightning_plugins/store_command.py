@@ -12,7 +12,7 @@ import click
     "--host", default="127.0.0.1", show_default=True, help="Address to listen on; beyond loopback needs a token."
 )
 @click.option("--port", default=4747, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
-@click.option("--backend", default="memory://", show_default=True, metavar="URL", help="The store to serve.")
+@click.option("--backend", default="sqlite:///agl.db", show_default=True, metavar="URL", help="The store to serve.")
 @click.option("--token", envvar="AGL_TOKEN", show_envvar=True, help="What clients have to show.")
 def command(host: str, port: int, backend: str, token: str | None) -> None:
     """Serve a store over HTTP.

@@ -1,0 +1,49 @@
+"""Records are copied and joined without validating them again, and are records like any other."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+
+from agentlightning.types import Attempt, AttemptedRollout, Rollout, Span, SpanEvent
+
+
+@pytest.fixture
+def rollout() -> Rollout:
+    return Rollout(rollout_id="ro-1", input={"messages": ["hello"]}, start_time=1.0, metadata={"group": "g"})
+
+
+def test_a_changed_copy_equals_the_record_made_anew(rollout: Rollout) -> None:
+    changed = rollout.model_copy(update={"status": "failed", "end_time": 2.0})
+    anew = Rollout.model_validate({**rollout.model_dump(), "status": "failed", "end_time": 2.0})
+    assert changed == anew
+    assert changed.model_dump_json() == anew.model_dump_json()
+    assert (rollout.status, rollout.end_time) == ("queuing", None)
+    with pytest.raises(ValueError, match="frozen"):
+        changed.status = "running"  # type: ignore[misc] # meant
+
+
+def test_a_record_of_valid_values_is_like_any_other(rollout: Rollout) -> None:
+    attempt = Attempt(rollout_id="ro-1", attempt_id="at-1", sequence_id=1, start_time=1.0)
+    joined = AttemptedRollout.from_valid({**rollout.__dict__, "attempt": attempt})
+    assert joined == AttemptedRollout(**dict(rollout), attempt=attempt)
+    assert AttemptedRollout.model_validate_json(joined.model_dump_json()) == joined
+    assert pickle.loads(pickle.dumps(joined)) == joined
+    assert copy.copy(joined) == copy.deepcopy(joined) == joined
+    assert joined.model_copy(deep=True) == joined
+    assert joined.model_copy() == joined
+
+
+def test_the_lists_of_a_span_are_as_immutable_as_the_rest() -> None:
+    span = Span.from_attributes(attributes={})
+    events = [SpanEvent(name="one")]
+    other = Span.model_validate({**span.model_dump(), "events": events})
+    events.append(SpanEvent(name="two"))
+    assert [event.name for event in other.events] == ["one"]
+    for item in (span, other):
+        with pytest.raises(TypeError):
+            item.events.append(SpanEvent(name="three"))
+        with pytest.raises(TypeError):
+            item.links.clear()
