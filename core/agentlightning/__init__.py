@@ -280,7 +280,6 @@ _HOME = {
         "RolloutStatus",
         "Run",
         "Span",
-        "SqliteLightningStore",
         "TaskInput",
         "Triplet",
         "Worker",

@@ -6,15 +6,16 @@ import logging
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, Final, NoReturn, Self, TypeVar, cast
 
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.event import Event
 from agentlightning.resources import ResourcesUpdate
-from agentlightning.store.backend import Claim, Delete, Guard, Key, Listener, Page, Put, Query, Row, Write, key_of
+from agentlightning.store.backend import Claim, Delete, Guard, Key, Listener, Page, Put, Query, Write, key_of
 from agentlightning.store.engine import BackendStore
 from agentlightning.types import DEFAULT_RUN_ID, LIVE_ATTEMPT, Attempt, Metrics, Record, Rollout, Run, Span, Worker
-from agentlightning_plugins.memory_table import Index, Log, Slot, Table
+from agentlightning_plugins.memory_table import Index, Log, Table
 
 logger = logging.getLogger("agentlightning")
 R = TypeVar("R", bound=Record)
@@ -62,7 +63,7 @@ class MemoryBackend:
             Worker: self._workers,
             Metrics: Table(Metrics, constant=("run_id",)),
         }
-        self._queues: dict[str, OrderedDict[str, Slot[Rollout]]] = {}
+        self._queues: dict[str, OrderedDict[str, None]] = {}
         self._last_sequence_ids: dict[Key, int] = {}
         self._listeners: tuple[Listener, ...] = ()
         self._undelivered: deque[tuple[tuple[Listener, ...], Sequence[Event]]] = deque()
@@ -71,8 +72,7 @@ class MemoryBackend:
     async def commit(self, writes: Sequence[Write], guards: Sequence[Guard] = (), events: Sequence[Event] = ()) -> bool:
         with self._lock:
             for guard in guards:
-                slot = self._tables[guard.kind].slots.get(guard.key)
-                if (0 if slot is None or slot.row is None else slot.row.revision) != guard.revision:
+                if self._tables[guard.kind].revision(guard.key) != guard.revision:
                     return False
             self._apply(writes, events)
         self._deliver()
@@ -83,18 +83,17 @@ class MemoryBackend:
             queue = self._queues.get(run_id)
             if not queue:
                 return []
-            rows = [slot.row for slot, _ in zip(queue.values(), range(limit), strict=False) if slot.row is not None]
-            locked = [(row, len(self._attempts.log("rollout_id", row.record.rollout_id) or ())) for row in rows]
+            rows = [self._rollouts.row(self._rollouts.positions[rollout_id,]) for rollout_id in islice(queue, limit)]
+            locked = [(row, self._attempts.count_children(row.record.rollout_id)) for row in rows if row is not None]
             writes, events = decide(locked)
             self._apply(writes, events)
         self._deliver()
-        return [row.record for row in rows]
+        return [row.record for row, _ in locked]
 
     async def select(self, query: Query[R]) -> Page[R]:
         table = cast("Table[R]", self._tables[query.kind])
-        slot = table.find(query)
-        if slot != "not a key":
-            row = None if slot is None else slot.row
+        row = table.find(query)
+        if not isinstance(row, bool):
             return Page([], 0, None) if row is None else Page([row], 1, None)
         with self._lock:
             look = table.plan(query)
@@ -104,13 +103,12 @@ class MemoryBackend:
         with self._lock:
             attempts = {(span.rollout_id, span.attempt_id) for span in spans}
             self._check_attempts(attempts)
-            logs: dict[str, list[Log[Span]]] = {}
+            logs: dict[str, list[Log]] = {}
             result = [self._append(span, logs) for span in spans]
             for key in attempts:
-                slot = self._attempts.slots[key]
-                if slot.row is not None and slot.row.record.status in LIVE_ATTEMPT:
-                    beating = slot.row.record.model_copy(update={"last_heartbeat_time": now})
-                    slot.row = Row(beating, slot.row.revision)
+                attempt = self._attempts.get(key)
+                if attempt is not None and attempt.status in LIVE_ATTEMPT:
+                    self._attempts.amend(key, attempt.model_copy(update={"last_heartbeat_time": now}))
         return result
 
     async def next_sequence_ids(self, attempts: Sequence[tuple[str, str]]) -> Sequence[int]:
@@ -156,36 +154,31 @@ class MemoryBackend:
 
     def _put(self, record: Record) -> None:
         table, key = self._tables[type(record)], key_of(record)
-        slot = table.slots.get(key)
-        before = slot.row.record if slot is not None and slot.row is not None else None
-        if slot is None:
-            slot = table.insert(key, record)
+        before = table.get(key)
+        if before is None:
+            table.insert(key, record)
         else:
-            table.replace(slot, record)
+            table.replace(key, record)
         if type(record) is Rollout:
             was_queued = before is not None and before.status in _QUEUED
             if record.status in _QUEUED:
                 if not was_queued:
-                    self._queues.setdefault(record.run_id, OrderedDict())[record.rollout_id] = slot
+                    self._queues.setdefault(record.run_id, OrderedDict())[record.rollout_id] = None
             elif was_queued:
                 self._leave_queue(record)
 
     def _delete(self, write: Delete) -> None:
         if write.kind is Rollout:
             (rollout_id,) = write.key
-            slot = self._rollouts.slots.get(write.key)
-            if slot is not None and slot.row is not None:
-                self._leave_queue(slot.row.record)
-            for span in self._records(self._spans, rollout_id):
+            rollout = self._rollouts.get(write.key)
+            if rollout is not None:
+                self._leave_queue(rollout)
+            for span in self._spans.children(rollout_id):
                 self._spans.remove(key_of(span))
-            for attempt in self._records(self._attempts, rollout_id):
+            for attempt in self._attempts.children(rollout_id):
                 self._last_sequence_ids.pop(key_of(attempt), None)
                 self._attempts.remove(key_of(attempt))
         self._tables[write.kind].remove(write.key)
-
-    def _records(self, table: Table[R], rollout_id: str | int) -> list[R]:
-        log = table.log("rollout_id", rollout_id)
-        return [] if log is None else [slot.row.record for slot in log.walk(None, False) if slot.row is not None]
 
     def _leave_queue(self, rollout: Rollout) -> None:
         queue = self._queues.get(rollout.run_id)
@@ -194,16 +187,19 @@ class MemoryBackend:
             if not queue:
                 del self._queues[rollout.run_id]
 
-    def _append(self, span: Span, logs: dict[str, list[Log[Span]]]) -> Span | None:
+    def _append(self, span: Span, logs: dict[str, list[Log]]) -> Span | None:
         """Stores a span unless it is there; ``logs`` remembers, for one batch, where a rollout's spans go."""
         key = (span.rollout_id, span.attempt_id, span.span_id)
-        if key in self._spans.slots:
+        if key in self._spans.positions:
             return None
         attempt = key[:2]
         last = self._last_sequence_ids.get(attempt, 0)
         if span.sequence_id == 0:
-            span = span.model_copy(update={"sequence_id": last + 1})
-        self._last_sequence_ids[attempt] = max(last, span.sequence_id)
+            last += 1
+            span = span.model_copy(update={"sequence_id": last})
+        elif span.sequence_id > last:
+            last = span.sequence_id
+        self._last_sequence_ids[attempt] = last
         if span.rollout_id not in logs:
             logs[span.rollout_id] = self._spans.logs_of(span)
         self._spans.insert(key, span, logs[span.rollout_id])
@@ -211,14 +207,14 @@ class MemoryBackend:
 
     def _check_attempts(self, attempts: set[tuple[str, str]]) -> None:
         for key in attempts:
-            if key not in self._attempts.slots:
-                if (key[0],) not in self._rollouts.slots:
+            if key not in self._attempts.positions:
+                if (key[0],) not in self._rollouts.positions:
                     raise NotFoundError(f"no rollout {key[0]!r} in this store")
                 raise NotFoundError(f"rollout {key[0]!r} has no attempt {key[1]!r}")
 
     def _run_of(self, span: Span) -> str | None:
-        slot = self._rollouts.slots.get((span.rollout_id,))
-        return slot.row.record.run_id if slot is not None and slot.row is not None else None
+        rollout = self._rollouts.get((span.rollout_id,))
+        return None if rollout is None else rollout.run_id
 
     def _deliver(self) -> None:
         """Calls the listeners in commit order and outside the lock.

@@ -1,7 +1,8 @@
 """Tables of the memory backend: records in the order of insertion, with indexes that keep reading cheap.
 
-A table is changed and asked under the backend's lock. What it answers with can be read without the lock: rows are
-replaced as a whole, and logs only grow.
+A record has a position, its place in the order of insertion; indexes hold positions, which are plain integers and so
+give the garbage collector nothing to walk. A table is changed and planned for under the backend's lock. The plan is then
+carried out without it, because logs only grow at their end and a record is read in one step.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice, product
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from agentlightning.store.backend import KEYS, Condition, Key, Page, Query, Row
 from agentlightning.types import Record
@@ -26,67 +27,32 @@ from agentlightning_plugins.memory_condition import (
 R = TypeVar("R", bound=Record)
 
 
-class Slot(Generic[R]):
-    """Where a record is kept."""
+class Log:
+    """Positions in ascending order. Those of removed records stay until they are the majority."""
 
-    __slots__ = ("position", "row")
-
-    def __init__(self, record: R, position: int) -> None:
-        self.row: Row[R] | None = Row(record, 1)
-        """None once the record was removed."""
-        self.position = position
-        """Place in the order of insertion, from 1."""
-
-
-class FixedSlot(Slot[R]):
-    """Where a record is kept that is never replaced: one object less to collect for each of very many."""
-
-    __slots__ = ("_record",)
-
-    def __init__(self, record: R, position: int) -> None:
-        self._record: R | None = record
-        self.position = position
-
-    @property
-    def row(self) -> Row[R] | None:
-        return None if self._record is None else Row(self._record, 1)
-
-    @row.setter
-    def row(self, row: Row[R] | None) -> None:
-        assert row is None, "a fixed record is not replaced"
-        self._record = None
-
-
-def _position(slot: Slot[Any]) -> int:
-    return slot.position
-
-
-class Log(Generic[R]):
-    """Slots in the order of insertion. Removed ones stay until they are the majority."""
-
-    __slots__ = ("_removed", "slots")
+    __slots__ = ("_removed", "positions")
 
     def __init__(self) -> None:
-        self.slots: list[Slot[R]] = []
+        self.positions: list[int] = []
         self._removed = 0
 
     def __len__(self) -> int:
-        return len(self.slots) - self._removed
+        return len(self.positions) - self._removed
 
-    def count_removed(self) -> None:
-        """Takes note that one of the slots was emptied."""
+    def count_removed(self, records: Collection[int]) -> None:
+        """Takes note that a record of this log is no longer among ``records``."""
         self._removed += 1
-        if self._removed * 2 > len(self.slots):
-            self.slots = [slot for slot in self.slots if slot.row is not None]
+        if self._removed * 2 > len(self.positions):
+            self.positions = [position for position in self.positions if position in records]
             self._removed = 0
 
-    def walk(self, after: int | None, descending: bool) -> Iterator[Slot[R]]:
-        """The slots there are now, from a position on; stays valid while others write."""
-        slots, size = self.slots, len(self.slots)
-        start = 0 if after is None else bisect.bisect_right(slots, after, key=_position)
+    def walk(self, after: int | None, descending: bool) -> Iterator[int]:
+        """The positions there are now, after a given one; stays valid while others write."""
+        positions, size = self.positions, len(self.positions)
+        start = 0 if after is None else bisect.bisect_right(positions, after)
         if descending:
-            return (slots[place] for place in range(size - 1, start - 1, -1))
-        return islice(slots, size) if start == 0 else (slots[place] for place in range(start, size))
+            return (positions[place] for place in range(size - 1, start - 1, -1))
+        return islice(positions, size) if start == 0 else (positions[place] for place in range(start, size))
 
 
 class Index(NamedTuple):
@@ -99,47 +65,47 @@ class Index(NamedTuple):
     only: frozenset[str] | None = None
 
 
-class _Buckets(Generic[R]):
-    """The slots of an index, by the values of its fields."""
+class _Buckets:
+    """The positions of an index, by the values of its fields."""
 
     def __init__(self, index: Index) -> None:
         self.index = index
         self.names = frozenset(field.partition(".")[0] for field in index.fields)
         self._read = make_reader(*index.fields)
-        self._slots: dict[tuple[Any, ...], dict[int, Slot[R]]] = {}
+        self._positions: dict[tuple[Any, ...], set[int]] = {}
 
-    def values(self, record: R) -> tuple[Any, ...] | None:
+    def values(self, record: Record) -> tuple[Any, ...] | None:
         """Where a record belongs; None: not into this index."""
         values = self._read(record)
         if self.index.only is not None and values[-1] not in self.index.only:
             return None
         return None if None in values or not is_hashable(values) else values
 
-    def add(self, values: tuple[Any, ...] | None, slot: Slot[R]) -> None:
+    def add(self, values: tuple[Any, ...] | None, position: int) -> None:
         if values is not None:
-            self._slots.setdefault(values, {})[slot.position] = slot
+            self._positions.setdefault(values, set()).add(position)
 
-    def discard(self, values: tuple[Any, ...] | None, slot: Slot[R]) -> None:
+    def discard(self, values: tuple[Any, ...] | None, position: int) -> None:
         if values is not None:
-            bucket = self._slots[values]
-            del bucket[slot.position]
+            bucket = self._positions[values]
+            bucket.discard(position)
             if not bucket:
-                del self._slots[values]
+                del self._positions[values]
 
-    def find(self, wanted: Mapping[str, Condition]) -> list[dict[int, Slot[R]]] | None:
+    def find(self, wanted: Mapping[str, Condition]) -> list[set[int]] | None:
         """The buckets of what is wanted; None if the index does not know all of it."""
         fields = self.index.fields
         if not all(field in wanted for field in fields):
             return None
         if self.index.only is not None and not self.index.only.issuperset(choices(wanted[fields[-1]])):
             return None
-        return [self._slots[key] for key in _combine(wanted, fields) if key in self._slots]
+        return [self._positions[key] for key in _combine(wanted, fields) if key in self._positions]
 
 
-class _Plan(NamedTuple, Generic[R]):
+class _Plan(NamedTuple):
     """Where to look for the matches of a query."""
 
-    slots: Iterable[Slot[R]]
+    positions: Iterable[int]
     """In the order of insertion, or against it if the query wants that."""
     answered: Collection[Condition]
     """The conditions that hold for all of these."""
@@ -157,7 +123,6 @@ class Table(Generic[R]):
         parent: str | None = None,
         constant: Sequence[str] = (),
         derived: Mapping[str, Callable[[R], Any]] | None = None,
-        fixed: bool = False,
     ) -> None:
         """Makes an empty table.
 
@@ -167,26 +132,45 @@ class Table(Generic[R]):
             parent: a field to index that never changes, and of which each value has few records.
             constant: other fields to index, one by one, that never change.
             derived: fields of queries that the records do not have, with how to find their values.
-            fixed: whether no record is ever replaced.
         """
         self.kind = kind
-        self.slots: dict[Key, Slot[R]] = {}
-        self._log: Log[R] = Log()
-        self._next_position = 1
-        self._new_slot: Callable[[R, int], Slot[R]] = FixedSlot if fixed else Slot
+        self.positions: dict[Key, int] = {}
+        self._records: dict[int, R] = {}
+        self._revisions: dict[int, int] = {}
+        """Of the records that were replaced; the others are at revision 1."""
+        self._log = Log()
+        self._last_position = 0
         self._derived = derived or {}
         self._readers: dict[str, Callable[[R], Any]] = {}
         self._parent = parent
-        self._constant: dict[str, tuple[Callable[[R], Any], dict[Any, Log[R]]]] = {
+        self._constant: dict[str, tuple[Callable[[R], Any], dict[Any, Log]]] = {
             field: (self._reader(field), {}) for field in (*constant, *([parent] if parent is not None else ()))
         }
-        self._indexes: list[_Buckets[R]] = [_Buckets(index) for index in indexes]
-        self._indexed = sorted(frozenset().union(*(buckets.names for buckets in self._indexes)))
+        self._indexes = [_Buckets(index) for index in indexes]
+        self._indexed = sorted(frozenset[str]().union(*(buckets.names for buckets in self._indexes)))
 
     def __len__(self) -> int:
-        return len(self.slots)
+        return len(self._records)
 
-    def logs_of(self, record: R) -> list[Log[R]]:
+    def get(self, key: Key) -> R | None:
+        """The record with a key."""
+        return self._records.get(self.positions.get(key, 0))
+
+    def row(self, position: int) -> Row[R] | None:
+        """What is at a position, now.
+
+        The revision is read first: who meets a writer halfway gets one that is too old, and the guard made of it fails.
+        """
+        revision = self._revisions.get(position, 1)
+        record = self._records.get(position)
+        return None if record is None else Row(record, revision)
+
+    def revision(self, key: Key) -> int:
+        """The revision that a guard compares; 0 where there is no record."""
+        position = self.positions.get(key)
+        return 0 if position is None else self._revisions.get(position, 1)
+
+    def logs_of(self, record: R) -> list[Log]:
         """The logs in which a record belongs; the same for all records with equal constant fields."""
         found = [self._log]
         for read, logs in self._constant.values():
@@ -197,56 +181,62 @@ class Table(Generic[R]):
             found.append(log)
         return found
 
-    def insert(self, key: Key, record: R, logs: Sequence[Log[R]] | None = None) -> Slot[R]:
+    def insert(self, key: Key, record: R, logs: Sequence[Log] | None = None) -> None:
         """Adds a record whose key is not there yet; ``logs`` saves looking up ``logs_of`` it."""
-        slot = self._new_slot(record, self._next_position)
-        self._next_position += 1
-        self.slots[key] = slot
+        self._last_position = position = self._last_position + 1
+        self._records[position] = record
+        self.positions[key] = position
         for log in self.logs_of(record) if logs is None else logs:
-            log.slots.append(slot)
+            log.positions.append(position)
         for buckets in self._indexes:
-            buckets.add(buckets.values(record), slot)
-        return slot
+            buckets.add(buckets.values(record), position)
 
-    def replace(self, slot: Slot[R], record: R) -> None:
-        """Puts a new form of a record into its slot."""
-        assert slot.row is not None
-        before = slot.row.record
-        slot.row = Row(record, slot.row.revision + 1)
+    def replace(self, key: Key, record: R) -> None:
+        """Puts a new form of a record in the place of the old one."""
+        position = self.positions[key]
+        before = self._records[position]
+        self._records[position] = record  # before the revision: see `row`
+        self._revisions[position] = self._revisions.get(position, 1) + 1
         changed = [name for name in self._indexed if getattr(before, name) is not getattr(record, name)]
         for buckets in self._indexes if changed else ():
             if not buckets.names.isdisjoint(changed):
-                buckets.discard(buckets.values(before), slot)
-                buckets.add(buckets.values(record), slot)
+                buckets.discard(buckets.values(before), position)
+                buckets.add(buckets.values(record), position)
+
+    def amend(self, key: Key, record: R) -> None:
+        """Replaces a record, in no indexed field, without a new revision."""
+        self._records[self.positions[key]] = record
 
     def remove(self, key: Key) -> None:
         """Takes a record out, if it is there."""
-        slot = self.slots.pop(key, None)
-        if slot is None or slot.row is None:
+        position = self.positions.pop(key, None)
+        if position is None:
             return
-        record, slot.row = slot.row.record, None
-        self._log.count_removed()
+        record = self._records.pop(position)
+        self._revisions.pop(position, None)
+        self._log.count_removed(self._records)
         for read, logs in self._constant.values():
             value = read(record)
-            logs[value].count_removed()
+            logs[value].count_removed(self._records)
             if not logs[value]:
                 del logs[value]
         for buckets in self._indexes:
-            buckets.discard(buckets.values(record), slot)
+            buckets.discard(buckets.values(record), position)
 
-    def log(self, field: str, value: Any) -> Log[R] | None:
-        """The slots with this value of a constant field."""
-        return self._constant[field][1].get(value)
+    def children(self, parent: Any) -> list[R]:
+        """The records with this value of the parent field."""
+        assert self._parent is not None
+        log = self._constant[self._parent][1].get(parent)
+        return [] if log is None else [self._records[at] for at in log.positions if at in self._records]
 
-    def _reader(self, field: str) -> Callable[[R], Any]:
-        """Reads what a condition compares: a field, a key of a JSON field (``metadata.group``), or a derived one."""
-        reader = self._derived.get(field) or self._readers.get(field)
-        if reader is None:
-            reader = self._readers[field] = read_field(field)
-        return reader
+    def count_children(self, parent: Any) -> int:
+        """How many they are."""
+        assert self._parent is not None
+        log = self._constant[self._parent][1].get(parent)
+        return 0 if log is None else len(log)
 
-    def find(self, query: Query[R]) -> Slot[R] | Literal["not a key"] | None:
-        """Answers the commonest query, one that gives a key and nothing else, without planning."""
+    def find(self, query: Query[R]) -> Row[R] | bool | None:
+        """Answers the commonest query, one that gives a key and nothing else, without planning; False if it is another."""
         fields = KEYS[self.kind]
         if (
             len(query.where) != len(fields)
@@ -255,29 +245,25 @@ class Table(Generic[R]):
             or query.offset
             or not query.limit
         ):
-            return "not a key"
+            return False
         for condition, field in zip(query.where, fields, strict=True):
             if condition.field != field or condition.op != "eq":
-                return "not a key"
-        return self.slots.get(tuple([condition.value for condition in query.where]))
+                return False
+        return self.row(self.positions.get(tuple([condition.value for condition in query.where]), 0))
 
     def plan(self, query: Query[R]) -> Callable[[], Page[R]]:
         """Decides under the lock where to look; the function it returns looks, and needs no lock."""
         plan = self._plan(query)
-        tests = [
-            make_test(condition, self._reader(condition.field))
-            for condition in query.where
-            if condition not in plan.answered
-        ]
+        tests = [make_test(c, self._reader(c.field)) for c in query.where if c not in plan.answered]
         either = [make_test(condition, self._reader(condition.field)) for condition in query.any_of]
 
         def matches() -> Iterator[tuple[int, Row[R]]]:
-            for slot in plan.slots:
-                row = slot.row
+            for position in plan.positions:
+                row = self.row(position)
                 if row is None or (tests and not all(test(row.record) for test in tests)):
                     continue
                 if not either or any(test(row.record) for test in either):
-                    yield slot.position, row
+                    yield position, row
 
         def look() -> Page[R]:
             stop = None if query.limit < 0 else query.offset + query.limit
@@ -295,7 +281,13 @@ class Table(Generic[R]):
 
         return look
 
-    def _plan(self, query: Query[R]) -> _Plan[R]:
+    def _reader(self, field: str) -> Callable[[R], Any]:
+        reader = self._derived.get(field) or self._readers.get(field)
+        if reader is None:
+            reader = self._readers[field] = read_field(field)
+        return reader
+
+    def _plan(self, query: Query[R]) -> _Plan:
         backwards = query.descending and query.sort_by is None
         wanted: dict[str, Condition] = {}
         for condition in query.where:
@@ -304,12 +296,11 @@ class Table(Generic[R]):
                 return _Plan(() if log is None else log.walk(query.after, backwards), [condition])
             if condition.field not in wanted and is_lookup(condition):
                 wanted[condition.field] = condition
-        fields = KEYS[self.kind]
+        after, fields = query.after or 0, KEYS[self.kind]
         if all(field in wanted for field in fields):
-            slots = [self.slots[key] for key in _combine(wanted, fields) if key in self.slots]
-            if query.after is not None:
-                slots = [slot for slot in slots if slot.position > query.after]
-            return _Plan(_merge(slots, backwards), [wanted[field] for field in fields])
+            keys = _combine(wanted, fields)
+            at = sorted(self.positions[key] for key in keys if self.positions.get(key, 0) > after)
+            return _Plan(reversed(at) if backwards else at, [wanted[field] for field in fields])
         best, size, answered = [self._log], len(self._log), []
         for field, (_, logs) in self._constant.items():
             if field in wanted:
@@ -327,16 +318,13 @@ class Table(Generic[R]):
             # A limited read of a frequent value meets enough of them sooner by walking a log than by sorting the index.
             reads_all = query.sort_by is not None or query.limit < 0
             if count <= size and (reads_all or (query.limit + query.offset) * size > count**2):
-                after = query.after or 0
-                slots = [slot for bucket in found for slot in bucket.values() if slot.position > after]
-                return _Plan(_merge(slots, backwards), [wanted[field] for field in buckets.index.fields], total)
+                at = sorted(position for position in chain(*found) if position > after)
+                answered = [wanted[field] for field in buckets.index.fields]
+                return _Plan(reversed(at) if backwards else at, answered, total)
         walks = [log.walk(query.after, backwards) for log in best]
-        return _Plan(walks[0] if len(walks) == 1 else _merge(chain(*walks), backwards), answered, total)
+        positions = walks[0] if len(walks) == 1 else sorted(chain(*walks), reverse=backwards)
+        return _Plan(positions, answered, total)
 
 
 def _combine(wanted: Mapping[str, Condition], fields: Sequence[str]) -> Iterable[tuple[Any, ...]]:
     return product(*(dict.fromkeys(choices(wanted[field])) for field in fields))
-
-
-def _merge(slots: Iterable[Slot[R]], backwards: bool) -> Iterable[Slot[R]]:
-    return sorted(slots, key=_position, reverse=backwards)

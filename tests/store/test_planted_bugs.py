@@ -101,7 +101,7 @@ class NeverTells(MemoryBackend):
 class StoresTwice(MemoryBackend):
     async def append_spans(self, spans: Sequence[Span], now: float) -> Sequence[Span | None]:
         for span in spans:
-            self._spans.slots.pop((span.rollout_id, span.attempt_id, span.span_id), None)
+            self._spans.positions.pop((span.rollout_id, span.attempt_id, span.span_id), None)
         return await super().append_spans(spans, now)
 
 
