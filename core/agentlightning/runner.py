@@ -246,7 +246,10 @@ class LitAgentRunner(Runner[T]):
                 error,
             )
         except Exception as error:  # isolation point: what an agent raises is data about its attempt
-            status, failure = ("timeout" if limit.expired() else "failed"), AttemptFailure.from_exception(error)
+            status, failure = "failed", AttemptFailure.from_exception(error)
+            if limit.expired():  # named as the store names it, which may notice first
+                what = f"no result within timeout_seconds={rollout.config.timeout_seconds}"
+                status, failure = "timeout", failure.model_copy(update={"type": "Timeout", "message": what})
         with contextlib.suppress(UnboundLocalError):  # the trace itself could not be opened
             spans, dropped = trace.spans, trace.dropped
         if attempt_id in self._revoked:  # the store has ended this attempt and knows why
