@@ -10,11 +10,12 @@ import secrets
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar, cast
+from typing import IO, Any, Final, Literal, TypeVar, cast
 
 import cloudpickle
 
@@ -167,6 +168,9 @@ class _Supervisor:
         read_fd, write_fd = os.pipe()
         try:
             process = _start(worker_id, read_fd)
+            assert process.stdout is not None
+            assert process.stderr is not None
+            pumps = [_pump(process.stdout, "stdout"), _pump(process.stderr, "stderr")]
         except BaseException:
             os.close(write_fd)
             raise
@@ -174,7 +178,9 @@ class _Supervisor:
             os.close(read_fd)
         try:
             await self._in_thread(_write_all, write_fd, self._payload, self._job)
-            return await self._in_thread(process.wait)
+            code = await self._in_thread(process.wait)
+            await self._in_thread(_finish, pumps)
+            return code
         except asyncio.CancelledError:
             process.terminate()
             await self._in_thread(_drain, process)
@@ -183,14 +189,39 @@ class _Supervisor:
             os.close(write_fd)
 
 
-def _start(worker_id: str, read_fd: int) -> subprocess.Popen[bytes]:
+def _start(worker_id: str, read_fd: int) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "agentlightning_plugins.runner_process", worker_id, str(read_fd)],
         stdin=subprocess.DEVNULL,
         pass_fds=(read_fd,),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
         env={**os.environ, "PYTHONPATH": _python_path()},
         start_new_session=True,  # a Ctrl-C reaches us, and we stop the runners in order
     )
+
+
+def _pump(source: IO[str], name: Literal["stdout", "stderr"]) -> threading.Thread:
+    """Passes on what a runner prints, line by line, so that it does not tear a live display of this process apart."""
+
+    def pump() -> None:
+        with source:
+            for line in source:
+                stream: IO[str] = getattr(sys, name)  # as it is now: a live display replaces it
+                with contextlib.suppress(ValueError, OSError):  # closed, as at the end of this process
+                    stream.write(line)
+                    stream.flush()
+
+    thread = threading.Thread(target=pump, daemon=True)
+    thread.start()
+    return thread
+
+
+def _finish(pumps: list[threading.Thread]) -> None:
+    for pump in pumps:
+        pump.join(1.0)  # a process that the agent left behind may hold the pipe open
 
 
 def _write_all(fd: int, *parts: bytes) -> None:
@@ -199,7 +230,7 @@ def _write_all(fd: int, *parts: bytes) -> None:
             pipe.write(len(part).to_bytes(8, "big") + part)
 
 
-def _drain(process: subprocess.Popen[bytes]) -> None:
+def _drain(process: subprocess.Popen[str]) -> None:
     try:
         process.wait(_DRAIN_S)
     except subprocess.TimeoutExpired:

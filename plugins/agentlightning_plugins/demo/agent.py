@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import operator
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -65,6 +66,8 @@ def calculate(arguments: str) -> str:
         expression = json.loads(arguments)["expression"]
         if len(expression) > 100:
             return "error: the expression is too long"
+        if not re.fullmatch(r"[0-9+\-*/(). ]+", expression):
+            raise ValueError(expression)
         value = evaluate(ast.parse(expression, mode="eval").body)
     except ZeroDivisionError:
         return "error: division by zero"
