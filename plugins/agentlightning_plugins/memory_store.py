@@ -49,9 +49,7 @@ class MemoryBackend:
             Index(("worker_id", "status"), only=LIVE_ATTEMPT),
             parent="rollout_id",
         )
-        self._spans = Table(
-            Span, parent="rollout_id", constant=("run_id",), derived={"run_id": self._run_of}, fixed=True
-        )
+        self._spans = Table(Span, parent="rollout_id", constant=("run_id",), derived={"run_id": self._run_of})
         self._resources = Table(ResourcesUpdate, constant=("run_id", "resources_id"))
         self._workers = Table(Worker)
         self._tables: dict[type[Record], Table[Any]] = {
@@ -196,7 +194,7 @@ class MemoryBackend:
         last = self._last_sequence_ids.get(attempt, 0)
         if span.sequence_id == 0:
             last += 1
-            span = span.model_copy(update={"sequence_id": last})
+            span = Span.from_valid({**span.__dict__, "sequence_id": last})
         elif span.sequence_id > last:
             last = span.sequence_id
         self._last_sequence_ids[attempt] = last

@@ -1,8 +1,8 @@
 """Tables of the memory backend: records in the order of insertion, with indexes that keep reading cheap.
 
 A record has a position, its place in the order of insertion; indexes hold positions, which are plain integers and so
-give the garbage collector nothing to walk. A table is changed and planned for under the backend's lock. The plan is then
-carried out without it, because logs only grow at their end and a record is read in one step.
+give the garbage collector nothing to walk. A table is changed and planned for under the backend's lock. The plan is
+then carried out without it, because logs only grow at their end and a record is read in one step.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ class Table(Generic[R]):
         return 0 if log is None else len(log)
 
     def find(self, query: Query[R]) -> Row[R] | bool | None:
-        """Answers the commonest query, one that gives a key and nothing else, without planning; False if it is another."""
+        """Answers the commonest query, for a key and nothing else, without planning; False if it is another."""
         fields = KEYS[self.kind]
         if (
             len(query.where) != len(fields)

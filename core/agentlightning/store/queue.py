@@ -166,11 +166,11 @@ class QueueMethods(Transactional):
 
     async def _claim(self, limit: int, worker_id: str | None) -> list[AttemptedRollout]:
         """Claims what is there now. The claim runs to its end in a task of its own even if the caller is cancelled."""
-        claim = asyncio.ensure_future(self._claim_now(limit, worker_id))
+        claim = asyncio.create_task(self._claim_now(limit, worker_id))
         try:
             return await asyncio.shield(claim)
         except asyncio.CancelledError:
-            task = asyncio.ensure_future(self._give_back(claim))
+            task = asyncio.create_task(self._give_back(claim))
             self._database.background.add(task)
             task.add_done_callback(self._database.background.discard)
             raise
