@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -679,15 +680,19 @@ def _in_a_fresh_thread(work: Callable[[], None]) -> None:
     os._exit(len(failures))
 
 
-def test_agl_store_says_where_it_listens_and_stops_on_sigterm() -> None:
-    code = "from agentlightning_plugins.store_command import command; command()"
+@pytest.mark.parametrize(
+    ("options", "said"), [([], "sqlite:///agl.db"), (["--backend", "memory://"], "which keeps nothing")]
+)
+def test_agl_store_says_where_it_listens_and_stops_on_sigterm(options: list[str], said: str, tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", code, "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "agentlightning", "store", "--port", "0", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
     )
     assert process.stdout is not None
     line = process.stdout.readline()
-    assert "memory://" in line
-    assert "keeps nothing" in line
 
     async def use() -> None:
         client = LightningStoreClient(line.split()[-1])
@@ -698,5 +703,6 @@ def test_agl_store_says_where_it_listens_and_stops_on_sigterm() -> None:
     process.send_signal(signal.SIGTERM)
     output, errors = process.communicate(timeout=20)
     assert process.returncode == 0, errors
+    assert said in line
     assert "Stopping" in output
     assert errors == ""
