@@ -25,8 +25,13 @@ def halving_agent(task: dict[str, int]) -> float:
     return task["number"] / 2
 
 
-def pid_agent(task: dict[str, int]) -> float:
-    time.sleep(0.05)
+def meeting_agent(task: dict[str, str]) -> float:
+    """Waits until agents of two processes have been here."""
+    folder = Path(task["folder"])
+    (folder / str(os.getpid())).touch()
+    deadline = time.monotonic() + 60
+    while len(list(folder.iterdir())) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
     return float(os.getpid())
 
 
@@ -65,9 +70,9 @@ def test_a_trainer_runs_an_agent_over_its_data(strategy: Any) -> None:
     assert [rollout.mode for rollout in results(store)] == ["train"] * 4 + ["val"] * 2
 
 
-def test_runners_are_processes_of_their_own() -> None:
+def test_runners_are_processes_of_their_own(tmp_path: Path) -> None:
     store = agl.create_store("memory://")
-    trainer(store=store, n_runners=2, max_concurrency=1).fit(pid_agent, TASKS)
+    trainer(store=store, n_runners=2, max_concurrency=1).fit(meeting_agent, [{"folder": str(tmp_path)}] * 4)
     pids = set(rewards(store))
     assert float(os.getpid()) not in pids
     assert len(pids) == 2
