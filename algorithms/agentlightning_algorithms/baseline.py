@@ -99,6 +99,8 @@ class Baseline(FastAlgorithm):
         (rollout,) = await store.wait_for_rollouts([rollout_id])
         spans = await store.query_spans(rollout_id, "latest")
         reward = find_final_reward(spans.items)
+        if isinstance(rollout, AttemptedRollout) and rollout.attempt.error is not None:
+            logger.warning("rollout %s failed:\n%s", rollout_id, rollout.attempt.error.traceback.rstrip())
         logger.info("%s %s %s: reward %s, %d spans", rollout.mode, rollout_id, rollout.status, reward, len(spans))
         for span in spans.items:
             if self.span_verbosity != "none":

@@ -170,7 +170,7 @@ class PluginManager:
             return
         try:
             self._add(plugin, entry_point.load())
-        except Exception as error:  # isolation point: a broken plugin must not take the host down
+        except (Exception, SystemExit) as error:  # isolation point: a broken plugin must not take the host down
             self._report(plugin, f"{type(error).__name__}: {error}")
 
     def _report(self, plugin: Plugin, error: str) -> None:

@@ -86,6 +86,8 @@ class Trainer:
         """
         if n_runners < 1:
             raise ConfigError(f"n_runners = {n_runners}: at least 1 is needed")
+        if max_concurrency is not None and max_concurrency < 1:
+            raise ConfigError(f"max_concurrency = {max_concurrency}: at least 1 is needed")
         if resume and run_dir is None:
             raise ConfigError("resume=True needs run_dir, the directory of the run to continue")
         self.algorithm: Algorithm | None = _component("algorithm", algorithm)
@@ -198,6 +200,8 @@ class Trainer:
 
 
 def _component(kind: Any, given: Any) -> Any:
+    if isinstance(given, type):
+        raise ConfigError(f"{kind} = {given.__name__} is a class; give an instance, as in {given.__name__}(...)")
     return get_manager().create(kind, given) if isinstance(given, (str, Mapping)) else given
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import secrets
@@ -145,9 +146,11 @@ class _Supervisor:
     async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
-    async def _keep_alive(self, worker_id: str) -> None:
+    async def _keep_alive(self, name: str) -> None:
         quick_deaths = 0
-        while True:
+        for life in itertools.count():
+            # A new id for each life: the heartbeats of the next one must not keep the leases of the dead one alive.
+            worker_id = f"{name}-{life}"
             started = time.monotonic()
             code = await self._run_once(worker_id)
             if code == 0:

@@ -10,10 +10,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from agentlightning.event import Event, RolloutFinished, RunFinished, StepFinished
+from agentlightning.event import AttemptFinished, Event, RolloutFinished, RunFinished, StepFinished
 from agentlightning.types import Run
 
 _SHOWN = ("reward", "val_reward", "success_rate", "tokens_per_s", "seconds")
+_MAX_ERRORS = 8
+"""Distinct errors that are shown; messages may differ in every rollout."""
 
 
 class ConsoleTracker:
@@ -27,6 +29,7 @@ class ConsoleTracker:
         self._live: Live | None = None
         self._started = time.monotonic()
         self._finished = self._failed = 0
+        self._errors: dict[str, int] = {}
         self._line = Text("waiting for the first step", style="dim")
         self._left = ""
 
@@ -39,12 +42,16 @@ class ConsoleTracker:
             self._live.start()
 
     def on_event(self, event: Event) -> None:
-        if isinstance(event, RolloutFinished):
+        if isinstance(event, AttemptFinished) and event.error is not None:
+            self._show_error(event.rollout_id, event.error)
+        elif isinstance(event, RolloutFinished):
             self._finished += 1
             self._failed += event.status == "failed"
         elif isinstance(event, StepFinished):
             self._show_step(event)
         elif isinstance(event, RunFinished):
+            for error, count in self._errors.items():
+                self._console.print(f"{count} of {self._finished} rollouts: {error}", highlight=False, markup=False)
             self._console.print(f"run {event.status}", highlight=False)
         if self._live is not None:
             self._live.update(self._render())
@@ -52,6 +59,15 @@ class ConsoleTracker:
     def close(self) -> None:
         if self._live is not None:
             self._live.stop()
+
+    def _show_error(self, rollout_id: str, error: str) -> None:
+        """Says each distinct error once; its traceback is on the attempt."""
+        line = error.splitlines()[0][:300]
+        if line not in self._errors and len(self._errors) < _MAX_ERRORS:
+            self._console.print(f"rollout {rollout_id} failed: {line}", highlight=False, markup=False)
+            self._errors[line] = 0
+        if line in self._errors:
+            self._errors[line] += 1
 
     def _show_step(self, event: StepFinished) -> None:
         values = event.values

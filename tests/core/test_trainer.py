@@ -215,6 +215,8 @@ def test_a_reward_function_scores_what_an_agent_returns() -> None:
         ({"strategy": "csx"}, "no strategy named 'csx'"),
         ({"strategy": {"name": "cs", "role": "boss"}}, "role = 'boss'"),
         ({"n_runners": 0}, "n_runners = 0"),
+        ({"max_concurrency": 0}, "max_concurrency = 0"),
+        ({"algorithm": agl.Baseline}, "is a class; give an instance"),
         ({"resume": True}, "needs run_dir"),
     ],
 )
@@ -248,3 +250,13 @@ def test_ctrl_c_cancels_the_algorithm_and_ends_the_run_as_interrupted(tmp_path: 
     output, _ = process.communicate(timeout=30)
     assert output == "saved\ninterrupted\n"
     assert process.returncode == 0
+
+
+def test_the_console_says_each_error_of_the_agent_once_and_counts_it(capsys: pytest.CaptureFixture[str]) -> None:
+    def agent(task: dict[str, int]) -> float:
+        raise LookupError("no such tool")
+
+    trainer(strategy="shm", trackers=["console"]).fit(agent, TASKS)
+    shown = " ".join(capsys.readouterr().err.split())
+    assert shown.count("failed: LookupError: no such tool") == 1
+    assert f"{len(TASKS)} of {len(TASKS)} rollouts: LookupError: no such tool" in shown

@@ -79,7 +79,10 @@ def run_demo(directory: Path, *, seed: int, steps: int | None = None, resume: bo
         trainer.fit(calculator_agent, make_problems("train", 4096, seed=settings["seed"]), make_problems("val", N_VAL))
     except KeyboardInterrupt:
         asyncio.run(_save_transcripts(store, directory))
-        console.print(f"\nstopped; continue with:\n\n    agl demo --resume {directory}\n", highlight=False)
+        if (directory / "checkpoint").is_dir():
+            console.print(f"\nstopped; continue with:\n\n    agl demo --resume {directory}\n", highlight=False)
+        else:
+            console.print("\nstopped before the first step; nothing was saved. Start again with: agl demo")
         raise
     asyncio.run(_save_transcripts(store, directory))
     metrics = read_metrics(directory / "metrics.jsonl")
