@@ -17,7 +17,7 @@ SOURCES := $(wildcard core plugins integrations algorithms examples)
 # An environment is named after everything it was made from, and is complete when its stamp is there.
 HASH := $(shell { pwd; echo '$(TORCH)'; $(PYTHON) --version; cat pyproject.toml constraints/*.txt; } 2>/dev/null | cksum | cut -d' ' -f1)
 MAIN := .venvs/main-$(HASH)
-MAIN_EXTRAS := demo,dev
+MAIN_EXTRAS := all,demo,dev
 BIN := $(MAIN)/bin
 
 .DEFAULT_GOAL := help
