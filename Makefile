@@ -12,35 +12,45 @@ PYTEST_ARGS ?=
 # uv reads no pip configuration; this much it should know.
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 
+comma := ,
 SOURCES := $(wildcard core plugins integrations algorithms examples)
 
 # An environment is named after everything it was made from, and is complete when its stamp is there.
-HASH := $(shell { pwd; echo '$(TORCH)'; $(PYTHON) --version; cat pyproject.toml constraints/*.txt; } 2>/dev/null | cksum | cut -d' ' -f1)
+HASH := $(shell { pwd; echo '$(TORCH)'; $(PYTHON) --version; cat Makefile pyproject.toml constraints/*.txt; } 2>/dev/null | cksum | cut -d' ' -f1)
 MAIN := .venvs/main-$(HASH)
-MAIN_EXTRAS := all,demo,dev
+NEWEST := .venvs/newest-$(HASH)
+VERL := .venvs/verl-$(HASH)
 BIN := $(MAIN)/bin
+ENVIRONMENTS := $(MAIN)/.complete-$(HASH) $(NEWEST)/.complete-$(HASH) $(VERL)/.complete-$(HASH)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint format soak bench clean
 
-# $(call environment,folder,extras): one that make began is begun anew; somebody's own is installed into.
+# $(call environment,folder,extras,constraints,installed first): one that make began is begun anew; somebody's own is installed into.
 define environment
 	@$(if $(PYTHON),,$(error Python 3.11 or newer was not found; name it: make PYTHON=/path/to/python3.11))
 	@echo "Installing .[$(2)] in $(1) (once)"
 	@if [ -e $(1)/.made-by-make ]; then rm -rf $(1); fi
 	@if [ ! -e $(1) ]; then mkdir -p $(1) && touch $(1)/.made-by-make; fi
 	@if command -v uv >/dev/null; then \
-		export VIRTUAL_ENV=$(1); \
+		export VIRTUAL_ENV=$(1) UV_COMPILE_BYTECODE=1; \
 		uv venv --quiet --allow-existing --python "$$($(PYTHON) -c 'import sys; print(sys.executable)')" $(1) && \
-		uv pip install --quiet --constraint constraints/main.txt $(TORCH) && \
-		uv pip install --quiet --constraint constraints/main.txt --editable '.[$(2)]'; \
+		uv pip install --quiet --constraint constraints/$(3).txt $(or $(4),pip) && \
+		uv pip install --quiet --constraint constraints/$(3).txt --editable '.[$(2)]'; \
 	else \
 		export PIP_DISABLE_PIP_VERSION_CHECK=1; \
 		$(PYTHON) -m venv $(1) && \
-		$(1)/bin/python -m pip install --quiet --constraint constraints/main.txt $(TORCH) && \
-		$(1)/bin/python -m pip install --quiet --constraint constraints/main.txt --editable '.[$(2)]'; \
+		$(1)/bin/python -m pip install --quiet --constraint constraints/$(3).txt $(or $(4),pip) && \
+		$(1)/bin/python -m pip install --quiet --constraint constraints/$(3).txt --editable '.[$(2)]'; \
 	fi
 	@touch $(1)/.complete-$(HASH)
+endef
+
+# $(call pytest,options): what tests/conftest.py assigns to each environment.
+define pytest
+	@$(BIN)/python -m pytest $(1) $(PYTEST_ARGS)
+	@$(NEWEST)/bin/python -m pytest --environment newest $(1) $(PYTEST_ARGS)
+	@$(VERL)/bin/python -m pytest --environment verl $(1) $(PYTEST_ARGS)
 endef
 
 help:  ## show this
@@ -49,11 +59,11 @@ help:  ## show this
 demo: .venv/.complete-$(HASH)  ## train a small real agent on this machine, in a few minutes
 	@.venv/bin/agl demo
 
-test: $(MAIN)/.complete-$(HASH)  ## everything that must hold: lint, types, tests
+test: $(ENVIRONMENTS)  ## everything that must hold: lint, types, tests
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/mypy --no-error-summary $(SOURCES)
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(call pytest)
 
 lint: $(MAIN)/.complete-$(HASH)  ## ruff and mypy only
 	@$(BIN)/ruff check .
@@ -64,8 +74,8 @@ format: $(MAIN)/.complete-$(HASH)  ## rewrite the sources in the house style
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-soak: $(MAIN)/.complete-$(HASH)  ## the tests that take minutes
-	@$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
+soak: $(ENVIRONMENTS)  ## the tests that take minutes
+	$(call pytest,-m soak)
 
 bench: $(MAIN)/.complete-$(HASH)  ## benchmarks, as ratios against a baseline of the same run
 	@set -e; for script in tests/benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script; done
@@ -75,8 +85,16 @@ clean:  ## remove environments, builds and caches
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/.complete-$(HASH):
-	$(call environment,.venv,demo)
+	$(call environment,.venv,demo,main,$(TORCH))
 
 $(MAIN)/.complete-$(HASH):
 	@rm -rf $(filter-out $(MAIN),$(wildcard .venvs/main-*))
-	$(call environment,$(MAIN),$(MAIN_EXTRAS))
+	$(call environment,$(MAIN),all$(comma)demo$(comma)dev$(comma)test,main,$(TORCH))
+
+$(NEWEST)/.complete-$(HASH):
+	@rm -rf $(filter-out $(NEWEST),$(wildcard .venvs/newest-*))
+	$(call environment,$(NEWEST),agent-framework$(comma)agentops$(comma)autogen$(comma)langchain$(comma)openai$(comma)openai-agents$(comma)dev,newest)
+
+$(VERL)/.complete-$(HASH):
+	@rm -rf $(filter-out $(VERL),$(wildcard .venvs/verl-*))
+	$(call environment,$(VERL),verl$(comma)dev,verl,$(TORCH))

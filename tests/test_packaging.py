@@ -21,7 +21,7 @@ from packaging.utils import canonicalize_name
 from tests.source import REPO, ROOTS, pyproject, run_python
 
 # Each needs an environment of its own, or serves development only.
-NOT_IN_ALL = {"agentops", "dev", "verl", "vllm"}
+NOT_IN_ALL = {"agentops", "dev", "test", "verl", "vllm"}
 
 
 def _project() -> Mapping[str, Any]:
@@ -53,13 +53,23 @@ def test_no_requirement_is_given_two_bounds() -> None:
     assert {name: both for name, both in bounds.items() if len(both) > 1} == {}
 
 
-def test_the_constraints_pin_whatever_main_may_install() -> None:
-    lines = (REPO / "constraints" / "main.txt").read_text(encoding="utf-8").splitlines()
+_EXTRAS_OF = {
+    "main": ("all", "demo", "dev", "test"),
+    "newest": ("agent-framework", "agentops", "autogen", "langchain", "openai", "openai-agents", "dev"),
+    "verl": ("verl", "dev"),
+}
+
+
+@pytest.mark.parametrize("environment", sorted(_EXTRAS_OF))
+def test_the_constraints_pin_whatever_an_environment_may_install(environment: str) -> None:
+    extras = _EXTRAS_OF[environment]
+    assert "$(comma)".join(extras) + f",{environment}" in (REPO / "Makefile").read_text(encoding="utf-8")
+    lines = (REPO / "constraints" / f"{environment}.txt").read_text(encoding="utf-8").splitlines()
     pins = {r.name: r.specifier for r in map(Requirement, filter(lambda line: not line.startswith("#"), lines))}
     assert lines[1:] == sorted(lines[1:])
-    extras = _project()["optional-dependencies"]
-    wanted = [Requirement(line) for line in (*_project()["dependencies"], *extras["all"], *extras["dev"])]
-    for requirement in wanted:
+    optional = _project()["optional-dependencies"]
+    wanted = [Requirement(line) for extra in extras for line in optional[extra]]
+    for requirement in [*wanted, *map(Requirement, _project()["dependencies"])]:
         if requirement.name == "torch":  # pinned in the Makefile, because its build depends on the machine
             continue
         (pin,) = pins[canonicalize_name(requirement.name)]
