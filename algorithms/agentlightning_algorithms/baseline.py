@@ -12,7 +12,7 @@ from typing import Any, Literal
 from agentlightning.algorithm.algorithm import FastAlgorithm
 from agentlightning.errors import ConfigError
 from agentlightning.reward import find_final_reward
-from agentlightning.types import AttemptedRollout, Dataset, Rollout, RolloutMode, Span
+from agentlightning.types import AttemptedRollout, Dataset, EnqueueRolloutRequest, Rollout, RolloutMode, Span
 
 logger = logging.getLogger("agentlightning")
 
@@ -61,9 +61,10 @@ class Baseline(FastAlgorithm):
             tasks = self._tasks(train_dataset, val_dataset)
             finished: list[tuple[Rollout, float | None]] = []
             in_flight: set[asyncio.Task[tuple[Rollout, float | None]]] = set()
-            for task, mode in tasks:
-                rollout = await store.enqueue_rollout(task, mode=mode)
-                in_flight.add(asyncio.create_task(self._result(rollout.rollout_id)))
+            for position, (task, mode) in enumerate(tasks):
+                rollout_id = self.context.rollout_id(mode, epoch, position)
+                await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=task, mode=mode, rollout_id=rollout_id)])
+                in_flight.add(asyncio.create_task(self._result(rollout_id)))
                 if len(in_flight) >= self.max_queue_length:
                     finished += await self._some(in_flight)
             while in_flight:

@@ -12,6 +12,7 @@ def components() -> Iterable[Component]:
     root = "agentlightning_algorithms"
     return [
         Component("algorithm", "baseline", f"{root}.baseline:Baseline", summary="runs the agent over the data"),
+        Component("algorithm", "evaluation", f"{root}.evaluation:Evaluation", summary="says how good an agent is"),
         Component(
             "algorithm", "grpo", f"{root}.grpo.algorithm:GRPO", extra="grpo", summary="trains weights on one machine"
         ),

@@ -65,8 +65,10 @@ if TYPE_CHECKING:
     from agentlightning.store import LightningStore as LightningStore
     from agentlightning.store import LightningStoreClient as LightningStoreClient
     from agentlightning.store import LightningStoreServer as LightningStoreServer
+    from agentlightning.store import PostgresLightningStore as PostgresLightningStore
     from agentlightning.store import SqliteLightningStore as SqliteLightningStore
     from agentlightning.store import create_store as create_store
+    from agentlightning.tracer import AgentOpsTracer as AgentOpsTracer
     from agentlightning.tracer import DummyTracer as DummyTracer
     from agentlightning.tracer import OtelTracer as OtelTracer
     from agentlightning.tracer import Tracer as Tracer
@@ -90,18 +92,21 @@ if TYPE_CHECKING:
     from agentlightning.types import Triplet as Triplet
     from agentlightning.types import Worker as Worker
     from agentlightning.types import WorkerStatus as WorkerStatus
+    from agentlightning_plugins.command_agent import CommandAgent as CommandAgent
     from agentlightning_plugins.gateway import LLMProxy as LLMProxy
 
 __all__ = [
     "GRPO",
     "LLM",
     "AdapterError",
+    "AgentOpsTracer",
     "Algorithm",
     "Attempt",
     "AttemptStatus",
     "AttemptedRollout",
     "Baseline",
     "ClientServerExecutionStrategy",
+    "CommandAgent",
     "Component",
     "ConfigError",
     "ConflictError",
@@ -126,6 +131,7 @@ __all__ = [
     "OtelTracer",
     "PaginatedResult",
     "PluginError",
+    "PostgresLightningStore",
     "PromptTemplate",
     "ProxyLLM",
     "Resource",
@@ -255,10 +261,12 @@ _HOME = {
         "LightningStore",
         "LightningStoreClient",
         "LightningStoreServer",
+        "PostgresLightningStore",
         "SqliteLightningStore",
         "create_store",
     ),
     "agentlightning.tracer": (
+        "AgentOpsTracer",
         "DummyTracer",
         "OtelTracer",
         "Tracer",
@@ -291,6 +299,7 @@ __getattr__ = resolve_lazily(
     __name__,
     {
         **{name: module for module, names in _HOME.items() for name in names},
+        "CommandAgent": ("agent", "command"),
         "LLMProxy": ("gateway", "gateway"),
         "semconv": "agentlightning.semconv",
     },

@@ -86,7 +86,7 @@ def main() -> None:
             name = implementation.plugin_name
             logger.warning("plugin %s could not add its commands: %s: %s", name, type(error).__name__, error)
     try:
-        cli.main(standalone_mode=False)
+        cli.main(prog_name="agl", standalone_mode=False)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)

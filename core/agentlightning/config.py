@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
@@ -30,10 +30,14 @@ def bind_settings(target: type[Any], settings: Mapping[str, Any], owner: str) ->
     hints = get_type_hints(target.__init__)
     bound: dict[str, Any] = {}
     for name, value in settings.items():
-        if name not in parameters:
-            known = ", ".join(parameters) or "none"
-            raise ConfigError(f"{owner} has no setting {name!r}.{suggest(name, parameters)} Settings: {known}.")
-        bound[name] = _check(value, hints.get(name, Any), f"{owner}: {name}")
+        try:
+            if name not in parameters:
+                known = ", ".join(parameters) or "none"
+                raise ConfigError(f"{owner} has no setting {name!r}.{suggest(name, parameters)} Settings: {known}.")
+            bound[name] = _check(value, hints.get(name, Any), f"{owner}: {name}")
+        except ConfigError as error:
+            error.setting = name
+            raise
     missing = [
         name for name, parameter in parameters.items() if parameter.default is parameter.empty and name not in bound
     ]
@@ -52,4 +56,18 @@ def _check(value: Any, annotation: Any, where: str) -> Any:
     except ValidationError as error:
         first = error.errors()[0]
         inner = "".join(f".{part}" for part in first["loc"])
+        if first["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+            known = _keys_of(annotation)
+            hint = suggest(str(first["loc"][-1]), known)
+            raise ConfigError(f"{where} has no key {inner[1:]!r}.{hint} Keys: {', '.join(known)}.") from error
         raise ConfigError(f"{where}{inner} = {first['input']!r}: {first['msg'].rstrip('.')}.") from error
+
+
+def _keys_of(annotation: Any) -> list[str]:
+    """The fields of the dataclass, model or typed dictionary in an annotation, which may be optional."""
+    for choice in (annotation, *get_args(annotation)):
+        fields = getattr(choice, "__dataclass_fields__", None) or getattr(choice, "model_fields", None)
+        fields = fields or getattr(choice, "__annotations__", None)
+        if isinstance(choice, type) and fields:
+            return list(fields)
+    return []

@@ -14,7 +14,7 @@ from typing import Any, Final, ParamSpec, TypeVar, overload
 
 from agentlightning import semconv
 from agentlightning.errors import ConfigError
-from agentlightning.tracer.attribute import flatten, to_json
+from agentlightning.tracer.attribute import exception_attributes, flatten, to_json
 from agentlightning.tracer.dummy import start_detached_span
 from agentlightning.tracer.operation import Operation
 from agentlightning.tracer.tracer import get_active_tracer
@@ -87,7 +87,7 @@ def emit_exception(
     if not isinstance(error, BaseException):
         raise ConfigError(f"emit_exception takes an exception, not {error!r}")
     status = TraceStatus(status_code="ERROR", description=f"{type(error).__name__}: {error}")
-    return _emit(semconv.SPAN_EXCEPTION, semconv.exception_attributes(error), attributes, propagate, status)
+    return _emit(semconv.SPAN_EXCEPTION, exception_attributes(error), attributes, propagate, status)
 
 
 def emit_annotation(annotation: Mapping[str, Any], *, propagate: bool = True) -> Span:

@@ -29,6 +29,9 @@ class PluginError(LightningError, LookupError):
 class ConfigError(LightningError, ValueError):
     """A key, value or argument that nobody accepts."""
 
+    setting: str | None = None
+    """The setting of a component that was wrong, so that whoever read it from a file can say in which line."""
+
 
 class StoreError(LightningError):
     """The store could not do what was asked."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from agentlightning.facade import resolve_lazily
 from agentlightning.runner import StopEvent
@@ -28,8 +28,12 @@ __getattr__ = resolve_lazily(
 )
 
 
+RUNNERS_FAILED: Final = "the runners failed"
+"""What a strategy cancels an algorithm with (``task.cancel(RUNNERS_FAILED)``) when nobody is left to run rollouts."""
+
+
 class AlgorithmJob(Protocol):
-    """The algorithm's half of a run."""
+    """The algorithm's half of a run. Pickled (cloudpickle) where it gets a process of its own."""
 
     async def __call__(self, store: LightningStore) -> None:
         """Returns when the algorithm is done; cancelling it saves what can be saved."""

@@ -25,6 +25,7 @@ from agentlightning.types import (
     AttemptStatus,
     Rollout,
     RolloutStatus,
+    Worker,
 )
 
 R = TypeVar("R", Rollout, Attempt)
@@ -95,10 +96,12 @@ def move_attempt(
     status: AttemptStatus,
     now: float,
     *,
-    is_latest: bool = True,
     error: AttemptFailure | None = None,
+    heard: bool = True,
 ) -> Outcome:
-    """Moves an attempt, and with it the rollout if it is the latest one.
+    """Moves an attempt, and with it the rollout: a live attempt is always the latest one.
+
+    ``heard`` says that its worker said so, which is a sign of life; the store's own verdict is none.
 
     A result for an attempt that has ended is kept as ``late_status`` and touches nothing else. Failed, timed-out and
     unresponsive attempts send the rollout back to the queue where its config says so, else they fail it.
@@ -117,23 +120,40 @@ def move_attempt(
         )
     ended = status in _ATTEMPT_ENDS
     attempt = _with(
-        attempt, status=status, end_time=now if ended else None, last_heartbeat_time=now, error=error or attempt.error
+        attempt,
+        status=status,
+        end_time=now if ended else None,
+        last_heartbeat_time=now if heard else attempt.last_heartbeat_time,
+        error=error or attempt.error,
     )
-    if not is_latest or rollout.status not in ("preparing", "running"):
+    if rollout.status not in ("preparing", "running"):
         return Outcome(rollout, attempt)
     return Outcome(move_rollout(rollout, _rollout_status_after(rollout, attempt), now), attempt)
 
 
-def lose_claim(rollout: Rollout, attempt: Attempt, now: float) -> Outcome:
-    """Ends the attempt of a worker that is gone.
+def lose_claim(rollout: Rollout, attempt: Attempt, now: float, error: AttemptFailure | None = None) -> Outcome:
+    """Ends the live attempt of a worker that is gone.
 
     An attempt that never began running did nothing, so its rollout is queued again whatever its config says; one that
     had begun is unresponsive, and the config decides.
     """
     if attempt.status == "preparing" and rollout.status == "preparing":
-        ended = _with(attempt, status="unresponsive", end_time=now)
+        ended = _with(attempt, status="unresponsive", end_time=now, error=error or attempt.error)
         return Outcome(move_rollout(rollout, "requeuing", now), ended)
-    return move_attempt(rollout, attempt, "unresponsive", now)
+    return move_attempt(rollout, attempt, "unresponsive", now, error=error, heard=False)
+
+
+def release(rollout: Rollout, attempt: Attempt, now: float) -> Outcome:
+    """Takes back a claim whose worker has not begun; of one that has ended there is nothing to take back."""
+    if attempt.status not in LIVE_ATTEMPT:
+        return Outcome(rollout, attempt)
+    if attempt.status != "preparing":
+        raise ConflictError(
+            f"attempt {attempt.attempt_id} is {attempt.status} and cannot be handed back; only one that is preparing "
+            "can. Report how it ended instead"
+        )
+    error = AttemptFailure(type="Released", message="its worker handed it back before it began")
+    return lose_claim(rollout, attempt, now, error)
 
 
 def retry(rollout: Rollout) -> Rollout:
@@ -150,8 +170,7 @@ def due_status(
 ) -> AttemptStatus | None:
     """Says what a live attempt has become by the passing of time: timeout, unresponsive or (None) nothing.
 
-    The lease is renewed by spans and by the heartbeat of the worker (``worker_seen``); an attempt without a worker has
-    no lease.
+    The lease is renewed by spans, by heartbeats of the attempt and by those of its worker (``worker_seen``).
     """
     seen = attempt.last_heartbeat_time or attempt.start_time
     config = rollout.config
@@ -159,9 +178,20 @@ def due_status(
         return "timeout"
     if config.unresponsive_seconds is not None and now - seen > config.unresponsive_seconds:
         return "unresponsive"
-    if lease_s is not None and attempt.worker_id is not None and now - max(seen, worker_seen or 0.0) > lease_s:
+    if lease_s is not None and now - max(seen, worker_seen or 0.0) > lease_s:
         return "unresponsive"
     return None
+
+
+def heard_of(worker: Worker | None, attempt: Attempt) -> float | None:
+    """When the worker of an attempt last gave a sign of life that counts for this attempt.
+
+    A worker that says which attempts it runs speaks for these only: a claim whose answer never reached it must not be
+    kept alive by it.
+    """
+    if worker is None or (worker.attempt_ids is not None and attempt.attempt_id not in worker.attempt_ids):
+        return None
+    return worker.last_heartbeat_time
 
 
 def _rollout_status_after(rollout: Rollout, attempt: Attempt) -> RolloutStatus:

@@ -141,6 +141,11 @@ class PluginManager:
             PluginError: as ``get``.
             ConfigError: a setting that the component's constructor does not take, or of the wrong type.
         """
+        cls, settings = self.check(kind, spec)
+        return cls(**settings)
+
+    def check(self, kind: ComponentKind, spec: str | Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The class and the checked settings of a component that is made elsewhere or later; raises as ``create``."""
         if isinstance(spec, str):
             name, settings = spec, {}
         else:
@@ -149,7 +154,7 @@ class PluginManager:
             if not isinstance(name, str):
                 raise PluginError(f"a {kind} given as a mapping needs a 'name', got {dict(spec)!r}")
         cls = self.get(kind, name)
-        return cls(**bind_settings(cls, settings, f"{kind} {name!r}"))
+        return cls, bind_settings(cls, settings, f"{kind} {name!r}")
 
     def _unknown(self, kind: str, name: str) -> str:
         installed = [offered for offered_kind, offered in self._offers if offered_kind == kind]

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import string
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, field_serializer
 
 from agentlightning.errors import ConfigError
 from agentlightning.frozen import FrozenDict
 from agentlightning.types import AttemptedRollout, JsonObject, Record, Rollout
+
+ATTEMPT_KEY: Final = "agentlightning"
+"""The ``api_key`` of a ProxyLLM whose agents get one that is good for their attempt. As it stands it opens nothing, but
+clients insist on a key, and without one they would send the user's own."""
 
 
 class Resource(Record):
@@ -196,5 +200,15 @@ def scope_to_attempt(resources: Mapping[str, Resource], rollout: Rollout) -> dic
         return dict(resources)
     return {
         name: resource.with_attempted_rollout(rollout) if isinstance(resource, ProxyLLM) else resource
+        for name, resource in resources.items()
+    }
+
+
+def with_attempt_key(resources: Mapping[str, Resource], key: str) -> dict[str, Resource]:
+    """Puts an attempt's key where a ProxyLLM says that there will be one."""
+    return {
+        name: resource.model_copy(update={"api_key": key})
+        if isinstance(resource, ProxyLLM) and resource.api_key == ATTEMPT_KEY
+        else resource
         for name, resource in resources.items()
     }

@@ -9,18 +9,20 @@ import logging
 import os
 import socket
 import threading
+import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar, cast
 
+from agentlightning import attempt_token
 from agentlightning.emitter import emit_reward
 from agentlightning.errors import ConfigError, NotFoundError, StoreError
 from agentlightning.event import AttemptRevoked
 from agentlightning.frozen import thaw
 from agentlightning.hook import Hook
 from agentlightning.litagent import LitAgent, check_result
-from agentlightning.resources import Resource
+from agentlightning.resources import Resource, with_attempt_key
 from agentlightning.store.protocol import LightningStore
 from agentlightning.thread import ThreadStopped, run_in_thread
 from agentlightning.tracer.tracer import Tracer
@@ -122,7 +124,11 @@ class LitAgentRunner(Runner[T]):
         self._hooks: Sequence[Hook] = ()
         self._abandoned: list[threading.Thread] = []
         self._running: dict[str, asyncio.Task[None]] = {}
+        """By attempt id."""
+        self._unreported: set[str] = set()
+        """Those of them whose end the store has not been told of."""
         self._revoked: set[str] = set()
+        self._attendants: list[asyncio.Task[None]] = []
 
     @contextlib.contextmanager
     def run_context(
@@ -140,6 +146,7 @@ class LitAgentRunner(Runner[T]):
         try:
             yield self
         finally:
+            self._dismiss()
             self.tracer.teardown_worker(self.worker_id)
             self.tracer.teardown()
             self._agent = self._store = None
@@ -147,32 +154,33 @@ class LitAgentRunner(Runner[T]):
     async def iter(self, event: StopEvent | None = None) -> None:
         store = self._given()[1]
         taken = 0
-        async with _background(self._beat(), self._obey_revocations()):
-            try:
-                while not _is_set(event) and not self.is_worn_out:
-                    limit = min(self.max_concurrency - len(self._running), _CLAIM_AT_ONCE)
-                    if self.max_rollouts is not None:
-                        limit = min(limit, self.max_rollouts - taken)
-                        if taken >= self.max_rollouts:
-                            break
-                    if limit < 1:
-                        await asyncio.wait(
-                            self._running.values(), timeout=_STOP_CHECK_S, return_when=asyncio.FIRST_COMPLETED
-                        )
-                        continue
-                    claimed = await _until_set(
-                        store.dequeue_many_rollouts(limit=limit, worker_id=self.worker_id, timeout=self.poll_interval),
-                        event,
+        self._attend()
+        try:
+            while not _is_set(event) and not self.is_worn_out:
+                limit = min(self.max_concurrency - len(self._running), _CLAIM_AT_ONCE)
+                if self.max_rollouts is not None:
+                    limit = min(limit, self.max_rollouts - taken)
+                    if taken >= self.max_rollouts:
+                        break
+                if limit < 1:
+                    await asyncio.wait(
+                        self._running.values(), timeout=_STOP_CHECK_S, return_when=asyncio.FIRST_COMPLETED
                     )
-                    for rollout in claimed or ():
-                        taken += 1
-                        self._begin(rollout)
-                if self._running:
-                    await asyncio.wait(list(self._running.values()))
-            finally:
-                for task in list(self._running.values()):
-                    task.cancel()
-                await asyncio.gather(*self._running.values(), return_exceptions=True)
+                    continue
+                claimed = await _until_set(
+                    store.dequeue_many_rollouts(limit=limit, worker_id=self.worker_id, timeout=self.poll_interval),
+                    event,
+                )
+                for rollout in claimed or ():
+                    taken += 1
+                    self._begin(rollout)
+            if self._running:
+                await asyncio.wait(list(self._running.values()))
+        finally:
+            for task in list(self._running.values()):
+                task.cancel()
+            await asyncio.gather(*self._running.values(), return_exceptions=True)
+            self._dismiss()
 
     async def step(
         self,
@@ -184,7 +192,8 @@ class LitAgentRunner(Runner[T]):
         store = self._given()[1]
         resources_id = None if resources is None else (await store.add_resources(resources)).resources_id
         rollout = await store.start_rollout(input, mode=mode, resources_id=resources_id, worker_id=self.worker_id)
-        await _until_set(self._execute(rollout), event)
+        self._attend()
+        await _until_set(self._begin(rollout), event)
         finished = await store.get_rollout_by_id(rollout.rollout_id)
         if finished is None:
             raise NotFoundError(f"rollout {rollout.rollout_id} was deleted while it ran")
@@ -202,14 +211,17 @@ class LitAgentRunner(Runner[T]):
             )
         return self._agent, self._store
 
-    def _begin(self, rollout: AttemptedRollout) -> None:
+    def _begin(self, rollout: AttemptedRollout) -> asyncio.Task[None]:
         attempt_id = rollout.attempt.attempt_id
         task = asyncio.create_task(self._execute(rollout), name=attempt_id)
         self._running[attempt_id] = task
+        self._unreported.add(attempt_id)
         task.add_done_callback(functools.partial(self._ended, attempt_id))
+        return task
 
     def _ended(self, attempt_id: str, task: asyncio.Task[None]) -> None:
         self._running.pop(attempt_id, None)
+        self._unreported.discard(attempt_id)
         self._revoked.discard(attempt_id)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("attempt %s could not be recorded: %s", attempt_id, error, exc_info=error)
@@ -254,6 +266,7 @@ class LitAgentRunner(Runner[T]):
             spans, dropped = trace.spans, trace.dropped
         if attempt_id in self._revoked:  # the store has ended this attempt and knows why
             return
+        self._unreported.discard(attempt_id)
         await store.update_attempt(
             rollout.rollout_id,
             attempt_id,
@@ -266,7 +279,7 @@ class LitAgentRunner(Runner[T]):
             raise stopped
 
     async def _call_agent(self, agent: LitAgent[T], store: LightningStore, rollout: AttemptedRollout) -> Any:
-        resources = await _resources_of(store, rollout)
+        resources = with_attempt_key(await _resources_of(store, rollout), _attempt_key(store, rollout))
         task = cast(T, thaw(rollout.input))
         training = rollout.mode == "train"
         if agent.is_async():
@@ -302,22 +315,47 @@ class LitAgentRunner(Runner[T]):
             except Exception:  # isolation point: a user's hook must not fail the rollout
                 logger.exception("hook %s.%s failed", type(hook).__name__, name)
 
+    def _attend(self) -> None:
+        """Begins to send heartbeats and to obey the store, in the running event loop, unless that is being done."""
+        loop = asyncio.get_running_loop()
+        if any(not task.done() and task.get_loop() is loop for task in self._attendants):
+            return
+        self._attendants = [loop.create_task(self._beat()), loop.create_task(self._obey_revocations())]
+        for task in self._attendants:
+            task.add_done_callback(_report_failure)
+
+    def _dismiss(self) -> None:
+        for task in self._attendants:
+            if not task.get_loop().is_closed():
+                task.cancel()
+        self._attendants = []
+
     async def _beat(self) -> None:
         store = self._given()[1]
         while True:
             stats = {"running": len(self._running), "abandoned_threads": self._count_abandoned()}
+            mine = list(self._unreported)
             try:
-                await store.update_worker(self.worker_id, heartbeat_stats=stats)
+                worker = await store.update_worker(self.worker_id, heartbeat_stats=stats, attempt_ids=mine)
             except (StoreError, OSError) as error:
                 logger.warning("worker %s could not send its heartbeat: %s", self.worker_id, error)
+            else:
+                live = mine if worker.attempt_ids is None else worker.attempt_ids
+                for attempt_id in set(mine).difference(live):
+                    self._revoke(attempt_id, "the store does not know it as running")
             await asyncio.sleep(self.heartbeat_interval)
 
     async def _obey_revocations(self) -> None:
         async for event in self._given()[1].subscribe(["attempt_revoked"]):
-            if isinstance(event, AttemptRevoked) and (task := self._running.get(event.attempt_id)) is not None:
-                logger.info("stopping attempt %s of rollout %s: %s", event.attempt_id, event.rollout_id, event.reason)
-                self._revoked.add(event.attempt_id)
-                task.cancel()
+            if isinstance(event, AttemptRevoked):
+                self._revoke(event.attempt_id, event.reason)
+
+    def _revoke(self, attempt_id: str, reason: str) -> None:
+        task = self._running.get(attempt_id)
+        if task is not None and attempt_id in self._unreported:
+            logger.info("stopping attempt %s: %s", attempt_id, reason)
+            self._revoked.add(attempt_id)
+            task.cancel()
 
 
 async def _resources_of(store: LightningStore, rollout: Rollout) -> Mapping[str, Resource]:
@@ -330,6 +368,13 @@ async def _resources_of(store: LightningStore, rollout: Rollout) -> Mapping[str,
             f"rollout {rollout.rollout_id} names resources {rollout.resources_id}, which are not stored"
         )
     return update.resources
+
+
+def _attempt_key(store: LightningStore, rollout: AttemptedRollout) -> str:
+    """What the agent shows instead of the runner's own token; the gateway knows by it whose its calls are."""
+    expires_at = attempt_token.expiry(time.time(), rollout.config.timeout_seconds)
+    secret = attempt_token.derive_secret(store.token)
+    return attempt_token.mint(secret, rollout.rollout_id, rollout.attempt.attempt_id, expires_at)
 
 
 def _is_set(event: StopEvent | None) -> bool:
@@ -349,21 +394,6 @@ async def _until_set(work: Awaitable[T], event: StopEvent | None) -> T | None:
         await asyncio.gather(task, return_exceptions=True)
         raise
     return None if task.cancelled() else task.result()
-
-
-@contextlib.asynccontextmanager
-async def _background(*coroutines: Any) -> AsyncIterator[None]:
-    """Runs coroutines beside the block and cancels them at its end; one that fails is logged."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-    report: Callable[[asyncio.Task[None]], None] = _report_failure
-    for task in tasks:
-        task.add_done_callback(report)
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _report_failure(task: asyncio.Task[None]) -> None:

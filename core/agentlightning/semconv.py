@@ -9,7 +9,6 @@ return None (or nothing) for what it does not say, and give messages as the ``op
 from __future__ import annotations
 
 import json
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -56,10 +55,14 @@ GEN_AI_RESPONSE_MODEL: Final = "gen_ai.response.model"
 GEN_AI_RESPONSE_ID: Final = "gen_ai.response.id"
 """The key that joins a client's span and the gateway's."""
 GEN_AI_FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
+GEN_AI_TIME_TO_FIRST_CHUNK: Final = "gen_ai.response.time_to_first_chunk"
+"""Seconds from the request to the first piece of a streamed answer."""
 GEN_AI_INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
 GEN_AI_OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
 GEN_AI_INPUT_MESSAGES: Final = "gen_ai.input.messages"
 GEN_AI_OUTPUT_MESSAGES: Final = "gen_ai.output.messages"
+GEN_AI_SYSTEM_INSTRUCTIONS: Final = "gen_ai.system_instructions"
+"""The system message, as a list of parts, where it is not among the input messages."""
 GEN_AI_TOOL_DEFINITIONS: Final = "gen_ai.tool.definitions"
 PROMPT_TOKEN_IDS: Final = "prompt_token_ids"
 RESPONSE_TOKEN_IDS: Final = "response_token_ids"
@@ -102,6 +105,23 @@ def is_llm_call(span: Span) -> bool:
     return GEN_AI_REQUEST_MODEL in attributes and (
         GEN_AI_INPUT_MESSAGES in attributes or "gen_ai.prompt.0.role" in attributes
     )
+
+
+def is_tool_call(span: Span) -> bool:
+    """Whether a span is the run of a tool."""
+    attributes = span.attributes
+    operation = attributes.get(GEN_AI_OPERATION_NAME)
+    if operation is not None:
+        return str(operation) == "execute_tool"
+    return any(str(attributes.get(key)).lower() == "tool" for key in _KIND_KEYS)
+
+
+def read_tool_name(span: Span) -> str | None:
+    """The name of the tool that a span is a run of."""
+    for key in ("gen_ai.tool.name", "tool.name", "tool_name", "operation.name", "traceloop.entity.name"):
+        if span.attributes.get(key):
+            return str(span.attributes[key])
+    return None
 
 
 def is_gateway_call(span: Span) -> bool:
@@ -155,7 +175,7 @@ def read_token_data(span: Span, choice: int = 0) -> TokenData | None:
 
 def read_finish_reasons(span: Span) -> list[str]:
     """Why each answer ended, in OpenAI's words."""
-    value = span.attributes.get(GEN_AI_FINISH_REASONS)
+    value = span.attributes.get(GEN_AI_FINISH_REASONS) or span.attributes.get("llm.finish_reason")
     if isinstance(value, str):
         parsed = _parse(value)
         value = parsed if isinstance(parsed, list) else [value]
@@ -167,7 +187,11 @@ def read_finish_reasons(span: Span) -> list[str]:
 
 def read_input_messages(span: Span) -> list[Message]:
     """What the model was given."""
-    return _read_messages(span.attributes, GEN_AI_INPUT_MESSAGES, "gen_ai.prompt", "llm.input_messages")
+    messages = _read_messages(span.attributes, GEN_AI_INPUT_MESSAGES, "gen_ai.prompt", "llm.input_messages")
+    parts = _parse(span.attributes.get(GEN_AI_SYSTEM_INSTRUCTIONS))
+    if isinstance(parts, list) and not (messages and messages[0].get("role") == "system"):
+        return [*_from_parts({"role": "system", "parts": parts}), *messages]
+    return messages
 
 
 def read_output_messages(span: Span) -> list[Message]:
@@ -218,15 +242,6 @@ def link_attributes(links: Mapping[str, Any]) -> dict[str, Any]:
         attributes[f"{LINK}.{i}.key_match"] = key
         attributes[f"{LINK}.{i}.value_match"] = value
     return attributes
-
-
-def exception_attributes(error: BaseException) -> dict[str, str]:
-    """OpenTelemetry's attributes of an exception."""
-    return {
-        "exception.type": type(error).__qualname__,
-        "exception.message": str(error),
-        "exception.stacktrace": "".join(traceback.format_exception(error))[-16000:],
-    }
 
 
 def _read_messages(attributes: Mapping[str, Any], json_key: str, indexed: str, openinference: str) -> list[Message]:

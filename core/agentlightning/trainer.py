@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,11 +16,12 @@ from agentlightning.adapter.adapter import TraceAdapter
 from agentlightning.algorithm.algorithm import Algorithm, FastAlgorithm
 from agentlightning.algorithm.context import Gateway, RunContext
 from agentlightning.errors import ConfigError
-from agentlightning.execution import ExecutionStrategy
+from agentlightning.execution import RUNNERS_FAILED, ExecutionStrategy
 from agentlightning.hook import Hook
-from agentlightning.litagent import LitAgent, RewardFunction, wrap
+from agentlightning.litagent import LitAgent, RewardFunction, initial_prompts, wrap
 from agentlightning.plugins import get_manager
 from agentlightning.resources import Resource, read_resources
+from agentlightning.run_directory import RunDirectory
 from agentlightning.runner import LitAgentRunner, Runner, StopEvent
 from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
@@ -31,6 +34,8 @@ Spec: TypeAlias = str | Mapping[str, Any]
 """A component by its registered name, or ``{"name": ..., **settings}``."""
 
 DEFAULT_CONCURRENCY = 16
+
+logger = logging.getLogger("agentlightning")
 
 
 class Trainer:
@@ -55,7 +60,7 @@ class Trainer:
         initial_resources: Mapping[str, Resource | str] | None = None,
         hooks: Hook | Sequence[Hook] | None = None,
         port: int | None = None,
-        trackers: Sequence[Tracker | Spec] | None = None,
+        trackers: Sequence[Tracker | Spec] | Tracker | Spec | None = None,
         run_dir: str | Path | None = None,
         resume: bool = False,
         max_concurrency: int | None = None,
@@ -76,8 +81,8 @@ class Trainer:
             hooks: called around every rollout, in the runner's process.
             port: of the served store; default is a free one.
             trackers: where metrics go; default ``console``, and ``jsonl`` when there is a ``run_dir``.
-            run_dir: directory of the run: metrics, checkpoints, report. Default is none.
-            resume: continue from the checkpoint in ``run_dir``.
+            run_dir: directory of the run: metrics, checkpoints, report. Default is none. It belongs to one run.
+            resume: continue the run in ``run_dir`` where it was interrupted or killed.
             max_concurrency: rollouts at once in each runner; default 16.
 
         Raises:
@@ -93,6 +98,8 @@ class Trainer:
         self.algorithm: Algorithm | None = _component("algorithm", algorithm)
         self.store = create_store(store) if isinstance(store, str) else store
         self.tracer: Tracer | Spec = tracer if tracer is not None else "otel"
+        if isinstance(self.tracer, (str, Mapping)):
+            get_manager().check("tracer", self.tracer)  # it is made in the runners' processes; a typo is known here
         self.adapter: TraceAdapter[Any] | None = _component("adapter", adapter)
         self.llm_proxy: Gateway | None = _component("gateway", llm_proxy)
         self.runner = runner
@@ -104,9 +111,12 @@ class Trainer:
         self.resume = resume
         self.max_concurrency = DEFAULT_CONCURRENCY if max_concurrency is None else max_concurrency
         self.strategy = self._choose_strategy(strategy, port)
+        self.run_config: Mapping[str, Any] = {}
+        """What the run's record in the store says of its configuration, besides the algorithm."""
         if trackers is None:
             trackers = ["console"] if self.run_dir is None else ["console", "jsonl"]
-        self.trackers: list[Tracker] = [_component("tracker", tracker) for tracker in trackers]
+        several = trackers if isinstance(trackers, Sequence) and not isinstance(trackers, str) else [trackers]
+        self.trackers: list[Tracker] = [_component("tracker", tracker) for tracker in several]
 
     def fit(
         self,
@@ -119,7 +129,7 @@ class Trainer:
         """Trains until the algorithm is done.
 
         Args:
-            agent: a function, decorated or plain, or a LitAgent.
+            agent: a function, decorated or plain, a LitAgent, or an object of a framework that a plugin knows.
             train_dataset: tasks to learn from.
             val_dataset: tasks to judge by.
             reward: ``reward(task, output, rollout)``, for agents that do not say their reward themselves.
@@ -128,6 +138,7 @@ class Trainer:
             The run, with its final status.
 
         Raises:
+            ConfigError: there is no algorithm, or a dataset is none.
             Exception: whatever the algorithm raised. What the agent raises is recorded, and raised nowhere.
         """
         if self.algorithm is None:
@@ -173,30 +184,59 @@ class Trainer:
         train_dataset: Dataset[Any] | None,
         val_dataset: Dataset[Any] | None,
     ) -> Run:
-        store = self.store if self.store is not None else create_store("memory://")
+        _check_datasets(train_dataset=train_dataset, val_dataset=val_dataset)
         adapter = self.adapter
         if adapter is None and algorithm.default_adapter is not None:
             adapter = get_manager().create("adapter", algorithm.default_adapter)
-        context = RunContext(
-            store=store,
-            adapter=adapter,
-            llm_proxy=self.llm_proxy,
-            train_dataset=train_dataset,
-            val_dataset=val_dataset,
-            initial_resources=self.initial_resources,
-            trainer=self,
-            directory=self.run_dir,
-        )
-        job = TrainerJob(algorithm, context, self.trackers, self.resume)
-        runner_job = LitAgentRunnerJob(
-            agent, self.tracer, self.runner, self.max_rollouts, self.max_concurrency, tuple(self.hooks)
-        )
-        try:
+        with contextlib.ExitStack() as stack:
+            store = self.store
+            if store is None:
+                store = create_store("memory://")
+                stack.callback(_close, store)
+            context = RunContext(
+                store=store,
+                adapter=adapter,
+                llm_proxy=self.llm_proxy,
+                train_dataset=train_dataset,
+                val_dataset=val_dataset,
+                initial_resources={**initial_prompts(agent), **(self.initial_resources or {})} or None,
+                trainer=self,
+                directory=self.run_dir,
+            )
+            if self.run_dir is not None:
+                directory = stack.enter_context(contextlib.closing(RunDirectory.open(self.run_dir, resume=self.resume)))
+                context.key = directory.key
+            context.run = Run(config={**self.run_config, "algorithm": type(algorithm).__name__})
+            job = TrainerJob(algorithm, context, self.trackers, self.resume)
+            runner_job = LitAgentRunnerJob(
+                agent, self.tracer, self.runner, self.max_rollouts, self.max_concurrency, tuple(self.hooks)
+            )
             self.strategy.execute(job, runner_job, store)
-        finally:
-            if self.store is None:
-                asyncio.run(store.close())
+            if context.run.status == "running":  # the algorithm ran in another process
+                context.run = asyncio.run(_find_run(store)) or context.run
         return context.run
+
+
+async def _find_run(store: LightningStore) -> Run | None:
+    return await store.get_run_by_id(store.run_id)
+
+
+def _close(store: LightningStore) -> None:
+    asyncio.run(store.close())
+
+
+def _check_datasets(**datasets: Any) -> None:
+    given = {name: dataset for name, dataset in datasets.items() if dataset is not None}
+    for name, dataset in given.items():
+        if isinstance(dataset, (str, bytes, Mapping)) or not (
+            hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+        ):
+            raise ConfigError(
+                f"{name} = {type(dataset).__name__}: a sequence of tasks is needed, something with len() and "
+                "positions, such as a list"
+            )
+    if given and not any(len(dataset) for dataset in given.values()):
+        raise ConfigError(f"{' and '.join(given)} hold{'s' * (len(given) == 1)} no task")
 
 
 def _component(kind: Any, given: Any) -> Any:
@@ -214,13 +254,20 @@ class TrainerJob:
     trackers: Sequence[Tracker]
     resume: bool = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What travels to a process of the algorithm's own: all but what belongs to the trainer's."""
+        context = dataclasses.replace(self.context, store=None, trainer=None)
+        return {**self.__dict__, "context": context}
+
     async def __call__(self, store: LightningStore) -> None:
         """Runs the algorithm, feeds the trackers, and leaves the run with its final status in the store."""
         algorithm, context = self.algorithm, self.context
         context.store = store
         directory = context.directory
         name = directory.name if directory is not None else store.run_id
-        context.run = await store.create_run(name, config={"algorithm": type(algorithm).__name__})
+        context.run = await store.create_run(name, config=context.run.config)
+        if context.run.status != "running":  # it is resumed, or the store has seen a run before
+            context.run = await store.update_run(context.run.run_id, "running")
         algorithm.context = context
         if context.initial_resources and await store.get_latest_resources() is None:
             await store.add_resources(context.initial_resources)
@@ -237,15 +284,18 @@ class TrainerJob:
                 await gateway.start()
             await self._run_algorithm()
             status = "succeeded"
-        except (asyncio.CancelledError, KeyboardInterrupt):
-            status = "interrupted"
+        except (asyncio.CancelledError, KeyboardInterrupt) as stop:
+            if RUNNERS_FAILED not in stop.args:
+                status = "interrupted"
             raise
         finally:
             if gateway is not None:
                 await gateway.stop()
             context.run = await store.update_run(context.run.run_id, status)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(following, timeout=5.0)
+            await asyncio.wait([following], timeout=60.0)
+            if following.done() and (error := following.exception()) is not None:
+                logger.error("the trackers could not follow the run to its end: %s", error)
+            following.cancel()
 
     async def _run_algorithm(self) -> None:
         algorithm, context = self.algorithm, self.context

@@ -7,16 +7,32 @@ durations are seconds. ``dataclasses.replace`` is ``record.model_copy(update={..
 from __future__ import annotations
 
 import functools
+import logging
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
-from typing import Annotated, Any, Final, Generic, Literal, Protocol, Self, TypeAlias, TypeVar, overload
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Final,
+    Generic,
+    Literal,
+    Protocol,
+    Self,
+    TypeAlias,
+    TypeVar,
+    overload,
+)
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from agentlightning.frozen import FrozenDict, FrozenList, freeze
+from agentlightning.errors import ConfigError, suggest
+from agentlightning.frozen import FrozenDict, FrozenList, freeze, freeze_attributes, valid_text
 
+logger = logging.getLogger("agentlightning")
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
@@ -57,7 +73,18 @@ def new_resources_id() -> str:
 
 
 JsonObject = Annotated[dict[str, Any], AfterValidator(freeze)]
-"""A JSON mapping, frozen on the way in."""
+"""A JSON mapping, frozen on the way in; what is not JSON is refused."""
+Attributes = Annotated[dict[str, Any], BeforeValidator(freeze_attributes), AfterValidator(FrozenDict)]
+"""What was observed, frozen on the way in; what is not JSON becomes text, so that no span is lost for it."""
+Text = Annotated[str, BeforeValidator(lambda text: valid_text(text) if isinstance(text, str) else text)]
+"""What was observed: lone surrogates become escapes."""
+
+
+def _keep_finite(values: dict[str, float]) -> FrozenDict:
+    lost = [name for name, value in values.items() if not math.isfinite(value)]
+    if lost:
+        logger.warning("metrics that are not finite numbers are left out: %s", ", ".join(lost))
+    return FrozenDict({name: value for name, value in values.items() if math.isfinite(value)})
 
 
 class Record(BaseModel):
@@ -110,8 +137,16 @@ class RolloutConfig(Record):
     unresponsive_seconds: float | None = Field(default=None, gt=0)
     """An attempt without a span or heartbeat for this long ends as ``unresponsive``."""
     max_attempts: int = Field(default=1, ge=1)
-    retry_condition: Annotated[list[AttemptStatus], AfterValidator(freeze)] = Field(default_factory=list)
+    retry_condition: Annotated[list[AttemptStatus], AfterValidator(FrozenList)] = Field(default_factory=list)
     """The attempt ends after which the rollout is queued again while ``max_attempts`` allows."""
+
+    if not TYPE_CHECKING:  # type checkers see the fields as parameters
+
+        def __init__(self, **values: Any) -> None:
+            known = type(self).model_fields
+            for name in values.keys() - known:
+                raise ConfigError(f"RolloutConfig has no {name!r}.{suggest(name, known)} It has: {', '.join(known)}")
+            super().__init__(**values)
 
 
 class Rollout(Record):
@@ -134,9 +169,9 @@ class Rollout(Record):
 class AttemptFailure(Record):
     """What an agent raised, as it was seen."""
 
-    type: str
-    message: str
-    traceback: str = ""
+    type: Text
+    message: Text
+    traceback: Text = ""
 
     @classmethod
     def from_exception(cls, error: BaseException) -> AttemptFailure:
@@ -193,6 +228,28 @@ class EnqueueRolloutRequest(Record):
     rollout_id: str | None = Field(default=None, min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._:-]+$")
     """Chosen by the client; enqueueing it again returns the rollout that is there."""
 
+    @classmethod
+    def make(
+        cls,
+        input: TaskInput,
+        mode: RolloutMode | None,
+        resources_id: str | None,
+        config: RolloutConfig | None,
+        metadata: Mapping[str, Any] | None,
+    ) -> EnqueueRolloutRequest:
+        """From the arguments that stores take.
+
+        Raises:
+            ConfigError: the task or its metadata is not JSON; the message says where.
+        """
+        return cls(
+            input=freeze(input, "input"),
+            mode=mode,
+            resources_id=resources_id,
+            config=config,
+            metadata=freeze(metadata, "metadata"),
+        )
+
 
 class Worker(Record):
     """A process that runs attempts."""
@@ -206,6 +263,8 @@ class Worker(Record):
     last_idle_time: float | None = None
     current_rollout_id: str | None = None
     current_attempt_id: str | None = None
+    attempt_ids: Annotated[list[str], AfterValidator(FrozenList)] | None = None
+    """The live attempts that it said it runs; its heartbeats renew their leases only. None: it never said."""
 
 
 class Metrics(Record):
@@ -214,7 +273,8 @@ class Metrics(Record):
     run_id: str = DEFAULT_RUN_ID
     step: int
     time: float
-    values: Annotated[dict[str, float], AfterValidator(freeze)]
+    values: Annotated[dict[str, float], AfterValidator(_keep_finite)]
+    """NaN and infinities are left out with a warning: a number that went wrong must not end a training."""
 
 
 class Triplet(Record):
@@ -230,14 +290,14 @@ class TraceStatus(Record):
     """OpenTelemetry's span status."""
 
     status_code: Literal["UNSET", "OK", "ERROR"] = "UNSET"
-    description: str | None = None
+    description: Text | None = None
 
 
 class SpanEvent(Record):
     """Something that happened at an instant of a span, such as an exception."""
 
-    name: str
-    attributes: JsonObject = Field(default_factory=FrozenDict)
+    name: Text
+    attributes: Attributes = Field(default_factory=FrozenDict)
     timestamp: float | None = None
 
 
@@ -254,13 +314,13 @@ class SpanLink(Record):
     """A reference from one span to another."""
 
     context: SpanContext
-    attributes: JsonObject = Field(default_factory=FrozenDict)
+    attributes: Attributes = Field(default_factory=FrozenDict)
 
 
 class SpanResource(Record):
     """Who made the span: OpenTelemetry's resource."""
 
-    attributes: JsonObject = Field(default_factory=FrozenDict)
+    attributes: Attributes = Field(default_factory=FrozenDict)
     schema_url: str = ""
 
 
@@ -284,9 +344,9 @@ class Span(Record):
     parent_id: str | None = None
     name: str
     status: TraceStatus = _UNSET_STATUS
-    attributes: JsonObject = Field(default_factory=FrozenDict)
-    events: Annotated[list[SpanEvent], AfterValidator(freeze)] = FrozenList()
-    links: Annotated[list[SpanLink], AfterValidator(freeze)] = FrozenList()
+    attributes: Attributes = Field(default_factory=FrozenDict)
+    events: Annotated[list[SpanEvent], AfterValidator(FrozenList)] = Field(default_factory=FrozenList)
+    links: Annotated[list[SpanLink], AfterValidator(FrozenList)] = Field(default_factory=FrozenList)
     start_time: float | None = None
     end_time: float | None = None
     context: SpanContext | None = None
@@ -312,23 +372,37 @@ class Span(Record):
     ) -> Span:
         """Makes a span from its attributes alone; everything else gets a fitting value.
 
-        Times default to now, ids to fresh random ones, the name to ``agentlightning.virtual``.
+        Times default to now, ids to fresh random ones, the name to ``agentlightning.virtual``. Of all ways to make a
+        span this one is taken most, so the arguments are taken at their types' word.
         """
         start_time = time.time() if start_time is None else start_time
-        return cls(
-            rollout_id=rollout_id or "",
-            attempt_id=attempt_id or "",
-            sequence_id=sequence_id or 0,
-            name=name or "agentlightning.virtual",
-            trace_id=trace_id or os.urandom(16).hex(),
-            span_id=span_id or os.urandom(8).hex(),
-            parent_id=parent_id,
-            attributes=dict(attributes),
-            start_time=start_time,
-            end_time=start_time if end_time is None else end_time,
-            resource=resource or _NO_RESOURCE,
-            status=status or _UNSET_STATUS,
+        return cls.from_valid(
+            {
+                "rollout_id": rollout_id or "",
+                "attempt_id": attempt_id or "",
+                "sequence_id": max(sequence_id or 0, 0),
+                "trace_id": trace_id or os.urandom(16).hex(),
+                "span_id": span_id or os.urandom(8).hex(),
+                "parent_id": parent_id,
+                "name": valid_text(name) if name else "agentlightning.virtual",
+                "status": status or _UNSET_STATUS,
+                "attributes": freeze_attributes(attributes),
+                "events": _NOTHING,
+                "links": _NOTHING,
+                "start_time": start_time,
+                "end_time": start_time if end_time is None else end_time,
+                "context": None,
+                "parent": None,
+                "resource": resource or _NO_RESOURCE,
+            }
         )
+
+    def sealed(self) -> Span:
+        """The span with attributes that can be stored and shared, if it was made without validation."""
+        if all(type(part.attributes) is FrozenDict for part in (self, *self.events)):
+            return self
+        events = [event.model_copy(update={"attributes": freeze_attributes(event.attributes)}) for event in self.events]
+        return self.model_copy(update={"attributes": freeze_attributes(self.attributes), "events": FrozenList(events)})
 
     @classmethod
     def from_opentelemetry(
@@ -344,11 +418,11 @@ class Span(Record):
             trace_id=f"{context.trace_id:032x}",
             span_id=f"{context.span_id:016x}",
             parent_id=f"{parent.span_id:016x}" if parent is not None else None,
-            name=readable_span.name,
+            name=valid_text(readable_span.name),
             status=_UNSET_STATUS
             if code == "UNSET"
             else TraceStatus(status_code=code, description=readable_span.status.description),
-            attributes=freeze(dict(readable_span.attributes or {})),
+            attributes=freeze_attributes(readable_span.attributes or {}),
             events=[
                 SpanEvent(name=e.name, attributes=dict(e.attributes or {}), timestamp=e.timestamp / 1e9)
                 for e in readable_span.events

@@ -90,9 +90,9 @@ class MemoryBackend:
 
     async def select(self, query: Query[R]) -> Page[R]:
         table = cast("Table[R]", self._tables[query.kind])
-        row = table.find(query)
-        if not isinstance(row, bool):
-            return Page([], 0, None) if row is None else Page([row], 1, None)
+        page = table.find(query)
+        if page is not None:
+            return page
         with self._lock:
             look = table.plan(query)
         return look()

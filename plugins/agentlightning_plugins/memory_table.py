@@ -235,21 +235,31 @@ class Table(Generic[R]):
         log = self._constant[self._parent][1].get(parent)
         return 0 if log is None else len(log)
 
-    def find(self, query: Query[R]) -> Row[R] | bool | None:
-        """Answers the commonest query, for a key and nothing else, without planning; False if it is another."""
+    def find(self, query: Query[R]) -> Page[R] | None:
+        """Answers the commonest queries without planning; None if it is another.
+
+        They are for a key and nothing else, or for one constant field in the order of insertion or against it.
+        """
+        where = query.where
+        if not where or query.any_of or query.after is not None or query.offset or query.count:
+            return None
         fields = KEYS[self.kind]
-        if (
-            len(query.where) != len(fields)
-            or query.any_of
-            or query.after is not None
-            or query.offset
-            or not query.limit
-        ):
-            return False
-        for condition, field in zip(query.where, fields, strict=True):
-            if condition.field != field or condition.op != "eq":
-                return False
-        return self.row(self.positions.get(tuple([condition.value for condition in query.where]), 0))
+        if len(where) == len(fields) and query.limit:
+            for condition, field in zip(where, fields, strict=True):
+                if condition.field != field or condition.op != "eq":
+                    break
+            else:
+                position = self.positions.get(tuple([condition.value for condition in where]), 0)
+                row = self.row(position)
+                return Page([], None, None) if row is None else Page([row], None, position)
+        if len(where) > 1 or where[0].op != "eq" or query.sort_by is not None or where[0].field not in self._constant:
+            return None
+        log = self._constant[where[0].field][1].get(where[0].value)
+        if log is None:
+            return Page([], None, None)
+        found = ((row, at) for at in log.walk(None, query.descending) if (row := self.row(at)) is not None)
+        matches = list(found if query.limit < 0 else islice(found, query.limit))
+        return Page([row for row, _ in matches], None, matches[-1][1] if matches else None)
 
     def plan(self, query: Query[R]) -> Callable[[], Page[R]]:
         """Decides under the lock where to look; the function it returns looks, and needs no lock."""

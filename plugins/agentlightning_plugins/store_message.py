@@ -6,7 +6,7 @@ that the argument was not given, which is not the same as null.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal, Required, TypeAlias
+from typing import Annotated, Any, Final, Literal, Required, TypeAlias, TypeVar
 
 from pydantic import ConfigDict, Field, FiniteFloat, with_config
 from typing_extensions import TypedDict  # pydantic refuses typing's before Python 3.12
@@ -38,6 +38,11 @@ TOKEN_VARIABLE: Final = "AGL_TOKEN"
 MAX_POLL_S: Final = 30.0
 """The longest that one request waits; a client that wants to wait longer asks again."""
 MAX_BODY_BYTES: Final = 64 * 2**20
+"""Of a request, after decompression."""
+MAX_ITEM_BYTES: Final = 8 * 2**20
+"""Of one rollout, span, snapshot or other value in a request, as JSON."""
+MAX_BATCH: Final = 100_000
+"""The most rollouts, spans or ids in one request."""
 
 ErrorCode: TypeAlias = Literal[
     "malformed",
@@ -49,6 +54,7 @@ ErrorCode: TypeAlias = Literal[
     "too_large",
     "invalid",
     "internal",
+    "store_failed",
 ]
 ERROR_STATUS: Final[dict[ErrorCode, int]] = {
     "malformed": 400,
@@ -60,6 +66,7 @@ ERROR_STATUS: Final[dict[ErrorCode, int]] = {
     "too_large": 413,
     "invalid": 422,
     "internal": 500,
+    "store_failed": 503,
 }
 ERROR_TYPES: Final[dict[str, type[LightningError]]] = {
     "malformed": ConfigError,
@@ -71,6 +78,17 @@ ERROR_TYPES: Final[dict[str, type[LightningError]]] = {
     "invalid": ConfigError,
 }
 """What the client raises for a code; StoreError for any other."""
+
+
+class ErrorAnswer(TypedDict):
+    """The body of every answer that is an error."""
+
+    code: ErrorCode
+    message: str
+
+
+T = TypeVar("T")
+Batch: TypeAlias = Annotated[list[T], Field(max_length=MAX_BATCH)]
 
 Limit: TypeAlias = Annotated[int, Field(ge=-1)]
 Offset: TypeAlias = Annotated[int, Field(ge=0)]
@@ -91,7 +109,7 @@ class StartRollout(TypedDict, total=False):
 
 @_strict
 class EnqueueRollouts(TypedDict):
-    rollouts: list[EnqueueRolloutRequest]
+    rollouts: Batch[EnqueueRolloutRequest]
 
 
 @_strict
@@ -115,9 +133,15 @@ class StartAttempt(TypedDict, total=False):
 
 
 @_strict
+class MintToken(TypedDict, total=False):
+    lifetime_s: Annotated[float, Field(gt=0, le=31_536_000)]
+    """Seconds from now; without it, a day."""
+
+
+@_strict
 class QueryRollouts(TypedDict, total=False):
     status_in: list[RolloutStatus] | None
-    rollout_id_in: list[str] | None
+    rollout_id_in: Batch[str] | None
     rollout_id_contains: str | None
     filter_logic: FilterLogic
     sort_by: str | None
@@ -142,13 +166,16 @@ class UpdateRollout(TypedDict, total=False):
 
 
 @_strict
-class RolloutIds(TypedDict):
-    rollout_ids: list[str]
+class DeleteRollouts(TypedDict, total=False):
+    rollout_ids: Batch[str] | None
+    status_in: list[RolloutStatus] | None
+    ended_before: float | None
+    keep: Annotated[int, Field(ge=0)] | None
 
 
 @_strict
 class WaitForRollouts(TypedDict, total=False):
-    rollout_ids: Required[list[str]]
+    rollout_ids: Required[Batch[str]]
     timeout: Seconds | None
 
 
@@ -172,7 +199,7 @@ class UpdateAttempt(TypedDict, total=False):
 
 @_strict
 class AddSpans(TypedDict):
-    spans: list[Span]
+    spans: Batch[Span]
 
 
 @_strict
@@ -183,7 +210,7 @@ class NextSpanId(TypedDict):
 
 @_strict
 class NextSpanIds(TypedDict):
-    rollout_attempt_ids: list[tuple[str, str]]
+    rollout_attempt_ids: Batch[tuple[str, str]]
 
 
 @_strict
@@ -220,6 +247,11 @@ class GetResources(TypedDict, total=False):
 
 
 @_strict
+class Rollback(TypedDict):
+    version: int
+
+
+@_strict
 class QueryResources(TypedDict, total=False):
     resources_id: str | None
     resources_id_contains: str | None
@@ -243,6 +275,7 @@ class QueryWorkers(TypedDict, total=False):
 @_strict
 class UpdateWorker(TypedDict, total=False):
     heartbeat_stats: JsonObject | None
+    attempt_ids: Batch[str] | None
 
 
 @_strict

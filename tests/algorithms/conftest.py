@@ -32,6 +32,13 @@ CHAT_TEMPLATE = """
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory that ``from_pretrained`` reads; copy it before you change it."""
+    directory = tmp_path_factory.mktemp("tiny-model")
+    save_tiny_model(directory)
+    return directory
+
+
+def save_tiny_model(directory: Path, max_length: int = 512) -> None:
+    """Writes the model, for prompts and answers of ``max_length`` bytes."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -57,7 +64,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
-            max_position_embeddings=512,
+            max_position_embeddings=max_length,
             tie_word_embeddings=True,
             initializer_range=0.2,
             bos_token_id=None,
@@ -65,10 +72,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
             pad_token_id=tokenizer.pad_token_id,
         )
     )
-    directory = tmp_path_factory.mktemp("tiny-model")
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    return directory
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from agentlightning.emitter import emit_reward
 from agentlightning.store.factory import create_store
 from agentlightning.tracer import OtelTracer
-from agentlightning_plugins.otel_tracer import _pipeline
+from agentlightning_plugins.otel_pipeline import pipeline
 
 ATTRIBUTES = {f"gen_ai.attribute.{i}": "v" * 60 for i in range(15)}
 
@@ -47,7 +47,7 @@ async def main(spans: int, rounds: int) -> None:
     tracer.init()
     tracer.init_worker("bench", store)
     bare = TracerProvider(sampler=ALWAYS_ON).get_tracer("library")
-    ours = _pipeline.provider.get_tracer("library")
+    ours = pipeline.provider.get_tracer("library")
     steps: dict[str, Callable[[], object]] = {
         "bare OpenTelemetry span": lambda: record(bare),
         "the same span, traced": lambda: record(ours),

@@ -4,7 +4,6 @@ import gc
 import json
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -22,93 +21,10 @@ from agentlightning.adapter.tree import Node, build_tree
 from agentlightning.errors import AdapterError, ConfigError
 from agentlightning.plugins import get_manager
 from agentlightning.reward import find_final_reward
-from agentlightning.types import Span, TraceStatus, Triplet
+from agentlightning.types import Attempt, TraceStatus, Triplet
+from tests.core.trace_recorder import Recorder
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-
-
-class Recorder:
-    """Builds the spans of one attempt; each starts where the last one ended unless it says when."""
-
-    def __init__(self) -> None:
-        self.spans: list[Span] = []
-        self.now = 1000.0
-
-    def add(
-        self,
-        name: str,
-        attributes: dict[str, Any] | None = None,
-        *,
-        parent: str | None = None,
-        span_id: str | None = None,
-        at: tuple[float, float] | None = None,
-        error: bool = False,
-    ) -> str:
-        start, end = at or (self.now, self.now + 1.0)
-        self.now = max(self.now, end)
-        self.spans.append(
-            Span.from_attributes(
-                attributes=attributes or {},
-                rollout_id="ro-1",
-                attempt_id="at-1",
-                sequence_id=len(self.spans) + 1,
-                name=name,
-                trace_id="0" * 32,
-                span_id=span_id or f"{len(self.spans) + 1:016x}",
-                parent_id=parent,
-                start_time=start,
-                end_time=end,
-                status=TraceStatus(status_code="ERROR") if error else None,
-            )
-        )
-        return self.spans[-1].span_id
-
-    def client(self, response_id: str | None, *, text: str = "hi", **where: Any) -> str:
-        attributes: dict[str, Any] = {
-            "gen_ai.operation.name": "chat",
-            "gen_ai.request.model": "m",
-            "gen_ai.input.messages": json.dumps([{"role": "user", "parts": [{"type": "text", "content": "ask"}]}]),
-        }
-        if response_id is not None:
-            answer = {"role": "assistant", "parts": [{"type": "text", "content": text}], "finish_reason": "stop"}
-            attributes |= {
-                "gen_ai.response.id": response_id,
-                "gen_ai.output.messages": json.dumps([answer]),
-                "gen_ai.response.finish_reasons": ["tool_call"],
-            }
-        return self.add("openai.chat", attributes, **where)
-
-    def gateway(
-        self, response_id: str | None, tokens: Sequence[int] = (7, 8), *, complete: bool = True, **where: Any
-    ) -> str:
-        attributes: dict[str, Any] = {
-            "gen_ai.operation.name": "chat",
-            "gen_ai.request.model": "m",
-            "gen_ai.response.model": "m-1",
-            "gen_ai.input.messages": json.dumps([{"role": "user", "parts": [{"type": "text", "content": "ask me"}]}]),
-            "agentlightning.gateway.complete": complete,
-        }
-        if response_id is not None:
-            answer = {"role": "assistant", "parts": [{"type": "text", "content": "sampled"}], "finish_reason": "length"}
-            attributes |= {
-                "gen_ai.response.id": response_id,
-                "gen_ai.output.messages": json.dumps([answer]),
-                "gen_ai.response.finish_reasons": ["length"],
-                "agentlightning.weight_version": 3,
-                "prompt_token_ids": [1, 2, 3],
-                "response_token_ids": list(tokens),
-                "logprobs": [-0.5] * len(tokens),
-            }
-        return self.add("chat m", attributes, **where)
-
-    def reward(self, value: float, attributes: dict[str, Any] | None = None, **where: Any) -> str:
-        where.setdefault("at", (self.now, self.now))
-        return self.add(
-            "agentlightning.reward", {"agentlightning.reward.0.value": value, **(attributes or {})}, **where
-        )
-
-    def adapt(self, adapter: TraceToTriplet | None = None) -> list[Triplet]:
-        return (adapter or TraceToTriplet()).adapt(self.spans)
 
 
 @pytest.fixture
@@ -554,29 +470,62 @@ def test_no_triplets_is_never_a_mystery(trace: Recorder, caplog: pytest.LogCaptu
     ]
 
 
+def test_of_an_attempt_that_failed_the_failure_is_the_news(trace: Recorder, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    trace.client(None, error=True)
+    trace.add(semconv.SPAN_ROLLOUT, at=(999, 1010))
+    failed = TraceStatus(status_code="ERROR", description="ConnectError: no route to host")
+    trace.spans[-1] = trace.spans[-1].model_copy(update={"status": failed})
+    assert trace.adapt() == []
+    (record,) = caplog.records
+    assert record.levelname == "INFO"
+    assert record.getMessage() == (
+        "attempt at-1 of rollout ro-1 failed (ConnectError: no route to host) and gives no triplets: its model calls "
+        "were left out: 1 without an answer"
+    )
+
+
+def test_an_attempt_whose_spans_were_lost_is_left_out_with_a_warning(
+    trace: Recorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    trace.client("r1")
+    whole = Attempt(rollout_id="ro-1", attempt_id="at-1", sequence_id=1, start_time=0.0)
+    assert ids(TraceToTriplet().adapt_attempt(whole, trace.spans) or []) == ["r1"]
+    assert TraceToTriplet().adapt_attempt(whole.model_copy(update={"spans_dropped": 3}), trace.spans) is None
+    (record,) = caplog.records
+    assert "attempt at-1 of rollout ro-1 is left out: 3 of its spans were lost" in record.getMessage()
+
+
 def test_the_adapter_is_a_component_with_settings() -> None:
     adapter = get_manager().create("adapter", {"name": "triplet", "reward_match": "first_sibling", "agent_match": "a"})
     assert isinstance(adapter, TracerTraceToTriplet)
     assert adapter.reward_match is RewardMatchPolicy.FIRST_SIBLING
 
 
-def test_the_time_is_linear_in_the_calls() -> None:
-    def seconds(n: int) -> float:
-        trace = Recorder()
-        root = trace.add("root", at=(0, 1e9))
-        for i in range(n):
-            trace.client(f"r{i}", parent=root if i % 2 else None, at=(10 * i, 10 * i + 8))
-            trace.gateway(f"r{i}", parent="f" * 16, at=(10 * i + 1, 10 * i + 7))
-            trace.reward(1.0, parent=root, at=(10 * i + 9, 10 * i + 9))
-        gc.disable()  # it looks at all that other tests have left behind
-        try:
-            began = time.process_time()
-            assert len(trace.adapt()) == n
-            return time.process_time() - began
-        finally:
-            gc.enable()
+def _seconds(n_calls: int) -> float:
+    """CPU time of adapting so many calls, each seen by a client and the gateway, and a reward for each."""
+    trace = Recorder()
+    root = trace.add("root", at=(0, 1e9))
+    for i in range(n_calls):
+        trace.client(f"r{i}", parent=root if i % 2 else None, at=(10 * i, 10 * i + 8))
+        trace.gateway(f"r{i}", parent="f" * 16, at=(10 * i + 1, 10 * i + 7))
+        trace.reward(1.0, parent=root, at=(10 * i + 9, 10 * i + 9))
+    gc.disable()  # it looks at all that other tests have left behind
+    try:
+        began = time.process_time()
+        assert len(trace.adapt()) == n_calls
+        return time.process_time() - began
+    finally:
+        gc.enable()
 
-    assert seconds(8000) < 20 * min(seconds(1000) for _ in range(3))
+
+def test_the_time_is_linear_in_the_calls() -> None:
+    assert _seconds(8000) < 20 * min(_seconds(1000) for _ in range(3))
+
+
+def test_10_000_calls_take_about_a_second() -> None:
+    """Half of it on an idle machine; the bound leaves room for a busy one."""
+    assert _seconds(10_000) < 3.0
 
 
 # The other adapters.

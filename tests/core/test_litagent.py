@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import agentlightning as agl
-from agentlightning.litagent import FunctionalLitAgent, check_result
+from agentlightning.hookspecs import WrapOptions, hookimpl
+from agentlightning.litagent import FrameworkAgent, FunctionalLitAgent, check_result, initial_prompts, wrapping
+from agentlightning.plugins import PluginManager
 from agentlightning.types import Attempt
 
 ROLLOUT = agl.AttemptedRollout(
@@ -116,6 +120,82 @@ def test_a_function_without_parameters_is_refused_when_it_is_decorated() -> None
         def agent() -> None: ...
 
 
+def test_what_nothing_can_fill_is_refused_when_it_is_decorated() -> None:
+    with pytest.raises(agl.ConfigError, match=r"nothing can fill the parameter 'retries' of type int.*default"):
+
+        @agl.rollout
+        def agent(task: str, retries: int) -> None: ...
+
+    with pytest.raises(agl.ConfigError, match=r"call the parameter 'current' 'rollout'"):
+
+        @agl.rollout
+        def other(task: str, current: agl.AttemptedRollout) -> None: ...
+
+
+def test_a_generator_and_a_class_are_refused_when_they_are_decorated() -> None:
+    with pytest.raises(agl.ConfigError, match="is a generator; it returns"):
+
+        @agl.rollout
+        def agent(task: str) -> Any:
+            yield 1.0
+
+    with pytest.raises(agl.ConfigError, match="is a generator; it returns"):
+
+        @agl.rollout
+        async def async_agent(task: str) -> Any:
+            yield 1.0
+
+    with pytest.raises(agl.ConfigError, match="Agent is no function"):
+
+        @agl.rollout
+        class Agent: ...
+
+
+def test_a_positional_only_parameter_is_refused_when_it_is_decorated() -> None:
+    with pytest.raises(agl.ConfigError, match="'llm' is positional-only; it is filled by name"):
+
+        @agl.rollout
+        def agent(task: str, llm: agl.LLM, /) -> None: ...
+
+
+def test_an_optional_resource_is_found_by_its_type() -> None:
+    @agl.rollout
+    def agent(task: str, writer: agl.LLM | None = None, style: agl.PromptTemplate | None = None) -> Any:
+        return writer, style
+
+    prompt = agl.PromptTemplate("hi")
+    assert run(agent, {}) == (None, None)
+    found, style = run(agent, {"any": PROXY, "other": prompt})
+    assert (found.get_base_url(), style) == (SCOPED, prompt)
+
+
+def test_an_annotation_that_exists_for_type_checkers_only_still_counts() -> None:
+    def agent(task: Missing, writer: LLM, other: LLMetric | None = None) -> Any:  # type: ignore[name-defined] # noqa: F821 # as said
+        return writer.model, other
+
+    assert run(agl.wrap(agent), {"main": PROXY}) == ("m", None)
+
+
+@pytest.mark.parametrize("names", [(), ("llm",), ("rollout",), ("resources",), ("llm", "prompt_template", "rollout")])
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_a_function_gets_exactly_the_parameters_that_it_names(names: tuple[str, ...], is_async: bool) -> None:
+    given_names = ", ".join(names)
+    source = f"def agent({', '.join(['task', *names])}): return task, {list(names)}, [{given_names}]"
+    source = "async " * is_async + source
+    scope: dict[str, Any] = {}
+    exec(source, scope)
+    agent = agl.wrap(scope["agent"])
+    resources = {"main": PROXY, "prompt": agl.PromptTemplate("hi")}
+    assert agent.is_async() is is_async
+    result: Any = await agent.rollout_async("task", resources, ROLLOUT)
+    given = dict(zip(result[1], result[2], strict=True))
+    assert result[0] == "task"
+    assert set(given) == set(names)
+    everything = {"llm": PROXY.with_attempted_rollout(ROLLOUT), "prompt_template": resources["prompt"]}
+    everything |= {"rollout": ROLLOUT, "resources": resources}
+    assert given == {name: everything[name] for name in names}
+
+
 def test_explicit_decorators_refuse_a_function_without_their_parameter() -> None:
     with pytest.raises(agl.ConfigError, match="@llm_rollout needs a parameter 'llm'"):
         agl.llm_rollout(plain_agent)
@@ -131,17 +211,67 @@ def test_agents_of_modules_are_pickled_by_name() -> None:
     assert again("x") == 1.0
 
 
-def test_an_agent_class_defines_one_of_two_methods() -> None:
-    class Empty(agl.LitAgent[str]):
-        pass
-
+def test_an_agent_class_with_an_async_method_is_awaited() -> None:
     class Async(agl.LitAgent[str]):
         async def rollout_async(self, task: str, resources: agl.NamedResources, rollout: agl.Rollout) -> float:
             return 0.5
 
     assert Async().is_async()
+
+
+def test_an_agent_class_that_defines_nothing_is_refused_before_anything_runs() -> None:
+    class Empty(agl.LitAgent[str]):
+        pass
+
     with pytest.raises(agl.ConfigError, match="Empty defines neither rollout nor rollout_async"):
-        run(Empty(), {})
+        agl.wrap(Empty())
+
+
+def test_a_method_of_an_agent_class_that_cannot_be_called_is_refused_at_once() -> None:
+    with pytest.raises(agl.ConfigError, match=r"Async\.rollout is async; call it rollout_async"):
+
+        class Async(agl.LitAgent[str]):
+            async def rollout(self, task: str, resources: Any, rollout: agl.Rollout) -> float:  # type: ignore[override] # the mistake
+                return 1.0
+
+    with pytest.raises(
+        agl.ConfigError, match=r"Short\.rollout\(self, task\) is called with \(task, resources, rollout\)"
+    ):
+
+        class Short(agl.LitAgent[str]):
+            def rollout(self, task):  # type: ignore[no-untyped-def, override] # the mistake
+                return 1.0
+
+
+async def test_training_and_validation_have_their_own_methods_and_fall_back_on_rollout() -> None:
+    class Sync(agl.LitAgent[str]):
+        def rollout(self, task: str, resources: agl.NamedResources, rollout: agl.Rollout) -> float:
+            return 1.0
+
+        def validation_rollout(self, task: str, resources: agl.NamedResources, rollout: agl.Rollout) -> float:
+            return 2.0
+
+    class Mixed(agl.LitAgent[str]):
+        def training_rollout(self, task: str, resources: agl.NamedResources, rollout: agl.Rollout) -> float:
+            return 3.0
+
+        async def validation_rollout_async(
+            self, task: str, resources: agl.NamedResources, rollout: agl.Rollout
+        ) -> float:
+            return 4.0
+
+    sync, mixed = Sync(), Mixed()
+    assert not sync.is_async()
+    assert sync.training_rollout("", {}, ROLLOUT) == 1.0
+    assert sync.validation_rollout("", {}, ROLLOUT) == 2.0
+    assert mixed.is_async()
+    assert await mixed.training_rollout_async("", {}, ROLLOUT) == 3.0
+    assert await mixed.validation_rollout_async("", {}, ROLLOUT) == 4.0
+
+
+def test_a_misspelt_key_of_a_rollouts_config_suggests_the_near_miss() -> None:
+    with pytest.raises(agl.ConfigError, match=r"RolloutConfig has no 'max_atempts'. Did you mean 'max_attempts'\?"):
+        agl.RolloutConfig(max_atempts=2)  # type: ignore[call-arg] # the mistake
 
 
 @pytest.mark.parametrize("wrong", [3, "agent", agl.LitAgent])
@@ -168,3 +298,104 @@ def test_a_result_is_nothing_a_number_or_spans(result: Any) -> None:
 def test_any_other_result_is_an_error_that_shows_it(result: Any) -> None:
     with pytest.raises(agl.RolloutError, match=f"{type(result).__name__}.*return None, a number"):
         check_result(result)
+
+
+class Greeter:
+    """An object of a framework that a plugin of ours knows."""
+
+    def __init__(self) -> None:
+        self.greeting = "Say {hello}."
+
+
+class GreeterAgent(FrameworkAgent[Greeter]):
+    def texts(self) -> Mapping[str, str]:
+        return {"greeter.greeting": self.agent.greeting, "greeter.farewell": "Bye."}
+
+    def run(self, task: Any, llm: agl.LLM | None, texts: Mapping[str, str]) -> Any:
+        return {"task": task, "llm": llm, "texts": dict(texts)}
+
+
+@hookimpl
+def wrap_agent(agent: Any, options: WrapOptions) -> agl.LitAgent[Any] | None:
+    return GreeterAgent(agent, options) if isinstance(agent, Greeter) else None
+
+
+@pytest.fixture
+def greeter_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = PluginManager([])
+    manager.register(SimpleNamespace(wrap_agent=wrap_agent), "greeter")
+    monkeypatch.setattr(wrapping, "get_manager", lambda: manager)
+
+
+def outcome(prompts: Any, resources: dict[str, agl.Resource], task: Any = "task") -> Any:
+    seen: list[Any] = []
+    agent = agl.wrap(Greeter(), reward=lambda task, output, rollout: seen.append(output) or 1.0, prompts=prompts)
+    assert run(agent, resources, task) == 1.0
+    return seen[0]
+
+
+@pytest.mark.usefixtures("greeter_plugin")
+class TestAFrameworksObject:
+    """What ``wrap_agent`` of a plugin makes of it."""
+
+    def test_runs_with_the_endpoint_of_its_attempt(self) -> None:
+        assert outcome(None, {"main": PROXY})["llm"].get_base_url() == SCOPED
+        assert outcome(None, {})["llm"] is None
+        assert outcome(None, {"llm": PROXY, "judge": PROXY})["llm"].get_base_url() == SCOPED
+
+    def test_refuses_to_guess_among_several_endpoints(self) -> None:
+        with pytest.raises(agl.ConfigError, match=r"2 models could be meant: judge, writer.*'llm'"):
+            outcome(None, {"writer": PROXY, "judge": PROXY})
+
+    def test_begins_with_its_own_texts_braces_and_all(self) -> None:
+        agent = agl.wrap(Greeter(), prompts=["greeter.greeting"])
+        assert initial_prompts(agent) == {"greeter.greeting": agl.PromptTemplate("Say {{hello}}.")}
+        assert outcome(["greeter.greeting"], {})["texts"] == {"greeter.greeting": "Say {hello}."}
+
+    def test_has_the_texts_of_its_resources(self) -> None:
+        tuned: dict[str, agl.Resource] = {"greeter.greeting": agl.PromptTemplate("Greet {name}: {task}")}
+        texts = outcome(["greeter.greeting"], tuned, {"name": "Ada"})["texts"]
+        assert texts == {"greeter.greeting": "Greet Ada: {'name': 'Ada'}"}
+
+    @pytest.mark.parametrize("value", ["Greet them all.", agl.PromptTemplate("Greet them all.")])
+    def test_begins_with_the_text_that_it_is_given(self, value: Any) -> None:
+        assert outcome({"greeter.greeting": value}, {})["texts"] == {"greeter.greeting": "Greet them all."}
+        agent = agl.wrap(Greeter(), prompts={"greeter.greeting": value})
+        assert initial_prompts(agent) == {"greeter.greeting": agl.PromptTemplate("Greet them all.")}
+
+    def test_takes_a_text_from_the_resource_that_is_named(self) -> None:
+        texts = outcome({"greeter.greeting": "style"}, {"style": agl.PromptTemplate("Be kind.")})["texts"]
+        assert texts == {"greeter.greeting": "Be kind."}
+
+    def test_names_its_texts_when_a_prompt_is_misspelt(self) -> None:
+        expected = (
+            r"no text 'greeter.greting'. Did you mean 'greeter.greeting'\? Its texts: greeter.farewell, greeter.gre"
+        )
+        with pytest.raises(agl.ConfigError, match=expected):
+            agl.wrap(Greeter(), prompts=["greeter.greting"])
+
+    def test_refuses_a_prompt_that_is_another_resource(self) -> None:
+        with pytest.raises(
+            agl.ConfigError, match=r"'greeter.greeting' comes from the resource 'main', which is a ProxyLLM"
+        ):
+            outcome({"greeter.greeting": "main"}, {"main": PROXY})
+
+    def test_has_no_result_of_its_own_without_a_reward(self) -> None:
+        assert run(agl.wrap(Greeter()), {}) is None
+
+    def test_gets_what_task_to_input_makes_while_the_reward_gets_the_task(self) -> None:
+        seen: list[Any] = []
+        agent = agl.wrap(
+            Greeter(),
+            reward=lambda task, output, rollout: seen.append((task, output["task"])) or 1.0,
+            task_to_input=lambda task: task["question"],
+        )
+        run(agent, {}, {"question": "hi", "answer": "ho"})
+        assert seen == [({"question": "hi", "answer": "ho"}, "hi")]
+
+
+def test_prompts_of_a_function_are_refused_with_what_to_do_instead() -> None:
+    with pytest.raises(agl.ConfigError, match="give the function a parameter prompt_template"):
+        agl.wrap(plain_agent, prompts=["writer.instructions"])
+    with pytest.raises(agl.ConfigError, match="give a list of paths"):
+        agl.wrap(plain_agent, prompts="writer.instructions")

@@ -280,3 +280,50 @@ def test_a_runner_without_an_agent_says_how_to_give_it_one() -> None:
         asyncio.run(runner.iter())
     with pytest.raises(agl.ConfigError, match="max_concurrency = 0"):
         agl.LitAgentRunner(agl.DummyTracer(), max_concurrency=0)
+
+
+async def test_a_runner_that_missed_a_revocation_learns_of_it_by_its_heartbeat() -> None:
+    store = agl.InMemoryLightningStore()
+    begun, stopped = asyncio.Event(), asyncio.Event()
+
+    async def agent(task: int) -> float:
+        begun.set()
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            stopped.set()
+            raise
+        return 1.0
+
+    runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(
+        agl.DummyTracer(), max_rollouts=1, heartbeat_interval=0.05, max_concurrency=2
+    )
+
+    async def miss_everything(self: Any) -> None:
+        await asyncio.sleep(60)
+
+    runner._obey_revocations = miss_everything.__get__(runner)  # type: ignore[method-assign] # its stream is broken
+    rollout = await store.enqueue_rollout(1)
+    with runner.run_context(agent=agl.wrap(agent), store=store, worker_id="worker"):
+        running = asyncio.create_task(runner.iter())
+        await asyncio.wait_for(begun.wait(), 10)
+        await asyncio.sleep(0.2)
+        assert not stopped.is_set()
+        await store.cancel_rollout(rollout.rollout_id)
+        await asyncio.wait_for(running, 10)
+    assert stopped.is_set()
+    await store.close()
+
+
+async def test_a_long_step_keeps_its_lease() -> None:
+    store = agl.InMemoryLightningStore(lease_s=0.4)
+
+    async def agent(task: int) -> float:
+        await asyncio.sleep(1.2)
+        return 1.0
+
+    runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer(), heartbeat_interval=0.1)
+    with runner.run_context(agent=agl.wrap(agent), store=store, worker_id="worker"):
+        rollouts = await asyncio.gather(runner.step(1), runner.step(2))
+    assert [rollout.status for rollout in rollouts] == ["succeeded", "succeeded"]
+    await store.close()

@@ -119,6 +119,14 @@ def test_messages_already_in_openai_form_are_kept() -> None:
     assert semconv.read_input_messages(span) == ASKED
 
 
+def test_system_instructions_apart_from_the_messages_are_the_first_message() -> None:
+    apart = {"gen_ai.system_instructions": json.dumps([{"type": "text", "content": "be brief"}])}
+    asked = [{"role": "user", "content": "1+2?"}]
+    span = span_of({**apart, "gen_ai.input.messages": json.dumps(asked)})
+    assert semconv.read_input_messages(span) == [{"role": "system", "content": "be brief"}, *asked]
+    assert semconv.read_input_messages(span_of({**apart, **CURRENT})) == ASKED, "said twice, it is read once"
+
+
 def test_more_than_ten_messages_stay_in_order() -> None:
     attributes = {f"gen_ai.prompt.{i}.content": str(i) for i in reversed(range(12))}
     messages = semconv.read_input_messages(span_of(attributes))

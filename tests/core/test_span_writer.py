@@ -7,9 +7,14 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
+from agentlightning.adapter import TraceToMessages
+from agentlightning.emitter import emit_message
 from agentlightning.errors import ConfigError, ConflictError, StoreError
+from agentlightning.litagent import wrap
+from agentlightning.runner import LitAgentRunner
 from agentlightning.store.protocol import StoreCapabilities
 from agentlightning.store.span_writer import SpanWriter
+from agentlightning.tracer import DummyTracer
 from agentlightning.types import AttemptedRollout, Span
 from agentlightning_plugins.memory_store import InMemoryLightningStore
 
@@ -250,6 +255,34 @@ async def test_users_of_one_store_share_a_writer_until_the_last_one_releases_it(
     third = SpanWriter.shared(store)
     assert third is not first
     third.release()
+
+
+async def test_an_attempt_that_lost_spans_is_left_out_of_training_with_a_warning(
+    store: FaultyStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """From the agent's spans past the bound of 64 MB to the adapter, through the real runner."""
+
+    def agent(task: int) -> float:
+        for _ in range(70):
+            emit_message("x" * 2**20)
+        return 1.0
+
+    runner: LitAgentRunner[int] = LitAgentRunner(DummyTracer())
+    with runner.run_context(agent=wrap(agent), store=store):
+        store.stall_s = 1.0
+        lost = await runner.step(0)
+        kept = await runner.step(1)  # the queue has room again
+    assert lost.status == kept.status == "succeeded"
+    dropped = []
+    for rollout in (lost, kept):
+        assert isinstance(rollout, AttemptedRollout)
+        spans = list(await store.query_spans(rollout.rollout_id))
+        dropped.append(rollout.attempt.spans_dropped)
+        assert len(spans) + dropped[-1] == 72, "seventy messages, a reward and a root"
+        adapted = TraceToMessages().adapt_attempt(rollout.attempt, spans)
+        assert (adapted is None) is bool(dropped[-1])
+    assert dropped[0] > 0
+    assert f"attempt {lost.attempt.attempt_id} of rollout {lost.rollout_id} is left out: {dropped[0]} of" in caplog.text  # type: ignore[attr-defined] # narrowed in the loop
 
 
 class BoundStore(FaultyStore):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.event import RunFinished, StepFinished
+from agentlightning.plugins import PluginManager
 from agentlightning.types import AttemptedRollout
 
 TASKS = [{"number": number} for number in range(6)]
@@ -185,6 +187,37 @@ def test_trackers_follow_the_run_and_a_failing_one_does_not_stop_it(
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line.get("reward") for line in lines] == [1.25, None]
     assert lines[-1]["status"] == "succeeded"
+
+
+def test_plugins_observe_every_event_of_a_run_and_a_failing_one_does_not_stop_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen: list[Any] = []
+
+    class Observer:
+        @staticmethod
+        @agl.hookimpl
+        def observe(event: Any) -> None:
+            seen.append(event)
+
+    class Broken:
+        @staticmethod
+        @agl.hookimpl
+        def observe(event: Any) -> None:
+            raise OSError("no disk")
+
+    manager = PluginManager()
+    manager.register(Broken(), "broken")
+    manager.register(Observer(), "observer")
+    monkeypatch.setattr("agentlightning.tracker.get_manager", lambda: manager)
+    with caplog.at_level(logging.DEBUG, "agentlightning.event"):
+        trainer(strategy="shm").fit(halving_agent, TASKS)
+    kinds = [event.kind for event in seen]
+    assert kinds.count("rollout_finished") == len(TASKS)
+    assert kinds[-1] == "run_finished"
+    assert caplog.text.count("observe of plugin broken failed") == 1
+    logged = [record for record in caplog.records if record.name == "agentlightning.event"]
+    assert len(logged) == len(seen)
 
 
 def test_dev_defaults_to_baseline_and_refuses_slow_algorithms() -> None:

@@ -21,7 +21,7 @@ from agentlightning_plugins.gateway.call import Call, Trace
 from agentlightning_plugins.gateway.dialect import Asked
 from agentlightning_plugins.gateway.openai_dialect import CHAT
 from agentlightning_plugins.gateway.stream import StreamReader
-from tests.plugins.gateway_setup import ADD, HELLO, PROVIDER_KEY, Case, gateway
+from tests.plugins.gateway_setup import ADD, HELLO, PROVIDER_KEY, gateway
 
 PROMPT_IDS = encode(render_prompt({"messages": HELLO}))
 
@@ -247,7 +247,7 @@ async def test_an_agent_that_leaves_half_way_is_recorded_as_incomplete() -> None
         stream = await client.chat.completions.create(model="m", messages=HELLO, stream=True)
         await anext(aiter(stream))
         await stream.close()
-        span = await _eventually_one_span(case, rollout)
+        span = await case.eventual_span(rollout)
         assert span.attributes["agentlightning.gateway.complete"] is False
         assert span.status.status_code == "ERROR"
         assert "disconnected" in (span.status.description or "")
@@ -259,17 +259,9 @@ async def test_an_agent_that_leaves_before_the_answer_is_recorded_as_incomplete(
         rollout, client = await case.start()
         with pytest.raises(openai.APITimeoutError):
             await client.chat.completions.create(model="m", messages=HELLO, timeout=0.2)
-        span = await _eventually_one_span(case, rollout)
+        span = await case.eventual_span(rollout)
         assert span.attributes["agentlightning.gateway.complete"] is False
         assert semconv.read_token_data(span) is None
-
-
-async def _eventually_one_span(case: Case, rollout: AttemptedRollout) -> Span:
-    async with asyncio.timeout(3):
-        while True:
-            for span in await case.spans(rollout):
-                return span
-            await asyncio.sleep(0.02)
 
 
 async def test_an_answer_is_in_the_store_when_flush_returns_whichever_way_it_came() -> None:

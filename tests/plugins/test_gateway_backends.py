@@ -168,7 +168,7 @@ async def test_an_error_page_becomes_an_openai_error() -> None:
         ("/v1/chat/completions", b'{"model": "n", "messages": []}', 404, "no model 'n'; models: m"),
         ("/v1/chat/completions", b"{half", 400, "not JSON"),
         ("/v1/chat/completions", b'["m"]', 400, "'model'"),
-        ("/v1/embeddings", b'{"model": "m"}', 404, "/v1/chat/completions"),
+        ("/v1/audio/speech", b'{"model": "m"}', 404, "/v1/chat/completions"),
         ("/somewhere", b"", 404, "/v1/chat/completions"),
     ],
 )
@@ -351,7 +351,7 @@ async def test_settings_that_cannot_work_are_refused_with_the_fix() -> None:
         ({"model": "m", "endpoint": "localhost:80"}, "not an http"),
         ({"model": "m", "endpoint": "http://user:pw@h/v1"}, "credentials"),
         ({"model_name": "m", "litellm_params": {"model": "hosted_vllm/x"}}, "needs 'api_base'"),
-        ({"model_name": "m", "litellm_params": {"model": "anthropic/x"}}, "needs 'api_base'"),
+        ({"model_name": "m", "litellm_params": {"model": "cohere/x"}}, "needs 'api_base'"),
         ({"model_name": "m", "litellm_params": {"model": "x", "api_bse": ""}}, "Did you mean 'api_base'"),
         ({"model": "m", "endpoint": "http://h/v1", "api_key": "os.environ/NOT_SET"}, "NOT_SET, which is not set"),
         ("m", "give a mapping"),

@@ -6,6 +6,7 @@ import pytest
 
 from agentlightning.errors import ConfigError, PluginError
 from agentlightning.store.factory import create_store
+from agentlightning.store.retention import Retention
 from agentlightning_plugins.memory_store import InMemoryLightningStore
 
 
@@ -39,6 +40,13 @@ def test_an_unknown_scheme_names_the_near_miss_and_what_there_is() -> None:
 def test_what_is_no_url_of_a_store_is_refused_with_the_fix(url: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         create_store(url)
+
+
+async def test_a_store_of_ours_keeps_what_the_retention_says_and_a_served_one_decides_for_itself() -> None:
+    store = create_store("memory://", retention=Retention(max_rollouts=10))
+    await store.close()
+    with pytest.raises(ConfigError, match="owned by somebody else"):
+        create_store("http://127.0.0.1:4747", retention=Retention(max_rollouts=10))
 
 
 def test_a_store_that_nobody_else_reaches_takes_no_token() -> None:

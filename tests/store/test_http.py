@@ -22,6 +22,7 @@ import pytest
 
 from agentlightning.errors import ConfigError, ConflictError, NotFoundError, StoreError
 from agentlightning.event import RolloutEnqueued
+from agentlightning.store.backend import Put
 from agentlightning.store.protocol import LightningStore
 from agentlightning.testing.store import StoreConformance
 from agentlightning.types import EnqueueRolloutRequest, Rollout, Span
@@ -67,101 +68,6 @@ class TestStoreOverHttp(StoreConformance):
         return client
 
 
-class Request:
-    """One raw request, and the status and code it has to be answered with."""
-
-    def __init__(self, method: str, path: str, body: Any = None, *, status: int, code: str) -> None:
-        self.method, self.path, self.body, self.status, self.code = method, path, body, status, code
-
-    def __repr__(self) -> str:
-        return f"{self.method} {self.path} {str(self.body)[:60]} -> {self.status} {self.code}"
-
-
-BAD_REQUESTS = [
-    # not JSON
-    Request("POST", "/queues/rollouts/enqueue", b"{", status=400, code="malformed"),
-    Request("POST", "/queues/rollouts/enqueue", b"\xff\xfe", status=400, code="malformed"),
-    Request("POST", "/queues/rollouts/enqueue", b'{"rollouts":[{"input":NaN}]}', status=400, code="malformed"),
-    Request("POST", "/queues/rollouts/enqueue", b'{"rollouts":[{"input":"\\ud800"}]}', status=400, code="malformed"),
-    Request("POST", "/queues/rollouts/enqueue", b'{"rollouts":' + b"[" * 5000, status=400, code="malformed"),
-    # not the message
-    Request("POST", "/queues/rollouts/enqueue", status=422, code="invalid"),
-    Request("POST", "/queues/rollouts/enqueue", [], status=422, code="invalid"),
-    Request("POST", "/queues/rollouts/enqueue", {"rollouts": [{}]}, status=422, code="invalid"),
-    Request("POST", "/queues/rollouts/enqueue", {"rollout": [{"input": 1}]}, status=422, code="invalid"),
-    Request("POST", "/queues/rollouts/enqueue", {"rollouts": [{"input": 1, "mode": "x"}]}, status=422, code="invalid"),
-    Request(
-        "POST",
-        "/queues/rollouts/enqueue",
-        {"rollouts": [{"input": 1}, {"input": 2, "config": {"max_attempts": 0}}]},
-        status=422,
-        code="invalid",
-    ),
-    Request("POST", "/queues/rollouts/dequeue", {"limit": -1}, status=422, code="invalid"),
-    Request("POST", "/queues/rollouts/dequeue", {"timeout": -1}, status=422, code="invalid"),
-    Request("POST", "/queues/rollouts/dequeue", {"timeout": "soon"}, status=422, code="invalid"),
-    Request("GET", "/rollouts?limit=-2", status=422, code="invalid"),
-    Request("GET", "/rollouts?limit=many", status=422, code="invalid"),
-    Request("GET", "/rollouts?colour=red", status=422, code="invalid"),
-    Request("GET", "/rollouts?sort_by=colour", status=422, code="invalid"),
-    Request("GET", "/rollouts?cursor=nonsense", status=422, code="invalid"),
-    Request("POST", "/rollouts/search", {"offset": -1}, status=422, code="invalid"),
-    Request("POST", "/rollouts/search", {"filter_logic": "xor"}, status=422, code="invalid"),
-    Request("POST", "/rollouts/ro-queued", {"status": None}, status=422, code="invalid"),
-    Request("POST", "/rollouts/ro-queued", {"config": None}, status=422, code="invalid"),
-    Request("POST", "/rollouts/ro-claimed/attempts/latest", {"spans_dropped": -1}, status=422, code="invalid"),
-    Request("POST", "/spans", {"rollout_id": "ro-claimed"}, status=422, code="invalid"),
-    Request("POST", "/resources", {"resources": {"prompt": {"resource_type": "spell"}}}, status=422, code="invalid"),
-    Request("POST", "/resources", {"resources": {"prompt": 7}}, status=422, code="invalid"),
-    Request("POST", "/runs/default/metrics", {"step": 1, "values": {"loss": "low"}}, status=422, code="invalid"),
-    Request("GET", "/events?kinds=party", status=422, code="invalid"),
-    # ids that nobody knows
-    Request("GET", "/rollouts/ro-0", status=404, code="not_found"),
-    Request("POST", "/rollouts/ro-0", {"mode": "train"}, status=404, code="not_found"),
-    Request("POST", "/rollouts/ro-0/cancel", status=404, code="not_found"),
-    Request("GET", "/rollouts/ro-0/attempts/latest", status=404, code="not_found"),
-    Request("POST", "/rollouts/ro-0/attempts", {}, status=404, code="not_found"),
-    Request("POST", "/rollouts/ro-claimed/attempts/at-0", {"status": "running"}, status=404, code="not_found"),
-    Request("POST", "/waits/rollouts", {"rollout_ids": ["ro-0"], "timeout": 0}, status=404, code="not_found"),
-    Request("POST", "/rollouts", {"input": 1, "resources_id": "rs-0"}, status=404, code="not_found"),
-    Request("POST", "/spans/next", {"rollout_id": "ro-0", "attempt_id": "at-0"}, status=404, code="not_found"),
-    Request("GET", "/workers/nobody", status=404, code="not_found"),
-    Request("GET", "/resources/latest", status=404, code="not_found"),
-    Request("GET", "/resources/rs-0", status=404, code="not_found"),
-    Request("POST", "/runs/nowhere", {"status": "failed"}, status=404, code="not_found"),
-    # what the lifecycle refuses
-    Request("POST", "/rollouts/ro-queued", {"status": "succeeded"}, status=409, code="conflict"),
-    Request("POST", "/rollouts/ro-queued/retry", status=409, code="conflict"),
-    Request("POST", "/rollouts/ro-claimed/attempts", {}, status=409, code="conflict"),
-    Request("POST", "/rollouts/delete", {"rollout_ids": ["ro-queued"]}, status=409, code="conflict"),
-    # what nobody serves
-    Request("GET", "/nothing", status=404, code="no_route"),
-    Request("DELETE", "/rollouts/ro-queued", status=405, code="no_route"),
-]
-
-
-@pytest.mark.parametrize("bad", BAD_REQUESTS, ids=repr)
-async def test_bad_input_gets_its_4xx_and_changes_nothing(
-    bad: Request, server: LightningStoreServer, store: LightningStore
-) -> None:
-    await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=1, rollout_id="ro-claimed")])
-    await store.dequeue_rollout("worker")
-    await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=1, rollout_id="ro-queued")])
-    before = await _everything(store)
-
-    status, answer = await _ask(server, bad.method, bad.path, bad.body)
-
-    assert (status, answer["code"]) == (bad.status, bad.code), answer
-    assert set(answer) == {"code", "message"}
-    assert answer["message"]
-    assert await _everything(store) == before
-
-
-async def _everything(store: LightningStore) -> Any:
-    statistics = await store.statistics()
-    return {**statistics, "uptime": 0}, list(await store.query_rollouts()), list(await store.query_workers())
-
-
 async def _ask(
     server: LightningStoreServer, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
 ) -> tuple[int, Any]:
@@ -171,11 +77,6 @@ async def _ask(
         session.request(method, f"{server.endpoint}/v1/agl{path}", headers=headers, **content) as response,
     ):
         return response.status, await response.json()
-
-
-async def test_a_body_that_is_too_large_is_refused_before_it_is_read(server: LightningStoreServer) -> None:
-    status, answer = await _ask(server, "POST", "/queues/rollouts/enqueue", b" " * (65 * 2**20))
-    assert (status, answer["code"]) == (413, "too_large")
 
 
 async def test_a_body_that_cannot_be_decompressed_is_malformed(server: LightningStoreServer) -> None:
@@ -198,7 +99,9 @@ async def test_a_bug_of_ours_is_a_500_that_shows_no_traceback(
 
 
 async def test_a_stored_value_that_is_not_json_is_named(store: LightningStore, client: LightningStoreClient) -> None:
-    rollout = await store.enqueue_rollout({"picture": object()})
+    rollout = await store.enqueue_rollout("a")
+    smuggled = rollout.model_copy(update={"input": {"picture": object()}})  # as by a store plugin with a bug
+    await store._database.backend.commit([Put(smuggled)])  # type: ignore[attr-defined] # a store over memory
     with pytest.raises(StoreError, match="not JSON.*object"):
         await client.get_rollout_by_id(rollout.rollout_id)
 
@@ -221,8 +124,6 @@ async def test_errors_of_the_store_are_the_same_exceptions_over_http(client: Lig
         await client.update_rollout(rollout.rollout_id, status="succeeded")
     with pytest.raises(ConfigError, match="start_tim.* Did you mean 'start_time'"):
         await client.query_rollouts(sort_by="start_tim")
-    with pytest.raises(ConfigError, match="JSON"):
-        await client.add_metrics(1, {"loss": float("nan")})
     with pytest.raises(ConfigError, match="JSON"):
         await client.enqueue_rollout(object())
     assert (await client.statistics())["rollouts"] == 1
@@ -362,8 +263,8 @@ async def test_a_version_that_was_seen_costs_no_request(store: LightningStore) -
 
 async def test_the_client_knows_what_the_store_behind_the_server_can_do(client: LightningStoreClient) -> None:
     await client.statistics()
-    assert client.capabilities == {"thread_safe": True, "durable": False, "otlp_traces": False}
-    assert client.otlp_traces_endpoint() is None
+    assert client.capabilities == {"thread_safe": True, "durable": False, "otlp_traces": True}
+    assert client.otlp_traces_endpoint() == f"{client.url}/v1/traces"
 
 
 async def test_waiting_clients_survive_a_restart_of_the_server(store: LightningStore) -> None:

@@ -8,7 +8,16 @@ from typing import get_args
 import pytest
 
 from agentlightning.errors import ConflictError
-from agentlightning.lifecycle import begin_attempt, due_status, lose_claim, move_attempt, move_rollout, retry
+from agentlightning.lifecycle import (
+    begin_attempt,
+    due_status,
+    heard_of,
+    lose_claim,
+    move_attempt,
+    move_rollout,
+    release,
+    retry,
+)
 from agentlightning.types import (
     Attempt,
     AttemptedRollout,
@@ -17,6 +26,7 @@ from agentlightning.types import (
     Rollout,
     RolloutConfig,
     RolloutStatus,
+    Worker,
 )
 from agentlightning_plugins.memory_store import InMemoryLightningStore
 
@@ -187,10 +197,11 @@ def test_an_end_is_retried_where_the_config_says_so_and_attempts_are_left(end: A
     assert rollout.status == ("requeuing" if end != "timeout" and sequence_id < 3 else "failed")
 
 
-def test_an_attempt_that_is_not_the_latest_leaves_the_rollout_alone() -> None:
-    rollout = make_rollout("running")
+@pytest.mark.parametrize("status", ["queuing", "requeuing", "failed", "cancelled", "succeeded"])
+def test_the_end_of_an_attempt_leaves_a_rollout_alone_that_is_not_at_work(status: RolloutStatus) -> None:
+    rollout = make_rollout(status)
     error = AttemptFailure(type="ValueError", message="no")
-    outcome = move_attempt(rollout, make_attempt("running"), "failed", 5.0, is_latest=False, error=error)
+    outcome = move_attempt(rollout, make_attempt("running"), "failed", 5.0, error=error)
     assert outcome.rollout is rollout
     assert (outcome.attempt.status, outcome.attempt.error) == ("failed", error)
 
@@ -225,4 +236,32 @@ def test_a_lease_is_renewed_by_spans_and_by_the_worker() -> None:
     beating = attempt.model_copy(update={"last_heartbeat_time": 30.0})
     assert due_status(rollout, beating, 61.5, worker_seen=None, lease_s=60) is None
     unowned = attempt.model_copy(update={"worker_id": None})
-    assert due_status(rollout, unowned, 61.5, worker_seen=None, lease_s=60) is None
+    assert due_status(rollout, unowned, 61.5, worker_seen=None, lease_s=60) == "unresponsive"
+    assert due_status(rollout, unowned, 60.5, worker_seen=None, lease_s=60) is None
+
+
+def test_a_worker_speaks_for_the_attempts_it_names() -> None:
+    attempt = make_attempt("preparing")
+    worker = Worker(worker_id="worker-1", last_heartbeat_time=30.0)
+    assert heard_of(None, attempt) is None
+    assert heard_of(worker, attempt) == 30.0
+    assert heard_of(worker.model_copy(update={"attempt_ids": ["at-1"]}), attempt) == 30.0
+    assert heard_of(worker.model_copy(update={"attempt_ids": []}), attempt) is None
+
+
+@pytest.mark.parametrize("status", ATTEMPT_STATUSES)
+def test_only_a_claim_that_has_not_begun_is_taken_back(status: AttemptStatus) -> None:
+    rollout, attempt = make_rollout("running" if status == "running" else "preparing"), make_attempt(status)
+    if status == "running":
+        with pytest.raises(ConflictError, match="running"):
+            release(rollout, attempt, 5.0)
+    elif status == "preparing":
+        outcome = release(rollout, attempt, 5.0)
+        assert (outcome.rollout.status, outcome.attempt.status, outcome.attempt.end_time) == (
+            "requeuing",
+            "unresponsive",
+            5.0,
+        )
+        assert outcome.attempt.last_heartbeat_time == 1.0
+    else:
+        assert release(rollout, attempt, 5.0) == (rollout, attempt)

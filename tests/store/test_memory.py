@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
+from agentlightning.errors import NotFoundError
 from agentlightning.event import Event, RolloutEnqueued
-from agentlightning.store.backend import Condition, Guard, Operator, Page, Put, Query
+from agentlightning.store.backend import Condition, Guard, Operator, Page, Put, Query, Write
+from agentlightning.store.engine import BackendStore
+from agentlightning.store.retention import Retention
 from agentlightning.testing.store import StoreConformance
 from agentlightning.testing.store.step import make_span
-from agentlightning.types import AttemptedRollout, EnqueueRolloutRequest, Rollout
+from agentlightning.types import AttemptedRollout, EnqueueRolloutRequest, Record, Rollout
 from agentlightning_plugins.memory_store import InMemoryLightningStore, MemoryBackend
+
+R = TypeVar("R", bound=Record)
 
 
 class TestInMemoryLightningStore(StoreConformance):
@@ -61,8 +70,12 @@ async def enqueue_and_claim(store: InMemoryLightningStore) -> None:
     await store.update_attempt(claimed.rollout_id, claimed.attempt.attempt_id, status="succeeded")
 
 
-async def test_costs_do_not_grow_with_what_is_stored() -> None:
-    stores = [await filled(100), await filled(5_000)]
+@pytest.mark.parametrize(
+    ("few", "many"),
+    [(100, 5_000), pytest.param(1_000, 1_000_000, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])],
+)
+async def test_costs_do_not_grow_with_what_is_stored(few: int, many: int) -> None:
+    stores = [await filled(few), await filled(many)]
     claims = [await store.start_rollout("a") for store in stores]
 
     async def fastest(operation: Operation, which: int) -> float:
@@ -74,10 +87,93 @@ async def test_costs_do_not_grow_with_what_is_stored() -> None:
         return min(times)
 
     for name, operation in OPERATIONS.items():
-        few, many = await fastest(operation, 0), await fastest(operation, 1)
-        assert many < 8 * few, f"{name}: {few * 1e6:.0f} us with 100 rollouts, {many * 1e6:.0f} us with 5,000"
+        before, after = await fastest(operation, 0), await fastest(operation, 1)
+        assert after < 8 * before, f"{name}: {before * 1e6:.0f} us with {few} rollouts, {after * 1e6:.0f} with {many}"
     for store in stores:
         await store.close()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+async def test_a_million_spans_stream_through_in_bounded_memory() -> None:
+    """Ten thousand rollouts with a hundred spans each, of which the owner keeps five hundred."""
+    store = InMemoryLightningStore()
+    watchdog = store._database.watchdog
+    assert watchdog is not None
+    store.retain(Retention(max_rollouts=500))
+    sizes: list[int] = []
+    for number in range(10_000):
+        claimed = await store.start_rollout(number, worker_id="worker-1")
+        await store.add_many_spans([make_span(claimed, text="x" * 200) for _ in range(100)])
+        await store.update_attempt(claimed.rollout_id, claimed.attempt.attempt_id, status="succeeded")
+        if number % 500 == 499:
+            watchdog._tidied_at = 0.0
+            await watchdog.tidy(time.time())
+            sizes.append(resident_bytes())
+    statistics = await store.statistics()
+    assert (statistics["rollouts"], statistics["spans"]) == (500, 50_000)
+    assert max(sizes) < sizes[1] + 64 * 2**20, sizes
+    read = 0
+    cursor: str | None = None
+    while True:  # and what is stored is read at constant cost
+        page = await store.query_spans(None, limit=1000, cursor=cursor)
+        read, cursor = read + len(page), page.cursor
+        if cursor is None:
+            break
+    assert read == 50_000
+    await store.close()
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+async def test_two_owners_of_one_database_never_act_on_what_the_other_has_changed() -> None:
+    backend = MemoryBackend()
+    ours, theirs = BackendStore(backend), BackendStore(backend)
+    await ours.enqueue_many_rollouts([EnqueueRolloutRequest(input=n) for n in range(3)])
+    cancelled, begun, touched = await ours.dequeue_many_rollouts(limit=3, worker_id="worker-1")
+    await theirs.cancel_rollout(cancelled.rollout_id)
+    late = await ours.update_attempt(cancelled.rollout_id, cancelled.attempt.attempt_id, status="succeeded")
+    assert (late.status, late.late_status) == ("failed", "succeeded")
+    await theirs.add_span(make_span(begun))
+    await ours.add_span(make_span(begun))
+    await theirs.update_rollout(touched.rollout_id, metadata={"note": 1})
+    await ours.update_attempt(touched.rollout_id, touched.attempt.attempt_id, status="succeeded")
+    states = [(rollout.status, rollout.metadata) for rollout in await theirs.query_rollouts()]
+    assert states == [("cancelled", None), ("running", None), ("succeeded", {"note": 1})]
+    await ours.delete_rollouts([touched.rollout_id])
+    with pytest.raises(NotFoundError):
+        await theirs.update_attempt(touched.rollout_id, touched.attempt.attempt_id, status="failed")
+    for store in (ours, theirs):
+        await store.close()
+
+
+async def test_one_rollout_takes_no_more_than_six_reads_and_three_commits() -> None:
+    """What a database over a network feels. The wait reads twice."""
+    calls: Counter[str] = Counter()
+
+    class CountingBackend(MemoryBackend):
+        async def select(self, query: Query[R]) -> Page[R]:
+            calls["reads"] += 1
+            return await super().select(query)
+
+        async def commit(
+            self, writes: Sequence[Write], guards: Sequence[Guard] = (), events: Sequence[Event] = ()
+        ) -> bool:
+            calls["commits"] += 1
+            return await super().commit(writes, guards, events)
+
+    store = BackendStore(CountingBackend(), watchdog_interval_s=None)
+    queued = await store.enqueue_rollout("a")
+    claimed = await store.dequeue_rollout("worker-1")
+    assert claimed is not None
+    for _ in range(3):
+        await store.add_many_spans([make_span(claimed)])
+    await store.update_attempt(claimed.rollout_id, claimed.attempt.attempt_id, status="succeeded")
+    await store.wait_for_rollouts([queued.rollout_id])
+    assert calls == {"reads": 6, "commits": 3}
+    await store.close()
 
 
 async def test_events_are_delivered_in_commit_order_whichever_threads_commit() -> None:

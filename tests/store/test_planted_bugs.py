@@ -9,12 +9,15 @@ from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import pytest
+from hypothesis import Phase, settings
 
 from agentlightning import lifecycle
+from agentlightning.errors import NotFoundError
 from agentlightning.event import Event
-from agentlightning.store.backend import Claim, Guard, Listener, Page, Put, Query, Row, Write
+from agentlightning.resources import ResourcesUpdate
+from agentlightning.store.backend import KEYS, Backend, Claim, Delete, Guard, Listener, Page, Put, Query, Row, Write
 from agentlightning.store.engine import BackendStore
-from agentlightning.testing.store import StoreConformance, step
+from agentlightning.testing.store import DurableStoreConformance, StoreConformance, model, step
 from agentlightning.types import (
     UNSET,
     Attempt,
@@ -28,6 +31,10 @@ from agentlightning.types import (
 from agentlightning_plugins.memory_store import InMemoryLightningStore, MemoryBackend
 
 R = TypeVar("R", bound=Record)
+
+MODEL = "test_any_sequence_of_calls_does_what_a_simple_model_does"
+HASTY = settings(model.SEARCH, phases=[Phase.generate], max_examples=1000, derandomize=True)
+"""Searches until it finds something, and does not look for the shortest example then."""
 
 
 class SlowBackend(MemoryBackend):
@@ -195,6 +202,44 @@ class PublishesToEverybody(InMemoryLightningStore):
         return self
 
 
+class KeepsDeadWorkersAtWork(InMemoryLightningStore):
+    async def end_worker(self, worker_id: str) -> int:
+        return len(await self._live_attempts(worker_id))
+
+
+class ReleasesWhatRuns(InMemoryLightningStore):
+    async def release_attempt(self, rollout_id: str, attempt_id: str) -> Rollout:
+        return await self.update_rollout(rollout_id, status="requeuing")
+
+
+class RevokesNothing(MemoryBackend):
+    async def commit(self, writes: Sequence[Write], guards: Sequence[Guard] = (), events: Sequence[Event] = ()) -> bool:
+        return await super().commit(writes, guards, [event for event in events if event.kind != "attempt_revoked"])
+
+
+class DeletesTheNewest(InMemoryLightningStore):
+    async def delete_rollouts(self, rollout_ids: Sequence[str] | None = None, **which: Any) -> int:
+        if which.get("keep") is not None:
+            ended = await self.query_rollouts(status_in=which.get("status_in") or ["succeeded", "failed", "cancelled"])
+            return await super().delete_rollouts([rollout.rollout_id for rollout in list(ended)[which["keep"] :]])
+        return await super().delete_rollouts(rollout_ids, **which)
+
+
+class RollsBackByForgetting(InMemoryLightningStore):
+    async def rollback(self, resources_id: str, version: int) -> ResourcesUpdate:
+        earlier = await self.get_resources_by_id(resources_id, version)
+        newest = await self.get_resources_by_id(resources_id)
+        if earlier is None or newest is None:
+            raise NotFoundError(f"no {resources_id}")
+        await self._database.backend.commit([Delete(ResourcesUpdate, (resources_id, newest.version))])
+        return await self.update_resources(resources_id, earlier.resources)
+
+
+class LosesSpansThatAreNotJson(InMemoryLightningStore):
+    async def add_many_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
+        return await super().add_many_spans([span for span in spans if "NaN" not in str(span)])
+
+
 def forgets_deadlines() -> BackendStore:
     return BackendStore(MemoryBackend(), watchdog_interval_s=None)
 
@@ -221,14 +266,27 @@ PLANTED: list[tuple[Callable[[], BackendStore], str]] = [
     (lambda: BackendStore(SortsUpwardsOnly()), "test_attempts_are_sorted_and_paged"),
     (PublishesToEverybody, "test_a_subscriber_sees_the_life_of_a_rollout_in_order"),
     (forgets_deadlines, "test_an_attempt_past_its_timeout_ends_by_itself"),
+    (KeepsDeadWorkersAtWork, "test_the_attempts_of_a_dead_worker_end_at_once"),
+    (ReleasesWhatRuns, "test_an_attempt_that_has_begun_cannot_be_handed_back"),
+    (lambda: BackendStore(RevokesNothing()), "test_whoever_runs_an_attempt_hears_that_the_store_has_ended_it"),
+    (DeletesTheNewest, "test_rollouts_are_deleted_by_age_count_and_status"),
+    (RollsBackByForgetting, "test_an_earlier_version_can_be_published_again"),
+    (LosesSpansThatAreNotJson, "test_a_span_is_not_lost_for_a_value_that_is_not_json"),
+    (lambda: BackendStore(HandsOutTwice()), MODEL),
+    (lambda: BackendStore(LosesOrder()), MODEL),
+    (lambda: BackendStore(StoresTwice()), MODEL),
+    (TouchesEndedRollouts, MODEL),
+    (ReleasesWhatRuns, MODEL),
+    (RollsBackByForgetting, MODEL),
 ]
 
 
-@pytest.mark.parametrize(("make_store", "named_test"), PLANTED, ids=[test for _, test in PLANTED])
+@pytest.mark.parametrize(("make_store", "named_test"), PLANTED)
 async def test_a_planted_bug_fails_the_test_named_for_it(
     make_store: Callable[[], BackendStore], named_test: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(model, "SEARCH", HASTY)
     store = make_store()
     try:
         with pytest.raises((AssertionError, TimeoutError, pytest.fail.Exception)):
@@ -244,10 +302,64 @@ async def test_a_lifecycle_that_allows_anything_fails_the_test_named_for_it(monk
     store = InMemoryLightningStore()
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
         await StoreConformance().test_a_succeeded_rollout_is_final(store)
+    monkeypatch.setattr(model, "SEARCH", HASTY)
+    with pytest.raises(AssertionError, match="should have raised ConflictError"):
+        await StoreConformance().test_any_sequence_of_calls_does_what_a_simple_model_does(store)
     await store.close()
+
+
+async def copy_without(forgotten: type[Record], backend: Backend) -> MemoryBackend:
+    """What a store reads back that did not write all it acknowledged; of rollouts it forgets those in the queue."""
+    copy = MemoryBackend()
+    for kind in KEYS:
+        records = [row.record for row in (await backend.select(Query(kind))).rows]
+        if kind is Rollout and forgotten is Rollout:
+            records = [record for record in records if getattr(record, "end_time", None) is not None]
+        elif kind is forgotten:
+            continue
+        if kind is Span:
+            await copy.append_spans([span for span in records if isinstance(span, Span)], 0.0)
+        else:
+            await copy.commit([Put(record) for record in records])
+    return copy
+
+
+FORGOTTEN: list[tuple[type[Record] | None, str]] = [
+    (None, "test_everything_is_there_after_reopening"),
+    (None, "test_the_queue_keeps_its_order_over_reopening"),
+    (None, "test_a_repetition_is_recognised_after_reopening"),
+    (Span, "test_everything_is_there_after_reopening"),
+    (ResourcesUpdate, "test_everything_is_there_after_reopening"),
+    (Attempt, "test_everything_is_there_after_reopening"),
+    (Rollout, "test_the_queue_keeps_its_order_over_reopening"),
+    (Span, "test_a_repetition_is_recognised_after_reopening"),
+    (ResourcesUpdate, "test_reopening_makes_no_difference_to_any_sequence_of_calls"),
+]
+
+
+@pytest.mark.parametrize(("forgotten", "named_test"), FORGOTTEN)
+async def test_a_store_that_forgets_on_reopening_fails_the_test_named_for_it(
+    forgotten: type[Record] | None, named_test: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "SEARCH", HASTY)
+    stores = [BackendStore(MemoryBackend())]
+
+    async def reopen() -> BackendStore:
+        await stores[-1].close()
+        backend = stores[-1]._database.backend
+        stores.append(BackendStore(backend if forgotten is None else await copy_without(forgotten, backend)))
+        return stores[-1]
+
+    test = getattr(DurableStoreConformance(), named_test)(stores[0], reopen)
+    if forgotten is None:
+        await test
+    else:
+        with pytest.raises((AssertionError, TimeoutError, NotFoundError)):
+            await test
+    await stores[-1].close()
 
 
 def test_the_kit_keeps_its_tests() -> None:
     tests = [name for name, _ in inspect.getmembers(StoreConformance, inspect.iscoroutinefunction)]
     assert all(name.startswith("test_") for name in tests)
-    assert len(tests) >= 75
+    assert len(tests) >= 85

@@ -11,10 +11,13 @@ from typing import TypeVar
 
 import pytest
 
+from agentlightning.errors import ConfigError
 from agentlightning.event import Event
+from agentlightning.store import watchdog
 from agentlightning.store.backend import Page, Query
 from agentlightning.store.engine import BackendStore
-from agentlightning.types import Attempt, AttemptedRollout, Record, RolloutConfig, Span
+from agentlightning.store.retention import Retention
+from agentlightning.types import Attempt, AttemptedRollout, EnqueueRolloutRequest, Record, RolloutConfig, Span
 from agentlightning_plugins.memory_store import InMemoryLightningStore, MemoryBackend
 
 R = TypeVar("R", bound=Record)
@@ -100,10 +103,82 @@ async def test_spans_renew_the_lease(store: BackendStore) -> None:
     assert (await latest(store, claimed)).status == "running"
 
 
-async def test_an_attempt_without_a_worker_has_no_lease(store: BackendStore) -> None:
-    claimed = await claim(store, None)
-    await asyncio.sleep(0.8)
-    assert (await latest(store, claimed)).status == "preparing"
+async def test_an_attempt_without_a_worker_has_a_lease_that_its_own_heartbeats_renew(store: BackendStore) -> None:
+    silent, beating = await claim(store, None), await claim(store, None)
+    for _ in range(12):
+        await asyncio.sleep(0.1)
+        await store.update_attempt(beating.rollout_id, "latest", last_heartbeat_time=time.time())
+    assert (await latest(store, beating)).attempt.status == "preparing"
+    lost = await latest(store, silent)
+    assert (lost.status, lost.attempt.status) == ("requeuing", "unresponsive")
+    assert lost.attempt.error is not None
+    assert "worker" not in lost.attempt.error.message
+
+
+async def test_a_worker_that_names_its_attempts_keeps_only_these(store: BackendStore) -> None:
+    known, unheard = await claim(store, "worker-1"), await claim(store, "worker-1")  # the answer to one was lost
+    for _ in range(12):
+        await asyncio.sleep(0.1)
+        await store.update_worker("worker-1", attempt_ids=[known.attempt.attempt_id])
+    assert (await latest(store, known)).attempt.status == "preparing"
+    assert (await latest(store, unheard)).status == "requeuing"
+
+
+async def test_an_owner_keeps_no_more_than_its_policy_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "_TIDY_EVERY_S", 0.0)
+    store = BackendStore(MemoryBackend(), watchdog_interval_s=0.05)
+    ended = [await claim(store, None) for _ in range(6)]
+    other_run = await claim(store.with_run("other"), None)
+    for claimed in (*ended[:5], other_run):
+        await store.update_attempt(claimed.rollout_id, "latest", status="succeeded")
+    store.retain(Retention(max_rollouts=3))
+
+    async def left() -> list[str]:
+        return [rollout.rollout_id for rollout in await store.query_rollouts()]
+
+    for _ in range(200):
+        if len(await left()) < 3:
+            break
+        await asyncio.sleep(0.025)
+    # The last has not ended and is kept; the one of the other run came last of all.
+    assert await left() == [ended[4].rollout_id, ended[5].rollout_id]
+    assert len(await store.query_rollouts(run_id="other")) == 1
+    store.retain(Retention(max_age_s=0.0))
+    for _ in range(200):
+        if await left() == [ended[5].rollout_id]:
+            break
+        await asyncio.sleep(0.025)
+    assert await left() == [ended[5].rollout_id]
+    await store.close()
+
+
+@pytest.mark.parametrize("stored", [50, 500])
+async def test_a_policy_that_finds_nothing_to_delete_reads_one_page(stored: int) -> None:
+    read: list[int] = []
+
+    class CountingBackend(MemoryBackend):
+        async def select(self, query: Query[R]) -> Page[R]:
+            page = await super().select(query)
+            read.append(len(page.rows))
+            return page
+
+    backend = CountingBackend()
+    store = BackendStore(backend, watchdog_interval_s=None)
+    await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=n) for n in range(stored)])
+    for claimed in await store.dequeue_many_rollouts(limit=stored):
+        await store.update_attempt(claimed.rollout_id, "latest", status="succeeded")
+    read.clear()
+    assert await Retention(max_age_s=60, max_rollouts=stored).enforce(backend, time.time()) == 0
+    assert sum(read) <= 100
+    with pytest.raises(ConfigError, match="watchdog_interval_s"):
+        store.retain(Retention(max_rollouts=1))
+    await store.close()
+
+
+@pytest.mark.parametrize("policy", [{"max_age_s": -1}, {"max_rollouts": -1}, {"max_age_s": float("nan")}])
+def test_a_policy_that_means_nothing_is_refused(policy: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(policy))):
+        Retention(**policy)  # type: ignore[arg-type] # meant
 
 
 async def test_a_deadline_is_met_long_before_the_next_regular_look() -> None:

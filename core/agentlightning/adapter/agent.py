@@ -22,6 +22,8 @@ def read_agent_name(span: Span) -> str | None:
             return str(attributes[key])
     if attributes.get("agentops.span.kind") == "agent" and attributes.get("operation.name"):
         return str(attributes["operation.name"])
+    if attributes.get("openinference.span.kind") == "AGENT":
+        return span.name
     if attributes.get("lc_name") and not semconv.is_llm_call(span):  # LangChain names its models like that too
         return str(attributes["lc_name"])
     return None

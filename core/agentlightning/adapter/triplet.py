@@ -6,27 +6,19 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from enum import StrEnum
 from typing import Any
 
 from agentlightning import semconv
 from agentlightning.adapter.adapter import TraceAdapter
 from agentlightning.adapter.call import Call, find_calls
+from agentlightning.adapter.credit import CreditRule, CreditSpec, assign_credit, create_credit
+from agentlightning.adapter.matching import RewardMatchPolicy, match_rewards
 from agentlightning.adapter.tree import Node, build_tree
 from agentlightning.errors import AdapterError, ConfigError
-from agentlightning.reward import get_reward_value, is_reward_span
+from agentlightning.reward import find_final_reward
 from agentlightning.types import Span, Triplet
 
 logger = logging.getLogger("agentlightning")
-
-
-class RewardMatchPolicy(StrEnum):
-    """Which call a reward is about, when it does not name one by a link (``semconv.link_attributes``)."""
-
-    FIRST_OCCURRENCE = "first_occurrence"
-    """The last call that ended before the reward and has none yet."""
-    FIRST_SIBLING = "first_sibling"
-    """The same, among the calls under the same parent."""
 
 
 class TraceToTriplet(TraceAdapter[list[Triplet]]):
@@ -40,7 +32,8 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
     without an answer, give no triplet.
 
     ``reward`` is what the agent emitted about this very call; ``find_final_reward`` of the same spans tells how the
-    attempt went as a whole.
+    attempt went as a whole. With a ``credit`` rule, ``reward`` is what that rule says the call is worth, and
+    ``metadata["credit"]`` names the rule.
     """
 
     def __init__(
@@ -50,6 +43,8 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
         agent_match: str | None = None,
         exclude_llm_call_in_reward: bool = True,
         reward_match: RewardMatchPolicy = RewardMatchPolicy.FIRST_OCCURRENCE,
+        *,
+        credit: CreditSpec | None = None,
     ) -> None:
         """Chooses the calls.
 
@@ -61,9 +56,12 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
                 agent, and calls outside agents too.
             exclude_llm_call_in_reward: leave out calls that compute a reward, as a judge's.
             reward_match: how rewards find their calls.
+            credit: a rule that says what each call is worth, its name (``agl plugins`` lists them), or
+                ``{"name": ..., **settings}``. Default is none: algorithms then give every call the final reward.
 
         Raises:
-            ConfigError: not a regular expression, or an unknown policy.
+            ConfigError: not a regular expression, an unknown policy or setting.
+            PluginError: no plugin offers the credit rule.
         """
         self.repair_hierarchy = repair_hierarchy
         self.llm_call_match = _compile("llm_call_match", llm_call_match)
@@ -74,6 +72,7 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
         except ValueError:
             allowed = ", ".join(RewardMatchPolicy)
             raise ConfigError(f"reward_match = {reward_match!r}; it is one of: {allowed}") from None
+        self.credit: CreditRule | None = None if credit is None else create_credit(credit)
 
     def adapt(self, source: Sequence[Span], /) -> list[Triplet]:
         """Makes the triplets of one attempt, in time linear in its spans.
@@ -81,23 +80,36 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
         A trace that gives none is logged, with the reason.
 
         Raises:
-            AdapterError: spans of several attempts, or token data that contradict each other.
+            AdapterError: spans of several attempts, token data that contradict each other, or a credit rule that does
+                not give one value for each call.
         """
         nodes = build_tree(source, repair=self.repair_hierarchy)
-        found = find_calls(nodes, self._is_call)
-        left_out: Counter[str] = Counter()
+        calls, left_out = self._choose(nodes)
+        if not calls:
+            _log_nothing(source, left_out)
+            return []
+        rewards = match_rewards(nodes, calls, self.reward_match, is_exclusive=self.credit is None)
+        if self.credit is None:
+            return [triplet for call in calls for triplet in _to_triplets(call, rewards.get(call))]
+        triplets = [list(_to_triplets(call, None)) for call in calls]
+        credited = assign_credit(self.credit, nodes, calls, triplets, rewards, find_final_reward(source))
+        return [triplet for own in credited for triplet in own]
+
+    def explain_left_out(self, source: Sequence[Span], /) -> dict[str, int]:
+        """Why model calls of an attempt give no triplet, and how many for each reason."""
+        return dict(self._choose(build_tree(source, repair=self.repair_hierarchy))[1])
+
+    def _choose(self, nodes: Sequence[Node]) -> tuple[list[Call], Counter[str]]:
+        """The calls to make triplets of, and how many are left out for which reason."""
         calls = []
-        for call in found:
+        left_out: Counter[str] = Counter()
+        for call in find_calls(nodes, self._is_call):
             reason = self._reason_to_leave_out(call)
             if reason is None:
                 calls.append(call)
             else:
                 left_out[reason] += 1
-        rewards = self._assign_rewards(nodes, calls)
-        triplets = [triplet for call in calls for triplet in _to_triplets(call, rewards.get(call))]
-        if not triplets:
-            _log_nothing(source, len(found), left_out)
-        return triplets
+        return calls, left_out
 
     def _is_call(self, span: Span) -> bool:
         if self.llm_call_match is None:
@@ -116,33 +128,6 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
             return "without an answer"
         return None
 
-    def _assign_rewards(self, nodes: Sequence[Node], calls: Sequence[Call]) -> dict[Call, float]:
-        """Gives each call at most one reward: one that names it, else one by its time."""
-        rewards: dict[Call, float] = {}
-        by_link: dict[str, dict[Any, Call]] = {}
-        unlinked: list[Node] = []
-        for node in nodes:
-            if is_reward_span(node.span):
-                linked = _find_linked(node.span, calls, by_link)
-                if linked is None:
-                    unlinked.append(node)
-                else:
-                    rewards[linked] = get_reward_value(node.span) or 0.0
-        events: list[tuple[float, int, Call | Node]] = [(call.settled_at, 0, call) for call in calls]
-        events += [(node.start, 1, node) for node in unlinked]
-        events.sort(key=lambda event: event[:2])
-        by_sibling = self.reward_match is RewardMatchPolicy.FIRST_SIBLING
-        waiting: dict[Node | None, list[Call]] = {}
-        for _, _, item in events:
-            place = item.anchor if isinstance(item, Call) else item
-            stack = waiting.setdefault(place.parent if by_sibling else None, [])
-            if isinstance(item, Call):
-                if item not in rewards:
-                    stack.append(item)
-            elif stack:
-                rewards[stack.pop()] = get_reward_value(item.span) or 0.0
-        return rewards
-
 
 TracerTraceToTriplet = TraceToTriplet
 
@@ -150,13 +135,19 @@ TracerTraceToTriplet = TraceToTriplet
 class LlmProxyTraceToTriplet(TraceToTriplet):
     """Makes triplets of what the gateway recorded, whatever else was traced."""
 
-    def __init__(self, reward_match: RewardMatchPolicy = RewardMatchPolicy.FIRST_OCCURRENCE) -> None:
+    def __init__(
+        self,
+        reward_match: RewardMatchPolicy = RewardMatchPolicy.FIRST_OCCURRENCE,
+        *,
+        credit: CreditSpec | None = None,
+    ) -> None:
         """Takes every call of the gateway.
 
         Args:
             reward_match: how rewards find their calls.
+            credit: as ``TraceToTriplet`` takes it.
         """
-        super().__init__(reward_match=reward_match)
+        super().__init__(reward_match=reward_match, credit=credit)
 
     def _is_call(self, span: Span) -> bool:
         return semconv.is_gateway_call(span)
@@ -213,25 +204,6 @@ def _has_answer(span: Span) -> bool:
     return bool(semconv.read_token_data(span) or semconv.read_output_messages(span))
 
 
-def _find_linked(span: Span, calls: Sequence[Call], by_link: dict[str, dict[Any, Call]]) -> Call | None:
-    for key, value in semconv.read_links(span):
-        if key not in by_link:
-            by_link[key] = {
-                _hashable(node.span.attributes[key]): call
-                for call in calls
-                for node in call.nodes
-                if key in node.span.attributes
-            }
-        call = by_link[key].get(_hashable(value))
-        if call is not None:
-            return call
-    return None
-
-
-def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
 def _compile(name: str, pattern: str | None) -> re.Pattern[str] | None:
     if pattern is None:
         return None
@@ -241,12 +213,25 @@ def _compile(name: str, pattern: str | None) -> re.Pattern[str] | None:
         raise ConfigError(f"{name} = {pattern!r} is not a regular expression: {error}") from error
 
 
-def _log_nothing(spans: Sequence[Span], n_calls: int, left_out: Counter[str]) -> None:
+def _log_nothing(spans: Sequence[Span], left_out: Counter[str]) -> None:
     if not spans:
         logger.warning("a trace without spans gives no triplets")
         return
-    if not n_calls:
+    if not left_out:
         why = f"none of its {len(spans)} spans is a model call"
     else:
         why = "its model calls were left out: " + "; ".join(f"{n} {reason}" for reason, n in left_out.items())
-    logger.warning("attempt %s of rollout %s gives no triplets: %s", spans[0].attempt_id, spans[0].rollout_id, why)
+    attempt = f"attempt {spans[0].attempt_id} of rollout {spans[0].rollout_id}"
+    failure = _find_failure(spans)
+    if failure is None:
+        logger.warning("%s gives no triplets: %s", attempt, why)
+    else:  # which is recorded on the attempt, and the reason for what is missing here
+        logger.info("%s failed (%s) and gives no triplets: %s", attempt, failure, why)
+
+
+def _find_failure(spans: Sequence[Span]) -> str | None:
+    """What the agent failed with, when the root of its trace says so."""
+    for span in spans:
+        if span.name == semconv.SPAN_ROLLOUT and span.status.status_code == "ERROR":
+            return span.status.description or "no reason given"
+    return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +36,18 @@ class Gateway(Protocol):
         """Returns when every call answered so far is in the store."""
         ...
 
+    async def pause(self) -> None:
+        """Makes new calls wait while weights change; calls in flight go on."""
+        ...
+
+    async def drain(self, timeout: float | None = None) -> bool:
+        """Waits until no call is in flight; False when ``timeout`` seconds were not enough."""
+        ...
+
+    async def resume(self, weight_version: int | None = None) -> None:
+        """Lets calls go on; they are recorded with this version of the weights."""
+        ...
+
     def update_model_list(self, model_list: list[dict[str, Any]]) -> None:
         """Replaces the models and backends that it serves."""
         ...
@@ -64,3 +78,14 @@ class RunContext:
     directory: Path | None = None
     """Where the run keeps its files; None when it keeps none."""
     seed: int = 0
+    key: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """What makes the ids of this run's rollouts: the same again when the run is resumed."""
+
+    def rollout_id(self, *place: str | int) -> str:
+        """The id of the rollout at a place of this run, such as ``("train", step, task, repetition)``.
+
+        An algorithm that enqueues with it can be killed at any time: enqueuing again after a resume finds what was
+        queued, is running or has finished, instead of running it twice.
+        """
+        text = "/".join((self.key, *map(str, place)))
+        return "ro-" + hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

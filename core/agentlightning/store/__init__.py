@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from agentlightning.store.factory import create_store as create_store
     from agentlightning.store.protocol import LightningStore as LightningStore
     from agentlightning_plugins.memory_store import InMemoryLightningStore as InMemoryLightningStore
+    from agentlightning_plugins.postgresql_store import PostgresLightningStore as PostgresLightningStore
     from agentlightning_plugins.sqlite_store import SqliteLightningStore as SqliteLightningStore
     from agentlightning_plugins.store_client import LightningStoreClient as LightningStoreClient
     from agentlightning_plugins.store_server import LightningStoreServer as LightningStoreServer
@@ -17,6 +18,7 @@ __all__ = [
     "LightningStore",
     "LightningStoreClient",
     "LightningStoreServer",
+    "PostgresLightningStore",
     "SqliteLightningStore",
     "create_store",
 ]
@@ -28,6 +30,7 @@ __getattr__ = resolve_lazily(
         "LightningStore": "agentlightning.store.protocol",
         "LightningStoreClient": ("store", "http"),
         "LightningStoreServer": ("server", "store"),
+        "PostgresLightningStore": ("store", "postgresql"),
         "SqliteLightningStore": ("store", "sqlite"),
         "create_store": "agentlightning.store.factory",
     },

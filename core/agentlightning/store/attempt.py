@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any, Final, Literal, get_args
 
 from agentlightning.frozen import freeze
-from agentlightning.lifecycle import Outcome, move_attempt
-from agentlightning.store.backend import Put
+from agentlightning.lifecycle import Outcome, move_attempt, release
+from agentlightning.store.backend import Put, Row
 from agentlightning.store.filter import Filter, check_choice, find
-from agentlightning.store.transaction import Transactional, now
+from agentlightning.store.transaction import Transactional, attempted, now
 from agentlightning.store.transition import Change, take_work
 from agentlightning.types import (
     LIVE_ATTEMPT,
@@ -18,6 +18,7 @@ from agentlightning.types import (
     AttemptFailure,
     AttemptStatus,
     PaginatedResult,
+    Rollout,
     SortOrder,
     Unset,
 )
@@ -76,20 +77,19 @@ class AttemptMethods(Transactional):
             for name, value in {
                 "worker_id": worker_id,
                 "last_heartbeat_time": last_heartbeat_time,
-                "metadata": freeze(dict(metadata)) if isinstance(metadata, Mapping) else metadata,
+                "metadata": freeze(metadata, "metadata") if metadata is not UNSET else UNSET,
                 "error": error,
                 "spans_dropped": spans_dropped,
             }.items()
             if value is not UNSET
         }
 
-        async def plan() -> Change[Attempt]:
-            rollout, row, is_latest = await self._find_attempt(rollout_id, attempt_id)
+        async def plan(rollout: Row[Rollout], row: Row[Attempt]) -> Change[Attempt]:
             before, time = row.record, now()
             outcome = Outcome(rollout.record, before)
             is_live = before.status in LIVE_ATTEMPT
             if status is not UNSET:
-                outcome = move_attempt(rollout.record, before, status, time, is_latest=is_latest)
+                outcome = move_attempt(rollout.record, before, status, time)
             wanted = dict(changes)
             if status is not UNSET and not is_live and before.error is not None:
                 wanted.pop("error", None)
@@ -102,9 +102,28 @@ class AttemptMethods(Transactional):
             await self._tell_workers(change, before, outcome.attempt, time)
             return change
 
+        if status is not UNSET and status not in LIVE_ATTEMPT:
+            return await self._step(rollout_id, attempt_id, plan)
+
+        async def plan_afresh() -> Change[Attempt]:
+            return await plan(*await self._find_attempt(rollout_id, attempt_id))
+
+        return await self._commit(plan_afresh)
+
+    async def release_attempt(self, rollout_id: str, attempt_id: str) -> Rollout:
+        async def plan() -> Change[Rollout]:
+            rollout, row = await self._find_attempt(rollout_id, attempt_id)
+            before, time = row.record, now()
+            outcome = release(rollout.record, before, time)
+            change: Change[Rollout] = Change(attempted(outcome.rollout, outcome.attempt))
+            if outcome.attempt is not before:
+                change.step(rollout, row, outcome, time)
+                await self._tell_workers(change, before, outcome.attempt, time)
+            return change
+
         return await self._commit(plan)
 
-    async def _tell_workers(self, change: Change[Attempt], before: Attempt, after: Attempt, time: float) -> None:
+    async def _tell_workers(self, change: Change[Any], before: Attempt, after: Attempt, time: float) -> None:
         """Writes what the change of an attempt means for the worker that had it and the one that has it now."""
         was_live, is_live = before.status in LIVE_ATTEMPT, after.status in LIVE_ATTEMPT
         moved = before.worker_id != after.worker_id

@@ -11,6 +11,7 @@ from agentlightning.store.attempt import AttemptMethods
 from agentlightning.store.backend import Backend
 from agentlightning.store.protocol import StoreCapabilities
 from agentlightning.store.queue import QueueMethods
+from agentlightning.store.retention import Retention
 from agentlightning.store.rollout import RolloutMethods
 from agentlightning.store.run import RunMethods
 from agentlightning.store.snapshot import ResourceMethods
@@ -61,6 +62,17 @@ class BackendStore(
         view = self.__class__.__new__(self.__class__)  # shares everything but the run, also of a subclass
         view.__dict__.update(self.__dict__, run_id=run_id)
         return view
+
+    def retain(self, retention: Retention) -> None:
+        """Has the watchdog delete ended rollouts, of every run, that a policy does not keep.
+
+        Raises:
+            ConfigError: this store leaves enforcing to others.
+        """
+        if self._database.watchdog is None:
+            raise ConfigError("watchdog_interval_s=None: this store enforces nothing; retain in the one that does")
+        self._database.watchdog.retention = retention
+        self._database.watchdog.start()
 
     @property
     def capabilities(self) -> StoreCapabilities:

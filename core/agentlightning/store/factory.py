@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from agentlightning.errors import ConfigError, PluginError
 from agentlightning.plugins import get_manager
+from agentlightning.store.engine import BackendStore
 from agentlightning.store.protocol import LightningStore
+from agentlightning.store.retention import Retention
 from agentlightning.types import DEFAULT_RUN_ID
 
 
-def create_store(url: str, *, run: str | None = None, token: str | None = None) -> LightningStore:
+def create_store(
+    url: str, *, run: str | None = None, token: str | None = None, retention: Retention | None = None
+) -> LightningStore:
     """Opens the store that a URL names, scoped to a run.
 
     The scheme is the name of a component of kind ``store``, whose class has
@@ -18,6 +22,7 @@ def create_store(url: str, *, run: str | None = None, token: str | None = None) 
         url: such as ``memory://``, ``sqlite:///runs/store.db``, ``postgresql://...`` or ``http://host:4747``.
         run: the run whose queue and latest resources the store sees; None is the run ``default``.
         token: for stores that are served; others refuse one.
+        retention: which ended rollouts are kept; None keeps all. A served store refuses one: its server decides.
 
     Raises:
         ConfigError: not a URL, or one that the store does not understand.
@@ -34,4 +39,8 @@ def create_store(url: str, *, run: str | None = None, token: str | None = None) 
     if from_url is None:
         raise PluginError(f"the store {scheme!r} cannot be opened by URL: {cls!r} has no classmethod from_url")
     store: LightningStore = from_url(url, run_id=run if run is not None else DEFAULT_RUN_ID, token=token)
+    if retention is not None:
+        if not isinstance(store, BackendStore):
+            raise ConfigError(f"store {url!r} is owned by somebody else, who decides what is kept; give no retention")
+        store.retain(retention)
     return store

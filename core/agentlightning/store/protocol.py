@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
+from agentlightning.errors import NotFoundError
 from agentlightning.event import Event
 from agentlightning.resources import Resource, ResourcesUpdate
 from agentlightning.types import (
@@ -54,6 +55,8 @@ class LightningStore(ABC):
 
     run_id: str
     """The run whose queue, latest resources and metrics this object sees."""
+    token: str | None = None
+    """What clients of the served store show; None while only this process uses it. It signs attempt tokens too."""
 
     # --- about the store ---
 
@@ -167,11 +170,25 @@ class LightningStore(ABC):
         """Queues a failed or cancelled rollout again."""
 
     @abstractmethod
-    async def delete_rollouts(self, rollout_ids: Sequence[str]) -> int:
-        """Removes rollouts that have ended, with attempts and spans; returns how many were there.
+    async def delete_rollouts(
+        self,
+        rollout_ids: Sequence[str] | None = None,
+        *,
+        status_in: Sequence[RolloutStatus] | None = None,
+        ended_before: float | None = None,
+        keep: int | None = None,
+    ) -> int:
+        """Removes rollouts that have ended, with attempts and spans; returns how many.
+
+        Args:
+            rollout_ids: these; unknown ones are passed over. None: those of this run that all of the others allow.
+            status_in: failed, succeeded or cancelled ones.
+            ended_before: Unix time of the end.
+            keep: not the newest ones of that number (by ``status_in``), in the order of enqueueing.
 
         Raises:
-            ConflictError: one of them has not ended; nothing is removed.
+            ConfigError: nothing is given, or ids together with something else.
+            ConflictError: one of the ids has not ended; nothing is removed.
         """
 
     @abstractmethod
@@ -212,6 +229,16 @@ class LightningStore(ABC):
         """Changes what is given; the status of the latest attempt drives the rollout.
 
         An ended attempt keeps its status: a later result goes to ``late_status``.
+        """
+
+    @abstractmethod
+    async def release_attempt(self, rollout_id: str, attempt_id: str) -> Rollout:
+        """Hands back a claim that its worker has not begun; the rollout is queued again at once.
+
+        The attempt ends as unresponsive with an error of type ``Released``. Releasing an ended attempt is harmless.
+
+        Raises:
+            ConflictError: it is running.
         """
 
     # --- spans ---
@@ -278,6 +305,17 @@ class LightningStore(ABC):
     async def get_resources_by_id(self, resources_id: str, version: int | None = None) -> ResourcesUpdate | None:
         """A snapshot at a version; None means the newest."""
 
+    async def rollback(self, resources_id: str, version: int) -> ResourcesUpdate:
+        """Publishes an earlier version of a snapshot once more, as its next version and the latest resources.
+
+        Raises:
+            NotFoundError: there is no such version.
+        """
+        earlier = await self.get_resources_by_id(resources_id, version)
+        if earlier is None:
+            raise NotFoundError(f"no version {version!r} of resources {resources_id!r} in this store")
+        return await self.update_resources(resources_id, earlier.resources)
+
     @abstractmethod
     async def get_latest_resources(self) -> ResourcesUpdate | None:
         """What was published last in this run."""
@@ -316,8 +354,26 @@ class LightningStore(ABC):
         """A worker by id."""
 
     @abstractmethod
-    async def update_worker(self, worker_id: str, heartbeat_stats: Mapping[str, Any] | Unset | None = UNSET) -> Worker:
-        """A heartbeat: creates the worker if need be and renews the leases of its attempts."""
+    async def update_worker(
+        self,
+        worker_id: str,
+        heartbeat_stats: Mapping[str, Any] | Unset | None = UNSET,
+        attempt_ids: Sequence[str] | Unset | None = UNSET,
+    ) -> Worker:
+        """A heartbeat: creates the worker if need be and renews the leases of its attempts.
+
+        A worker that gives ``attempt_ids`` says which attempts it runs: from then on its heartbeats renew only theirs,
+        so a claim whose answer it never got is lost after a lease. The answer names those of them that are live: it can
+        stop what the store has ended. None takes the statement back, and all its attempts are renewed.
+        """
+
+    @abstractmethod
+    async def end_worker(self, worker_id: str) -> int:
+        """Says that a worker is dead: its live attempts end now, as they would when their leases ran out.
+
+        Returns:
+            How many; 0 for a worker nobody has heard of.
+        """
 
     # --- runs, metrics, events ---
 
@@ -331,6 +387,10 @@ class LightningStore(ABC):
         metadata: Mapping[str, Any] | None = None,
     ) -> Run:
         """Creates a run, or returns the one with this ``run_id`` (default: the run of this store)."""
+
+    @abstractmethod
+    async def get_run_by_id(self, run_id: str) -> Run | None:
+        """A run by id."""
 
     @abstractmethod
     async def update_run(self, run_id: str, status: RunStatus) -> Run:

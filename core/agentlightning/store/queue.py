@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 from agentlightning.errors import ConfigError, ConflictError, NotFoundError
 from agentlightning.event import Event, RolloutEnqueued
-from agentlightning.lifecycle import begin_attempt, lose_claim
+from agentlightning.lifecycle import begin_attempt
 from agentlightning.resources import ResourcesUpdate
 from agentlightning.store.backend import Condition, Put, Query, Row, Write
 from agentlightning.store.transaction import Transactional, attempted, now
 from agentlightning.store.transition import Change, started, take_work
 from agentlightning.store.waiting import deadline_after
 from agentlightning.types import (
+    Attempt,
     AttemptedRollout,
     EnqueueRolloutRequest,
     Rollout,
@@ -39,13 +41,7 @@ class QueueMethods(Transactional):
         config: RolloutConfig | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> Rollout:
-        request = EnqueueRolloutRequest(
-            input=input,
-            mode=mode,
-            resources_id=resources_id,
-            config=config,
-            metadata=None if metadata is None else dict(metadata),
-        )
+        request = EnqueueRolloutRequest.make(input, mode, resources_id, config, metadata)
         return (await self.enqueue_many_rollouts([request]))[0]
 
     async def enqueue_many_rollouts(self, requests: Sequence[EnqueueRolloutRequest]) -> Sequence[Rollout]:
@@ -87,16 +83,12 @@ class QueueMethods(Transactional):
         metadata: Mapping[str, Any] | None = None,
         worker_id: str | None = None,
     ) -> AttemptedRollout:
-        request = EnqueueRolloutRequest(
-            input=input, mode=mode, config=config, metadata=None if metadata is None else dict(metadata)
-        )
+        request = EnqueueRolloutRequest.make(input, mode, resources_id, config, metadata)
 
         async def plan() -> Change[AttemptedRollout]:
             pinned = await self._pin({resources_id})
             time = now()
-            outcome = begin_attempt(
-                self._create(request, {None: pinned[resources_id]}, time), new_attempt_id(), 1, time, worker_id
-            )
+            outcome = begin_attempt(self._create(request, pinned, time), new_attempt_id(), 1, time, worker_id)
             change = Change(attempted(outcome.rollout, outcome.attempt))
             change.writes += [Put(outcome.rollout), Put(outcome.attempt)]
             change.events.append(started(outcome, time))
@@ -177,6 +169,7 @@ class QueueMethods(Transactional):
 
     async def _claim_now(self, limit: int, worker_id: str | None) -> list[AttemptedRollout]:
         claimed: list[AttemptedRollout] = []
+        held: list[tuple[Row[Rollout], Row[Attempt]]] = []
         worker = None if worker_id is None else (await self._worker_row(worker_id))[1]
 
         def decide(locked: Sequence[tuple[Row[Rollout], int]]) -> tuple[Sequence[Write], Sequence[Event]]:
@@ -184,9 +177,11 @@ class QueueMethods(Transactional):
             writes: list[Write] = []
             events: list[Event] = []
             time = now()
+            held.clear()
             for row, attempts in locked:
                 outcome = begin_attempt(row.record, new_attempt_id(), attempts + 1, time, worker_id)
                 writes += [Put(outcome.rollout), Put(outcome.attempt)]
+                held.append((Row(outcome.rollout, row.revision + 1), Row(outcome.attempt, 1)))
                 events.append(started(outcome, time))
                 claimed.append(attempted(outcome.rollout, outcome.attempt))
             if worker is not None:
@@ -194,28 +189,19 @@ class QueueMethods(Transactional):
             return writes, events
 
         await self._database.backend.claim(self.run_id, limit, decide)
+        for rows in held:
+            self._database.hold(*rows)
         self._database.expect(claimed)
         return claimed
 
     async def _give_back(self, claim: asyncio.Future[list[AttemptedRollout]]) -> None:
-        """Returns what was claimed for a caller that is gone; such an attempt ends as one whose worker died."""
+        """Returns what was claimed for a caller that is gone."""
         await asyncio.wait([claim])
         if claim.cancelled() or claim.exception() is not None:  # nothing was claimed, and who would be told is gone
             return
         for item in claim.result():
-
-            async def plan(item: AttemptedRollout = item) -> Change[None]:
-                rollout, attempt, is_latest = await self._find_attempt(item.rollout_id, item.attempt.attempt_id)
-                change = Change(None)
-                if is_latest and attempt.record.status == "preparing":
-                    time = now()
-                    change.step(rollout, attempt, lose_claim(rollout.record, attempt.record, time), time)
-                    worker = await self._worker_after(attempt.record, time)
-                    if worker is not None:
-                        change.writes.append(Put(worker))
-                return change
-
-            await self._commit(plan)
+            with contextlib.suppress(NotFoundError, ConflictError):  # somebody else has taken care of it
+                await self.release_attempt(item.rollout_id, item.attempt.attempt_id)
 
     async def _known(self, rollout_ids: Collection[str]) -> dict[str, Rollout]:
         if not rollout_ids:

@@ -6,11 +6,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, get_args
 
-from agentlightning.errors import ConflictError, NotFoundError
+from agentlightning.errors import ConfigError, ConflictError, NotFoundError
+from agentlightning.frozen import freeze
 from agentlightning.lifecycle import move_attempt, move_rollout, retry
 from agentlightning.resources import ResourcesUpdate
 from agentlightning.store.backend import Condition, Put, Query
 from agentlightning.store.filter import Filter, check_choice, find
+from agentlightning.store.retention import delete_ended
 from agentlightning.store.transaction import Transactional, among, now
 from agentlightning.store.transition import Change, events_between, revoked, rollout_events
 from agentlightning.store.waiting import Countdown, deadline_after
@@ -92,11 +94,11 @@ class RolloutMethods(Transactional):
         changes: dict[str, Any] = {
             name: value
             for name, value in {
-                "input": input,
+                "input": freeze(input, "input") if input is not UNSET else UNSET,
                 "mode": mode,
                 "resources_id": resources_id,
                 "config": config,
-                "metadata": dict(metadata) if isinstance(metadata, Mapping) else metadata,
+                "metadata": freeze(metadata, "metadata") if metadata is not UNSET else UNSET,
             }.items()
             if value is not UNSET
         }
@@ -129,9 +131,32 @@ class RolloutMethods(Transactional):
 
         return (await self._with_attempts([await self._commit(plan)]))[0]
 
-    async def delete_rollouts(self, rollout_ids: Sequence[str]) -> int:
+    async def delete_rollouts(
+        self,
+        rollout_ids: Sequence[str] | None = None,
+        *,
+        status_in: Sequence[RolloutStatus] | None = None,
+        ended_before: float | None = None,
+        keep: int | None = None,
+    ) -> int:
+        others = {"status_in": status_in, "ended_before": ended_before, "keep": keep}
+        given = [name for name, value in others.items() if value is not None]
+        if (rollout_ids is None) != bool(given):
+            raise ConfigError(
+                "delete_rollouts: give rollout_ids, or else some of status_in, ended_before and keep"
+                + (f", not rollout_ids with {' and '.join(given)}" if given else "")
+            )
+        if rollout_ids is not None:
+            return await self._delete(rollout_ids)
+        return await delete_ended(
+            self._database.backend, self.run_id, status_in=status_in, ended_before=ended_before, keep=keep
+        )
+
+    async def _delete(self, rollout_ids: Sequence[str]) -> int:
+        wanted = tuple(dict.fromkeys(rollout_ids))
+
         async def plan() -> Change[int]:
-            rows = await self._rows(Query(Rollout, (Condition("rollout_id", "in", tuple(set(rollout_ids))),)))
+            rows = await self._rows(Query(Rollout, (Condition("rollout_id", "in", wanted),)))
             change = Change(len(rows))
             for row in rows:
                 if row.record.status not in ENDED_ROLLOUT:

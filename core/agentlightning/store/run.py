@@ -7,7 +7,7 @@ from typing import Any, Final, get_args
 
 from agentlightning.errors import NotFoundError
 from agentlightning.event import Event, RunFinished, RunStarted, StepFinished
-from agentlightning.frozen import freeze
+from agentlightning.frozen import FrozenDict, freeze
 from agentlightning.store.filter import Filter, check_choice, find
 from agentlightning.store.transaction import Transactional, now
 from agentlightning.store.transition import Change
@@ -33,8 +33,8 @@ class RunMethods(Transactional):
             run_id=run_id if run_id is not None else self.run_id,
             name=name,
             created_at=time,
-            config=dict(config or {}),
-            metadata=None if metadata is None else dict(metadata),
+            config=freeze(config or {}, "config"),
+            metadata=freeze(metadata, "metadata"),
         )
 
         async def plan() -> Change[Run]:
@@ -47,6 +47,10 @@ class RunMethods(Transactional):
             return change
 
         return await self._commit(plan)
+
+    async def get_run_by_id(self, run_id: str) -> Run | None:
+        row = await self._row(Run, run_id)
+        return None if row is None else row.record
 
     async def update_run(self, run_id: str, status: RunStatus) -> Run:
         """Says how a run stands. An interrupted or failed run may be running again when it is resumed.
@@ -85,7 +89,7 @@ class RunMethods(Transactional):
                 change = Change(given)
                 change.insert(given)
             else:
-                merged = freeze({**row.record.values, **given.values})
+                merged = FrozenDict({**row.record.values, **given.values})
                 change = Change(given.model_copy(update={"values": merged}))
                 change.replace(row, change.result)
             values = change.result.values

@@ -7,10 +7,11 @@ from typing import Literal
 
 from agentlightning.errors import ConfigError
 from agentlightning.lifecycle import move_attempt
+from agentlightning.store.backend import Row
 from agentlightning.store.filter import Filter, find
 from agentlightning.store.transaction import Transactional, now
 from agentlightning.store.transition import Change
-from agentlightning.types import FilterLogic, PaginatedResult, ReadableSpan, SortOrder, Span
+from agentlightning.types import Attempt, FilterLogic, PaginatedResult, ReadableSpan, Rollout, SortOrder, Span
 
 
 class SpanMethods(Transactional):
@@ -98,6 +99,7 @@ class SpanMethods(Transactional):
     async def _append(self, spans: Sequence[Span]) -> Sequence[Span | None]:
         if not spans:
             return []
+        spans = [span.sealed() for span in spans]
         stored = await self._database.backend.append_spans(spans, now())
         for attempt in {(span.rollout_id, span.attempt_id) for span in spans} - self._database.begun:
             await self._begin(*attempt)
@@ -106,14 +108,13 @@ class SpanMethods(Transactional):
     async def _begin(self, rollout_id: str, attempt_id: str) -> None:
         """Moves an attempt from preparing to running: it has a span."""
 
-        async def plan() -> Change[None]:
-            rollout, attempt, is_latest = await self._find_attempt(rollout_id, attempt_id)
+        async def plan(rollout: Row[Rollout], attempt: Row[Attempt]) -> Change[None]:
             change = Change(None)
             if attempt.record.status == "preparing":
                 time = now()
-                outcome = move_attempt(rollout.record, attempt.record, "running", time, is_latest=is_latest)
+                outcome = move_attempt(rollout.record, attempt.record, "running", time)
                 change.step(rollout, attempt, outcome, time)
             return change
 
-        await self._commit(plan)
+        await self._step(rollout_id, attempt_id, plan)
         self._database.mark_begun((rollout_id, attempt_id))

@@ -111,6 +111,11 @@ class SpanWriter:
         if not users:
             self.close()
 
+    @property
+    def store(self) -> LightningStore:
+        """Where the spans go."""
+        return self._store
+
     def put(self, span: Span) -> bool:
         """Takes a span, from any thread. False when it had to be dropped."""
         key = (span.rollout_id, span.attempt_id)
@@ -137,6 +142,17 @@ class SpanWriter:
             elif self._is_idle or len(self._queue) == self._max_batch:
                 self._changed.notify()
         return True
+
+    @property
+    def queued(self) -> int:
+        """How many spans are on their way to the store."""
+        return self._last_put - self._last_settled
+
+    @property
+    def lost(self) -> int:
+        """How many spans of all attempts were lost so far."""
+        with self._changed:
+            return self._dropped.total()
 
     def dropped(self, rollout_id: str, attempt_id: str) -> int:
         """How many spans of an attempt were lost so far."""

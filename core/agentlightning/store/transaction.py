@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
 from agentlightning.errors import ConflictError, NotFoundError
-from agentlightning.store.backend import KEYS, Backend, Condition, Query, Row
+from agentlightning.store.backend import KEYS, Backend, Condition, Put, Query, Row
 from agentlightning.store.protocol import LightningStore
 from agentlightning.store.transition import Change, describe_work
 from agentlightning.store.waiting import Waiters
@@ -20,6 +22,7 @@ T = TypeVar("T")
 R = TypeVar("R", bound=Record)
 
 _LIVE = tuple(sorted(LIVE_ATTEMPT))
+_MAX_HELD = 10_000
 
 MAX_RACES = 50
 """How often a commit is tried before giving up. Each failure means that somebody else's succeeded."""
@@ -36,9 +39,20 @@ class Database:
         self.watchdog = Watchdog(backend, lease_s, watchdog_interval_s) if watchdog_interval_s is not None else None
         self.begun: set[tuple[str, str]] = set()
         """Attempts known to have left ``preparing``, which no attempt enters again: spares a lookup for each span."""
+        self.held: OrderedDict[tuple[str, str], tuple[Row[Rollout], Row[Attempt]]] = OrderedDict()
+        """Live attempts with their rollouts, as this process wrote them last. Others may have written since: a commit
+        that is planned from these is guarded by their revisions, and planned again from fresh ones if it fails."""
         self.background: set[asyncio.Task[None]] = set()
         """Tasks that outlive their caller; held here because a loop holds tasks weakly."""
         self.stop_watching = backend.watch(self.waiters.publish)
+
+    def hold(self, rollout: Row[Rollout], attempt: Row[Attempt]) -> None:
+        """Remembers an attempt that was just written, while it is live."""
+        if attempt.record.status in LIVE_ATTEMPT:
+            self.held[rollout.record.rollout_id, attempt.record.attempt_id] = rollout, attempt
+            while len(self.held) > _MAX_HELD:
+                with contextlib.suppress(KeyError):  # another thread was faster
+                    self.held.popitem(last=False)
 
     def expect(self, begun: Iterable[AttemptedRollout]) -> None:
         """Has the watchdog look after attempts that have just begun."""
@@ -75,6 +89,34 @@ class Transactional(LightningStore):
         keys = ", ".join(f"{guard.kind.__name__} {'/'.join(map(str, guard.key))}" for guard in change.guards)
         raise ConflictError(f"others kept changing {keys} in {MAX_RACES} tries; nothing was written, try again later")
 
+    async def _step(
+        self, rollout_id: str, attempt_id: str, plan: Callable[[Row[Rollout], Row[Attempt]], Awaitable[Change[T]]]
+    ) -> T:
+        """As ``_commit``, for a step of an attempt that will probably write; a ``hold`` spares it the reads.
+
+        The heartbeat of what is held may be old, so the step has to write one.
+        """
+        held = self._database.held.pop((rollout_id, attempt_id), None)
+        if held is not None:
+            with contextlib.suppress(ConflictError):  # perhaps because it is outdated
+                change = await plan(*held)
+                if change.writes and await self._database.backend.commit(change.writes, change.guards, change.events):
+                    self._hold_after(change, *held)
+                    return change.result
+
+        async def plan_afresh() -> Change[T]:
+            return await plan(*await self._find_attempt(rollout_id, attempt_id))
+
+        return await self._commit(plan_afresh)
+
+    def _hold_after(self, change: Change[T], rollout: Row[Rollout], attempt: Row[Attempt]) -> None:
+        for write in change.writes:
+            if isinstance(write, Put) and isinstance(write.record, Rollout):
+                rollout = Row(write.record, rollout.revision + 1)
+            elif isinstance(write, Put) and isinstance(write.record, Attempt):
+                attempt = Row(write.record, attempt.revision + 1)
+        self._database.hold(rollout, attempt)
+
     async def _rows(self, query: Query[R]) -> Sequence[Row[R]]:
         return (await self._database.backend.select(query)).rows
 
@@ -94,20 +136,23 @@ class Transactional(LightningStore):
         rows = await self._rows(Query(Attempt, where, sort_by="sequence_id", descending=True, limit=1))
         return rows[0] if rows else None
 
-    async def _find_attempt(self, rollout_id: str, attempt_id: str) -> tuple[Row[Rollout], Row[Attempt], bool]:
-        """A rollout, one of its attempts (or its "latest"), and whether that is the latest.
+    async def _find_attempt(self, rollout_id: str, attempt_id: str) -> tuple[Row[Rollout], Row[Attempt]]:
+        """A rollout and one of its attempts, or its "latest".
+
+        A live attempt is always the latest: whatever queues a rollout again or ends it ends its live attempt in the
+        same commit, and only then can another begin.
 
         Raises:
             NotFoundError: there is no such rollout or attempt.
         """
         rollout = await self._rollout(rollout_id)
-        latest = await self._latest_attempt(rollout_id)
-        if latest is not None and attempt_id in ("latest", latest.record.attempt_id):
-            return rollout, latest, True
-        attempt = await self._row(Attempt, rollout_id, attempt_id)
+        if attempt_id == "latest":
+            attempt = await self._latest_attempt(rollout_id)
+        else:
+            attempt = await self._row(Attempt, rollout_id, attempt_id)
         if attempt is None:
             raise NotFoundError(f"rollout {rollout_id!r} has no attempt {attempt_id!r}")
-        return rollout, attempt, False
+        return rollout, attempt
 
     async def _with_attempts(self, rollouts: Iterable[Rollout]) -> list[Rollout]:
         """Adds to each rollout its latest attempt, where it has one."""

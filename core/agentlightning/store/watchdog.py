@@ -13,16 +13,18 @@ import threading
 import time
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from typing import TypeVar
+from typing import Final, TypeVar
 
-from agentlightning.lifecycle import Outcome, due_status, lose_claim, move_attempt
+from agentlightning.lifecycle import Outcome, due_status, heard_of, lose_claim, move_attempt
 from agentlightning.store.backend import Backend, Condition, Put, Query, Row, Write
-from agentlightning.store.transition import Change, describe_work
+from agentlightning.store.retention import Retention
+from agentlightning.store.transition import Change, describe_work, revoked
 from agentlightning.types import LIVE_ATTEMPT, Attempt, AttemptFailure, Record, Rollout, Worker
 
 logger = logging.getLogger("agentlightning")
 R = TypeVar("R", bound=Record)
 
+_TIDY_EVERY_S: Final = 10.0
 _LIVE = Condition("status", "in", tuple(sorted(LIVE_ATTEMPT)))
 
 
@@ -37,6 +39,8 @@ class Watchdog:
         self._backend = backend
         self._lease_s = lease_s
         self._interval_s = interval_s
+        self.retention: Retention | None = None
+        self._tidied_at = -math.inf
         self._alarm = _Alarm()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -63,6 +67,14 @@ class Watchdog:
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout=5.0)
 
+    async def tidy(self, now: float) -> None:
+        """Deletes what the retention policy does not keep, every ten seconds at most."""
+        if self.retention is not None and now - self._tidied_at >= max(self._interval_s, _TIDY_EVERY_S):
+            self._tidied_at = now
+            deleted = await self.retention.enforce(self._backend, now)
+            if deleted:
+                logger.info("%d rollouts were deleted: %s", deleted, self.retention)
+
     async def scan(self, now: float) -> float:
         """Ends what is due, and returns the instant at which the next live attempt will be (inf: none)."""
         rows = (await self._backend.select(Query(Attempt, (_LIVE,)))).rows
@@ -77,13 +89,14 @@ class Watchdog:
             if rollout is None:  # deleted between the two reads
                 continue
             worker = workers.get(attempt.record.worker_id or "")
-            worker_seen = worker.record.last_heartbeat_time if worker is not None else None
+            worker_seen = heard_of(None if worker is None else worker.record, attempt.record)
             outcome = self._judge(rollout.record, attempt.record, now, worker_seen)
             if outcome is None:
                 next_deadline = min(next_deadline, self._deadline(rollout.record, attempt.record, worker_seen))
                 continue
             change = Change(None)
             change.step(rollout, attempt, outcome, now)
+            change.events.append(revoked(rollout.record, outcome.attempt, now))
             # A lost race means that somebody gave a sign of life or ended it: the next scan looks again.
             if await self._backend.commit(change.writes, change.guards, change.events):
                 ended.add(attempt.record.attempt_id)
@@ -128,31 +141,22 @@ class Watchdog:
             if status == "unresponsive":
                 message = f"no span or heartbeat for unresponsive_seconds={config.unresponsive_seconds}"
                 error = AttemptFailure(type="Unresponsive", message=message)
-            return _unheard(attempt, move_attempt(rollout, attempt, status, now, error=error))
+            return move_attempt(rollout, attempt, status, now, error=error, heard=False)
         if due_status(rollout, attempt, now, worker_seen=worker_seen, lease_s=self._lease_s) is None:
             return None
-        outcome = lose_claim(rollout, attempt, now)
-        message = f"neither a span nor a heartbeat of worker {attempt.worker_id!r} for the lease of {self._lease_s:g} s"
-        ended = outcome.attempt.model_copy(update={"error": AttemptFailure(type="Unresponsive", message=message)})
-        return _unheard(attempt, Outcome(outcome.rollout, ended))
+        worker = "" if attempt.worker_id is None else f" of worker {attempt.worker_id!r}"
+        message = f"neither a span nor a heartbeat{worker} for the lease of {self._lease_s:g} s"
+        return lose_claim(rollout, attempt, now, AttemptFailure(type="Unresponsive", message=message))
 
     def _deadline(self, rollout: Rollout, attempt: Attempt, worker_seen: float | None) -> float:
         """When a live attempt ends if nothing more is heard of it."""
         seen = attempt.last_heartbeat_time or attempt.start_time
-        deadline = math.inf
+        deadline = max(seen, worker_seen or 0.0) + self._lease_s
         if rollout.config.timeout_seconds is not None:
-            deadline = attempt.start_time + rollout.config.timeout_seconds
+            deadline = min(deadline, attempt.start_time + rollout.config.timeout_seconds)
         if rollout.config.unresponsive_seconds is not None:
             deadline = min(deadline, seen + rollout.config.unresponsive_seconds)
-        if attempt.worker_id is not None:
-            deadline = min(deadline, max(seen, worker_seen or 0.0) + self._lease_s)
         return deadline
-
-
-def _unheard(before: Attempt, outcome: Outcome) -> Outcome:
-    """The outcome with the heartbeat as it was: our own verdict is no sign of the worker's life."""
-    seen = {"last_heartbeat_time": before.last_heartbeat_time}
-    return Outcome(outcome.rollout, outcome.attempt.model_copy(update=seen))
 
 
 class _Alarm:
@@ -205,8 +209,9 @@ def _watch(reference: weakref.ref[Watchdog], alarm: _Alarm, interval_s: float, l
                     look_at = min(
                         look_at, loop.run_until_complete(watchdog.scan(now)) + 0.001
                     )  # deadlines must have passed
+                    loop.run_until_complete(watchdog.tidy(now))
             except Exception:  # isolation point: a database that is away for a while must not end the watch
-                logger.exception("the watchdog could not look at live attempts; it tries again in %g s", interval_s)
+                logger.exception("the watchdog could not do its round; it tries again in %g s", interval_s)
             del watchdog
     finally:
         loop.close()

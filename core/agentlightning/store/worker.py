@@ -5,13 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
-from agentlightning.errors import ConfigError
-from agentlightning.frozen import freeze
+from agentlightning.errors import ConfigError, NotFoundError
+from agentlightning.frozen import FrozenList, freeze
+from agentlightning.lifecycle import lose_claim
 from agentlightning.store.backend import Put
 from agentlightning.store.filter import Filter, check_choice, find
 from agentlightning.store.transaction import Transactional, now
-from agentlightning.store.transition import describe_work
-from agentlightning.types import UNSET, FilterLogic, PaginatedResult, SortOrder, Unset, Worker, WorkerStatus
+from agentlightning.store.transition import Change, describe_work, revoked
+from agentlightning.types import (
+    LIVE_ATTEMPT,
+    UNSET,
+    Attempt,
+    AttemptFailure,
+    FilterLogic,
+    PaginatedResult,
+    SortOrder,
+    Unset,
+    Worker,
+    WorkerStatus,
+)
 
 
 class WorkerMethods(Transactional):
@@ -47,15 +59,59 @@ class WorkerMethods(Transactional):
         row = await self._row(Worker, worker_id)
         return None if row is None else row.record
 
-    async def update_worker(self, worker_id: str, heartbeat_stats: Mapping[str, Any] | Unset | None = UNSET) -> Worker:
+    async def update_worker(
+        self,
+        worker_id: str,
+        heartbeat_stats: Mapping[str, Any] | Unset | None = UNSET,
+        attempt_ids: Sequence[str] | Unset | None = UNSET,
+    ) -> Worker:
         if not worker_id:
             raise ConfigError("worker_id is empty")
         time = now()
         _, worker = await self._worker_row(worker_id)
-        worker = describe_work(worker, await self._live_attempts(worker_id), time)
+        live = await self._live_attempts(worker_id)
+        worker = describe_work(worker, live, time)
         changes: dict[str, Any] = {"last_heartbeat_time": time}
         if heartbeat_stats is not UNSET:
-            changes["heartbeat_stats"] = None if heartbeat_stats is None else freeze(dict(heartbeat_stats))
+            changes["heartbeat_stats"] = freeze(heartbeat_stats, "heartbeat_stats")
+        if attempt_ids is UNSET:
+            attempt_ids = worker.attempt_ids
+        if attempt_ids is not None:
+            wanted = frozenset(attempt_ids)
+            attempt_ids = FrozenList(attempt.attempt_id for attempt in live if attempt.attempt_id in wanted)
+        changes["attempt_ids"] = attempt_ids
         worker = worker.model_copy(update=changes)
         await self._database.backend.commit([Put(worker)])
         return worker
+
+    async def end_worker(self, worker_id: str) -> int:
+        """Says that a worker is dead: its live attempts end now, as they would when their leases ran out.
+
+        It is recorded as unknown. One that lives after all finds its results kept as late ones.
+        """
+        ended = [await self._lose(attempt) for attempt in await self._live_attempts(worker_id)]
+        row, worker = await self._worker_row(worker_id)
+        if row is not None:
+            worker = describe_work(worker, (), now()).model_copy(update={"status": "unknown", "attempt_ids": None})
+            await self._database.backend.commit([Put(worker)])
+        return sum(ended)
+
+    async def _lose(self, attempt: Attempt) -> bool:
+        """Ends an attempt of a dead worker; False if it has ended meanwhile."""
+        error = AttemptFailure(type="Unresponsive", message=f"worker {attempt.worker_id!r} was reported dead")
+
+        async def plan() -> Change[bool]:
+            rollout, row = await self._find_attempt(attempt.rollout_id, attempt.attempt_id)
+            if row.record.status not in LIVE_ATTEMPT or row.record.worker_id != attempt.worker_id:
+                return Change(False)
+            time = now()
+            change = Change(True)
+            outcome = lose_claim(rollout.record, row.record, time, error)
+            change.step(rollout, row, outcome, time)
+            change.events.append(revoked(rollout.record, outcome.attempt, time))
+            return change
+
+        try:
+            return await self._commit(plan)
+        except NotFoundError:  # deleted meanwhile
+            return False

@@ -10,10 +10,14 @@ if TYPE_CHECKING:
     from agentlightning.tracer.tracer import Trace as Trace
     from agentlightning.tracer.tracer import Tracer as Tracer
     from agentlightning.tracer.tracer import get_active_tracer as get_active_tracer
+    from agentlightning_plugins.agentops_tracer import AgentOpsTracer as AgentOpsTracer
+    from agentlightning_plugins.openinference_tracer import OpenInferenceTracer as OpenInferenceTracer
     from agentlightning_plugins.otel_tracer import OtelTracer as OtelTracer
 
 __all__ = [
+    "AgentOpsTracer",
     "DummyTracer",
+    "OpenInferenceTracer",
     "OpenSpan",
     "OtelTracer",
     "Trace",
@@ -24,7 +28,9 @@ __all__ = [
 __getattr__ = resolve_lazily(
     __name__,
     {
+        "AgentOpsTracer": ("tracer", "agentops"),
         "DummyTracer": "agentlightning.tracer.dummy",
+        "OpenInferenceTracer": ("tracer", "openinference"),
         "OpenSpan": "agentlightning.tracer.tracer",
         "OtelTracer": ("tracer", "otel"),
         "Trace": "agentlightning.tracer.tracer",

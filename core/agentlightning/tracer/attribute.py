@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -26,6 +27,15 @@ def to_json(value: Any) -> str:
         return json.dumps(value, default=_simplify, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):  # keys that are no strings, a cycle
         return json.dumps(repr(value), ensure_ascii=False)
+
+
+def exception_attributes(error: BaseException) -> dict[str, str]:
+    """OpenTelemetry's attributes of an exception."""
+    return {
+        "exception.type": type(error).__qualname__,
+        "exception.message": str(error),
+        "exception.stacktrace": "".join(traceback.format_exception(error))[-16000:],
+    }
 
 
 def _flatten(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:

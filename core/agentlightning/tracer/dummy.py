@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
-from agentlightning import semconv
-from agentlightning.frozen import freeze
+from agentlightning.frozen import freeze_attributes
+from agentlightning.tracer.attribute import exception_attributes
 from agentlightning.tracer.tracer import OpenSpan, Trace, Tracer, get_active_trace
 from agentlightning.types import Span, SpanEvent, TraceStatus
 
@@ -69,9 +69,7 @@ class _DummySpan(OpenSpan):
         self._attributes.update(attributes)
 
     def record_exception(self, error: BaseException) -> None:
-        self._events.append(
-            SpanEvent(name="exception", attributes=semconv.exception_attributes(error), timestamp=time.time())
-        )
+        self._events.append(SpanEvent(name="exception", attributes=exception_attributes(error), timestamp=time.time()))
         self._status = TraceStatus(status_code="ERROR", description=f"{type(error).__name__}: {error}")
 
     def end(self, status: TraceStatus | None = None, end_time: float | None = None) -> Span:
@@ -84,7 +82,7 @@ class _DummySpan(OpenSpan):
             parent_id=self._parent_id,
             name=self._name,
             status=status or self._status or TraceStatus(),
-            attributes=freeze(self._attributes),
+            attributes=freeze_attributes(self._attributes),
             events=self._events,
             start_time=self._start_time,
             end_time=time.time() if end_time is None else end_time,

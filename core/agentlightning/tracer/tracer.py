@@ -35,6 +35,11 @@ class Trace:
         self._undelivered = 0
 
     @property
+    def store(self) -> LightningStore | None:
+        """Where the spans go; None keeps them here."""
+        return None if self._writer is None else self._writer.store
+
+    @property
     def spans(self) -> list[Span]:
         """Those that ended before the trace did, in the order of their ends; the root span is the last."""
         return list(self._spans)

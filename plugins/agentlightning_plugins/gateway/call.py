@@ -19,15 +19,17 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from agentlightning import semconv
-from agentlightning.frozen import FrozenList, freeze
+from agentlightning.frozen import FrozenList, freeze_attributes
 from agentlightning.types import Span, SpanResource, TraceStatus
 from agentlightning_plugins.gateway.backend import Backend
-from agentlightning_plugins.gateway.dialect import Asked, Choice, Completion, Dialect
+from agentlightning_plugins.gateway.dialect import Asked, Choice, Completion, Dialect, Translation, Untranslatable
 from agentlightning_plugins.gateway.json_text import dump_json
+from agentlightning_plugins.gateway.openai_dialect import CHAT
 
 _OK: Final = TraceStatus(status_code="OK")
 _NOTHING: Final[list[Any]] = FrozenList()
 _NO_RESOURCE: Final = SpanResource()
+_ALL: Final = Asked(True, True)
 _MAX_DESCRIPTION: Final = 2000
 _SAMPLING: Final = {
     "temperature": "gen_ai.request.temperature",
@@ -35,9 +37,11 @@ _SAMPLING: Final = {
     "top_k": "gen_ai.request.top_k",
     "max_tokens": "gen_ai.request.max_tokens",
     "max_completion_tokens": "gen_ai.request.max_tokens",
+    "max_output_tokens": "gen_ai.request.max_tokens",
     "frequency_penalty": "gen_ai.request.frequency_penalty",
     "presence_penalty": "gen_ai.request.presence_penalty",
     "stop": "gen_ai.request.stop_sequences",
+    "stop_sequences": "gen_ai.request.stop_sequences",
     "seed": "gen_ai.request.seed",
     "n": "gen_ai.request.choice.count",
 }
@@ -73,24 +77,67 @@ class Call:
     attempt: tuple[str, str] | None
     """Rollout and attempt id; None when the URL names none: such a call is relayed and not recorded."""
     dialect: Dialect
+    """What the agent speaks."""
     text: bytes
     """The request as the agent sent it."""
     body: dict[str, Any]
     """The same, parsed."""
     model: str
-    asked: Asked
-    """What the agent gets of what the gateway asks for; everything when the call is not recorded."""
     trace: Trace
+    wire: Dialect = field(init=False)
+    """What the backend is spoken to in: the agent's dialect, or Chat Completions when ``translation`` is set."""
+    translation: Translation | None = None
+    sent_text: bytes | None = None
+    """The request to a backend, before the fields that are set for it; None: ``sent_body`` was never text."""
+    sent_body: dict[str, Any] = field(init=False)
+    asked: Asked = _ALL
+    """What the agent gets of what the gateway asks for; everything when the call is not recorded."""
     start_time: float = field(default_factory=time.time)
+    first_time: float = 0.0
+    """When the first bytes of a stream came."""
     end_time: float = 0.0
     backend: Backend | None = None
     """The one that answered, or was tried last."""
     completion: Completion = field(default_factory=Completion)
     is_complete: bool = False
     """Whether the backend's answer arrived whole."""
+    used_up: str | None = None
+    """What of the attempt's budget was used up before this call, which is why it was not made."""
     http_status: int | None = None
     """Of the answer to the agent, when that is an error."""
     error: str | None = None
+
+    def __post_init__(self) -> None:
+        self._speak(self.dialect)
+
+    def aim(self, backend: Backend) -> None:
+        """Makes the call ready for a backend, in a dialect that this one speaks.
+
+        Raises:
+            Untranslatable: the backend speaks neither the agent's dialect nor one that this call can be translated to.
+        """
+        self.backend = backend
+        spoken = backend.provider.dialects
+        if self.dialect.name in spoken:
+            if self.wire is not self.dialect:
+                self._speak(self.dialect)
+            return
+        if self.translation is None or self.wire is self.dialect:
+            translation = self.dialect.translate(self.body) if CHAT.name in spoken else None
+            if translation is None:
+                raise Untranslatable(
+                    f"{backend.endpoint} of model {self.model!r} does not speak {self.dialect.name}, only "
+                    f"{', '.join(sorted(spoken))}; set the entry's 'provider' if it does, or to 'litellm'"
+                )
+            self._speak(CHAT, translation)
+
+    def _speak(self, wire: Dialect, translation: Translation | None = None) -> None:
+        self.wire, self.translation = wire, translation
+        self.sent_text, self.sent_body = (
+            (self.text, self.body) if translation is None else (None, translation.request())
+        )
+        if self.attempt is not None:
+            self.asked = wire.read_asked(self.sent_body)
 
 
 def call_to_span(call: Call) -> Span:
@@ -102,9 +149,9 @@ def call_to_span(call: Call) -> Span:
         semconv.GEN_AI_REQUEST_MODEL: call.model,
         semconv.GATEWAY_COMPLETE: call.is_complete,
     }
-    body: Mapping[str, Any] = call.body
+    body: Mapping[str, Any] = call.sent_body
     if call.backend is not None:
-        attributes[semconv.GEN_AI_PROVIDER_NAME] = call.backend.provider
+        attributes[semconv.GEN_AI_PROVIDER_NAME] = call.backend.provider.name
         attributes["agentlightning.gateway.backend"] = call.backend.endpoint
         if call.backend.sampling_parameters:
             body = {**body, **call.backend.sampling_parameters}
@@ -112,6 +159,10 @@ def call_to_span(call: Call) -> Span:
         value = body.get(key)
         if value is not None:
             attributes[name] = [value] if key == "stop" and isinstance(value, str) else value
+    if call.first_time:
+        attributes[semconv.GEN_AI_TIME_TO_FIRST_CHUNK] = call.first_time - call.start_time
+    if call.used_up is not None:
+        attributes["agentlightning.gateway.budget_exceeded"] = call.used_up
     if call.http_status is not None:
         attributes["http.response.status_code"] = call.http_status
     if call.error is not None:
@@ -129,7 +180,7 @@ def call_to_span(call: Call) -> Span:
         status=_OK
         if call.error is None
         else TraceStatus(status_code="ERROR", description=call.error[:_MAX_DESCRIPTION]),
-        attributes=freeze(attributes),
+        attributes=freeze_attributes(attributes),
         events=_NOTHING,  # the rest are defaults: naming them halves the time of the construction
         links=_NOTHING,
         start_time=call.start_time,
@@ -142,7 +193,7 @@ def call_to_span(call: Call) -> Span:
 
 def _add_input(call: Call, attributes: dict[str, Any]) -> None:
     try:
-        messages, tools = call.dialect.read_messages(call.body), call.dialect.read_tools(call.body)
+        messages, tools = call.wire.read_messages(call.sent_body), call.wire.read_tools(call.sent_body)
     except (AttributeError, KeyError, TypeError, ValueError):  # the agent sent what the backend will have refused
         attributes[semconv.GEN_AI_INPUT_MESSAGES] = "[]"
         return
@@ -152,8 +203,6 @@ def _add_input(call: Call, attributes: dict[str, Any]) -> None:
 
 
 def _add_output(completion: Completion, attributes: dict[str, Any]) -> None:
-    if not completion.choices:
-        return
     choices = sorted(completion.choices.items())
     first = completion.choices.get(0) or Choice()
     prompt_token_ids = completion.prompt_token_ids or first.prompt_token_ids
@@ -180,5 +229,6 @@ def _add_output(completion: Completion, attributes: dict[str, Any]) -> None:
         if choice.prompt_token_ids != first.prompt_token_ids:
             known[f"{prefix}.{semconv.PROMPT_TOKEN_IDS}"] = choice.prompt_token_ids
     attributes.update((name, value) for name, value in known.items() if value is not None)
-    attributes[semconv.GEN_AI_FINISH_REASONS] = [choice.finish_reason or "" for _, choice in choices]
-    attributes[semconv.GEN_AI_OUTPUT_MESSAGES] = dump_json([choice.to_message() for _, choice in choices]).decode()
+    if choices:
+        attributes[semconv.GEN_AI_FINISH_REASONS] = [choice.finish_reason or "" for _, choice in choices]
+        attributes[semconv.GEN_AI_OUTPUT_MESSAGES] = dump_json([choice.to_message() for _, choice in choices]).decode()

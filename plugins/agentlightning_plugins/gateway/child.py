@@ -12,9 +12,10 @@ import sys
 from multiprocessing.connection import Connection
 
 from agentlightning.store.protocol import LightningStore
-from agentlightning_plugins.gateway.backend import ModelTable
-from agentlightning_plugins.gateway.launch import Settings
+from agentlightning_plugins.gateway.collector import relax_collector
+from agentlightning_plugins.gateway.launch import COMMANDS
 from agentlightning_plugins.gateway.server import GatewayServer
+from agentlightning_plugins.gateway.settings import Settings
 
 
 def main() -> None:
@@ -24,23 +25,22 @@ def main() -> None:
     path: list[str] = connection.recv()  # first and alone: what comes next may need it to be unpickled
     sys.path += [entry for entry in path if entry not in sys.path]
     store, settings = connection.recv()
+    relax_collector()
     asyncio.run(_serve(connection, store, settings))
 
 
 async def _serve(connection: Connection, store: LightningStore, settings: Settings) -> None:
-    server = GatewayServer(store, ModelTable(settings.model_list), settings.num_retries)
+    server = GatewayServer(store, settings)
     try:
-        connection.send(await server.start(settings.host, settings.port))
+        connection.send(await server.start())
     except OSError as error:
         connection.send(error)
         return
     with contextlib.suppress(EOFError):
         while (command := await asyncio.to_thread(connection.recv)) != "stop":
-            if command == "flush":
-                await server.flush()
-            else:
-                server.models = ModelTable(command)
-            connection.send(None)
+            name, *arguments = command
+            assert name in COMMANDS, name
+            connection.send(await getattr(server, name)(*arguments))
     await server.stop()
     await store.close()
     with contextlib.suppress(OSError):  # nobody may be there to hear it

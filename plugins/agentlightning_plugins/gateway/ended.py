@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Final
 
 import aiohttp
@@ -21,8 +22,22 @@ _RECONNECT_S: Final = 1.0
 class EndedAttempts:
     """The attempts and rollouts that ended last, oldest forgotten first; what it does not know is not over."""
 
-    def __init__(self, limit: int = _MAX_REMEMBERED) -> None:
+    def __init__(
+        self,
+        limit: int = _MAX_REMEMBERED,
+        *,
+        on_attempt: Callable[[tuple[str, str]], None] = lambda attempt: None,
+        on_rollout: Callable[[str], None] = lambda rollout_id: None,
+    ) -> None:
+        """Knows nothing yet.
+
+        Args:
+            limit: how many of each are remembered.
+            on_attempt: told each attempt that ends.
+            on_rollout: told each rollout that ends.
+        """
         self._limit = limit
+        self._on_attempt, self._on_rollout = on_attempt, on_rollout
         self._attempts: dict[tuple[str, str], None] = {}
         self._rollouts: dict[str, set[str]] = {}
         """Ended rollouts, each with the attempts that somebody began after its end: a retry."""
@@ -41,11 +56,13 @@ class EndedAttempts:
                 self._attempts[event.rollout_id, event.attempt_id] = None
                 if len(self._attempts) > self._limit:
                     del self._attempts[next(iter(self._attempts))]
+                self._on_attempt((event.rollout_id, event.attempt_id))
             case RolloutFinished():
                 self._rollouts.pop(event.rollout_id, None)
                 self._rollouts[event.rollout_id] = set()
                 if len(self._rollouts) > self._limit:
                     del self._rollouts[next(iter(self._rollouts))]
+                self._on_rollout(event.rollout_id)
             case RolloutStarted():
                 begun_later = self._rollouts.get(event.rollout_id)
                 if begun_later is not None:

@@ -9,31 +9,22 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine
 from concurrent.futures import Future
-from dataclasses import dataclass
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning.store.protocol import LightningStore
-from agentlightning_plugins.gateway.backend import ModelTable
 from agentlightning_plugins.gateway.server import GatewayServer
+from agentlightning_plugins.gateway.settings import Settings
 
 logger = logging.getLogger("agentlightning")
 T = TypeVar("T")
+COMMANDS: Final = frozenset({"set_models", "flush", "pause", "drain", "resume", "status"})
+"""The methods of ``GatewayServer`` by which it is steered."""
 _EXIT_S: Final = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What a server is started with; plain JSON."""
-
-    host: str
-    port: int
-    num_retries: int
-    model_list: list[Mapping[str, Any]]
 
 
 class Launched(Protocol):
@@ -43,12 +34,12 @@ class Launched(Protocol):
         """Begins to serve and returns the port; raises OSError when the address cannot be bound."""
         ...
 
-    def set_models(self, model_list: list[Mapping[str, Any]]) -> None:
-        """Replaces the models from the next call on."""
-        ...
+    def ask(self, command: str, *arguments: Any) -> Any:
+        """Calls a method of the server, one of ``COMMANDS``, and returns what it returns.
 
-    def flush(self) -> None:
-        """Returns when every call answered so far is in the store."""
+        Raises:
+            StoreError: the server's process is gone.
+        """
         ...
 
     def stop(self) -> None:
@@ -76,11 +67,8 @@ class ServerThread:
         self._thread.start()
         return started.result()
 
-    def set_models(self, model_list: list[Mapping[str, Any]]) -> None:
-        self._server.models = ModelTable(model_list)
-
-    def flush(self) -> None:
-        self._run(self._server.flush())
+    def ask(self, command: str, *arguments: Any) -> Any:
+        return self._run(getattr(self._server, command)(*arguments))
 
     def stop(self) -> None:
         self._run(self._server.stop())
@@ -92,11 +80,10 @@ class ServerThread:
         return self._thread.is_alive()
 
     async def _serve(self, started: Future[int]) -> None:
-        settings = self._settings
         self._loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()
-        self._server = GatewayServer(self._store, ModelTable(settings.model_list), settings.num_retries)
         try:
-            port = await self._server.start(settings.host, settings.port)
+            self._server = GatewayServer(self._store, self._settings)
+            port = await self._server.start()
         except BaseException as error:  # isolation point: whatever it is belongs to the caller of start
             started.set_exception(error)
             return
@@ -139,11 +126,8 @@ class ServerProcess:
         assert isinstance(port, int)
         return port
 
-    def set_models(self, model_list: list[Mapping[str, Any]]) -> None:
-        self._ask(model_list)
-
-    def flush(self) -> None:
-        self._ask("flush")
+    def ask(self, command: str, *arguments: Any) -> Any:
+        return self._ask((command, *arguments))
 
     def stop(self) -> None:
         try:
@@ -160,11 +144,11 @@ class ServerProcess:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def _ask(self, command: object) -> None:
+    def _ask(self, command: object) -> Any:
         with self._lock:  # one question, one answer
             with contextlib.suppress(BrokenPipeError):  # receiving says it better
                 self._connection.send(command)
-            self._receive()
+            return self._receive()
 
     def _receive(self) -> object:
         try:

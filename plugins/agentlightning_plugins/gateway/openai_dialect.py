@@ -7,8 +7,7 @@ a stream the prompt comes with the first chunk, and every chunk has the ids of i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from agentlightning_plugins.gateway.dialect import Asked, Completion, Dialect, ToolCall, tool_call_part
 from agentlightning_plugins.gateway.json_text import dump_json
@@ -16,13 +15,17 @@ from agentlightning_plugins.gateway.json_text import dump_json
 _ABSENT: Final = object()
 
 
-@dataclass(frozen=True, slots=True)
-class OpenAIDialect:
+class OpenAIError(Dialect, Protocol):
+    """How OpenAI's APIs tell errors."""
+
+    def error_body(self, status: int, message: str, code: str | None) -> dict[str, Any]:
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+class _Sampled(OpenAIError, Protocol):
     """Both endpoints: they differ in where the content is, which the keys tell."""
 
-    path: str
-    span_name: str
-    operation: str
     ask_logprobs: bool | int
     """What asks for the log-probabilities of the sampled tokens here."""
 
@@ -41,10 +44,7 @@ class OpenAIDialect:
     def read_messages(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
         if "messages" in body:
             return [_read_message(message) for message in body["messages"]]
-        prompt = body.get("prompt")  # a text, several texts, token ids, or several lists of them
-        prompts = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
-        texts = [text if isinstance(text, str) else dump_json(text).decode() for text in prompts]
-        return [{"role": "user", "parts": [{"type": "text", "content": text}]} for text in texts]
+        return read_texts(body.get("prompt"))
 
     def read_tools(self, body: Mapping[str, Any]) -> Sequence[Any]:
         tools = body.get("tools") or ()
@@ -56,6 +56,10 @@ class OpenAIDialect:
             _read_choice(choice, completion)
 
     def read_chunk(self, chunk: Mapping[str, Any], completion: Completion) -> None:
+        error = chunk.get("error")
+        if error:
+            completion.error = str(error)
+            return
         _read_envelope(chunk, completion)
         for choice in chunk.get("choices") or ():
             _read_choice(choice, completion)
@@ -71,13 +75,30 @@ class OpenAIDialect:
                 changed = True
         return changed
 
-    def error_body(self, status: int, message: str, code: str | None) -> dict[str, Any]:
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+class ChatCompletions(_Sampled):
+    """OpenAI's Chat Completions; what other dialects are translated to."""
+
+    name = "openai-chat"
+    routes = ("v1/chat/completions",)
+    path = "chat/completions"
+    span_name = "chat.completions"
+    operation = "chat"
+    ask_logprobs = True
 
 
-CHAT: Final[Dialect] = OpenAIDialect("chat/completions", "chat.completions", "chat", ask_logprobs=True)
-COMPLETIONS: Final[Dialect] = OpenAIDialect("completions", "completions", "text_completion", ask_logprobs=1)
+class Completions(_Sampled):
+    """OpenAI's Completions."""
+
+    name = "openai-completions"
+    routes = ("v1/completions",)
+    path = "completions"
+    span_name = "completions"
+    operation = "text_completion"
+    ask_logprobs = 1
+
+
+CHAT: Final[Dialect] = ChatCompletions()
 
 
 def read_version(value: object) -> int | None:
@@ -85,6 +106,13 @@ def read_version(value: object) -> int | None:
     if isinstance(value, str) and value.isdecimal():
         return int(value)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def read_texts(value: Any) -> list[dict[str, Any]]:
+    """A text, several texts, token ids, or several lists of them, as messages of a user."""
+    several = value if isinstance(value, list) and value and not isinstance(value[0], int) else [value]
+    texts = [text if isinstance(text, str) else dump_json(text).decode() for text in several]
+    return [{"role": "user", "parts": [{"type": "text", "content": text}]} for text in texts]
 
 
 def _read_envelope(answer: Mapping[str, Any], completion: Completion) -> None:
@@ -102,22 +130,32 @@ def _read_envelope(answer: Mapping[str, Any], completion: Completion) -> None:
 
 def _read_choice(data: Mapping[str, Any], completion: Completion) -> None:
     choice = completion.choice(data.get("index") or 0)
-    if choice.prompt_token_ids is None:
-        choice.prompt_token_ids = data.get("prompt_token_ids")
     if data.get("finish_reason"):
         choice.finish_reason = data["finish_reason"]
-    token_ids, logprobs = data.get("token_ids"), data.get("logprobs")
+    prompt_token_ids, token_ids = data.get("prompt_token_ids"), data.get("token_ids")
+    if prompt_token_ids is not None and choice.prompt_token_ids is None:
+        choice.prompt_token_ids = prompt_token_ids
     if token_ids is not None:
-        choice.token_ids = choice.token_ids or []
-        choice.token_ids += token_ids
+        if choice.token_ids is None:
+            choice.token_ids = token_ids
+        else:
+            choice.token_ids += token_ids
+    logprobs = data.get("logprobs")
     if logprobs is not None:
-        choice.logprobs = choice.logprobs or []
-        choice.logprobs += _read_logprobs(logprobs)
+        read = _read_logprobs(logprobs)
+        if choice.logprobs is None:
+            choice.logprobs = read
+        else:
+            choice.logprobs += read
     message = data.get("delta") or data.get("message")
     if message is None:
         choice.text += data.get("text") or ""
         return
-    choice.text += message.get("content") or ""
+    content = message.get("content")
+    if content:
+        choice.text += content
+        if len(message) == 1:  # a chunk of a stream rarely says more
+            return
     choice.reasoning += message.get("reasoning_content") or message.get("reasoning") or ""
     choice.refusal += message.get("refusal") or ""
     for position, part in enumerate(message.get("tool_calls") or ()):

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import socket
+import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
-from agentlightning.errors import ConfigError, suggest
-from agentlightning.resources import LLM, ProxyLLM
+from agentlightning import attempt_token
+from agentlightning.errors import ConfigError, ConflictError, suggest
+from agentlightning.resources import ATTEMPT_KEY, LLM, ProxyLLM
 from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.gateway.backend import ModelTable
-from agentlightning_plugins.gateway.launch import Launched, ServerProcess, ServerThread, Settings
+from agentlightning_plugins.gateway.budget import Budget, read_budget
+from agentlightning_plugins.gateway.health import INTERVAL_S
+from agentlightning_plugins.gateway.launch import Launched, ServerProcess, ServerThread
+from agentlightning_plugins.gateway.settings import READ_TIMEOUT_S, Settings
 
 LaunchMode = Literal["thread", "process"]
-_CLIENT_KEY = "agentlightning"
-"""What agents are given as API key: clients insist on one, and without it they would send the user's own."""
+_DRAIN_SLICE_S: Final = 0.5  # a server's process answers one question at a time, and must hear others meanwhile
 
 
 class LLMProxy:
     """An OpenAI-compatible reverse proxy between agents and model servers, which records every call as a span.
 
     The URL of a call says whose it is: ``/rollout/{rollout_id}/attempt/{attempt_id}/v1``, which agents get by their
-    ``ProxyLLM`` resource. Recorded calls carry the token ids and log-probabilities that training needs; the agent sees
-    only what it asked for. Calls to plain ``/v1`` are relayed and not recorded.
+    ``ProxyLLM`` resource; the key that they get with it says it too, and is good for this attempt only. Recorded calls
+    carry the token ids and log-probabilities that training needs; the agent sees only what it asked for. Calls to plain
+    ``/v1`` without such a key are relayed and not recorded, or refused where keys are required.
     """
 
     store: LightningStore | None
@@ -37,21 +43,31 @@ class LLMProxy:
         host: str | None = None,
         num_retries: int = 2,
         launch_mode: LaunchMode = "thread",
+        *,
+        require_keys: bool | None = None,
+        budget: Mapping[str, Any] | Budget | None = None,
+        read_timeout_s: float = READ_TIMEOUT_S,
+        health_interval_s: float = INTERVAL_S,
     ) -> None:
         """Prepares the gateway; ``start`` opens it.
 
         Args:
             port: to listen on; None takes a free one.
             model_list: for each backend ``{"model_name": ..., "litellm_params": {"model": "hosted_vllm/<name>",
-                "api_base": ..., "api_key": ...}}`` or ``{"model": ..., "endpoint": ..., "api_key": ...}``, each with an
-                optional ``sampling_parameters`` mapping that replaces those of every request. Entries of one name are
-                backends of one model. ``api_key`` may be ``os.environ/NAME``.
+                "api_base": ..., "api_key": ...}}`` or ``{"model": ..., "endpoint": ..., "api_key": ...}``. Entries of
+                one name are backends of one model. ``api_key`` may be ``os.environ/NAME``. Each may have
+                ``sampling_parameters``, which replace those of every request; ``weight``, its share of the calls;
+                ``price``, with ``input_per_million`` and ``output_per_million``; and ``provider``.
             store: where calls are recorded.
             host: address to listen on; None means 127.0.0.1.
             num_retries: how often a call goes round its model's backends again after connect errors and statuses 408,
                 409, 429 and 5xx.
             launch_mode: ``thread`` serves from a thread of this process, ``process`` from a process of its own, which
                 needs a store that is served.
+            require_keys: whether calls need the key of their attempt; None: on any address but loopback.
+            budget: what each attempt may spend: any of ``calls``, ``tokens``, and ``cost`` by the models' prices.
+            read_timeout_s: how long a backend may be silent.
+            health_interval_s: between two looks at each backend.
 
         Raises:
             ConfigError: an entry of ``model_list`` or another value is not understood.
@@ -60,11 +76,19 @@ class LLMProxy:
             raise ConfigError(f"launch_mode = {launch_mode!r}; modes: {', '.join(get_args(LaunchMode))}")
         if num_retries < 0:
             raise ConfigError(f"num_retries is {num_retries}; give 0 or more")
+        for name, value in (("read_timeout_s", read_timeout_s), ("health_interval_s", health_interval_s)):
+            if not value > 0:
+                raise ConfigError(f"{name} is {value}; give a number above 0")
         self.store = store
         self._bind_host = host or "127.0.0.1"
         self._port = port
         self._num_retries = num_retries
         self._launch_mode = launch_mode
+        self._requires_keys = not _is_loopback(self._bind_host) if require_keys is None else require_keys
+        self._budget = read_budget(budget)
+        self._read_timeout_s = read_timeout_s
+        self._health_interval_s = health_interval_s
+        self._weight_version: int | None = None
         self._model_list: list[Mapping[str, Any]] = []
         self._launched: Launched | None = None
         self.update_model_list(model_list or [])
@@ -73,6 +97,11 @@ class LLMProxy:
     def is_running(self) -> bool:
         """Whether it serves."""
         return self._launched is not None and self._launched.is_alive
+
+    @property
+    def models(self) -> list[str]:
+        """The names that agents can ask for."""
+        return list(self._names)
 
     @property
     def endpoint(self) -> str:
@@ -97,7 +126,17 @@ class LLMProxy:
             return
         if self.store is None:
             raise ConfigError("the gateway has no store to record calls in; give LLMProxy(store=...)")
-        settings = Settings(self._bind_host, self._port or 0, self._num_retries, self._model_list)
+        settings = Settings(
+            host=self._bind_host,
+            port=self._port or 0,
+            num_retries=self._num_retries,
+            model_list=self._model_list,
+            requires_keys=self._requires_keys,
+            budget=self._budget,
+            read_timeout_s=self._read_timeout_s,
+            health_interval_s=self._health_interval_s,
+            weight_version=self._weight_version,
+        )
         launch = ServerThread if self._launch_mode == "thread" else ServerProcess
         launched: Launched = launch(self.store, settings)
         try:
@@ -115,7 +154,56 @@ class LLMProxy:
     async def flush(self) -> None:
         """Returns when every call that has been answered is in the store; at once when the gateway does not serve."""
         if self._launched is not None:
-            await asyncio.to_thread(self._launched.flush)
+            await self._ask("flush")
+
+    async def pause(self) -> None:
+        """Makes new calls wait, so that the weights of the models can change; calls in flight go on.
+
+        A call waits for up to five minutes, with ten thousand others; beyond that it gets status 429 with Retry-After.
+
+        Raises:
+            ConflictError: the gateway does not serve.
+        """
+        await self._ask("pause")
+
+    async def drain(self, timeout: float | None = None) -> bool:
+        """Waits until no call is in flight, for up to ``timeout`` seconds; False when the time ran out.
+
+        Pause first, else new calls take the place of those that end.
+
+        Raises:
+            ConflictError: the gateway does not serve.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left_s = _DRAIN_SLICE_S if deadline is None else min(_DRAIN_SLICE_S, deadline - time.monotonic())
+            if await self._ask("drain", max(0.0, left_s)):
+                return True
+            if left_s <= 0:
+                return False
+
+    async def resume(self, weight_version: int | None = None) -> None:
+        """Lets calls go on.
+
+        Args:
+            weight_version: of the weights from now on. It is recorded with the calls of backends that do not tell
+                theirs. None leaves it as it is.
+
+        Raises:
+            ConflictError: the gateway does not serve.
+        """
+        await self._ask("resume", weight_version)
+        if weight_version is not None:
+            self._weight_version = weight_version
+
+    async def status(self) -> dict[str, Any]:
+        """Backends and their health, calls in flight and waiting, and the weight version; what ``/status`` tells.
+
+        Raises:
+            ConflictError: the gateway does not serve.
+        """
+        status: dict[str, Any] = await self._ask("status")
+        return status
 
     def update_model_list(self, model_list: Sequence[Mapping[str, Any]]) -> None:
         """Replaces models and backends from the next call on; calls in flight go on where they are.
@@ -126,7 +214,7 @@ class LLMProxy:
         self._names = ModelTable(model_list).names
         self._model_list = list(model_list)
         if self._launched is not None:
-            self._launched.set_models(self._model_list)
+            self._launched.ask("set_models", self._model_list)
 
     def as_resource(
         self,
@@ -158,18 +246,31 @@ class LLMProxy:
         resource = ProxyLLM(
             endpoint=self.endpoint,
             model=model,
-            api_key=_CLIENT_KEY,
+            api_key=ATTEMPT_KEY,
             sampling_parameters=dict(sampling_parameters or {}),
         )
         endpoint = resource.get_base_url(rollout_id, attempt_id)
-        if rollout_id is None:
+        if rollout_id is None or attempt_id is None:
             return resource
+        secret = attempt_token.derive_secret(self.store.token if self.store is not None else None)
         return LLM(
             endpoint=endpoint,
             model=model,
-            api_key=resource.api_key,
+            api_key=attempt_token.mint(secret, rollout_id, attempt_id, attempt_token.expiry(time.time(), None)),
             sampling_parameters=resource.sampling_parameters,
         )
+
+    async def _ask(self, command: str, *arguments: Any) -> Any:
+        if self._launched is None:
+            raise ConflictError(f"the gateway does not serve, so there is nothing to {command}; start it first")
+        return await asyncio.to_thread(self._launched.ask, command, *arguments)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _reachable_host(host: str) -> str:

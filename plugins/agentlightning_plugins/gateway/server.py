@@ -15,158 +15,271 @@ from aiohttp import web
 
 from agentlightning.store.protocol import LightningStore
 from agentlightning.store.span_writer import SpanWriter
-from agentlightning_plugins.gateway.backend import ModelTable
+from agentlightning_plugins.gateway.backend import Backend, ModelTable
+from agentlightning_plugins.gateway.budget import Purses
 from agentlightning_plugins.gateway.call import Call, Trace, call_to_span
-from agentlightning_plugins.gateway.dialect import Asked, Completion, Dialect
+from agentlightning_plugins.gateway.dialect import Completion, Dialect, load_dialects
 from agentlightning_plugins.gateway.ended import EndedAttempts
+from agentlightning_plugins.gateway.flight import Flight, Flights
+from agentlightning_plugins.gateway.gate import Gate
+from agentlightning_plugins.gateway.health import HealthCheck
 from agentlightning_plugins.gateway.json_text import dump_json, parse_json
-from agentlightning_plugins.gateway.openai_dialect import CHAT, COMPLETIONS, read_version
+from agentlightning_plugins.gateway.key import Attempt, KeyRefused, KeyRing
+from agentlightning_plugins.gateway.metric import GatewayMetrics, used_tokens
+from agentlightning_plugins.gateway.model_list import list_models
+from agentlightning_plugins.gateway.openai_dialect import CHAT, read_version
+from agentlightning_plugins.gateway.patience import Patience
+from agentlightning_plugins.gateway.provider import BackendAnswer
+from agentlightning_plugins.gateway.settings import Settings
+from agentlightning_plugins.gateway.status import describe
 from agentlightning_plugins.gateway.stream import StreamReader
 from agentlightning_plugins.gateway.upstream import Reply, Upstream, refuse, relayed_headers
+from agentlightning_plugins.prometheus import CONTENT_TYPE
 
 logger = logging.getLogger("agentlightning")
 
-_PATH: Final = re.compile(r"(?:/rollout/([^/]+)/attempt/([^/]+))?/v1/(.+?)/?")
-_DIALECTS: Final[dict[str, Dialect]] = {dialect.path: dialect for dialect in (CHAT, COMPLETIONS)}
+_PATH: Final = re.compile(r"(?:/rollout/([^/]+)/attempt/([^/]+))?/(.+?)/?")
 _MAX_BODY_BYTES: Final = 1 << 28
 _SHUTDOWN_S: Final = 2.0
 _TAIL_S: Final = 0.1
 _GONE: Final = "the agent disconnected before the answer was complete"
+_GONE_STATUS: Final = 499  # nginx's; for the metrics, since nobody is there to see it
+_CUT_S: Final = 1.0  # how long a call that is cut may take to say so
+_PAUSED_RETRY_S: Final = 5
 _UNREAD: Final = (AttributeError, KeyError, TypeError, ValueError)  # what reading a wrong answer raises
 
 
 class GatewayServer:
     """Relays calls to backends and hands a span of each to the store. Every method belongs to one event loop."""
 
-    models: ModelTable
-    """Whoever replaces it changes what the next call is offered."""
+    def __init__(self, store: LightningStore, settings: Settings) -> None:
+        """Prepares a server.
 
-    def __init__(self, store: LightningStore, models: ModelTable, num_retries: int) -> None:
-        self.models = models
+        Raises:
+            ConfigError: the model list of the settings is not understood.
+        """
         self._store = store
-        self._num_retries = num_retries
-        self._ended = EndedAttempts()
+        self._settings = settings
+        self._models = ModelTable(settings.model_list)
+        self._keys = KeyRing(store, is_required=settings.requires_keys)
+        self._purses = Purses(settings.budget)
+        self._gate = Gate()
+        self._gate.weight_version = settings.weight_version
+        self._flights = Flights()
+        self._ended = EndedAttempts(on_attempt=self._flights.cut, on_rollout=self._flights.cut_rollout)
+        self._writer = SpanWriter.shared(store)  # so that whoever waits for an attempt's spans waits for ours too
+        self._metrics = GatewayMetrics(lambda: self._models, self._gate, self._writer, lambda: self._flights)
         self._warned: set[str] = set()
 
-    async def start(self, host: str, port: int) -> int:
-        """Begins to serve; returns the port, which is the one asked for unless that was 0.
+    async def start(self) -> int:
+        """Begins to serve; returns the port, which is the one of the settings unless that was 0.
 
         Raises:
             OSError: the address cannot be bound.
         """
-        self._upstream = Upstream(self._num_retries)
+        settings = self._settings
+        self._dialects = load_dialects()
+        self._upstream = Upstream(settings.num_retries, settings.read_timeout_s)
         server = web.Server(self._handle, request_factory=_make_request, handler_cancellation=True, access_log=None)
         self._runner = web.ServerRunner(server, shutdown_timeout=_SHUTDOWN_S)
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, host, port, backlog=1024).start()
+            await web.TCPSite(self._runner, settings.host, settings.port, backlog=1024).start()
         except OSError:
             await self._runner.cleanup()
             await self._upstream.close()
+            self._writer.release()
             raise
-        self._writer = SpanWriter.shared(self._store)  # so that whoever waits for an attempt's spans waits for ours too
-        self._following = asyncio.create_task(self._ended.follow(self._store))
+        health = HealthCheck(lambda: self._models.backends, settings.health_interval_s)
+        self._background = [asyncio.create_task(work) for work in (self._ended.follow(self._store), health.run())]
         bound: int = self._runner.addresses[0][1]
         return bound
 
     async def stop(self) -> None:
         """Ends open calls after a short wait and stores what was recorded."""
-        self._following.cancel()
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        self._gate.resume(None)  # else those who wait would hold up the rest
         await self._runner.cleanup()
         await self._upstream.close()
         await self.flush()
         self._writer.release()
 
+    async def set_models(self, model_list: list[Mapping[str, Any]]) -> None:
+        """Replaces models and backends from the next call on."""
+        self._models = ModelTable(model_list, self._models)
+
     async def flush(self) -> None:
         """Returns when every call answered so far is in the store."""
         await self._writer.flush()
 
+    async def pause(self) -> None:
+        """Makes new calls wait; those in flight go on."""
+        self._gate.pause()
+
+    async def drain(self, timeout_s: float | None) -> bool:
+        """Waits until no call is in flight; False when the time ran out."""
+        return await self._gate.drain(timeout_s)
+
+    async def resume(self, weight_version: int | None) -> None:
+        """Lets calls go on, with the version of the weights that they get from now on."""
+        self._gate.resume(weight_version)
+
+    async def status(self) -> dict[str, Any]:
+        """How the gateway does: plain JSON."""
+        return describe(self._models, self._gate, self._flights, self._writer)
+
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         target = _PATH.fullmatch(request.path)
         path = target[3] if target is not None else ""
-        dialect = _DIALECTS.get(path)
+        dialect = self._dialects.get(path)
         if target is None or dialect is None:
-            return self._handle_other(request, path)
-        attempt = (target[1], target[2]) if target[1] is not None else None
+            return await self._handle_other(request, path)
+        named = (target[1], target[2]) if target[1] is not None else None
+        try:
+            attempt = self._keys.attribute(request.headers, named)
+        except KeyRefused as error:
+            return self._refuse(dialect, error.status, str(error), "wrong_key")
         if attempt is not None and self._ended.is_over(attempt):
-            message = f"attempt {attempt[1]} of rollout {attempt[0]} is over; its calls are refused"
-            return _respond(refuse(dialect, 410, message, "attempt_over"))
+            return self._refuse(dialect, 410, _over(attempt), "attempt_over")
         call = await _read_call(request, dialect, attempt)
         if isinstance(call, Reply):
+            self._metrics.refuse(call.status)
             return _respond(call)
-        backends = self.models.route(call.model, attempt and attempt[0], time.monotonic())
+        backends = self._models.route(call.model, attempt and attempt[0], time.monotonic())
         if not backends:
-            message = f"no model {call.model!r}; models: {', '.join(self.models.names) or 'none yet'}"
+            message = f"no model {call.model!r}; models: {', '.join(self._models.names) or 'none yet'}"
             return self._fail(call, refuse(dialect, 404, message, "model_not_found"))
+        if attempt is not None and self._purses.is_limited:
+            call.used_up = self._purses.begin(attempt)
+            if call.used_up is not None:  # not 429: clients would try again, and so would frameworks around them
+                never = {"x-should-retry": "false"}
+                return self._fail(call, refuse(dialect, 402, call.used_up, "budget_exceeded", never))
+        flight = self._flights.begin(call)
         try:
+            return await self._serve(call, backends, request, flight)
+        except asyncio.CancelledError:  # what the server does to a handler whose client is gone
+            if not flight.is_cut:
+                self._finish(call, _GONE_STATUS, _GONE)
+                raise
+            flight.task.uncancel()
+            assert attempt is not None
+            return self._fail(call, refuse(dialect, 410, _over(attempt), "attempt_over"))
+        except Exception as error:  # isolation point: a dialect or provider may be somebody else's code
+            logger.exception("a call of model %r failed inside the gateway", call.model)
+            message = f"the gateway failed: {type(error).__name__}"
+            if flight.is_streaming:
+                self._finish(call, 500, message)
+                raise
+            return self._fail(call, refuse(dialect, 500, message, "internal_error"))
+        finally:
+            self._flights.end(flight)
+
+    async def _serve(
+        self, call: Call, backends: list[Backend], request: web.BaseRequest, flight: Flight
+    ) -> web.StreamResponse:
+        if not await self._gate.enter():
+            message = "the gateway is paused while the model's weights change, and too many calls wait; try again"
+            retry = {"Retry-After": str(_PAUSED_RETRY_S)}
+            return self._fail(call, refuse(call.dialect, 429, message, "paused", retry))
+        try:
+            version = self._gate.weight_version
             outcome = await self._upstream.send(call, backends, request.headers)
             if isinstance(outcome, Reply):
-                return self._relay(call, outcome)
+                return self._relay(call, outcome, version)
             async with outcome:
-                return await self._relay_stream(call, outcome, request)
-        except asyncio.CancelledError:  # what the server does to a handler whose client is gone
-            self._record(call, error=_GONE)
-            raise
+                return await self._relay_stream(call, outcome, request, version, flight)
+        finally:
+            self._gate.leave()
 
-    def _handle_other(self, request: web.BaseRequest, path: str) -> web.Response:
-        names = self.models.names
-        models = [{"id": name, "object": "model", "created": 0, "owned_by": "agentlightning"} for name in names]
-        if path == "models":
-            return web.Response(body=dump_json({"object": "list", "data": models}), content_type="application/json")
-        if path.startswith("models/") and path.removeprefix("models/") in names:
-            model = models[names.index(path.removeprefix("models/"))]
-            return web.Response(body=dump_json(model), content_type="application/json")
-        known = ", ".join(f"/v1/{known}" for known in (*_DIALECTS, "models"))
-        return _respond(refuse(CHAT, 404, f"no {request.method} {request.path} here; there is {known}", "not_found"))
+    async def _handle_other(self, request: web.BaseRequest, path: str) -> web.Response:
+        models = list_models(path, self._models.names)
+        if models is not None:
+            return _json(models)
+        if path == "health":
+            return _json({"status": "paused" if self._gate.is_paused else "ok"})
+        if path in ("metrics", "status"):
+            if not self._keys.is_owner(request.headers):
+                return _respond(refuse(CHAT, 401, f"/{path} wants the token of the gateway's store", "wrong_key"))
+            if path == "status":
+                return _json(await self.status())
+            return web.Response(body=self._metrics.render().encode(), headers={"Content-Type": CONTENT_TYPE})
+        known = ", ".join(f"/{known}" for known in (*self._dialects, "v1/models", "health", "metrics", "status"))
+        return self._refuse(CHAT, 404, f"no {request.method} {request.path} here; there is {known}", "not_found")
+
+    def _refuse(self, dialect: Dialect, status: int, message: str, code: str) -> web.Response:
+        """Answers what never becomes a call."""
+        self._metrics.refuse(status)
+        return _respond(refuse(dialect, status, message, code))
 
     def _fail(self, call: Call, reply: Reply) -> web.Response:
         call.http_status = reply.status
-        self._record(call, error=reply.error)
+        self._finish(call, reply.status, reply.error)
         return _respond(reply)
 
-    def _relay(self, call: Call, reply: Reply) -> web.Response:
+    def _relay(self, call: Call, reply: Reply, version: int | None) -> web.Response:
         if reply.error is not None:
             return self._fail(call, reply)
-        if call.attempt is None:
+        if call.attempt is None and call.translation is None:
+            call.is_complete = True
+            self._finish(call, reply.status)
             return _respond(reply)
         try:
             answer = parse_json(reply.body)
-            call.dialect.read_answer(answer, call.completion)
-            is_changed = call.dialect.restore(answer, call.asked)
+            call.wire.read_answer(answer, call.completion)
+            if call.translation is not None:
+                answer, is_changed = call.translation.answer(answer), True
+            else:
+                is_changed = call.wire.restore(answer, call.asked)
         except _UNREAD as error:
             call.completion = Completion()
             excerpt = reply.body[:200].decode(errors="replace")
-            message = f"the backend's answer is not one of {call.dialect.path} ({error!r}): {excerpt}"
+            message = f"the backend's answer is not one of {call.wire.path} ({error!r}): {excerpt}"
             return self._fail(call, refuse(call.dialect, 502, message, "bad_gateway"))
-        self._read_version(call, reply.headers)
+        _read_version(call, reply.headers, version)
         call.is_complete = True
-        self._record(call)
+        self._finish(call, reply.status)
         return _respond(reply._replace(body=dump_json(answer)) if is_changed else reply)
 
     async def _relay_stream(
-        self, call: Call, upstream: aiohttp.ClientResponse, request: web.BaseRequest
+        self, call: Call, upstream: BackendAnswer, request: web.BaseRequest, version: int | None, flight: Flight
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers=relayed_headers(upstream.headers))
-        await response.prepare(request)
-        self._read_version(call, upstream.headers)
+        _read_version(call, upstream.headers, None)
         reader, failure, shown = StreamReader(call), None, b""
         try:
-            while not reader.is_done:
-                try:
-                    piece = await upstream.content.readany()
-                except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                    failure = f"the backend broke off its answer: {error!r}"
-                    break
-                if not piece:
-                    break
-                shown = reader.feed(piece)
-                if shown and not reader.is_done:
-                    await response.write(shown)
+            await response.prepare(request)
+            flight.is_streaming = True
+            try:
+                with Patience(self._settings.read_timeout_s) as patience:
+                    while not reader.is_done:
+                        try:
+                            piece = await upstream.content.readany()
+                        except (aiohttp.ClientError, OSError) as error:
+                            failure = f"the backend broke off its answer: {error!r}"
+                            break
+                        if not piece:
+                            break
+                        shown = reader.feed(piece)
+                        if shown and not reader.is_done:
+                            await response.write(shown)
+                        patience.seen()
+            except TimeoutError as error:
+                failure = f"the answer stood still: {error}"
             last = shown if reader.is_done else reader.close(failure)
-            self._record(call)
+            if call.completion.weight_version is None:
+                call.completion.weight_version = version
+            self._finish(call, 200 if call.is_complete else 502)
             await response.write_eof(last)
         except ConnectionResetError:
-            self._record(call, error=_GONE)
+            self._finish(call, _GONE_STATUS, _GONE)
+            return response
+        except asyncio.CancelledError:
+            if not flight.is_cut:
+                raise
+            flight.task.uncancel()
+            await self._cut_stream(call, request, response)
             return response
         if not upstream.content.at_eof():  # else the connection could not be used again
             with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
@@ -174,20 +287,35 @@ class GatewayServer:
                     await upstream.content.readany()
         return response
 
-    def _read_version(self, call: Call, headers: Mapping[str, str]) -> None:
-        if call.completion.weight_version is None:
-            call.completion.weight_version = read_version(headers.get("x-weight-version"))
+    async def _cut_stream(self, call: Call, request: web.BaseRequest, response: web.StreamResponse) -> None:
+        """Ends a stream whose attempt is over with an error, if the agent still listens."""
+        assert call.attempt is not None
+        message = _over(call.attempt)
+        is_open = not call.end_time
+        self._finish(call, 410, message)
+        try:
+            async with asyncio.timeout(_CUT_S):
+                await response.write_eof(call.dialect.error_event(410, message, "attempt_over") if is_open else b"")
+        except (TimeoutError, ConnectionResetError):
+            if request.transport is not None:
+                request.transport.abort()
 
-    def _record(self, call: Call, error: str | None = None) -> None:
-        """Hands a finished call to the span writer, once.
+    def _finish(self, call: Call, status: int, error: str | None = None) -> None:
+        """Counts a finished call and hands it to the span writer, once.
 
         Always before the agent sees the end of its answer: whoever has an answer may rely on a flush, ours or the
         writer's, to bring its span to the store.
         """
-        if call.attempt is None or call.end_time:
+        if call.end_time:
             return
         call.end_time = time.time()
         call.error = call.error or error
+        self._metrics.count(call, str(status))
+        if call.attempt is None:
+            return
+        if self._purses.is_limited and call.backend is not None:
+            used, price = used_tokens(call), call.backend.price
+            self._purses.charge(call.attempt, sum(used), price.cost(*used) if price is not None else 0.0)
         self._writer.put(call_to_span(call))
         if call.is_complete and call.model not in self._warned:
             self._check_token_ids(call)
@@ -221,7 +349,6 @@ async def _read_call(request: web.BaseRequest, dialect: Dialect, attempt: tuple[
         text=text,
         body=body,
         model=model,
-        asked=Asked(True, True) if attempt is None else dialect.read_asked(body),
         trace=Trace.from_header(request.headers.get("traceparent")),
     )
 
@@ -229,6 +356,21 @@ async def _read_call(request: web.BaseRequest, dialect: Dialect, attempt: tuple[
 def _make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: asyncio.Task[None]) -> web.BaseRequest:
     loop = asyncio.get_running_loop()
     return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=_MAX_BODY_BYTES)
+
+
+def _read_version(call: Call, headers: Mapping[str, str], version: int | None) -> None:
+    """The version of the weights that answered: the body says it, else a header, else whoever owns the gateway."""
+    if call.completion.weight_version is None:
+        stated = read_version(headers.get("x-weight-version"))
+        call.completion.weight_version = version if stated is None else stated
+
+
+def _over(attempt: Attempt) -> str:
+    return f"attempt {attempt[1]} of rollout {attempt[0]} is over; its calls are refused"
+
+
+def _json(value: Any) -> web.Response:
+    return web.Response(body=dump_json(value), content_type="application/json")
 
 
 def _respond(reply: Reply) -> web.Response:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any, Final
+
+from orjson import JSONDecodeError, loads
+
 from agentlightning_plugins.gateway.call import Call
 from agentlightning_plugins.gateway.json_text import dump_json, parse_json
-from agentlightning_plugins.gateway.sse import DONE, EventSplitter, event_data, to_event
+from agentlightning_plugins.gateway.sse import DONE, EventSplitter, event_data
+
+_UNREAD: Final = (AttributeError, KeyError, TypeError, ValueError)  # what reading a wrong chunk raises
 
 
 class StreamReader:
@@ -15,14 +22,17 @@ class StreamReader:
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self._is_recorded = call.attempt is not None
+        self._is_read = call.attempt is not None or call.translation is not None
         self._splitter = EventSplitter()
 
     def feed(self, piece: bytes) -> bytes:
         """What of a piece (and of what was left of earlier ones) the agent can have: whole events."""
-        if not self._is_recorded:
+        if not self._call.first_time:
+            self._call.first_time = time.time()
+        if not self._is_read:
             return piece
-        return b"".join([self._read(event) for event in self._splitter.feed(piece)])
+        read = self._read_simple if self._call.translation is None else self._read
+        return b"".join([read(event) for event in self._splitter.feed(piece)])
 
     def close(self, failure: str | None) -> bytes:
         """Ends the reading, and says in the call whether its answer is complete.
@@ -33,41 +43,87 @@ class StreamReader:
         Returns:
             What is left for the agent, an error event included when it would else not notice.
         """
-        if self.is_done:
-            return b""
+        return b"" if self.is_done else self._close(failure)
+
+    def _close(self, failure: str | None) -> bytes:
         call, last = self._call, b""
-        if self._is_recorded and failure is None:
+        if self._is_read and failure is None:
             if self._splitter.rest:
                 last = self.feed(b"\n\n")
+            if self.is_done:
+                return last
             if call.error is None and not call.completion.is_finished:
                 failure = "the backend ended its answer early"
         call.error = call.error or failure
         call.is_complete = call.error is None
         if failure is not None:
             last += self._error_event(failure)
+        elif call.error is None and call.translation is not None:
+            last += call.translation.close()
         return last
+
+    def _read_simple(self, event: bytes) -> bytes:
+        """What ``_read`` does, at half the cost, for the form that nearly all events have."""
+        if self.is_done or not event.startswith(b"data: {") or not event.endswith(b"}\n\n"):
+            return self._read(event)
+        try:
+            chunk = loads(event[6:])
+        except JSONDecodeError:  # several lines, or NaN
+            return self._read(event)
+        call = self._call
+        try:
+            call.wire.read_chunk(chunk, call.completion)
+            if call.completion.is_ended or call.completion.error is not None:
+                return self._after(event)
+            if call.wire.restore(chunk, call.asked):
+                return b"data: %b\n\n" % dump_json(chunk)
+        except _UNREAD as error:
+            return self._refuse(event[6:], error)
+        return event
 
     def _read(self, event: bytes) -> bytes:
         data = event_data(event)
-        if data is None:
-            return event
         call = self._call
+        if self.is_done or data is None:
+            return event if call.translation is None else b""
         if data == DONE:
-            self.is_done = True
-            call.is_complete = call.error is None
-            return event
+            return self._end(event)
         try:
-            chunk = parse_json(data)
-            if chunk.get("error"):
-                call.error = str(chunk["error"])
-                return event
-            call.dialect.read_chunk(chunk, call.completion)
-            is_changed = call.dialect.restore(chunk, call.asked)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            excerpt = data[:200].decode(errors="replace")
-            call.error = f"the backend streamed what is no chunk of {call.dialect.path} ({error!r}): {excerpt}"
+            chunk: Any = parse_json(data)
+            call.wire.read_chunk(chunk, call.completion)
+            if call.completion.error is not None:
+                return self._after(event)
+            if call.translation is not None:
+                return call.translation.feed(chunk)
+            if call.wire.restore(chunk, call.asked):
+                event = event.replace(data, dump_json(chunk), 1)
+        except _UNREAD as error:
+            return self._refuse(data, error)
+        return self._after(event)
+
+    def _after(self, event: bytes) -> bytes:
+        """What the agent gets of an event that has been read, of which there may be no next."""
+        call = self._call
+        if call.completion.error is not None:
+            call.error = call.error or call.completion.error
+            return event if call.translation is None else self._error_event(call.error)
+        return self._end(event) if call.completion.is_ended else event
+
+    def _refuse(self, data: bytes, error: Exception) -> bytes:
+        call, excerpt = self._call, data[:200].decode(errors="replace")
+        call.error = f"the backend streamed what is no chunk of {call.wire.path} ({error!r}): {excerpt}"
+        return self._error_event(call.error)
+
+    def _end(self, event: bytes) -> bytes:
+        call = self._call
+        self.is_done = True
+        call.is_complete = call.error is None
+        if call.translation is None:
+            return event
+        if call.is_complete and not call.completion.is_finished:
+            call.error, call.is_complete = "the backend ended its answer early", False
             return self._error_event(call.error)
-        return event.replace(data, dump_json(chunk), 1) if is_changed else event
+        return call.translation.close() if call.is_complete else b""
 
     def _error_event(self, message: str) -> bytes:
-        return to_event(dump_json(self._call.dialect.error_body(502, message, "bad_gateway")))
+        return self._call.dialect.error_event(502, message, "bad_gateway")

@@ -12,14 +12,15 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import aiohttp
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from agentlightning_plugins.gateway.backend import Backend
+from agentlightning_plugins.gateway.backend import Backend, why
 from agentlightning_plugins.gateway.call import Call
-from agentlightning_plugins.gateway.dialect import Dialect
+from agentlightning_plugins.gateway.dialect import Dialect, Untranslatable
 from agentlightning_plugins.gateway.json_text import dump_json, parse_json, set_fields
+from agentlightning_plugins.gateway.patience import Patience
+from agentlightning_plugins.gateway.provider import BackendAnswer
 
 RETRIED_STATUS: Final = frozenset({408, 409, 429, 500, 502, 503, 504, 529})
 _CONNECT_TIMEOUT_S: Final = 10.0
-_READ_TIMEOUT_S: Final = 600.0  # between two bytes; what the openai client allows
 _IDLE_S: Final = 4.0  # less than uvicorn's 5 s, so that we rarely send into a connection that it is closing
 _FIRST_BACKOFF_S: Final = 0.25
 _MAX_WAIT_S: Final = 30.0
@@ -44,25 +45,29 @@ class Reply(NamedTuple):
     headers: Mapping[str, str]
     error: str | None = None
     """For the span; None when the backend gave an answer."""
+    is_final: bool = False
+    """Whether trying again would do harm."""
 
 
-Outcome: TypeAlias = Reply | aiohttp.ClientResponse
+Outcome: TypeAlias = Reply | BackendAnswer
 """A reply, or a stream of events that is still to be read and closed."""
 
 
 class Upstream:
     """The pooled connections to all backends."""
 
-    def __init__(self, num_retries: int) -> None:
+    def __init__(self, num_retries: int, read_timeout_s: float) -> None:
         """Must be made on the event loop that uses it.
 
         Args:
             num_retries: further rounds over a model's backends after the first.
+            read_timeout_s: how long a backend may be silent.
         """
         self._num_retries = num_retries
+        self._read_timeout_s = read_timeout_s
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S, sock_read=_READ_TIMEOUT_S),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
             cookie_jar=aiohttp.DummyCookieJar(),
         )
 
@@ -74,7 +79,8 @@ class Upstream:
         """Sends a call to the first backend that takes it.
 
         Connect errors and ``RETRIED_STATUS`` move on to the next backend at once; after all have been tried, a new
-        round begins after a back-off, or when the backend's Retry-After says.
+        round begins after a back-off, or when the backend's Retry-After says. A backend that took the call and fell
+        silent is not asked again: it may be at work on it.
 
         Args:
             call: is told the backend.
@@ -94,17 +100,27 @@ class Upstream:
                     break
                 await asyncio.sleep(wait_s)
             for backend in backends:
-                call.backend = backend
+                try:
+                    call.aim(backend)
+                except Untranslatable as error:
+                    return refuse(call.dialect, 400, str(error), error.code)
+                except (AttributeError, KeyError, TypeError) as error:  # what a request of the wrong shape raises
+                    return refuse(call.dialect, 400, f"the request is malformed: {error!r}", "invalid_request")
                 outcome = await self._try(call, backend, sent_headers)
-                if not isinstance(outcome, Reply) or outcome.error is None or outcome.status not in RETRIED_STATUS:
+                if not isinstance(outcome, Reply) or outcome.error is None:
+                    backend.mark(None)
+                    return outcome
+                if outcome.status not in RETRIED_STATUS:
                     return outcome
                 failure = outcome
                 backend.retry_at = time.monotonic() + (_retry_after_s(outcome) or _AVOID_S)
+                if outcome.is_final:
+                    return outcome
         assert failure is not None
         return failure
 
     async def _try(self, call: Call, backend: Backend, headers: Mapping[str, str]) -> Outcome:
-        wanted = call.dialect.fields_to_ask(call.asked)
+        wanted = call.wire.fields_to_ask(call.asked)
         fields = {name: value for name, value in wanted.items() if name not in backend.refused}
         outcome = await self._post(call, backend, headers, fields)
         if isinstance(outcome, Reply) and outcome.status in (400, 422):
@@ -121,31 +137,36 @@ class Upstream:
     ) -> Outcome:
         fields = {**fields, "model": backend.served_model, **backend.sampling_parameters}
         headers = backend.authorize(headers)
+        if call.sent_text is not None:
+            body = set_fields(call.sent_text, call.sent_body, fields)
+        else:
+            body = dump_json({**call.sent_body, **fields})
         try:
-            response = await self._session.post(
-                backend.url(call.dialect.path),
-                data=set_fields(call.text, call.body, fields),
-                headers=headers,
-                allow_redirects=False,
-            )
-            if response.status == 200 and response.content_type == "text/event-stream":
-                return response
-            async with response:
-                body, headers_back = await response.read(), relayed_headers(response.headers)
+            with Patience(self._read_timeout_s) as patience:
+                response = await backend.provider.send(self._session, backend, call.wire.path, body, headers)
+                patience.seen()
+                if response.status == 200 and response.content_type == "text/event-stream":
+                    return response
+                async with response:
+                    answer, headers_back = await response.read(), relayed_headers(response.headers)
             if 200 <= response.status < 300:
-                return Reply(response.status, body, headers_back)
-            return _read_error(call, backend, response.status, headers_back, body)
-        except TimeoutError as error:
-            return refuse(call.dialect, 504, f"{backend.endpoint} did not answer in time: {error}", "backend_timeout")
-        except (aiohttp.ClientError, OSError) as error:
+                return Reply(response.status, answer, headers_back)
+            return _read_error(call, backend, response.status, headers_back, answer)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            cannot_connect = isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError))
+            if isinstance(error, TimeoutError) and not cannot_connect:
+                message = f"{backend.endpoint} did not answer in time: {error}"
+                return refuse(call.dialect, 504, message, "backend_timeout")._replace(is_final=True)
+            if cannot_connect:
+                backend.mark(why(error))
             message = f"{backend.endpoint} cannot be reached: {error!r}"
             return refuse(call.dialect, 502, message, "backend_unreachable")
 
 
-def refuse(dialect: Dialect, status: int, message: str, code: str) -> Reply:
+def refuse(dialect: Dialect, status: int, message: str, code: str, headers: Mapping[str, str] | None = None) -> Reply:
     """An error of the gateway's own, in the form of an API."""
     body = dump_json(dialect.error_body(status, message, code))
-    return Reply(status, body, {"Content-Type": "application/json"}, message)
+    return Reply(status, body, {"Content-Type": "application/json", **(headers or {})}, message)
 
 
 def relayed_headers(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
@@ -163,6 +184,9 @@ def _read_error(call: Call, backend: Backend, status: int, headers: Mapping[str,
     except (AttributeError, ValueError):
         message = f"{backend.endpoint} answered {status}: {body[:500].decode(errors='replace')}"
         return refuse(call.dialect, status if status >= 400 else 502, message, "bad_gateway")
+    if call.translation is not None:
+        code = error.get("code") if isinstance(error, dict) else None
+        body = dump_json(call.dialect.error_body(status, message, code if isinstance(code, str) else None))
     return Reply(status, body, headers, message)
 
 

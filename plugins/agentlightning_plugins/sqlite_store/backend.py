@@ -17,8 +17,9 @@ from agentlightning.errors import StoreError
 from agentlightning.event import Event
 from agentlightning.store.backend import Claim, Guard, Listener, Page, Query, Write
 from agentlightning.types import Record, Rollout, Span
-from agentlightning_plugins.sqlite_store.document import encode
-from agentlightning_plugins.sqlite_store.plan import Plan, has_few, make_plan, run_plan
+from agentlightning_plugins.sql_store.document import encode
+from agentlightning_plugins.sql_store.plan import Plan
+from agentlightning_plugins.sqlite_store.plan import PLANNER, is_short, run_plan
 from agentlightning_plugins.sqlite_store.schema import connect, explain, open_file
 from agentlightning_plugins.sqlite_store.transaction import encode_writes
 from agentlightning_plugins.sqlite_store.writer import Writer
@@ -65,11 +66,10 @@ class SqliteBackend:
 
     async def select(self, query: Query[R]) -> Page[R]:
         self._check_open()
-        plan = make_plan(query)
-        if plan.is_short:
-            with self._connection() as connection:
-                if has_few(connection, plan):
-                    return run_plan(connection, query, plan)
+        plan = PLANNER.plan(query)
+        with self._connection() as connection:
+            if is_short(connection, query, plan):
+                return run_plan(connection, query, plan)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, self._read, query, plan)
 

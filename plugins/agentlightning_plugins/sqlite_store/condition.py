@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import orjson
 
 from agentlightning.store.backend import Condition
 from agentlightning.types import LIVE_ATTEMPT, Attempt, Record, Rollout, Span
-from agentlightning_plugins.sqlite_store.document import document_fields
+from agentlightning_plugins.sql_store.document import document_fields
+from agentlightning_plugins.sql_store.plan import Test
 from agentlightning_plugins.sqlite_store.transaction import COLUMNS
 
 _INDEXED: Final = {"metadata.task_id": "task_id", "metadata.group": "group_id", "metadata.step": "step"}
@@ -26,13 +27,6 @@ _CHILDREN: Final = {
     "ON attempt.rollout = rollout.position WHERE rollout_id {})",
 }
 _IN: Final = "IN (SELECT value FROM json_each(?))"
-
-
-class Test(NamedTuple):
-    """A condition in SQL."""
-
-    sql: str
-    parameters: tuple[Any, ...] = ()
 
 
 def translate(kind: type[Record], condition: Condition, *, indexed: bool = True) -> Test | None:

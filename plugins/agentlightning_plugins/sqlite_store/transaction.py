@@ -16,7 +16,7 @@ from agentlightning.event import Event
 from agentlightning.resources import ResourcesUpdate
 from agentlightning.store.backend import KEYS, Claim, Delete, Guard, Key, Put, Row, Write, key_of
 from agentlightning.types import LIVE_ATTEMPT, Attempt, Metrics, Record, Rollout, Run, Span, Worker
-from agentlightning_plugins.sqlite_store.document import decode, encode, encode_events
+from agentlightning_plugins.sql_store.document import decode, encode, encode_events
 
 TABLES: Final[dict[type[Record], str]] = {
     Run: "run",

@@ -10,44 +10,24 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 from agentlightning.errors import StoreError
 from agentlightning.event import Event
 from agentlightning.store.backend import Listener
+from agentlightning_plugins.sql_store.batch import Inbox, Item, settle, settle_here
 from agentlightning_plugins.sqlite_store.outbox import Outbox
 from agentlightning_plugins.sqlite_store.schema import connect, explain
 from agentlightning_plugins.sqlite_store.transaction import Known, Transaction
 
 logger = logging.getLogger("agentlightning")
 T = TypeVar("T")
+Work: TypeAlias = Callable[[Transaction], Any]
 
 MAX_BATCH: Final = 500
 """No more writes join a transaction of so many, so that the first of them need not wait for long."""
 LOOK_EVERY_S: Final = 0.01
 """How often the writer looks for commits of other processes while somebody watches and it has nothing to do."""
-
-
-class Item(Generic[T]):
-    """One caller's part of a transaction, and where its outcome goes."""
-
-    __slots__ = ("error", "future", "loop", "result", "work")
-
-    def __init__(self, work: Callable[[Transaction], T]) -> None:
-        self.work = work
-        self.loop = asyncio.get_running_loop()
-        self.future: asyncio.Future[T] = self.loop.create_future()
-        self.result: T
-        self.error: BaseException | None = None
-
-    def settle(self) -> None:
-        """Tells the caller, in its loop."""
-        if self.future.done():  # cancelled: the write stands, nobody asks any more
-            return
-        if self.error is not None:
-            self.future.set_exception(self.error)
-        else:
-            self.future.set_result(self.result)
 
 
 class Writer:
@@ -59,8 +39,8 @@ class Writer:
         self._connection.execute("PRAGMA wal_autocheckpoint = 4000")  # pages of 4 KiB
         self._outbox = Outbox(self._connection)
         self._known = Known()
-        self._items: queue.SimpleQueue[list[Item[Any]]] = queue.SimpleQueue()
-        self._submitted: dict[asyncio.AbstractEventLoop, list[Item[Any]]] = {}
+        self._items: queue.SimpleQueue[list[Item[Work]]] = queue.SimpleQueue()
+        self._inbox: Inbox[Work] = Inbox(self._deliver)
         self._lock = threading.Lock()
         self._stopped = False
         self.listeners: tuple[Listener, ...] = ()
@@ -70,29 +50,17 @@ class Writer:
         self._thread.start()
 
     def submit(self, work: Callable[[Transaction], T]) -> asyncio.Future[T]:
-        """Has the thread do this work in its next transaction; the result is there once that is durable.
+        """Has the thread do this work in its next transaction; the result is there once that is durable."""
+        return self._inbox.submit(work)
 
-        What one turn of an event loop submits arrives together: waking the thread for the first of it would have it
-        commit that alone, and take the interpreter from those who are about to submit more.
-        """
-        item = Item(work)
-        waiting = self._submitted.get(item.loop)
-        if waiting is None:
-            self._submitted[item.loop] = [item]
-            item.loop.call_soon(self._hand_over, item.loop)
-        else:
-            waiting.append(item)
-        return item.future
-
-    def _hand_over(self, loop: asyncio.AbstractEventLoop) -> None:
-        items = self._submitted.pop(loop)
+    def _deliver(self, items: list[Item[Work]]) -> None:
         with self._lock:
             if not self._stopped:
                 self._items.put(items)
                 return
         for item in items:
             item.error = StoreError(f"{self._path} is closed")
-            item.settle()
+        settle_here(items)
 
     def watch(self, listener: Listener) -> Callable[[], None]:
         with self._lock:
@@ -124,9 +92,9 @@ class Writer:
         finally:
             self._connection.close()
 
-    def _take(self) -> list[Item[Any]]:
+    def _take(self) -> list[Item[Work]]:
         """Waits for work, or until it is time to look for the work of others."""
-        batch: list[Item[Any]] = []
+        batch: list[Item[Work]] = []
         try:
             batch += self._items.get(timeout=LOOK_EVERY_S if self.listeners else None)
             while len(batch) < MAX_BATCH:
@@ -135,7 +103,7 @@ class Writer:
             pass
         return batch
 
-    def _write(self, batch: Sequence[Item[Any]]) -> None:
+    def _write(self, batch: Sequence[Item[Work]]) -> None:
         """Does all of it in one transaction; if that fails, each in one of its own, so that only the culprit fails."""
         try:
             events = self._try(batch)
@@ -146,13 +114,13 @@ class Writer:
                 return
             for item in batch:
                 item.error = explain(error, self._path) if isinstance(error, sqlite3.Error) else error
-            _settle(batch)
+            settle(batch)
             return
         if events:
             self._tell([events])
-        _settle(batch)
+        settle(batch)
 
-    def _try(self, batch: Sequence[Item[Any]]) -> Sequence[Event]:
+    def _try(self, batch: Sequence[Item[Work]]) -> Sequence[Event]:
         """Commits a batch, or nothing; returns what the watchers must hear of it."""
         connection = self._connection
         # IMMEDIATE takes the lock that writers share before the first read. A transaction that begins by reading and
@@ -211,20 +179,3 @@ class Writer:
 def _concerns_all(error: Exception) -> bool:
     """Whether every other write would fail in the same way, after as long a wait."""
     return getattr(error, "sqlite_errorname", "").startswith(("SQLITE_BUSY", "SQLITE_READONLY", "SQLITE_CANTOPEN"))
-
-
-def _settle(batch: Sequence[Item[Any]]) -> None:
-    """Wakes the callers: one call for each event loop, since each wakes a thread."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[Item[Any]]] = {}
-    for item in batch:
-        by_loop.setdefault(item.loop, []).append(item)
-    for loop, items in by_loop.items():
-        try:
-            loop.call_soon_threadsafe(_settle_all, items)
-        except RuntimeError:  # the loop is closed: its callers are gone
-            continue
-
-
-def _settle_all(items: Sequence[Item[Any]]) -> None:
-    for item in items:
-        item.settle()

@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote, urlencode
 
 from agentlightning.errors import NotFoundError
+from agentlightning.frozen import freeze
 from agentlightning.types import UNSET, AttemptedRollout, PaginatedResult, Record, Rollout
 from agentlightning_plugins.store_client.connection import StoreConnection
 
@@ -34,6 +35,11 @@ class StoreCalls:
 
 def given(**arguments: Any) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if value is not UNSET}
+
+
+def frozen(value: Any, name: str) -> Any:
+    """What is refused here is what the store behind the server would refuse, before it becomes something else."""
+    return value if value is UNSET else freeze(value, name)
 
 
 def quoted(text: str) -> str:

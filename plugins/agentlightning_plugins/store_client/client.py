@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import copy
 import os
+import time
 from typing import Any
 
+from agentlightning import attempt_token
 from agentlightning.store.protocol import LightningStore, StoreCapabilities
 from agentlightning.types import DEFAULT_RUN_ID
 from agentlightning_plugins.store_client.connection import StoreConnection
@@ -36,7 +38,8 @@ class LightningStoreClient(RolloutCalls, SpanCalls, ResourcesCalls, RunCalls, Li
             ConfigError: not an http(s) URL.
         """
         self.run_id = run_id
-        self._connection = StoreConnection(url, token or os.environ.get(TOKEN_VARIABLE) or None, retry_s)
+        self.token = token or os.environ.get(TOKEN_VARIABLE) or None
+        self._connection = StoreConnection(url, self.token, retry_s)
         self._versions = Versions()
 
     @classmethod
@@ -58,10 +61,28 @@ class LightningStoreClient(RolloutCalls, SpanCalls, ResourcesCalls, RunCalls, Li
     def capabilities(self) -> StoreCapabilities:
         """What the store behind the server can do; ``durable`` is False until the server has answered once."""
         features = self._connection.features or frozenset()
-        return {"thread_safe": True, "durable": "durable" in features, "otlp_traces": "otlp_traces" in features}
+        return {"thread_safe": True, "durable": "durable" in features, "otlp_traces": True}
 
-    def otlp_traces_endpoint(self) -> str | None:
-        return f"{self._connection.url}/v1/traces" if self.capabilities["otlp_traces"] else None
+    @property
+    def url(self) -> str:
+        """Of the server, without a path."""
+        return self._connection.url
+
+    def otlp_traces_endpoint(self) -> str:
+        """The URL of the server that takes OTLP/HTTP traces, with the token of the store or of an attempt."""
+        return f"{self.url}/v1/traces"
+
+    def attempt_token(
+        self, rollout_id: str, attempt_id: str, *, lifetime_s: float = attempt_token.DEFAULT_LIFETIME_S
+    ) -> str | None:
+        """What to give an agent instead of the token of the store: good for the spans of this attempt, nothing else.
+
+        Asks nobody. None when the store has no token, and the agent needs none either.
+        """
+        if self.token is None or self.token.startswith(attempt_token.PREFIX):
+            return self.token  # whoever has been given the token of an attempt can give no other one
+        secret = attempt_token.derive_secret(self.token)
+        return attempt_token.mint(secret, rollout_id, attempt_id, time.time() + lifetime_s)
 
     async def statistics(self) -> dict[str, float]:
         statistics: dict[str, float] = await self._get("/statistics")

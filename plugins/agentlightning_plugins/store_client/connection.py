@@ -29,6 +29,7 @@ _LARGE_BODY_BYTES: Final = 2**20
 """A larger body is sent as a file, in pieces: all at once would block the loop."""
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 2.0
+_THIS_MACHINE: Final = frozenset({"127.0.0.1", "::1", "localhost"})
 _UNAVAILABLE: Final = frozenset({502, 503, 504})
 _NEVER_SENT: Final = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 _BROKEN: Final = (aiohttp.ClientError, TimeoutError, OSError)
@@ -52,7 +53,10 @@ class StoreConnection:
         self.features: frozenset[str] | None = None
         """Capabilities of the store behind the server; None until it has answered once."""
         self._opening: set[asyncio.Future[None]] = set()
-        self._pool = _SessionPool({"authorization": f"Bearer {token}"} if token else {})
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        if parts.hostname in _THIS_MACHINE:
+            headers["accept-encoding"] = "identity"  # compressing would take longer than sending
+        self._pool = _SessionPool(headers)
 
     async def request(
         self, method: str, path: str, body: Any = None, *, run_id: str, repeatable: bool, wait_s: float = 0.0
@@ -100,36 +104,41 @@ class StoreConnection:
                 self.features = frozenset(response.headers[FEATURES_HEADER].split(","))
             if response.status < 300:
                 return from_json(answer)
-            if response.status in _UNAVAILABLE and repeatable:
+            if response.status in _UNAVAILABLE and repeatable and FEATURES_HEADER not in response.headers:  # a proxy
                 await retry.pause(f"{self.url} answers {response.status} {response.reason}", None)
                 continue
             raise _error_of(self.url, response.status, answer)
 
     async def events(self, path: str, *, run_id: str) -> AsyncGenerator[bytes]:
-        """Yields the data of server-sent events; connects again whenever the stream ends.
+        """Yields the data of server-sent events; connects again whenever the stream ends, and goes on where it ended.
 
         What this connection is asked for in the same loop afterwards waits until the stream stands, so that the stream
         shows it.
 
         Raises:
-            StoreError: as ``request``.
+            StoreError: as ``request``, or the reader is too slow and events were lost.
         """
         url = URL(self.url + PREFIX + path, encoded=True)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_ANSWER_S)
         retry = _Retry(self.retry_s)
+        headers = {RUN_HEADER: run_id}
         opened = asyncio.get_running_loop().create_future()
         self._opening.add(opened)
         try:
             while True:
                 try:
-                    async with self._pool.session().get(url, headers={RUN_HEADER: run_id}, timeout=timeout) as response:
+                    async with self._pool.session().get(url, headers=headers, timeout=timeout) as response:
                         if response.status >= 300 and response.status not in _UNAVAILABLE:
                             raise _error_of(self.url, response.status, await response.read())
                         if response.status < 300:
                             self._has_opened(opened)
                             retry = _Retry(self.retry_s)
-                            async for data in _event_data(response.content):
-                                yield data
+                            async for event in _read_events(response.content):
+                                if event.get("id"):
+                                    headers["last-event-id"] = event["id"].decode()
+                                    yield event["data"]
+                                elif event["event"] == b"overflow":
+                                    raise StoreError(from_json(event["data"])["message"])
                 except _BROKEN as error:
                     await retry.pause(self._unreachable(error), error)
                 else:
@@ -266,11 +275,12 @@ def _describe(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-async def _event_data(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+async def _read_events(content: aiohttp.StreamReader) -> AsyncIterator[dict[str, bytes]]:
+    """The fields of each server-sent event; comments are left out."""
     buffer = b""
     async for chunk in content.iter_any():
         *events, buffer = (buffer + chunk).split(b"\n\n")
         for event in events:
-            for line in event.split(b"\n"):
-                if line.startswith(b"data: "):
-                    yield line.removeprefix(b"data: ")
+            if not event.startswith(b":"):
+                pairs = (line.partition(b": ") for line in event.split(b"\n"))
+                yield {name.decode(): value for name, _, value in pairs}

@@ -28,7 +28,15 @@ from agentlightning.types import (
     new_rollout_id,
 )
 from agentlightning_plugins import store_message as message
-from agentlightning_plugins.store_client.call import StoreCalls, given, query_string, quoted, read_page, read_rollout
+from agentlightning_plugins.store_client.call import (
+    StoreCalls,
+    frozen,
+    given,
+    query_string,
+    quoted,
+    read_page,
+    read_rollout,
+)
 from agentlightning_plugins.store_message import MAX_POLL_S
 
 _RELEASE_S: Final = 2.0
@@ -46,14 +54,8 @@ class RolloutCalls(StoreCalls):
         metadata: Mapping[str, Any] | None = None,
         worker_id: str | None = None,
     ) -> AttemptedRollout:
-        body = {
-            "input": input,
-            "mode": mode,
-            "resources_id": resources_id,
-            "config": config,
-            "metadata": metadata,
-            "worker_id": worker_id,
-        }
+        request = EnqueueRolloutRequest.make(input, mode, resources_id, config, metadata)
+        body = request.model_dump(exclude={"rollout_id"}) | {"worker_id": worker_id}
         return AttemptedRollout.model_validate(await self._post("/rollouts", body, repeatable=False))
 
     async def enqueue_rollout(
@@ -64,13 +66,7 @@ class RolloutCalls(StoreCalls):
         config: RolloutConfig | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> Rollout:
-        request = EnqueueRolloutRequest(
-            input=input,
-            mode=mode,
-            resources_id=resources_id,
-            config=config,
-            metadata=None if metadata is None else dict(metadata),
-        )
+        request = EnqueueRolloutRequest.make(input, mode, resources_id, config, metadata)
         return (await self.enqueue_many_rollouts([request]))[0]
 
     async def enqueue_many_rollouts(self, requests: Sequence[EnqueueRolloutRequest]) -> Sequence[Rollout]:
@@ -167,7 +163,14 @@ class RolloutCalls(StoreCalls):
         config: RolloutConfig | Unset = UNSET,
         metadata: Mapping[str, Any] | Unset | None = UNSET,
     ) -> Rollout:
-        body = given(input=input, mode=mode, resources_id=resources_id, status=status, config=config, metadata=metadata)
+        body = given(
+            input=frozen(input, "input"),
+            mode=mode,
+            resources_id=resources_id,
+            status=status,
+            config=config,
+            metadata=frozen(metadata, "metadata"),
+        )
         return read_rollout(await self._post(f"/rollouts/{quoted(rollout_id)}", body, repeatable=True))
 
     async def cancel_rollout(self, rollout_id: str) -> Rollout:
@@ -176,8 +179,15 @@ class RolloutCalls(StoreCalls):
     async def retry_rollout(self, rollout_id: str) -> Rollout:
         return read_rollout(await self._post(f"/rollouts/{quoted(rollout_id)}/retry", repeatable=False))
 
-    async def delete_rollouts(self, rollout_ids: Sequence[str]) -> int:
-        body: message.RolloutIds = {"rollout_ids": list(rollout_ids)}
+    async def delete_rollouts(
+        self,
+        rollout_ids: Sequence[str] | None = None,
+        *,
+        status_in: Sequence[RolloutStatus] | None = None,
+        ended_before: float | None = None,
+        keep: int | None = None,
+    ) -> int:
+        body = {"rollout_ids": rollout_ids, "status_in": status_in, "ended_before": ended_before, "keep": keep}
         answer = await self._post("/rollouts/delete", body, repeatable=True)
         return int(answer["deleted"])
 
@@ -223,9 +233,13 @@ class RolloutCalls(StoreCalls):
             status=status,
             worker_id=worker_id,
             last_heartbeat_time=last_heartbeat_time,
-            metadata=metadata,
+            metadata=frozen(metadata, "metadata"),
             error=error,
             spans_dropped=spans_dropped,
         )
         path = f"/rollouts/{quoted(rollout_id)}/attempts/{quoted(attempt_id)}"
         return Attempt.model_validate(await self._post(path, body, repeatable=True))
+
+    async def release_attempt(self, rollout_id: str, attempt_id: str) -> Rollout:
+        path = f"/rollouts/{quoted(rollout_id)}/attempts/{quoted(attempt_id)}/release"
+        return read_rollout(await self._post(path, repeatable=True))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlencode
@@ -17,7 +18,7 @@ from agentlightning.types import (
     Worker,
 )
 from agentlightning_plugins import store_message as message
-from agentlightning_plugins.store_client.call import StoreCalls, given, query_string, quoted, read_page
+from agentlightning_plugins.store_client.call import StoreCalls, frozen, given, query_string, quoted, read_page
 
 
 class RunCalls(StoreCalls):
@@ -50,9 +51,18 @@ class RunCalls(StoreCalls):
         content = await self._find(f"/workers/{quoted(worker_id)}")
         return None if content is None else Worker.model_validate(content)
 
-    async def update_worker(self, worker_id: str, heartbeat_stats: Mapping[str, Any] | Unset | None = UNSET) -> Worker:
-        body = given(heartbeat_stats=heartbeat_stats)
+    async def update_worker(
+        self,
+        worker_id: str,
+        heartbeat_stats: Mapping[str, Any] | Unset | None = UNSET,
+        attempt_ids: Sequence[str] | Unset | None = UNSET,
+    ) -> Worker:
+        body = given(heartbeat_stats=frozen(heartbeat_stats, "heartbeat_stats"), attempt_ids=attempt_ids)
         return Worker.model_validate(await self._post(f"/workers/{quoted(worker_id)}", body, repeatable=True))
+
+    async def end_worker(self, worker_id: str) -> int:
+        answer = await self._post(f"/workers/{quoted(worker_id)}/end", repeatable=True)
+        return int(answer["ended"])
 
     async def create_run(
         self,
@@ -62,8 +72,17 @@ class RunCalls(StoreCalls):
         config: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> Run:
-        body = {"name": name, "run_id": run_id, "config": config, "metadata": metadata}
+        body = {
+            "name": name,
+            "run_id": run_id,
+            "config": frozen(config or {}, "config"),
+            "metadata": frozen(metadata, "metadata"),
+        }
         return Run.model_validate(await self._post("/runs", body, repeatable=True))
+
+    async def get_run_by_id(self, run_id: str) -> Run | None:
+        content = await self._find(f"/runs/{quoted(run_id)}")
+        return None if content is None else Run.model_validate(content)
 
     async def update_run(self, run_id: str, status: RunStatus) -> Run:
         body: message.UpdateRun = {"status": status}
@@ -74,7 +93,8 @@ class RunCalls(StoreCalls):
         return read_page(page, [Run.model_validate(item) for item in page["items"]])
 
     async def add_metrics(self, step: int, values: Mapping[str, float]) -> Metrics:
-        body = {"step": step, "values": values}
+        given = Metrics(run_id=self.run_id, step=step, time=time.time(), values=dict(values))
+        body = {"step": step, "values": given.values}
         return Metrics.model_validate(await self._post(f"/runs/{quoted(self.run_id)}/metrics", body, repeatable=True))
 
     async def query_metrics(self, *, limit: int = -1, offset: int = 0) -> PaginatedResult[Metrics]:

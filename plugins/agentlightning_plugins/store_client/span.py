@@ -22,7 +22,8 @@ class SpanCalls(StoreCalls):
     async def add_many_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
         if not spans:
             return []
-        body: message.AddSpans = {"spans": list(spans)}
+        spans = [span.sealed() for span in spans]
+        body: message.AddSpans = {"spans": spans}
         answer = await self._post("/spans/batch", body, repeatable=True)
         return [
             span if number == span.sequence_id else span.model_copy(update={"sequence_id": number})

@@ -1,126 +1,184 @@
-"""Turns the table of routes into an aiohttp application: who may ask, what was asked, and how to answer."""
+"""From the table of routes to an aiohttp application, with what is served besides: OTLP, events, metrics, OpenAPI."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
-import hmac
-import ipaddress
-import logging
 import re
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
-from urllib.parse import urlsplit
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
 
 from aiohttp import web
-from aiohttp.http_exceptions import BadHttpMessage
 from aiohttp.typedefs import Handler, Middleware
-from multidict import MultiMapping
-from pydantic import TypeAdapter, ValidationError
-from pydantic_core import PydanticSerializationError, from_json, to_json
+from pydantic import TypeAdapter
+from pydantic_core import to_json
 
-from agentlightning.errors import ConfigError, ConflictError, NotFoundError
+from agentlightning.attempt_token import AttemptToken
+from agentlightning.errors import ConfigError
 from agentlightning.store.protocol import LightningStore
-from agentlightning.types import DEFAULT_RUN_ID, PaginatedResult, Record
-from agentlightning_plugins.store_message import (
-    ERROR_STATUS,
-    FEATURES_HEADER,
-    MAX_BODY_BYTES,
-    PREFIX,
-    RUN_HEADER,
-    ErrorCode,
-    Subscribe,
+from agentlightning.types import DEFAULT_RUN_ID
+from agentlightning_plugins import prometheus
+from agentlightning_plugins.store_message import FEATURES_HEADER, MAX_BODY_BYTES, PREFIX, RUN_HEADER, Subscribe
+from agentlightning_plugins.store_server import openapi, otlp
+from agentlightning_plugins.store_server.access import Access, refuse_others
+from agentlightning_plugins.store_server.answer import (
+    describe_error,
+    encode,
+    error_response,
+    json_response,
 )
-from agentlightning_plugins.store_server.events import stream_events
+from agentlightning_plugins.store_server.body import body_reader, query_reader, read_query
+from agentlightning_plugins.store_server.events import EventStreams
+from agentlightning_plugins.store_server.metrics import ServerMetrics
 from agentlightning_plugins.store_server.polling import Polls
 from agentlightning_plugins.store_server.routes import ROUTES, Context, Route
 
-logger = logging.getLogger("agentlightning")
+OTLP_PATH: Final = "/v1/traces"
 
+_ARRIVAL_S: Final = 0.1
+"""What a request that was sent before the end may take to be seen."""
 _RUN_ID = re.compile(r"[A-Za-z0-9._:-]{1,200}")
-_LIST_KEYS = frozenset({"status_in", "rollout_id_in", "kinds"})
-"""Keys that may stand several times in a query string."""
+_TOKEN: Final = web.RequestKey("token", AttemptToken)
+"""The attempt whose token was shown; not there for those who may do everything."""
 
 
-def build_application(store: LightningStore, polls: Polls, token: str | None) -> web.Application:
-    """The REST contract over ``store``.
+class StoreApplication:
+    """The REST contract over one store, and all that the requests share."""
 
-    Args:
-        store: serves every run through ``with_run``.
-        polls: what ends waiting requests when the server stops.
-        token: what clients must show as ``Authorization: Bearer``; None lets everybody in who is on this machine.
-    """
-    guard = _guard(token, features=",".join(name for name, able in store.capabilities.items() if able))
-    application = web.Application(middlewares=[guard], client_max_size=MAX_BODY_BYTES)
-    view = functools.lru_cache(maxsize=128)(store.with_run)
-    for route in ROUTES:
-        application.router.add_route(route.method, PREFIX + route.path, _handler(route, view, polls))
-    application.router.add_route("GET", PREFIX + "/events", _events_handler(view, polls))
-    return application
+    def __init__(self, store: LightningStore, token: str | None) -> None:
+        """Makes the application; its streams begin with the first request.
+
+        Args:
+            store: serves every run through ``with_run``.
+            token: what clients must show as ``Authorization: Bearer``; None lets everybody in who is on this machine.
+        """
+        self._view = functools.lru_cache(maxsize=128)(store.with_run)
+        self._polls = Polls()
+        self._streams = EventStreams(self._view)
+        self._metrics = ServerMetrics(store, self._polls, self._streams)
+        self._access = Access(token)
+        self._in_flight = 0
+        self._idle = asyncio.Event()
+        self._stopping = False
+        self._store = store
+        features = {**store.capabilities, "otlp_traces": True}
+        guard = self._guard(",".join(name for name, able in features.items() if able))
+        self.application = web.Application(middlewares=[guard], client_max_size=MAX_BODY_BYTES)
+        router = self.application.router
+        for route in ROUTES:
+            router.add_route(route.method, PREFIX + route.path, self._handler(route))
+        for (method, path), (handler, _) in self._others().items():
+            router.add_route(method, path, handler)
+
+    async def stop(self, timeout_s: float) -> None:
+        """Ends waiting requests with what they have, and the streams of events; waits for the others to be answered.
+
+        aiohttp waits for handlers too, but reads nothing meanwhile: a request whose body is on its way would be lost.
+        """
+        self._stopping = True
+        self._polls.stop()
+        await self._streams.stop()
+        await asyncio.sleep(_ARRIVAL_S)
+        if self._in_flight:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), timeout_s)
+
+    def _others(self) -> dict[tuple[str, str], tuple[Handler, openapi.Operation]]:
+        return {
+            ("GET", PREFIX + "/events"): (self._answer_events, _EVENTS),
+            ("POST", OTLP_PATH): (self._answer_otlp, _OTLP),
+            ("GET", "/metrics"): (self._answer_metrics, _METRICS),
+            ("GET", "/openapi.json"): (self._answer_openapi, _OPENAPI),
+        }
+
+    def _handler(self, route: Route) -> Handler:
+        read = _reader(route)
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            message = await read(request)
+            arguments = message if isinstance(message, dict) else {"record": message}
+            if request.match_info:
+                arguments = {**request.match_info, **arguments}
+            token = request.get(_TOKEN)
+            if token is not None:
+                refuse_others(token, None if route.about is None else route.about(arguments))
+            context = Context(self._view(_run_id(request)), self._polls, self._access)
+            return json_response(encode(await route.answer(context, **arguments)), route.status)
+
+        return handle
+
+    async def _answer_events(self, request: web.Request) -> web.StreamResponse:
+        _refuse_attempt(request)
+        message = _subscription.validate_python(read_query(request.query))
+        run_id = _run_id(request, message.get("run_id"))
+        return await self._streams.answer(request, run_id, message.get("kinds"), request.headers.get("last-event-id"))
+
+    async def _answer_otlp(self, request: web.Request) -> web.StreamResponse:
+        export = otlp.read_request(await request.read(), request.content_type)
+        response = await otlp.export_spans(export, self._store, request.get(_TOKEN))
+        return web.Response(body=otlp.write_response(response, request.content_type), content_type=request.content_type)
+
+    async def _answer_metrics(self, request: web.Request) -> web.StreamResponse:
+        _refuse_attempt(request)
+        text = await self._metrics.render()
+        return web.Response(body=text.encode(), headers={"content-type": prometheus.CONTENT_TYPE})
+
+    async def _answer_openapi(self, request: web.Request) -> web.StreamResponse:
+        _refuse_attempt(request)
+        return json_response(self._openapi)
+
+    @functools.cached_property
+    def _openapi(self) -> bytes:
+        return to_json(openapi.describe(ROUTES, {key: operation for key, (_, operation) in self._others().items()}))
+
+    def _guard(self, features: str) -> Middleware:
+        """The middleware around every request: refuses strangers, counts, and turns exceptions into answers."""
+
+        @web.middleware
+        async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+            began = time.perf_counter()
+            self._in_flight += 1
+            try:
+                token = self._access.admit(request)
+                if token is not None:
+                    request[_TOKEN] = token
+                response = await handler(request)
+            except Exception as error:  # isolation point: a request may fail, the server may not
+                response = _answer_error(request, error)
+            finally:
+                self._in_flight -= 1
+                if self._stopping and not self._in_flight:
+                    self._idle.set()
+            if self._stopping:
+                response.force_close()
+            if not response.prepared:
+                response.headers[FEATURES_HEADER] = features
+            resource = request.match_info.route.resource
+            route = "" if resource is None else resource.canonical
+            self._metrics.record(request.method, route, response.status, time.perf_counter() - began)
+            return response
+
+        return guard
 
 
-class _RefusedError(Exception):
-    """A request that is answered with an error before it reaches the store."""
-
-    def __init__(self, code: ErrorCode, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-
-
-def _handler(route: Route, view: Callable[[str], LightningStore], polls: Polls) -> Handler:
-    read = _reader(route)
-
-    async def handle(request: web.Request) -> web.StreamResponse:
-        message = await read(request)
-        arguments = message if isinstance(message, dict) else {"record": message}
-        context = Context(view(_run_id(request)), polls)
-        result = await route.answer(context, **request.match_info, **arguments)
-        return _json_response(_encode(result), route.status)
-
-    return handle
-
-
-def _events_handler(view: Callable[[str], LightningStore], polls: Polls) -> Handler:
-    adapter: TypeAdapter[Subscribe] = TypeAdapter(Subscribe)
-
-    async def handle(request: web.Request) -> web.StreamResponse:
-        message = adapter.validate_python(_query(request.query))
-        store = view(_run_id(request, message.get("run_id")))
-        return await stream_events(request, store, message.get("kinds"), polls)
-
-    return handle
+def _answer_error(request: web.Request, error: Exception) -> web.Response:
+    if request.path == OTLP_PATH and request.content_type == otlp.PROTOBUF:
+        code, message, status = describe_error(request, error)
+        return web.Response(body=otlp.write_status(code, message, status), status=status, content_type=otlp.PROTOBUF)
+    return error_response(request, error)
 
 
 def _reader(route: Route) -> Callable[[web.Request], Awaitable[Any]]:
     """What turns a request into the route's validated message."""
-    if route.message is None:
+    if route.message is not None:
+        return query_reader(route.message) if route.method == "GET" else body_reader(route.message)
 
-        async def read_nothing(request: web.Request) -> Any:
-            return {}
+    async def read_nothing(request: web.Request) -> Any:
+        return {}
 
-        return read_nothing
-    validate = TypeAdapter(route.message).validate_python
-    if route.method == "GET":
-
-        async def read_query(request: web.Request) -> Any:
-            return validate(_query(request.query))
-
-        return read_query
-
-    async def read_body(request: web.Request) -> Any:
-        body = await request.read()
-        try:
-            content = from_json(body, allow_inf_nan=False) if body else {}
-        except ValueError as error:
-            raise _RefusedError(
-                "malformed", f"the body is not JSON: {error}. JSON is UTF-8 and has no NaN and no Infinity"
-            ) from error
-        return validate(content)
-
-    return read_body
-
-
-def _query(query: MultiMapping[str]) -> dict[str, Any]:
-    return {key: query.getall(key) if key in _LIST_KEYS else query[key] for key in query}
+    return read_nothing
 
 
 def _run_id(request: web.Request, given: str | None = None) -> str:
@@ -130,100 +188,47 @@ def _run_id(request: web.Request, given: str | None = None) -> str:
     return run_id
 
 
-def _encode(result: Any) -> bytes:
-    if isinstance(result, Record):
-        return result.__pydantic_serializer__.to_json(result)
-    if isinstance(result, PaginatedResult):
-        result = {field: getattr(result, field) for field in type(result).model_fields}
-    return to_json(result, inf_nan_mode="null")
+def _refuse_attempt(request: web.Request) -> None:
+    token = request.get(_TOKEN)
+    if token is not None:
+        refuse_others(token, None)
 
 
-def _json_response(body: bytes, status: int) -> web.Response:
-    return web.Response(body=body, status=status, headers={"content-type": "application/json"})
+_subscription: Final[TypeAdapter[Subscribe]] = TypeAdapter(Subscribe)
 
-
-def _error_response(code: ErrorCode, message: str, status: int | None = None) -> web.Response:
-    return _json_response(to_json({"code": code, "message": message}), status or ERROR_STATUS[code])
-
-
-def _guard(token: str | None, features: str) -> Middleware:
-    """The middleware around every request: refuses strangers, and turns exceptions into ``{code, message}``."""
-    expected = None if token is None else f"Bearer {token}".encode()
-
-    @web.middleware
-    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        try:
-            if expected is None:
-                _refuse_web_pages(request.host, request.headers.get("origin"))
-            elif request.path != PREFIX + "/health":
-                _refuse_wrong_token(request, expected)
-            response = await handler(request)
-        except Exception as error:  # isolation point: a request may fail, the server may not
-            response = _answer_error(request, error)
-        if not response.prepared:
-            response.headers[FEATURES_HEADER] = features
-        return response
-
-    return guard
-
-
-def _refuse_wrong_token(request: web.Request, expected: bytes) -> None:
-    shown = request.headers.get("authorization", "").encode(errors="surrogateescape")
-    if not hmac.compare_digest(shown, expected):
-        raise _RefusedError("unauthorized", "no token or a wrong one; give the token that the store was started with")
-
-
-@functools.lru_cache(maxsize=64)
-def _refuse_web_pages(host: str, origin: str | None) -> None:
-    """Without a token, a page in the user's browser must not reach the store, neither across sites nor by rebinding."""
-    if not is_loopback(urlsplit("//" + host).hostname or "") or (origin and urlsplit(origin).netloc != host):
-        raise _RefusedError(
-            "forbidden", f"without a token the store answers programs on this machine only, not {origin or host!r}"
-        )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host name or address means this machine, as seen from itself."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def _answer_error(request: web.Request, error: Exception) -> web.Response:
-    match error:
-        case _RefusedError():
-            return _error_response(error.code, str(error))
-        case web.HTTPRequestEntityTooLarge():
-            return _error_response("too_large", f"the body is larger than {MAX_BODY_BYTES} bytes; send less at once")
-        case web.HTTPMethodNotAllowed():
-            allowed = ", ".join(sorted(error.allowed_methods))
-            response = _error_response("no_route", f"{request.method} {request.path}: allowed are {allowed}", 405)
-            response.headers["allow"] = allowed
-            return response
-        case web.HTTPException():
-            return _error_response("no_route", f"{request.method} {request.path}: {error.reason}", error.status)
-        case web.RequestPayloadError() | BadHttpMessage():
-            return _error_response("malformed", f"the body cannot be read: {error}")
-        case NotFoundError():
-            return _error_response("not_found", str(error))
-        case ConflictError():
-            return _error_response("conflict", str(error))
-        case ValidationError():
-            return _error_response("invalid", _explain(error))
-        case PydanticSerializationError():
-            logger.error("%s %s: what is stored there is not JSON: %s", request.method, request.path, error)
-            return _error_response("internal", f"what is stored there cannot be sent, as it is not JSON: {error}")
-        case ValueError():
-            return _error_response("invalid", str(error))
-    logger.error("%s %s failed", request.method, request.path, exc_info=error)
-    return _error_response("internal", "the store failed; its log says why")
-
-
-def _explain(error: ValidationError) -> str:
-    """The first three complaints, each with where it is: ``rollouts.0.mode: Input should be ...``."""
-    problems: list[Mapping[str, Any]] = [*error.errors(include_url=False, include_context=False, include_input=False)]
-    shown = "; ".join(f"{'.'.join(map(str, problem['loc'])) or 'body'}: {problem['msg']}" for problem in problems[:3])
-    return shown if len(problems) <= 3 else f"{shown}; and {len(problems) - 3} more"
+_TEXT: Final = {"schema": {"type": "string"}}
+_OBJECT: Final = {"schema": {"type": "object"}}
+_ERROR: Final = {"content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorAnswer"}}}}
+_EVENTS: Final[openapi.Operation] = {
+    "summary": "The events of a run as they happen, as server-sent events.",
+    "tags": ["events"],
+    "parameters": [
+        {"name": "kinds", "in": "query", "schema": {"type": "array", "items": {"type": "string"}}},
+        {"name": "run_id", "in": "query", "schema": {"type": "string", "pattern": _RUN_ID.pattern}},
+        {"name": "last-event-id", "in": "header", "schema": {"type": "string"}},
+    ],
+    "responses": {"200": {"description": "Until the client leaves.", "content": {"text/event-stream": _TEXT}}},
+}
+_OTLP: Final[openapi.Operation] = {
+    "summary": "Takes traces by OTLP, OpenTelemetry's own export protocol.",
+    "tags": ["spans"],
+    "requestBody": {"required": True, "content": {otlp.PROTOBUF: _TEXT, otlp.JSON: _OBJECT}},
+    "responses": {
+        "200": {
+            "description": "Stored, but for those that `partialSuccess` counts.",
+            "content": {otlp.PROTOBUF: _TEXT, otlp.JSON: _OBJECT},
+        },
+        "400": {"description": "Error: malformed.", **_ERROR},
+        "413": {"description": "Error: too_large.", **_ERROR},
+    },
+}
+_METRICS: Final[openapi.Operation] = {
+    "summary": "Requests, rollouts, queue and workers, for Prometheus.",
+    "tags": ["metrics"],
+    "responses": {"200": {"description": "Prometheus' text format.", "content": {"text/plain": _TEXT}}},
+}
+_OPENAPI: Final[openapi.Operation] = {
+    "summary": "This document.",
+    "tags": ["metrics"],
+    "responses": {"200": {"description": "OpenAPI 3.1.", "content": {"application/json": _OBJECT}}},
+}

@@ -25,6 +25,11 @@ class Polls:
         self._stopping = False
         self._claims: OrderedDict[str, tuple[float, asyncio.Future[Sequence[AttemptedRollout]]]] = OrderedDict()
 
+    @property
+    def waiting(self) -> int:
+        """How many requests wait."""
+        return len(self._waiting)
+
     def stop(self) -> None:
         """Ends all waiting, now and from now on."""
         self._stopping = True

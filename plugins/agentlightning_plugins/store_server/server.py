@@ -13,8 +13,8 @@ from aiohttp import web
 
 from agentlightning.errors import ConfigError, ConflictError
 from agentlightning.store.protocol import LightningStore
-from agentlightning_plugins.store_server.application import build_application, is_loopback
-from agentlightning_plugins.store_server.polling import Polls
+from agentlightning_plugins.store_server.access import is_loopback
+from agentlightning_plugins.store_server.application import OTLP_PATH, StoreApplication
 
 _FINISH_REQUESTS_S: Final = 10.0
 _KEEPALIVE_S: Final = 75.0
@@ -53,6 +53,8 @@ class LightningStoreServer:
         self.port = port
         self._store = store
         self._token = token
+        if token is not None:
+            store.token = token  # so that a gateway beside the server knows what attempt tokens are signed with
         self._thread: threading.Thread | None = None
         self._stop: Callable[[], None] = lambda: None
 
@@ -61,6 +63,10 @@ class LightningStoreServer:
         """The URL for clients on this machine; with port 0 it is known once the server has started."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)  # noqa: S104 # not a bind
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+    def otlp_traces_endpoint(self) -> str:
+        """The URL that takes OTLP/HTTP traces."""
+        return self.endpoint + OTLP_PATH
 
     async def start(self) -> None:
         """Listens; returns when requests are answered.
@@ -114,9 +120,9 @@ class LightningStoreServer:
         await self.stop()
 
     async def _serve(self, listening: concurrent.futures.Future[int], stopping: asyncio.Event) -> None:
-        polls = Polls()
+        served = StoreApplication(self._store, self._token)
         runner = web.AppRunner(
-            build_application(self._store, polls, self._token),
+            served.application,
             access_log=None,
             handler_cancellation=True,  # a waiting request ends when its client leaves
             keepalive_timeout=_KEEPALIVE_S,
@@ -130,7 +136,9 @@ class LightningStoreServer:
         except OSError as error:
             listening.set_exception(self._cannot_listen(error))
         finally:
-            polls.stop()
+            for site in runner.sites:
+                await site.stop()  # nobody new is let in
+            await served.stop(_FINISH_REQUESTS_S)
             await runner.cleanup()
 
     def _cannot_listen(self, error: OSError) -> ConfigError:

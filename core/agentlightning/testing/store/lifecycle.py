@@ -258,3 +258,45 @@ class LifecycleTests:
         assert len(await store.query_spans(open_.rollout_id)) == 1
         statistics = await store.statistics()
         assert (statistics["rollouts"], statistics["attempts"], statistics["spans"]) == (1, 1, 1)
+
+    async def test_rollouts_are_deleted_by_age_count_and_status(self, store: LightningStore) -> None:
+        ended: list[AttemptedRollout] = []
+        for status in ("succeeded", "failed", "succeeded", "failed", "succeeded"):
+            claimed = await claim(store)
+            await finish(store, claimed, status)
+            ended.append(claimed)
+        open_ = await store.enqueue_rollout("open")
+        elsewhere = await claim(store.with_run("other"))
+        await finish(store, elsewhere)
+
+        async def left() -> list[int]:
+            ids = [rollout.rollout_id for rollout in ended]
+            return [ids.index(rollout.rollout_id) for rollout in await store.query_rollouts(rollout_id_in=ids)]
+
+        second = await read(store, ended[1].rollout_id)
+        assert second.end_time is not None
+        assert await store.delete_rollouts(ended_before=second.end_time) == 1
+        assert await left() == [1, 2, 3, 4]
+        assert await store.delete_rollouts(status_in=["failed"], keep=1) == 1
+        assert await left() == [2, 3, 4]
+        assert await store.delete_rollouts(keep=2) == 1
+        assert await left() == [3, 4]
+        assert await store.delete_rollouts(status_in=["succeeded"]) == 1
+        assert await left() == [3]
+        assert await store.delete_rollouts(keep=0) == 1
+        assert [rollout.rollout_id for rollout in await store.query_rollouts()] == [open_.rollout_id]
+        assert await read(store, elsewhere.rollout_id) is not None
+
+    async def test_a_deletion_says_what_it_deletes(self, store: LightningStore) -> None:
+        claimed = await claim(store)
+        await finish(store, claimed)
+        with pytest.raises(ConfigError, match="rollout_ids"):
+            await store.delete_rollouts()
+        with pytest.raises(ConfigError, match="keep"):
+            await store.delete_rollouts([claimed.rollout_id], keep=0)
+        with pytest.raises(ConfigError, match="keep"):
+            await store.delete_rollouts(keep=-1)
+        with pytest.raises(ConfigError, match="succeeded"):
+            await store.delete_rollouts(status_in=["queuing"])
+        assert await read(store, claimed.rollout_id) is not None
+        assert await store.delete_rollouts([]) == 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentlightning.errors import ConfigError
+from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.resources import LLM, PromptTemplate
 from agentlightning.store.protocol import LightningStore
 from agentlightning.testing.store.step import claim, finish, make_span, read, soon
@@ -38,6 +38,19 @@ class RecordingTests:
         assert await store.get_latest_resources() == bumped
         assert [update.version for update in await store.query_resources()] == [1, 1, 2]
         assert [update.run_id for update in await store.with_run("other").query_resources()] == ["other"]
+
+    async def test_an_earlier_version_can_be_published_again(self, store: LightningStore) -> None:
+        first = await store.update_resources("tuned", {"prompt": "one"})
+        await store.update_resources("tuned", {"prompt": "two"})
+        await store.add_resources({"prompt": "another"})
+        back = await store.rollback("tuned", 1)
+        assert (back.version, back.resources) == (3, first.resources)
+        assert await store.get_latest_resources() == back
+        assert await store.get_resources_by_id("tuned", 1) == first
+        for resources_id, version in (("tuned", 9), ("rs-unknown", 1)):
+            with pytest.raises(NotFoundError, match=resources_id):
+                await store.rollback(resources_id, version)
+        assert len(await store.query_resources(resources_id="tuned")) == 3
 
     async def test_versions_published_at_once_are_all_kept(self, store: LightningStore) -> None:
         await soon(asyncio.gather(*(store.update_resources("shared", {"prompt": f"{n}"}) for n in range(10))))
@@ -148,6 +161,8 @@ class RecordingTests:
         assert await store.create_run("again") == run
         other = await store.create_run("other", run_id="run-2")
         assert list(await store.query_runs()) == [run, other]
+        assert await store.get_run_by_id("run-2") == other
+        assert await store.get_run_by_id("run-unknown") is None
         assert (await store.query_runs(limit=1)).total == 2
         ended = await store.update_run("run-2", "succeeded")
         assert (ended.status, ended.name) == ("succeeded", "other")

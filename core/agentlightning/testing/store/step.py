@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
+from agentlightning.event import Event
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import Attempt, AttemptedRollout, AttemptStatus, Rollout, RolloutConfig, Span
 
@@ -28,10 +29,12 @@ async def in_other_thread(call: Callable[[], Coroutine[Any, Any, T]]) -> T:
     return await soon(asyncio.to_thread(lambda: asyncio.run(call())))
 
 
-async def claim(store: LightningStore, *, config: RolloutConfig | None = None) -> AttemptedRollout:
+async def claim(
+    store: LightningStore, worker_id: str | None = None, config: RolloutConfig | None = None
+) -> AttemptedRollout:
     """A rollout of which the first attempt has just begun."""
     queued = await store.enqueue_rollout({"question": "2 + 2"}, config=config)
-    claimed = await store.dequeue_rollout()
+    claimed = await store.dequeue_rollout(worker_id)
     assert claimed is not None, "an enqueued rollout was not handed out"
     assert claimed.rollout_id == queued.rollout_id
     return claimed
@@ -58,3 +61,29 @@ def make_span(of: AttemptedRollout, name: str = "step", **attributes: Any) -> Sp
         name=name,
         span_id=f"{next(_numbers):016x}",
     )
+
+
+async def subscribe(store: LightningStore, kinds: Sequence[str] | None) -> AsyncIterator[Event]:
+    """A subscription that is known to be under way: it has seen a first event, of the metrics of step 0."""
+    events = store.subscribe(kinds)
+    first = asyncio.create_task(_first(events))
+    while not first.done():
+        await store.add_metrics(0, {})
+        await asyncio.wait([first], timeout=0.02)
+    assert first.result().kind == "step_finished"
+    return events
+
+
+async def next_event(events: AsyncIterator[Event]) -> Event:
+    """The event that comes next."""
+    return await soon(_first(events))
+
+
+async def _first(events: AsyncIterator[Event]) -> Event:
+    return await anext(events)
+
+
+async def close(events: AsyncIterator[Event]) -> None:
+    """Ends a subscription."""
+    if isinstance(events, AsyncGenerator):
+        await events.aclose()

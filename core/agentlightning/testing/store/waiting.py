@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
 import pytest
 
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.event import Event
 from agentlightning.store.protocol import LightningStore
-from agentlightning.testing.store.step import PATIENCE_S, claim, finish, in_other_thread, make_span, soon
+from agentlightning.testing.store.step import (
+    PATIENCE_S,
+    claim,
+    close,
+    finish,
+    in_other_thread,
+    make_span,
+    next_event,
+    soon,
+    subscribe,
+)
 from agentlightning.types import AttemptedRollout, EnqueueRolloutRequest
 
 
@@ -167,14 +176,14 @@ class WaitingTests:
         assert len(await soon(stays)) == 1
 
     async def test_a_subscriber_sees_the_life_of_a_rollout_in_order(self, store: LightningStore) -> None:
-        events = await _subscribe(store, None)
+        events = await subscribe(store, None)
         await store.with_run("other").enqueue_rollout("of another run")
         claimed = await claim(store)
         await store.add_span(make_span(claimed))
         await finish(store, claimed)
         seen: list[Event] = []
         while not seen or seen[-1].kind != "rollout_finished":
-            event = await soon(_next(events))
+            event = await next_event(events)
             if event.kind != "step_finished":
                 seen.append(event)
         assert [event.kind for event in seen] == [
@@ -185,38 +194,18 @@ class WaitingTests:
         ]
         assert {event.run_id for event in seen} == {store.run_id}
         assert {getattr(event, "rollout_id", None) for event in seen} == {claimed.rollout_id}
-        await _close(events)
+        await close(events)
 
     async def test_a_subscriber_gets_only_the_kinds_it_asked_for(self, store: LightningStore) -> None:
-        events = await _subscribe(store, ["step_finished"])
+        events = await subscribe(store, ["step_finished"])
         await store.enqueue_rollout("a")
         await store.add_metrics(1, {"reward": 0.5})
-        while (event := await soon(_next(events))).kind == "step_finished" and event.step == 0:
+        while (event := await next_event(events)).kind == "step_finished" and event.step == 0:
             pass
         assert event.kind == "step_finished"
         assert (event.step, event.values) == (1, {"reward": 0.5})
-        await _close(events)
+        await close(events)
 
     async def test_subscribing_to_an_unknown_kind_is_refused(self, store: LightningStore) -> None:
         with pytest.raises(ConfigError, match="rollout_finished"):
-            await soon(_next(store.subscribe(["rollout_finish"])))
-
-
-async def _subscribe(store: LightningStore, kinds: Sequence[str] | None) -> AsyncIterator[Event]:
-    """A subscription that is known to be under way: it has seen a first event, of the metrics of step 0."""
-    events = store.subscribe(kinds)
-    first = asyncio.create_task(_next(events))
-    while not first.done():
-        await store.add_metrics(0, {})
-        await asyncio.wait([first], timeout=0.02)
-    assert first.result().kind == "step_finished"
-    return events
-
-
-async def _next(events: AsyncIterator[Event]) -> Event:
-    return await anext(events)
-
-
-async def _close(events: AsyncIterator[Event]) -> None:
-    if isinstance(events, AsyncGenerator):
-        await events.aclose()
+            await next_event(store.subscribe(["rollout_finish"]))

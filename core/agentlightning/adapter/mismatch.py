@@ -1,0 +1,116 @@
+"""Why the tokens of a call do not go on with those of the call before it, though its messages do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
+
+from agentlightning.adapter.conversation import find_first_edit, read_answer, read_messages
+from agentlightning.types import Triplet
+
+MismatchKind: TypeAlias = Literal["template", "retokenisation", "other"]
+"""``template``: the chat template writes a message otherwise once it is history, such as without its reasoning.
+``retokenisation``: the same text became other tokens. ``other``: the agent changed what was said."""
+
+_RUN: Final = 8
+"""Equal tokens after which two sequences count as the same again."""
+_MAX_SHIFT: Final = 24
+"""Differing tokens on either side before that."""
+
+
+class Mismatch(NamedTuple):
+    """A call that begins a trajectory of its own though it goes on with a conversation."""
+
+    kind: MismatchKind
+    response_id: str | None
+    """Of the call."""
+    previous_response_id: str | None
+    """Of the call whose conversation it goes on with."""
+    position: int
+    """The first token, of the prompt, that differs; for edited histories the first message."""
+    explanation: str
+    """One sentence for people."""
+
+
+def explain_mismatch(
+    previous: Triplet, triplet: Triplet, decode: Callable[[Sequence[int]], str] | None = None
+) -> Mismatch:
+    """Says why a prompt does not begin with the prompt and the response of the call that its messages go on with."""
+    expected = [*previous.prompt["token_ids"], *previous.response["token_ids"]]
+    prompt = triplet.prompt["token_ids"]
+    position = next((i for i, (a, b) in enumerate(zip(expected, prompt, strict=False)) if a != b), None)
+    if position is None:
+        position = min(len(expected), len(prompt))
+    kind = _by_tokens(expected, prompt, position, len(previous.prompt["token_ids"]))
+    if decode is not None:
+        kind = "retokenisation" if decode(prompt).startswith(decode(expected)) else _not_by_text(kind)
+    if len(prompt) > position == len(expected):  # another call went on from there before
+        kind, text = "other", "another call went on from the same point before it"
+    elif kind == "template":
+        where = "the answer" if position >= len(previous.prompt["token_ids"]) else "what came before the answer"
+        text = f"the chat template writes {where} otherwise once it is history, from token {position} on"
+    elif kind == "retokenisation":
+        text = f"the text of the answer became other tokens when it was sent back, from token {position} on"
+    else:
+        text = f"its tokens differ from token {position} on and do not come together again"
+    return Mismatch(kind, _id(triplet), _id(previous), position, text)
+
+
+def explain_edit(position: int, triplets: Sequence[Triplet], openings: dict[tuple[Any, str], int]) -> list[Mismatch]:
+    """Finds out whether a call whose messages go on with none of the earlier ones has an edited history.
+
+    Args:
+        position: of the call.
+        triplets: all calls.
+        openings: the newest call for each agent and first messages; kept up to date here.
+    """
+    triplet = triplets[position]
+    messages = read_messages(triplet)
+    opening = messages[: next((i for i, message in enumerate(messages) if message.get("role") == "assistant"), None)]
+    if not opening:
+        return []
+    key = (triplet.metadata.get("agent_name"), repr([(m.get("role"), m.get("content")) for m in opening]))
+    before = openings.get(key)
+    openings[key] = position
+    if before is None or len(opening) == len(messages):  # a conversation of its own
+        return []
+    previous = triplets[before]
+    answer = read_answer(previous)
+    history = [*read_messages(previous), *([] if answer is None else [answer])]
+    edited = find_first_edit(history, messages)
+    at = len(opening) if edited is None else edited
+    text = f"the agent changed the history of the conversation, from message {at} on"
+    return [Mismatch("other", _id(triplet), _id(previous), at, text)]
+
+
+def _not_by_text(kind: MismatchKind) -> MismatchKind:
+    return "other" if kind == "other" else "template"
+
+
+def _by_tokens(expected: Sequence[int], prompt: Sequence[int], position: int, response_start: int) -> MismatchKind:
+    """Tells the kind by how two sequences come together again after they differ.
+
+    Where tokens were exchanged for others, it is the tokenizer; where tokens are only missing or only added, or the
+    difference is outside the response, it is the template.
+    """
+    if position < response_start or position >= len(expected) - 1:
+        return "template"
+    for shift in range(1, 2 * _MAX_SHIFT + 1):
+        for skipped in range(max(0, shift - _MAX_SHIFT), min(shift, _MAX_SHIFT) + 1):
+            added = shift - skipped
+            rest = expected[position + skipped : position + skipped + _RUN]
+            if not rest or list(prompt[position + added : position + added + len(rest)]) != rest:
+                continue
+            return "retokenisation" if skipped and added else "template"
+    removed = _find_run(expected, prompt[position : position + _RUN], position)
+    return "template" if removed else "other"
+
+
+def _find_run(ids: Sequence[int], run: Sequence[int], start: int) -> bool:
+    run = list(run)
+    return bool(run) and any(ids[i] == run[0] and list(ids[i : i + len(run)]) == run for i in range(start, len(ids)))
+
+
+def _id(triplet: Triplet) -> str | None:
+    value = triplet.metadata.get("response_id")
+    return None if value is None else str(value)

@@ -1,0 +1,236 @@
+"""Agent functions: ``@rollout`` and what fills a function's parameters."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast, get_args, get_type_hints, overload
+
+from agentlightning.errors import ConfigError
+from agentlightning.litagent.agent import LitAgent
+from agentlightning.resources import LLM, NamedResources, PromptTemplate, Resource, scope_to_attempt
+from agentlightning.types import Rollout, RolloutRawResult
+
+
+@dataclass(frozen=True, slots=True)
+class _Injected:
+    """One parameter of an agent function that Lightning fills."""
+
+    name: str
+    resource_types: tuple[type[Resource], ...]
+    """Empty when nothing is implied."""
+    required: bool
+
+
+class FunctionalLitAgent(LitAgent[Any]):
+    """An agent function. Calling it calls the function itself; everything else is ``LitAgent``."""
+
+    def __init__(self, function: Callable[..., Any], *, strip_proxy: bool = True) -> None:
+        """Reads the function's signature.
+
+        Args:
+            function: its first parameter is the task; the others are injected by name and type.
+            strip_proxy: give the function endpoints of its own attempt, so that calls are attributed by themselves.
+
+        Raises:
+            ConfigError: no first parameter for the task, or ``*args`` and positional-only ones where a name is needed.
+        """
+        functools.update_wrapper(self, function)
+        self._function = function
+        self._strip_proxy = strip_proxy
+        self._is_async = inspect.iscoroutinefunction(function)
+        self._injected = _read_signature(function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<agent {getattr(self._function, '__qualname__', self._function)}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        module, name = getattr(self, "__module__", None), getattr(self, "__qualname__", "<locals>")
+        if module not in (None, "__main__") and "<" not in name:
+            return _import_agent, (module, name)
+        return type(self)._by_value, (self._function, self._strip_proxy)
+
+    @classmethod
+    def _by_value(cls, function: Callable[..., Any], strip_proxy: bool) -> FunctionalLitAgent:
+        return cls(function, strip_proxy=strip_proxy)
+
+    def is_async(self) -> bool:
+        return self._is_async
+
+    def rollout(self, task: Any, resources: NamedResources, rollout: Rollout) -> RolloutRawResult:
+        return cast(RolloutRawResult, self._function(task, **self._arguments(resources, rollout)))
+
+    async def rollout_async(self, task: Any, resources: NamedResources, rollout: Rollout) -> RolloutRawResult:
+        result = self._function(task, **self._arguments(resources, rollout))
+        return cast(RolloutRawResult, await result if inspect.isawaitable(result) else result)
+
+    def _arguments(self, resources: NamedResources, rollout: Rollout) -> dict[str, Any]:
+        scoped = scope_to_attempt(resources, rollout) if self._strip_proxy else dict(resources)
+        arguments: dict[str, Any] = {}
+        for parameter in self._injected:
+            if parameter.name == "rollout":
+                arguments["rollout"] = rollout
+            elif parameter.name == "resources":
+                arguments["resources"] = resources
+            else:
+                found = _choose(parameter, scoped, self)
+                if found is not None:
+                    arguments[parameter.name] = found
+        return arguments
+
+
+def _choose(parameter: _Injected, resources: Mapping[str, Resource], agent: FunctionalLitAgent) -> Resource | None:
+    if parameter.name in resources:
+        return resources[parameter.name]
+    wanted = parameter.resource_types
+    matching = [name for name, value in resources.items() if isinstance(value, wanted)]
+    if len(matching) == 1:
+        return resources[matching[0]]
+    if len(matching) > 1:
+        raise ConfigError(
+            f"{agent!r} asks for {parameter.name!r} and {len(matching)} resources could be meant: "
+            f"{', '.join(sorted(matching))}. Name the parameter after the one you want"
+        )
+    if not parameter.required:
+        return None
+    kind = " of type " + " or ".join(cls.__name__ for cls in wanted) if wanted else ""
+    raise ConfigError(
+        f"{agent!r} asks for {parameter.name!r} but no resource has this name{' or is' + kind if kind else ''}; "
+        f"resources: {', '.join(sorted(resources)) or 'none'}. "
+        "Give it in initial_resources, or give the parameter a default"
+    )
+
+
+def _read_signature(function: Callable[..., Any]) -> tuple[_Injected, ...]:
+    name = getattr(function, "__qualname__", repr(function))
+    if inspect.isclass(function) or not hasattr(function, "__call__"):  # noqa: B004 # a type checker believes callable()
+        raise ConfigError(f"{name} is no function; an agent function is one, as in: def agent(task, llm)")
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ConfigError(f"agent function {name} is a generator; it returns None, a number or a list of spans")
+    parameters = list(inspect.signature(function).parameters.values())
+    if not parameters or parameters[0].kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD):
+        raise ConfigError(f"agent function {name} needs a first parameter for the task, as in: def {name}(task, llm)")
+    hints = _hints(function)
+    injected = []
+    for parameter in parameters[1:]:
+        if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
+            continue
+        if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
+            raise ConfigError(
+                f"agent function {name}: parameter {parameter.name!r} is positional-only; it is filled by name"
+            )
+        required = parameter.default is inspect.Parameter.empty
+        hint = hints.get(parameter.name)
+        types = _implied_types(parameter.name, hint)
+        if required and not types and parameter.name not in ("rollout", "resources"):
+            _check_fillable(name, parameter.name, hint)
+        injected.append(_Injected(parameter.name, types, required))
+    return tuple(injected)
+
+
+def _check_fillable(function: str, name: str, hint: Any) -> None:
+    """Refuses a parameter that no resource can fill, as far as its annotation says what it is."""
+    if not inspect.isclass(hint) or hint is object:
+        return
+    if issubclass(hint, Rollout):
+        raise ConfigError(f"agent function {function}: call the parameter {name!r} 'rollout' to be given the rollout")
+    raise ConfigError(
+        f"agent function {function}: nothing can fill the parameter {name!r} of type {hint.__name__}. Parameters after "
+        "the task are resources, such as llm: LLM, or 'rollout' or 'resources'; give others a default"
+    )
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    while isinstance(function, functools.partial):
+        function = function.func
+    target = function if inspect.isroutine(function) else type(function).__call__
+    try:
+        return get_type_hints(target)
+    except (NameError, TypeError, AttributeError):  # names that exist for type checkers only
+        return dict(getattr(target, "__annotations__", {}))
+
+
+def _implied_types(name: str, hint: Any) -> tuple[type[Resource], ...]:
+    if isinstance(hint, type) and issubclass(hint, Resource):
+        return (hint,)
+    named = [part for part in get_args(hint) if isinstance(part, type) and issubclass(part, Resource)]
+    if named:  # of a union
+        return tuple(named)
+    words = re.findall(r"\w+", hint) if isinstance(hint, str) else []
+    if name == "llm" or "LLM" in words:
+        return (LLM,)
+    if name == "prompt_template" or "PromptTemplate" in words:
+        return (PromptTemplate,)
+    return ()
+
+
+def _import_agent(module: str, qualname: str) -> Any:
+    found = functools.reduce(getattr, qualname.split("."), importlib.import_module(module))
+    return found if isinstance(found, LitAgent) else FunctionalLitAgent(cast(Callable[..., Any], found))
+
+
+@overload
+def rollout(function: Callable[..., Any]) -> FunctionalLitAgent: ...
+@overload
+def rollout(*, strip_proxy: bool = True) -> Callable[[Callable[..., Any]], FunctionalLitAgent]: ...
+def rollout(
+    function: Callable[..., Any] | None = None, *, strip_proxy: bool = True
+) -> FunctionalLitAgent | Callable[[Callable[..., Any]], FunctionalLitAgent]:
+    """Makes an agent of a function, sync or async, that stays callable as it was.
+
+    The first parameter is the task. ``rollout`` gets the rollout, ``resources`` all resources; any other parameter gets
+    the resource of its name, else the only resource of the type that its annotation or name (``llm``,
+    ``prompt_template``) implies.
+
+    Raises:
+        ConfigError: a signature that cannot be filled.
+    """
+    if function is None:
+        return functools.partial(FunctionalLitAgent, strip_proxy=strip_proxy)
+    return FunctionalLitAgent(function, strip_proxy=strip_proxy)
+
+
+@overload
+def llm_rollout(function: Callable[..., Any]) -> FunctionalLitAgent: ...
+@overload
+def llm_rollout(*, strip_proxy: bool = True) -> Callable[[Callable[..., Any]], FunctionalLitAgent]: ...
+def llm_rollout(
+    function: Callable[..., Any] | None = None, *, strip_proxy: bool = True
+) -> FunctionalLitAgent | Callable[[Callable[..., Any]], FunctionalLitAgent]:
+    """``rollout`` for functions of (task, llm) or (task, llm, rollout); a missing ``llm`` is an error at once."""
+    return _requiring("llm", function, strip_proxy)
+
+
+@overload
+def prompt_rollout(function: Callable[..., Any]) -> FunctionalLitAgent: ...
+@overload
+def prompt_rollout() -> Callable[[Callable[..., Any]], FunctionalLitAgent]: ...
+def prompt_rollout(
+    function: Callable[..., Any] | None = None,
+) -> FunctionalLitAgent | Callable[[Callable[..., Any]], FunctionalLitAgent]:
+    """``rollout`` for functions of (task, prompt_template) or (task, prompt_template, rollout)."""
+    return _requiring("prompt_template", function, True)
+
+
+def _requiring(
+    name: str, function: Callable[..., Any] | None, strip_proxy: bool
+) -> FunctionalLitAgent | Callable[[Callable[..., Any]], FunctionalLitAgent]:
+    if function is None:
+        return lambda function: _require(name, function, strip_proxy)
+    return _require(name, function, strip_proxy)
+
+
+def _require(name: str, function: Callable[..., Any], strip_proxy: bool) -> FunctionalLitAgent:
+    if name not in inspect.signature(function).parameters:
+        decorator = "llm_rollout" if name == "llm" else "prompt_rollout"
+        raise ConfigError(
+            f"@{decorator} needs a parameter {name!r}; {function.__qualname__} has none. Use @rollout instead"
+        )
+    return FunctionalLitAgent(function, strip_proxy=strip_proxy)

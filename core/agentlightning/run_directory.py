@@ -1,0 +1,127 @@
+"""The directory of a run: whose it is and what it needs to be continued after its process was killed."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import sys
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any, Final
+
+from agentlightning.errors import ConfigError
+from agentlightning.version import __version__
+
+RECORD_NAME: Final = "run.json"
+_LOCK_NAME: Final = ".lock"
+
+
+class RunDirectory:
+    """A directory that belongs to one run and, while it is open, to one process.
+
+    ``run.json`` says what the run is: ``key`` (makes the ids of its rollouts), ``created_at`` and ``resumed_at`` (Unix
+    times), ``versions``, and ``arguments`` and ``working_directory`` of the command that began it.
+    """
+
+    def __init__(self, path: Path, record: Mapping[str, Any], lock: IO[str]) -> None:
+        self.path = path
+        self.record = record
+        self._lock = lock
+
+    @property
+    def key(self) -> str:
+        """What makes the ids of this run's rollouts; the same in every life of the run."""
+        key: str = self.record["key"]
+        return key
+
+    @classmethod
+    def open(cls, path: Path, *, resume: bool = False) -> RunDirectory:
+        """Makes the directory of a new run, or takes over that of a run to continue.
+
+        Raises:
+            ConfigError: it cannot be made; it holds another run, or none to resume; another process works in it.
+        """
+        file = path / RECORD_NAME
+        if resume and not file.is_file():
+            raise ConfigError(f"{path} holds no run to resume: {file} is missing")
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            lock = (path / _LOCK_NAME).open("a+")
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be the directory of a run: {error.strerror or error}") from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            lock.seek(0)
+            holder = lock.read().strip() or "unknown"
+            lock.close()
+            raise ConfigError(
+                f"another process (pid {holder}) works in {path}; stop it, or take another directory"
+            ) from error
+        lock.seek(0)
+        lock.truncate()
+        lock.write(str(os.getpid()))
+        lock.flush()
+        try:
+            record = _continue(file) if resume else _begin(file)
+        except BaseException:
+            lock.close()
+            raise
+        return cls(path, record, lock)
+
+    def close(self) -> None:
+        """Lets other processes work in the directory."""
+        self._lock.close()
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """What ``run.json`` in a run's directory says.
+
+    Raises:
+        ConfigError: it is missing or damaged.
+    """
+    file = path / RECORD_NAME
+    try:
+        record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        record["key"]
+    except FileNotFoundError:
+        raise ConfigError(f"{path} holds no run: {file} is missing") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file} is not the record of a run: {error!r}") from error
+    return record
+
+
+def _begin(file: Path) -> dict[str, Any]:
+    if file.exists():
+        raise ConfigError(f"{file.parent} holds a run already; resume it, or take another directory")
+    record = {
+        "key": uuid.uuid4().hex,
+        "created_at": time.time(),
+        "resumed_at": [],
+        "versions": {"lightning": __version__, "python": platform.python_version()},
+        "arguments": sys.argv,
+        "working_directory": str(Path.cwd()),
+    }
+    _write(file, record)
+    return record
+
+
+def _continue(file: Path) -> dict[str, Any]:
+    record = read_record(file.parent)
+    record.setdefault("resumed_at", []).append(time.time())
+    _write(file, record)
+    return record
+
+
+def _write(file: Path, record: Mapping[str, Any]) -> None:
+    """Replaces the file in one step, so that a kill leaves the old one or the new one."""
+    draft = file.with_suffix(".draft")
+    with draft.open("w", encoding="utf-8") as stream:
+        json.dump(record, stream, indent=2)
+        stream.flush()
+        os.fsync(stream.fileno())
+    draft.replace(file)

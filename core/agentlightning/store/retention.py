@@ -1,0 +1,100 @@
+"""Deleting what has ended: by condition when somebody asks, by policy in the store's owner."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from agentlightning.errors import ConfigError
+from agentlightning.store.backend import Backend, Condition, Delete, Guard, Query, Row, key_of
+from agentlightning.store.filter import check_choice
+from agentlightning.types import ENDED_ROLLOUT, Rollout, RolloutStatus
+
+_BATCH: Final = 100
+"""Rollouts in one commit: spans go with them, and other writers wait meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """What a store keeps of the rollouts that have ended, with their attempts and spans.
+
+    The store's owner deletes the rest by itself, those that were enqueued first before others. Rollouts that are queued
+    or at work are never deleted.
+    """
+
+    max_age_s: float | None = None
+    """Those that ended longer ago are deleted."""
+    max_rollouts: int | None = None
+    """The oldest are deleted while the database holds more rollouts, whatever their run and status."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_age_s", "max_rollouts"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                raise ConfigError(f"{name}={value}; it can be 0 or more, or None for no limit")
+
+    async def enforce(self, backend: Backend, now: float) -> int:
+        """Deletes what is not to be kept; returns how many rollouts."""
+        deleted = 0
+        if self.max_age_s is not None:
+            deleted += await _delete(backend, _ended(ENDED_ROLLOUT), now - self.max_age_s, math.inf)
+        if self.max_rollouts is not None:
+            excess = (await backend.count())["rollouts"] - self.max_rollouts
+            deleted += await _delete(backend, _ended(ENDED_ROLLOUT), math.inf, excess)
+        return deleted
+
+
+async def delete_ended(
+    backend: Backend,
+    run_id: str,
+    *,
+    status_in: Sequence[RolloutStatus] | None,
+    ended_before: float | None,
+    keep: int | None,
+) -> int:
+    """What ``LightningStore.delete_rollouts`` does when it is given conditions."""
+    for status in status_in or ():
+        check_choice("status_in", status, sorted(ENDED_ROLLOUT))
+    if keep is not None and keep < 0:
+        raise ConfigError(f"keep={keep}; it can be 0 or more")
+    where = (Condition("run_id", "eq", run_id), *_ended(ENDED_ROLLOUT if status_in is None else status_in))
+    at_most = math.inf
+    if keep is not None:
+        page = await backend.select(Query(Rollout, where, limit=0, count=True))
+        at_most = (page.total or 0) - keep
+    return await _delete(backend, where, math.inf if ended_before is None else ended_before, at_most)
+
+
+def _ended(statuses: Collection[str]) -> tuple[Condition]:
+    return (Condition("status", "in", tuple(sorted(set(statuses)))),)
+
+
+async def _delete(backend: Backend, where: tuple[Condition, ...], ended_before: float, at_most: float) -> int:
+    """Deletes rollouts in the order of enqueueing, reading no further than the first page that is too young.
+
+    So a policy that finds nothing to delete costs the same however much is stored.
+    """
+    deleted = 0
+    after: int | None = None
+    while deleted < at_most:
+        page = await backend.select(Query(Rollout, where, limit=int(min(_BATCH, at_most - deleted)), after=after))
+        old = [row for row in page.rows if (row.record.end_time or math.inf) < ended_before]
+        deleted += await _delete_rows(backend, old)
+        # Nobody ends before being enqueued. Clocks of several machines may differ by a little; the next time will do.
+        if not page.rows or page.rows[-1].record.start_time >= ended_before:
+            break
+        after = page.position
+    return deleted
+
+
+async def _delete_rows(backend: Backend, rows: Sequence[Row[Rollout]]) -> int:
+    """Deletes those that nobody has touched since they were read: one may be retried just now."""
+    if not rows:
+        return 0
+    keys = [key_of(row.record) for row in rows]
+    guards = [Guard(Rollout, key, row.revision) for key, row in zip(keys, rows, strict=True)]
+    if await backend.commit([Delete(Rollout, key) for key in keys], guards):
+        return len(rows)
+    return sum([await _delete_rows(backend, [row]) for row in rows]) if len(rows) > 1 else 0

@@ -1,0 +1,98 @@
+"""What a scripted model server is told to answer, and the tokens that it answers with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+EOS: Final = 256
+"""The token that ends every answer."""
+CHUNK_CHARS: Final = 4
+"""Of the text that a streamed chunk carries."""
+
+
+def encode(text: str) -> list[int]:
+    """The tokens of a text: its UTF-8 bytes."""
+    return list(text.encode())
+
+
+def decode(token_ids: Sequence[int]) -> str:
+    """The text of tokens, without ``EOS``."""
+    return bytes(token for token in token_ids if token != EOS).decode()
+
+
+def logprob(token_id: int) -> float:
+    """The log-probability that the server claims for a token; exact in binary, so that tests can use ``==``."""
+    return -(token_id % 15 + 1) / 16
+
+
+def render_prompt(body: Mapping[str, Any]) -> str:
+    """The text whose tokens are a request's prompt."""
+    if "messages" not in body:
+        return str(body["prompt"])
+    return "".join(f"<{m['role']}>{m.get('content') or ''}" for m in body["messages"]) + "<assistant>"
+
+
+def cut(text: str) -> Iterator[str]:
+    """A text in pieces of ``CHUNK_CHARS``."""
+    for start in range(0, len(text), CHUNK_CHARS):
+        yield text[start : start + CHUNK_CHARS]
+
+
+@dataclass(frozen=True)
+class RecordedRequest:
+    """What a client sent."""
+
+    path: str
+    headers: Mapping[str, str]
+    """By name in any case."""
+    raw: bytes
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the server does with one request. The fields from ``status`` on make it misbehave."""
+
+    content: str | None = None
+    """Default: nothing beside tool calls or a refusal, else ``ok``."""
+    tool_calls: Sequence[tuple[str, Mapping[str, Any]]] = ()
+    """Name and arguments of each call."""
+    finish_reason: str | None = None
+    """Default: ``tool_calls`` if there are any, else ``stop``."""
+    reasoning: str | None = None
+    """What the model thinks before; its tokens come first."""
+    refusal: str | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """More top-level fields of the answer, such as ``weight_version``."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    delay_s: float = 0.0
+    """Before the status line."""
+    chunk_delay_s: float = 0.0
+    """Before each chunk of a stream but the first."""
+    status: int = 200
+    error: str = "scripted error"
+    """The message when ``status`` is an error."""
+    cut_after: int | None = None
+    """Hangs up after this many chunks of a stream, or halfway through a body; 0: before the status line."""
+    body: bytes | None = None
+    """Sent as it is, instead of the answer."""
+    content_type: str = "application/json"
+    """Of ``body``."""
+
+    def text(self, index: int = 0) -> str | None:
+        """What choice ``index`` of n says: each but the first names itself."""
+        content = self.content
+        if content is None:
+            if self.tool_calls or self.refusal:
+                return None
+            content = "ok"
+        return content if index == 0 else f"{content} #{index}"
+
+    def count_tokens(self) -> int:
+        """How many tokens choice 0 has, the last one included."""
+        text = (self.reasoning or "") + (self.text() or "") + (self.refusal or "")
+        calls = [f"<tool_call>{name}{json.dumps(arguments)}" for name, arguments in self.tool_calls]
+        return len(encode(text + "".join(calls))) + 1

@@ -1,0 +1,27 @@
+"""What every ``Tracer`` does as tests, for authors of tracers.
+
+A test module of theirs is::
+
+    class TestMyTracer(TracerConformance):
+        @pytest.fixture
+        def tracer(self):
+            return MyTracer()
+"""
+
+import pytest
+
+pytest.register_assert_rewrite(f"{__name__}.delivery", f"{__name__}.shape", f"{__name__}.step")
+
+from agentlightning.testing.tracer.delivery import DeliveryTests  # noqa: E402 # after the registration of its imports
+from agentlightning.testing.tracer.shape import ShapeTests  # noqa: E402 # as above
+
+__all__ = ["TracerConformance"]
+
+
+@pytest.mark.asyncio
+class TracerConformance(ShapeTests, DeliveryTests):
+    """Every tracer passes these tests; each is a sentence about it.
+
+    A plugin author subclasses this and gives one fixture, ``tracer``: a new tracer, before ``init``. Tests are
+    asynchronous and need ``pytest-asyncio``, in either of its modes.
+    """

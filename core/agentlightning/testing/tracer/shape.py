@@ -1,0 +1,171 @@
+"""What spans say: their tree, their times, their errors, and whose they are."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from agentlightning import semconv
+from agentlightning.emitter import emit_message, emit_reward, operation
+from agentlightning.errors import ConfigError
+from agentlightning.reward import find_final_reward
+from agentlightning.testing.tracer.step import by_name, ids_of, memory_store, stored, working
+from agentlightning.thread import run_in_thread
+from agentlightning.tracer.tracer import Tracer, get_active_tracer
+from agentlightning.types import AttemptedRollout, Span, TraceStatus
+
+
+class ShapeTests:
+    """Sentences about what is recorded."""
+
+    async def test_spans_form_one_tree_under_the_root(self, tracer: Tracer) -> None:
+        async with memory_store() as store, working(tracer, store):
+            rollout = await store.start_rollout(0)
+            async with tracer.trace_context("agent", **ids_of(rollout)):
+                with tracer.operation_context("outer", {"depth": 1}) as outer:
+                    outer.set_attributes({"more": "said later"})
+                    with tracer.operation_context("inner"):
+                        tracer.create_span("leaf")
+                tracer.create_span("second leaf")
+            spans = await by_name(store, rollout)
+        assert len({span.trace_id for span in spans.values()}) == 1
+        assert {name: span.parent_id for name, span in spans.items()} == {
+            "leaf": spans["inner"].span_id,
+            "inner": spans["outer"].span_id,
+            "outer": spans["agent"].span_id,
+            "second leaf": spans["agent"].span_id,
+            "agent": None,
+        }
+        assert spans["outer"].attributes == {"depth": 1, "more": "said later"}
+
+    async def test_ids_are_hex_digits_of_the_lengths_that_opentelemetry_gives_them(self, tracer: Tracer) -> None:
+        async with tracer.trace_context() as trace:
+            tracer.create_span("one")
+        assert len({span.span_id for span in trace.spans}) == 2
+        for span in trace.spans:
+            assert len(bytes.fromhex(span.trace_id)) == 16
+            assert len(bytes.fromhex(span.span_id)) == 8
+
+    async def test_each_attempt_has_a_trace_of_its_own(self, tracer: Tracer) -> None:
+        async with memory_store() as store, working(tracer, store):
+            traces = set()
+            for number in range(2):
+                rollout = await store.start_rollout(number)
+                async with tracer.trace_context(**ids_of(rollout)):
+                    pass
+                traces |= {span.trace_id for span in await stored(store, rollout)}
+        assert len(traces) == 2
+
+    async def test_what_an_agent_raises_is_on_its_spans_and_goes_on(self, tracer: Tracer) -> None:
+        async with memory_store() as store, working(tracer, store):
+            rollout = await store.start_rollout(0)
+
+            async def act() -> None:
+                async with tracer.trace_context(**ids_of(rollout)):
+                    with tracer.operation_context("tool"):
+                        raise ZeroDivisionError("division by zero")
+
+            with pytest.raises(ZeroDivisionError):
+                await act()
+            spans = await stored(store, rollout)
+        assert len(spans) == 2
+        for span in spans:
+            assert span.status.status_code == "ERROR"
+            assert span.status.description == "ZeroDivisionError: division by zero"
+            (event,) = span.events
+            assert event.attributes["exception.type"] == "ZeroDivisionError"
+
+    async def test_a_span_says_when_and_how_it_was(self, tracer: Tracer) -> None:
+        async with memory_store() as store, working(tracer, store):
+            rollout = await store.start_rollout(0)
+            async with tracer.trace_context(**ids_of(rollout)):
+                span = tracer.create_span("past", timestamp=1_700_000_000.5, status=TraceStatus(status_code="OK"))
+            kept = (await by_name(store, rollout))["past"]
+        assert kept.start_time == kept.end_time == span.start_time == 1_700_000_000.5
+        assert kept.status.status_code == span.status.status_code == "OK"
+        assert kept.span_id == span.span_id
+        assert kept.rollout_id == span.rollout_id == rollout.rollout_id
+
+    async def test_a_span_lasts_from_its_beginning_to_its_end(self, tracer: Tracer) -> None:
+        async with tracer.trace_context() as trace:
+            began = time.time()
+            with tracer.operation_context("work"):
+                await asyncio.sleep(0.02)
+            ended = time.time()
+        span = trace.spans[0]
+        assert span.start_time is not None
+        assert span.end_time is not None
+        assert began - 0.01 <= span.start_time <= span.end_time - 0.015
+        assert span.end_time <= ended + 0.01
+
+    async def test_emitters_record_to_the_active_trace(self, tracer: Tracer) -> None:
+        async with tracer.trace_context() as trace:
+            emit_message("hello")
+            with operation(name="search") as search:
+                search.set_output("found")
+            emit_reward({"right": 1.0, "short": 0.5}, primary_key="right")
+        message, search_span, reward, root = trace.spans
+        assert message.attributes[semconv.MESSAGE_BODY] == "hello"
+        assert search_span.attributes[semconv.OPERATION_NAME] == "search"
+        assert find_final_reward([reward]) == 1.0
+        assert {span.parent_id for span in (message, search_span, reward)} == {root.span_id}
+
+    async def test_the_last_trace_is_the_one_of_the_caller(self, tracer: Tracer) -> None:
+        async def trace_something() -> None:
+            async with tracer.trace_context("other"):
+                pass
+
+        assert tracer.get_last_trace() == []
+        async with tracer.trace_context("mine"):
+            tracer.create_span("inside")
+            assert [span.name for span in tracer.get_last_trace()] == ["inside"]
+        await asyncio.create_task(trace_something())
+        assert [span.name for span in tracer.get_last_trace()] == ["inside", "mine"]
+
+    async def test_half_an_identity_is_refused(self, tracer: Tracer) -> None:
+        with pytest.raises(ConfigError, match="together"):
+            async with tracer.trace_context(rollout_id="ro-1"):
+                pass
+
+    async def test_the_active_tracer_is_known_inside_only(self, tracer: Tracer) -> None:
+        assert get_active_tracer() is None
+        async with tracer.trace_context():
+            assert get_active_tracer() is tracer
+            assert await run_in_thread(get_active_tracer, name="agent") is tracer
+        assert get_active_tracer() is None
+
+    @pytest.mark.parametrize("kind", ["tasks", "threads", "both"])
+    async def test_64_rollouts_traced_at_once_never_mix(self, tracer: Tracer, kind: str) -> None:
+        async def act(number: int) -> None:
+            for step in range(5):
+                emit_message(f"{number}.{step}")
+                await asyncio.sleep(0.001)
+            emit_reward(float(number))
+
+        def act_in_thread(number: int) -> None:
+            for step in range(5):
+                emit_message(f"{number}.{step}")
+                time.sleep(0.001)
+            emit_reward(float(number))
+
+        async def run(number: int, rollout: AttemptedRollout) -> list[Span]:
+            async with tracer.trace_context(**ids_of(rollout)) as trace:
+                if kind == "tasks" or (kind == "both" and number % 2):
+                    await act(number)
+                else:
+                    await run_in_thread(lambda: act_in_thread(number), name=f"agent {number}")
+            return trace.spans
+
+        async with memory_store() as store, working(tracer, store):
+            rollouts = [await store.start_rollout(number) for number in range(64)]
+            traces = await asyncio.gather(*(run(number, rollout) for number, rollout in enumerate(rollouts)))
+            for number, rollout in enumerate(rollouts):
+                spans = await stored(store, rollout)
+                said = [span.attributes[semconv.MESSAGE_BODY] for span in spans if span.name == semconv.SPAN_MESSAGE]
+                assert said == [f"{number}.{step}" for step in range(5)]
+                assert find_final_reward(spans) == number
+                assert len({span.trace_id for span in spans}) == 1
+                assert [span.span_id for span in spans] == [span.span_id for span in traces[number]]
+            assert (await store.statistics())["spans"] == 64 * 7

@@ -1,0 +1,68 @@
+"""What the tests of a tracer begin with."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from agentlightning.errors import StoreError
+from agentlightning.store.factory import create_store
+from agentlightning.store.protocol import LightningStore
+from agentlightning.tracer.tracer import Tracer
+from agentlightning.types import AttemptedRollout, Span
+
+
+@contextlib.asynccontextmanager
+async def working(tracer: Tracer, store: LightningStore) -> AsyncIterator[None]:
+    """A tracer set up as a runner does it."""
+    tracer.init()
+    tracer.init_worker("worker", store)
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(tracer.teardown_worker, "worker")
+        tracer.teardown()
+
+
+@contextlib.asynccontextmanager
+async def memory_store(*, stall_s: float = 0.0, is_failing: bool = False) -> AsyncIterator[LightningStore]:
+    """An empty store.
+
+    Args:
+        stall_s: how long the first write of spans takes.
+        is_failing: whether no span can be written at all.
+    """
+    store = create_store("memory://")
+    add_many_spans = store.add_many_spans
+    stalls = [stall_s] if stall_s else []
+
+    async def add_slowly(spans: Sequence[Span]) -> Sequence[Span]:
+        if stalls:
+            await asyncio.sleep(stalls.pop())
+        if is_failing:
+            raise StoreError("the store is down")
+        return await add_many_spans(spans)
+
+    if stall_s or is_failing:
+        setattr(store, "add_many_spans", add_slowly)  # noqa: B010 # a method of an instance, which types forbid
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+def ids_of(rollout: AttemptedRollout) -> dict[str, Any]:
+    """The arguments that say whose a trace is."""
+    return {"rollout_id": rollout.rollout_id, "attempt_id": rollout.attempt.attempt_id}
+
+
+async def stored(store: LightningStore, rollout: AttemptedRollout) -> list[Span]:
+    """The spans of an attempt in the order of their arrival."""
+    return list(await store.query_spans(rollout.rollout_id, rollout.attempt.attempt_id))
+
+
+async def by_name(store: LightningStore, rollout: AttemptedRollout) -> dict[str, Span]:
+    """The spans of an attempt."""
+    return {span.name: span for span in await stored(store, rollout)}

@@ -1,0 +1,51 @@
+"""Credit rules that look at rewards only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from agentlightning.adapter.credit import CreditRule, Step
+from agentlightning.errors import ConfigError
+
+
+class IdenticalCredit(CreditRule):
+    """Every call is worth the final reward: what algorithms assume without a rule."""
+
+    def assign(self, steps: Sequence[Step], final_reward: float | None) -> Sequence[float | None]:
+        return [final_reward] * len(steps)
+
+
+class NearestCredit(CreditRule):
+    """A call is worth the rewards emitted nearest after it, or by a link about it; 0 where there are none."""
+
+    def assign(self, steps: Sequence[Step], final_reward: float | None) -> Sequence[float | None]:
+        if all(step.reward is None for step in steps):  # the attempt failed, or says nothing about its calls
+            return [None] * len(steps)
+        return [step.reward or 0.0 for step in steps]
+
+
+class DiscountedCredit(CreditRule):
+    """The discounted return-to-go: ``G_t = r_t + gamma * G_{t+1}``, with ``r_t`` as in ``NearestCredit``.
+
+    Sutton and Barto, Reinforcement Learning (2018), equation 3.9; a step is a model call.
+    """
+
+    def __init__(self, gamma: float = 0.95) -> None:
+        """Makes the rule.
+
+        Args:
+            gamma: what a reward one call later counts; from 0 to 1.
+        """
+        if not 0.0 <= gamma <= 1.0:
+            raise ConfigError(f"gamma = {gamma}: a discount is from 0 to 1")
+        self.gamma = gamma
+
+    def assign(self, steps: Sequence[Step], final_reward: float | None) -> Sequence[float | None]:
+        if all(step.reward is None for step in steps):
+            return [None] * len(steps)
+        returns: list[float] = []
+        following = 0.0
+        for step in reversed(steps):
+            following = (step.reward or 0.0) + self.gamma * following
+            returns.append(following)
+        return returns[::-1]

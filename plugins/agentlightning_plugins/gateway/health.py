@@ -1,0 +1,64 @@
+"""Looks after backends in the background: finds those that are gone before a call does, and those that are back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from typing import Final
+
+import aiohttp
+
+from agentlightning_plugins.gateway.backend import Backend, why
+
+logger = logging.getLogger("agentlightning")
+
+INTERVAL_S: Final = 10.0
+"""Between two looks at a backend that is up."""
+_DOWN_INTERVAL_S: Final = 1.0
+"""Between two looks at one that is down."""
+_TIMEOUT_S: Final = 5.0
+
+
+class HealthCheck:
+    """Asks each backend for its models every few seconds. Any answer below 500 shows that somebody is there."""
+
+    def __init__(self, backends: Callable[[], Iterable[Backend]], interval_s: float = INTERVAL_S) -> None:
+        """Prepares the check.
+
+        Args:
+            backends: those to look at; asked again for each round, as a model list may change.
+            interval_s: for backends that are up; those that are down are looked at every second, if that is sooner.
+        """
+        self._backends = backends
+        self._interval_s = interval_s
+        self._next_look: dict[bytes, float] = {}
+
+    async def run(self) -> None:
+        """Looks until cancelled."""
+        clock = asyncio.get_running_loop().time
+        async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(force_close=True),  # whether a new one can be made is the question
+            timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S),
+            cookie_jar=aiohttp.DummyCookieJar(),
+        ) as session:
+            while True:
+                backends = {backend.identity: backend for backend in self._backends() if backend.is_probed}
+                now = clock()
+                due = [b for name, b in backends.items() if not b.is_up or self._next_look.get(name, 0.0) <= now]
+                await asyncio.gather(*(self._look(session, backend) for backend in due))
+                looked = clock()
+                self._next_look = {name: self._next_look.get(name, 0.0) for name in backends}
+                self._next_look.update((backend.identity, looked + self._interval_s) for backend in due)
+                await asyncio.sleep(min(_DOWN_INTERVAL_S, self._interval_s))
+
+    async def _look(self, session: aiohttp.ClientSession, backend: Backend) -> None:
+        failure = None
+        try:
+            url, headers = backend.url("models"), backend.authorize({})
+            async with session.get(url, headers=headers, allow_redirects=False) as answer:
+                if answer.status >= 500:
+                    failure = f"GET {url} answered {answer.status}"
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            failure = why(error)
+        backend.mark(failure)

@@ -1,0 +1,1 @@
+"""``agl rollouts``, ``spans``, ``resources`` and ``workers``: what is in a store, and what can be done about it."""

@@ -1,0 +1,97 @@
+"""Which store a command looks into, and how."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import click
+
+from agentlightning.errors import NotFoundError
+from agentlightning.store.factory import create_store
+from agentlightning.store.protocol import LightningStore
+from agentlightning.types import PaginatedResult
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_PAGE = 500
+
+
+def with_store(command: Callable[Concatenate[LightningStore, P], Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """Gives a coroutine the store of ``--store`` and ``--run``, and makes it a click command's function."""
+
+    @click.option(
+        "--store", "where", metavar="URL", help="Or the directory of a run. Default: AGL_STORE, agl.db, agl store."
+    )
+    @click.option("--run", metavar="NAME", help="Of a store that several runs share; default is the run `default`.")
+    @functools.wraps(command)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> None:
+        where, run = kwargs.pop("where"), kwargs.pop("run")
+
+        async def main() -> None:
+            store = open_store(where if isinstance(where, str) else None, run if isinstance(run, str) else None)
+            try:
+                await command(store, *args, **kwargs)
+            finally:
+                await store.close()
+
+        asyncio.run(main())
+
+    return wrapper
+
+
+def open_store(where: str | None, run: str | None) -> LightningStore:
+    """Opens the store that a user names, or the one that is most likely meant.
+
+    Args:
+        where: a URL or the directory of a run. None: AGL_STORE, else ``agl.db`` of the working directory, else a server
+            at the port of ``agl store``.
+        run: whose rollouts and resources; None is the run ``default``.
+
+    Raises:
+        ConfigError: there is no such store.
+    """
+    where = where or os.environ.get("AGL_STORE")
+    if where is None:
+        where = "sqlite:///agl.db" if Path("agl.db").is_file() else "http://127.0.0.1:4747"
+    elif "://" not in where:
+        folder = Path(where)
+        if not (folder / "store.db").is_file():
+            raise click.UsageError(f"--store {where}: neither a URL nor the directory of a run (no {folder}/store.db)")
+        where = f"sqlite:///{folder / 'store.db'}"
+    if where.startswith("sqlite:///") and not Path(where.removeprefix("sqlite:///").split("?")[0]).is_file():
+        raise click.UsageError(f"--store {where}: there is no such file")
+    return create_store(where, run=run, token=os.environ.get("AGL_TOKEN") if where.startswith("http") else None)
+
+
+async def every(
+    query: Callable[..., Awaitable[PaginatedResult[T]]], *args: Any, limit: int | None = None, **conditions: Any
+) -> AsyncIterator[T]:
+    """Items of a query, read page by page, so that any number of them takes bounded memory."""
+    left, offset, cursor = limit, 0, None
+    while left is None or left > 0:
+        size = _PAGE if left is None else min(_PAGE, left)
+        place = {"offset": offset} if cursor is None else {"cursor": cursor}
+        page = await query(*args, limit=size, **place, **conditions)
+        for item in page.items:
+            yield item
+        offset += len(page.items)
+        cursor = page.cursor
+        left = None if left is None else left - len(page.items)
+        if len(page.items) < size:
+            return
+
+
+def found(item: T | None, what: str, id: str) -> T:
+    """``item``, which a getter gave.
+
+    Raises:
+        NotFoundError: it is None.
+    """
+    if item is None:
+        raise NotFoundError(f"no {what} {id!r} in this store")
+    return item

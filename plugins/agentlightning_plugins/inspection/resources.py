@@ -1,0 +1,118 @@
+"""``agl resources``."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import click
+from pydantic import BaseModel
+
+from agentlightning.resources import LLM, ResourcesUpdate
+from agentlightning.store.protocol import LightningStore
+from agentlightning_plugins.inspection.access import every, found, with_store
+from agentlightning_plugins.inspection.output import (
+    export,
+    print_fields,
+    print_json,
+    print_table,
+    show_time,
+    to_json,
+)
+
+
+@click.group("resources")
+def resources() -> None:
+    """List, show, roll back and export what was published."""
+
+
+@resources.command("list")
+@click.option("--limit", default=20, show_default=True, type=click.IntRange(min=1), help="The newest so many.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@with_store
+async def list_resources(store: LightningStore, limit: int, as_json: bool) -> None:
+    """List snapshots in all their versions, the newest first."""
+    page = await store.query_resources(sort_by="update_time", sort_order="desc", limit=limit)
+    if as_json:
+        print_json([_plain(update) for update in page])
+        return
+    latest = await store.get_latest_resources()
+    print_table(
+        ("resources", "version", "updated", "", "contents"),
+        [
+            (
+                update.resources_id,
+                update.version,
+                show_time(update.update_time),
+                "latest" if latest is not None and update.resources_id == latest.resources_id else "",
+                ", ".join(f"{name} ({kind['resource_type']})" for name, kind in _plain(update)["resources"].items()),
+            )
+            for update in page
+        ],
+    )
+
+
+@resources.command("show")
+@click.argument("resources_id", default="latest")
+@click.option("--version", type=click.IntRange(min=1), help="Default is the newest one.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@with_store
+async def show_resources(store: LightningStore, resources_id: str, version: int | None, as_json: bool) -> None:
+    """Show a snapshot: RESOURCES_ID, or the latest."""
+    update = await _find(store, resources_id, version)
+    if as_json:
+        print_json(_plain(update))
+        return
+    shown = _plain(update)
+    contents = shown.pop("resources")
+    print_fields(shown)
+    for name, resource in contents.items():
+        click.echo(f"\n{name}")
+        print_fields(resource)
+
+
+@resources.command("rollback")
+@click.argument("resources_id")
+@click.argument("version", type=click.IntRange(min=1))
+@with_store
+async def rollback_resources(store: LightningStore, resources_id: str, version: int) -> None:
+    """Make an earlier VERSION of a snapshot the newest one again."""
+    update = await store.rollback(resources_id, version)
+    click.echo(f"{resources_id}: version {update.version} is version {version} again")
+
+
+@resources.command("export")
+@click.argument("path", type=click.Path(path_type=Path, dir_okay=False))
+@with_store
+async def export_resources(store: LightningStore, path: Path) -> None:
+    """Write all versions of all snapshots, without keys, to PATH (.jsonl or .parquet)."""
+
+    async def records() -> AsyncIterator[BaseModel]:
+        async for update in every(store.query_resources):
+            yield _without_keys(update)
+
+    click.echo(f"{await export(records(), path)} snapshots in {path}")
+
+
+def _without_keys(update: ResourcesUpdate) -> ResourcesUpdate:
+    """A snapshot without keys to model endpoints, which belong on no screen and in no file."""
+    resources = {
+        name: resource.model_copy(update={"api_key": None}) if isinstance(resource, LLM) else resource
+        for name, resource in update.resources.items()
+    }
+    return update.model_copy(update={"resources": resources})
+
+
+def _plain(update: ResourcesUpdate) -> dict[str, Any]:
+    shown: dict[str, Any] = to_json(_without_keys(update))
+    return shown
+
+
+async def _find(store: LightningStore, resources_id: str, version: int | None) -> ResourcesUpdate:
+    if resources_id != "latest":
+        return found(await store.get_resources_by_id(resources_id, version), "resources", resources_id)
+    latest = found(await store.get_latest_resources(), "resources", "latest")
+    if version is None:
+        return latest
+    return found(await store.get_resources_by_id(latest.resources_id, version), "version", str(version))

@@ -1,0 +1,176 @@
+"""``IntermediateCredit``: what went well and wrong on the way becomes reward of the call that did it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from agentlightning import semconv
+from agentlightning.adapter.credit import CreditRule, Step, create_credit
+from agentlightning.errors import ConfigError
+from agentlightning.types import Span
+
+Incident: TypeAlias = Literal["tool_success", "tool_failure", "invalid_output", "retry"]
+
+
+class _ToolCall(NamedTuple):
+    id: str
+    name: str
+    arguments: str
+
+
+class IntermediateCredit(CreditRule):
+    """Adds intermediate rewards, found in the trace, to what another rule says.
+
+    Of each call are counted
+
+    * ``tool_success`` and ``tool_failure``: the tools it called. A run failed when its span has the status ERROR, or
+      the tool's message to the model matches ``error_pattern``; one that left neither span nor message is not counted.
+    * ``invalid_output``: an answer that nobody can use. It was cut off by its length, is empty, or has a tool call
+      whose arguments are no JSON object.
+    * ``retry``: the agent's next call asks the same again, so that this answer was of no use; or the call repeats, to
+      the letter, a tool call of the same agent that failed before.
+    """
+
+    def __init__(
+        self,
+        base: str | Mapping[str, Any] | CreditRule = "identical",
+        *,
+        tool_success: float = 0.0,
+        tool_failure: float = -0.1,
+        invalid_output: float = -0.1,
+        retry: float = -0.05,
+        error_pattern: str = r"(?i)^\W*(error|exception|traceback|failed)\b",
+    ) -> None:
+        """Weighs what is counted.
+
+        Args:
+            base: the rule that these rewards are added to; where it says nothing (a failed attempt), nothing is added.
+            tool_success: reward for each run of a tool that succeeded.
+            tool_failure: reward for each that failed.
+            invalid_output: reward for an answer that nobody can use.
+            retry: reward for an answer that was asked for again, or that repeats what had failed.
+            error_pattern: regular expression found in a tool's message to the model when the tool failed.
+        """
+        try:
+            self._error = re.compile(error_pattern)
+        except re.error as error:
+            raise ConfigError(f"error_pattern = {error_pattern!r} is not a regular expression: {error}") from error
+        self.base = create_credit(base)
+        self.weights: dict[Incident, float] = {
+            "tool_success": tool_success,
+            "tool_failure": tool_failure,
+            "invalid_output": invalid_output,
+            "retry": retry,
+        }
+
+    def assign(self, steps: Sequence[Step], final_reward: float | None) -> Sequence[float | None]:
+        values = self.base.assign(steps, final_reward)
+        return [
+            value if value is None else value + sum(self.weights[incident] for incident in incidents)
+            for value, incidents in zip(values, self.find_incidents(steps), strict=True)
+        ]
+
+    def find_incidents(self, steps: Sequence[Step]) -> list[list[Incident]]:
+        """What is counted of each step."""
+        incidents: list[list[Incident]] = [[] for _ in steps]
+        failed_at: dict[tuple[str | None, str, str], int] = {}
+        failures: list[list[_ToolCall]] = [[] for _ in steps]
+        messages: dict[str, str] = {}  # of tools, by the id of the call; the nearest that comes later
+        for position in range(len(steps) - 1, -1, -1):
+            step = steps[position]
+            for call in _tool_calls(step):
+                outcome = self._outcome(call, step.spans, messages)
+                if outcome is not None:
+                    incidents[position].append(outcome)
+                if outcome == "tool_failure":
+                    failures[position].append(call)
+            messages.update(_tool_messages(step))
+        last_of_agent: dict[str | None, int] = {}
+        for position, step in enumerate(steps):
+            agent = _metadata(step, "agent_name")
+            if _is_invalid(step):
+                incidents[position].append("invalid_output")
+            if any((agent, call.name, call.arguments) in failed_at for call in _tool_calls(step)):
+                incidents[position].append("retry")
+            before = last_of_agent.get(agent)
+            if before is not None and _prompt(steps[before]) and _prompt(steps[before]) == _prompt(step):
+                incidents[before].append("retry")
+            for call in failures[position]:
+                failed_at[agent, call.name, call.arguments] = position
+            last_of_agent[agent] = position
+        return incidents
+
+    def _outcome(self, call: _ToolCall, spans: Sequence[Span], messages: Mapping[str, str]) -> Incident | None:
+        runs = [span for span in spans if semconv.is_tool_call(span)]
+        own = [span for span in runs if span.attributes.get("gen_ai.tool.call.id") == call.id]
+        own = own or [
+            span
+            for span in runs
+            if "gen_ai.tool.call.id" not in span.attributes and semconv.read_tool_name(span) == call.name
+        ]
+        message = messages.get(call.id)
+        if any(span.status.status_code == "ERROR" for span in own):
+            return "tool_failure"
+        if message is not None and self._error.search(message):
+            return "tool_failure"
+        return "tool_success" if own or message is not None else None
+
+
+def _tool_calls(step: Step) -> list[_ToolCall]:
+    calls = []
+    for answer in _answers(step):
+        for call in answer.get("tool_calls") or ():
+            function = call.get("function") or {}
+            calls.append(
+                _ToolCall(
+                    str(call.get("id") or ""), str(function.get("name") or ""), str(function.get("arguments") or "")
+                )
+            )
+    return calls
+
+
+def _tool_messages(step: Step) -> dict[str, str]:
+    return {
+        str(message["tool_call_id"]): _text(message.get("content"))
+        for message in _prompt(step)
+        if message.get("role") == "tool" and message.get("tool_call_id")
+    }
+
+
+def _is_invalid(step: Step) -> bool:
+    if _metadata(step, "finish_reason") == "length":
+        return True
+    for answer in _answers(step):
+        if not answer.get("tool_calls") and not _text(answer.get("content")).strip():
+            return True
+    return any(not _is_json_object(call.arguments) for call in _tool_calls(step))
+
+
+def _is_json_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text or "{}"), dict)
+    except ValueError:
+        return False
+
+
+def _answers(step: Step) -> Iterator[Mapping[str, Any]]:
+    """The answer that the agent went on with: the first choice."""
+    yield from step.triplets[0].response["raw_content"][:1]
+
+
+def _prompt(step: Step) -> Sequence[Mapping[str, Any]]:
+    messages: Sequence[Mapping[str, Any]] = step.triplets[0].prompt["raw_content"]
+    return messages
+
+
+def _metadata(step: Step, key: str) -> Any:
+    return step.triplets[0].metadata.get(key)
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return "" if content is None else str(content)

@@ -1,0 +1,94 @@
+"""One half of a run in a process of its own: ``python -m agentlightning_plugins.job_process ROLE NAME PIPE_FD``.
+
+The strategy ``cs`` starts it. The job comes through an inherited pipe; the same pipe tells, by its end, that the
+parent is gone: then this process drains and ends too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pickle
+import signal
+import sys
+import threading
+from typing import Any, BinaryIO, Final
+
+RECYCLE_EXIT_CODE: Final = 75
+"""A runner process ends with this to be replaced at once: it had too many threads that would not stop."""
+UNLOADABLE_EXIT_CODE: Final = 78
+"""The job cannot be loaded here, and would not be in a second process."""
+_ORPHAN_GRACE_S: Final = 20.0
+
+
+def main() -> int:
+    """Runs the job until it is done, SIGTERM comes, or the parent is gone."""
+    role, name, pipe_fd = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    pipe = os.fdopen(pipe_fd, "rb")
+    target = pickle.loads(_read_part(pipe))  # noqa: S301 # written by our own parent into an inherited pipe
+    sys.path[:] = [*target["sys_path"], *(path for path in sys.path if path not in target["sys_path"])]
+    try:
+        job = pickle.loads(_read_part(pipe))  # noqa: S301 # as above
+    except Exception as error:  # isolation point: importing the user's modules may raise anything
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201 # the parent quotes this line
+        return UNLOADABLE_EXIT_CODE
+    threading.Thread(target=_watch_parent, args=(pipe, stop), daemon=True).start()
+    return asyncio.run(_run(role, job, target, name, stop))
+
+
+async def _run(role: str, job: Any, target: dict[str, Any], name: str, stop: threading.Event) -> int:
+    from agentlightning.store.factory import create_store
+
+    store = create_store(target["url"], run=target["run_id"], token=target["token"])
+    try:
+        if role == "algorithm":
+            return await _run_algorithm(job, store, stop)
+        finished = await job(store, name, stop)
+        return RECYCLE_EXIT_CODE if finished is False else 0
+    finally:
+        await store.close()
+
+
+async def _run_algorithm(job: Any, store: Any, stop: threading.Event) -> int:
+    work = asyncio.ensure_future(job(store))
+    loop = asyncio.get_running_loop()
+
+    def cancel_when_told() -> None:
+        stop.wait()
+        with contextlib.suppress(RuntimeError):  # the loop has ended by itself
+            loop.call_soon_threadsafe(work.cancel)
+
+    threading.Thread(target=cancel_when_told, daemon=True).start()
+    try:
+        await work
+    except asyncio.CancelledError:
+        return 128 + signal.SIGTERM
+    return 0
+
+
+def _read_part(pipe: BinaryIO) -> bytes:
+    size = int.from_bytes(pipe.read(8), "big")
+    return pipe.read(size)
+
+
+def _watch_parent(pipe: BinaryIO, stop: threading.Event) -> None:
+    pipe.read()
+    stop.set()
+    threading.Event().wait(_ORPHAN_GRACE_S)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    code = 1
+    try:
+        code = main()
+    except Exception:  # isolation point: whatever ends the job is this process's last word
+        import traceback
+
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # agents' abandoned threads must not keep the process

@@ -1,0 +1,52 @@
+"""Tracker ``mlflow``: a run at an MLflow server, or in a local database."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param
+
+from agentlightning.event import Event, RunFinished, StepFinished
+from agentlightning.types import Run
+
+_STATUS = {"succeeded": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
+
+
+class MlflowTracker:
+    """Logs metrics by step and the run's configuration."""
+
+    def __init__(self, tracking_uri: str | None = None, experiment: str = "lightning") -> None:
+        """Chooses the server.
+
+        Args:
+            tracking_uri: such as ``http://host:5000`` or ``sqlite:///mlflow.db``; None asks MLFLOW_TRACKING_URI, else
+                MLflow's own default.
+            experiment: where the run appears; made when it is not there.
+        """
+        self._tracking_uri = tracking_uri
+        self._experiment = experiment
+        self._client: MlflowClient | None = None
+        self._run_id = ""
+
+    def start(self, run: Run, directory: Path | None) -> None:
+        client = MlflowClient(tracking_uri=self._tracking_uri)
+        known = client.get_experiment_by_name(self._experiment)
+        experiment_id = known.experiment_id if known is not None else client.create_experiment(self._experiment)
+        self._run_id = client.create_run(experiment_id, run_name=run.name).info.run_id
+        params = [Param(name, str(value)[:500]) for name, value in run.config.items()]
+        client.log_batch(self._run_id, params=params)
+        self._client = client
+
+    def on_event(self, event: Event) -> None:
+        if self._client is None:
+            return
+        if isinstance(event, StepFinished):
+            time_ms = int(event.time * 1000)
+            metrics = [Metric(name, value, time_ms, event.step) for name, value in event.values.items()]
+            self._client.log_batch(self._run_id, metrics=metrics)
+        elif isinstance(event, RunFinished):
+            self._client.set_terminated(self._run_id, status=_STATUS.get(event.status, "FINISHED"))
+
+    def close(self) -> None:
+        """Nothing is left to do: every call went to the server at once."""

@@ -1,0 +1,121 @@
+"""The same spans for Jaeger, Phoenix, Langfuse or any other OTLP endpoint, besides the store."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final, NamedTuple
+from urllib.parse import urlsplit
+
+from agentlightning.errors import ConfigError, PluginError
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+logger = logging.getLogger("agentlightning")
+
+_NEEDED: Final = "opentelemetry.exporter.otlp.proto.http"
+_VARIABLES: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_MAX_QUEUED: Final = 16384
+"""Spans that wait for a slow endpoint; more are lost there (never in the store), with a warning."""
+_LONGEST_SHUTDOWN_S: Final = 5.0
+
+
+class Target(NamedTuple):
+    """An OTLP endpoint."""
+
+    endpoint: str | None
+    """None: what the environment says, in OpenTelemetry's own variables."""
+    headers: tuple[tuple[str, str], ...] = ()
+
+    def __repr__(self) -> str:
+        return f"Target({self.endpoint!r}, {len(self.headers)} headers)"  # which hold keys
+
+
+def find_target(endpoint: str | None, headers: Mapping[str, str] | None) -> Target | None:
+    """Where spans go to besides the store: what the user says, else the environment; None when nobody names a place.
+
+    Raises:
+        ConfigError: no URL, or headers for nowhere.
+        PluginError: the exporter is not installed.
+    """
+    if endpoint:
+        url = urlsplit(endpoint)
+        if url.scheme not in ("http", "https") or not url.netloc:
+            raise ConfigError(
+                f"otlp_endpoint = {endpoint!r} is no http(s) URL, such as http://127.0.0.1:4318/v1/traces"
+            )
+        if url.path in ("", "/"):
+            endpoint = f"{endpoint.rstrip('/')}/v1/traces"
+        if not _is_installed():
+            raise PluginError(f"otlp_endpoint needs {_DISTRIBUTION}. Install with: pip install 'lightning[otlp]'")
+        return Target(endpoint, tuple(sorted((headers or {}).items())))
+    if headers:
+        raise ConfigError("headers are sent to otlp_endpoint, and there is none; give otlp_endpoint too")
+    variable = next((name for name in _VARIABLES if os.environ.get(name)), None)
+    if endpoint is not None or variable is None:
+        return None
+    if not _is_installed():
+        logger.warning("%s is set, but spans are not exported: pip install 'lightning[otlp]'", variable)
+        return None
+    return Target(None)
+
+
+_DISTRIBUTION: Final = "opentelemetry-exporter-otlp-proto-http"
+
+
+def _is_installed() -> bool:
+    try:
+        return importlib.util.find_spec(_NEEDED) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+class Exporters:
+    """One exporter for each endpoint in use; each sends in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._used: dict[Target, tuple[BatchSpanProcessor, int]] = {}
+
+    def acquire(self, target: Target) -> None:
+        """Gets ready to export; undone by ``release``."""
+        with self._lock:
+            if target in self._used:
+                processor, users = self._used[target]
+            else:
+                processor, users = _make_exporter(target), 0
+            self._used[target] = processor, users + 1
+
+    def find(self, target: Target | None) -> BatchSpanProcessor | None:
+        """The exporter for an endpoint in use."""
+        used = None if target is None else self._used.get(target)
+        return None if used is None else used[0]
+
+    def release(self, target: Target) -> None:
+        """Undoes one ``acquire``; the last one sends what is left, for a few seconds at most."""
+        with self._lock:
+            used = self._used.pop(target, None)
+            if used is None:
+                return
+            processor, users = used
+            if users > 1:
+                self._used[target] = processor, users - 1
+                return
+        # BatchSpanProcessor.shutdown takes no time limit of its own and its exporter may retry for a minute.
+        closing = threading.Thread(target=processor.shutdown, name="agl-otlp-shutdown", daemon=True)
+        closing.start()
+        closing.join(_LONGEST_SHUTDOWN_S)
+        if closing.is_alive():
+            logger.warning("the OTLP endpoint did not take the last spans in time; the store has them")
+
+
+def _make_exporter(target: Target) -> BatchSpanProcessor:
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    exporter = OTLPSpanExporter(endpoint=target.endpoint, headers=dict(target.headers) or None)
+    return BatchSpanProcessor(exporter, max_queue_size=_MAX_QUEUED, schedule_delay_millis=500)

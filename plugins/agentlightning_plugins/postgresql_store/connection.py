@@ -1,0 +1,133 @@
+"""The server: where it is, how a connection to it is made, and what its errors mean."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from typing import Final
+from urllib.parse import parse_qsl, urlsplit
+
+import asyncpg
+
+from agentlightning.errors import ConfigError, StoreError
+
+_SETTINGS: Final = {
+    "application_name": "lightning",
+    "client_encoding": "UTF8",
+    # Our queries have an index each. Statistics are old or missing in a database that has just been filled, and a plan
+    # made of them would read a whole table.
+    "enable_seqscan": "off",
+    "enable_bitmapscan": "off",
+    "enable_hashjoin": "off",
+    "enable_mergejoin": "off",
+    "jit": "off",
+    # A process that is stopped between locking rollouts and claiming them must not keep them for long.
+    "idle_in_transaction_session_timeout": "10s",
+}
+_AWAY: Final = (
+    OSError,
+    asyncpg.PostgresConnectionError,
+    asyncpg.AdminShutdownError,
+    asyncpg.CrashShutdownError,
+    asyncpg.CannotConnectNowError,
+    asyncpg.IdleInTransactionSessionTimeoutError,
+)
+"""The server, or the way to it, is gone and may come back. TimeoutError is an OSError."""
+
+
+class Server:
+    """One database of one server."""
+
+    def __init__(self, url: str, *, connect_timeout_s: float, reconnect_s: float) -> None:
+        """Reads the URL, without going there.
+
+        Raises:
+            ConfigError: it is none that PostgreSQL's libraries would understand.
+        """
+        self._url = url
+        self._connect_timeout_s = connect_timeout_s
+        self._reconnect_s = reconnect_s
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port
+            query = dict(parse_qsl(parts.query))
+        except ValueError:  # without its text: that may quote the password
+            raise ConfigError(
+                "the URL of the PostgreSQL store cannot be read; write postgresql://user:password@host:5432/database "
+                "and percent-encode special characters of user and password"
+            ) from None
+        self._secrets = {secret for secret in (parts.password, query.get("password")) if secret}
+        place = f"{host or query.get('host', '')}{f':{port}' if port else ''}"
+        user = f"{parts.username}@" if parts.username else ""
+        self.shown = f"postgresql://{user}{place}{parts.path}"
+        """The database as messages name it: without a password."""
+
+    async def connect(self) -> asyncpg.Connection:
+        """A new connection.
+
+        Raises:
+            ConfigError: the server, user, password or database is not there.
+            OSError or asyncpg.PostgresError: the server is not there, or not ready.
+        """
+        try:
+            return await asyncpg.connect(self._url, timeout=self._connect_timeout_s, server_settings=_SETTINGS)
+        except (asyncpg.InvalidPasswordError, asyncpg.InvalidAuthorizationSpecificationError) as error:
+            raise ConfigError(f"{self.shown} refuses this user or password ({error.sqlstate}); check both") from None
+        except asyncpg.InvalidCatalogNameError:
+            raise ConfigError(
+                f"{self.shown}: there is no such database; create it with `createdb`, or name another one"
+            ) from None
+        except (asyncpg.ClientConfigurationError, ValueError) as error:
+            raise ConfigError(f"{self.shown} cannot be used: {self._redact(str(error))}") from None
+
+    async def reconnect(self) -> asyncpg.Connection:
+        """A new connection to a server that was there a moment ago; waits for it to come back.
+
+        Raises:
+            StoreError: it did not come back in time.
+            ConfigError: as ``connect``.
+        """
+        deadline = time.monotonic() + self._reconnect_s
+        pause_s = 0.02
+        while True:
+            try:
+                return await self.connect()
+            except _AWAY as error:
+                if time.monotonic() + pause_s > deadline:
+                    raise self.explain(error) from error
+            except asyncpg.PostgresError as error:
+                raise self.explain(error) from error
+            await asyncio.sleep(pause_s * (0.5 + random.random()))
+            pause_s = min(2 * pause_s, 1.0)
+
+    def explain(self, error: Exception) -> StoreError:
+        """What an error of PostgreSQL means for whoever called the store."""
+        if isinstance(error, StoreError):
+            return error
+        if isinstance(error, _AWAY):
+            meaning = "the server cannot be reached, or went away and did not come back in time"
+        else:
+            meaning = _MEANINGS.get(getattr(error, "sqlstate", None) or "", "the database failed")
+        code = getattr(error, "sqlstate", None) or type(error).__name__
+        return StoreError(f"{self.shown}: {meaning} ({code}: {self._redact(str(error))})")
+
+    def _redact(self, text: str) -> str:
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return text
+
+
+def is_lost(connection: asyncpg.Connection, error: Exception) -> bool:
+    """Whether an error means that the connection is gone, and nothing about what was asked."""
+    return isinstance(error, _AWAY) or connection.is_closed()
+
+
+_MEANINGS: Final = {
+    "25006": "the server is read-only (a standby?); nothing was written",
+    "42501": "this user may not do that; grant it the right to create a schema, or to use the schema agl",
+    "53100": "the server's disk is full; nothing of this write was stored. Free some space and try again",
+    "53200": "the server has no memory left; nothing was written, try again",
+    "53300": "the server has no connection left; raise its max_connections, or close other clients",
+    "54000": "a record, or one of its ids, is larger than PostgreSQL takes; nothing was written",
+}

@@ -1,0 +1,254 @@
+"""The two functions in the database: a write of several callers, and the locking of rollouts that are claimed.
+
+A write is one function, so that it is one round trip, and no lock is held while this process is slow, paused or gone.
+Its arguments are columns: the n-th element of each array belongs to the n-th step. ``operation`` makes the steps.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+# Locks are taken in one order, so that nobody waits in a circle: rollouts by position, then the one lock of writers,
+# under which everything else is read and written. It makes positions of events those of the commits, too. Statements
+# in a function see what was committed before each of them began, so what is read under the lock is the last word.
+WRITE: Final = """
+CREATE FUNCTION agl.write(
+    me bigint, batch_number bigint, heard_until bigint, n_items int,
+    items int[], steps text[], ids text[], seconds text[], thirds text[], numbers bigint[], times float8[],
+    runs text[], statuses text[], firsts text[], others text[], lasts text[], records text[],
+    span_ids text[], span_numbers bigint[], span_times float8[], span_names text[], span_traces text[],
+    span_parents text[], span_records text[],
+    OUT outcome jsonb, OUT heard jsonb
+) LANGUAGE plpgsql AS $$
+DECLARE
+    s record;
+    before record;
+    home record;                    -- the attempt that spans are being appended to
+    parent bigint;
+    found_revision bigint;
+    place bigint;
+    failed int := -1;               -- the item of which the remaining steps are left out
+    verdicts text[] := array_fill('done'::text, ARRAY[n_items]);
+    given bigint[] := '{}';         -- the numbers of spans, NULL for one that was stored already
+    told bigint;
+    names text[] := '{}'; owners text[] := '{}'; states text[] := '{}'; changes int[] := '{}';
+BEGIN
+    PERFORM 1 FROM agl.rollout WHERE rollout_id = ANY (ARRAY(
+        SELECT DISTINCT u.id FROM unnest(steps, ids) AS u (step, id)
+        WHERE u.step IN ('guard rollout', 'put rollout', 'delete rollout')
+    )) ORDER BY position FOR UPDATE;
+    PERFORM pg_advisory_xact_lock(x'41474C02'::int);
+    FOR s IN SELECT * FROM unnest(
+        items, steps, ids, seconds, thirds, numbers, times, runs, statuses, firsts, others, lasts, records
+    ) AS u (item, step, id, second, third, number, time, run, status, first, other, last, record) LOOP
+        CONTINUE WHEN s.item = failed;
+        CASE s.step
+        WHEN 'append spans' THEN  -- of one attempt, all with a number or all without, no two with the same id
+            WITH asked AS (
+                SELECT u.*, p.position IS NULL AS is_new
+                FROM unnest(span_ids[s.number:s.number + s.first::int - 1],
+                    span_numbers[s.number:s.number + s.first::int - 1],
+                    span_times[s.number:s.number + s.first::int - 1],
+                    span_names[s.number:s.number + s.first::int - 1],
+                    span_traces[s.number:s.number + s.first::int - 1],
+                    span_parents[s.number:s.number + s.first::int - 1],
+                    span_records[s.number:s.number + s.first::int - 1])
+                WITH ORDINALITY AS u (span_id, number, start_time, name, trace_id, parent_id, record, n)
+                LEFT JOIN agl.span p ON p.attempt = home.position AND p.span_id = u.span_id
+            ), numbered AS (
+                SELECT *, CASE WHEN NOT is_new THEN NULL WHEN number <> 0 THEN number
+                    ELSE home.last_span + count(*) FILTER (WHERE is_new) OVER (ORDER BY n) END AS slot
+                FROM asked
+            ), added AS (
+                INSERT INTO agl.span (attempt, span_id, sequence_id, run_id, start_time, name, trace_id, parent_id,
+                    revision, record)
+                SELECT home.position, span_id, slot, home.run_id, start_time, name, trace_id, parent_id, 1, record
+                FROM numbered WHERE is_new ORDER BY n
+            )
+            SELECT given || array_agg(slot ORDER BY n), count(slot), greatest(home.last_span, max(slot))
+            INTO given, parent, place FROM numbered;
+            home.last_span := place;
+            names := names || 'spans'::text; owners := owners || home.run_id; states := states || ''::text;
+            changes := changes || parent::int;
+        WHEN 'guard rollout' THEN
+            SELECT revision INTO found_revision FROM agl.rollout WHERE rollout_id = s.id;
+            IF coalesce(found_revision, 0) <> s.number THEN
+                failed := s.item; verdicts[failed + 1] := 'refused';
+            END IF;
+        WHEN 'guard attempt' THEN
+            SELECT a.revision INTO found_revision FROM agl.rollout r JOIN agl.attempt a ON a.rollout = r.position
+            WHERE r.rollout_id = s.id AND a.attempt_id = s.second;
+            IF coalesce(found_revision, 0) <> s.number THEN
+                failed := s.item; verdicts[failed + 1] := 'refused';
+            END IF;
+        WHEN 'guard span' THEN
+            SELECT p.revision INTO found_revision FROM agl.rollout r JOIN agl.attempt a ON a.rollout = r.position
+            JOIN agl.span p ON p.attempt = a.position
+            WHERE r.rollout_id = s.id AND a.attempt_id = s.second AND p.span_id = s.third;
+            IF coalesce(found_revision, 0) <> s.number THEN
+                failed := s.item; verdicts[failed + 1] := 'refused';
+            END IF;
+        WHEN 'guard document' THEN
+            SELECT revision INTO found_revision FROM agl.document
+            WHERE kind = s.second AND id = s.id AND number = s.last::bigint;
+            IF coalesce(found_revision, 0) <> s.number THEN
+                failed := s.item; verdicts[failed + 1] := 'refused';
+            END IF;
+        WHEN 'need rollout' THEN
+            IF NOT EXISTS (SELECT FROM agl.rollout WHERE rollout_id = s.id) THEN
+                failed := s.item; verdicts[failed + 1] := 'no rollout ' || s.id;
+            END IF;
+        WHEN 'need attempt' THEN
+            SELECT position INTO parent FROM agl.rollout WHERE rollout_id = s.id;
+            IF NOT FOUND THEN
+                failed := s.item; verdicts[failed + 1] := 'no rollout ' || s.id;
+            ELSIF NOT EXISTS (SELECT FROM agl.attempt WHERE rollout = parent AND attempt_id = s.second) THEN
+                failed := s.item; verdicts[failed + 1] := 'no attempt ' || s.number;
+            END IF;
+        WHEN 'put rollout' THEN
+            SELECT position, status, queue_position INTO before FROM agl.rollout WHERE rollout_id = s.id;
+            IF NOT FOUND THEN
+                INSERT INTO agl.rollout (rollout_id, run_id, status, start_time, task_id, group_id, step,
+                    queue_position, revision, record)
+                VALUES (s.id, s.run, s.status, s.time, s.first, s.other, s.last,
+                    CASE WHEN s.status IN ('queuing', 'requeuing') THEN nextval('agl.queue') END, 1, s.record);
+                names := names || 'rollouts'::text; owners := owners || s.run; states := states || s.status;
+                changes := changes || 1;
+            ELSE
+                UPDATE agl.rollout SET status = s.status, start_time = s.time, task_id = s.first,
+                    group_id = s.other, step = s.last, revision = revision + 1, record = s.record,
+                    queue_position = CASE WHEN s.status IN ('queuing', 'requeuing')
+                        THEN coalesce(before.queue_position, nextval('agl.queue')) END
+                WHERE position = before.position;
+                IF before.status <> s.status THEN
+                    names := names || ARRAY['rollouts', 'rollouts']; owners := owners || ARRAY[s.run, s.run];
+                    states := states || ARRAY[s.status, before.status]; changes := changes || ARRAY[1, -1];
+                END IF;
+            END IF;
+        WHEN 'put attempt' THEN
+            SELECT position, run_id INTO before FROM agl.rollout WHERE rollout_id = s.id;
+            UPDATE agl.attempt SET sequence_id = s.number, status = s.status,
+                live = s.status IN ('preparing', 'running'), worker_id = s.first, last_heartbeat_time = s.time,
+                revision = revision + 1, record = s.record
+            WHERE rollout = before.position AND attempt_id = s.second;
+            IF NOT FOUND THEN
+                INSERT INTO agl.attempt (rollout, attempt_id, sequence_id, status, live, worker_id,
+                    last_heartbeat_time, revision, record)
+                VALUES (before.position, s.second, s.number, s.status, s.status IN ('preparing', 'running'),
+                    s.first, s.time, 1, s.record);
+                names := names || 'attempts'::text; owners := owners || before.run_id; states := states || ''::text;
+                changes := changes || 1;
+            END IF;
+        WHEN 'tell' THEN
+            INSERT INTO agl.event (origin, events) VALUES (me, s.record) RETURNING position INTO told;
+            IF told % 64 = 0 THEN
+                DELETE FROM agl.event WHERE position <= told - s.number;
+            END IF;
+        WHEN 'open attempt' THEN
+            SELECT a.position, a.last_span, r.run_id INTO home
+            FROM agl.rollout r JOIN agl.attempt a ON a.rollout = r.position
+            WHERE r.rollout_id = s.id AND a.attempt_id = s.second;
+        WHEN 'close attempt' THEN
+            UPDATE agl.attempt SET last_span = home.last_span, last_heartbeat_time =
+                CASE WHEN live AND s.time IS NOT NULL THEN s.time ELSE last_heartbeat_time END
+            WHERE position = home.position;
+        WHEN 'put document' THEN
+            UPDATE agl.document SET run_id = s.run, revision = revision + 1, record = s.record
+            WHERE kind = s.second AND id = s.id AND number = s.number;
+            IF NOT FOUND THEN
+                INSERT INTO agl.document (kind, id, number, run_id, revision, record)
+                VALUES (s.second, s.id, s.number, s.run, 1, s.record);
+                names := names || s.second; owners := owners || ''::text; states := states || ''::text;
+                changes := changes || 1;
+            END IF;
+        WHEN 'put span' THEN
+            UPDATE agl.span SET sequence_id = s.number, start_time = s.time, name = s.first, trace_id = s.other,
+                parent_id = s.last, revision = revision + 1, record = s.record
+            WHERE attempt = home.position AND span_id = s.third;
+            IF NOT FOUND THEN
+                INSERT INTO agl.span (attempt, span_id, sequence_id, run_id, start_time, name, trace_id, parent_id,
+                    revision, record)
+                VALUES (home.position, s.third, s.number, home.run_id, s.time, s.first, s.other, s.last, 1, s.record);
+                names := names || 'spans'::text; owners := owners || home.run_id; states := states || ''::text;
+                changes := changes || 1;
+            END IF;
+        WHEN 'take number' THEN
+            home.last_span := home.last_span + 1;
+            given := given || home.last_span;
+        WHEN 'delete rollout' THEN
+            DELETE FROM agl.rollout WHERE rollout_id = s.id RETURNING position, run_id, status INTO before;
+            IF FOUND THEN
+                DELETE FROM agl.span
+                WHERE attempt = ANY (ARRAY(SELECT position FROM agl.attempt WHERE rollout = before.position));
+                GET DIAGNOSTICS place = ROW_COUNT;
+                DELETE FROM agl.attempt WHERE rollout = before.position;
+                GET DIAGNOSTICS parent = ROW_COUNT;
+                names := names || ARRAY['rollouts', 'attempts', 'spans'];
+                owners := owners || ARRAY[before.run_id, before.run_id, before.run_id];
+                states := states || ARRAY[before.status, '', ''];
+                changes := changes || ARRAY[-1, -parent::int, -place::int];
+            END IF;
+        WHEN 'delete attempt' THEN
+            DELETE FROM agl.attempt a USING agl.rollout r
+            WHERE r.rollout_id = s.id AND a.rollout = r.position AND a.attempt_id = s.second
+            RETURNING a.position, r.run_id INTO before;
+            IF FOUND THEN
+                DELETE FROM agl.span WHERE attempt = before.position;
+                GET DIAGNOSTICS place = ROW_COUNT;
+                names := names || ARRAY['attempts', 'spans']; owners := owners || ARRAY[before.run_id, before.run_id];
+                states := states || ARRAY['', '']; changes := changes || ARRAY[-1, -place::int];
+            END IF;
+        WHEN 'delete span' THEN
+            DELETE FROM agl.span p USING agl.rollout r, agl.attempt a
+            WHERE r.rollout_id = s.id AND a.rollout = r.position AND a.attempt_id = s.second
+            AND p.attempt = a.position AND p.span_id = s.third
+            RETURNING r.run_id INTO before;
+            IF FOUND THEN
+                names := names || 'spans'::text; owners := owners || before.run_id; states := states || ''::text;
+                changes := changes || -1;
+            END IF;
+        WHEN 'delete document' THEN
+            DELETE FROM agl.document WHERE kind = s.second AND id = s.id AND number = s.number;
+            IF FOUND THEN
+                names := names || s.second; owners := owners || ''::text; states := states || ''::text;
+                changes := changes || -1;
+            END IF;
+        END CASE;
+    END LOOP;
+    INSERT INTO agl.tally AS t (name, run_id, status, number)
+    SELECT u.name, u.owner, u.state, sum(u.change) FROM unnest(names, owners, states, changes)
+        AS u (name, owner, state, change) GROUP BY 1, 2, 3 HAVING sum(u.change) <> 0
+    ON CONFLICT (name, run_id, status) DO UPDATE SET number = t.number + excluded.number;
+    SELECT jsonb_agg(jsonb_build_array(e.position, e.events) ORDER BY e.position) INTO heard
+    FROM agl.event e WHERE e.position > heard_until AND e.origin <> me;
+    outcome := jsonb_build_object('verdicts', verdicts, 'numbers', given, 'told', told);
+    INSERT INTO agl.writer AS w (origin, batch, outcome) VALUES (me, batch_number, write.outcome)
+    ON CONFLICT (origin) DO UPDATE SET batch = excluded.batch, outcome = excluded.outcome, seen = now();
+    IF told IS NOT NULL THEN
+        PERFORM pg_notify('agl', me::text);
+    END IF;
+END $$
+"""
+
+# The n-th run is asked for as many as the n-th limit says. ``locked`` are the rollouts that the same transaction will
+# write besides: they are locked first and in order, because taking the queue's does not wait. Attempts are counted
+# after the lock was won, by a statement of its own: another process may have had the rollout a moment ago.
+CLAIM: Final = """
+CREATE FUNCTION agl.claim(locked text[], queues text[], limits int[])
+RETURNS TABLE (queue int, revision bigint, attempts bigint, record text) LANGUAGE plpgsql AS $$
+DECLARE
+    r record;
+BEGIN
+    PERFORM 1 FROM agl.rollout WHERE rollout_id = ANY (locked) ORDER BY position FOR UPDATE;
+    FOR n IN 1 .. cardinality(queues) LOOP
+        FOR r IN SELECT o.position, o.revision, o.record FROM agl.rollout o
+            WHERE o.run_id = queues[n] AND o.queue_position IS NOT NULL
+            ORDER BY o.queue_position LIMIT limits[n] FOR UPDATE SKIP LOCKED
+        LOOP
+            SELECT n - 1, r.revision, count(*), r.record INTO queue, revision, attempts, record
+            FROM agl.attempt a WHERE a.rollout = r.position;
+            RETURN NEXT;
+        END LOOP;
+    END LOOP;
+END $$
+"""

@@ -1,0 +1,1 @@
+"""``agl new``: the first files of a plugin or an agent."""

@@ -1,0 +1,72 @@
+"""``agl new`` and ``agl completion``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+
+import click
+
+_TEMPLATES: Final = Path(__file__).with_name("template")
+
+
+@click.group("new")
+def new() -> None:
+    """Write the first files of a plugin or an agent."""
+
+
+@new.command("plugin")
+@click.argument("name")
+@click.option("--into", type=click.Path(path_type=Path), help="Folder to make; default is the plugin's name.")
+def new_plugin(name: str, into: Path | None) -> None:
+    """Write a plugin package: a tracker, with a test that installs and uses it."""
+    folder = _write("plugin", name, into)
+    click.echo(
+        f"{folder}: a plugin that works. Next:\n\n    cd {folder}\n    pip install -e .\n    agl plugins\n    pytest"
+    )
+
+
+@new.command("agent")
+@click.argument("name")
+@click.option("--into", type=click.Path(path_type=Path), help="Folder to make; default is the agent's name.")
+def new_agent(name: str, into: Path | None) -> None:
+    """Write an agent with tasks and a configuration that runs."""
+    folder = _write("agent", name, into)
+    click.echo(f"{folder}: an agent that runs. Next:\n\n    cd {folder}\n    agl train config.yaml")
+
+
+@click.command("completion")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.pass_context
+def completion(context: click.Context, shell: str) -> None:
+    """Print what makes SHELL complete `agl`; put it into the shell's start-up file.
+
+    \b
+    bash:  agl completion bash >> ~/.bashrc
+    zsh:   agl completion zsh >> ~/.zshrc
+    fish:  agl completion fish > ~/.config/fish/completions/agl.fish
+    """  # noqa: D301 # the backspace is click's mark for lines to leave as they are
+    from click.shell_completion import get_completion_class
+
+    cls = get_completion_class(shell)
+    assert cls is not None
+    click.echo(cls(context.find_root().command, {}, "agl", "_AGL_COMPLETE").source())
+
+
+def _write(kind: str, name: str, into: Path | None) -> Path:
+    if re.fullmatch(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*", name) is None:
+        raise click.UsageError(f"{name!r}: a name is lower-case letters, digits and hyphens, as in my-{kind}")
+    folder = into or Path(name)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise click.UsageError(f"{folder} is there already; name another folder with --into")
+    module = name.replace("-", "_")
+    class_name = "".join(part.capitalize() for part in module.split("_"))
+    for source in sorted((_TEMPLATES / kind).rglob("*.in")):
+        target = folder / str(source.relative_to(_TEMPLATES / kind)).removesuffix(".in").replace("MODULE", module)
+        text = source.read_text(encoding="utf-8")
+        for placeholder, value in (("@NAME@", name), ("@MODULE@", module), ("@CLASS@", class_name)):
+            text = text.replace(placeholder, value)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, encoding="utf-8")
+    return folder

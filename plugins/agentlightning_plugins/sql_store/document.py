@@ -1,0 +1,165 @@
+"""Records as JSON text: what is written is what will be read, or it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin
+
+import orjson
+from pydantic import TypeAdapter, ValidationError
+
+from agentlightning.errors import ConfigError, StoreError
+from agentlightning.event import Event
+from agentlightning.frozen import FrozenList, freeze
+from agentlightning.resources import ResourcesUpdate
+from agentlightning.store.backend import key_of
+from agentlightning.types import (
+    Attempt,
+    AttemptFailure,
+    Record,
+    Rollout,
+    RolloutConfig,
+    Span,
+    SpanContext,
+    SpanEvent,
+    SpanLink,
+    SpanResource,
+    TraceStatus,
+    Worker,
+)
+
+R = TypeVar("R", bound=Record)
+
+_SCALARS: Final = frozenset({str, int, float, bool, NoneType})
+_events: TypeAdapter[list[Event]] = TypeAdapter(list[Event])
+
+
+def encode(record: Record) -> str:
+    """The JSON of a record.
+
+    Raises:
+        ConfigError: something in it is not JSON and would not come back as it is.
+    """
+    try:
+        if isinstance(record, ResourcesUpdate):  # its resources are of any class, with serializers of their own
+            text = record.model_dump_json()
+            lost = None if ResourcesUpdate.model_validate_json(text) == record else "resources"
+        else:
+            encoded = orjson.dumps(record.__dict__, default=_plain)
+            text = encoded.decode()
+            lost = _first_lost(record, orjson.loads(encoded)) if document_fields(type(record)) else None
+    except (TypeError, ValueError) as error:
+        raise _refuse(record, str(error)) from error
+    if lost is not None:
+        raise _refuse(record, f"{lost} has a value that JSON cannot hold, such as NaN, a set or a date")
+    return text
+
+
+def decode(kind: type[R], text: str) -> R:
+    """The record that ``encode`` made this text of."""
+    try:
+        readers = _READERS.get(kind)
+        if readers is not None:
+            values = orjson.loads(text)
+            if values.keys() == kind.model_fields.keys():  # not one that an older version wrote
+                for field, read in readers:
+                    values[field] = read(values[field])
+                return kind.from_valid(values)  # it was validated before it was written
+        return kind.model_validate_json(text)
+    except ValidationError as error:
+        raise StoreError(
+            f"a stored {kind.__name__} cannot be read; is the plugin that it came from installed? {error}"
+        ) from error
+
+
+def encode_events(events: list[Event]) -> str:
+    return orjson.dumps([event.__dict__ for event in events], default=_plain).decode()
+
+
+def decode_events(text: str) -> list[Event]:
+    return _events.validate_json(text)
+
+
+@cache
+def document_fields(kind: type[Record]) -> frozenset[str]:
+    """The fields of a record that may hold more than a string or a number."""
+    return frozenset(name for name, field in kind.model_fields.items() if not _is_scalar(field.annotation))
+
+
+def _is_scalar(annotation: Any) -> bool:
+    if get_origin(annotation) is Literal:
+        return True
+    if get_origin(annotation) in (Union, UnionType):
+        return all(map(_is_scalar, get_args(annotation)))
+    return annotation in _SCALARS
+
+
+def _plain(value: object) -> Any:
+    if isinstance(value, Record):
+        return value.__dict__
+    raise TypeError(f"a {type(value).__qualname__} is not JSON")
+
+
+def _first_lost(record: Record, plain: dict[str, Any]) -> str | None:
+    """The first field that JSON does not give back; None if there is none."""
+    for field, default in _defaults(type(record)):
+        value, back = getattr(record, field), plain[field]
+        if value is None or value is default:
+            continue
+        parts: Sequence[tuple[object, Any]] = ()
+        if field == "input":  # the user's own: a record in it would come back as a dict
+            pass
+        elif isinstance(value, Record):
+            parts = [(value, back)]
+        elif isinstance(value, list) and value and isinstance(value[0], Record):
+            parts = list(zip(value, back, strict=True))
+        for part, part_back in parts:
+            lost = _first_lost(part, part_back) if isinstance(part, Record) else "value"
+            if lost is not None:
+                return f"{field}.{lost}"
+        if not parts and back != value and back != freeze(value):  # a tuple comes back as a list, and that is meant
+            return field
+    return None
+
+
+@cache
+def _defaults(kind: type[Record]) -> list[tuple[str, object]]:
+    """The fields to look at, each with the value that most records share and that needs no look."""
+    return [(field, kind.model_fields[field].default) for field in sorted(document_fields(kind))]
+
+
+def _part(kind: type[Record], common: Record | None = None) -> Callable[[Any], Any]:
+    """Reads a record inside a record; ``common`` is what most of them are."""
+    plain = None if common is None else orjson.loads(orjson.dumps(common.__dict__, default=_plain))
+    return lambda value: common if value == plain else kind.model_validate(value)
+
+
+def _parts(kind: type[Record]) -> Callable[[Any], Any]:
+    return lambda values: FrozenList([kind.model_validate(value) for value in values])
+
+
+_READERS: Final[dict[type[Record], list[tuple[str, Callable[[Any], Any]]]]] = {
+    Rollout: [("input", freeze), ("metadata", freeze), ("config", _part(RolloutConfig, RolloutConfig()))],
+    Attempt: [("metadata", freeze), ("error", _part(AttemptFailure))],
+    Worker: [("heartbeat_stats", freeze), ("attempt_ids", freeze)],
+    Span: [
+        ("attributes", freeze),
+        ("status", _part(TraceStatus, TraceStatus())),
+        ("resource", _part(SpanResource, SpanResource())),
+        ("events", _parts(SpanEvent)),
+        ("links", _parts(SpanLink)),
+        ("context", _part(SpanContext)),
+        ("parent", _part(SpanContext)),
+    ],
+}
+"""How the fields that are more than a string or a number are read, of the records that are read all day long."""
+
+
+def _refuse(record: Record, reason: str) -> ConfigError:
+    return ConfigError(
+        f"{type(record).__name__} {'/'.join(map(str, key_of(record)))} cannot be stored: {reason}. A durable store "
+        "holds JSON: strings, finite numbers below 2**63, booleans, None, lists, and dicts with string keys. Convert "
+        "the value, or use memory://"
+    )

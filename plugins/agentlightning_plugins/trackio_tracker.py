@@ -1,0 +1,34 @@
+"""Tracker ``trackio``: a local dashboard, ``trackio show``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import trackio
+
+from agentlightning.event import Event, StepFinished
+from agentlightning.frozen import thaw
+from agentlightning.types import Run
+
+
+class TrackioTracker:
+    """Logs metrics by step and the run's configuration to Trackio's local database."""
+
+    def __init__(self, project: str = "lightning") -> None:
+        """Chooses the project under which the run appears."""
+        self._project = project
+        self._run: Any = None
+
+    def start(self, run: Run, directory: Path | None) -> None:
+        self._run = trackio.init(
+            project=self._project, name=run.name, config=thaw(run.config), resume="allow", embed=False
+        )
+
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, StepFinished):
+            self._run.log(dict(event.values), step=event.step)
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()

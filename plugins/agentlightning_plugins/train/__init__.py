@@ -1,0 +1,1 @@
+"""``agl train``: a run from a configuration file."""

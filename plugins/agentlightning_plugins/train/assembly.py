@@ -1,0 +1,194 @@
+"""From a checked configuration to the parts of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentlightning.config import bind_settings
+from agentlightning.errors import ConfigError, LightningError, PluginError
+from agentlightning.hook import Hook
+from agentlightning.hookspecs import ComponentKind
+from agentlightning.litagent import LitAgent, wrap
+from agentlightning.plugins import get_manager
+from agentlightning.resources import Resource, read_resources
+from agentlightning.store.factory import create_store
+from agentlightning.store.protocol import LightningStore
+from agentlightning.trainer import Trainer
+from agentlightning.types import Dataset
+from agentlightning_plugins.train.attribute import load_attribute
+from agentlightning_plugins.train.config import AgentConfig, CommandConfig, DatasetConfig, TrainConfig
+from agentlightning_plugins.train.dataset import load_dataset
+from agentlightning_plugins.train.document import Document, KeyPath
+
+_KINDS: dict[str, ComponentKind] = {
+    "algorithm": "algorithm",
+    "adapter": "adapter",
+    "tracer": "tracer",
+    "strategy": "strategy",
+    "gateway": "gateway",
+}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of, checked and loaded."""
+
+    agent: LitAgent[Any]
+    train: Dataset[Any] | None
+    val: Dataset[Any] | None
+    resources: dict[str, Resource] | None
+    components: dict[str, Any]
+    """By the Trainer's argument; those that the configuration does not name are absent."""
+
+
+def load_parts(config: TrainConfig, document: Document) -> Parts:
+    """Loads everything that a configuration names. Starts nothing and writes nothing.
+
+    Raises:
+        LightningError: something does not load; the message begins with where the configuration says it.
+    """
+    parts = Parts(
+        agent=_at(document, ("agent",), load_agent, config.agent),
+        train=_at(document, ("data", "train"), _load_data, config.data.train),
+        val=_at(document, ("data", "val"), _load_data, config.data.val),
+        resources=_at(document, ("resources",), _load_resources, config.resources),
+        components={},
+    )
+    for key, kind in _KINDS.items():
+        spec = getattr(config, key)
+        if spec is not None:
+            parts.components[key] = _component(document, (key,), kind, spec)
+    if config.trackers is not None:
+        parts.components["trackers"] = [
+            _component(document, ("trackers", index), "tracker", spec) for index, spec in enumerate(config.trackers)
+        ]
+    if config.hooks is not None:
+        parts.components["hooks"] = [
+            _at(document, ("hooks", index), _load_hook, target) for index, target in enumerate(config.hooks)
+        ]
+    return parts
+
+
+def make_trainer(config: TrainConfig, parts: Parts, directory: Path, *, resume: bool) -> Trainer:
+    """The trainer of a run in ``directory``."""
+    components = dict(parts.components)
+    return Trainer(
+        algorithm=components.pop("algorithm"),
+        llm_proxy=components.pop("gateway", None),
+        store=open_store(config, directory),
+        initial_resources=parts.resources,
+        n_runners=config.n_runners,
+        max_concurrency=config.max_concurrency,
+        max_rollouts=config.max_rollouts,
+        port=config.port,
+        run_dir=directory,
+        resume=resume,
+        **components,
+    )
+
+
+def fit(trainer: Trainer, parts: Parts) -> None:
+    """Runs a trainer of ``make_trainer`` and closes its store."""
+    try:
+        trainer.fit(parts.agent, parts.train, parts.val)
+    finally:
+        if trainer.store is not None:
+            asyncio.run(trainer.store.close())
+
+
+def open_store(config: TrainConfig, directory: Path) -> LightningStore:
+    """The store of a run; one that others use too is scoped to the run by its directory's name."""
+    if config.store is None:
+        directory.mkdir(parents=True, exist_ok=True)
+        return create_store(f"sqlite:///{directory}/store.db")
+    return create_store(expand(config.store), run=directory.name, token=os.environ.get("AGL_TOKEN"))
+
+
+def load_agent(spec: str | AgentConfig | CommandConfig) -> LitAgent[Any]:
+    """The agent that a configuration names.
+
+    Raises:
+        ConfigError: it cannot be imported, or is nothing that can be an agent.
+    """
+    if isinstance(spec, str):
+        return wrap(load_attribute(spec))
+    reward = None if spec.reward is None else load_attribute(spec.reward)
+    if isinstance(spec, CommandConfig):
+        import agentlightning as agl
+
+        settings = {**expand(spec.model_extra or {}), "command": spec.command}
+        if reward is not None:
+            settings["reward"] = reward
+        return agl.CommandAgent(**bind_settings(agl.CommandAgent, settings, "a command agent"))
+    task_to_input = None if spec.task_to_input is None else load_attribute(spec.task_to_input)
+    return wrap(load_attribute(spec.target), reward, task_to_input, spec.prompts)
+
+
+def expand(value: Any) -> Any:
+    """Replaces ``${NAME}`` in strings, however deep, by the environment variable.
+
+    Raises:
+        ConfigError: the variable is not set.
+    """
+    if isinstance(value, Mapping):
+        return {key: expand(child) for key, child in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [expand(child) for child in value]
+    return re.sub(r"\$\{(\w+)\}", _from_environment, value) if isinstance(value, str) else value
+
+
+def _from_environment(match: re.Match[str]) -> str:
+    value = os.environ.get(match[1])
+    if value is None:
+        raise ConfigError(f"the environment variable {match[1]} is not set, and the configuration asks for it")
+    return value
+
+
+def _at(document: Document, path: KeyPath, load: Any, value: Any) -> Any:
+    if value is None:
+        return None
+    try:
+        return load(value)
+    except LightningError as error:
+        raise type(error)(f"{document.place(path)}: {error}") from error
+
+
+def _component(document: Document, path: KeyPath, kind: ComponentKind, spec: str | dict[str, Any]) -> Any:
+    name, settings = (
+        (spec, {}) if isinstance(spec, str) else (spec["name"], {k: v for k, v in spec.items() if k != "name"})
+    )
+    manager = get_manager()
+    try:
+        cls = manager.get(kind, name)
+    except PluginError as error:
+        raise PluginError(f"{document.place((*path, 'name') if settings else path)}: {error}") from error
+    try:
+        return cls(**bind_settings(cls, expand(settings), f"{kind} {name!r}"))
+    except ConfigError as error:
+        setting = getattr(error, "setting", None)
+        place = document.place(path if setting is None else (*path, setting))
+        raise ConfigError(f"{place}: {error}") from error
+
+
+def _load_data(spec: str | DatasetConfig) -> Dataset[Any]:
+    if isinstance(spec, str):
+        return load_dataset(expand(spec))
+    return load_dataset(expand(spec.source), split=spec.split, limit=spec.limit, shuffle_seed=spec.shuffle_seed)
+
+
+def _load_resources(resources: dict[str, Any]) -> dict[str, Resource]:
+    return read_resources(expand(resources))
+
+
+def _load_hook(target: str) -> Hook:
+    hook = load_attribute(target)
+    hook = hook() if isinstance(hook, type) else hook
+    if not isinstance(hook, Hook):
+        raise ConfigError(f"{target!r} is a {type(hook).__name__}, not an agl.Hook")
+    return hook

@@ -1,0 +1,39 @@
+"""Objects that a configuration or a command line names."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from agentlightning.errors import ConfigError, suggest
+
+
+def load_attribute(target: str) -> Any:
+    """Imports what ``module:attribute`` or ``path/to/file.py:attribute`` names; the working directory is searched too.
+
+    Raises:
+        ConfigError: it has another form, the module cannot be imported, or it has no such attribute.
+    """
+    name, separator, attribute = target.rpartition(":")
+    if not separator or not name or not attribute:
+        raise ConfigError(f"{target!r}: write module:attribute or path/to/file.py:attribute, as in my_agents:writer")
+    folder = Path.cwd()
+    if name.endswith(".py"):
+        file = Path(name).resolve()
+        if not file.is_file():
+            raise ConfigError(f"{target!r}: there is no file {file}")
+        folder, name = file.parent, file.stem
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    try:
+        module = importlib.import_module(name)
+    except Exception as error:  # isolation point: the user's module may raise anything
+        raise ConfigError(f"{target!r}: importing {name} failed: {type(error).__name__}: {error}") from error
+    try:
+        return functools.reduce(getattr, attribute.split("."), module)
+    except AttributeError as error:
+        known = [known for known in vars(module) if not known.startswith("_")]
+        raise ConfigError(f"{target!r}: {name} has no {attribute}.{suggest(attribute, known)}") from error

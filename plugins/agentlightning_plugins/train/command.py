@@ -1,0 +1,141 @@
+"""``agl train`` and ``agl config``."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from agentlightning.errors import ConfigError
+from agentlightning.run_directory import RECORD_NAME
+
+CONFIG_NAME: Final = "config.yaml"
+
+EXIT_CODES: Final = """
+\b
+Exit codes:
+  0    the run succeeded (or the check passed)
+  1    the algorithm failed; its traceback is above
+  2    the configuration, the data or an argument is wrong; nothing was run
+  130  stopped by Ctrl-C; 143 by SIGTERM. Continue with --resume.
+"""
+
+
+@click.command("train", epilog=EXIT_CODES)
+@click.argument("config", required=False, type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--run-dir", type=click.Path(path_type=Path), help="Directory of the run; default runs/<name>.")
+@click.option("--resume", type=click.Path(path_type=Path), metavar="RUN_DIR", help="Continue an interrupted run.")
+@click.option("--print-config", is_flag=True, help="Print the configuration with the overrides, and stop.")
+@click.option("--dry-run", is_flag=True, help="Check agent, data, plugins and endpoints, and stop.")
+def command(
+    config: Path | None,
+    overrides: tuple[str, ...],
+    run_dir: Path | None,
+    resume: Path | None,
+    print_config: bool,
+    dry_run: bool,
+) -> None:
+    """Train an agent as CONFIG (YAML or TOML) says.
+
+    KEY=VALUE changes the configuration for this run: algorithm.steps=20.
+    """
+    from agentlightning_plugins.train.assembly import load_parts, make_trainer
+    from agentlightning_plugins.train.config import read_config
+    from agentlightning_plugins.train.document import check_secrets, read_document
+
+    if resume is not None:
+        if run_dir is not None:
+            raise click.UsageError("--resume names the directory already; leave --run-dir out")
+        overrides = (str(config), *overrides) if config is not None else overrides
+        if config is not None and "=" not in str(config):
+            raise click.UsageError(f"--resume takes the run's own configuration; leave {config} out")
+        resume = _enter(resume)
+        config = resume / CONFIG_NAME
+    if config is None:
+        raise click.UsageError("name a configuration file, or a run to continue: agl train --resume RUN_DIR")
+    document = read_document(config)
+    document.override(overrides)
+    check_secrets(document)
+    checked = read_config(document)
+    if checked.algorithm is None:
+        raise ConfigError(f"{document.name}: algorithm is missing; say what learns, as in algorithm: baseline")
+    if print_config:
+        click.echo(_dump(document.values), nl=False)
+        return
+    parts = load_parts(checked, document)
+    if dry_run:
+        from agentlightning_plugins.train.check import check_run
+
+        if not check_run(checked, parts, click.echo):
+            raise SystemExit(2)
+        return
+    directory = resume or run_dir or choose_directory(checked.run_dir, checked.name or config.stem)
+    if resume is None and (directory / RECORD_NAME).exists():
+        raise ConfigError(f"{directory} holds a run already; continue it with: agl train --resume {directory}")
+    trainer = make_trainer(checked, parts, directory, resume=resume is not None)
+    trainer.run_config = document.values
+    if resume is None:
+        _keep(document.values, directory)
+    _fit(trainer, parts, directory)
+
+
+@click.group("config")
+def config_command() -> None:
+    """What a configuration may say."""
+
+
+@config_command.command("schema")
+def schema_command() -> None:
+    """Print the JSON schema of the configuration, for editors."""
+    from agentlightning_plugins.train.schema import config_schema
+
+    click.echo(json.dumps(config_schema(), indent=2))
+
+
+def _fit(trainer: Any, parts: Any, directory: Path) -> None:
+    from agentlightning_plugins.train.assembly import fit
+
+    try:
+        fit(trainer, parts)
+    except (KeyboardInterrupt, SystemExit):
+        click.echo(f"\nstopped; continue with:\n\n    agl train --resume {directory}\n", err=True)
+        raise
+    click.echo(f"done: {directory}", err=True)
+
+
+def _enter(directory: Path) -> Path:
+    """Goes to where the run was begun, because its configuration's paths start there."""
+    from agentlightning.run_directory import read_record
+
+    record = read_record(directory)
+    directory = directory.resolve()
+    began_in = Path(record["working_directory"])
+    if began_in.is_dir():
+        os.chdir(began_in)
+    return directory
+
+
+def choose_directory(named: str | None, name: str) -> Path:
+    """The directory of a new run: the one that was named, or the first free of runs/name, runs/name-2 and so on."""
+    if named is not None:
+        return Path(named)
+    root, number = Path("runs"), 1
+    while (root / (name if number == 1 else f"{name}-{number}")).exists():
+        number += 1
+    return root / (name if number == 1 else f"{name}-{number}")
+
+
+def _keep(values: dict[str, Any], directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / CONFIG_NAME).write_text(_dump(values), encoding="utf-8")
+
+
+def _dump(values: dict[str, Any]) -> str:
+    import yaml
+
+    text: str = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    return text

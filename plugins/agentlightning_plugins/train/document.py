@@ -1,0 +1,172 @@
+"""A configuration file as written: its values, where each stands, and what the command line changed."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import yaml
+
+from agentlightning.errors import ConfigError
+
+KeyPath: TypeAlias = tuple[str | int, ...]
+"""From the root of the document, as in ``("data", "train")``."""
+
+_SECRET: Final = re.compile(r"(^|_)(api_key|password|secret|auth_token|access_token)$|^token$")
+_NO_SECRETS: Final = frozenset({"", "EMPTY", "none", "None", "dummy"})
+_REFERENCE: Final = re.compile(r"\$\{\w+\}|os\.environ/\w+")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1, but ``1e-3`` is a number."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+"), list("-+0123456789")
+)
+
+
+@dataclass
+class Document:
+    """Values of a configuration, and for error messages the line of each."""
+
+    name: str
+    values: dict[str, Any]
+    lines: dict[KeyPath, int] = field(default_factory=dict)
+    """Counted from 1."""
+    overridden: dict[KeyPath, str] = field(default_factory=dict)
+    """What the command line said, as it was written."""
+
+    def place(self, path: KeyPath) -> str:
+        """Where a value stands, for an error message."""
+        for length in range(len(path), -1, -1):
+            if path[:length] in self.overridden:
+                return f"command line, {self.overridden[path[:length]]}"
+            if path[:length] in self.lines:
+                return f"{self.name}, line {self.lines[path[:length]]}"
+        return self.name
+
+    def override(self, arguments: Sequence[str]) -> None:
+        """Applies ``a.b=value`` arguments; values are read as YAML.
+
+        Raises:
+            ConfigError: an argument of another form, or a key below something that has no keys.
+        """
+        for argument in arguments:
+            key, separator, text = argument.partition("=")
+            if not separator or not key:
+                raise ConfigError(
+                    f"command line, {argument}: an override is written key=value, as in algorithm.lr=1e-4"
+                )
+            path = tuple(key.split("."))
+            node: Any = self.values
+            for depth, part in enumerate(path[:-1]):
+                child = node.get(part)
+                if child is None:
+                    child = node[part] = {}
+                elif isinstance(child, str):  # a component by its name alone
+                    child = node[part] = {"name": child}
+                elif not isinstance(child, dict):
+                    shown = ".".join(path[: depth + 1])
+                    raise ConfigError(f"command line, {argument}: {shown} = {child!r} has no keys to set")
+                node = child
+            node[path[-1]] = _parse_yaml(text, f"command line, {argument}")
+            self.overridden[path] = argument
+
+
+def read_document(path: Path) -> Document:
+    """Reads a YAML or TOML file.
+
+    Raises:
+        ConfigError: it cannot be read, is not a mapping, or says a key twice.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if path.suffix == ".toml":
+        return _read_toml(path, text)
+    if path.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"{path}: a configuration ends in .yaml, .yml or .toml")
+    return _read_yaml(path, text)
+
+
+def check_secrets(document: Document) -> None:
+    """Refuses secrets that are written out: a configuration is printed and stored.
+
+    Raises:
+        ConfigError: a key or password that is no reference to the environment.
+    """
+    for path, value in _walk(document.values, ()):
+        if not isinstance(value, str) or _REFERENCE.search(value):
+            continue
+        is_key = bool(path) and isinstance(path[-1], str) and _SECRET.search(path[-1])
+        if (is_key and value not in _NO_SECRETS) or re.match(r"\w+://[^/@:]*:[^/@]+@", value):
+            where = ".".join(map(str, path))
+            raise ConfigError(
+                f"{document.place(path)}: {where} holds a secret; put it in an environment variable and write ${{NAME}}"
+            )
+
+
+def _walk(value: Any, path: KeyPath) -> list[tuple[KeyPath, Any]]:
+    if isinstance(value, dict):
+        return [found for key, child in value.items() for found in _walk(child, (*path, key))]
+    if isinstance(value, list):
+        return [found for index, child in enumerate(value) for found in _walk(child, (*path, index))]
+    return [(path, value)]
+
+
+def _read_yaml(path: Path, text: str) -> Document:
+    values = _parse_yaml(text, str(path))
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: a mapping of settings is needed, got {type(values).__name__}")
+    document = Document(str(path), values)
+    root = yaml.compose(text, Loader=_Loader)
+    if root is not None:
+        _note_lines(root, (), document)
+    return document
+
+
+def _parse_yaml(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)  # noqa: S506 # a SafeLoader
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark is not None else ""
+        raise ConfigError(f"{where}{line}: not YAML: {getattr(error, 'problem', None) or error}") from error
+
+
+def _note_lines(node: yaml.Node, path: KeyPath, document: Document) -> None:
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            below = (*path, key.value)
+            line = key.start_mark.line + 1
+            if key.value in seen:
+                raise ConfigError(f"{document.name}, line {line}: {'.'.join(map(str, below))} is given twice")
+            seen.add(key.value)
+            document.lines[below] = line
+            _note_lines(value, below, document)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            document.lines[(*path, index)] = value.start_mark.line + 1
+            _note_lines(value, (*path, index), document)
+
+
+def _read_toml(path: Path, text: str) -> Document:
+    try:
+        document = Document(str(path), tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from error
+    table: KeyPath = ()
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := re.match(r"\s*\[([\w.\-]+)\]", line):
+            table = tuple(header[1].split("."))
+            document.lines[table] = number
+        elif key := re.match(r"\s*([\w.\-]+)\s*=", line):
+            document.lines[(*table, *key[1].split("."))] = number
+    return document

@@ -1,0 +1,187 @@
+"""The tracers' kit can fail: tracers with a planted bug, each caught by the test that is named beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+import pytest
+
+from agentlightning.testing.tracer import TracerConformance
+from agentlightning.tracer import DummyTracer, OpenSpan, Trace, Tracer
+from agentlightning.tracer import tracer as tracer_module
+from agentlightning.types import Span, TraceStatus
+
+
+class Planted(DummyTracer):
+    """The dummy tracer, whose spans a subclass spoils."""
+
+    def start_span(
+        self,
+        name: str,
+        attributes: Mapping[str, Any] | None = None,
+        start_time: float | None = None,
+        *,
+        is_root: bool = False,
+    ) -> OpenSpan:
+        span: Any = super().start_span(name, attributes, start_time, is_root=is_root)
+        self.spoil(span, is_root)
+        return span  # type: ignore[no-any-return] # it was one before
+
+    def spoil(self, span: Any, is_root: bool) -> None: ...
+
+
+class EverySpanIsARoot(Planted):
+    def spoil(self, span: Any, is_root: bool) -> None:
+        span._parent_id = None
+
+
+class ShortIds(Planted):
+    def spoil(self, span: Any, is_root: bool) -> None:
+        span.span_id = span.span_id[:8]
+
+
+class OneTraceForAll(Planted):
+    def spoil(self, span: Any, is_root: bool) -> None:
+        span.trace_id = "0" * 32
+
+
+class SwallowsErrors(Planted):
+    def spoil(self, span: Any, is_root: bool) -> None:
+        span.record_exception = lambda error: None
+
+
+class LivesInTheNow(Planted):
+    def spoil(self, span: Any, is_root: bool) -> None:
+        span._start_time = time.time()
+
+
+class NoTimeAtAll(Planted):
+    def spoil(self, span: Any, is_root: bool) -> None:
+        end = span.end
+        span.end = lambda status=None, end_time=None: end(status, span._start_time)
+
+
+class LosesLateSpans(Planted):
+    def spoil(self, span: Any, is_root: bool) -> None:
+        end, trace = span.end, span._trace
+
+        def end_in_time(status: TraceStatus | None = None, end_time: float | None = None) -> Span:
+            span._trace = trace if trace is not None and trace._is_open else None
+            return end(status, end_time)  # type: ignore[no-any-return] # what it returned before
+
+        span.end = end_in_time
+
+
+class MixesAttempts(Planted):
+    newest: Trace | None = None
+
+    def spoil(self, span: Any, is_root: bool) -> None:
+        if is_root:
+            type(self).newest = span._trace
+        elif self.newest is not None:
+            span._trace = self.newest
+
+
+class WritesAtOnce(Planted):
+    """Every span waits for the store."""
+
+    def spoil(self, span: Any, is_root: bool) -> None:
+        end = span.end
+
+        def end_and_wait(status: TraceStatus | None = None, end_time: float | None = None) -> Span:
+            ended: Span = end(status, end_time)
+            writer = None if span._trace is None else span._trace._writer
+            while writer is not None and writer.queued:
+                time.sleep(0.001)
+            return ended
+
+        span.end = end_and_wait
+
+
+class DropsQuietly(Planted):
+    def spoil(self, span: Any, is_root: bool) -> None:
+        if span._trace is not None and not is_root:
+            span._trace = None
+
+
+class CannotTravel(Planted):
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+class WorksOnce(Planted):
+    is_over = False
+
+    def teardown(self) -> None:
+        self.is_over = True
+
+    def spoil(self, span: Any, is_root: bool) -> None:
+        if self.is_over:
+            span._trace = None
+
+
+class ForgetsToDeliver(Planted):
+    @contextlib.asynccontextmanager
+    async def trace_context(self, name: str | None = None, **ids: Any) -> AsyncIterator[Trace]:
+        async def deliver(timeout_s: float) -> None: ...
+
+        async with super().trace_context(name, **ids) as trace:
+            trace.deliver = deliver  # type: ignore[method-assign] # the bug
+            yield trace
+
+
+class CountsNothing(Planted):
+    @contextlib.asynccontextmanager
+    async def trace_context(self, name: str | None = None, **ids: Any) -> AsyncIterator[Trace]:
+        async with super().trace_context(name, **ids) as trace:
+            yield trace
+        trace._undelivered = 0
+
+
+class StaysActive(Planted):
+    @contextlib.asynccontextmanager
+    async def trace_context(self, name: str | None = None, **ids: Any) -> AsyncIterator[Trace]:
+        async with super().trace_context(name, **ids) as trace:
+            active = tracer_module.get_active()
+            yield trace
+        tracer_module._active.set(active)
+
+
+PLANTED: list[tuple[Callable[[], Tracer], str]] = [
+    (EverySpanIsARoot, "test_spans_form_one_tree_under_the_root"),
+    (EverySpanIsARoot, "test_emitters_record_to_the_active_trace"),
+    (ShortIds, "test_ids_are_hex_digits_of_the_lengths_that_opentelemetry_gives_them"),
+    (OneTraceForAll, "test_each_attempt_has_a_trace_of_its_own"),
+    (SwallowsErrors, "test_what_an_agent_raises_is_on_its_spans_and_goes_on"),
+    (LivesInTheNow, "test_a_span_says_when_and_how_it_was"),
+    (NoTimeAtAll, "test_a_span_lasts_from_its_beginning_to_its_end"),
+    (LosesLateSpans, "test_a_span_that_ends_after_its_attempt_is_stored_with_it"),
+    (MixesAttempts, "test_64_rollouts_traced_at_once_never_mix[tasks]"),
+    (MixesAttempts, "test_64_rollouts_traced_at_once_never_mix[threads]"),
+    (WritesAtOnce, "test_an_agent_of_1000_spans_is_not_slowed_by_a_store_that_stalls_and_none_is_lost"),
+    (DropsQuietly, "test_leaving_the_trace_context_finds_every_span_stored"),
+    (DropsQuietly, "test_spans_past_the_bound_are_dropped_and_counted"),
+    (CannotTravel, "test_it_travels_to_another_process_before_it_is_used"),
+    (WorksOnce, "test_it_works_again_after_it_was_torn_down"),
+    (ForgetsToDeliver, "test_leaving_the_trace_context_finds_every_span_stored"),
+    (CountsNothing, "test_spans_that_could_not_be_delivered_are_counted_on_the_trace"),
+    (StaysActive, "test_the_active_tracer_is_known_inside_only"),
+]
+
+
+@pytest.mark.parametrize(("make_tracer", "name"), PLANTED, ids=[f"{make.__name__}-{name}" for make, name in PLANTED])  # type: ignore[attr-defined] # all are classes
+async def test_a_tracer_with_a_bug_fails_the_test_of_what_it_breaks(
+    make_tracer: Callable[[], Tracer], name: str
+) -> None:
+    test, _, kind = name.partition("[")
+    arguments = {"kind": kind.rstrip("]")} if kind else {}
+    method = getattr(TracerConformance(), test)
+    with pytest.raises(BaseException) as failure:  # noqa: PT011 # what it fails with is no matter, but see below
+        await method(make_tracer(), **arguments)
+    assert not isinstance(failure.value, (KeyboardInterrupt, SystemExit, NameError, AttributeError))
+    tracer_module._active.set(None)
+    await method(DummyTracer(), **arguments)

@@ -1,0 +1,78 @@
+"""A run's directory: one run, one process, and enough to go on with."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import agentlightning as agl
+from agentlightning.run_directory import RunDirectory, read_record
+
+
+def test_a_resumed_run_keeps_its_key_and_says_when_it_was_resumed(tmp_path: Path) -> None:
+    with contextlib.closing(RunDirectory.open(tmp_path / "run")) as begun:
+        key = begun.key
+    with contextlib.closing(RunDirectory.open(tmp_path / "run", resume=True)) as resumed:
+        assert resumed.key == key
+    assert len(read_record(tmp_path / "run")["resumed_at"]) == 1
+
+
+def test_a_directory_belongs_to_one_run(tmp_path: Path) -> None:
+    RunDirectory.open(tmp_path / "run").close()
+    with pytest.raises(agl.ConfigError, match="holds a run already"):
+        RunDirectory.open(tmp_path / "run")
+
+
+def test_a_directory_belongs_to_one_process_until_that_one_ends(tmp_path: Path) -> None:
+    holder = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import sys, pathlib\n"
+            "from agentlightning.run_directory import RunDirectory\n"
+            "held = RunDirectory.open(pathlib.Path(sys.argv[1]))\n"
+            "print('held', flush=True)\n"
+            "sys.stdin.read()\n",
+            str(tmp_path / "run"),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(agl.ConfigError, match=rf"another process \(pid {holder.pid}\) works in"):
+        RunDirectory.open(tmp_path / "run", resume=True)
+    holder.kill()
+    holder.communicate()
+    RunDirectory.open(tmp_path / "run", resume=True).close()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
+def test_a_damaged_record_is_refused_and_left_as_it_is(tmp_path: Path, content: str) -> None:
+    (tmp_path / "run.json").write_text(content)
+    with pytest.raises(agl.ConfigError, match="not the record of a run"):
+        RunDirectory.open(tmp_path, resume=True)
+    assert (tmp_path / "run.json").read_text() == content
+
+
+def test_nothing_to_resume_and_a_file_in_the_way_are_said(tmp_path: Path) -> None:
+    with pytest.raises(agl.ConfigError, match=r"no run to resume: .*run\.json is missing"):
+        RunDirectory.open(tmp_path / "new", resume=True)
+    (tmp_path / "file").touch()
+    with pytest.raises(agl.ConfigError, match="cannot be the directory of a run: File exists"):
+        RunDirectory.open(tmp_path / "file")
+
+
+def test_a_place_in_a_run_has_one_rollout_id_in_every_life_of_the_run() -> None:
+    first, again, other = agl.RunContext(key="a"), agl.RunContext(key="a"), agl.RunContext(key="b")
+    assert first.rollout_id("train", 3, 1) == again.rollout_id("train", 3, 1)
+    assert (
+        len({context.rollout_id(*place) for context in (first, other) for place in [("a", 1), ("a", 11), ("b", 1)]})
+        == 6
+    )
+    assert agl.RunContext().key != agl.RunContext().key

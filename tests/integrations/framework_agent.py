@@ -1,0 +1,95 @@
+"""The calculator of the kit in each framework: what the tests of integrations run."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from typing import Any, Final
+
+import agentlightning as agl
+from agentlightning.testing.agent import AGENT_NAME, INSTRUCTIONS, add
+
+NOWHERE: Final = "http://127.0.0.1:9/v1"
+"""Where the agents' own models are: nobody answers, so what works has gone to the rollout's endpoint."""
+
+
+def make_openai_agent(tool: Callable[..., int] = add) -> Any:
+    """A function that calls the client itself."""
+    from openai import AsyncOpenAI
+
+    parameters = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+    schema: Any = {"type": "function", "function": {"name": "add", "parameters": parameters}}
+
+    async def calculator(task: str, llm: agl.LLM) -> str:
+        messages: list[Any] = [{"role": "system", "content": INSTRUCTIONS}, {"role": "user", "content": task}]
+        async with AsyncOpenAI(base_url=llm.get_base_url(), api_key=llm.api_key or "unused") as client:
+            while True:
+                completion = await client.chat.completions.create(
+                    model=llm.model, messages=messages, tools=[schema], **llm.sampling_parameters
+                )
+                message = completion.choices[0].message
+                if not message.tool_calls:
+                    return message.content or ""
+                messages.append(message)
+                for call in message.tool_calls:
+                    assert call.type == "function"
+                    result = str(tool(**json.loads(call.function.arguments)))
+                    messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+
+    return calculator
+
+
+def make_openai_agents_agent() -> Any:
+    from agents import Agent, OpenAIChatCompletionsModel, function_tool
+    from openai import AsyncOpenAI
+
+    model = OpenAIChatCompletionsModel("gpt-5", AsyncOpenAI(base_url=NOWHERE, api_key="any", max_retries=0))
+    return Agent(name=AGENT_NAME, instructions=INSTRUCTIONS, tools=[function_tool(add)], model=model)
+
+
+def make_langchain_agent() -> Any:
+    from langchain.agents import create_agent
+    from langchain_openai import ChatOpenAI
+
+    model = ChatOpenAI(model="gpt-5", api_key="any", base_url=NOWHERE, max_retries=0)  # type: ignore[arg-type] # as users write it
+    return create_agent(model, [add], system_prompt=INSTRUCTIONS, name=AGENT_NAME)
+
+
+def make_autogen_agent() -> Any:
+    from autogen_agentchat.agents import AssistantAgent
+    from autogen_ext.models.openai import OpenAIChatCompletionClient
+
+    model = OpenAIChatCompletionClient(model="gpt-5", api_key="any", base_url=NOWHERE, max_retries=0)
+    return AssistantAgent(AGENT_NAME, model, tools=[add], system_message=INSTRUCTIONS, max_tool_iterations=3)
+
+
+def make_crewai_agent() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of its own imports, one of another
+        from crewai import LLM, Agent
+        from crewai.tools import tool
+
+    model = LLM("gpt-4o", base_url=NOWHERE, api_key="any", max_retries=0)
+    return Agent(role=AGENT_NAME, goal="Say a sum.", backstory=INSTRUCTIONS, llm=model, tools=[tool(add)])
+
+
+def make_agent_framework_agent() -> Any:
+    from agent_framework import Agent
+    from agent_framework.openai import OpenAIChatCompletionClient
+    from openai import AsyncOpenAI
+
+    nowhere = AsyncOpenAI(base_url=NOWHERE, api_key="any", max_retries=0)
+    model = OpenAIChatCompletionClient("gpt-5", async_client=nowhere)
+    return Agent(model, INSTRUCTIONS, name=AGENT_NAME, tools=[add])
+
+
+AGENTS: Final[dict[str, Callable[[], Any]]] = {
+    "agent-framework": make_agent_framework_agent,
+    "autogen": make_autogen_agent,
+    "crewai": make_crewai_agent,
+    "langchain": make_langchain_agent,
+    "openai": make_openai_agent,
+    "openai-agents": make_openai_agents_agent,
+}
+"""By the name of the extra. Each gets one step of GRPO in ``test_training.py``."""

@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import autogen_agentchat.agents._base_chat_agent as agent_module
+import autogen_core.tools._base as tools_module
+import pytest
+from autogen_agentchat.agents import AssistantAgent, SocietyOfMindAgent
+from autogen_agentchat.base import Team
+from autogen_agentchat.conditions import MaxMessageTermination, TextMentionTermination
+from autogen_agentchat.messages import TextMessage
+from autogen_agentchat.teams import RoundRobinGroupChat, SelectorGroupChat
+from autogen_agentchat.tools import AgentTool
+from autogen_core import SingleThreadedAgentRuntime
+from autogen_core.models import ModelFamily
+from autogen_core.tools import BaseTool
+from autogen_ext.models.openai import OpenAIChatCompletionClient
+from autogen_ext.models.replay import ReplayChatCompletionClient
+from opentelemetry import trace as otel
+from opentelemetry.sdk.trace import TracerProvider
+
+import agentlightning as agl
+from agentlightning.testing.agent import AGENT_NAME, MODEL, AgentConformance, Lab, answer, ask
+from agentlightning.testing.agent.conformance import is_tool_span
+from agentlightning.testing.openai_server import Answer, RecordedRequest
+from agentlightning_integrations import autogen as autogen_integration
+from tests.integrations.framework_agent import NOWHERE, make_autogen_agent
+
+pytestmark = pytest.mark.environment("main", "newest")
+WRITER = "You write what the calculator found."
+
+
+class TestAutoGen(AgentConformance):
+    prompt_path = f"{AGENT_NAME}.system_message"
+
+    @pytest.fixture
+    def agent(self) -> Any:
+        return make_autogen_agent()
+
+
+def make_model(**more: Any) -> OpenAIChatCompletionClient:
+    return OpenAIChatCompletionClient(model="gpt-5", api_key="any", base_url=NOWHERE, max_retries=0, **more)
+
+
+def make_writer() -> AssistantAgent:
+    return AssistantAgent("writer", make_model(), system_message=WRITER, description="Writes.")
+
+
+def make_team() -> RoundRobinGroupChat:
+    return RoundRobinGroupChat(
+        [make_autogen_agent(), make_writer()], termination_condition=TextMentionTermination("THE END")
+    )
+
+
+def script(request: RecordedRequest) -> Answer:
+    """The kit's calculator, a writer who ends, a selector who wants the writer last, and a leader who calls others."""
+    messages = request.body["messages"]
+    system, last = messages[0]["content"], messages[-1]
+    if "writ" in system.lower():
+        return Answer("THE END")
+    if "select" in system.lower():
+        return Answer("writer" if "The sum is" in str(messages) else AGENT_NAME)
+    if "lead" in system.lower() and last["role"] == "user":
+        return Answer(tool_calls=[(AGENT_NAME, {"task": ask(2, 3)})])
+    if last["role"] == "user" and "The sum is" in str(messages):
+        return Answer("done")
+    return answer(request)
+
+
+def texts_of(output: Any) -> list[str]:
+    return [message.to_text() for message in output.messages]
+
+
+def names_and_texts(spans: list[agl.Span]) -> list[tuple[str | None, str]]:
+    triplets = agl.TraceToTriplet().adapt(spans)
+    return [(t.metadata["agent_name"], t.response["raw_content"][0]["content"] or "a tool call") for t in triplets]
+
+
+async def run(lab: Lab, **more: Any) -> tuple[agl.AttemptedRollout, list[agl.Span]]:
+    async with lab:
+        (rollout,) = await lab.run(ask(2, 3), **more)
+        return rollout, await lab.spans(rollout)
+
+
+async def test_each_agent_of_a_team_has_its_own_triplets() -> None:
+    lab = Lab(make_team(), script, reward=lambda task, output, rollout: float(texts_of(output)[-1] == "THE END"))
+    rollout, spans = await run(lab)
+    assert rollout.attempt.error is None
+    assert names_and_texts(spans) == [
+        (AGENT_NAME, "a tool call"),
+        (AGENT_NAME, "The sum is 5."),
+        ("writer", "THE END"),
+    ]
+    assert agl.find_final_reward(spans) == 1.0
+    assert len(agl.TraceToTriplet(agent_match="^writer$").adapt(spans)) == 1
+    said = {span.attributes["gen_ai.agent.name"]: span for span in spans if span.name.startswith("invoke_agent")}
+    assert said["writer"].attributes["input.value"].endswith("The sum is 5.")
+    assert said["writer"].attributes["output.value"] == "THE END"
+
+
+async def test_texts_of_all_agents_of_a_team_can_be_tuned() -> None:
+    lab = Lab(make_team(), script, prompts={"writer.system_message": "write_style", "writer.description": None})
+    rollout, _ = await run(lab, resources={"write_style": "You write rhymes."})
+    assert rollout.attempt.error is None
+    assert lab.server.requests[-1].body["messages"][0]["content"] == "You write rhymes."
+    assert lab.server.requests[0].body["messages"][0]["content"] != "You write rhymes."
+
+
+async def test_a_team_runs_eight_times_at_once_from_its_beginning_each_time() -> None:
+    lab = Lab(make_team(), script, reward=lambda task, output, rollout: float(task == texts_of(output)[0]))
+    async with lab:
+        rollouts = await lab.run(*(ask(i, i) for i in range(8)))
+        for i, rollout in enumerate(rollouts):
+            spans = await lab.spans(rollout)
+            assert agl.find_final_reward(spans) == 1.0
+            assert names_and_texts(spans)[1] == (AGENT_NAME, f"The sum is {2 * i}.")
+
+
+async def test_a_teams_own_model_and_agents_that_are_tools_call_the_rollouts_endpoint() -> None:
+    inner = make_autogen_agent()
+    leader = AssistantAgent("leader", make_model(parallel_tool_calls=False), tools=[AgentTool(inner)],
+                            system_message="You lead.", max_tool_iterations=2)  # fmt: skip
+    rollout, spans = await run(Lab(leader, script))
+    assert rollout.attempt.error is None
+    assert [name for name, _ in names_and_texts(spans)] == ["leader", AGENT_NAME, AGENT_NAME, "leader"]
+    assert [span.attributes["gen_ai.tool.name"] for span in spans if is_tool_span(span)] == ["add", AGENT_NAME]
+
+    selecting = SelectorGroupChat(
+        [make_autogen_agent(), make_writer()],
+        make_model(),
+        selector_prompt="Select one of {participants} for {history}: {roles}",
+        termination_condition=TextMentionTermination("THE END"),
+    )
+    lab = Lab(selecting, script, prompts=[f"{selecting.name}.selector_prompt"])
+    rollout, spans = await run(lab)
+    assert rollout.attempt.error is None
+    assert names_and_texts(spans)[-1] == ("writer", "THE END")
+    assert {request.body["model"] for request in lab.server.requests} == {MODEL}
+
+
+async def test_a_society_of_mind_uses_the_rollouts_endpoint_inside_and_outside() -> None:
+    inner = RoundRobinGroupChat([make_autogen_agent()], termination_condition=MaxMessageTermination(3))
+    agent = SocietyOfMindAgent("society", inner, make_model(), instruction="Write of this:")
+    rollout, spans = await run(Lab(agent, script, prompts=["society.instruction"]))
+    assert rollout.attempt.error is None
+    assert names_and_texts(spans)[-1] == ("society", "THE END")
+
+
+async def test_another_models_client_becomes_one_of_the_endpoint_and_without_endpoint_stays() -> None:
+    info: Any = {
+        "vision": False,
+        "function_calling": True,
+        "json_output": False,
+        "structured_output": False,
+        "family": ModelFamily.UNKNOWN,
+    }
+    replay = ReplayChatCompletionClient(["replayed"], model_info=info)
+    agent = AssistantAgent(AGENT_NAME, replay)
+    lab = Lab(agent, [Answer("from the endpoint")], reward=lambda task, output, rollout: len(texts_of(output)[-1]))
+    _, spans = await run(lab)
+    assert agl.find_final_reward(spans) == len("from the endpoint")
+
+    alone = agl.wrap(agent, reward=lambda task, output, rollout: float(texts_of(output)[-1] == "replayed"))
+    runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer())
+    store = agl.InMemoryLightningStore()
+    with runner.run_context(agent=alone, store=store):
+        ended = await runner.step("task")
+    assert agl.find_final_reward(await store.query_spans(ended.rollout_id)) == 1.0
+    await store.close()
+
+
+async def test_a_task_may_be_messages_or_anything_that_is_json() -> None:
+    def reward(task: Any, output: Any, rollout: agl.Rollout) -> float:
+        return float(texts_of(output)[0] == '{"question": "2 + 3"}')
+
+    agent = agl.wrap(make_autogen_agent(), reward=reward)
+    messages = agl.wrap(make_autogen_agent(), reward=reward, task_to_input=lambda task: [
+        TextMessage(content='{"question": "2 + 3"}', source="user")])  # fmt: skip
+    async with Lab(make_autogen_agent()) as lab:
+        for wrapped in (agent, messages):
+            lab.agent = wrapped
+            (rollout,) = await lab.run({"question": "2 + 3"})  # type: ignore[arg-type] # tasks are often mappings
+            assert agl.find_final_reward(await lab.spans(rollout)) == 1.0
+
+
+async def test_an_error_inside_a_team_fails_the_attempt_and_says_what_it_was() -> None:
+    rollout, _ = await run(Lab(make_team(), [Answer(status=400, error="the model has gone home")]))
+    assert rollout.status == "failed"
+    assert rollout.attempt.error is not None
+    assert "BadRequestError" in rollout.attempt.error.message
+    assert "the model has gone home" in rollout.attempt.error.message
+
+
+async def test_a_tool_that_fails_is_a_failed_span_and_the_agent_goes_on() -> None:
+    def add(a: int, b: int) -> int:
+        """Adds."""
+        raise LookupError("no such number")
+
+    agent = AssistantAgent(AGENT_NAME, make_model(), tools=[add], max_tool_iterations=3)
+    rollout, spans = await run(Lab(agent))
+    assert rollout.attempt.error is None
+    (tool,) = [span for span in spans if is_tool_span(span)]
+    assert tool.status.status_code == "ERROR"
+    assert "no such number" in tool.model_dump_json()
+
+
+@pytest.mark.parametrize("by", ["timeout", "cancellation"])
+async def test_a_team_stops_at_once(by: str) -> None:
+    called = asyncio.Event()
+
+    def slowly(request: RecordedRequest) -> Answer:
+        called.set()
+        return Answer("nothing yet", delay_s=0.7)
+
+    async with Lab(make_team(), slowly) as lab:
+
+        async def cancel(ids: list[str]) -> None:
+            await asyncio.wait_for(called.wait(), 60)
+            await lab.store.cancel_rollout(ids[0])
+
+        if by == "timeout":
+            (rollout,) = await lab.run(ask(2, 3), timeout_s=0.5)
+            assert rollout.attempt.status == "timeout"
+        else:
+            (rollout,) = await lab.run(ask(2, 3), meanwhile=cancel)
+            assert rollout.status == "cancelled"
+        asked = len(lab.server.requests)
+        await asyncio.sleep(1.5)
+        assert len(lab.server.requests) == asked <= 1
+
+
+def test_a_team_with_a_runtime_of_its_own_is_refused() -> None:
+    team = RoundRobinGroupChat([make_writer()], runtime=SingleThreadedAgentRuntime())
+    with pytest.raises(agl.ConfigError, match="has a runtime of its own"):
+        agl.wrap(team)
+
+
+async def test_an_agent_that_cannot_be_copied_is_refused_with_the_way_out() -> None:
+    agent = make_writer()
+    agent.lock = threading.Lock()  # type: ignore[attr-defined] # as an agent class of a user may have
+    rollout, _ = await run(Lab(agent))
+    assert rollout.attempt.error is not None
+    assert "'writer' cannot be copied" in rollout.attempt.error.message
+    assert "@agl.rollout" in rollout.attempt.error.message
+
+
+async def test_outside_attempts_autogens_own_spans_are_left_alone_and_undo_leaves_no_trace() -> None:
+    before = [BaseTool.run_json, vars(tools_module)["trace_tool_span"], AssistantAgent.on_messages_stream,
+              vars(agent_module)["trace_invoke_agent_span"]]  # fmt: skip
+    undo = autogen_integration.instrument(TracerProvider())
+    assert BaseTool.run_json is not before[0]
+    with vars(agent_module)["trace_invoke_agent_span"](agent_name="somebody") as span:
+        assert span is not None
+        assert otel.get_current_span() is span
+    undo()
+    assert [BaseTool.run_json, vars(tools_module)["trace_tool_span"], AssistantAgent.on_messages_stream,
+            vars(agent_module)["trace_invoke_agent_span"]] == before  # fmt: skip
+
+
+def test_the_texts_of_a_team_are_named_after_its_parts() -> None:
+    team: Team = make_team()
+    with pytest.raises(agl.ConfigError, match=r"writer\.sistem_message'\. Did you mean 'writer\.system_message'"):
+        agl.wrap(team, prompts=["writer.sistem_message"])

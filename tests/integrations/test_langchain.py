@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from langchain.agents import create_agent
+from langchain_core.caches import InMemoryCache
+from langchain_core.globals import get_llm_cache, set_llm_cache
+from langchain_core.language_models import GenericFakeChatModel
+from langchain_core.messages import AIMessage
+from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.runnables import RunnableLambda
+from langchain_core.tracers import context as langchain_context
+from langchain_openai import ChatOpenAI
+from langgraph.graph import END, START, MessagesState, StateGraph
+from pydantic import BaseModel, SecretStr
+
+import agentlightning as agl
+from agentlightning.testing.agent import AGENT_NAME, INSTRUCTIONS, MODEL, AgentConformance, Lab, add, ask
+from agentlightning.testing.agent.conformance import is_tool_span
+from agentlightning.testing.openai_server import Answer
+from agentlightning.tracer import OtelTracer
+from tests.integrations.framework_agent import NOWHERE, make_langchain_agent
+
+MODEL_OF_THE_MODULE = ChatOpenAI(model="gpt-5", api_key=SecretStr("any"), base_url=NOWHERE, max_retries=0)
+"""As in most code with LangGraph: nodes reach it as a global."""
+
+
+class TestCreateAgent(AgentConformance):
+    prompt_path = f"{AGENT_NAME}.system_prompt"
+
+    @pytest.fixture
+    def agent(self) -> Any:
+        return make_langchain_agent()
+
+
+def make_graph(is_async: bool) -> Any:
+    """Two nodes that ask a global model, and the calculator as a third."""
+
+    def draft(state: MessagesState) -> Any:
+        return {"messages": [MODEL_OF_THE_MODULE.invoke(state["messages"])]}
+
+    async def draft_async(state: MessagesState) -> Any:
+        return {"messages": [await MODEL_OF_THE_MODULE.ainvoke(state["messages"])]}
+
+    def review(state: MessagesState) -> Any:
+        text = "".join(chunk.text for chunk in MODEL_OF_THE_MODULE.stream([("user", "review")]))
+        return {"messages": [AIMessage(text)]}
+
+    graph = StateGraph(MessagesState)
+    graph.add_node("draft", draft_async if is_async else draft)
+    graph.add_node("review", review)
+    graph.add_node("calculate", make_langchain_agent())
+    graph.add_edge(START, "draft")
+    graph.add_edge("draft", "review")
+    graph.add_edge("review", "calculate")
+    graph.add_edge("calculate", END)
+    return graph.compile()
+
+
+def script_of_graph(request: Any) -> Answer:
+    if not request.body.get("tools"):
+        return Answer("noted")
+    called = any(message["role"] == "tool" for message in request.body["messages"])
+    return Answer("The sum is 5.") if called else Answer(tool_calls=[("add", {"a": 2, "b": 3})])
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_nodes_of_a_graph_are_agents_and_a_global_model_goes_to_the_rollouts_endpoint(is_async: bool) -> None:
+    async with Lab(make_graph(is_async), script_of_graph) as lab:
+        (rollout,) = await lab.run(ask(2, 3))
+        spans = await lab.spans(rollout)
+        assert {request.body["model"] for request in lab.server.requests} == {MODEL}
+    assert rollout.attempt.error is None
+    triplets = agl.TraceToTriplet().adapt(spans)
+    assert [triplet.metadata["agent_name"] for triplet in triplets] == ["draft", "review", AGENT_NAME, AGENT_NAME]
+    assert [triplet.reward for triplet in triplets] == [None, None, None, 1.0]
+    only = agl.TraceToTriplet(agent_match="draft|review").adapt(spans)
+    assert [triplet.metadata["agent_name"] for triplet in only] == ["draft", "review"]
+
+
+async def test_the_prompt_of_an_agent_inside_a_graph_can_be_tuned() -> None:
+    async with Lab(make_graph(False), script_of_graph, prompts=[f"{AGENT_NAME}.system_prompt"]) as lab:
+        await lab.run(ask(2, 3), resources={f"{AGENT_NAME}.system_prompt": "Be polite."})
+        systems = [
+            request.body["messages"][0]["content"] for request in lab.server.requests if request.body.get("tools")
+        ]
+    assert systems == ["Be polite."] * 2
+
+
+async def test_messages_of_prompt_templates_can_be_tuned_and_keep_their_own_gaps() -> None:
+    prompt = ChatPromptTemplate.from_messages(
+        [("system", "You are {mood}."), ("human", "{question}"), ("system", "Mind your words.")]
+    )
+    chain = prompt | MODEL_OF_THE_MODULE | RunnableLambda(lambda message: message.text)
+    prompts = {"prompt.system": "style", "prompt.system2": "Mind your numbers."}
+    task: Any = {"mood": "kind", "question": ask(2, 3)}
+    async with Lab(chain, [Answer("The sum is 5.")], prompts=prompts, reward=lambda *_: 1.0) as lab:
+        for style in ("Always be {{mood}}.", "Never be other than {{mood}}."):
+            await lab.run(task, resources={"style": style})
+        asked = [[message["content"] for message in request.body["messages"]] for request in lab.server.requests]
+    assert asked == [
+        ["Always be kind.", ask(2, 3), "Mind your numbers."],
+        ["Never be other than kind.", ask(2, 3), "Mind your numbers."],
+    ]
+    with pytest.raises(agl.ConfigError, match=r"Its texts: prompt.human, prompt.system, prompt.system2"):
+        agl.wrap(chain, prompts=["system"])
+
+
+async def test_a_structured_output_and_a_bound_model_go_to_the_rollouts_endpoint() -> None:
+    class Sum(BaseModel):
+        value: int
+
+    chain = MODEL_OF_THE_MODULE.with_structured_output(Sum, method="function_calling")
+    seen: list[Any] = []
+    answers = [Answer(tool_calls=[("Sum", {"value": 5})])]
+    async with Lab(chain, answers, reward=lambda task, output, rollout: seen.append(output) or 1.0) as lab:
+        (rollout,) = await lab.run(ask(2, 3))
+        assert lab.server.requests[0].body["model"] == MODEL
+    assert rollout.attempt.error is None
+    assert seen == [Sum(value=5)]
+
+
+async def test_a_cached_answer_is_no_sample() -> None:
+    before = get_llm_cache()
+    set_llm_cache(InMemoryCache())
+    try:
+        async with Lab(MODEL_OF_THE_MODULE, [Answer("The sum is 5.")]) as lab:
+            rollouts = await lab.run(ask(2, 3), ask(2, 3))
+            assert len(lab.server.requests) == 2
+    finally:
+        set_llm_cache(before)
+    assert [rollout.status for rollout in rollouts] == ["succeeded"] * 2
+
+
+async def test_a_model_that_cannot_be_pointed_elsewhere_fails_the_attempt_and_says_why() -> None:
+    model = GenericFakeChatModel(messages=iter(["hi"]))
+    async with Lab(model) as lab:
+        (rollout,) = await lab.run(ask(2, 3))
+    assert rollout.attempt.error is not None
+    assert rollout.attempt.error.type == "ConfigError"
+    assert "GenericFakeChatModel, which does not speak OpenAI's protocol" in rollout.attempt.error.message
+
+
+async def test_an_error_of_a_node_is_on_its_span_and_on_the_attempt() -> None:
+    def fail(state: MessagesState) -> Any:
+        raise LookupError("the tool is down")
+
+    graph = StateGraph(MessagesState)
+    graph.add_node("broken", fail)
+    graph.add_edge(START, "broken")
+    async with Lab(graph.compile()) as lab:
+        (rollout,) = await lab.run(ask(2, 3))
+        spans = await lab.spans(rollout)
+    error = rollout.attempt.error
+    assert error is not None
+    assert (error.type, error.message.splitlines()[0]) == ("LookupError", "the tool is down")
+    assert "raise LookupError" in error.traceback
+    failed = {span.name for span in spans if span.status.status_code == "ERROR"}
+    assert {"node broken", "invoke_agent LangGraph"} <= failed
+
+
+async def test_outside_rollouts_nothing_changes() -> None:
+    async with Lab(make_langchain_agent()) as lab:
+        await lab.run(ask(2, 3))
+        model = ChatOpenAI(model="theirs", api_key=SecretStr("any"), base_url=lab.server.endpoint, max_retries=0)
+        agent = create_agent(model, [add], system_prompt=INSTRUCTIONS)
+        result = await agent.ainvoke({"messages": [("user", ask(4, 5))]})
+        assert result["messages"][-1].content == "The sum is 9."
+        assert [request.body["model"] for request in lab.server.requests[2:]] == ["theirs"] * 2
+
+
+async def test_a_function_that_uses_langchain_is_traced_as_well() -> None:
+    async def calculator(task: str, llm: agl.LLM) -> str:
+        model = ChatOpenAI(model=llm.model, base_url=llm.get_base_url(), api_key=SecretStr(llm.api_key or "unused"))
+        agent = create_agent(model, [add], name=AGENT_NAME)
+        return str(await agent.ainvoke({"messages": [("user", task)]}))
+
+    async with Lab(calculator) as lab:
+        (rollout,) = await lab.run(ask(2, 3))
+        spans = await lab.spans(rollout)
+    assert [triplet.metadata["agent_name"] for triplet in agl.TraceToTriplet().adapt(spans)] == [AGENT_NAME] * 2
+    assert len([span for span in spans if is_tool_span(span)]) == 1
+
+
+def test_the_handler_is_detached_with_the_last_tracer() -> None:
+    before = list(langchain_context._configure_hooks)
+    tracer = OtelTracer()
+    tracer.init()
+    assert len(langchain_context._configure_hooks) == len(before) + 1
+    tracer.teardown()
+    assert langchain_context._configure_hooks == before
+
+
+async def test_parallel_branches_of_one_rollout_keep_their_parents() -> None:
+    """Each branch's model call is under its own node, although they run at once."""
+
+    def branch(name: str) -> Any:
+        async def run(state: MessagesState) -> Any:
+            answer = await MODEL_OF_THE_MODULE.ainvoke([("user", f"I am {name}")])
+            await asyncio.sleep(0.02)
+            return {"messages": [answer]}
+
+        return run
+
+    graph = StateGraph(MessagesState)
+    names = [f"branch_{number}" for number in range(4)]
+    for name in names:
+        graph.add_node(name, branch(name))
+        graph.add_edge(START, name)
+    async with Lab(graph.compile(), lambda request: Answer("ok", delay_s=0.05), reward=lambda *_: 1.0) as lab:
+        (rollout,) = await lab.run(ask(2, 3))
+        spans = await lab.spans(rollout)
+    triplets = agl.TraceToTriplet().adapt(spans)
+    said = {triplet.prompt["raw_content"][0]["content"]: triplet.metadata["agent_name"] for triplet in triplets}
+    assert said == {f"I am {name}": name for name in names}

@@ -1,0 +1,439 @@
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+from opentelemetry import trace as otel
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from pydantic import BaseModel
+
+import agentlightning as agl
+from agentlightning import semconv
+from agentlightning.testing.agent import AGENT_NAME, MODEL, AgentConformance, Lab, add
+from agentlightning.testing.openai_server import Answer, ScriptedOpenAI, decode
+from agentlightning.thread import run_in_thread
+from agentlightning.tracer import OtelTracer
+from agentlightning.types import Span
+from agentlightning_integrations import openai as openai_integration
+from agentlightning_plugins.memory_store import InMemoryLightningStore
+from tests.integrations.framework_agent import NOWHERE, make_openai_agent
+
+ADD: Any = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+}
+ADD_IN_RESPONSES: Any = {"type": "function", **ADD["function"]}
+ASK: list[Any] = [{"role": "user", "content": "1+2?"}]
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[ScriptedOpenAI]:
+    async with ScriptedOpenAI(lambda request: Answer(f"answer to {request.body['messages'][-1]['content']}")) as server:
+        yield server
+
+
+@pytest.fixture
+def tracer() -> Iterator[OtelTracer]:
+    tracer = OtelTracer()
+    tracer.init()
+    yield tracer
+    tracer.teardown()
+
+
+@pytest.fixture
+async def client(server: ScriptedOpenAI) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(base_url=server.endpoint, api_key="any", max_retries=0) as client:
+        yield client
+
+
+def calls_in(spans: list[Span]) -> list[Span]:
+    return [span for span in spans if semconv.is_llm_call(span)]
+
+
+async def test_a_call_is_a_span_with_everything_a_reader_wants(tracer: OtelTracer) -> None:
+    script = [Answer(tool_calls=[("add", {"a": 1})])]
+    async with (
+        ScriptedOpenAI(script) as server,
+        AsyncOpenAI(base_url=server.endpoint, api_key="any") as client,
+        tracer.trace_context() as trace,
+    ):
+        completion = await client.chat.completions.create(model="m", messages=ASK, tools=[ADD])
+    (span,) = calls_in(trace.spans)
+    assert semconv.read_response_id(span) == completion.id
+    assert semconv.read_model(span) == "m"
+    assert semconv.read_input_messages(span) == ASK
+    (answer,) = semconv.read_output_messages(span)
+    assert answer["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    assert semconv.read_finish_reasons(span) == ["tool_calls"]
+    assert semconv.read_tools(span) == [ADD]
+    assert span.parent_id == trace.spans[-1].span_id
+
+
+async def test_a_streamed_call_is_a_span_too(tracer: OtelTracer, client: AsyncOpenAI) -> None:
+    async with tracer.trace_context() as trace:
+        stream = await client.chat.completions.create(model="m", messages=ASK, stream=True)
+        text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
+    (span,) = calls_in(trace.spans)
+    assert text == "answer to 1+2?"
+    assert semconv.read_output_messages(span) == [{"role": "assistant", "content": text}]
+    assert semconv.read_response_id(span) is not None
+
+
+async def test_a_call_of_the_sync_client_in_a_thread_is_a_span_too(tracer: OtelTracer, server: ScriptedOpenAI) -> None:
+    def ask() -> None:
+        with OpenAI(base_url=server.endpoint, api_key="any") as client:
+            client.chat.completions.create(model="m", messages=ASK)
+
+    async with tracer.trace_context() as trace:
+        await run_in_thread(ask, name="agent")
+    (span,) = calls_in(trace.spans)
+    assert semconv.read_input_messages(span) == ASK
+    assert span.parent_id == trace.spans[-1].span_id
+
+
+async def test_an_image_does_not_cost_the_prompt(tracer: OtelTracer, client: AsyncOpenAI) -> None:
+    content: Any = [
+        {"type": "text", "text": "what?"},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+    ]
+    async with tracer.trace_context() as trace:
+        await client.chat.completions.create(model="m", messages=[{"role": "user", "content": content}])
+    (span,) = calls_in(trace.spans)
+    assert semconv.find_image_urls(semconv.read_input_messages(span)) == ["data:image/png;base64,AAAA"]
+
+
+async def test_a_call_that_fails_is_recorded_and_raises(tracer: OtelTracer) -> None:
+    async with (
+        ScriptedOpenAI([Answer(status=500, error="broken")]) as server,
+        AsyncOpenAI(base_url=server.endpoint, api_key="any", max_retries=0) as client,
+        tracer.trace_context() as trace,
+    ):
+        with pytest.raises(openai.InternalServerError):
+            await client.chat.completions.create(model="m", messages=ASK)
+    (span,) = calls_in(trace.spans)
+    assert span.status.status_code == "ERROR"
+    assert semconv.read_response_id(span) is None
+
+
+def parent_of(traceparent: str) -> tuple[str, str]:
+    _, trace_id, span_id, _ = traceparent.split("-")
+    return trace_id, span_id
+
+
+async def test_the_request_names_its_span_so_that_the_gateway_can_come_under_it(
+    tracer: OtelTracer, client: AsyncOpenAI, server: ScriptedOpenAI
+) -> None:
+    async with tracer.trace_context() as trace:
+        await client.chat.completions.create(model="m", messages=ASK)
+        await client.chat.completions.create(model="m", messages=ASK, extra_headers=None)
+    headers = [request.headers["traceparent"] for request in server.requests]
+    assert [parent_of(header) for header in headers] == [
+        (span.trace_id, span.span_id) for span in calls_in(trace.spans)
+    ]
+
+
+async def test_headers_that_calls_share_stay_as_they_were_and_never_mix(
+    tracer: OtelTracer, client: AsyncOpenAI, server: ScriptedOpenAI
+) -> None:
+    shared = {"x-team": "blue"}
+
+    async def run(number: int) -> list[Span]:
+        async with tracer.trace_context() as trace:
+            for _ in range(3):
+                await client.chat.completions.create(
+                    model="m", messages=[{"role": "user", "content": str(number)}], extra_headers=shared
+                )
+        return calls_in(trace.spans)
+
+    spans = [span for spans in await asyncio.gather(*(run(i) for i in range(8))) for span in spans]
+    by_id = {span.span_id: semconv.read_input_messages(span)[0]["content"] for span in spans}
+    assert len(by_id) == 24
+    for request in server.requests:
+        assert request.headers["x-team"] == "blue"
+        assert by_id[parent_of(request.headers["traceparent"])[1]] == request.body["messages"][0]["content"]
+    assert shared == {"x-team": "blue"}
+
+
+async def test_64_agents_with_the_real_client_at_once_never_mix(tracer: OtelTracer, server: ScriptedOpenAI) -> None:
+    """Half are async, half are sync in threads, and some of those call the model from a pool of their own."""
+    store = InMemoryLightningStore()
+    client = AsyncOpenAI(base_url=server.endpoint, api_key="any", max_retries=0)
+    sync_client = OpenAI(base_url=server.endpoint, api_key="any", max_retries=0)
+
+    def ask(number: int) -> None:
+        for turn in range(2):
+            messages: list[Any] = [{"role": "user", "content": f"{number}.{turn}"}]
+            sync_client.chat.completions.create(model="m", messages=messages)
+
+    def ask_from_pool(number: int) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(ask, number).result()
+
+    async def run(number: int) -> str:
+        rollout = await store.start_rollout(number)
+        ids = {"rollout_id": rollout.rollout_id, "attempt_id": rollout.attempt.attempt_id}
+        async with tracer.trace_context(**ids, store=store):
+            if number % 2:
+                for turn in range(2):
+                    messages: list[Any] = [{"role": "user", "content": f"{number}.{turn}"}]
+                    await client.chat.completions.create(model="m", messages=messages)
+            else:
+                await run_in_thread(lambda: (ask_from_pool if number % 4 else ask)(number), name=f"agent {number}")
+        return rollout.rollout_id
+
+    rollout_ids = await asyncio.gather(*(run(i) for i in range(64)))
+    for number, rollout_id in enumerate(rollout_ids):
+        calls = calls_in(list(await store.query_spans(rollout_id)))
+        assert [semconv.read_input_messages(call)[0]["content"] for call in calls] == [f"{number}.0", f"{number}.1"]
+        assert [semconv.read_output_messages(call)[0]["content"] for call in calls] == [
+            f"answer to {number}.{turn}" for turn in range(2)
+        ]
+    await client.close()
+    sync_client.close()
+    await store.close()
+
+
+class TestAFunction(AgentConformance):
+    """Which says itself who it is and when it uses a tool; its model calls are recorded by themselves."""
+
+    @pytest.fixture
+    def agent(self) -> Any:
+        calculate = make_openai_agent(add_traced)
+
+        async def agent(task: str, llm: agl.LLM) -> Any:
+            with agl.operation(name=AGENT_NAME, **{"agent.name": AGENT_NAME}):
+                return await calculate(task, llm)
+
+        return agent
+
+
+def add_traced(a: int, b: int) -> int:
+    tracer = agl.get_active_tracer()
+    assert tracer is not None
+    about = {
+        "gen_ai.operation.name": "execute_tool",
+        "gen_ai.tool.name": "add",
+        "gen_ai.tool.call.arguments": json.dumps({"a": a, "b": b}),
+    }
+    with tracer.operation_context("execute_tool add", about) as span:
+        result = add(a, b)
+        span.set_attributes({"gen_ai.tool.call.result": result})
+    return result
+
+
+class TestResponses:
+    """The other API, sync and async, whole, streamed and parsed."""
+
+    async def calls(self, tracer: OtelTracer, ask: Any) -> tuple[Any, list[Span]]:
+        before = copy.deepcopy(ASK)
+        async with (
+            ScriptedOpenAI(lambda request: Answer('{"value": 5}')) as server,
+            AsyncOpenAI(base_url=server.endpoint, api_key="any", max_retries=0) as client,
+            tracer.trace_context() as trace,
+        ):
+            result = await ask(client)
+        assert before == ASK, "what the caller gave was changed"
+        return result, calls_in(trace.spans)
+
+    def check(self, response_id: str, spans: list[Span]) -> None:
+        (span,) = spans
+        assert semconv.read_response_id(span) == response_id
+        assert semconv.read_input_messages(span)[-1] == ASK[0]
+        assert semconv.read_output_messages(span) == [{"role": "assistant", "content": '{"value": 5}'}]
+        assert span.attributes[semconv.GEN_AI_OUTPUT_TOKENS] > 0
+
+    async def test_a_whole_response_is_a_span(self, tracer: OtelTracer) -> None:
+        response, spans = await self.calls(
+            tracer, lambda client: client.responses.create(model="m", input=ASK, tools=[ADD_IN_RESPONSES])
+        )
+        self.check(response.id, spans)
+        assert semconv.read_tools(spans[0]) == [ADD]
+
+    async def test_a_streamed_response_is_a_span(self, tracer: OtelTracer) -> None:
+        async def ask(client: AsyncOpenAI) -> Any:
+            stream = await client.responses.create(model="m", input=ASK, stream=True)
+            return [event async for event in stream][-1]
+
+        completed, spans = await self.calls(tracer, ask)
+        self.check(completed.response.id, spans)
+
+    async def test_a_parsed_response_is_a_span(self, tracer: OtelTracer) -> None:
+        response, spans = await self.calls(
+            tracer, lambda client: client.responses.parse(model="m", input=ASK, text_format=Sum)
+        )
+        assert response.output_parsed == Sum(value=5)
+        self.check(response.id, spans)
+
+    async def test_a_response_of_the_sync_client_is_a_span(self, tracer: OtelTracer) -> None:
+        def ask(endpoint: Any) -> Any:
+            with OpenAI(base_url=endpoint, api_key="any", max_retries=0) as client:
+                return client.responses.create(model="m", input=ASK)
+
+        response, spans = await self.calls(tracer, lambda client: asyncio.to_thread(ask, client.base_url))
+        self.check(response.id, spans)
+
+
+class Sum(BaseModel):
+    value: int
+
+
+class TestAClient:
+    """Which makes one call for each task."""
+
+    @pytest.mark.parametrize("cls", [OpenAI, AsyncOpenAI])
+    @pytest.mark.parametrize(
+        "task",
+        ["1+2?", ASK, {"messages": ASK, "temperature": 0.125}, {"input": "1+2?", "top_p": 0.5}],
+        ids=["text", "messages", "chat", "response"],
+    )
+    async def test_answers_a_task_with_the_rollouts_model(self, cls: Any, task: Any) -> None:
+        client = cls(base_url=NOWHERE, api_key="any", max_retries=0)
+        seen: list[Any] = []
+        prompts = {"instructions": "Answer with a number."}
+        reward = lambda task, output, rollout: seen.append(output.id) or 1.0  # noqa: E731 # as users write it
+        async with Lab(client, [Answer("3")], prompts=prompts, reward=reward) as lab:
+            (rollout,) = await lab.run(task)
+            spans = await lab.spans(rollout)
+            (body,) = [request.body for request in lab.server.requests]
+        assert rollout.attempt.error is None
+        assert body["model"] == MODEL
+        assert "Answer with a number." in str(body)
+        assert body["temperature"] == 0.625
+        (triplet,) = agl.TraceToTriplet().adapt(spans)
+        assert triplet.reward == 1.0
+        assert decode(triplet.response["token_ids"]) == "3"
+        assert len(seen) == 1
+
+    async def test_says_what_a_task_must_be(self) -> None:
+        async with Lab(AsyncOpenAI(base_url=NOWHERE, api_key="any")) as lab:
+            (rollout,) = await lab.run({"question": "1+2?"})  # type: ignore[arg-type] # the mistake
+        assert rollout.attempt.error is not None
+        assert "has neither messages nor input" in rollout.attempt.error.message
+        assert "task_to_input" in rollout.attempt.error.message
+
+
+def test_undoing_leaves_every_method_as_it_was() -> None:
+    before = dict(openai_integration._methods())
+    undo = openai_integration.instrument(TracerProvider())
+    wrapped = {place for place, value in openai_integration._methods() if before.get(place) is not value}
+    assert (openai.resources.chat.completions.Completions, "create") in wrapped
+    undo()
+    after = dict(openai_integration._methods())
+    assert {place for place in before if after[place] is not before[place]} == set()
+    assert not [place for place in after if type(after[place]).__name__ == "FunctionWrapper"]
+    undo()
+
+
+def test_undoing_leaves_somebody_elses_wrapper_in_place() -> None:
+    completions = openai.resources.chat.completions.Completions
+    original = completions.create
+    undo = openai_integration.instrument(TracerProvider())
+    ours = vars(completions)["create"]
+
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        return ours(*args, **kwargs)
+
+    completions.create = theirs  # type: ignore[method-assign] # as other instrumentations do
+    undo()
+    assert vars(completions)["create"] is theirs
+    completions.create = original  # type: ignore[method-assign] # cleans up
+
+
+def test_it_can_be_switched_on_again_after_it_was_undone() -> None:
+    for _ in range(2):
+        undo = openai_integration.instrument(TracerProvider())
+        assert type(vars(openai.resources.chat.completions.Completions)["create"]).__name__ == "FunctionWrapper"
+        undo()
+
+
+async def test_an_instrumentation_of_the_users_own_is_left_alone(server: ScriptedOpenAI) -> None:
+    code = f"""
+import openai
+from opentelemetry.instrumentation.openai import OpenAIInstrumentor
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from agentlightning_integrations import plugin
+
+exporter, provider = InMemorySpanExporter(), TracerProvider()
+provider.add_span_processor(SimpleSpanProcessor(exporter))
+from opentelemetry.instrumentation.openai.shared.config import Config
+
+def upload(*args): ...
+
+OpenAIInstrumentor(upload_base64_image=upload).instrument(tracer_provider=provider)
+undo = plugin.instrument(TracerProvider())
+client = openai.OpenAI(base_url={server.endpoint!r}, api_key="any")
+for _ in range(2):
+    client.chat.completions.create(model="m", messages=[{{"role": "user", "content": "hi"}}])
+    undo()
+assert len(exporter.get_finished_spans()) == 2
+assert Config.upload_base64_image is upload
+"""
+    await asyncio.to_thread(subprocess.run, [sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("imported", ["before", "after", "undone", "never"])
+async def test_openai_may_be_imported_before_or_after_us_or_never(server: ScriptedOpenAI, imported: str) -> None:
+    first = "import openai" if imported == "before" else ""
+    undo = "undo()" if imported == "undone" else ""
+    use = f"""
+import openai
+with openai.OpenAI(base_url={server.endpoint!r}, api_key="any") as client:
+    client.chat.completions.create(model="m", messages=[{{"role": "user", "content": "hi"}}])
+assert len(exporter.get_finished_spans()) == {int(imported in ("before", "after"))}
+"""
+    code = f"""
+import sys
+{first}
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from agentlightning_integrations import plugin
+
+exporter, provider = InMemorySpanExporter(), TracerProvider()
+provider.add_span_processor(SimpleSpanProcessor(exporter))
+undo = plugin.instrument(provider)
+assert ("openai" in sys.modules) == {imported == "before"}
+{undo}
+{"" if imported == "never" else use}
+"""
+    await asyncio.to_thread(subprocess.run, [sys.executable, "-c", code], check=True)
+
+
+async def test_a_failure_of_the_instrumentation_does_not_break_importing_openai() -> None:
+    code = """
+import logging, sys
+logging.basicConfig()
+from agentlightning_integrations import plugin
+plugin.instrument(object())
+sys.modules["opentelemetry.instrumentation.openai"] = None
+import openai
+assert openai.OpenAI
+"""
+    done = await asyncio.to_thread(
+        subprocess.run, [sys.executable, "-c", code], check=True, stderr=subprocess.PIPE, text=True
+    )
+    assert "openai is not traced" in done.stderr
+
+
+async def test_spans_go_to_the_provider_that_was_given(server: ScriptedOpenAI) -> None:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    undo = openai_integration.instrument(provider)
+    async with AsyncOpenAI(base_url=server.endpoint, api_key="any") as client:
+        with otel.get_tracer("test", tracer_provider=provider).start_as_current_span("outer"):
+            await client.chat.completions.create(model="m", messages=ASK)
+    undo()
+    assert [span.name for span in exporter.get_finished_spans()] == ["openai.chat", "outer"]

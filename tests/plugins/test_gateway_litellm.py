@@ -1,0 +1,30 @@
+"""The ``litellm`` provider, with a model server that speaks Anthropic's Messages only."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+
+from tests.plugins.gateway_setup import PROVIDER_KEY
+
+
+async def test_litellm_reaches_a_server_that_speaks_no_dialect_of_openai() -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-W", "ignore", "-m", "tests.plugins.litellm_gateway",
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+    )  # fmt: skip
+    output = (await process.communicate())[0].decode()
+    assert process.returncode == 0, output
+    outcome = json.loads(output.rpartition("OUTCOME ")[2])
+    whole, pieces, call, response, limited, broken = outcome["said"]
+    assert (whole, pieces, call, response) == ("Hello!", ["Hell", "o!"], ["add", '{"a": 1}'], "Hello!")
+    assert "slow down" in limited
+    assert "broke off" in broken
+    assert outcome["requests"] == [["/v1/messages", PROVIDER_KEY, "claude-x"]] * 6
+    assert [span["complete"] for span in outcome["spans"]] == [True] * 4 + [False] * 2
+    assert {span["provider"] for span in outcome["spans"]} == {"litellm"}
+    assert outcome["spans"][0]["output"] == [{"role": "assistant", "content": "Hello!"}]
+    assert outcome["spans"][2]["output"][0]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    assert not outcome["leaks"]
+    assert outcome["is_lazy"]

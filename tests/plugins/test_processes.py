@@ -1,0 +1,148 @@
+"""The strategy `cs`: processes that die, cannot load the agent, are told to stop, or are debugged."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agentlightning as agl
+from agentlightning.types import AttemptedRollout, RolloutConfig
+
+TASKS = [{"number": number} for number in range(4)]
+
+
+def trainer(**settings: Any) -> agl.Trainer:
+    return agl.Trainer(**{"algorithm": "baseline", "tracer": "dummy", "trackers": [], **settings})
+
+
+def pid_agent(task: Any) -> float:
+    return float(os.getpid())
+
+
+def dying_once_agent(task: dict[str, Any]) -> float:
+    marker = Path(task["marker"])
+    if not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 1.0
+
+
+def test_the_store_learns_of_a_runners_death_at_once_not_at_the_end_of_its_lease(tmp_path: Path) -> None:
+    @agl.algo
+    async def algorithm(store: agl.LightningStore, train_dataset: Any) -> None:
+        config = RolloutConfig(max_attempts=2, retry_condition=["unresponsive"])
+        rollout = await store.enqueue_rollout(train_dataset[0], config=config)
+        (done,) = await store.wait_for_rollouts([rollout.rollout_id])
+        assert done.status == "succeeded"
+        assert isinstance(done, AttemptedRollout)
+        assert done.attempt.sequence_id == 2
+
+    store = agl.InMemoryLightningStore(lease_s=600.0)
+    started = time.monotonic()
+    trainer(algorithm=algorithm, store=store).fit(dying_once_agent, [{"marker": str(tmp_path / "died")}])
+    assert time.monotonic() - started < 30.0
+
+
+def test_an_agent_that_no_runner_can_load_ends_the_run_at_once_with_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tmp_path / "vanishing_agent.py"
+    module.write_text("def agent(task):\n    return 1.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import vanishing_agent  # type: ignore[import-not-found] # written above
+
+    module.unlink()
+    store = agl.create_store("memory://")
+    with pytest.raises(agl.ConfigError, match="cannot be loaded in a runner process: ModuleNotFoundError.*vanishing"):
+        trainer(store=store).fit(vanishing_agent.agent, TASKS)
+    (run,) = asyncio.run(store.query_runs()).items
+    assert run.status == "failed"
+
+
+def test_with_main_process_runner_the_agent_runs_here_and_the_algorithm_elsewhere() -> None:
+    algorithm_pid = []
+
+    class Elsewhere(agl.Baseline):
+        async def run(self, *args: Any, **kwargs: Any) -> None:
+            await super().run(*args, **kwargs)
+            await self.get_store().add_metrics(100, {"pid": float(os.getpid())})
+
+    store = agl.create_store("memory://")
+    strategy = {"name": "cs", "main_process": "runner"}
+    run = trainer(store=store, algorithm=Elsewhere(), strategy=strategy).fit(pid_agent, TASKS)
+    assert run.status == "succeeded"
+
+    async def read() -> tuple[set[float | None], float]:
+        ids = [rollout.rollout_id for rollout in (await store.query_rollouts()).items]
+        found = {agl.find_final_reward((await store.query_spans(id_, "latest")).items) for id_ in ids}
+        return found, (await store.query_metrics()).items[-1].values["pid"]
+
+    rewards, algorithm_pid = asyncio.run(read())
+    assert rewards == {float(os.getpid())}
+    assert algorithm_pid != float(os.getpid())
+
+
+def test_an_algorithm_that_fails_in_its_own_process_fails_the_run() -> None:
+    @agl.algo
+    async def algorithm() -> None:
+        raise ZeroDivisionError("in the algorithm")
+
+    store = agl.create_store("memory://")
+    with pytest.raises(RuntimeError, match="exit code 1: ZeroDivisionError: in the algorithm"):
+        trainer(store=store, algorithm=algorithm, strategy={"name": "cs", "main_process": "runner"}).fit(
+            pid_agent, TASKS
+        )
+    (run,) = asyncio.run(store.query_runs()).items
+    assert run.status == "failed"
+
+
+_STOPPED_PROGRAM = """
+import asyncio, time, agentlightning as agl
+def agent(task):
+    print("begun", flush=True)
+    time.sleep(task["seconds"])
+    return 1.0
+store = agl.create_store("memory://")
+try:
+    agl.Trainer(algorithm="baseline", store=store, trackers=[], tracer="dummy").fit(agent, [{"seconds": SECONDS}])
+finally:
+    rollout = asyncio.run(store.query_rollouts()).items[0]
+    print(asyncio.run(store.query_runs()).items[0].status, rollout.status, flush=True)
+"""
+
+
+def run_and_stop(tmp_path: Path, seconds: float, signals: list[signal.Signals]) -> tuple[int, str, float]:
+    script = tmp_path / "program.py"
+    script.write_text(_STOPPED_PROGRAM.replace("SECONDS", str(seconds)))
+    process = subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begun\n"
+    started = time.monotonic()
+    for number in signals:
+        process.send_signal(number)
+        time.sleep(0.5)
+    output, _ = process.communicate(timeout=60)
+    return process.returncode, output, time.monotonic() - started
+
+
+def test_sigterm_stops_in_order_and_lets_what_runs_finish(tmp_path: Path) -> None:
+    code, output, _ = run_and_stop(tmp_path, 1.0, [signal.SIGTERM])
+    assert output == "interrupted succeeded\n"
+    assert code == 128 + signal.SIGTERM
+
+
+def test_a_second_ctrl_c_does_not_wait_for_what_runs(tmp_path: Path) -> None:
+    code, output, seconds = run_and_stop(tmp_path, 60.0, [signal.SIGINT, signal.SIGINT])
+    assert "interrupted" in output
+    assert code != 0
+    assert seconds < 15.0

