@@ -25,7 +25,7 @@ from tests.source import REPO, ROOTS, SourceFile, all_test_files, pyproject, pyt
 
 # Inside core a file imports only from names to its left; a package counts as its name.
 CORE_ORDER = """
-    version frozen errors attempt_token types resources semconv config event lifecycle hookspecs
+    version errors frozen attempt_token types resources semconv config event lifecycle hookspecs
     plugins facade logging thread
     store tracer emitter reward adapter litagent hook algorithm tracker
     runner execution run_directory trainer cli __main__ testing

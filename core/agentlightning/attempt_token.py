@@ -10,6 +10,7 @@ import base64
 import hmac
 import json
 import secrets
+import time
 from typing import Final, NamedTuple
 
 PREFIX: Final = "agl-"
@@ -45,6 +46,18 @@ def mint(secret: bytes, rollout_id: str, attempt_id: str, expires_at: float) -> 
     """Signs a token."""
     payload = _encode(json.dumps([rollout_id, attempt_id, expires_at], separators=(",", ":")).encode())
     return f"{PREFIX}{payload}.{_sign(secret, payload)}"
+
+
+def issue(store_token: str | None, rollout_id: str, attempt_id: str, timeout_seconds: float | None = None) -> str:
+    """Signs a token for an attempt that begins now.
+
+    Args:
+        store_token: see ``derive_secret``.
+        rollout_id: of the attempt.
+        attempt_id: the attempt.
+        timeout_seconds: how long it may take; None when there is no limit.
+    """
+    return mint(derive_secret(store_token), rollout_id, attempt_id, expiry(time.time(), timeout_seconds))
 
 
 def read(secret: bytes, token: str, now: float) -> AttemptToken:

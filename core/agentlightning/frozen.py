@@ -149,7 +149,7 @@ def _is_plain(values: list[Any] | tuple[Any, ...]) -> bool:
         if kind is int:
             return bool(min(values) >= _LEAST and max(values) <= _GREATEST)
         if kind is float:
-            return all(map(math.isfinite, values))
+            return math.isfinite(sum(values)) or all(map(math.isfinite, values))  # the sum is the quick answer
         if kind is str:
             return all(map(str.isascii, values))
     return kinds <= _SAFE

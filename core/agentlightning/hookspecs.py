@@ -36,6 +36,7 @@ ComponentKind: TypeAlias = Literal[
     "dialect",
     "provider",
     "credit",
+    "handler",
 ]
 COMPONENT_KINDS: Final[tuple[str, ...]] = get_args(ComponentKind)
 

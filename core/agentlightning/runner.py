@@ -9,7 +9,6 @@ import logging
 import os
 import socket
 import threading
-import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
@@ -279,7 +278,9 @@ class LitAgentRunner(Runner[T]):
             raise stopped
 
     async def _call_agent(self, agent: LitAgent[T], store: LightningStore, rollout: AttemptedRollout) -> Any:
-        resources = with_attempt_key(await _resources_of(store, rollout), _attempt_key(store, rollout))
+        attempt_id, timeout_s = rollout.attempt.attempt_id, rollout.config.timeout_seconds
+        key = attempt_token.issue(store.token, rollout.rollout_id, attempt_id, timeout_s)
+        resources = with_attempt_key(await _resources_of(store, rollout), key)
         task = cast(T, thaw(rollout.input))
         training = rollout.mode == "train"
         if agent.is_async():
@@ -368,13 +369,6 @@ async def _resources_of(store: LightningStore, rollout: Rollout) -> Mapping[str,
             f"rollout {rollout.rollout_id} names resources {rollout.resources_id}, which are not stored"
         )
     return update.resources
-
-
-def _attempt_key(store: LightningStore, rollout: AttemptedRollout) -> str:
-    """What the agent shows instead of the runner's own token; the gateway knows by it whose its calls are."""
-    expires_at = attempt_token.expiry(time.time(), rollout.config.timeout_seconds)
-    secret = attempt_token.derive_secret(store.token)
-    return attempt_token.mint(secret, rollout.rollout_id, rollout.attempt.attempt_id, expires_at)
 
 
 def _is_set(event: StopEvent | None) -> bool:

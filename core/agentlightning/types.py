@@ -399,7 +399,9 @@ class Span(Record):
 
     def sealed(self) -> Span:
         """The span with attributes that can be stored and shared, if it was made without validation."""
-        if all(type(part.attributes) is FrozenDict for part in (self, *self.events)):
+        if type(self.attributes) is FrozenDict and not (
+            self.events and any(type(event.attributes) is not FrozenDict for event in self.events)
+        ):
             return self
         events = [event.model_copy(update={"attributes": freeze_attributes(event.attributes)}) for event in self.events]
         return self.model_copy(update={"attributes": freeze_attributes(self.attributes), "events": FrozenList(events)})

@@ -100,10 +100,8 @@ async def _run(agent: Runnable, task: Any) -> TaskResult:
     except asyncio.CancelledError:
         token.cancel()
         for runtime in [part for part in _walk(agent) if isinstance(part, SingleThreadedAgentRuntime)]:
-            for message in list(runtime._background_tasks):
+            for message in list(runtime._background_tasks):  # of agents that do not heed the token
                 message.cancel()
-            with contextlib.suppress(RuntimeError):  # it is not running
-                await runtime.stop()
         work.cancel()
         await asyncio.gather(work, return_exceptions=True)
         raise

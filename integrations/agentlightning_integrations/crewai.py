@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
 from typing import Any, Final, TypeAlias, TypeVar
 
 from crewai import Agent, Crew, Flow
@@ -98,7 +97,7 @@ class CrewAIAgent(FrameworkAgent[Runnable]):
             for name, part, labels in _named_parts(copied):
                 for label in labels:
                     setattr(part, label, texts.get(f"{name}.{label}", getattr(part, label)))
-            with _quietly():
+            with _quietly(copied.verbose):
                 if isinstance(copied, Agent):
                     result = await copied.akickoff(task if isinstance(task, (str, list)) else to_text(task) or "")
                 else:
@@ -171,20 +170,20 @@ def _redirect(model: Any, llm: LLM | None, client: AsyncOpenAI | None) -> Any:
 
 
 @contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """Keeps CrewAI from offering to upload traces and from looking for new versions, in this context alone."""
-    settings: list[tuple[ContextVar[Any], Any]] = [
-        (tracing_module._tracing_enabled, False),
-        (tracing_module._first_time_trace_hook, lambda: False),
-        (tracing_module._suppress_tracing_messages, True),
-        (console_module._disable_version_check, True),
+def _quietly(is_verbose: bool) -> Iterator[None]:
+    """Keeps CrewAI from offering to upload traces, looking for new versions and printing, in this context alone."""
+    tokens: list[Any] = [
+        tracing_module.set_tracing_enabled(False),
+        tracing_module._first_time_trace_hook.set(lambda: False),
+        tracing_module.set_suppress_tracing_messages(True),
+        console_module.set_suppress_console_output(not is_verbose),
+        console_module._disable_version_check.set(True),
     ]
-    tokens = [(variable, variable.set(value)) for variable, value in settings]
     try:
         yield
     finally:
-        for variable, token in tokens:
-            variable.reset(token)
+        for token in reversed(tokens):
+            token.var.reset(token)
 
 
 def _stay_home() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -29,7 +30,7 @@ from agentlightning_integrations.span_tree import (
 
 def instrument(tracer_provider: Any) -> Callable[[], None]:
     """Attaches a handler to every run of a runnable, in the way LangChain has for it; returns what detaches it."""
-    handler = SpanHandler(otel.get_tracer("agentlightning.langchain", tracer_provider=tracer_provider))
+    handler = handler_of(tracer_provider)
     everywhere: ContextVar[Any] = ContextVar("agentlightning_langchain_handler", default=handler)
     langchain_context.register_configure_hook(everywhere, inheritable=True)
 
@@ -39,6 +40,12 @@ def instrument(tracer_provider: Any) -> Callable[[], None]:
         handler.clear()
 
     return undo
+
+
+@functools.cache
+def handler_of(tracer_provider: Any) -> SpanHandler:
+    """The handler that records with a provider; there is one of each, which LangChain attaches to a run only once."""
+    return SpanHandler(otel.get_tracer("agentlightning.langchain", tracer_provider=tracer_provider))
 
 
 class SpanHandler(BaseCallbackHandler):

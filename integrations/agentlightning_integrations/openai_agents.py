@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from agents import (
@@ -104,7 +104,8 @@ def _walk(agent: Agent[Any]) -> Iterator[Agent[Any]]:
 
 
 def _to_settings(parameters: Mapping[str, Any]) -> ModelSettings:
-    known = {name: value for name, value in parameters.items() if hasattr(ModelSettings, name)}
+    names = {field.name for field in fields(ModelSettings)}
+    known = {name: value for name, value in parameters.items() if name in names}
     others = {name: value for name, value in parameters.items() if name not in known}
     return ModelSettings(**known, extra_args=others or None)
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import importlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from wrapt import register_post_import_hook  # type: ignore[import-untyped] # wrapt has no types
 
 from agentlightning.errors import PluginError
-from agentlightning.hookspecs import WrapOptions, hookimpl
+from agentlightning.hookspecs import Component, WrapOptions, hookimpl
 from agentlightning.litagent import LitAgent
 
 logger = logging.getLogger("agentlightning")
@@ -29,6 +29,12 @@ FRAMEWORKS: Final = {
     "openai": "openai",
 }
 """The package of each framework, and our module for it."""
+
+
+@hookimpl
+def components() -> Iterable[Component]:
+    target = "agentlightning_integrations.langchain_trace:handler_of"
+    return [Component("handler", "langchain", target, extra="langchain", summary="LangChain's runs as spans")]
 
 
 @hookimpl

@@ -82,7 +82,7 @@ def fetch_status(url: str, token: str | None) -> dict[str, Any]:
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
         request = Request(f"{root}/status", headers=headers)  # noqa: S310 # the scheme was looked at
-        with urlopen(request, timeout=_ANSWER_S) as answer:  # noqa: S310
+        with urlopen(request, timeout=_ANSWER_S) as answer:  # noqa: S310 # it is the request above
             status: dict[str, Any] = json.load(answer)
     except (URLError, OSError, ValueError) as error:
         advice = "; set --token or AGL_TOKEN" if getattr(error, "code", None) in (401, 403) else ""

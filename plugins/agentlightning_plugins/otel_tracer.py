@@ -18,6 +18,7 @@ from opentelemetry.trace import StatusCode
 from opentelemetry.trace.status import Status
 
 from agentlightning import semconv
+from agentlightning.plugins import get_manager
 from agentlightning.tracer.tracer import OpenSpan, Trace, Tracer, get_active_trace
 from agentlightning.types import Span, TraceStatus
 from agentlightning_plugins.context_propagation import current_traceparent
@@ -65,6 +66,10 @@ class OtelTracer(Tracer):
         Child processes and requests of the usual HTTP clients carry it by themselves.
         """
         return current_traceparent()
+
+    def get_langchain_handler(self) -> Any:
+        """See ``Tracer``. LangChain attaches it to every run by itself; to pass it as well is harmless."""
+        return get_manager().get("handler", "langchain")(pipeline.provider)
 
     def _source(self) -> Hashable:
         """Names what ``_instrument`` does: tracers with equal sources share it."""

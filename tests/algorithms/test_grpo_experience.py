@@ -44,6 +44,39 @@ def test_every_call_of_a_rollout_gets_the_advantage_of_its_rollout() -> None:
     assert [row.advantage for row in experience.rows] == pytest.approx([expected, expected, -expected, -expected])
 
 
+def credited(group: str, credits_R: Sequence[Sequence[float]], final: float = 1.0) -> list[Episode]:
+    return [
+        Episode(
+            rollout(group, i),
+            final,
+            [triplet().model_copy(update={"reward": value, "metadata": {"credit": "discounted"}}) for value in worth],
+        )
+        for i, worth in enumerate(credits_R)
+    ]
+
+
+def test_with_a_credit_rule_every_call_is_compared_with_the_rollouts_of_its_group() -> None:
+    experience = build_experience(credited("a", [[0.5, 1.5], [0.0, 0.0]]), max_length=100)
+    mean, factor = 0.5, 1 / (math.sqrt(0.5) + 1e-6)  # of 1.0 and 0.0, what the rollouts' calls are worth on average
+    expected = [(value - mean) * factor for value in (0.5, 1.5, 0.0, 0.0)]
+    assert [row.advantage for row in experience.rows] == pytest.approx(expected)
+
+
+def test_identical_credit_changes_nothing() -> None:
+    plain = build_experience(episodes("a", [1.0, 0.0]), max_length=100)
+    batch = [*credited("a", [[1.0, 1.0]]), *credited("a", [[0.0, 0.0]], final=0.0)]
+    assert [row.advantage for row in build_experience(batch, max_length=100).rows] == pytest.approx(
+        [row.advantage for row in plain.rows]
+    )
+
+
+def test_a_reward_that_was_emitted_after_a_call_is_no_credit() -> None:
+    batch = episodes("a", [1.0, 0.0])
+    batch[0] = Episode(batch[0].rollout, 1.0, [triplet(), triplet().model_copy(update={"reward": 9.0})])
+    rows = build_experience(batch, max_length=100).rows
+    assert rows[0].advantage == rows[1].advantage
+
+
 def test_groups_without_spread_give_no_rows_and_are_counted() -> None:
     batch = episodes("a", [1.0, 1.0]) + episodes("b", [1.0, 0.0])
     experience = build_experience(batch, max_length=100)

@@ -94,13 +94,21 @@ async def serve_bare(upstream: str) -> AsyncIterator[str]:
             yield f"http://127.0.0.1:{port}/v1"
 
 
-async def serve_gateway(upstream: str) -> AsyncIterator[str]:
+async def serve_store(_: None) -> AsyncIterator[str]:
+    from agentlightning_plugins.memory_store import InMemoryLightningStore
+    from agentlightning_plugins.store_server import LightningStoreServer
+
+    async with LightningStoreServer(InMemoryLightningStore(), port=0) as server:
+        yield server.endpoint
+
+
+async def serve_gateway(upstream: str, store_url: str = "memory://") -> AsyncIterator[str]:
+    from agentlightning.store.factory import create_store
     from agentlightning_plugins.gateway import LLMProxy
     from agentlightning_plugins.gateway.collector import relax_collector
-    from agentlightning_plugins.memory_store import InMemoryLightningStore
 
     relax_collector()  # as `agl gateway` and launch_mode="process" do
-    store = InMemoryLightningStore()
+    store = create_store(store_url)
     proxy = LLMProxy(model_list=[{"model": "m", "endpoint": upstream, "api_key": "k"}], store=store)
     await proxy.start()
     rollout = await store.start_rollout(None)
@@ -108,6 +116,7 @@ async def serve_gateway(upstream: str) -> AsyncIterator[str]:
     await proxy.flush()
     print(f"spans recorded: {(await store.statistics())['spans']:.0f}")
     await proxy.stop()
+    await store.close()
 
 
 async def _listen(handle: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> AsyncIterator[int]:
@@ -118,11 +127,11 @@ async def _listen(handle: Callable[[web.BaseRequest], Awaitable[web.StreamRespon
     await runner.cleanup()
 
 
-def serve(pipe: Connection, role: Callable[..., AsyncIterator[str]], argument: Any) -> None:
+def serve(pipe: Connection, role: Callable[..., AsyncIterator[str]], *arguments: Any) -> None:
     """Runs a server and tells its CPU time and resident memory whenever it is asked."""
 
     async def main() -> None:
-        async for endpoint in role(argument):
+        async for endpoint in role(*arguments):
             pipe.send(endpoint)
             while await asyncio.to_thread(pipe.recv):
                 pages = int(Path("/proc/self/statm").read_text().split()[1])  # noqa: ASYNC240 # it is no disk
@@ -213,16 +222,16 @@ def main() -> None:
 
 
 def hold_streams(count: int, client: Child) -> None:
-    """Prints the gateway's memory while many slow streams run, a second time with the same number of them."""
-    slow = Child(serve, serve_upstream, 0.1)
-    gateway = Child(serve, serve_gateway, slow.pipe.recv())
+    """Prints the gateway's memory after rounds of many slow streams at once; the store is a process of its own."""
+    slow, store = Child(serve, serve_upstream, 0.1), Child(serve, serve_store, None)
+    gateway = Child(serve, serve_gateway, slow.pipe.recv(), store.pipe.recv())
     endpoint, memory = gateway.pipe.recv(), [gateway.ask(True)[1]]
-    for _ in range(3):
+    for _ in range(5):
         client.ask((endpoint, count, count, True))
         memory.append(gateway.ask(True)[1])
     print(f"{count} streams at once: memory " + " -> ".join(f"{value:.0f}" for value in memory) + " MiB")
-    gateway.stop()
-    slow.stop()
+    for child in (gateway, store, slow):
+        child.stop()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 One rollout is: enqueue, claim, 10 spans in one batch, finish, wait, read its spans. 16 runners do this at once. The
 baseline makes the same records and keeps them in a dict and a deque, in the same process and run: what no store could
-beat. ``--flat`` measures each operation with few and with many stored rollouts instead.
+beat. Then: how long after an enqueue a blocked claim returns, and a wait after the finish, beside a bare asyncio.Event.
+``--flat`` measures each operation with few and with many stored rollouts instead.
 """
 
 from __future__ import annotations
@@ -109,6 +110,34 @@ async def measure_baseline(rollouts: int) -> Speed:
     return await measure(runner, rollouts)
 
 
+async def measure_wakeups(store: LightningStore, times: int = 200) -> dict[str, float]:
+    """Milliseconds (p50) from a cause to the return of who waited for it."""
+    clock = time.perf_counter
+    took: dict[str, list[float]] = {"dequeue": [], "wait": [], "asyncio.Event": []}
+    for task in range(times):
+        claim = asyncio.create_task(store.dequeue_rollout("runner", timeout=10))
+        await asyncio.sleep(0.002)
+        began = clock()
+        queued = await store.enqueue_rollout(task)
+        claimed = await claim
+        took["dequeue"].append(clock() - began)
+        assert claimed is not None
+        wait = asyncio.create_task(store.wait_for_rollouts([queued.rollout_id], timeout=10))
+        await asyncio.sleep(0.002)
+        began = clock()
+        await store.update_attempt(claimed.rollout_id, claimed.attempt.attempt_id, status="succeeded")
+        assert len(await wait) == 1
+        took["wait"].append(clock() - began)
+        event = asyncio.Event()
+        waiting = asyncio.create_task(event.wait())
+        await asyncio.sleep(0.002)
+        began = clock()
+        event.set()
+        await waiting
+        took["asyncio.Event"].append(clock() - began)
+    return {name: statistics.median(values) * 1e3 for name, values in took.items()}
+
+
 async def measure_flatness(url: str, stored: int) -> dict[str, float]:
     """Microseconds of each operation (median of 300) with so many finished rollouts in the store."""
     store = create_store(url)
@@ -164,6 +193,10 @@ async def main() -> None:
         speed = await measure_store(store, arguments.rollouts)
         await store.close()
         print(f"{arguments.url}: {speed}; baseline {baseline}; {speed.cpu / baseline.cpu:.1%} of it")
+    store = create_store(arguments.url)
+    woken = await measure_wakeups(store)
+    await store.close()
+    print("woken after (ms, p50): " + ", ".join(f"{name} {value:.2f}" for name, value in woken.items()))
 
 
 if __name__ == "__main__":

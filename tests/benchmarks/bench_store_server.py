@@ -1,9 +1,9 @@
 """How fast a served store is: ``python tests/benchmarks/bench_store_server.py``.
 
-``agl store`` serves memory in a process of its own; 16 clients in this process run rollouts as in ``bench_store.py``. The
-baseline is a bare aiohttp server in a process of its own that decodes the same bodies and answers the same bytes, asked
-by the same client. Both are measured in turn, so that a noisy machine disturbs both. CPU is what the server's process
-used, per rollout: this ratio is the cost of being a store, whatever the client takes.
+``agl store`` serves memory in a process of its own; 16 clients in this process run rollouts as in ``bench_store.py``.
+The baseline is a bare aiohttp server in a process of its own that decodes the same bodies and answers the same bytes,
+asked by the same client. Both are measured in turn, so that a noisy machine disturbs both. CPU is what the process of
+the server used for a rollout: its ratio is the cost of being a store, whatever the client takes.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import argparse
 import asyncio
 import base64
 import contextlib
-import json
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +54,8 @@ def serve(*command: str) -> Iterator[Server]:
         process.communicate()
 
 
-async def serve_bare(path: str) -> None:
+async def serve_bare(answers: list[bytes]) -> None:
     """Answers each kind of request of a rollout with the bytes that the store has answered."""
-    answers = [base64.b64decode(text) for text in json.loads(Path(path).read_text())]
     kinds = ["enqueue", "dequeue", "batch", "attempts", "waits", "search"]
 
     async def handle(request: web.Request) -> web.Response:
@@ -93,12 +91,15 @@ async def recorded() -> AsyncIterator[list[bytes]]:
         aiohttp.ClientSession.request = send  # type: ignore[method-assign]
 
 
-async def run_many(rollout: Callable[[int], Coroutine[Any, Any, None]], rollouts: int) -> None:
+Rollout = Callable[[LightningStore, int], Awaitable[None]]
+
+
+async def run_many(store: LightningStore, rollout: Rollout, rollouts: int) -> None:
     tasks = iter(range(rollouts))
 
     async def runner() -> None:
         for task in tasks:
-            await rollout(task)
+            await rollout(store, task)
 
     await asyncio.gather(*(runner() for _ in range(RUNNERS)))
 
@@ -140,32 +141,28 @@ async def main() -> None:
     parser.add_argument("--rollouts", type=int, default=1500)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--backend", default="memory://")
-    parser.add_argument("--bare", help=argparse.SUPPRESS)
+    parser.add_argument("--bare", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.bare:
-        await serve_bare(arguments.bare)
+        await serve_bare([base64.b64decode(text) for text in arguments.bare])
         return
-    kept = Path(f"/tmp/bench-store-server-{os.getpid()}.json")
     with serve("-m", "agentlightning", "store", "--port", "0", "--backend", arguments.backend) as served:
         store = LightningStoreClient(served.url)
         async with recorded() as answers:
             await run_one(store, 0)
-        kept.write_text(json.dumps([base64.b64encode(answer).decode() for answer in answers]))
-        with serve(__file__, "--bare", str(kept)) as bare:
+        with serve(__file__, "--bare", *[base64.b64encode(answer).decode() for answer in answers]) as bare:
             bare_store = LightningStoreClient(bare.url)
             kinds = ((served, store, run_one), (bare, bare_store, run_bare))
             for _ in range(arguments.rounds):
                 speeds, costs = [], []
                 for server, client, rollout in kinds:
                     wall, cpu = time.perf_counter(), server.cpu_s()
-                    await run_many(
-                        lambda task, client=client, rollout=rollout: rollout(client, task), arguments.rollouts
-                    )
+                    await run_many(client, rollout, arguments.rollouts)
                     speeds.append(arguments.rollouts / (time.perf_counter() - wall))
                     costs.append((server.cpu_s() - cpu) / arguments.rollouts * 1e3)
                 print(
-                    f"store {speeds[0]:,.0f} rollouts/s, bare {speeds[1]:,.0f}: {speeds[1] / speeds[0]:.2f} times; server's "
-                    f"CPU {costs[0]:.2f} ms a rollout, bare {costs[1]:.2f}: {costs[0] / costs[1]:.2f} times"
+                    f"store {speeds[0]:,.0f} rollouts/s, bare {speeds[1]:,.0f}: {speeds[1] / speeds[0]:.2f} times; "
+                    f"server's CPU {costs[0]:.2f} ms a rollout, bare {costs[1]:.2f}: {costs[0] / costs[1]:.2f} times"
                 )
             await bare_store.close()
         dequeues, waits = await measure_wake_ups(store)
@@ -173,7 +170,6 @@ async def main() -> None:
             p50, p95 = statistics.median(times), statistics.quantiles(times, n=20)[-1]
             print(f"{name}: p50 {p50:.2f} ms, p95 {p95:.2f} ms")
         await store.close()
-    kept.unlink()
 
 
 if __name__ == "__main__":

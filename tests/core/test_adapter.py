@@ -136,6 +136,39 @@ def test_a_client_span_without_an_id_is_joined_by_its_child(trace: Recorder) -> 
     assert ids(trace.adapt()) == ["r1"]
 
 
+def frame(trace: Recorder, parent: str, at: tuple[float, float]) -> str:
+    """What a framework records of a model call without id and answer."""
+    return trace.add("generation", {"agentops.span.kind": "llm", "gen_ai.request.model": "m"}, parent=parent, at=at)
+
+
+def test_a_call_that_lost_its_place_gets_that_of_the_frameworks_span_around_it(trace: Recorder) -> None:
+    root = trace.add("root", at=(1000, 1100))
+    agent = trace.add("agent", {"agent.name": "solver"}, parent=root, at=(1001, 1050))
+    for i in range(2):
+        generation = frame(trace, agent, (1010 + 10 * i, 1019 + 10 * i))
+        client = trace.client(f"r{i}", parent=root, at=(1011 + 10 * i, 1018 + 10 * i))
+        trace.gateway(f"r{i}", [i], parent=client, at=(1012 + 10 * i, 1017 + 10 * i))
+        assert trace.adapt()[i].metadata["span_id"] == generation
+    triplets = trace.adapt(TraceToTriplet(agent_match="solver"))
+    assert [(t.metadata["response_id"], t.response["token_ids"]) for t in triplets] == [("r0", [0]), ("r1", [1])]
+
+
+def test_where_nobody_can_tell_no_call_is_given_another_place(trace: Recorder) -> None:
+    root = trace.add("root", at=(1000, 1100))
+    one = trace.add("agent", {"agent.name": "one"}, parent=root, at=(1001, 1050))
+    two = trace.add("agent", {"agent.name": "two"}, parent=root, at=(1001, 1050))
+    frame(trace, one, (1010, 1020))
+    frame(trace, two, (1010.5, 1021))
+    trace.client("enclosed by two", parent=root, at=(1011, 1019))
+    frame(trace, one, (1030, 1040))
+    trace.client("first of two", parent=root, at=(1031, 1033))
+    trace.client("second of two", parent=root, at=(1034, 1036))
+    frame(trace, one, (1060, 1070))
+    trace.client("another agent's", parent=two, at=(1061, 1069))
+    trace.client("a sibling", parent=one, at=(1081, 1082))
+    assert [triplet.metadata["agent_name"] for triplet in trace.adapt()] == [None, None, None, "two", "one"]
+
+
 def test_a_call_that_only_the_gateway_saw_is_a_triplet(trace: Recorder) -> None:
     trace.gateway("r1")
     trace.reward(0.5)

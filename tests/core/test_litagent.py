@@ -357,6 +357,18 @@ class TestAFrameworksObject:
         texts = outcome(["greeter.greeting"], tuned, {"name": "Ada"})["texts"]
         assert texts == {"greeter.greeting": "Greet Ada: {'name': 'Ada'}"}
 
+    def test_fills_gaps_from_the_task_whatever_task_to_input_makes_of_it(self) -> None:
+        task = {"question": "hi", "style": "kind"}
+        seen: list[Any] = []
+        agent = agl.wrap(
+            Greeter(),
+            reward=lambda task, output, rollout: seen.append(output["texts"]) or 1.0,
+            task_to_input=lambda task: task["question"],
+            prompts={"greeter.greeting": "Be {style} about {task}."},
+        )
+        agent.rollout(task, {}, ROLLOUT.model_copy(update={"input": task}))
+        assert seen == [{"greeter.greeting": "Be kind about hi."}]
+
     @pytest.mark.parametrize("value", ["Greet them all.", agl.PromptTemplate("Greet them all.")])
     def test_begins_with_the_text_that_it_is_given(self, value: Any) -> None:
         assert outcome({"greeter.greeting": value}, {})["texts"] == {"greeter.greeting": "Greet them all."}
@@ -392,6 +404,12 @@ class TestAFrameworksObject:
         )
         run(agent, {}, {"question": "hi", "answer": "ho"})
         assert seen == [({"question": "hi", "answer": "ho"}, "hi")]
+
+
+def test_a_reward_that_is_given_again_replaces_the_first() -> None:
+    first = agl.wrap(lambda task: task + "!", reward=lambda *_: 0.25, task_to_input=str.upper)
+    assert run(agl.wrap(first, reward=lambda task, output, rollout: float(output == "HI!")), {}, "hi") == 1.0
+    assert run(agl.wrap(first), {}, "hi") == 0.25
 
 
 def test_prompts_of_a_function_are_refused_with_what_to_do_instead() -> None:

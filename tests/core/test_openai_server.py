@@ -80,3 +80,52 @@ async def test_it_misbehaves_on_demand() -> None:
                 await client.chat.completions.create(model="m", messages=ASK)
         with pytest.raises(openai.AuthenticationError):
             await client.with_options(api_key="other").chat.completions.create(model="m", messages=ASK)
+
+
+FULL = Answer("some text", [("f", {"x": [1, 2, 3]})], reasoning="hm")
+
+
+async def test_responses_stream_what_the_whole_answer_says() -> None:
+    async with ScriptedOpenAI([FULL]) as server, client_of(server) as client:
+        whole = await client.responses.create(model="m", input="hi")
+        async with client.responses.stream(model="m", input="hi") as stream:
+            final = await stream.get_final_response()
+    assert [item.type for item in whole.output] == ["reasoning", "message", "function_call"]
+    assert whole.output_text == final.output_text == "some text"
+    assert whole.usage == final.usage
+    assert whole.usage
+    assert (
+        whole.usage.output_tokens == FULL.count_tokens() == len(encode('hmsome text<tool_call>f{"x": [1, 2, 3]}')) + 1
+    )
+    assert server.requests[0].path == "/v1/responses"
+
+
+async def test_messages_stream_what_the_whole_answer_says() -> None:
+    from anthropic import AsyncAnthropic, AuthenticationError, RateLimitError
+
+    script = [FULL, FULL, Answer(status=429, error="slow down")]
+    ask: Any = {"model": "m", "max_tokens": 9, "messages": ASK}
+    async with ScriptedOpenAI(script, api_key="key") as server:
+        root = server.endpoint.removesuffix("/v1")
+        async with AsyncAnthropic(base_url=root, api_key="key", max_retries=0) as client:
+            whole = await client.messages.create(**ask)
+            async with client.messages.stream(**ask) as stream:
+                final = await stream.get_final_message()
+            with pytest.raises(RateLimitError, match="slow down"):
+                await client.messages.create(**ask)
+            count = await client.messages.count_tokens(model="m", messages=ASK)
+            with pytest.raises(AuthenticationError):
+                await client.with_options(api_key="other").messages.create(**ask)
+    assert [block.type for block in whole.content] == ["thinking", "text", "tool_use"]
+    assert [block.to_dict() for block in final.content[:2]] == [block.to_dict() for block in whole.content[:2]]
+    assert whole.content[2].to_dict()["input"] == final.content[2].to_dict()["input"] == {"x": [1, 2, 3]}
+    assert (final.stop_reason, final.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
+    assert whole.usage.input_tokens == count.input_tokens
+
+
+async def test_embeddings_and_reasoning_are_scripted_too() -> None:
+    async with ScriptedOpenAI([FULL]) as server, client_of(server) as client:
+        vectors = await client.embeddings.create(model="m", input=["ab", "c"])
+        chat: Any = await client.chat.completions.create(model="m", messages=ASK)
+    assert [item.embedding for item in vectors.data] == [[2.0, 97.0], [1.0, 99.0]]
+    assert chat.choices[0].message.reasoning_content == "hm"

@@ -214,3 +214,33 @@ def test_links_are_read_as_they_are_written() -> None:
     attributes = semconv.link_attributes({"gen_ai.response.id": "r1", "step": 3})
     assert semconv.read_links(span_of(attributes)) == [("gen_ai.response.id", "r1"), ("step", 3)]
     assert semconv.read_links(span_of({})) == []
+
+
+@pytest.mark.parametrize(
+    ("attributes", "name"),
+    [
+        ({"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "add"}, "add"),
+        ({"openinference.span.kind": "TOOL", "tool.name": "add"}, "add"),
+        ({"agentops.span.kind": "tool", "operation.name": "add"}, "add"),
+        ({"traceloop.span.kind": "tool", "traceloop.entity.name": "add"}, "add"),
+        ({"openinference.span.kind": "TOOL"}, None),
+    ],
+)
+def test_the_run_of_a_tool_is_recognised_in_every_dialect(attributes: dict[str, str], name: str | None) -> None:
+    span = Span.from_attributes(attributes=attributes)
+    assert semconv.is_tool_call(span)
+    assert not semconv.is_llm_call(span)
+    assert semconv.read_tool_name(span) == name
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [{"gen_ai.operation.name": "chat"}, {"openinference.span.kind": "LLM"}, {"agentops.span.kind": "agent"}, {}],
+)
+def test_what_is_no_run_of_a_tool_is_not_taken_for_one(attributes: dict[str, str]) -> None:
+    assert not semconv.is_tool_call(Span.from_attributes(attributes=attributes))
+
+
+def test_the_finish_reason_of_a_stream_is_read_in_openinferences_words() -> None:
+    attributes = {"openinference.span.kind": "LLM", "llm.finish_reason": "tool_calls"}
+    assert semconv.read_finish_reasons(Span.from_attributes(attributes=attributes)) == ["tool_calls"]

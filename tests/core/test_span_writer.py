@@ -257,6 +257,27 @@ async def test_users_of_one_store_share_a_writer_until_the_last_one_releases_it(
     third.release()
 
 
+async def test_flushing_everything_notes_what_attempts_have_lost(store: FaultyStore) -> None:
+    """A gateway's writer in a process of its own is known to no runner."""
+    rollout, other = await store.start_rollout(0), await store.start_rollout(1)
+    writer = SpanWriter(store, max_bytes=3000)
+    writer.put(Span.from_attributes(attributes={}, rollout_id="ro-none", attempt_id="at-none"))
+    writer.put(span_of(other))
+    assert not writer.put(span_of(rollout, text="x" * 5000))
+    await store.update_attempt(*ids_of(rollout), status="succeeded")
+    assert await writer.flush(*ids_of(other), timeout_s=5)
+    attempt = await store.get_latest_attempt(rollout.rollout_id)
+    assert attempt is not None
+    assert attempt.spans_dropped == 0
+    assert await writer.flush(timeout_s=5)
+    attempt = await store.get_latest_attempt(rollout.rollout_id)
+    whole = await store.get_latest_attempt(other.rollout_id)
+    assert attempt is not None
+    assert whole is not None
+    assert (attempt.spans_dropped, attempt.status, whole.spans_dropped) == (1, "succeeded", 0)
+    writer.close()
+
+
 async def test_an_attempt_that_lost_spans_is_left_out_of_training_with_a_warning(
     store: FaultyStore, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -231,6 +231,31 @@ async def test_a_team_stops_at_once(by: str) -> None:
         assert len(lab.server.requests) == asked <= 1
 
 
+async def test_a_team_stops_at_once_though_an_agent_of_it_heeds_no_cancellation_token() -> None:
+    at_work, ended = asyncio.Event(), asyncio.Event()
+
+    class Deaf(AssistantAgent):
+        def __deepcopy__(self, memo: Any) -> Any:
+            return self  # or the copy would tell copies of the events
+
+        async def on_messages_stream(self, messages: Any, cancellation_token: Any) -> Any:
+            at_work.set()
+            try:
+                await asyncio.sleep(60)
+                yield messages
+            finally:
+                ended.set()
+
+    team = RoundRobinGroupChat([Deaf("deaf", make_model())], termination_condition=MaxMessageTermination(3))
+    rollout = agl.Rollout(rollout_id="ro-1", input="task", start_time=0.0)
+    work = asyncio.create_task(agl.wrap(team).rollout_async("task", {}, rollout))
+    await asyncio.wait_for(at_work.wait(), 30)
+    work.cancel()
+    await asyncio.wait_for(asyncio.gather(work, return_exceptions=True), 30)
+    assert work.cancelled()
+    assert ended.is_set()
+
+
 def test_a_team_with_a_runtime_of_its_own_is_refused() -> None:
     team = RoundRobinGroupChat([make_writer()], runtime=SingleThreadedAgentRuntime())
     with pytest.raises(agl.ConfigError, match="has a runtime of its own"):

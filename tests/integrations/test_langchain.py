@@ -184,6 +184,22 @@ async def test_a_function_that_uses_langchain_is_traced_as_well() -> None:
     assert len([span for span in spans if is_tool_span(span)]) == 1
 
 
+async def test_the_handler_of_a_tracer_may_be_passed_as_well() -> None:
+    async def calculator(task: str, llm: agl.LLM) -> str:
+        tracer = agl.get_active_tracer()
+        assert tracer is not None
+        model = ChatOpenAI(model=llm.model, base_url=llm.get_base_url(), api_key=SecretStr(llm.api_key or "unused"))
+        agent = create_agent(model, [add], name=AGENT_NAME)
+        handler = tracer.get_langchain_handler()
+        return str(await agent.ainvoke({"messages": [("user", task)]}, config={"callbacks": [handler]}))
+
+    async with Lab(calculator) as lab:
+        (rollout,) = await lab.run(ask(2, 3))
+        spans = await lab.spans(rollout)
+    assert rollout.attempt.error is None
+    assert len([span for span in spans if is_tool_span(span)]) == 1
+
+
 def test_the_handler_is_detached_with_the_last_tracer() -> None:
     before = list(langchain_context._configure_hooks)
     tracer = OtelTracer()

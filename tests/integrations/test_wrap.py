@@ -142,6 +142,39 @@ MAIN = """
     asyncio.run(report())
 """
 SCRIPTS = {
+    "agent-framework": (
+        "from agent_framework import Agent\n    from agent_framework.openai import OpenAIChatClient",
+        """
+    def add(a: int, b: int) -> int:
+        "Adds two numbers."
+        return a + b
+
+    agent = Agent(OpenAIChatClient("gpt-5", api_key="any"), "Add.", name="mine", tools=[add])
+    """,
+    ),
+    "autogen": (
+        "from autogen_agentchat.agents import AssistantAgent\n"
+        "    from autogen_ext.models.openai import OpenAIChatCompletionClient",
+        """
+    def add(a: int, b: int) -> int:
+        "Adds two numbers."
+        return a + b
+
+    model = OpenAIChatCompletionClient(model="gpt-4o", api_key="any", base_url="http://127.0.0.1:9/v1")
+    agent = AssistantAgent("mine", model, tools=[add], system_message="Add.", max_tool_iterations=2)
+    """,
+    ),
+    "crewai": (
+        "from crewai import Agent, LLM\n    from crewai.tools import tool",
+        """
+    @tool
+    def add(a: int, b: int) -> int:
+        "Adds two numbers."
+        return a + b
+
+    agent = Agent(role="mine", goal="Add.", backstory="You add.", llm=LLM("gpt-4o", api_key="any"), tools=[add])
+    """,
+    ),
     "langchain": (
         "from langchain.agents import create_agent\n    from langchain_openai import ChatOpenAI",
         """
@@ -204,7 +237,15 @@ LATE = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("package", "framework"), [("agents", "openai-agents"), ("langchain_core", "langchain")])
+@pytest.mark.parametrize(
+    ("package", "framework"),
+    [
+        ("agent_framework", "agent-framework"),
+        ("agents", "openai-agents"),
+        ("autogen_agentchat", "autogen"),
+        ("langchain_core", "langchain"),
+    ],
+)
 def test_a_framework_that_is_imported_after_us_is_traced(package: str, framework: str) -> None:
     code = textwrap.dedent(LATE.format(package=package, framework=framework))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=100)

@@ -198,6 +198,24 @@ def test_clients_are_as_they_were_after_teardown() -> None:
         assert vars(completions)["create"] is before
 
 
+async def test_an_agent_of_openai_agents_has_its_name(tracer: AgentOpsTracer, server: ScriptedOpenAI) -> None:
+    """AgentOps records the client's calls beside the agent; the adapter finds their place."""
+    from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool
+
+    @function_tool
+    def add(a: int, b: int) -> int:
+        """Adds."""
+        return a + b
+
+    async with openai.AsyncOpenAI(base_url=server.endpoint, api_key="any") as client, tracer.trace_context() as trace:
+        model = OpenAIChatCompletionsModel("m", openai_client=client)
+        result = await Runner.run(Agent(name="solver", model=model, tools=[add]), "1+2?")
+    assert result.final_output == "it is 3"
+    asked, answered = TraceToTriplet(agent_match="^solver$").adapt(trace.spans)
+    assert asked.metadata["finish_reason"] == "tool_calls"
+    assert answered.response["raw_content"] == [{"role": "assistant", "content": "it is 3"}]
+
+
 async def test_langgraph_works_beside_it(tracer: AgentOpsTracer, server: ScriptedOpenAI) -> None:
     """AgentOps' own instrumentor of LangGraph breaks ``create_agent`` when it is imported after."""
     from langchain.agents import create_agent

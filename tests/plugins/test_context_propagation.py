@@ -19,6 +19,8 @@ from openai import AsyncOpenAI, OpenAI
 
 from agentlightning.thread import run_in_thread
 from agentlightning.tracer import OtelTracer
+from agentlightning_plugins.memory_store import InMemoryLightningStore
+from agentlightning_plugins.store_server import LightningStoreServer
 
 SHOW = [sys.executable, "-c", "import os; print(os.environ.get('TRACEPARENT'), os.environ.get('MARK'), sep='|')"]
 
@@ -207,3 +209,45 @@ async def test_calls_of_openais_responses_carry_it_too(tracer: OtelTracer, liste
         await run_in_thread(ask, name="agent")
     assert len(listener.heard) == 2
     assert {(heard or "").split("-")[1] for heard in listener.heard} == {trace.spans[-1].trace_id}
+
+
+# What a child records itself.
+
+
+CHILD = """
+import os
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+provider = TracerProvider()
+provider.add_span_processor(SimpleSpanProcessor(OTLPSpanExporter()))
+parent = TraceContextTextMapPropagator().extract({"traceparent": os.environ["TRACEPARENT"]})
+provider.get_tracer("child").start_span("in the child", context=parent).end()
+"""
+
+
+async def test_spans_of_a_child_come_under_what_started_it_in_a_served_store(tracer: OtelTracer) -> None:
+    backing = InMemoryLightningStore()
+    server = LightningStoreServer(backing, port=0)
+    await server.start()
+    rollout = await backing.start_rollout(0)
+    ids: Any = {"rollout_id": rollout.rollout_id, "attempt_id": rollout.attempt.attempt_id}
+    env = {
+        **os.environ,
+        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": str(server.otlp_traces_endpoint()),
+        "OTEL_RESOURCE_ATTRIBUTES": ",".join(f"agentlightning.{name}={value}" for name, value in ids.items()),
+    }
+
+    def start_child() -> None:
+        subprocess.run([sys.executable, "-c", CHILD], check=True, env=env)
+
+    async with tracer.trace_context(**ids, store=backing):
+        with tracer.operation_context("tool"):
+            await run_in_thread(start_child, name="agent")
+    spans = {span.name: span for span in await backing.query_spans(rollout.rollout_id)}
+    assert spans["in the child"].trace_id == spans["tool"].trace_id
+    assert spans["in the child"].parent_id == spans["tool"].span_id
+    await server.stop()
+    await backing.close()

@@ -277,10 +277,11 @@ async def test_a_model_that_the_server_does_not_have_is_noticed(agents: str, ser
 
 async def test_an_agent_that_raises_says_what_and_where(agents: str) -> None:
     links = await check(agents, "fails")
-    assert broken(links)[0] == "rollout"
+    assert broken(links) == ["rollout"], "the others are no news"
     assert "TypeError: string indices must be integers" in links["rollout"].text
     assert f"at {agents}:" in links["rollout"].text
     assert "it ran on the task 'Say hello.'; give one that it takes" in links["rollout"].mend
+    assert links["calls"] == Link("calls", "unchecked", "the rollout failed before it made one")
     assert links["reward"].text == "the rollout failed before it said one"
     with_task = await check(agents, "fails", task={"question": 0.5})
     assert with_task["rollout"].state == "ok"

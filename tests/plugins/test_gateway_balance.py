@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections import Counter
 from typing import Any
 
@@ -62,41 +63,73 @@ def test_weights_and_prices_that_make_no_sense_are_refused() -> None:
             ModelTable([entry("http://a/v1", **{key: value})])
 
 
+def server_to_come() -> ScriptedOpenAI:
+    """A model server that does not listen yet, but whose address is known."""
+    server = ScriptedOpenAI()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        server._port = probe.getsockname()[1]
+    return server
+
+
 async def test_health_checks_find_a_backend_that_is_gone_and_that_it_is_back() -> None:
+    late = server_to_come()
     async with ScriptedOpenAI() as server:
-        models = ModelTable([entry(server.endpoint), entry("http://127.0.0.1:9/v1")])
+        models = ModelTable([entry(server.endpoint), entry(late.endpoint)])
         alive, dead = models.backends
         check = asyncio.create_task(HealthCheck(lambda: models.backends, interval_s=0.05).run())
         try:
             await until(lambda: not dead.is_up)
             assert alive.is_up
             assert all(models.route("m", rollout, 0.0)[0] is alive for rollout in ROLLOUTS[:50])
-            await server.__aexit__()
-            await until(lambda: not alive.is_up)
-            await server.__aenter__()
-            await until(lambda: alive.is_up)
+            async with late:
+                await until(lambda: dead.is_up)
+                check.cancel()
+                await asyncio.gather(check, return_exceptions=True)
         finally:
             check.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await check
+    assert {models.route("m", rollout, 0.0)[0] for rollout in ROLLOUTS[:50]} == {alive, dead}
+
+
+async def test_a_backend_that_is_busy_is_down_only_after_three_looks() -> None:
+    looks = 0
+
+    async def says_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal looks
+        looks += 1
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(says_nothing, "127.0.0.1", 0) as server:
+        models = table(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        (backend,) = models.backends
+        check = asyncio.create_task(HealthCheck(lambda: models.backends, interval_s=0.01, timeout_s=0.1).run())
+        await until(lambda: looks == 3)
+        assert backend.is_up
+        await until(lambda: not backend.is_up)
+        check.cancel()
+        await asyncio.gather(check, return_exceptions=True)
+    assert "did not answer for 0.1 s, 3 times" in (backend.failure or "")
 
 
 async def test_a_backend_that_cannot_be_reached_is_down_until_it_answers_again() -> None:
-    sound, other = ScriptedOpenAI(), ScriptedOpenAI()
-    async with sound, other, gateway(sound, other, health_interval_s=0.05) as case:
-        await other.__aexit__()
+    late = server_to_come()
+    async with contextlib.AsyncExitStack() as stack:
+        sound = await stack.enter_async_context(ScriptedOpenAI())
+        stack.push_async_exit(late)
+        case = await stack.enter_async_context(gateway(sound, late, health_interval_s=0.05))
 
-        async def other_is_down() -> bool:
+        async def late_is_down() -> bool:
             return [b["up"] for b in (await case.proxy.status())["backends"]] == [True, False]
 
-        await until(other_is_down)
+        await until(late_is_down)
         for _ in range(6):
             _, client = await case.start()
             await client.chat.completions.create(model="m", messages=HELLO)
         assert len(sound.requests) == 6
-        await other.__aenter__()
+        await late.__aenter__()
         async with asyncio.timeout(20):
-            while not other.requests:
+            while not late.requests:
                 _, client = await case.start()
                 await client.chat.completions.create(model="m", messages=HELLO)
 

@@ -20,6 +20,8 @@ from agentlightning.types import AttemptedRollout, Span, Triplet
 from tests.plugins.gateway_client import CLIENTS, KEY
 from tests.plugins.gateway_setup import PROVIDER_KEY, Case, gateway
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # seven processes start at once
+
 CALL = 'add{"a": 1, "b": 2}'
 TOLD_TO_ADD = ["<call>", "3, I think."]
 EXPECTED: dict[str, tuple[list[Any], list[str]]] = {
@@ -90,9 +92,7 @@ async def run_all(home: Path) -> dict[str, Outcome]:
                 env={**os.environ, **QUIET, "HOME": str(home), "XDG_DATA_HOME": str(home)},
                 stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
             )  # fmt: skip
-            heartbeat = asyncio.create_task(
-                live(case, rollout)
-            )  # all of them may outlast its lease
+            heartbeat = asyncio.create_task(live(case, rollout))  # all of them may outlast its lease
             output = (await process.communicate())[0].decode()
             heartbeat.cancel()
             said = [line.removeprefix("SAID ") for line in output.splitlines() if line.startswith("SAID ")]

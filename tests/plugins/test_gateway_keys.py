@@ -186,3 +186,14 @@ async def test_a_provider_that_quotes_its_key_does_not_give_it_away(status: int)
         assert PROVIDER_KEY not in str(caught.value) + caught.value.response.text
         assert PROVIDER_KEY not in (await case.span(rollout)).model_dump_json()
         assert PROVIDER_KEY not in str(await case.proxy.status())
+
+
+async def test_a_stream_that_quotes_the_key_in_an_error_does_not_give_it_away() -> None:
+    event = b'data: {"error": {"message": "the key %b is no good"}}\n\n' % PROVIDER_KEY.encode()
+    quoting = Answer(body=event, content_type="text/event-stream")
+    async with ScriptedOpenAI([quoting]) as server, gateway(server, num_retries=0) as case:
+        rollout, client = await case.start()
+        with pytest.raises(openai.APIError, match=r"the key \*\*\* is no good"):
+            async for _ in await client.chat.completions.create(**BODY, stream=True):
+                pass
+        assert PROVIDER_KEY not in (await case.span(rollout)).model_dump_json()

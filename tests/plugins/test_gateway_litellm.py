@@ -6,7 +6,11 @@ import asyncio
 import json
 import sys
 
+import pytest
+
 from tests.plugins.gateway_setup import PROVIDER_KEY
+
+pytestmark = pytest.mark.slow
 
 
 async def test_litellm_reaches_a_server_that_speaks_no_dialect_of_openai() -> None:

@@ -14,7 +14,7 @@ import pytest
 from agentlightning import Component, hookimpl, semconv
 from agentlightning.errors import ConfigError
 from agentlightning.plugins import get_manager
-from agentlightning.testing.openai_server import Answer, ScriptedOpenAI
+from agentlightning.testing.openai_server import Answer, RecordedRequest, ScriptedOpenAI
 from agentlightning_plugins.gateway.backend import ModelTable
 from agentlightning_plugins.gateway.dialect import Completion, Dialect
 from agentlightning_plugins.gateway.provider import OpenAICompatible
@@ -100,6 +100,34 @@ async def test_an_error_inside_a_stream_is_recorded(provider: str, path: str, ev
     assert text == sent
     assert (span.status.status_code, span.status.description) == ("ERROR", "overloaded")
     assert span.attributes["agentlightning.gateway.complete"] is False
+
+
+async def test_a_response_that_failed_is_no_complete_answer() -> None:
+    script = [Answer(body=json.dumps(FAILED).encode())]
+    async with ScriptedOpenAI(script) as server, gateway(server, provider="openai") as case:
+        rollout, client = await case.start()
+        answer = await client.responses.create(model="m", input="x")
+        span = await case.span(rollout)
+    assert answer.status == "failed"
+    assert (span.status.status_code, span.status.description) == ("ERROR", "overloaded")
+    assert span.attributes["agentlightning.gateway.complete"] is False
+
+
+async def test_the_query_of_a_url_passes_and_counting_is_passed_on() -> None:
+    paths: list[str] = []
+
+    def script(request: RecordedRequest) -> Answer:
+        paths.append(request.path)
+        return Answer()
+
+    async with ScriptedOpenAI(script) as server, gateway(server, provider="anthropic") as case:
+        _, client = await case.start()
+        messages = await case.anthropic_client(client)
+        count = await messages.messages.count_tokens(model="m", messages=HELLO)
+        assert count.input_tokens == len(json.dumps(HELLO))
+        query = {"beta": "true"}
+        await messages.messages.create(model="m", max_tokens=9, messages=HELLO, extra_query=query)
+    assert paths == ["/v1/messages?beta=true"]
 
 
 async def test_embeddings_pass_untouched_and_are_no_training_data() -> None:

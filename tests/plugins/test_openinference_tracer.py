@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -125,3 +128,32 @@ def test_an_instrumentor_that_is_not_installed_is_named() -> None:
         ConfigError, match=r"no OpenInference instrumentor 'opena'. Did you mean 'openai'\? Installed: .*openai"
     ):
         OpenInferenceTracer(["opena"])
+
+
+async def test_instrumentation_that_users_switched_on_themselves_arrives_beside_ours(server: ScriptedOpenAI) -> None:
+    """In a process of its own: the global provider is set once. Both record each call, which stays one triplet."""
+    code = f"""
+import asyncio
+from openinference.instrumentation.openai import OpenAIInstrumentor
+from agentlightning.adapter import TraceToTriplet
+from agentlightning.semconv import is_llm_call
+from agentlightning.tracer import OtelTracer
+
+async def main():
+    tracer = OtelTracer()
+    tracer.init()
+    OpenAIInstrumentor().instrument()
+    from openai import AsyncOpenAI
+    async with tracer.trace_context() as trace, AsyncOpenAI(base_url={server.endpoint!r}, api_key="any") as client:
+        for text in ("one", "two"):
+            await client.chat.completions.create(model="m", messages=[{{"role": "user", "content": text}}])
+    assert len([span for span in trace.spans if is_llm_call(span)]) == 4
+    triplets = TraceToTriplet().adapt(trace.spans)
+    assert [t.prompt["raw_content"][0]["content"] for t in triplets] == ["one", "two"], triplets
+
+asyncio.run(main())
+"""
+    done = await asyncio.to_thread(
+        subprocess.run, [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

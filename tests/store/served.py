@@ -43,13 +43,13 @@ async def ask(
     headers: dict[str, str] | None = None,
 ) -> tuple[int, Any]:
     """Status and decoded answer of one request; ``path`` is a full one, ``body`` JSON or bytes as they are."""
-    content = {} if body is None else {"data": io.BytesIO(body if isinstance(body, bytes) else to_json(body))}
+    content = None if body is None else io.BytesIO(body if isinstance(body, bytes) else to_json(body))
     shown = {"content-type": "application/json", **(headers or {})}
     if token is not None:
         shown["authorization"] = f"Bearer {token}"
     async with (
         aiohttp.ClientSession() as session,
-        session.request(method, server.endpoint + path, headers=shown, **content) as response,
+        session.request(method, server.endpoint + path, headers=shown, data=content) as response,
     ):
         is_json = response.content_type == "application/json"
         return response.status, await response.json() if is_json else await response.read()

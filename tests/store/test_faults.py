@@ -187,12 +187,12 @@ async def test_a_stream_of_spans_survives_a_server_that_is_killed(server: Server
     await client.enqueue_rollout("task")
     claimed = await client.dequeue_rollout("worker")
     assert claimed is not None
-    ids = {"rollout_id": claimed.rollout_id, "attempt_id": claimed.attempt.attempt_id}
+    rollout_id, attempt_id = claimed.rollout_id, claimed.attempt.attempt_id
     writer = SpanWriter(client, max_batch=20, max_delay_s=0.005)
     put: list[str] = []
     restarting = asyncio.create_task(asyncio.sleep(0))
     for number in range(600):
-        span = Span.from_attributes(attributes={"number": number}, **ids)
+        span = Span.from_attributes(attributes={"number": number}, rollout_id=rollout_id, attempt_id=attempt_id)
         assert writer.put(span)
         put.append(span.span_id)
         await asyncio.sleep(0.001)
@@ -202,7 +202,7 @@ async def test_a_stream_of_spans_survives_a_server_that_is_killed(server: Server
             restarting = asyncio.create_task(server.start())
     await restarting
     assert await writer.flush(timeout_s=60)
-    assert writer.dropped(**ids) == 0
+    assert writer.dropped(rollout_id, attempt_id) == 0
     stored = await client.query_spans(claimed.rollout_id)
     assert [span.span_id for span in stored] == put
     assert [span.sequence_id for span in stored] == list(range(1, 601))

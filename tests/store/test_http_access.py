@@ -79,7 +79,7 @@ async def test_nothing_else_is_open_to_the_token_of_an_attempt() -> None:
         assert (await ask(server, "POST", AGL + "/spans/batch", both, token=token))[0] == 403
 
         ids = {"rollout_id": mine.rollout_id, "attempt_id": mine.attempt.attempt_id}
-        valid = {"/rollouts/search": {}, "/rollouts/delete": {"rollout_ids": []}, "/spans/search": {}}
+        valid: dict[str, Any] = {"/rollouts/search": {}, "/rollouts/delete": {"rollout_ids": []}, "/spans/search": {}}
         for route in ROUTES:
             if (route.method, route.path) in asked:
                 continue

@@ -115,7 +115,7 @@ async def test_the_exporter_of_opentelemetry_stores_what_our_own_tracer_would(
     assert attempt.status == "running"
     assert await asyncio.to_thread(exporter.export, spans) is SpanExportResult.SUCCESS
     assert len(await stored(store, rollout)) == 2
-    exporter.shutdown()
+    exporter.shutdown()  # type: ignore[no-untyped-call] # theirs
 
 
 async def test_json_stores_the_same(server: LightningStoreServer, store: LightningStore) -> None:
@@ -226,7 +226,7 @@ async def test_with_the_token_of_an_attempt_the_ids_may_be_left_out_and_no_other
         assert status == 403
         assert len(await stored(store, mine)) == 2
         assert await stored(store, other) == []
-        exporter.shutdown()
+        exporter.shutdown()  # type: ignore[no-untyped-call] # theirs
 
 
 async def test_a_stranger_is_refused_in_the_language_of_otlp() -> None:

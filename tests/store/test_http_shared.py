@@ -37,7 +37,7 @@ def serve(database: str, count: int) -> Iterator[list[tuple[subprocess.Popen[str
 
 
 async def work(client: LightningStoreClient, worker_id: str, done: list[str]) -> None:
-    while claimed := await client.dequeue_rollout(worker_id, timeout=2):
+    while claimed := await client.dequeue_rollout(worker_id, timeout=0.5):
         rollout_id, attempt_id = claimed.rollout_id, claimed.attempt.attempt_id
         span = Span.from_attributes(attributes={"by": worker_id}, rollout_id=rollout_id, attempt_id=attempt_id)
         await client.add_span(span)

@@ -38,10 +38,12 @@ class TestInMemoryLightningStore(StoreConformance):
 async def filled(rollouts: int) -> InMemoryLightningStore:
     """A store with so many finished rollouts of one run, an attempt each."""
     store = InMemoryLightningStore()
-    requests = [EnqueueRolloutRequest(input=n, metadata={"group": n // 4, "step": n // 64}) for n in range(rollouts)]
-    await store.enqueue_many_rollouts(requests)
-    for claimed in await store.dequeue_many_rollouts(limit=rollouts, worker_id="worker-1"):
-        await store.update_attempt(claimed.rollout_id, claimed.attempt.attempt_id, status="succeeded")
+    for first in range(0, rollouts, 1000):  # all at once would outlast the leases, of a million
+        numbers = range(first, min(first + 1000, rollouts))
+        requests = [EnqueueRolloutRequest(input=n, metadata={"group": n // 4, "step": n // 64}) for n in numbers]
+        await store.enqueue_many_rollouts(requests)
+        for claimed in await store.dequeue_many_rollouts(limit=1000, worker_id="worker-1"):
+            await store.update_attempt(claimed.rollout_id, claimed.attempt.attempt_id, status="succeeded")
     return store
 
 

@@ -12,10 +12,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 Estimator = Literal["grpo", "dr_grpo", "rloo"]
 Group = TypeVar("Group", bound=Hashable)
+
+
+class Scale(NamedTuple):
+    """How the rewards of a group become advantages: ``(reward - mean) * factor``."""
+
+    mean: float
+    factor: float
 
 
 def group_advantages(
@@ -46,8 +53,26 @@ def group_advantages(
     Raises:
         ValueError: the two differ in length, or a reward is not finite.
     """
+    scales_R = group_scales(rewards_R, groups_R, estimator, epsilon=epsilon)
+    return [(reward - mean) * factor for reward, (mean, factor) in zip(rewards_R, scales_R, strict=True)]
+
+
+def group_scales(
+    rewards_R: Sequence[float],
+    groups_R: Sequence[Hashable],
+    estimator: Estimator = "grpo",
+    *,
+    epsilon: float = 1e-6,
+) -> list[Scale]:
+    """Returns what turns a reward into an advantage, for the group of each rollout; arguments as `group_advantages`.
+
+    A call with a reward of its own (a credit rule) is put on the scale of its rollout's group: ``(r - mean) * factor``.
+
+    Raises:
+        ValueError: as ``group_advantages``.
+    """
     members = _members(rewards_R, groups_R)
-    advantages_R = [0.0] * len(rewards_R)
+    scales_R = [Scale(0.0, 1.0)] * len(rewards_R)
     for indices in members.values():
         n = len(indices)
         mean = math.fsum(rewards_R[i] for i in indices) / n if n > 1 else 0.0
@@ -58,8 +83,8 @@ def group_advantages(
         elif estimator == "rloo" and n > 1:
             scale = n / (n - 1)  # r - (n mean - r) / (n - 1) = (r - mean) n / (n - 1)
         for i in indices:
-            advantages_R[i] = (rewards_R[i] - mean) * scale
-    return advantages_R
+            scales_R[i] = Scale(mean, scale)
+    return scales_R
 
 
 def zero_spread_groups(

@@ -16,7 +16,7 @@ from agentlightning.errors import AdapterError
 from agentlightning.reward import find_final_reward
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, EnqueueRolloutRequest, Rollout, Span, Triplet
-from agentlightning_algorithms.grpo.advantage import Estimator, group_advantages, zero_spread_groups
+from agentlightning_algorithms.grpo.advantage import Estimator, group_scales, zero_spread_groups
 from agentlightning_algorithms.grpo.updater import Row
 
 logger = logging.getLogger("agentlightning")
@@ -106,6 +106,9 @@ def build_experience(
 ) -> Experience:
     """Gives every model call of a batch the advantage of its rollout within the rollout's group.
 
+    Where the adapter has a credit rule, each call has a reward of its own (``Triplet.reward``). A rollout then counts
+    with the mean of its calls' rewards, and each call gets its own advantage on the scale of its rollout's group.
+
     Args:
         episodes: finished rollouts.
         estimator: the formula of the advantages.
@@ -113,20 +116,21 @@ def build_experience(
         max_length: tokens, prompt and response, that the trainer takes; longer calls are left out after the advantages.
     """
     scored_R = [
-        (episode, failed_reward if episode.reward is None else episode.reward)
+        (episode, failed_reward if episode.reward is None else _mean_credit(episode))
         for episode in episodes
         if (episode.reward is not None or failed_reward is not None) and episode.error not in _UNUSABLE
     ]
     rewards_R = [float(reward) for _, reward in scored_R if reward is not None]
     groups_R = [episode.group for episode, _ in scored_R]
     flat = zero_spread_groups(rewards_R, groups_R)
-    advantages_R = group_advantages(rewards_R, groups_R, estimator)
+    scales_R = group_scales(rewards_R, groups_R, estimator)
     experience = Experience()
     counts = {"calls": 0, "calls_without_tokens": 0, "calls_too_long": 0}
-    for (episode, _), advantage in zip(scored_R, advantages_R, strict=True):
+    for (episode, _), reward, (mean, factor) in zip(scored_R, rewards_R, scales_R, strict=True):
         for triplet in episode.triplets:
             counts["calls"] += 1
-            row = triplet_to_row(triplet, advantage)
+            worth = triplet.reward if _has_credit(triplet) and triplet.reward is not None else reward
+            row = triplet_to_row(triplet, (worth - mean) * factor)
             if row is None:
                 counts["calls_without_tokens"] += 1
             elif len(row.prompt_ids) + len(row.response_ids) > max_length:
@@ -142,6 +146,17 @@ def build_experience(
         **{name: float(count) for name, count in counts.items()},
     }
     return experience
+
+
+def _mean_credit(episode: Episode) -> float | None:
+    """What a rollout counts as: the mean of its calls where a credit rule says what they are worth, else its reward."""
+    worth = [t.reward for t in episode.triplets if _has_credit(t) and t.reward is not None]
+    return statistics.fmean(worth) if worth else episode.reward
+
+
+def _has_credit(triplet: Triplet) -> bool:
+    """Whether ``Triplet.reward`` is a credit rule's; else it is whatever was emitted after this very call."""
+    return "credit" in triplet.metadata
 
 
 _UNUSABLE = frozenset({"SpansDropped", "AdapterError"})

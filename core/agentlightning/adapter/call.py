@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -37,7 +38,9 @@ def find_calls(nodes: Sequence[Node], is_call: Callable[[Span], bool]) -> list[C
     """Finds the model calls, in the order of their beginnings.
 
     The spans of one call are: a client's span and those it encloses that do not name another response; spans that
-    overlap and name the same response; the gateway's span that has a client's as parent or names its response.
+    overlap and name the same response; the gateway's span that has a client's as parent or names its response. A
+    framework's span that knows neither id nor answer is of the one call that happened in its time and lost its place in
+    the tree.
 
     Args:
         nodes: parents before their children.
@@ -65,7 +68,49 @@ def find_calls(nodes: Sequence[Node], is_call: Callable[[Span], bool]) -> list[C
         call.nodes.append(node)
         call.response_id = call.response_id or response_id
         call.is_complete = bool(node.span.attributes[semconv.GATEWAY_COMPLETE])
-    return sorted(calls, key=lambda call: (call.anchor.start, call.anchor.span.sequence_id))
+    return _join_frames(sorted(calls, key=lambda call: (call.anchor.start, call.anchor.span.sequence_id)))
+
+
+def _join_frames(calls: list[Call]) -> list[Call]:
+    """Gives calls that hang higher in the tree than they should the place of the framework's span around them.
+
+    OpenAI Agents is recorded like that by AgentOps: a generation under its agent says nothing of the answer, and the
+    client's span, which does, is a child of the root. Where two such frames enclose a call, or one encloses two, nobody
+    can tell, and nothing is joined.
+    """
+    ends: list[tuple[float, int]] = []  # of the frames that began so far, in order
+    enclosed: dict[int, list[int]] = {}
+    for position, call in enumerate(calls):
+        if _is_frame(call):
+            bisect.insort(ends, (call.anchor.end, position))
+        elif len(ends) - bisect.bisect_left(ends, (call.anchor.end, -1)) == 1:
+            enclosed.setdefault(ends[-1][1], []).append(position)
+    gone = set()
+    for frame, positions in enclosed.items():
+        if len(positions) == 1 and _is_lost(calls[positions[0]], calls[frame]):
+            found = calls[positions[0]]
+            found.nodes = [*calls[frame].nodes, *found.nodes]
+            found.anchor = calls[frame].anchor
+            gone.add(frame)
+    return [call for position, call in enumerate(calls) if position not in gone] if gone else calls
+
+
+def _is_frame(call: Call) -> bool:
+    if call.response_id is not None or call.gateway is not None:
+        return False
+    return not any(
+        node.span.status.status_code == "ERROR" or semconv.read_output_messages(node.span) for node in call.nodes
+    )
+
+
+def _is_lost(call: Call, frame: Call) -> bool:
+    """Whether a call hangs from something that the frame's own parent is under."""
+    above = frame.anchor.parent
+    while above is not None:
+        above = above.parent
+        if above is not None and above is call.anchor.parent:
+            return True
+    return False
 
 
 def _add_clients(

@@ -86,7 +86,7 @@ class FrameworkAgent(LitAgent[Any], Generic[A]):
             if not isinstance(template, PromptTemplate):
                 kind = type(template).__name__
                 raise ConfigError(f"prompt {path!r} comes from the resource {name!r}, which is a {kind}, no prompt")
-            texts[path] = template.format(**_gaps(task))
+            texts[path] = template.format(**{"task": task, **_fields(rollout.input), **_fields(task)})
         return _choose_llm(scope_to_attempt(resources, rollout)), texts
 
 
@@ -116,10 +116,11 @@ def _read_prompt(path: str, value: str | PromptTemplate | None, texts: Mapping[s
     return value or path, PromptTemplate(own)
 
 
-def _gaps(task: Any) -> dict[str, Any]:
-    """What a prompt may mention: the task, and the fields of one that has names."""
-    fields = {key: value for key, value in task.items() if isinstance(key, str)} if isinstance(task, Mapping) else {}
-    return {"task": task, **fields}
+def _fields(task: Any) -> dict[str, Any]:
+    """What a prompt may mention of a task, by name."""
+    if not isinstance(task, Mapping):
+        return {}
+    return {name: value for name, value in task.items() if isinstance(name, str) and name != "self"}
 
 
 def _choose_llm(resources: NamedResources) -> LLM | None:

@@ -24,12 +24,19 @@ Prompts: TypeAlias = Mapping[str, str | PromptTemplate | None] | Iterable[str]
 class RewardedAgent(LitAgent[Any]):
     """An agent whose output a reward function turns into the final reward."""
 
+    agent: LitAgent[Any]
+    _reward: RewardFunction | None
+    _task_to_input: Callable[[Any], Any] | None
+
     def __init__(
         self,
         agent: LitAgent[Any],
         reward: RewardFunction | None = None,
         task_to_input: Callable[[Any], Any] | None = None,
     ) -> None:
+        if isinstance(agent, RewardedAgent):  # what is said last counts
+            reward, task_to_input = reward or agent._reward, task_to_input or agent._task_to_input
+            agent = agent.agent
         self.agent = agent
         self._reward = reward
         self._task_to_input = task_to_input
@@ -98,7 +105,7 @@ def wrap(
 
 def initial_prompts(agent: LitAgent[Any]) -> dict[str, PromptTemplate]:
     """What the tuned prompts of a wrapped object begin as, by the name of their resource."""
-    while isinstance(agent, RewardedAgent):
+    if isinstance(agent, RewardedAgent):
         agent = agent.agent
     return agent.prompts if isinstance(agent, FrameworkAgent) else {}
 

@@ -7,6 +7,7 @@ from agentlightning.facade import resolve_lazily
 if TYPE_CHECKING:
     from agentlightning.store.factory import create_store as create_store
     from agentlightning.store.protocol import LightningStore as LightningStore
+    from agentlightning.store.retention import Retention as Retention
     from agentlightning_plugins.memory_store import InMemoryLightningStore as InMemoryLightningStore
     from agentlightning_plugins.postgresql_store import PostgresLightningStore as PostgresLightningStore
     from agentlightning_plugins.sqlite_store import SqliteLightningStore as SqliteLightningStore
@@ -19,6 +20,7 @@ __all__ = [
     "LightningStoreClient",
     "LightningStoreServer",
     "PostgresLightningStore",
+    "Retention",
     "SqliteLightningStore",
     "create_store",
 ]
@@ -30,6 +32,7 @@ __getattr__ = resolve_lazily(
         "LightningStore": "agentlightning.store.protocol",
         "LightningStoreClient": ("store", "http"),
         "LightningStoreServer": ("server", "store"),
+        "Retention": "agentlightning.store.retention",
         "PostgresLightningStore": ("store", "postgresql"),
         "SqliteLightningStore": ("store", "sqlite"),
         "create_store": "agentlightning.store.factory",

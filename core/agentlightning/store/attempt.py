@@ -102,17 +102,11 @@ class AttemptMethods(Transactional):
             await self._tell_workers(change, before, outcome.attempt, time)
             return change
 
-        if status is not UNSET and status not in LIVE_ATTEMPT:
-            return await self._step(rollout_id, attempt_id, plan)
-
-        async def plan_afresh() -> Change[Attempt]:
-            return await plan(*await self._find_attempt(rollout_id, attempt_id))
-
-        return await self._commit(plan_afresh)
+        ends = status is not UNSET and status not in LIVE_ATTEMPT
+        return await self._step(rollout_id, attempt_id, plan, beats=ends)
 
     async def release_attempt(self, rollout_id: str, attempt_id: str) -> Rollout:
-        async def plan() -> Change[Rollout]:
-            rollout, row = await self._find_attempt(rollout_id, attempt_id)
+        async def plan(rollout: Row[Rollout], row: Row[Attempt]) -> Change[Rollout]:
             before, time = row.record, now()
             outcome = release(rollout.record, before, time)
             change: Change[Rollout] = Change(attempted(outcome.rollout, outcome.attempt))
@@ -121,7 +115,7 @@ class AttemptMethods(Transactional):
                 await self._tell_workers(change, before, outcome.attempt, time)
             return change
 
-        return await self._commit(plan)
+        return await self._step(rollout_id, attempt_id, plan)
 
     async def _tell_workers(self, change: Change[Any], before: Attempt, after: Attempt, time: float) -> None:
         """Writes what the change of an attempt means for the worker that had it and the one that has it now."""

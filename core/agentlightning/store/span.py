@@ -116,5 +116,5 @@ class SpanMethods(Transactional):
                 change.step(rollout, attempt, outcome, time)
             return change
 
-        await self._step(rollout_id, attempt_id, plan)
+        await self._step(rollout_id, attempt_id, plan, beats=True)
         self._database.mark_begun((rollout_id, attempt_id))

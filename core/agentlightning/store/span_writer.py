@@ -9,9 +9,9 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from agentlightning.errors import ConflictError, NotFoundError, StoreError
 from agentlightning.store.protocol import LightningStore
@@ -19,6 +19,7 @@ from agentlightning.types import Span
 
 logger = logging.getLogger("agentlightning")
 
+T = TypeVar("T")
 MAX_BYTES: Final = 64 * 2**20
 AttemptKey: TypeAlias = tuple[str, str]
 """Rollout id and attempt id."""
@@ -88,6 +89,7 @@ class SpanWriter:
         self._last_settled = 0
         self._underway: dict[AttemptKey, _Underway] = {}
         self._dropped: Counter[AttemptKey] = Counter()
+        self._told: dict[AttemptKey, int] = {}
         self._waiters: list[tuple[int, concurrent.futures.Future[None]]] = []
         self._thread: threading.Thread | None = None
         self._store_loop: asyncio.AbstractEventLoop | None = None
@@ -176,6 +178,9 @@ class SpanWriter:
     ) -> bool:
         """Waits until the spans put so far are stored, or dropped and counted.
 
+        Waiting for all attempts also writes to each how many of its spans were lost: whoever runs an attempt knows of
+        its own writer only, and a gateway in another process has one too.
+
         Args:
             rollout_id: with ``attempt_id``: waits for one attempt only.
             attempt_id: see ``rollout_id``.
@@ -184,6 +189,15 @@ class SpanWriter:
         Returns:
             False when the time ran out.
         """
+        if not await self._wait_until_settled(rollout_id, attempt_id, timeout_s):
+            return False
+        if rollout_id is None:
+            await self._tell_losses()
+        return True
+
+    async def _wait_until_settled(
+        self, rollout_id: str | None, attempt_id: str | None, timeout_s: float | None
+    ) -> bool:
         self.bind_loop()
         settled: concurrent.futures.Future[None] = concurrent.futures.Future()
         with self._changed:
@@ -276,18 +290,33 @@ class SpanWriter:
                     self._dropped[key] += lost
                 logger.warning("%d spans of attempt %s of rollout %s are lost: %s", lost, key[1], key[0], error)
 
+    async def _tell_losses(self) -> None:
+        with self._changed:
+            news = {key: count for key, count in self._dropped.items() if self._told.get(key) != count}
+        for (rollout_id, attempt_id), count in news.items():
+            try:
+                await self._at_home(self._store.update_attempt(rollout_id, attempt_id, spans_dropped=count))
+            except NotFoundError:  # its spans were lost because there is no such attempt
+                pass
+            except (StoreError, OSError) as error:
+                logger.warning("the loss of %d spans of attempt %s was not noted: %s", count, attempt_id, error)
+                continue
+            self._told[rollout_id, attempt_id] = count
+
+    async def _at_home(self, call: Coroutine[Any, Any, T]) -> T:
+        """Awaits a call of the store where the store lives."""
+        loop = self._store_loop
+        if loop is None or loop is _running_loop():
+            return await call
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, loop))
+
     async def _add(self, spans: Sequence[Span], retry_s: float) -> Exception | None:
         """Stores spans, trying again while the store fails; returns why that was not to be."""
         began = time.monotonic()
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
-                if self._store_loop is None:
-                    await self._store.add_many_spans(spans)
-                else:
-                    await asyncio.wrap_future(
-                        asyncio.run_coroutine_threadsafe(self._add_to_store(spans), self._store_loop)
-                    )
+                await self._at_home(self._add_to_store(spans))
                 return None
             except Exception as error:  # isolation point: whatever the store raises must not end the thread
                 patience_s = min(retry_s, _CONFLICT_S) if isinstance(error, ConflictError) else retry_s

@@ -90,14 +90,20 @@ class Transactional(LightningStore):
         raise ConflictError(f"others kept changing {keys} in {MAX_RACES} tries; nothing was written, try again later")
 
     async def _step(
-        self, rollout_id: str, attempt_id: str, plan: Callable[[Row[Rollout], Row[Attempt]], Awaitable[Change[T]]]
+        self,
+        rollout_id: str,
+        attempt_id: str,
+        plan: Callable[[Row[Rollout], Row[Attempt]], Awaitable[Change[T]]],
+        *,
+        beats: bool = False,
     ) -> T:
-        """As ``_commit``, for a step of an attempt that will probably write; a ``hold`` spares it the reads.
+        """As ``_commit``, for a change of an attempt.
 
-        The heartbeat of what is held may be old, so the step has to write one.
+        ``beats`` says that it writes a heartbeat too. Only then may it be planned from what is held, which spares the
+        reads: spans renew the stored heartbeat without a new revision, and an older one must not replace it.
         """
         held = self._database.held.pop((rollout_id, attempt_id), None)
-        if held is not None:
+        if held is not None and beats:
             with contextlib.suppress(ConflictError):  # perhaps because it is outdated
                 change = await plan(*held)
                 if change.writes and await self._database.backend.commit(change.writes, change.guards, change.events):

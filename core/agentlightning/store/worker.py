@@ -8,7 +8,7 @@ from typing import Any, get_args
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.frozen import FrozenList, freeze
 from agentlightning.lifecycle import lose_claim
-from agentlightning.store.backend import Put
+from agentlightning.store.backend import Put, Row
 from agentlightning.store.filter import Filter, check_choice, find
 from agentlightning.store.transaction import Transactional, now
 from agentlightning.store.transition import Change, describe_work, revoked
@@ -19,6 +19,7 @@ from agentlightning.types import (
     AttemptFailure,
     FilterLogic,
     PaginatedResult,
+    Rollout,
     SortOrder,
     Unset,
     Worker,
@@ -100,8 +101,7 @@ class WorkerMethods(Transactional):
         """Ends an attempt of a dead worker; False if it has ended meanwhile."""
         error = AttemptFailure(type="Unresponsive", message=f"worker {attempt.worker_id!r} was reported dead")
 
-        async def plan() -> Change[bool]:
-            rollout, row = await self._find_attempt(attempt.rollout_id, attempt.attempt_id)
+        async def plan(rollout: Row[Rollout], row: Row[Attempt]) -> Change[bool]:
             if row.record.status not in LIVE_ATTEMPT or row.record.worker_id != attempt.worker_id:
                 return Change(False)
             time = now()
@@ -112,6 +112,6 @@ class WorkerMethods(Transactional):
             return change
 
         try:
-            return await self._commit(plan)
+            return await self._step(attempt.rollout_id, attempt.attempt_id, plan)
         except NotFoundError:  # deleted meanwhile
             return False

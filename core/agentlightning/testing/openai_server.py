@@ -112,7 +112,7 @@ class ScriptedOpenAI:
 
     async def _record(self, request: web.Request) -> RecordedRequest:
         raw = await request.read()
-        recorded = RecordedRequest(request.path, request.headers, raw, json.loads(raw))
+        recorded = RecordedRequest(request.path_qs, request.headers, raw, json.loads(raw))
         self.requests.append(recorded)
         return recorded
 
@@ -155,9 +155,10 @@ class ScriptedOpenAI:
     def _reply(
         self, request: RecordedRequest, answer: Answer, reply_id: str
     ) -> ChatReply | ResponsesReply | MessagesReply:
-        if request.path == "/v1/responses":
+        path = request.path.partition("?")[0]
+        if path == "/v1/responses":
             return ResponsesReply(request.body, answer, reply_id)
-        if request.path == "/v1/messages":
+        if path == "/v1/messages":
             return MessagesReply(request.body, answer, reply_id)
         return ChatReply(request.body, answer, reply_id, give_ids=self._token_ids == "give")
 

@@ -46,6 +46,7 @@ class RecordedRequest:
     """What a client sent."""
 
     path: str
+    """With the query, if there is one."""
     headers: Mapping[str, str]
     """By name in any case."""
     raw: bytes

@@ -101,7 +101,9 @@ def _load_agent(order: Order) -> tuple[LitAgent[Any] | None, Link]:
         get_manager().create("tracer", order.tracer)
     except (LightningError, ImportError) as error:
         mend = "see that `python -c 'import ...'` of the module works in this environment"
-        return None, broken("agent", one_line(error), mend if "importing" in str(error) else "name it another way")
+        return None, broken(
+            "agent", one_line(error), mend if "importing" in str(error) else "the message says what it has to be"
+        )
     return agent, ok("agent", f"{order.agent} is {_describe(found, agent)}")
 
 

@@ -57,6 +57,8 @@ class Finding:
     def _calls(self) -> Link:
         """Whether the agent used the endpoint it was given, and was answered."""
         recorded, answered = self._recorded, self._answered
+        if not recorded and self.rollout.status != "succeeded":
+            return unchecked("calls", "the rollout failed before it made one")
         if not recorded:
             elsewhere = [span for span in self.spans if semconv.is_llm_call(span)]
             if elsewhere:
@@ -143,6 +145,8 @@ class Finding:
             by = f", by {', '.join(names)}" if names else ""
             return triplets, ok("triplets", f"{_count(triplets, 'triplet')} to learn from{by}")
         left_out = self.adapter.explain_left_out(self.spans)
+        if not left_out and self.rollout.status != "succeeded":
+            return [], unchecked("triplets", "the rollout failed before it made a model call")
         if not left_out:
             return [], broken("triplets", "no triplets: no span is a model call", _USE_LLM)
         reasons = "; ".join(f"{count} {reason}" for reason, count in left_out.items())

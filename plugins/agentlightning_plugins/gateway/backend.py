@@ -81,6 +81,10 @@ class Backend:
         """Whether it has an address to ask."""
         return bool(self.endpoint)
 
+    def hide_key(self, text: bytes) -> bytes:
+        """Blacks out this endpoint's key: some servers quote the one that they do not like."""
+        return text if self.api_key is None else text.replace(self.api_key.encode(), b"***")
+
     def mark(self, failure: str | None) -> None:
         """Notes that somebody could not reach it, or could (None)."""
         if failure is not None and self.failure is None:
@@ -96,10 +100,12 @@ class Backend:
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
     def url(self, path: str) -> URL:
-        """The URL of ``chat/completions`` and the like; parsed once."""
+        """The URL of ``chat/completions`` and the like; parsed once, unless an agent adds a query."""
         url = self._urls.get(path)
         if url is None:
-            url = self._urls[path] = URL(self.provider.url(self.endpoint, path))
+            url = URL(self.provider.url(self.endpoint, path))
+            if "?" not in path:
+                self._urls[path] = url
         return url
 
     def authorize(self, headers: Mapping[str, str]) -> Mapping[str, str]:

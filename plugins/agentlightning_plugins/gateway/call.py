@@ -84,6 +84,8 @@ class Call:
     """The same, parsed."""
     model: str
     trace: Trace
+    query: str = ""
+    """Of the agent's URL, without the question mark."""
     wire: Dialect = field(init=False)
     """What the backend is spoken to in: the agent's dialect, or Chat Completions when ``translation`` is set."""
     translation: Translation | None = None
@@ -130,6 +132,11 @@ class Call:
                     f"{', '.join(sorted(spoken))}; set the entry's 'provider' if it does, or to 'litellm'"
                 )
             self._speak(CHAT, translation)
+
+    @property
+    def path(self) -> str:
+        """Where the request goes at the backend, below ``/v1/``."""
+        return self.wire.path if not self.query or self.translation is not None else f"{self.wire.path}?{self.query}"
 
     def _speak(self, wire: Dialect, translation: Translation | None = None) -> None:
         self.wire, self.translation = wire, translation

@@ -22,7 +22,7 @@ class Part:
     name: str = ""
     """Of the tool that is called."""
     logprobs: list[Any] = field(default_factory=list)
-    """Of its tokens, as Chat Completions tells them."""
+    """Of its tokens, as Chat Completions tells them, where they are kept."""
 
 
 class Step(NamedTuple):
@@ -37,7 +37,13 @@ class Step(NamedTuple):
 class PartReader:
     """Cuts an answer, whole or in chunks, into parts. It reads one choice: the APIs it serves know no more."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_logprobs: bool = False) -> None:
+        """Begins an answer.
+
+        Args:
+            keeps_logprobs: whether parts collect the log-probabilities of their tokens, which are most of an answer.
+        """
+        self._keeps_logprobs = keeps_logprobs
         self.parts: list[Part] = []
         self.finish_reason: str | None = None
         self.id: str = ""
@@ -91,7 +97,9 @@ class PartReader:
         if isinstance(choice.get("stop_reason"), str):
             self.stop_sequence = choice["stop_reason"]
         delta = choice.get("delta") or {}
-        logprobs = tuple((choice.get("logprobs") or {}).get("content") or ())
+        logprobs: tuple[Any, ...] = ()
+        if self._keeps_logprobs:
+            logprobs = tuple((choice.get("logprobs") or {}).get("content") or ())
         yield from self._add("reasoning", delta.get("reasoning_content") or delta.get("reasoning"))
         yield from self._add("text", delta.get("content"), logprobs)
         yield from self._add("refusal", delta.get("refusal"))

@@ -65,7 +65,7 @@ class Completion:
     output_tokens: int | None = None
     weight_version: int | None = None
     error: str | None = None
-    """What the backend told instead of the rest of a stream."""
+    """What the backend told instead of an answer, or of the rest of a stream."""
     is_ended: bool = False
     """Whether the event has come with which this API ends its streams; those of OpenAI's older ones end with DONE."""
 

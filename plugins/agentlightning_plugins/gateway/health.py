@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Final
 
@@ -18,20 +19,30 @@ INTERVAL_S: Final = 10.0
 _DOWN_INTERVAL_S: Final = 1.0
 """Between two looks at one that is down."""
 _TIMEOUT_S: Final = 5.0
+_MAX_SILENCES: Final = 3
+"""Looks in a row that may stay without an answer: a server that trains or compiles is busy, not gone."""
 
 
 class HealthCheck:
     """Asks each backend for its models every few seconds. Any answer below 500 shows that somebody is there."""
 
-    def __init__(self, backends: Callable[[], Iterable[Backend]], interval_s: float = INTERVAL_S) -> None:
+    def __init__(
+        self,
+        backends: Callable[[], Iterable[Backend]],
+        interval_s: float = INTERVAL_S,
+        timeout_s: float = _TIMEOUT_S,
+    ) -> None:
         """Prepares the check.
 
         Args:
             backends: those to look at; asked again for each round, as a model list may change.
             interval_s: for backends that are up; those that are down are looked at every second, if that is sooner.
+            timeout_s: for one look.
         """
         self._backends = backends
         self._interval_s = interval_s
+        self._timeout_s = timeout_s
+        self._silences: Counter[bytes] = Counter()
         self._next_look: dict[bytes, float] = {}
 
     async def run(self) -> None:
@@ -39,7 +50,7 @@ class HealthCheck:
         clock = asyncio.get_running_loop().time
         async with aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(force_close=True),  # whether a new one can be made is the question
-            timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S),
+            timeout=aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=self._timeout_s / 2),
             cookie_jar=aiohttp.DummyCookieJar(),
         ) as session:
             while True:
@@ -61,4 +72,11 @@ class HealthCheck:
                     failure = f"GET {url} answered {answer.status}"
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             failure = why(error)
+            if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ConnectionTimeoutError):
+                self._silences[backend.identity] += 1
+                if self._silences[backend.identity] < _MAX_SILENCES:
+                    return
+                failure = f"it did not answer for {self._timeout_s:g} s, {_MAX_SILENCES} times in a row"
+        else:
+            self._silences.pop(backend.identity, None)
         backend.mark(failure)

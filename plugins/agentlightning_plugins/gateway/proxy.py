@@ -252,11 +252,11 @@ class LLMProxy:
         endpoint = resource.get_base_url(rollout_id, attempt_id)
         if rollout_id is None or attempt_id is None:
             return resource
-        secret = attempt_token.derive_secret(self.store.token if self.store is not None else None)
+        store_token = self.store.token if self.store is not None else None
         return LLM(
             endpoint=endpoint,
             model=model,
-            api_key=attempt_token.mint(secret, rollout_id, attempt_id, attempt_token.expiry(time.time(), None)),
+            api_key=attempt_token.issue(store_token, rollout_id, attempt_id),
             sampling_parameters=resource.sampling_parameters,
         )
 

@@ -48,8 +48,7 @@ class ResponsesTranslation:
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         self._body = body
-        self._reader = PartReader()
-        self._gives_logprobs = wants_logprobs(body)
+        self._reader = PartReader(keeps_logprobs=wants_logprobs(body))
         self._number = 0
         self._has_begun = False
 
@@ -87,7 +86,7 @@ class ResponsesTranslation:
         item = {"output_index": part.index, "item_id": self._item_id(part)}
         where = item if part.kind == "tool_call" else item | {"content_index": 0}
         if step.event == "delta":
-            extra = {"logprobs": self._logprobs(step.logprobs)} if part.kind == "text" else {}
+            extra = {"logprobs": list(step.logprobs)} if part.kind == "text" else {}
             return self._event(f"{_EVENT[part.kind]}.delta", **where, delta=step.delta, **extra)
         is_start = step.event == "start"
         whole = self._item(part, "in_progress" if is_start else "completed")
@@ -101,7 +100,7 @@ class ResponsesTranslation:
             return told + self._event("response.content_part.added", **where, part=blank)
         done: dict[str, Any] = {_TEXT_KEY[part.kind]: part.text}
         if part.kind == "text":
-            done["logprobs"] = self._logprobs(part.logprobs)
+            done["logprobs"] = list(part.logprobs)
         elif part.kind == "tool_call":
             done["name"] = part.name
         told = self._event(f"{_EVENT[part.kind]}.done", **where, **done)
@@ -155,12 +154,9 @@ class ResponsesTranslation:
             case "refusal":
                 content: dict[str, Any] = {"type": "refusal", "refusal": part.text}
             case _:
-                content = {"type": "output_text", "text": part.text, "annotations": []}
-                content["logprobs"] = self._logprobs(part.logprobs)
+                logprobs = list(part.logprobs)
+                content = {"type": "output_text", "text": part.text, "annotations": [], "logprobs": logprobs}
         return item | {"type": "message", "role": "assistant", "content": [content]}
-
-    def _logprobs(self, logprobs: list[Any] | tuple[Any, ...]) -> list[Any]:
-        return list(logprobs) if self._gives_logprobs else []
 
 
 def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:

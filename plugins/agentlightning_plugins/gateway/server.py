@@ -238,7 +238,8 @@ class GatewayServer:
             message = f"the backend's answer is not one of {call.wire.path} ({error!r}): {excerpt}"
             return self._fail(call, refuse(call.dialect, 502, message, "bad_gateway"))
         _read_version(call, reply.headers, version)
-        call.is_complete = True
+        call.error = call.completion.error
+        call.is_complete = call.error is None
         self._finish(call, reply.status)
         return _respond(reply._replace(body=dump_json(answer)) if is_changed else reply)
 
@@ -262,6 +263,8 @@ class GatewayServer:
                         if not piece:
                             break
                         shown = reader.feed(piece)
+                        if call.error is not None:
+                            shown = _hide_key(call, shown)
                         if shown and not reader.is_done:
                             await response.write(shown)
                         patience.seen()
@@ -350,6 +353,7 @@ async def _read_call(request: web.BaseRequest, dialect: Dialect, attempt: tuple[
         body=body,
         model=model,
         trace=Trace.from_header(request.headers.get("traceparent")),
+        query=request.query_string,
     )
 
 
@@ -363,6 +367,13 @@ def _read_version(call: Call, headers: Mapping[str, str], version: int | None) -
     if call.completion.weight_version is None:
         stated = read_version(headers.get("x-weight-version"))
         call.completion.weight_version = version if stated is None else stated
+
+
+def _hide_key(call: Call, shown: bytes) -> bytes:
+    """Blacks out the backend's key in the error that its stream told, and in what the agent sees of it."""
+    assert call.backend is not None
+    call.error = call.backend.hide_key((call.error or "").encode()).decode()
+    return call.backend.hide_key(shown)
 
 
 def _over(attempt: Attempt) -> str:

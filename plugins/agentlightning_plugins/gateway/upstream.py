@@ -143,7 +143,7 @@ class Upstream:
             body = dump_json({**call.sent_body, **fields})
         try:
             with Patience(self._read_timeout_s) as patience:
-                response = await backend.provider.send(self._session, backend, call.wire.path, body, headers)
+                response = await backend.provider.send(self._session, backend, call.path, body, headers)
                 patience.seen()
                 if response.status == 200 and response.content_type == "text/event-stream":
                     return response
@@ -175,8 +175,7 @@ def relayed_headers(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
 
 
 def _read_error(call: Call, backend: Backend, status: int, headers: Mapping[str, str], body: bytes) -> Reply:
-    if backend.api_key is not None:  # some servers quote the key they do not like
-        body = body.replace(backend.api_key.encode(), b"***")
+    body = backend.hide_key(body)
     try:
         answer = parse_json(body)
         error = answer.get("error", answer)

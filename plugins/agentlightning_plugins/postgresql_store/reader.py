@@ -96,7 +96,7 @@ class Readers:
             connection = self._connections.pop() if self._connections else await self._server.reconnect()
             try:
                 await _answer(connection, items)
-            except Exception as error:
+            except Exception as error:  # whatever it is: a connection that is gone is replaced, another error goes on
                 if not is_lost(connection, error):
                     self._connections.append(connection)
                     raise
@@ -145,6 +145,6 @@ def _join(sql: str, types: tuple[type, ...]) -> str:
     arrays = ", ".join(f"${number}::{_TYPES[kind]}[]" for number, kind in enumerate(types, 1))
     names = ", ".join(f"p{number}" for number in range(1, len(types) + 1))
     return (
-        f"SELECT asked.number, found.* FROM unnest({arrays}) WITH ORDINALITY AS asked ({names}, number) "  # noqa: S608 # statements of our own
+        f"SELECT asked.number, found.* FROM unnest({arrays}) WITH ORDINALITY AS asked ({names}, number) "  # noqa: S608 # names of ours
         f"CROSS JOIN LATERAL ({inner}) AS found ORDER BY asked.number"
     )

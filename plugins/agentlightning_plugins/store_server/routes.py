@@ -91,8 +91,8 @@ class Health(TypedDict):
 
 async def _health(context: Context) -> Health:
     """Says that the server is there; open to everybody."""
-    able = context.store.capabilities
-    return {"status": "ok", "capabilities": {**{name: bool(able[name]) for name in able}, "otlp_traces": True}}
+    able = {name: bool(value) for name, value in context.store.capabilities.items()}
+    return {"status": "ok", "capabilities": {**able, "otlp_traces": True}}
 
 
 async def _enqueue(context: Context, rollouts: Sequence[Any]) -> Sequence[Rollout]:

@@ -1,0 +1,85 @@
+"""What frameworks hold and nobody can pickle reaches a runner process all the same."""
+
+from __future__ import annotations
+
+import ssl
+import threading
+import weakref
+from typing import Any
+
+import pytest
+from openai import AsyncAzureOpenAI, AsyncOpenAI, OpenAI
+
+from agentlightning.litagent.pickling import dump, load
+from agentlightning_integrations.openai_client import carry_clients
+
+MISSING = object()
+"""As frameworks mark what is not there: compared by identity."""
+
+
+class Node:
+    def __init__(self) -> None:
+        self.me = weakref.ref(self)
+
+
+def through(value: Any) -> Any:
+    return load(dump(value))
+
+
+def test_locks_are_new_and_free() -> None:
+    held = threading.Lock()
+    held.acquire()
+    lock, rlock = through((held, threading.RLock()))
+    assert lock.acquire(blocking=False)
+    assert rlock.acquire(blocking=False)
+    rlock.release()
+
+
+def test_tls_settings_are_the_default_ones() -> None:
+    assert through(ssl.create_default_context()).verify_mode is ssl.CERT_REQUIRED
+
+
+def test_a_marker_of_a_module_is_still_the_same_object() -> None:
+    assert through([MISSING])[0] is MISSING
+    assert isinstance(through(object()), object)
+
+
+def test_a_weak_reference_refers_to_the_copy() -> None:
+    copy = through(Node())
+    assert copy.me() is copy
+
+
+@pytest.mark.parametrize("cls", [OpenAI, AsyncOpenAI])
+def test_a_client_keeps_its_settings(cls: Any) -> None:
+    carry_clients()
+    client = cls(
+        base_url="http://127.0.0.1:9/v1",
+        api_key="sk-mine",
+        max_retries=7,
+        timeout=3.5,
+        organization="org",
+        default_headers={"x-team": "blue"},
+        default_query={"v": "1"},
+    )
+    copy = through({"client": client, "completions": client.chat.completions})
+    other = copy["client"]
+    assert type(other) is cls
+    assert (str(other.base_url), other.api_key, other.max_retries) == ("http://127.0.0.1:9/v1/", "sk-mine", 7)
+    assert (other.timeout, other.organization) == (3.5, "org")
+    assert other.default_headers["x-team"] == "blue"
+    assert other.default_query == {"v": "1"}
+    assert copy["completions"]._client is other
+
+
+def test_a_client_of_azure_keeps_its_version() -> None:
+    carry_clients()
+    client = AsyncAzureOpenAI(api_version="2026-01-01", azure_endpoint="https://mine.example.com", api_key="k")
+    other = through(client)
+    assert (other._api_version, str(other.base_url)) == ("2026-01-01", str(client.base_url))
+
+
+def test_a_socket_is_refused() -> None:
+    import socket
+
+    with socket.socket() as connection, pytest.raises(TypeError, match="socket"):
+        dump(connection)

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import Iterator
+
+import pytest
+from opentelemetry import trace as otel
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from agentlightning_integrations.span_tree import SpanTree, leave_ended, to_text
+
+
+class Recording:
+    """A tree of spans and what it recorded."""
+
+    def __init__(self) -> None:
+        self.exporter, provider = InMemorySpanExporter(), TracerProvider()
+        provider.add_span_processor(SimpleSpanProcessor(self.exporter))
+        self.tracer = provider.get_tracer("test")
+        self.tree = SpanTree(self.tracer)
+
+    @property
+    def spans(self) -> dict[str, ReadableSpan]:
+        return {span.name: span for span in self.exporter.get_finished_spans()}
+
+    def parent_of(self, name: str) -> str | None:
+        parent = self.spans[name].parent
+        ids = {span.context.span_id: other for other, span in self.spans.items()}
+        return None if parent is None else ids[parent.span_id]
+
+
+@pytest.fixture
+def recording() -> Iterator[Recording]:
+    recording = Recording()
+    yield recording
+    recording.tree.clear()
+    leave_ended()
+
+
+def test_what_runs_inside_comes_under_the_innermost_open_span(recording: Recording) -> None:
+    recording.tree.begin("a", "agent", {})
+    recording.tree.begin("t", "tool", {"left.out": None, "kept": 1})
+    recording.tracer.start_span("by somebody else").end()
+    recording.tree.end("t", {"result": "5"})
+    recording.tracer.start_span("after the tool").end()
+    recording.tree.end("a")
+    assert recording.parent_of("by somebody else") == "tool"
+    assert recording.parent_of("after the tool") == recording.parent_of("tool") == "agent"
+    assert dict(recording.spans["tool"].attributes or {}) == {"kept": 1, "result": "5"}
+
+
+def test_a_named_parent_counts_more_than_the_active_span_and_is_found_through_what_has_none(
+    recording: Recording,
+) -> None:
+    recording.tree.begin("a", "agent", {})
+    recording.tree.skip("s", "a")
+    recording.tree.skip("deeper", "s")
+    recording.tree.begin("other", "other", {})
+    recording.tree.begin("t", "tool", {}, parent="deeper")
+    recording.tree.begin("unknown", "of nobody", {}, parent="no such id")
+    for key in ("unknown", "t", "other", "a"):
+        recording.tree.end(key)
+    assert recording.parent_of("tool") == "agent"
+    assert recording.parent_of("of nobody") == "tool"
+
+
+async def test_a_span_that_ends_in_another_task_is_active_no_more(recording: Recording) -> None:
+    recording.tree.begin("a", "agent", {})
+    recording.tree.begin("t", "tool", {})
+
+    async def end() -> None:
+        recording.tree.end("t")
+        recording.tree.end("a")
+
+    await asyncio.create_task(end())
+    recording.tree.begin("b", "next", {})
+    recording.tree.end("b")
+    assert recording.parent_of("next") is None
+    assert not otel.get_current_span().get_span_context().is_valid
+
+
+def test_threads_and_contexts_do_not_see_each_others_spans(recording: Recording) -> None:
+    def run(number: int) -> None:
+        recording.tree.begin(("a", number), f"agent {number}", {})
+        barrier.wait()
+        recording.tracer.start_span(f"inside {number}").end()
+        barrier.wait()
+        recording.tree.end(("a", number))
+
+    barrier = threading.Barrier(4)
+    threads = [threading.Thread(target=contextvars.Context().run, args=(run, number)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [recording.parent_of(f"inside {number}") for number in range(4)] == [f"agent {n}" for n in range(4)]
+
+
+def test_an_error_is_on_the_span_and_ends_without_a_begin_do_no_harm(recording: Recording) -> None:
+    recording.tree.begin("a", "agent", {})
+    recording.tree.end("a", error=LookupError("down"))
+    recording.tree.end("a")
+    recording.tree.end("never begun")
+    span = recording.spans["agent"]
+    assert span.status.description == "LookupError: down"
+    assert [event.name for event in span.events] == ["exception"]
+
+
+def test_what_was_left_open_ends_with_the_tree(recording: Recording) -> None:
+    recording.tree.begin("a", "agent", {})
+    recording.tree.clear()
+    assert set(recording.spans) == {"agent"}
+
+
+@pytest.mark.parametrize(("value", "text"), [("as it is", "as it is"), (None, None), ({"a": 1}, '{"a": 1}'), (5, "5")])
+def test_a_value_is_a_text_or_json(value: object, text: str | None) -> None:
+    assert to_text(value) == text

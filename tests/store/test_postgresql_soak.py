@@ -1,0 +1,85 @@
+"""A PostgreSQL store with a million rollouts and a million spans: minutes each, run by ``make soak``."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from agentlightning.testing.store.step import claim
+from agentlightning.types import Span
+from agentlightning_plugins.postgresql_store import PostgresLightningStore
+from tests.benchmarks.bench_durable import fill, measure_steps
+from tests.postgresql import PostgresServer, running_server
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
+
+
+@pytest.fixture
+def open_store() -> Iterator[Callable[[], PostgresLightningStore]]:
+    """Opens a store in a new database of a server of the test's own, with every commit on disk."""
+    with running_server() as server:
+        yield lambda: PostgresLightningStore(_new_database(server))
+
+
+def _new_database(server: PostgresServer) -> str:
+    return server.url(server.lend_database(durable=True))
+
+
+async def test_steps_cost_the_same_with_a_thousand_and_a_million_rollouts(
+    open_store: Callable[[], PostgresLightningStore],
+) -> None:
+    steps: list[dict[str, float]] = []
+    for stored in (1000, 1_000_000):
+        store = open_store()
+        await fill(store, stored)
+        best = await measure_steps(store)
+        for _ in range(2):  # the best of three: what else the machine does is not the store's
+            again = await measure_steps(store)
+            best = {step: min(ms, again[step]) for step, ms in best.items()}
+        steps.append(best)
+        await store.close()
+    few, many = steps
+    slower = {step: (few[step], many[step]) for step in few if many[step] > 2 * few[step] + 1.0}
+    assert slower == {}, "milliseconds with few and with many"
+
+
+async def test_a_million_spans_stream_through_in_bounded_memory(
+    open_store: Callable[[], PostgresLightningStore],
+) -> None:
+    total, batch = 1_000_000, 1000
+    store = open_store()
+    claimed = await claim(store)
+    peaks: list[int] = []
+
+    def note() -> None:
+        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (1 if sys.platform != "darwin" else 1024))
+
+    for start in range(0, total, batch):
+        spans = [
+            Span.from_attributes(
+                attributes={"n": number},
+                rollout_id=claimed.rollout_id,
+                attempt_id=claimed.attempt.attempt_id,
+                span_id=f"{number:016x}",
+            )
+            for number in range(start, start + batch)
+        ]
+        assert len(await store.add_many_spans(spans)) == batch
+        if start == 50 * batch:
+            note()
+    note()
+    seen, cursor = 0, None
+    while True:
+        page = await store.query_spans(None, limit=batch, cursor=cursor)
+        for number, span in enumerate(page.items, seen):
+            assert span.sequence_id == number + 1
+        seen, cursor = seen + len(page.items), page.cursor
+        if cursor is None:
+            break
+    note()
+    assert seen == total
+    assert peaks[-1] - peaks[0] < 100_000, f"KiB at 50,000 and 1,000,000 spans, and after reading them: {peaks}"
+    await store.close()
