@@ -166,11 +166,15 @@ async def test_a_server_that_streams_and(name: str) -> None:
 
 
 async def assert_incomplete(case: Case, rollout: Any) -> None:
-    span = await case.span(rollout)
+    span = await case.eventual_span(rollout)  # an agent may leave at the first error in a stream, before its end
     assert span.attributes["agentlightning.gateway.complete"] is False
     assert span.status.status_code == "ERROR"
-    status = await case.proxy.status()
-    assert (status["in_flight"], status["waiting"]) == (0, 0)
+
+    async def is_idle() -> bool:
+        return (await case.proxy.status())["in_flight"] == 0
+
+    await until(is_idle)
+    assert len(await case.spans(rollout)) == 1
 
 
 async def test_an_agent_of_another_dialect_gets_errors_in_its_own() -> None:

@@ -80,20 +80,17 @@ async def gather_episodes(
 def read_episode(rollout: Rollout, spans: Sequence[Span], adapter: TraceAdapter[Sequence[Triplet]]) -> Episode:
     """Reads a finished rollout; one whose spans cannot be used says so in ``error`` and the log."""
     error = ""
-    if isinstance(rollout, AttemptedRollout):
-        if rollout.attempt.spans_dropped:
-            logger.warning(
-                "rollout %s is left out: %d of its spans were lost", rollout.rollout_id, rollout.attempt.spans_dropped
-            )
-            return Episode(rollout, None, error="SpansDropped")
-        if rollout.attempt.error is not None:
-            error = rollout.attempt.error.type
+    attempt = rollout.attempt if isinstance(rollout, AttemptedRollout) else None
+    if attempt is not None and attempt.error is not None:
+        error = attempt.error.type
     reward = find_final_reward(spans) if rollout.status == "succeeded" else None
     try:
-        triplets = adapter.adapt(spans)
+        triplets = adapter.adapt(spans) if attempt is None else adapter.adapt_attempt(attempt, spans)
     except AdapterError as adapter_error:
         logger.warning("rollout %s is left out: %s", rollout.rollout_id, adapter_error)
         return Episode(rollout, reward, error="AdapterError")
+    if triplets is None:
+        return Episode(rollout, None, error="SpansDropped")
     return Episode(rollout, reward, triplets, error)
 
 

@@ -99,7 +99,7 @@ async def _write_parquet(records: AsyncIterator[BaseModel], path: Path) -> int:
         import pyarrow as arrow
         from pyarrow import parquet
     except ImportError as error:
-        raise ConfigError("writing Parquet needs pyarrow. Install with: pip install pyarrow") from error
+        raise ConfigError("writing Parquet needs pyarrow. Install with: pip install 'lightning[datasets]'") from error
     count, writer = 0, None
     batch: list[dict[str, Any]] = []
 

@@ -89,7 +89,7 @@ def _read_parquet(path: Path) -> list[Any]:
     try:
         import pyarrow.parquet as parquet
     except ImportError as error:
-        raise ConfigError(f"{path}: reading Parquet needs pyarrow. Install with: pip install pyarrow") from error
+        raise ConfigError(f"{path}: reading Parquet needs pyarrow. Install with: pip install 'lightning[datasets]'") from error
     try:
         tasks: list[Any] = parquet.read_table(path).to_pylist()
     except ValueError as error:  # pyarrow's own errors are ValueErrors
@@ -101,7 +101,7 @@ def _load_hugging_face(name: str, split: str) -> Dataset[Any]:
     try:
         import datasets
     except ImportError as error:
-        raise ConfigError(f"hf:{name} needs datasets. Install with: pip install datasets") from error
+        raise ConfigError(f"hf:{name} needs datasets. Install with: pip install 'lightning[datasets]'") from error
     try:
         if Path(name).is_dir():
             loaded = datasets.load_from_disk(name)
