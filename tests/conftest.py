@@ -1,7 +1,7 @@
 """What every test may rely on: no key, no download, one thread of arithmetic, a GPU where it says so.
 
-A test runs in the environment ``main``, unless it lies in ``tests/newest`` or ``tests/verl``, which name environments that
-cannot live together with it. ``pytest.mark.environment("main", "newest")`` on a module makes it run in several.
+A test runs in the environment ``main``, unless it lies in ``tests/newest`` or ``tests/verl``, which name environments
+that cannot live together with it. ``pytest.mark.environment("main", "newest")`` on a module makes it run in several.
 """
 
 from __future__ import annotations

@@ -54,7 +54,6 @@ LONG_FILES: dict[str, str] = {
 # What a declared distribution shows of another in its own API.
 DECLARED_THROUGH = {
     "google": "opentelemetry-proto",
-    "httpx": "openai",
     "langchain_core": "langchain",
     "multidict": "aiohttp",
     "pydantic_core": "pydantic",

@@ -252,7 +252,7 @@ class _Recorder:
             case ToolUsageErrorEvent():
                 self._spans.end(event.started_event_id, error=RuntimeError(str(event.error)))
             case _ if event.type.endswith("_started"):
-                self._spans.skip(event.event_id, parent)
+                self._spans.pass_over(event.event_id, parent)
 
     def _begin_agent(self, key: str, role: str, given: Any, parent: str | None) -> None:
         attributes = {OPERATION: "invoke_agent", AGENT_NAME: role.strip(), INPUT: to_text(given)}

@@ -78,7 +78,7 @@ class SpanHandler(BaseCallbackHandler):
         name, metadata = str(kwargs.get("name") or ""), metadata or {}
         agent_name = metadata.get("lc_agent_name")
         if name in ("__start__", "__end__"):
-            self._spans.skip(run_id, parent_run_id)
+            self._spans.pass_over(run_id, parent_run_id)
         elif any(tag.startswith("graph:step:") for tag in tags or ()) and metadata.get("langgraph_node") == name:
             is_agent = metadata.get("ls_integration") != "langchain_create_agent"
             attributes = {"langchain.chain.type": name} if is_agent else {}
@@ -87,7 +87,7 @@ class SpanHandler(BaseCallbackHandler):
             attributes = {OPERATION: "invoke_agent", AGENT_NAME: name}
             self._spans.begin(run_id, f"invoke_agent {name}", attributes, parent_run_id)
         else:
-            self._spans.skip(run_id, parent_run_id)
+            self._spans.pass_over(run_id, parent_run_id)
 
     def on_chain_end(self, outputs: Any, *, run_id: UUID, **kwargs: Any) -> None:
         """Ends a graph or a node."""

@@ -163,7 +163,7 @@ class _Recorder(TracingProcessor):
         elif isinstance(data, GuardrailSpanData):
             self._spans.begin(span.span_id, f"guardrail {data.name}", {OPERATION: "guardrail"}, span.parent_id)
         else:
-            self._spans.skip(span.span_id, span.parent_id)
+            self._spans.pass_over(span.span_id, span.parent_id)
 
     def on_span_end(self, span: Span[Any]) -> None:
         """Ends our span, with what is known by now."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import ssl
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-import httpx
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient, DefaultHttpxClient, OpenAI
 
 from agentlightning.litagent.pickling import register_reducer
@@ -45,7 +45,9 @@ def sync_client(llm: LLM) -> Iterator[OpenAI]:
 
 @functools.cache
 def _tls() -> ssl.SSLContext:
-    return httpx.create_ssl_context()
+    package = DefaultHttpxClient.__mro__[1].__module__.partition(".")[0]  # httpx, or httpx2 from openai 3 on
+    context: ssl.SSLContext = importlib.import_module(package).create_ssl_context()
+    return context
 
 
 def carry_clients() -> None:

@@ -56,7 +56,7 @@ class SpanTree:
         inside = otel_context.set_value(_ENTERED, (span, around), otel.set_span_in_context(span, around))
         otel_context.attach(inside)
 
-    def skip(self, key: Hashable, parent: Hashable) -> None:
+    def pass_over(self, key: Hashable, parent: Hashable) -> None:
         """Says that something has no span of its own: what names it as parent comes under its parent."""
         if parent is not None:
             with self._lock:

@@ -42,7 +42,8 @@ class ClientServerExecutionStrategy(ExecutionStrategy):
             main_process: ``runner`` runs the only runner in this process, where debuggers work, and the algorithm in a
                 process of its own.
             managed_store: whether we serve the store, rather than use one that is served already at that address;
-                AGL_MANAGED_STORE, default true.
+                AGL_MANAGED_STORE, default true. A trainer whose store is an ``http://`` one uses that, whatever this
+                says.
 
         Raises:
             ConfigError: a value that is not allowed.
@@ -77,7 +78,9 @@ class ClientServerExecutionStrategy(ExecutionStrategy):
         token = os.environ.get("AGL_TOKEN")
         url = f"http://{self.server_host}:{self.server_port}"
         async with contextlib.AsyncExitStack() as stack:
-            if self.managed_store and self.role != "runner":
+            if isinstance(store, LightningStoreClient):  # served already: runners go there
+                url, token = store.url, store.token
+            elif self.managed_store and self.role != "runner":
                 if token is None and self.role == "both":
                     token = secrets.token_urlsafe(24)  # nobody else has business with a store that dies with us
                 server = LightningStoreServer(store, self.server_host, self.server_port, token=token)

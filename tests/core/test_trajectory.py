@@ -175,7 +175,7 @@ steps = st.lists(st.tuples(st.booleans(), st.integers(0, 20), tokens, tokens), m
 
 
 @given(steps)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_ids_mask_and_logprobs_always_fit_and_say_what_was_sampled(
     steps: list[tuple[bool, int, list[int], list[int]]],
 ) -> None:

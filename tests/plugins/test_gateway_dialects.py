@@ -244,6 +244,16 @@ async def test_messages_reach_a_chat_server_and_are_recorded_with_tokens() -> No
     assert kinds[-1] == "message_stop"
 
 
+async def test_a_limit_and_a_refusal_are_told_as_messages_do() -> None:
+    script = [Answer("cut", finish_reason="length"), Answer(refusal="No.")]
+    async with ScriptedOpenAI(script) as server, gateway(server) as case:
+        _, client = await case.start()
+        messages = (await case.anthropic_client(client)).messages
+        limited, refused = [await messages.create(model="m", max_tokens=9, messages=HELLO) for _ in script]
+    assert limited.stop_reason == "max_tokens"
+    assert (refused.stop_reason, refused.content[0].to_dict()) == ("refusal", {"type": "text", "text": "No."})
+
+
 async def test_a_request_of_messages_says_the_same_in_chat() -> None:
     image = {"type": "base64", "media_type": "image/png", "data": "AA=="}
     body = {

@@ -130,6 +130,18 @@ async def test_the_query_of_a_url_passes_and_counting_is_passed_on() -> None:
     assert paths == ["/v1/messages?beta=true"]
 
 
+async def test_an_error_inside_a_stream_of_chat_is_recorded() -> None:
+    sent = b'data: {"error":{"message":"overloaded"}}\n\ndata: [DONE]\n\n'
+    async with ScriptedOpenAI([Answer(body=sent, content_type="text/event-stream")]) as server, gateway(server) as case:
+        rollout, client = await case.start()
+        with pytest.raises(openai.APIError, match="overloaded"):
+            async for _ in await client.chat.completions.create(model="m", messages=HELLO, stream=True):
+                pass
+        span = await case.span(rollout)
+    assert "overloaded" in (span.status.description or "")
+    assert span.attributes["agentlightning.gateway.complete"] is False
+
+
 async def test_embeddings_pass_untouched_and_are_no_training_data() -> None:
     body = {"model": "m", "input": ["ab", "c"], "dimensions": 2, "novel": 1}
     async with ScriptedOpenAI() as server, gateway(server) as case:

@@ -89,7 +89,7 @@ def _read_parquet(path: Path) -> list[Any]:
     try:
         import pyarrow.parquet as parquet
     except ImportError as error:
-        raise ConfigError(f"{path}: reading Parquet needs pyarrow. Install with: pip install 'lightning[datasets]'") from error
+        raise ConfigError(f"{path}: Parquet needs pyarrow. Install with: pip install 'lightning[datasets]'") from error
     try:
         tasks: list[Any] = parquet.read_table(path).to_pylist()
     except ValueError as error:  # pyarrow's own errors are ValueErrors

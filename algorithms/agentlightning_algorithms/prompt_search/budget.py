@@ -1,0 +1,90 @@
+"""What a search may spend, and what it has spent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from agentlightning import semconv
+from agentlightning.adapter.call import find_calls
+from agentlightning.adapter.tree import build_tree
+from agentlightning.errors import ConfigError
+from agentlightning.types import Span
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Model calls and their tokens."""
+
+    model: str
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+@dataclass
+class Budget:
+    """Counts model calls, tokens and money, the agents' own among them as far as their spans tell."""
+
+    max_calls: int | None = None
+    max_tokens: int | None = None
+    """Of prompts and answers together."""
+    max_cost: float | None = None
+    """In the currency of ``prices``."""
+    prices: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """By model: for a million tokens of prompts, and of answers. A model that is not in it costs nothing."""
+    calls: int = 0
+    tokens: int = 0
+    cost: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_calls", "max_tokens", "max_cost"):
+            limit = getattr(self, name)
+            if limit is not None and not limit > 0:
+                raise ConfigError(f"{name} = {limit}: above 0 is needed; None is no limit")
+        self.prices = {model: (float(price[0]), float(price[1])) for model, price in self.prices.items()}
+
+    def require_prices(self, *models: str) -> None:
+        """Checks that the cost of these models can be counted.
+
+        Raises:
+            ConfigError: there is a ``max_cost`` and one of them has no price.
+        """
+        for model in models:
+            if self.max_cost is not None and model not in self.prices:
+                raise ConfigError(
+                    f"max_cost = {self.max_cost} needs the price of {model!r}: "
+                    f"prices={{{model!r}: (for a million prompt tokens, for a million answer tokens)}}"
+                )
+
+    def price(self, usage: Usage) -> float:
+        """What a call costs."""
+        prompt, completion = self.prices.get(usage.model, (0.0, 0.0))
+        return (usage.prompt_tokens * prompt + usage.completion_tokens * completion) / 1e6
+
+    def spend(self, used: Iterable[Usage]) -> None:
+        """Counts calls."""
+        for usage in used:
+            self.calls += 1
+            self.tokens += usage.prompt_tokens + usage.completion_tokens
+            self.cost += self.price(usage)
+
+    def is_spent(self, further: Iterable[Usage] = ()) -> bool:
+        """Whether a limit is reached when ``further`` calls are counted too."""
+        after = Budget(calls=self.calls, tokens=self.tokens, cost=self.cost, prices=self.prices)
+        after.spend(further)
+        pairs = ((after.calls, self.max_calls), (after.tokens, self.max_tokens), (after.cost, self.max_cost))
+        return any(limit is not None and spent >= limit for spent, limit in pairs)
+
+
+def read_usage(spans: Iterable[Span]) -> list[Usage]:
+    """The model calls of an attempt; one that client and gateway both recorded is one."""
+    used = []
+    for call in find_calls(build_tree(list(spans), repair=True), semconv.is_llm_call):
+        attributes = [node.span.attributes for node in reversed(call.nodes)]
+        model = next(filter(None, (semconv.read_model(node.span) for node in reversed(call.nodes))), "")
+        tokens = [
+            next((int(found[key]) for found in attributes if key in found), 0)
+            for key in (semconv.GEN_AI_INPUT_TOKENS, semconv.GEN_AI_OUTPUT_TOKENS)
+        ]
+        used.append(Usage(model, *tokens))
+    return used
