@@ -11,9 +11,29 @@ from agentlightning.hookspecs import Component, hookimpl
 def components() -> Iterable[Component]:
     root = "agentlightning_algorithms"
     return [
+        Component(
+            "algorithm",
+            "apo",
+            f"{root}.prompt_search.apo:APO",
+            extra="apo",
+            summary="tunes prompts by textual gradients and beam search",
+        ),
         Component("algorithm", "baseline", f"{root}.baseline:Baseline", summary="runs the agent over the data"),
         Component("algorithm", "evaluation", f"{root}.evaluation:Evaluation", summary="says how good an agent is"),
         Component(
+            "algorithm",
+            "gepa",
+            f"{root}.prompt_search.gepa:GEPA",
+            extra="gepa",
+            summary="tunes prompts by reflection and Pareto selection",
+        ),
+        Component(
             "algorithm", "grpo", f"{root}.grpo.algorithm:GRPO", extra="grpo", summary="trains weights on one machine"
+        ),
+        Component(
+            "resource",
+            "prompt_candidate",
+            f"{root}.prompt_search.candidate:Candidate",
+            summary="lineage and scores of prompts that were tried",
         ),
     ]

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from agentlightning.adapter import TracerTraceToTriplet as TracerTraceToTriplet
     from agentlightning.adapter import TraceToMessages as TraceToMessages
     from agentlightning.adapter import TraceToTriplet as TraceToTriplet
+    from agentlightning.algorithm import APO as APO
+    from agentlightning.algorithm import GEPA as GEPA
     from agentlightning.algorithm import GRPO as GRPO
     from agentlightning.algorithm import Algorithm as Algorithm
     from agentlightning.algorithm import Baseline as Baseline
@@ -96,6 +98,8 @@ if TYPE_CHECKING:
     from agentlightning_plugins.gateway import LLMProxy as LLMProxy
 
 __all__ = [
+    "APO",
+    "GEPA",
     "GRPO",
     "LLM",
     "AdapterError",
@@ -193,10 +197,12 @@ _HOME = {
         "TracerTraceToTriplet",
     ),
     "agentlightning.algorithm": (
+        "APO",
         "Algorithm",
         "Baseline",
         "FastAlgorithm",
         "FunctionalAlgorithm",
+        "GEPA",
         "GRPO",
         "RunContext",
         "algo",

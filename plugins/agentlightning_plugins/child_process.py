@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -15,6 +17,10 @@ from pathlib import Path
 from typing import IO, Any, Final, Literal, TypeVar
 
 import cloudpickle
+
+from agentlightning.execution import RunnerJob
+from agentlightning_plugins.job_process import RECYCLE_EXIT_CODE, UNLOADABLE_EXIT_CODE, JobTarget
+from agentlightning_plugins.supervisor import Ending
 
 logger = logging.getLogger("agentlightning")
 T = TypeVar("T")
@@ -31,9 +37,7 @@ class ChildProcesses:
         self, role: Literal["runner", "algorithm"], job: Any, url: str, token: str | None, run_id: str
     ) -> None:
         self._role = role
-        self._payload = cloudpickle.dumps(
-            {"sys_path": [path or str(Path.cwd()) for path in sys.path], "url": url, "token": token, "run_id": run_id}
-        )
+        self._target = json.dumps(JobTarget.of_this_process(url, token, run_id)).encode()
         self._job = cloudpickle.dumps(job)
         self._threads = ThreadPoolExecutor(64, thread_name_prefix=f"{role}-processes")
 
@@ -58,7 +62,7 @@ class ChildProcesses:
         finally:
             os.close(read_fd)
         try:
-            await self._in_thread(_write_all, write_fd, self._payload, self._job)
+            await self._in_thread(_write_all, write_fd, self._target, self._job)
             code = await self._in_thread(process.wait)
             await self._in_thread(_finish, pumps)
             return code, pumps[1].last_line
@@ -74,6 +78,28 @@ class ChildProcesses:
 
     async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+
+
+class RunnerProcesses:
+    """Runners as processes of this machine."""
+
+    def __init__(self, job: RunnerJob, url: str, token: str | None, run_id: str) -> None:
+        self._processes = ChildProcesses("runner", job, url, token, run_id)
+
+    async def run(self, worker_id: str) -> Ending:
+        """See ``Runners``."""
+        code, last_line = await self._processes.run(worker_id)
+        if code == 0:
+            return Ending("done")
+        if code == RECYCLE_EXIT_CODE:
+            return Ending("worn out")
+        if code == UNLOADABLE_EXIT_CODE:
+            return Ending("unloadable", last_line)
+        return Ending("died", f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}")
+
+    def close(self) -> None:
+        """See ``Runners``."""
+        self._processes.close()
 
 
 class _Pump(threading.Thread):

@@ -7,14 +7,15 @@ import contextlib
 import os
 import secrets
 import threading
+from collections.abc import AsyncIterator
 from typing import Literal, cast
 
 from agentlightning.errors import ConfigError
-from agentlightning.execution import RUNNERS_FAILED, AlgorithmJob, ExecutionStrategy, RunnerJob
+from agentlightning.execution import AlgorithmJob, ExecutionStrategy, RunnerJob
 from agentlightning.store.protocol import LightningStore
-from agentlightning_plugins.child_process import ChildProcesses
+from agentlightning_plugins.child_process import ChildProcesses, RunnerProcesses
 from agentlightning_plugins.stopping import until_sigterm
-from agentlightning_plugins.supervisor import Supervisor
+from agentlightning_plugins.supervisor import Supervisor, run_both
 
 Role = Literal["both", "algorithm", "runner"]
 
@@ -73,21 +74,15 @@ class ClientServerExecutionStrategy(ExecutionStrategy):
 
     async def _execute(self, algorithm: AlgorithmJob, runner: RunnerJob, store: LightningStore) -> None:
         from agentlightning_plugins.store_client import LightningStoreClient
-        from agentlightning_plugins.store_server import LightningStoreServer
 
-        token = os.environ.get("AGL_TOKEN")
-        url = f"http://{self.server_host}:{self.server_port}"
+        is_server = self.managed_store and self.role != "runner"
         async with contextlib.AsyncExitStack() as stack:
-            if isinstance(store, LightningStoreClient):  # served already: runners go there
-                url, token = store.url, store.token
-            elif self.managed_store and self.role != "runner":
-                if token is None and self.role == "both":
-                    token = secrets.token_urlsafe(24)  # nobody else has business with a store that dies with us
-                server = LightningStoreServer(store, self.server_host, self.server_port, token=token)
-                await server.start()
-                stack.push_async_callback(server.stop)
-                url = server.endpoint
+            if is_server or isinstance(store, LightningStoreClient):
+                url, token = await stack.enter_async_context(
+                    served(store, self.server_host, self.server_port, is_private=self.role == "both")
+                )
             else:
+                url, token = f"http://{self.server_host}:{self.server_port}", os.environ.get("AGL_TOKEN")
                 store = LightningStoreClient(url, token=token, run_id=store.run_id)
                 stack.push_async_callback(store.close)
             if self.role == "algorithm":
@@ -95,27 +90,38 @@ class ClientServerExecutionStrategy(ExecutionStrategy):
             elif self.main_process == "runner":
                 await _run_runner_here(algorithm, runner, store, url, token)
             else:
-                supervisor = Supervisor(runner, store, url, token, self.n_runners)
-                await (supervisor.run() if self.role == "runner" else _run_both(algorithm, store, supervisor))
+                processes = RunnerProcesses(runner, url, token, store.run_id)
+                supervisor = Supervisor(processes, store, self.n_runners)
+                await (supervisor.run() if self.role == "runner" else run_both(algorithm, store, supervisor))
 
 
-async def _run_both(algorithm: AlgorithmJob, store: LightningStore, supervisor: Supervisor) -> None:
-    runners = asyncio.create_task(supervisor.run())
-    work = asyncio.ensure_future(algorithm(store))
-    reason: str | None = None
+@contextlib.asynccontextmanager
+async def served(
+    store: LightningStore, host: str, port: int, *, is_private: bool
+) -> AsyncIterator[tuple[str, str | None]]:
+    """Serves a store for as long as the context lasts, unless it is served already; gives URL and token.
+
+    Args:
+        store: what runners are to reach.
+        host: where it is served.
+        port: 0 takes a free one.
+        is_private: whether nobody but our own runners has business with it: without AGL_TOKEN, it gets a random token.
+    """
+    from agentlightning_plugins.store_client import LightningStoreClient
+    from agentlightning_plugins.store_server import LightningStoreServer
+
+    if isinstance(store, LightningStoreClient):
+        yield store.url, store.token
+        return
+    token = os.environ.get("AGL_TOKEN")
+    if token is None and is_private:
+        token = secrets.token_urlsafe(24)
+    server = LightningStoreServer(store, host, port, token=token)
+    await server.start()
     try:
-        done, _ = await asyncio.wait({runners, work}, return_when=asyncio.FIRST_COMPLETED)
-        if runners in done and runners.exception() is None:  # each ran as many rollouts as it was to
-            await work
-        if runners in done and runners.exception() is not None:
-            reason = RUNNERS_FAILED
-        for task in (runners, work):  # when both failed, the runners did so first
-            if task in done:
-                task.result()
+        yield server.endpoint, token
     finally:
-        for task in (work, runners):
-            task.cancel(reason)
-            await asyncio.gather(task, return_exceptions=True)
+        await server.stop()
 
 
 async def _run_runner_here(

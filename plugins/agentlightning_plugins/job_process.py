@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import pickle
 import signal
 import sys
 import threading
-from typing import Any, BinaryIO, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from agentlightning.execution import AlgorithmJob, RunnerJob
 
 RECYCLE_EXIT_CODE: Final = 75
 """A runner process ends with this to be replaced at once: it had too many threads that would not stop."""
@@ -28,31 +33,58 @@ def main() -> int:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     pipe = os.fdopen(pipe_fd, "rb")
-    target = pickle.loads(_read_part(pipe))  # noqa: S301 # written by our own parent into an inherited pipe
-    sys.path[:] = [*target["sys_path"], *(path for path in sys.path if path not in target["sys_path"])]
+    target = JobTarget(*json.loads(_read_part(pipe)))
     try:
-        job = pickle.loads(_read_part(pipe))  # noqa: S301 # as above
+        job = load_job(_read_part(pipe), target)
     except Exception as error:  # isolation point: importing the user's modules may raise anything
         print(f"{type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201 # the parent quotes this line
         return UNLOADABLE_EXIT_CODE
     threading.Thread(target=_watch_parent, args=(pipe, stop), daemon=True).start()
-    return asyncio.run(_run(role, job, target, name, stop))
+    if role == "algorithm":
+        return asyncio.run(_run_algorithm(job, target, stop))
+    return 0 if asyncio.run(run_runner(job, target, name, stop)) else RECYCLE_EXIT_CODE
 
 
-async def _run(role: str, job: Any, target: dict[str, Any], name: str, stop: threading.Event) -> int:
+class JobTarget(NamedTuple):
+    """What a job needs to know of the process that it comes from."""
+
+    sys_path: list[str]
+    url: str
+    """Of the store."""
+    token: str | None
+    run_id: str
+
+    @classmethod
+    def of_this_process(cls, url: str, token: str | None, run_id: str) -> JobTarget:
+        """What jobs need to know of this one."""
+        return cls([path or str(Path.cwd()) for path in sys.path], url, token, run_id)
+
+
+def load_job(pickled: bytes, target: JobTarget) -> Any:
+    """Loads a job that our own parent has pickled.
+
+    Raises:
+        Exception: whatever importing the user's modules raises.
+    """
+    sys.path[:] = [*target.sys_path, *(path for path in sys.path if path not in target.sys_path)]
+    return pickle.loads(pickled)  # noqa: S301 # it comes through an inherited pipe, or Ray's own channel
+
+
+async def run_runner(job: RunnerJob, target: JobTarget, worker_id: str, stop: threading.Event) -> bool:
+    """Runs a runner's job against the store that it is for. False: a fresh process should take over."""
     from agentlightning.store.factory import create_store
 
-    store = create_store(target["url"], run=target["run_id"], token=target["token"])
+    store = create_store(target.url, run=target.run_id, token=target.token)
     try:
-        if role == "algorithm":
-            return await _run_algorithm(job, store, stop)
-        finished = await job(store, name, stop)
-        return RECYCLE_EXIT_CODE if finished is False else 0
+        return await job(store, worker_id, stop) is not False
     finally:
         await store.close()
 
 
-async def _run_algorithm(job: Any, store: Any, stop: threading.Event) -> int:
+async def _run_algorithm(job: AlgorithmJob, target: JobTarget, stop: threading.Event) -> int:
+    from agentlightning.store.factory import create_store
+
+    store = create_store(target.url, run=target.run_id, token=target.token)
     work = asyncio.ensure_future(job(store))
     loop = asyncio.get_running_loop()
 
@@ -66,6 +98,8 @@ async def _run_algorithm(job: Any, store: Any, stop: threading.Event) -> int:
         await work
     except asyncio.CancelledError:
         return 128 + signal.SIGTERM
+    finally:
+        await store.close()
     return 0
 
 

@@ -81,6 +81,13 @@ def components() -> Iterable[Component]:
         Component(
             "strategy", "shm", f"{root}.shared_memory:SharedMemoryExecutionStrategy", summary="runners are threads"
         ),
+        Component(
+            "strategy",
+            "ray",
+            f"{root}.ray_strategy:RayExecutionStrategy",
+            extra="ray",
+            summary="runners are Ray actors, on one machine or many",
+        ),
         Component("tracker", "console", f"{root}.console_tracker:ConsoleTracker", summary="live at the terminal"),
         Component(
             "tracker", "jsonl", f"{root}.jsonl_tracker:JsonlTracker", summary="metrics.jsonl in the run's directory"

@@ -1,4 +1,4 @@
-"""Keeps runner processes alive, and tells the store of those that die."""
+"""Keeps runners alive, wherever they run, and tells the store of those that die."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ import itertools
 import logging
 import os
 import re
-import signal
 import socket
 import time
-from typing import Final
+from typing import Final, Literal, NamedTuple, Protocol
 
 from agentlightning.errors import ConfigError, StoreError
-from agentlightning.execution import RunnerJob
+from agentlightning.execution import RUNNERS_FAILED, AlgorithmJob
 from agentlightning.store.protocol import LightningStore
-from agentlightning_plugins.child_process import ChildProcesses
-from agentlightning_plugins.job_process import RECYCLE_EXIT_CODE, UNLOADABLE_EXIT_CODE
 
 logger = logging.getLogger("agentlightning")
 
@@ -25,19 +22,40 @@ _QUICK_DEATH_S: Final = 10.0
 _QUICK_DEATHS: Final = 3
 
 
-class Supervisor:
-    """Runs ``n_runners`` processes of one job against one store, and replaces those that die, with back-off."""
+class Ending(NamedTuple):
+    """How a runner ended."""
 
-    def __init__(self, job: RunnerJob, store: LightningStore, url: str, token: str | None, n_runners: int) -> None:
+    how: Literal["done", "worn out", "unloadable", "died"]
+    """``unloadable``: its job cannot be loaded there, and would not be a second time."""
+    words: str = ""
+    """Of what it died, or why the job cannot be loaded."""
+
+
+class Runners(Protocol):
+    """Somewhere to run runners of one job."""
+
+    async def run(self, worker_id: str) -> Ending:
+        """Runs one to its end. Cancelling it lets rollouts in flight finish; cancelling it once more does not."""
+        ...
+
+    def close(self) -> None:
+        """Gives back what was needed to run them; none is running any more."""
+        ...
+
+
+class Supervisor:
+    """Keeps ``n_runners`` runners at work for one store, and replaces those that die, with back-off."""
+
+    def __init__(self, runners: Runners, store: LightningStore, n_runners: int) -> None:
+        self._runners = runners
         self._store = store
         self._n_runners = n_runners
-        self._processes = ChildProcesses("runner", job, url, token, store.run_id)
 
     async def run(self) -> None:
         """Runs until every runner has reached its own limit. Cancelling it lets rollouts in flight finish.
 
         Raises:
-            ConfigError: the agent cannot be loaded in a process of its own.
+            ConfigError: the agent cannot be loaded where runners run.
             RuntimeError: a runner dies again and again as soon as it is started.
         """
         await self._bury_predecessors()
@@ -51,7 +69,7 @@ class Supervisor:
             for runner in runners:
                 runner.cancel()
             await asyncio.gather(*runners, return_exceptions=True)
-            self._processes.close()
+            self._runners.close()
 
     async def _keep_alive(self, name: str) -> None:
         quick_deaths = 0
@@ -59,22 +77,22 @@ class Supervisor:
             # A new id for each life: the heartbeats of the next one must not keep the leases of the dead one alive.
             worker_id = f"{name}-{life}"
             started = time.monotonic()
-            code, last_line = await self._processes.run(worker_id)
-            if code == 0:
+            ending = await self._runners.run(worker_id)
+            if ending.how == "done":
                 return
             await self._bury(worker_id)
-            if code == UNLOADABLE_EXIT_CODE:
-                raise ConfigError(f"the agent cannot be loaded in a runner process: {last_line}")
-            if code == RECYCLE_EXIT_CODE:
+            if ending.how == "unloadable":
+                raise ConfigError(f"the agent cannot be loaded in a runner process: {ending.words}")
+            if ending.how == "worn out":
                 logger.warning("%s was replaced: too many of its agents' threads would not stop", worker_id)
                 continue
             quick_deaths = quick_deaths + 1 if time.monotonic() - started < _QUICK_DEATH_S else 1
-            what = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
             if quick_deaths > _QUICK_DEATHS:
                 raise RuntimeError(
-                    f"{worker_id} died {quick_deaths} times in a row within seconds ({what}); see its output above"
+                    f"{worker_id} died {quick_deaths} times in a row within seconds ({ending.words}); "
+                    "see its output above"
                 )
-            logger.warning("%s died (%s) and is started again", worker_id, what)
+            logger.warning("%s died (%s) and is started again", worker_id, ending.words)
             await asyncio.sleep(min(0.1 * 4**quick_deaths, 10.0))
 
     async def _bury(self, worker_id: str) -> None:
@@ -89,6 +107,26 @@ class Supervisor:
                 match = re.fullmatch(re.escape(_family()) + r"-(\d+)-\d+-\d+", worker.worker_id)
                 if match is not None and worker.current_attempt_id is not None and not _is_alive(int(match[1])):
                     await self._bury(worker.worker_id)
+
+
+async def run_both(algorithm: AlgorithmJob, store: LightningStore, supervisor: Supervisor) -> None:
+    """Runs an algorithm and the runners that work for it, until the algorithm is done or nobody is left to work."""
+    runners = asyncio.create_task(supervisor.run())
+    work = asyncio.ensure_future(algorithm(store))
+    reason: str | None = None
+    try:
+        done, _ = await asyncio.wait({runners, work}, return_when=asyncio.FIRST_COMPLETED)
+        if runners in done and runners.exception() is None:  # each ran as many rollouts as it was to
+            await work
+        if runners in done and runners.exception() is not None:
+            reason = RUNNERS_FAILED
+        for task in (runners, work):  # when both failed, the runners did so first
+            if task in done:
+                task.result()
+    finally:
+        for task in (work, runners):
+            task.cancel(reason)
+            await asyncio.gather(task, return_exceptions=True)
 
 
 def _family() -> str:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, 
 from agentlightning.errors import ConfigError
 from agentlightning_algorithms.grpo.checkpoint import atomic_directory, recover_directory
 from agentlightning_algorithms.grpo.policy import Policy, batch_by_tokens, collate, load_policy
-from agentlightning_algorithms.grpo.updater import Row
+from agentlightning_algorithms.grpo.row import Row
 
 ROWS = [
     Row(prompt_ids=[5, 6, 7], response_ids=[8, 9], logprobs=[0, 0], advantage=1),

@@ -19,7 +19,9 @@ from agentlightning.config import bind_settings
 from agentlightning.errors import ConfigError
 from agentlightning_algorithms.grpo.loss import Aggregation
 from agentlightning_algorithms.grpo.policy import Policy, load_policy
-from agentlightning_algorithms.grpo.updater import Row, Updater, UpdateSettings
+from agentlightning_algorithms.grpo.row import Row
+from agentlightning_algorithms.grpo.setting import UpdateSettings
+from agentlightning_algorithms.grpo.updater import Updater
 
 
 def make_rows(policy: Policy, count: int, seed: int = 0) -> list[Row]:

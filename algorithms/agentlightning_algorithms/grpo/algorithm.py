@@ -33,7 +33,8 @@ from agentlightning_algorithms.grpo.advantage import Estimator
 from agentlightning_algorithms.grpo.experience import build_experience, gather_episodes, reward_metrics, training_spans
 from agentlightning_algorithms.grpo.policy import load_policy
 from agentlightning_algorithms.grpo.policy_process import PolicyServer
-from agentlightning_algorithms.grpo.updater import Updater, UpdateSettings
+from agentlightning_algorithms.grpo.setting import UpdateSettings
+from agentlightning_algorithms.grpo.updater import Updater
 
 MODEL_NAME = "policy"
 """What agents call the model that is trained."""

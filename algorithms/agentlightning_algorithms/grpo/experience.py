@@ -17,7 +17,7 @@ from agentlightning.reward import find_final_reward
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, EnqueueRolloutRequest, Rollout, Span, Triplet
 from agentlightning_algorithms.grpo.advantage import Estimator, group_scales, zero_spread_groups
-from agentlightning_algorithms.grpo.updater import Row
+from agentlightning_algorithms.grpo.row import Row
 
 logger = logging.getLogger("agentlightning")
 

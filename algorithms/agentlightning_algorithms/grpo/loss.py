@@ -1,4 +1,4 @@
-"""The policy-gradient loss: clipped surrogate, KL estimators, aggregation over tokens.
+"""The policy-gradient loss: surrogates, KL estimators, aggregation over tokens.
 
     B   rows of a batch
     T   response tokens of a row, padded to the longest
@@ -15,11 +15,15 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"]
+Aggregation = Literal[
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "rollout-mean"
+]
+Objective = Literal["ppo", "gspo", "cispo"]
 KlEstimator = Literal["k1", "k2", "k3"]
 
 # exp() of a difference beyond this is no longer a ratio anybody wants to multiply a gradient with.
 _MAX_LOG_RATIO = 20.0
+_MAX_LOG_SEQUENCE_RATIO = 10.0
 _MAX_K3 = 10.0
 
 
@@ -75,6 +79,55 @@ def clipped_surrogate(
     return Surrogate(loss_BT, log_ratio_BT.detach(), clipped_BT, dual_clipped_BT)
 
 
+def sequence_surrogate(
+    logprob_BT: Tensor,
+    old_logprob_BT: Tensor,
+    advantage_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+) -> Surrogate:
+    """Returns GSPO's surrogate, negated: one ratio for the whole row (Zheng et al. 2025, arXiv:2507.18071).
+
+        s = exp(mean over the row's tokens of (logprob - old_logprob))
+        ratio_t = sg[s] exp(logprob_t) / sg[exp(logprob_t)]      GSPO-token, equation 14: its value is s everywhere
+
+    The gradient of a row is that of its likelihood, length-normalised. The paper clips at 3e-4 and 4e-4 and aggregates
+    by ``seq-mean-token-mean``. Other arguments as ``clipped_surrogate``.
+    """
+    log_ratio_BT = logprob_BT - old_logprob_BT
+    mean_B1 = (log_ratio_BT * mask_BT).sum(-1, keepdim=True) / mask_BT.sum(-1, keepdim=True).clamp(min=1.0)
+    log_sequence_BT = logprob_BT - logprob_BT.detach() + mean_B1.detach()
+    ratio_BT = log_sequence_BT.clamp(max=_MAX_LOG_SEQUENCE_RATIO).exp()
+    free_BT = -advantage_BT * ratio_BT
+    held_BT = -advantage_BT * ratio_BT.clamp(1.0 - clip_low, 1.0 + clip_high)
+    clipped_BT = (held_BT > free_BT).to(free_BT.dtype)
+    return Surrogate(torch.maximum(free_BT, held_BT), log_ratio_BT.detach(), clipped_BT, torch.zeros_like(clipped_BT))
+
+
+def clipped_weight_surrogate(
+    logprob_BT: Tensor,
+    old_logprob_BT: Tensor,
+    advantage_BT: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> Surrogate:
+    """Returns CISPO's loss: REINFORCE with a clipped ratio as weight (MiniMax 2025, arXiv:2506.13585).
+
+        loss = -sg[clamp(ratio, 1 - clip_low, 1 + clip_high)] A logprob
+
+    Every token keeps its gradient; the clip bounds its size instead of taking it away. Arguments as
+    ``clipped_surrogate``; ``clipped_BT`` is 1 where the weight was held.
+    """
+    log_ratio_BT = (logprob_BT - old_logprob_BT).detach().clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    ratio_BT = log_ratio_BT.exp()
+    held_BT = ratio_BT.clamp(1.0 - clip_low, 1.0 + clip_high)
+    clipped_BT = (ratio_BT != held_BT).to(ratio_BT.dtype)
+    return Surrogate(-held_BT * advantage_BT * logprob_BT, log_ratio_BT, clipped_BT, torch.zeros_like(clipped_BT))
+
+
 def kl_penalty(logprob_BT: Tensor, reference_logprob_BT: Tensor, estimator: KlEstimator = "k3") -> Tensor:
     """Returns an estimate of KL(policy || reference) per token, from tokens that the policy sampled.
 
@@ -94,10 +147,18 @@ def kl_penalty(logprob_BT: Tensor, reference_logprob_BT: Tensor, estimator: KlEs
     return (difference_BT.exp() - difference_BT - 1.0).clamp(-_MAX_K3, _MAX_K3)
 
 
-def loss_normalizer(mask_BT: Tensor, aggregation: Aggregation, weight_B: Tensor | None = None) -> Tensor:
-    """Returns what :func:`aggregate` divides by: tokens (token-mean), non-empty rows (seq-mean-*) or 1 (token-sum).
+def loss_normalizer(
+    mask_BT: Tensor,
+    aggregation: Aggregation,
+    weight_B: Tensor | None = None,
+    *,
+    rollout_length_B: Tensor | None = None,
+    horizon: int = 1,
+) -> Tensor:
+    """Returns what :func:`aggregate` divides by, whose arguments these are.
 
-    It adds up over any split of a batch, except for token-sum, where it is 1 whatever the batch.
+    Tokens (token-mean), non-empty rows (seq-mean-*; times ``horizon``), rollouts (rollout-mean) or 1 (token-sum). It
+    adds up over any split of a batch, except for token-sum, where it is 1 whatever the batch.
     """
     length_B = mask_BT.sum(-1)
     weight_B = torch.ones_like(length_B) if weight_B is None else weight_B
@@ -105,7 +166,10 @@ def loss_normalizer(mask_BT: Tensor, aggregation: Aggregation, weight_B: Tensor 
         return torch.ones_like(length_B.sum())
     if aggregation == "token-mean":
         return (weight_B * length_B).sum()
-    return (weight_B * (length_B > 0)).sum()
+    if aggregation == "rollout-mean":
+        return (weight_B * length_B / _given(rollout_length_B).clamp(min=1.0)).sum()
+    rows = (weight_B * (length_B > 0)).sum()
+    return rows * horizon if aggregation == "seq-mean-token-sum-norm" else rows
 
 
 def aggregate(
@@ -115,13 +179,18 @@ def aggregate(
     *,
     weight_B: Tensor | None = None,
     normalizer: Tensor | float | None = None,
+    rollout_length_B: Tensor | None = None,
+    horizon: int = 1,
 ) -> Tensor:
     """Reduces per-token values to one number.
 
     - ``token-mean``: mean over all tokens of the batch, so that a long answer weighs more (DAPO, arXiv:2503.14476).
     - ``token-sum``: sum over all tokens.
     - ``seq-mean-token-sum``: mean over rows of their sums.
+    - ``seq-mean-token-sum-norm``: that, over a constant ``horizon`` (Dr. GRPO, arXiv:2503.20783).
     - ``seq-mean-token-mean``: mean over rows of their means (GRPO as published, arXiv:2402.03300).
+    - ``rollout-mean``: mean over rollouts of the means over all their tokens, however many rows they have; what GRPO's
+      formula says where an output is a whole rollout.
 
     Rows without a token do not count. A part of a batch gives its share of the whole batch's loss when ``normalizer``
     is the whole batch's: the shares, and their gradients, then add up to the same number however the batch was cut.
@@ -132,12 +201,22 @@ def aggregate(
         aggregation: the mode.
         weight_B: copies a row counts for, in the sum and in the divisor alike; None: 1.
         normalizer: :func:`loss_normalizer` of the whole batch; None: of these rows.
+        rollout_length_B: for rollout-mean, the tokens that count of all rows of each row's rollout, copies included.
+        horizon: for seq-mean-token-sum-norm, such as the most tokens a response may have.
     """
     if normalizer is None:
-        normalizer = loss_normalizer(mask_BT, aggregation, weight_B)
+        normalizer = loss_normalizer(mask_BT, aggregation, weight_B, rollout_length_B=rollout_length_B, horizon=horizon)
     row_B = (value_BT * mask_BT).sum(-1)
     if aggregation == "seq-mean-token-mean":
         row_B = row_B / mask_BT.sum(-1).clamp(min=1.0)
+    elif aggregation == "rollout-mean":
+        row_B = row_B / _given(rollout_length_B).clamp(min=1.0)
     if weight_B is not None:
         row_B = row_B * weight_B
     return row_B.sum() / normalizer
+
+
+def _given(rollout_length_B: Tensor | None) -> Tensor:
+    if rollout_length_B is None:
+        raise ValueError("rollout-mean needs rollout_length_B, the tokens of each row's rollout.")
+    return rollout_length_B

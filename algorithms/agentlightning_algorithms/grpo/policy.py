@@ -2,8 +2,8 @@
 
     B   rows of a batch
     L   tokens of a row, prompt and response, padded on the right to the longest
-    T   response tokens of a row, padded on the right to the longest
-    N   response tokens of all rows, without padding
+    T   sampled tokens of a row, padded on the right to the longest
+    N   sampled tokens of all rows, without padding
     V   vocabulary
 
 Log-probabilities are natural, in float32 whatever the weights are in.
@@ -27,13 +27,19 @@ from agentlightning.errors import ConfigError
 
 
 class TokenRow(Protocol):
-    """What the policy was shown, and what it is said to have answered. Both have at least one token."""
+    """What the policy was shown, and what it is said to have answered. Both have at least one token.
+
+    Where there is a ``mask``, response tokens at which it is 0 were given to the policy: attended to, not scored.
+    """
 
     @property
     def prompt_ids(self) -> Sequence[int]: ...
 
     @property
     def response_ids(self) -> Sequence[int]: ...
+
+    @property
+    def mask(self) -> Sequence[int] | None: ...
 
 
 class TokenBatch(NamedTuple):
@@ -45,11 +51,11 @@ class TokenBatch(NamedTuple):
 
     input_BL: Tensor
     predictor_N: Tensor
-    """Where, in the flattened ``input_BL``, the token before each response token stands."""
+    """Where, in the flattened ``input_BL``, the token before each sampled token stands."""
     target_N: Tensor
-    """The response tokens themselves, row by row."""
+    """The sampled tokens themselves, row by row."""
     mask_BT: Tensor
-    """True on response tokens."""
+    """True on sampled tokens, which stand side by side."""
 
 
 class Policy:
@@ -77,6 +83,11 @@ class Policy:
         """Where the weights are."""
         return cast(torch.device, self.model.device)
 
+    @property
+    def has_lora(self) -> bool:
+        """Whether there are low-rank additions, which then are all that is trained."""
+        return bool(getattr(self.model, "_hf_peft_config_loaded", False))
+
     def logits(self, input_BL: Tensor, positions: Tensor | None = None, **options: Any) -> Tensor:
         """Returns logits ``[N, V]`` in float32, at some positions of the flattened input or at all of them.
 
@@ -96,38 +107,82 @@ class Policy:
             hidden = hidden.index_select(0, positions)
         return cast(Tensor, self._head(hidden).float())
 
-    def token_logprobs(self, batch: TokenBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Returns log-probabilities (with gradient) and entropies (without) of the response tokens, each ``[B, T]``.
+    def token_logprobs(
+        self, batch: TokenBatch, temperature: float = 1.0, *, entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Returns log-probabilities (with gradient) and entropies of the sampled tokens, each ``[B, T]``.
 
         Args:
             batch: see :func:`collate`.
             temperature: that of sampling; log-probabilities are those of the distribution after it. 0 (greedy) counts
                 as 1, as it does in the sampler.
+            entropy_gradient: whether the entropies have a gradient too.
         """
         logits_NV = self.logits(batch.input_BL, batch.predictor_N, use_cache=False) / (temperature or 1.0)
         logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
         logprob_N = logprobs_NV.gather(1, batch.target_N[:, None]).squeeze(1)
-        with torch.no_grad():
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
         empty_BT = torch.zeros(batch.mask_BT.shape, dtype=logprob_N.dtype, device=logprob_N.device)
         return empty_BT.masked_scatter(batch.mask_BT, logprob_N), empty_BT.masked_scatter(batch.mask_BT, entropy_N)
 
     def score(self, rows: Sequence[TokenRow], temperature: float = 1.0, *, max_tokens: int = 8192) -> list[list[float]]:
-        """Returns the log-probability of every response token, without gradient, rows in the order given."""
+        """Returns the log-probability of every response token, without gradient, rows in the order given.
+
+        Where a token was given and not sampled, it is 0.
+        """
         scores: list[list[float]] = [[] for _ in rows]
         with torch.inference_mode():
             for indices in batch_by_tokens([row_length(row) for row in rows], max_tokens):
                 batch = collate([rows[i] for i in indices], self.device)
                 logprob_BT, _ = self.token_logprobs(batch, temperature)
                 for i, values in zip(indices, logprob_BT.tolist(), strict=True):
-                    scores[i] = values[: len(rows[i].response_ids)]
+                    mask = rows[i].mask
+                    if mask is None:
+                        scores[i] = values[: len(rows[i].response_ids)]
+                    else:
+                        following = iter(values)
+                        scores[i] = [next(following) if sampled else 0.0 for sampled in mask]
         return scores
 
     def save(self, directory: Path) -> None:
-        """Writes weights, configuration and tokenizer so that ``AutoModelForCausalLM.from_pretrained`` reads them."""
+        """Writes weights, configuration and tokenizer so that ``AutoModelForCausalLM.from_pretrained`` reads them.
+
+        LoRA additions are merged into the weights written.
+        """
+        model, state = self.model, None
+        if self.has_lora:
+            from agentlightning_algorithms.grpo.lora import merge_state  # peft, which the server has no use for
+
+            state = merge_state(model)
+            with torch.device("meta"):  # only for its name and configuration
+                model = type(model)(model.config)
+            model.generation_config = self.model.generation_config
+        with _quiet():
+            model.save_pretrained(directory, state_dict=state)
+        self.tokenizer.save_pretrained(str(directory))
+
+    def save_trained(self, directory: Path) -> None:
+        """Writes what training changes: LoRA additions only, where there are any, or as :meth:`save`."""
+        if not self.has_lora:
+            self.save(directory)
+            return
         with _quiet():
             self.model.save_pretrained(directory)
         self.tokenizer.save_pretrained(str(directory))
+
+    def load_trained(self, directory: Path) -> None:
+        """Takes back what :meth:`save_trained` wrote.
+
+        Raises:
+            ConfigError: nothing there, or of another model or other settings.
+        """
+        if self.has_lora:
+            from agentlightning_algorithms.grpo.lora import load_adapter  # as above
+
+            load_adapter(self.model, Path(directory))
+        else:
+            self.load_weights(directory)
 
     def load_weights(self, directory: Path) -> None:
         """Copies the weights in ``directory`` over this policy's own; when it raises, nothing has changed.
@@ -218,17 +273,25 @@ def collate(rows: Sequence[TokenRow], device: torch.device | str = "cpu") -> Tok
     lengths = [row_length(row) for row in rows]
     width = max(lengths)
     padded = [[*row.prompt_ids, *row.response_ids] + [0] * (width - n) for row, n in zip(rows, lengths, strict=True)]
-    response_lengths = torch.tensor([len(row.response_ids) for row in rows])
     predictors: list[int] = []
+    targets: list[int] = []
+    counts: list[int] = []
     for i, row in enumerate(rows):
         first = i * width + len(row.prompt_ids) - 1
-        predictors.extend(range(first, first + len(row.response_ids)))
-    targets = [token for row in rows for token in row.response_ids]
+        here = range(first, first + len(row.response_ids))
+        before = len(targets)
+        if row.mask is None:
+            predictors.extend(here)
+            targets.extend(row.response_ids)
+        else:
+            predictors.extend(place for place, sampled in zip(here, row.mask, strict=True) if sampled)
+            targets.extend(token for token, sampled in zip(row.response_ids, row.mask, strict=True) if sampled)
+        counts.append(len(targets) - before)
     return TokenBatch(
         input_BL=torch.tensor(padded).to(device),
         predictor_N=torch.tensor(predictors).to(device),
         target_N=torch.tensor(targets).to(device),
-        mask_BT=(torch.arange(int(response_lengths.max())) < response_lengths[:, None]).to(device),
+        mask_BT=(torch.arange(max(counts)) < torch.tensor(counts)[:, None]).to(device),
     )
 
 

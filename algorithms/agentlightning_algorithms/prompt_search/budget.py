@@ -31,7 +31,7 @@ class Budget:
     max_cost: float | None = None
     """In the currency of ``prices``."""
     prices: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """By model: for a million tokens of prompts, and of answers. A model that is not in it costs nothing."""
+    """By the beginning of a model's name: for a million tokens of prompts, and of answers. Others cost nothing."""
     calls: int = 0
     tokens: int = 0
     cost: float = 0.0
@@ -58,7 +58,8 @@ class Budget:
 
     def price(self, usage: Usage) -> float:
         """What a call costs."""
-        prompt, completion = self.prices.get(usage.model, (0.0, 0.0))
+        named = [model for model in self.prices if usage.model.startswith(model)]  # servers answer with a dated name
+        prompt, completion = self.prices[max(named, key=len)] if named else (0.0, 0.0)
         return (usage.prompt_tokens * prompt + usage.completion_tokens * completion) / 1e6
 
     def spend(self, used: Iterable[Usage]) -> None:

@@ -12,16 +12,20 @@ if TYPE_CHECKING:
     from agentlightning.algorithm.decorator import algo as algo
     from agentlightning_algorithms.baseline import Baseline as Baseline
     from agentlightning_algorithms.grpo.algorithm import GRPO as GRPO
+    from agentlightning_algorithms.prompt_search.apo import APO as APO
+    from agentlightning_algorithms.prompt_search.gepa import GEPA as GEPA
 
-__all__ = ["GRPO", "Algorithm", "Baseline", "FastAlgorithm", "FunctionalAlgorithm", "RunContext", "algo"]
+__all__ = ["APO", "GEPA", "GRPO", "Algorithm", "Baseline", "FastAlgorithm", "FunctionalAlgorithm", "RunContext", "algo"]
 
 __getattr__ = resolve_lazily(
     __name__,
     {
+        "APO": ("algorithm", "apo"),
         "Algorithm": "agentlightning.algorithm.algorithm",
         "Baseline": ("algorithm", "baseline"),
         "FastAlgorithm": "agentlightning.algorithm.algorithm",
         "FunctionalAlgorithm": "agentlightning.algorithm.decorator",
+        "GEPA": ("algorithm", "gepa"),
         "GRPO": ("algorithm", "grpo"),
         "RunContext": "agentlightning.algorithm.context",
         "algo": "agentlightning.algorithm.decorator",

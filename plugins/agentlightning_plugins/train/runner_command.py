@@ -38,6 +38,7 @@ def command(
     from agentlightning.plugins import get_manager
     from agentlightning.store.factory import create_store
     from agentlightning.trainer import LitAgentRunnerJob
+    from agentlightning_plugins.child_process import RunnerProcesses
     from agentlightning_plugins.stopping import until_sigterm
     from agentlightning_plugins.supervisor import Supervisor
     from agentlightning_plugins.train.assembly import load_agent
@@ -61,7 +62,7 @@ def command(
         try:
             await opened.statistics()  # a store that is not there is known before processes are started
             click.echo(f"Running {agent} for {store}: {n_runners} x {max_concurrency} rollouts at once.")
-            await Supervisor(job, opened, store, token, n_runners).run()
+            await Supervisor(RunnerProcesses(job, store, token, opened.run_id), opened, n_runners).run()
         finally:
             await opened.close()
 

@@ -1,0 +1,132 @@
+"""What critic and editor are told. Every text here is a prompt template that a user can replace."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, Final
+
+from agentlightning.adapter.message import ChatHistory
+from agentlightning.resources import PromptTemplate
+from agentlightning_algorithms.prompt_search.trial import RolloutResult
+
+ROLLOUT_CHARS: Final = 6000
+"""Of one rollout that a critic sees; the middle of what is longer is left out."""
+
+GRADIENT_PROMPTS: Final = (
+    PromptTemplate(
+        """You review the prompt of an AI agent. Below are the prompt and what happened when the agent used it on some \
+tasks. The reward of a rollout says how well it went; more is better.
+
+<prompt name="{name}">
+{prompt}
+</prompt>
+{other_prompts}
+{rollouts}
+
+Find out why rollouts failed or earned less than others, as far as the prompt is the reason. Compare good ones with \
+bad ones. Then write a short critique of the prompt: what it fails to say, says wrongly or says unclearly, and what it \
+should say instead. Be concrete, and general enough for tasks that are not shown. Name at most five points, the \
+weightiest first. Do not write the new prompt."""
+    ),
+    PromptTemplate(
+        """The text below instructs an AI agent. The rollouts after it show how the agent did: its task, what was \
+said, whether it failed, and the reward it got, where more is better.
+
+<prompt name="{name}">
+{prompt}
+</prompt>
+{other_prompts}
+{rollouts}
+
+Assume that the instructions can be made better by a different way of thinking about the task, not by polishing words. \
+From the rollouts, infer what earns reward here: knowledge about the tasks, steps to take, the form of the answer. Say \
+which of it the instructions lack, and which of their parts do harm. Give at most five points. Do not write the new \
+instructions."""
+    ),
+)
+"""One of them is drawn for each child: different questions find different faults."""
+
+EDIT_PROMPTS: Final = (
+    PromptTemplate(
+        """Rewrite the prompt of an AI agent so that it meets a critique.
+
+<prompt name="{name}">
+{prompt}
+</prompt>
+
+<critique>
+{critique}
+</critique>
+
+Keep what the critique does not touch. Keep every placeholder exactly as it is written, and add no others: \
+{placeholders}. Answer with the whole new prompt between <prompt> and </prompt>, and nothing else."""
+    ),
+)
+
+REPAIR_PROMPT: Final = PromptTemplate(
+    """The new prompt cannot be used: {problem}. The placeholders are filled by a program; each must be there exactly \
+as written, and no others: {placeholders}. Answer in the same form as before, with the whole corrected prompt and \
+nothing else."""
+)
+
+
+def read_prompt(answer: str) -> str:
+    """The prompt in an editor's answer: between its tags, else the whole without a fence around it."""
+    tagged = re.search(r"<prompt[^>]*>\n?(.*)</prompt>", answer, re.DOTALL)
+    if tagged is not None:
+        return tagged[1].strip()
+    fenced = re.fullmatch(r"\s*```\w*\n(.*?)\n?```\s*", answer, re.DOTALL)
+    return (answer if fenced is None else fenced[1]).strip()
+
+
+def show_rollouts(results: Sequence[RolloutResult]) -> str:
+    """Rollouts as a critic reads them."""
+    return "\n\n".join(_show_rollout(number, result) for number, result in enumerate(results, 1))
+
+
+def show_messages(histories: Sequence[ChatHistory]) -> str:
+    """Chats as text; one that another begins with is left out."""
+    texts = [[_show_message(message) for message in history["messages"]] for history in histories]
+    whole = [
+        text
+        for position, text in enumerate(texts)
+        if not any(
+            other[: len(text)] == text and (len(other) > len(text) or later > position)
+            for later, other in enumerate(texts)
+            if later != position
+        )
+    ]
+    return "\n---\n".join("\n".join(text) for text in whole)
+
+
+def shorten_middle(text: str, length: int) -> str:
+    """The text, without its middle where it is longer than ``length``."""
+    if len(text) <= length:
+        return text
+    head = length // 2
+    return f"{text[:head]}\n[{len(text) - length} characters left out]\n{text[head - length :]}"
+
+
+def _show_rollout(number: int, result: RolloutResult) -> str:
+    reward = "none" if result.reward is None else f"{result.reward:g}"
+    parts = [f"<task>{_to_text(result.task)}</task>"]
+    if result.messages:
+        parts.append(f"<messages>\n{show_messages(result.messages)}\n</messages>")
+    if result.error is not None:
+        parts.append(f"<error>{result.error}</error>")
+    body = shorten_middle("\n".join(parts), ROLLOUT_CHARS)
+    return f'<rollout number="{number}" status="{result.status}" reward="{reward}">\n{body}\n</rollout>'
+
+
+def _show_message(message: dict[str, Any]) -> str:
+    shown = f"[{message.get('role')}] {_to_text(message.get('content') or '')}"
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", {})
+        shown += f"\n  calls {function.get('name')}({_to_text(function.get('arguments', ''))})"
+    return shown
+
+
+def _to_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -1,0 +1,227 @@
+"""verl's configuration: the user's keys over our defaults over verl's own ``ppo_trainer``, composed by Hydra."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from agentlightning.errors import ConfigError, suggest
+from agentlightning_algorithms.verl.environment import choose_platform
+from agentlightning_algorithms.verl.release import check_release
+
+DEFAULTS: Final[Mapping[str, Any]] = {
+    "algorithm.adv_estimator": "grpo",
+    "algorithm.use_kl_in_reward": False,
+    "data.train_batch_size": 32,
+    "data.max_prompt_length": 4096,
+    "data.max_response_length": 2048,
+    "data.dataloader_num_workers": 0,  # a row is a number
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 32,
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 4,
+    "actor_rollout_ref.actor.use_dynamic_bsz": True,  # rollouts differ in the number of their rows
+    "actor_rollout_ref.actor.optim.lr": 1e-6,
+    "actor_rollout_ref.actor.use_kl_loss": False,
+    "actor_rollout_ref.actor.entropy_coeff": 0,
+    "actor_rollout_ref.model.path": "Qwen/Qwen2.5-1.5B-Instruct",
+    "actor_rollout_ref.model.use_remove_padding": True,
+    "actor_rollout_ref.model.enable_gradient_checkpointing": True,
+    "actor_rollout_ref.rollout.name": "vllm",
+    "actor_rollout_ref.rollout.n": 8,
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 4,
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 4,
+    "algorithm.rollout_correction.rollout_is": "token",
+    "algorithm.rollout_correction.rollout_is_threshold": 2.0,
+    "trainer.logger": [],  # the run's trackers get every metric
+    "trainer.n_gpus_per_node": 1,
+    "trainer.resume_mode": "disable",  # the trainer's `resume` decides
+    "trainer.project_name": "agentlightning",
+    "trainer.experiment_name": "verl",
+}
+"""What differs from verl's own values, by dotted key."""
+
+CPU_DEFAULTS: Final[Mapping[str, Any]] = {
+    "actor_rollout_ref.rollout.name": "transformers",
+    "actor_rollout_ref.actor.strategy": "fsdp2",  # FSDP1 needs an accelerator
+    "critic.strategy": "fsdp2",
+    "actor_rollout_ref.actor.use_torch_compile": False,
+    "actor_rollout_ref.actor.fsdp_config.use_torch_compile": False,
+    "actor_rollout_ref.actor.fsdp_config.model_dtype": "fp32",
+    "actor_rollout_ref.actor.fsdp_config.mixed_precision": {
+        "param_dtype": "fp32",
+        "reduce_dtype": "fp32",
+        "buffer_dtype": "fp32",
+    },
+    "actor_rollout_ref.ref.use_torch_compile": False,
+    "actor_rollout_ref.ref.fsdp_config.use_torch_compile": False,
+    "actor_rollout_ref.ref.fsdp_config.model_dtype": "fp32",
+    "critic.fsdp.model_dtype": "fp32",
+    "actor_rollout_ref.model.use_remove_padding": False,  # needs flash attention
+    "actor_rollout_ref.model.enable_gradient_checkpointing": False,
+    "actor_rollout_ref.model.override_config.attn_implementation": "sdpa",
+    "critic.model.use_remove_padding": False,
+    "critic.model.enable_gradient_checkpointing": False,
+    "critic.model.override_config.attn_implementation": "sdpa",
+    "reward.num_workers": 1,
+    "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
+    "transfer_queue.backend.SimpleStorage.total_storage_size": 10_000,
+}
+"""What besides is needed where ``trainer.device`` is ``cpu``."""
+
+_OURS: Final = {
+    "trainer.use_v1": "the V1 trainer is the only one that takes external agents",
+    "data.train_files": "the tasks are the trainer's train_dataset",
+    "data.val_files": "the tasks are the trainer's val_dataset",
+    "data.custom_cls": "the tasks are the trainer's datasets",
+    "actor_rollout_ref.rollout.agent.agent_loop_manager_class": "the agents are the trainer's",
+}
+_MODES: Final = ("sync", "colocate_async")
+
+
+class _Setting(NamedTuple):
+    key: tuple[str, ...]
+    value: Any
+    is_added: bool
+    """Written with a plus, as Hydra has it: the key is not checked."""
+
+
+def compose_config(config: Mapping[str, Any]) -> DictConfig:
+    """Composes the whole configuration that verl gets.
+
+    Args:
+        config: nested, or with dotted keys, or both. A key that begins with ``+`` is added without a check, for what
+            verl reads but declares nowhere. ``model_engine`` chooses another engine's files, such as ``megatron``.
+
+    Raises:
+        ConfigError: a key that verl does not know, or a value that its configuration refuses.
+    """
+    check_release()
+    settings = list(_flatten(config, ()))
+    engine = [s for s in settings if s.key == ("model_engine",)]
+    settings = [s for s in settings if s.key != ("model_engine",)]
+    device = next((s.value for s in settings if s.key == ("trainer", "device")), "cuda")
+    choose_platform(device)
+    composed = _compose_own([f"model_engine={setting.value}" for setting in engine])
+    given = {s.key for s in settings}
+    for defaults in (DEFAULTS, CPU_DEFAULTS if device == "cpu" else {}):
+        for name, value in defaults.items():
+            key = tuple(name.split("."))
+            if not any(_begins(own, key) or _begins(key, own) for own in given):
+                _write(composed, _Setting(key, value, is_added=True))  # ours are known to be right
+    for setting in settings:
+        name = ".".join(setting.key)
+        for taken, reason in _OURS.items():
+            if name == taken or name.startswith(f"{taken}."):
+                raise ConfigError(f"verl's {name} is not yours to set: {reason}")
+        _write(composed, setting)
+    _check(composed)
+    return composed
+
+
+def dump_config(composed: DictConfig) -> str:
+    """The composed configuration as YAML, with references filled in."""
+    return OmegaConf.to_yaml(composed, resolve=True)
+
+
+def _compose_own(overrides: list[str]) -> DictConfig:
+    spec = importlib.util.find_spec("verl")
+    assert spec is not None
+    assert spec.origin is not None
+    folder = Path(spec.origin).parent / "trainer" / "config"
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(folder), version_base=None):
+            return compose("ppo_trainer", overrides=overrides)
+    except HydraException as error:
+        raise ConfigError(f"verl's configuration cannot be composed with {overrides}: {error}") from error
+
+
+def _flatten(value: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[_Setting]:
+    for name, child in value.items():
+        plain = str(name)
+        is_added = plain.startswith("+")
+        key = (*path, *plain.lstrip("+").split("."))
+        if isinstance(child, Mapping) and child and not is_added:
+            yield from _flatten(child, key)
+        else:
+            yield _Setting(key, child, is_added)
+
+
+def _begins(key: tuple[str, ...], start: tuple[str, ...]) -> bool:
+    return key[: len(start)] == start
+
+
+def _write(composed: DictConfig, setting: _Setting) -> None:
+    """Sets one value; the path to it must exist in the YAML, in the dataclass it is for, or in an open mapping."""
+    node: Any = composed
+    is_open = setting.is_added
+    for depth, name in enumerate(setting.key):
+        last = depth == len(setting.key) - 1
+        if not isinstance(node, DictConfig):
+            raise ConfigError(f"verl's {'.'.join(setting.key[:depth])} is one value, not a mapping")
+        is_open = is_open or not node or _was_open(node)
+        if name not in node and not is_open and name not in _declared(node):
+            known = sorted({*map(str, node.keys()), *_declared(node)} - {"_target_"})
+            where = ".".join(setting.key[:depth]) or "the top"
+            raise ConfigError(
+                f"verl's configuration has no key {'.'.join(setting.key[: depth + 1])!r}.{suggest(name, known)} "
+                f"Keys of {where}: {', '.join(known)}. A key that verl reads but does not declare is written '+{name}'."
+            )
+        with open_dict(node):
+            if last:
+                try:
+                    node[name] = setting.value
+                except OmegaConfBaseException as error:
+                    raise ConfigError(f"verl's {'.'.join(setting.key)} = {setting.value!r}: {error}") from error
+                return
+            if name not in node or node._get_node(name) is None or OmegaConf.is_missing(node, name):
+                node[name] = {}
+            elif not OmegaConf.is_config(node[name]):
+                if node[name] is not None:
+                    raise ConfigError(f"verl's {'.'.join(setting.key[: depth + 1])} is one value, not a mapping")
+                node[name] = {}
+        if not node[name]:
+            node[name].__dict__["_agl_open"] = True
+        node = node[name]
+
+
+def _was_open(node: DictConfig) -> bool:
+    """Whether verl left a mapping empty, so that any key may stand in it."""
+    return bool(node.__dict__.get("_agl_open", False))
+
+
+def _declared(node: DictConfig) -> set[str]:
+    """Fields of the dataclass that a node becomes: verl's YAML files leave some out."""
+    target = node.get("_target_", None)
+    if not isinstance(target, str):
+        return set()
+    module, _, name = target.rpartition(".")
+    cls = getattr(importlib.import_module(module), name, None)
+    return {field.name for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
+
+
+def _check(composed: DictConfig) -> None:
+    mode = composed.trainer.v1.trainer_mode
+    if mode not in _MODES:
+        raise ConfigError(
+            f"verl's trainer.v1.trainer_mode = {mode!r}; supported: {', '.join(_MODES)}. (In verl 0.9.1 separate_async "
+            "hands agents' requests to servers past the gateway.)"
+        )
+    tasks, mini = composed.data.train_batch_size, composed.actor_rollout_ref.actor.ppo_mini_batch_size
+    if tasks % mini:
+        raise ConfigError(
+            f"verl's data.train_batch_size = {tasks} is no multiple of actor_rollout_ref.actor.ppo_mini_batch_size = "
+            f"{mini}: their quotient is the number of optimizer steps of a batch"
+        )
+    if composed.actor_rollout_ref.rollout.temperature <= 0:
+        raise ConfigError("verl's actor_rollout_ref.rollout.temperature must be above 0: greedy rollouts are all alike")

@@ -1,0 +1,146 @@
+"""The platform ``cpu``: what verl asks of an accelerator, answered by a machine that has none.
+
+verl 0.9 trains on CPU with it, through FSDP2 and gloo. It is chosen by ``trainer.device=cpu``, for tests and laptops.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+from verl.plugin.platform.platform_base import PlatformBase
+from verl.plugin.platform.platform_manager import PlatformRegistry
+
+from agentlightning_algorithms.verl.release import check_release
+
+
+class CPUPlatform(PlatformBase):
+    """One device, always there, with nothing to synchronise and no memory of its own."""
+
+    @property
+    def device_name(self) -> str:
+        return "cpu"
+
+    @property
+    def vendor_name(self) -> str:
+        return "cpu"
+
+    @property
+    def device_module(self) -> ModuleType:
+        return torch.cpu
+
+    def is_available(self) -> bool:
+        return True
+
+    def current_device(self) -> Any:
+        return torch.device("cpu")  # verl does tensor.to(current_device()), and 0 would be a GPU
+
+    def device_count(self) -> int:
+        return 1
+
+    def set_device(self, device_index: int) -> None:
+        """There is one."""
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        """Work on a CPU is done when it returns."""
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def set_allocator_settings(self, settings: str) -> None:
+        """The allocator is the system's."""
+
+    def empty_cache(self) -> None:
+        """The allocator is the system's."""
+
+    def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
+        return None, None
+
+    def communication_backend_name(self) -> str:
+        return "gloo"
+
+    def visible_devices_envvar(self) -> str:
+        return "CUDA_VISIBLE_DEVICES"
+
+    def ray_resource_name(self) -> str:
+        return "GPU"  # Ray is told that there are some: verl places its workers by them
+
+    def ray_noset_envvars(self) -> list[str]:
+        return []
+
+    def is_ipc_supported(self, device_index: int | None = None) -> bool:
+        return False
+
+    def cudart(self) -> Any:
+        return None
+
+    def profiler_start(self) -> None:
+        """There is no profiler."""
+
+    def profiler_stop(self) -> None:
+        """There is no profiler."""
+
+    @contextmanager
+    def nvtx_range(self, msg: str) -> Iterator[None]:
+        yield
+
+
+def install() -> None:
+    """Registers the platform, completes ``torch.cpu``, and mends two places where verl 0.9 assumes an accelerator."""
+    PlatformRegistry.register(platform="cpu")(CPUPlatform)
+    _complete_torch_cpu()
+    check_release()  # the two functions below are those of the releases that it allows
+    _name_gloo_once()
+    _offload_without_pinning()
+
+
+def _complete_torch_cpu() -> None:
+    """Adds to ``torch.cpu`` what verl calls on any device's module; it compares the module itself with ``torch.cpu``."""
+    nothing: dict[str, Callable[..., Any]] = {
+        **dict.fromkeys(
+            ("max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved"),
+            lambda *_, **__: 0,
+        ),
+        "reset_peak_memory_stats": lambda *_, **__: None,
+        "mem_get_info": lambda *_, **__: (0, 0),
+        "empty_cache": lambda: None,
+        "get_rng_state": torch.get_rng_state,
+        "set_rng_state": torch.set_rng_state,
+        "get_device_name": lambda *_: "CPU",
+    }
+    for name, function in nothing.items():
+        if not hasattr(torch.cpu, name):
+            setattr(torch.cpu, name, function)
+
+
+def _name_gloo_once() -> None:
+    """verl asks for the backend ``cpu:gloo,cpu:gloo``, which torch refuses.
+
+    https://github.com/volcengine/verl/blob/v0.9.1/verl/utils/distributed.py
+    """
+    import verl.utils.distributed as distributed
+
+    initialize = distributed.initialize_global_process_group_ray
+
+    @functools.wraps(initialize)
+    def initialize_with_gloo(timeout_second: float | None = None, backend: str | None = None) -> None:
+        initialize(timeout_second, backend or "cpu:gloo")
+
+    distributed.initialize_global_process_group_ray = initialize_with_gloo
+
+
+def _offload_without_pinning() -> None:
+    """verl offloads the reference model to pinned memory, which torch can pin for an accelerator only.
+
+    https://github.com/volcengine/verl/blob/v0.9.1/verl/workers/engine/fsdp/transformer_impl.py
+    """
+    import verl.utils.fsdp_utils as fsdp
+
+    fsdp.CPUOffloadPolicy = lambda **_: None

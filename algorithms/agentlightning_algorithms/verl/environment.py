@@ -1,0 +1,51 @@
+"""What has to be in place before verl is imported, here and in every Ray process, and the Ray cluster itself."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+_CPU: Final = {
+    "VERL_PLATFORM": "cpu",
+    "VERL_ENGINE_DEVICE": "cuda",  # names the engine class; there is none for the CPU, and this one asks the platform
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TQ_NUM_THREADS": "2",
+}
+_QUIET: Final = {"RAY_USAGE_STATS_ENABLED": "0"}
+
+
+def choose_platform(device: str) -> None:
+    """Says which platform verl is to find when it is imported; afterwards it is too late."""
+    os.environ.update(_QUIET)
+    if device == "cpu":
+        os.environ.update(_CPU)
+
+
+def start_ray(config: DictConfig) -> bool:
+    """Connects to Ray as ``config.ray_kwargs.ray_init`` says; False when this process is connected already.
+
+    verl's ``run_ppo`` does the same, but moves the trainer to another process, out of reach of store and gateway.
+    """
+    import ray
+    from omegaconf import OmegaConf
+    from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
+
+    if ray.is_initialized():
+        return False
+    is_cpu = config.trainer.device == "cpu"
+    given: dict[str, Any] = OmegaConf.to_container(config.ray_kwargs.ray_init, resolve=True)
+    runtime: Any = OmegaConf.merge(get_ppo_ray_runtime_env(config), given.pop("runtime_env", None) or {})
+    runtime = OmegaConf.to_container(runtime)
+    names = {**_CPU, **_QUIET} if is_cpu else _QUIET
+    runtime.setdefault("env_vars", {}).update({name: os.environ[name] for name in names})
+    runtime["env_vars"].update({"TRANSFER_QUEUE_ENABLE": "1"})
+    if is_cpu and given.get("address") is None:
+        given["num_cpus"] = given.get("num_cpus") or 16  # verl's processes reserve more than they use
+        given["num_gpus"] = config.trainer.n_gpus_per_node  # what verl counts workers by
+        given.setdefault("include_dashboard", False)
+    ray.init(**given, runtime_env=runtime)
+    return True

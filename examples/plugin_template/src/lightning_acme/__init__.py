@@ -1,0 +1,1 @@
+"""Acme assistants and the folder store for Lightning."""

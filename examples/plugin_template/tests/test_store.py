@@ -1,0 +1,47 @@
+"""The folder store keeps Lightning's protocol: its conformance kit, and what is special to a folder."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from lightning_acme.store import FolderStore
+
+import agentlightning as agl
+from agentlightning.testing.store import DurableStoreConformance
+
+
+class TestFolderStore(DurableStoreConformance):
+    @pytest.fixture
+    async def opened(self) -> AsyncIterator[list[FolderStore]]:
+        stores: list[FolderStore] = []
+        yield stores
+        await stores[-1].close()
+
+    @pytest.fixture
+    async def store(self, tmp_path: Path, opened: list[FolderStore]) -> FolderStore:
+        opened.append(FolderStore(tmp_path / "folder"))
+        return opened[-1]
+
+    @pytest.fixture
+    def reopen(self, tmp_path: Path, opened: list[FolderStore]) -> Callable[[], Awaitable[FolderStore]]:
+        async def reopen() -> FolderStore:
+            await opened[-1].close()
+            opened.append(FolderStore(tmp_path / "folder"))
+            return opened[-1]
+
+        return reopen
+
+
+async def test_a_url_opens_it_and_a_second_owner_is_refused(tmp_path: Path) -> None:
+    store = agl.create_store(f"folder://{tmp_path}/folder")
+    rollout = await store.enqueue_rollout({"question": 1})
+    with pytest.raises(agl.ConfigError, match="open in another process"):
+        FolderStore(tmp_path / "folder")
+    await store.close()
+    again = agl.create_store(f"folder://{tmp_path}/folder")
+    found = await again.get_rollout_by_id(rollout.rollout_id)
+    assert found is not None
+    assert found.input == {"question": 1}
+    await again.close()
