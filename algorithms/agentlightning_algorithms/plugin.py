@@ -31,6 +31,9 @@ def components() -> Iterable[Component]:
             "algorithm", "grpo", f"{root}.grpo.algorithm:GRPO", extra="grpo", summary="trains weights on one machine"
         ),
         Component(
+            "algorithm", "verl", f"{root}.verl.algorithm:VERL", extra="verl", summary="trains weights on many GPUs"
+        ),
+        Component(
             "resource",
             "prompt_candidate",
             f"{root}.prompt_search.candidate:Candidate",

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from agentlightning.algorithm import FunctionalAlgorithm as FunctionalAlgorithm
     from agentlightning.algorithm import RunContext as RunContext
     from agentlightning.algorithm import algo as algo
+    from agentlightning.comparison import Comparison as Comparison
+    from agentlightning.comparison import compare_rollouts as compare_rollouts
     from agentlightning.emitter import emit_annotation as emit_annotation
     from agentlightning.emitter import emit_exception as emit_exception
     from agentlightning.emitter import emit_message as emit_message
@@ -111,6 +113,7 @@ __all__ = [
     "Baseline",
     "ClientServerExecutionStrategy",
     "CommandAgent",
+    "Comparison",
     "Component",
     "ConfigError",
     "ConflictError",
@@ -166,6 +169,7 @@ __all__ = [
     "WorkerStatus",
     "__version__",
     "algo",
+    "compare_rollouts",
     "create_store",
     "emit_annotation",
     "emit_exception",
@@ -206,6 +210,10 @@ _HOME = {
         "GRPO",
         "RunContext",
         "algo",
+    ),
+    "agentlightning.comparison": (
+        "Comparison",
+        "compare_rollouts",
     ),
     "agentlightning.emitter": (
         "emit_annotation",

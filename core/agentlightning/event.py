@@ -4,8 +4,6 @@ The store publishes each event after the change that it tells of is durable, so 
 sees the same stream: ``store.subscribe``, trackers, plugins and the dashboard are views of it.
 """
 
-from __future__ import annotations
-
 import time
 from typing import Annotated, Literal, TypeAlias
 

@@ -6,6 +6,7 @@ version of ``ResourcesUpdate``.
 
 from __future__ import annotations
 
+import re
 import string
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
@@ -174,9 +175,36 @@ class ResourcesUpdate(Record):
     resources: Annotated[dict[str, AnyResource], AfterValidator(FrozenDict)]
     run_id: str = "default"
 
+    @property
+    def version_id(self) -> str:
+        """Names this version, as in ``rs-1@3``, wherever a ``resources_id`` is taken; that alone means the newest."""
+        return f"{self.resources_id}@{self.version}"
+
     @field_serializer("resources")
     def _dump(self, resources: dict[str, Resource]) -> dict[str, Any]:
         return {name: resource.model_dump(mode="json") for name, resource in resources.items()}
+
+
+_VERSION_ID: Final = re.compile(r"(.+)@([1-9][0-9]{0,17})", re.DOTALL)
+
+
+def split_version_id(resources_id: str, version: int | None = None) -> tuple[str, int | None]:
+    """The snapshot and the version that an id means; the version is None where it means the newest.
+
+    Args:
+        resources_id: of a snapshot, or of one version of it: ``rs-1@3``.
+        version: another way to say the version.
+
+    Raises:
+        ConfigError: the two name different versions.
+    """
+    match = _VERSION_ID.fullmatch(resources_id)
+    if match is None:
+        return resources_id, version
+    named = int(match[2])
+    if version is not None and version != named:
+        raise ConfigError(f"resources_id={resources_id!r} names version {named}, but version={version!r} was given")
+    return match[1], named
 
 
 def read_resources(resources: Mapping[str, Resource | str | Mapping[str, Any]]) -> dict[str, Resource]:

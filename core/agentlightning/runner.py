@@ -76,8 +76,20 @@ class Runner(ABC, Generic[T]):
         resources: Mapping[str, Resource | str] | None = None,
         mode: RolloutMode | None = None,
         event: StopEvent | None = None,
+        *,
+        resources_id: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
     ) -> Rollout:
-        """Runs one task at once, past the queue, and returns the finished rollout."""
+        """Runs one task at once, past the queue, and returns the finished rollout.
+
+        Args:
+            input: the task.
+            resources: published for it as a new snapshot, which becomes the latest.
+            mode: of the rollout.
+            event: stops it.
+            resources_id: instead of ``resources``, a snapshot that is there, or one version of it, as in ``rs-1@3``.
+            metadata: of the rollout.
+        """
 
 
 class LitAgentRunner(Runner[T]):
@@ -187,10 +199,18 @@ class LitAgentRunner(Runner[T]):
         resources: Mapping[str, Resource | str] | None = None,
         mode: RolloutMode | None = None,
         event: StopEvent | None = None,
+        *,
+        resources_id: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
     ) -> Rollout:
         store = self._given()[1]
-        resources_id = None if resources is None else (await store.add_resources(resources)).resources_id
-        rollout = await store.start_rollout(input, mode=mode, resources_id=resources_id, worker_id=self.worker_id)
+        if resources is not None:
+            if resources_id is not None:
+                raise ConfigError(f"step got resources and resources_id={resources_id!r}; give one of them")
+            resources_id = (await store.add_resources(resources)).version_id
+        rollout = await store.start_rollout(
+            input, mode=mode, resources_id=resources_id, metadata=metadata, worker_id=self.worker_id
+        )
         self._attend()
         await _until_set(self._begin(rollout), event)
         finished = await store.get_rollout_by_id(rollout.rollout_id)

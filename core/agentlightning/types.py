@@ -4,8 +4,6 @@ All are frozen pydantic models; mappings inside them are immutable (see ``frozen
 durations are seconds. ``dataclasses.replace`` is ``record.model_copy(update={...})`` here.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import math
@@ -72,9 +70,18 @@ def new_resources_id() -> str:
     return "rs-" + os.urandom(8).hex()
 
 
+def _freeze_list(values: list[Any]) -> FrozenList:
+    return FrozenList(values)
+
+
+def _freeze_dict(values: dict[str, Any]) -> FrozenDict:
+    """A function, because pydantic takes milliseconds at import to find out what the class itself takes."""
+    return FrozenDict(values)
+
+
 JsonObject = Annotated[dict[str, Any], AfterValidator(freeze)]
 """A JSON mapping, frozen on the way in; what is not JSON is refused."""
-Attributes = Annotated[dict[str, Any], BeforeValidator(freeze_attributes), AfterValidator(FrozenDict)]
+Attributes = Annotated[dict[str, Any], BeforeValidator(freeze_attributes), AfterValidator(_freeze_dict)]
 """What was observed, frozen on the way in; what is not JSON becomes text, so that no span is lost for it."""
 Text = Annotated[str, BeforeValidator(lambda text: valid_text(text) if isinstance(text, str) else text)]
 """What was observed: lone surrogates become escapes."""
@@ -137,7 +144,7 @@ class RolloutConfig(Record):
     unresponsive_seconds: float | None = Field(default=None, gt=0)
     """An attempt without a span or heartbeat for this long ends as ``unresponsive``."""
     max_attempts: int = Field(default=1, ge=1)
-    retry_condition: Annotated[list[AttemptStatus], AfterValidator(FrozenList)] = Field(default_factory=list)
+    retry_condition: Annotated[list[AttemptStatus], AfterValidator(_freeze_list)] = Field(default_factory=list)
     """The attempt ends after which the rollout is queued again while ``max_attempts`` allows."""
 
     if not TYPE_CHECKING:  # type checkers see the fields as parameters
@@ -174,7 +181,7 @@ class AttemptFailure(Record):
     traceback: Text = ""
 
     @classmethod
-    def from_exception(cls, error: BaseException) -> AttemptFailure:
+    def from_exception(cls, error: BaseException) -> "AttemptFailure":
         """Keeps type, message and the last 16,000 characters of the traceback."""
         import traceback
 
@@ -211,7 +218,7 @@ class AttemptedRollout(Rollout):
     attempt: Attempt
 
     @model_validator(mode="after")
-    def _same_rollout(self) -> AttemptedRollout:
+    def _same_rollout(self) -> "AttemptedRollout":
         if self.attempt.rollout_id != self.rollout_id:
             raise ValueError(f"attempt belongs to rollout {self.attempt.rollout_id!r}, not to {self.rollout_id!r}")
         return self
@@ -236,7 +243,7 @@ class EnqueueRolloutRequest(Record):
         resources_id: str | None,
         config: RolloutConfig | None,
         metadata: Mapping[str, Any] | None,
-    ) -> EnqueueRolloutRequest:
+    ) -> "EnqueueRolloutRequest":
         """From the arguments that stores take.
 
         Raises:
@@ -263,7 +270,7 @@ class Worker(Record):
     last_idle_time: float | None = None
     current_rollout_id: str | None = None
     current_attempt_id: str | None = None
-    attempt_ids: Annotated[list[str], AfterValidator(FrozenList)] | None = None
+    attempt_ids: Annotated[list[str], AfterValidator(_freeze_list)] | None = None
     """The live attempts that it said it runs; its heartbeats renew their leases only. None: it never said."""
 
 
@@ -345,8 +352,8 @@ class Span(Record):
     name: str
     status: TraceStatus = _UNSET_STATUS
     attributes: Attributes = Field(default_factory=FrozenDict)
-    events: Annotated[list[SpanEvent], AfterValidator(FrozenList)] = Field(default_factory=FrozenList)
-    links: Annotated[list[SpanLink], AfterValidator(FrozenList)] = Field(default_factory=FrozenList)
+    events: Annotated[list[SpanEvent], AfterValidator(_freeze_list)] = Field(default_factory=FrozenList)
+    links: Annotated[list[SpanLink], AfterValidator(_freeze_list)] = Field(default_factory=FrozenList)
     start_time: float | None = None
     end_time: float | None = None
     context: SpanContext | None = None
@@ -369,7 +376,7 @@ class Span(Record):
         end_time: float | None = None,
         resource: SpanResource | None = None,
         status: TraceStatus | None = None,
-    ) -> Span:
+    ) -> "Span":
         """Makes a span from its attributes alone; everything else gets a fitting value.
 
         Times default to now, ids to fresh random ones, the name to ``agentlightning.virtual``. Of all ways to make a
@@ -397,7 +404,7 @@ class Span(Record):
             }
         )
 
-    def sealed(self) -> Span:
+    def sealed(self) -> "Span":
         """The span with attributes that can be stored and shared, if it was made without validation."""
         if type(self.attributes) is FrozenDict and not (
             self.events and any(type(event.attributes) is not FrozenDict for event in self.events)
@@ -408,8 +415,8 @@ class Span(Record):
 
     @classmethod
     def from_opentelemetry(
-        cls, readable_span: ReadableSpan, rollout_id: str, attempt_id: str, sequence_id: int = 0
-    ) -> Span:
+        cls, readable_span: "ReadableSpan", rollout_id: str, attempt_id: str, sequence_id: int = 0
+    ) -> "Span":
         """Converts a finished OpenTelemetry SDK span (nanoseconds become seconds)."""
         context, parent = readable_span.context, readable_span.parent
         code = readable_span.status.status_code.name

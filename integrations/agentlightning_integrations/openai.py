@@ -189,7 +189,7 @@ def _unwrap(value: Any) -> Any:
 
 def _methods() -> Iterator[tuple[tuple[type, str], Any]]:
     """Every attribute of every class of the client's resources that are imported by now."""
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():  # other threads import meanwhile
         if name.startswith("openai.resources"):
             for owner in list(vars(module).values()):
                 if isinstance(owner, type) and owner.__module__ == name:

@@ -182,6 +182,7 @@ def add_commands(cli: click.Group) -> None:
     from agentlightning_plugins.gateway_command import command as gateway_command
 
     cli.add_command(gateway_command)
+    from agentlightning_plugins.inspection.ab import compare as ab_command
     from agentlightning_plugins.inspection.replay import command as replay_command
     from agentlightning_plugins.inspection.resources import resources
     from agentlightning_plugins.inspection.rollouts import rollouts

@@ -12,13 +12,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from agentlightning_algorithms.grpo.advantage import Estimator, group_advantages, zero_spread_groups
+from agentlightning_algorithms.grpo.correction import MaskLevel, WeightLevel, importance_weights, trusted_tokens
 from agentlightning_algorithms.grpo.loss import (
     Aggregation,
     KlEstimator,
+    Objective,
     aggregate,
     clipped_surrogate,
+    clipped_weight_surrogate,
     kl_penalty,
     loss_normalizer,
+    sequence_surrogate,
 )
 
 GOLDEN: dict[str, Any] = json.loads((Path(__file__).parent / "verl_golden.json").read_text())
@@ -39,10 +43,19 @@ def assert_equal(ours: Tensor, golden: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("estimator", "golden"), [("grpo", "grpo_norm_True"), ("dr_grpo", "grpo_norm_False"), ("rloo", "adv_rloo")]
+    ("estimator", "golden"),
+    [
+        ("grpo", "grpo_norm_True"),
+        ("dr_grpo", "grpo_norm_False"),
+        ("rloo", "adv_rloo"),
+        ("reinforce_plus_plus_baseline", "adv_reinforce_plus_plus_baseline"),
+        ("opo", "adv_opo"),
+    ],
 )
 def test_advantages_equal_verls(estimator: Estimator, golden: str) -> None:
-    advantage_B = torch.tensor(group_advantages(REWARDS, GROUPS, estimator), dtype=torch.float64)
+    tokens_R = [int(n) for n in given_tensor("mask").sum(-1)]
+    advantages = group_advantages(REWARDS, GROUPS, estimator, tokens_R=tokens_R)
+    advantage_B = torch.tensor(advantages, dtype=torch.float64)
     assert_equal(advantage_B[:, None] * given_tensor("mask"), VERL[golden])
 
 
@@ -56,13 +69,18 @@ def test_an_advantage_depends_on_its_group_and_not_on_the_order(
 ) -> None:
     order = random.sample(range(len(rollouts)), len(rollouts))
     rewards, groups = [r for r, _ in rollouts], [g for _, g in rollouts]
-    plain = group_advantages(rewards, groups, estimator)
-    shuffled = group_advantages([rewards[i] for i in order], [groups[i] for i in order], estimator)
-    assert shuffled == pytest.approx([plain[i] for i in order], abs=1e-9)
-    alone = [i for i, group in enumerate(groups) if group == "a"]
-    assert group_advantages([rewards[i] for i in alone], ["a"] * len(alone), estimator) == pytest.approx(
-        [plain[i] for i in alone], abs=1e-9
+    tokens = [1 + i % 3 for i in range(len(rewards))]
+    plain = group_advantages(rewards, groups, estimator, tokens_R=tokens)
+    shuffled = group_advantages(
+        [rewards[i] for i in order], [groups[i] for i in order], estimator, tokens_R=[tokens[i] for i in order]
     )
+    assert shuffled == pytest.approx([plain[i] for i in order], abs=1e-6)
+    if estimator == "reinforce_plus_plus_baseline":  # whitens over the whole batch
+        return
+    alone = [i for i, group in enumerate(groups) if group == "a"]
+    assert group_advantages(
+        [rewards[i] for i in alone], ["a"] * len(alone), estimator, tokens_R=[tokens[i] for i in alone]
+    ) == pytest.approx([plain[i] for i in alone], abs=1e-9)
 
 
 @given(st.lists(st.floats(-10, 10), min_size=2, max_size=20), st.sampled_from(get_args(Estimator)))
@@ -105,6 +123,62 @@ def test_the_clipped_loss_and_its_gradient_and_metrics_equal_verls() -> None:
     assert_equal(aggregate(surrogate.clipped_BT, mask_BT), golden["actor/pg_clipfrac"])
     assert_equal(aggregate(surrogate.dual_clipped_BT, mask_BT), golden["actor/pg_clipfrac_lower"])
     assert_equal(aggregate(-surrogate.log_ratio_BT, mask_BT), golden["actor/ppo_kl"])
+
+
+@pytest.mark.parametrize(
+    ("surrogate", "golden"),
+    [(sequence_surrogate, "gspo"), (clipped_weight_surrogate, "cispo")],
+)
+def test_gspo_and_cispo_and_their_gradients_equal_verls(surrogate: Any, golden: str) -> None:
+    logprob_BT = given_tensor("new").requires_grad_()
+    mask_BT = given_tensor("mask")
+    advantage_B = torch.tensor(group_advantages(REWARDS, GROUPS), dtype=torch.float64)
+    given_masks = (mask_BT,) if golden == "gspo" else ()
+    found = surrogate(logprob_BT, given_tensor("old"), advantage_B[:, None], *given_masks, clip_low=0.2, clip_high=0.28)
+    loss = aggregate(found.loss_BT, mask_BT, "seq-mean-token-mean")  # which verl was asked for
+    loss.backward()
+    assert_equal(loss.detach(), VERL[f"loss_{golden}"])
+    assert logprob_BT.grad is not None
+    assert_equal(logprob_BT.grad, VERL[f"grad_{golden}"])
+
+
+@pytest.mark.parametrize(
+    ("level", "lower", "golden"),
+    [("token", None, "is_token_2.0"), ("sequence", None, "is_sequence_2.0"), ("token", 0.5, "is_token_0.5_2.0")],
+)
+def test_importance_weights_equal_verls(level: WeightLevel, lower: float | None, golden: str) -> None:
+    log_ratio_BT = given_tensor("old") - given_tensor("rollout")
+    assert_equal(importance_weights(log_ratio_BT, given_tensor("mask"), level, upper=2.0, lower=lower), VERL[golden])
+
+
+@pytest.mark.parametrize(
+    ("level", "lower", "upper", "golden"),
+    [
+        ("token", 0.5, 2.0, "rs_token_k1_0.5_2.0"),
+        ("sequence", 0.5, 2.0, "rs_seq_sum_k1_0.5_2.0"),
+        ("sequence-mean", 0.8, 1.25, "rs_seq_mean_k1_0.8_1.25"),
+    ],
+)
+def test_trust_masks_equal_verls(level: MaskLevel, lower: float, upper: float, golden: str) -> None:
+    log_ratio_BT = given_tensor("old") - given_tensor("rollout")
+    assert_equal(trusted_tokens(log_ratio_BT, given_tensor("mask"), level, lower=lower, upper=upper), VERL[golden])
+
+
+@given(st.integers(0, 1000), st.integers(1, 5), st.sampled_from(get_args(Objective)))
+def test_a_rows_loss_does_not_depend_on_padding_or_other_rows(seed: int, length: int, objective: Objective) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    new_BT, old_BT, advantage_B1 = (
+        torch.randn(3, width, generator=generator, dtype=torch.float64) for width in (5, 5, 1)
+    )
+    mask_BT = (torch.arange(5) < torch.tensor([[length], [5], [1]])).double()
+
+    def losses(rows: slice, width: int) -> Tensor:
+        arguments = (new_BT[rows, :width], old_BT[rows, :width], advantage_B1[rows])
+        if objective == "gspo":
+            return sequence_surrogate(*arguments, mask_BT[rows, :width]).loss_BT
+        return (clipped_surrogate if objective == "ppo" else clipped_weight_surrogate)(*arguments).loss_BT
+
+    torch.testing.assert_close(losses(slice(0, 1), length)[0], losses(slice(0, 3), 5)[0, :length])
 
 
 @pytest.mark.parametrize(
@@ -151,9 +225,20 @@ def test_k1_and_k3_average_to_the_kl_divergence() -> None:
         torch.testing.assert_close((p * kl_penalty(p.log(), q.log(), estimator)).sum(), divergence)
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", [name for name in AGGREGATIONS if name != "rollout-mean"])
 def test_aggregations_equal_verls(aggregation: Aggregation) -> None:
-    assert_equal(aggregate(given_tensor("new"), given_tensor("mask"), aggregation), VERL[f"agg_{aggregation}"])
+    ours = aggregate(given_tensor("new"), given_tensor("mask"), aggregation, horizon=5)
+    assert_equal(ours, VERL[f"agg_{aggregation}"])
+
+
+def test_the_mean_over_rollouts_does_not_depend_on_how_many_rows_each_was_cut_into() -> None:
+    value_BT, mask_BT = random_batch([3, 2, 4])
+    lengths_B = torch.tensor([5.0, 5.0, 4.0], dtype=torch.float64)  # the first two rows are one rollout
+    ours = aggregate(value_BT, mask_BT, "rollout-mean", rollout_length_B=lengths_B)
+    first = torch.cat([value_BT[0, :3], value_BT[1, :2]]).mean()
+    torch.testing.assert_close(ours, (first + value_BT[2, :4].mean()) / 2)
+    with pytest.raises(ValueError, match="rollout-mean needs rollout_length_B"):
+        aggregate(value_BT, mask_BT, "rollout-mean")
 
 
 lengths = st.lists(st.integers(0, 5), min_size=1, max_size=6).filter(any)
@@ -164,15 +249,23 @@ def random_batch(row_lengths: list[int]) -> tuple[Tensor, Tensor]:
     return torch.randn(mask_BT.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), mask_BT
 
 
+def rollout_lengths(row_lengths: list[int], copies: list[int] | None = None) -> Tensor:
+    """Rows 2k and 2k + 1 are of one rollout."""
+    counted = [n * c for n, c in zip(row_lengths, copies or [1] * len(row_lengths), strict=True)]
+    return torch.tensor([sum(counted[i - i % 2 : i - i % 2 + 2]) for i in range(len(counted))]).double()
+
+
 @given(lengths, st.integers(0, 6), st.sampled_from(AGGREGATIONS))
 def test_the_shares_of_a_batch_add_up_to_the_whole(row_lengths: list[int], cut: int, aggregation: Aggregation) -> None:
     value_BT, mask_BT = random_batch(row_lengths)
-    whole = loss_normalizer(mask_BT, aggregation)
+    lengths_B = rollout_lengths(row_lengths)
+    whole = loss_normalizer(mask_BT, aggregation, rollout_length_B=lengths_B, horizon=7)
     shares = [
-        aggregate(value_BT[part], mask_BT[part], aggregation, normalizer=whole)
+        aggregate(value_BT[part], mask_BT[part], aggregation, normalizer=whole, rollout_length_B=lengths_B[part])
         for part in (slice(cut), slice(cut, None))
     ]
-    torch.testing.assert_close(sum(shares), aggregate(value_BT, mask_BT, aggregation))
+    at_once = aggregate(value_BT, mask_BT, aggregation, rollout_length_B=lengths_B, horizon=7)
+    torch.testing.assert_close(sum(shares), at_once)
 
 
 @given(lengths, st.data(), st.sampled_from(AGGREGATIONS))
@@ -185,5 +278,9 @@ def test_a_weight_counts_as_so_many_copies_of_the_row(
     if not any(n and c for n, c in zip(row_lengths, copies, strict=True)):
         copies = [1] * size
     index = [i for i, count in enumerate(copies) for _ in range(count)]
-    weighted = aggregate(value_BT, mask_BT, aggregation, weight_B=torch.tensor(copies).double())
-    torch.testing.assert_close(weighted, aggregate(value_BT[index], mask_BT[index], aggregation))
+    lengths_B = rollout_lengths(row_lengths, copies)
+    weighted = aggregate(
+        value_BT, mask_BT, aggregation, weight_B=torch.tensor(copies).double(), rollout_length_B=lengths_B
+    )
+    copied = aggregate(value_BT[index], mask_BT[index], aggregation, rollout_length_B=lengths_B[index])
+    torch.testing.assert_close(weighted, copied)

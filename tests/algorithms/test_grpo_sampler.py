@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from agentlightning.errors import ConfigError
 from agentlightning_algorithms.grpo.policy import Policy, load_policy
-from agentlightning_algorithms.grpo.sampler import Generation, Sampler
+from agentlightning_algorithms.grpo.sampler import Generation, Sampler, Token
 from agentlightning_algorithms.grpo.sampling import SamplingParams, draw_tokens
 from agentlightning_algorithms.grpo.updater import Row
 
-TOLERANCE = 1e-4
+TOLERANCE = 1e-5
 """What sampler and trainer may differ by in float32."""
 
 
@@ -239,7 +239,7 @@ def test_weights_that_do_not_fit_change_nothing(
     def fail(_: object) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(tiny_policy, "load_weights", fail)
+    monkeypatch.setattr(tiny_policy, "read_weights", fail)
     with pytest.raises(RuntimeError, match="out of memory"):
         sampler.load_weights(tmp_path, 8).result(timeout=60)
     assert collect([sampler.submit([1], SamplingParams(max_tokens=1))])[0].weight_version == 0
@@ -289,3 +289,93 @@ def test_a_model_with_a_sliding_window_is_refused(tiny_policy: Policy) -> None:
     tiny_policy.model.config.sliding_window = 16
     with pytest.raises(ConfigError, match="sliding window of 16 tokens"):
         Sampler(tiny_policy)
+
+
+# Prefixes
+
+
+def turns(count: int) -> list[list[int]]:
+    """What each turn of a conversation adds to it."""
+    rng = random.Random(5)
+    return [[rng.randrange(256) for _ in range(37)] for _ in range(count)]
+
+
+def test_a_prompt_that_begins_like_an_earlier_call_is_not_run_again_and_nothing_else_changes(
+    tiny_policy: Policy, sampler: Sampler
+) -> None:
+    prompts: list[list[int]] = []
+    generations: list[Generation] = []
+    prompt: list[int] = []
+    for more in turns(4):
+        prompt = [*prompt, *more]
+        (generation,) = collect([sampler.submit(prompt, SamplingParams(max_tokens=20, seed=1))])
+        prompts.append(prompt)
+        generations.append(generation)
+        prompt = [*prompt, *generation.token_ids]
+    known = [0] + [(len(p) + len(g.token_ids) - 1) // 16 * 16 for p, g in zip(prompts, generations, strict=True)][:-1]
+    assert [g.cached_tokens for g in generations] == known
+    again = collect([sampler.submit(p, SamplingParams(max_tokens=20, seed=1)) for p in prompts])
+    assert [g.token_ids for g in again] == [g.token_ids for g in generations]
+    sampler.close()
+    assert largest_gap(tiny_policy, prompts, generations, 1.0) <= TOLERANCE
+    assert largest_gap(tiny_policy, prompts, again, 1.0) <= TOLERANCE
+    assert sampler.statistics["reused_tokens"] == sum(g.cached_tokens for g in [*generations, *again])
+
+
+def test_known_and_unknown_prompts_share_a_batch(tiny_policy: Policy, sampler: Sampler) -> None:
+    stem = [random.Random(3).randrange(256) for _ in range(64)]
+    collect([sampler.submit(stem, SamplingParams(max_tokens=1))])
+    prompts = [stem[: 8 * i + 1] + [i] * (5 + i) for i in range(8)] + random_prompts(8)
+    generations = collect([sampler.submit(p, SamplingParams(max_tokens=9)) for p in prompts * 2])
+    sampler.close()
+    assert {g.cached_tokens for g in generations[:8]} >= {0, 16, 32, 48}
+    assert largest_gap(tiny_policy, prompts * 2, generations, 1.0) <= TOLERANCE
+
+
+def test_new_weights_forget_what_the_old_ones_computed(
+    tiny_policy: Policy, tiny_model: Path, tmp_path: Path, sampler: Sampler
+) -> None:
+    moved = moved_weights(tiny_model, tmp_path)
+    prompt = random_prompts(1)[0] * 3
+    collect([sampler.submit(prompt, SamplingParams(max_tokens=3))])
+    sampler.load_weights(tmp_path, 1)
+    (generation,) = collect([sampler.submit(prompt, SamplingParams(max_tokens=8))])
+    assert (generation.cached_tokens, generation.weight_version) == (0, 1)
+    assert largest_gap(moved, [prompt], [generation], 1.0) <= TOLERANCE
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 3, 8])
+def test_a_small_pool_forgets_and_never_mixes_up(tiny_policy: Policy, blocks: int) -> None:
+    per_token = 2 * 4 * 32  # keys and values of the tiny model, in bytes, at most
+    sampler = Sampler(tiny_policy, max_batch_size=4, seed=0, prefix_cache_bytes=blocks * 16 * per_token * 2)
+    rng = random.Random(8)
+    stems = [[rng.randrange(256) for _ in range(48)] for _ in range(3)]
+    prompts = [stems[rng.randrange(3)][: rng.randrange(1, 48)] + [rng.randrange(256)] * 3 for _ in range(60)]
+    generations = collect([sampler.submit(p, SamplingParams(max_tokens=6)) for p in prompts])
+    sampler.close()
+    assert largest_gap(tiny_policy, prompts, generations, 1.0) <= TOLERANCE
+
+
+def test_weights_that_cannot_be_used_are_refused_without_waiting_for_the_batch(
+    sampler: Sampler, tmp_path: Path
+) -> None:
+    running = sampler.submit([1], SamplingParams(max_tokens=480))
+    with pytest.raises(ConfigError, match="safetensors"):
+        sampler.load_weights(tmp_path, 7).result(timeout=60)
+    assert running.cancel() or running.done()
+
+
+# Tokens as they come
+
+
+def test_tokens_are_told_as_they_are_sampled(sampler: Sampler) -> None:
+    told: list[Token] = []
+    seen_before_the_end: list[int] = []
+    future = sampler.submit([1, 2], SamplingParams(max_tokens=30, top_logprobs=2), told.append)
+    future.add_done_callback(lambda _: seen_before_the_end.append(len(told)))
+    (generation,) = collect([future])
+    assert [token.token_id for token in told] == generation.token_ids
+    assert [token.logprob for token in told] == generation.logprobs
+    assert [token.top_logprobs for token in told] == generation.top_logprobs
+    assert {token.weight_version for token in told} == {0}
+    assert seen_before_the_end == [len(generation.token_ids)]

@@ -88,7 +88,7 @@ async def recorded() -> AsyncIterator[list[bytes]]:
     try:
         yield answers
     finally:
-        aiohttp.ClientSession.request = send  # type: ignore[method-assign]
+        aiohttp.ClientSession.request = send  # type: ignore[method-assign] # as it was
 
 
 Rollout = Callable[[LightningStore, int], Awaitable[None]]

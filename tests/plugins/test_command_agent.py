@@ -108,6 +108,10 @@ def is_alive(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
+def count_open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 async def is_gone(pid: int) -> bool:
     for _ in range(200):
         if not is_alive(pid):
@@ -339,6 +343,24 @@ async def test_cancelling_a_rollout_kills_the_whole_group(store: agl.LightningSt
             await running
     pids = [int(pid) for pid in path.read_text().split()]
     assert [await is_gone(pid) for pid in pids] == [True, True]
+
+
+async def test_who_is_cancelled_twice_leaves_neither_processes_nor_pipes(tmp_path: Path) -> None:
+    path = tmp_path / "pids"
+    agent = agl.CommandAgent(python(STUBBORN, str(path)), kill_after_s=60)
+    open_files = count_open_files()
+    work = asyncio.create_task(agent.rollout_async("", {}, agl.Rollout(rollout_id="ro-1", input="", start_time=0.0)))
+    async with asyncio.timeout(30):
+        while not path.exists():  # noqa: ASYNC110 # another process makes it
+            await asyncio.sleep(0.02)
+        work.cancel()
+        await asyncio.sleep(0.2)
+        assert not work.done(), "it waits for the command to end by itself"
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+    pids = [int(pid) for pid in path.read_text().split()]
+    assert [await is_gone(pid) for pid in pids] == [True, True]
+    assert count_open_files() <= open_files
 
 
 async def test_a_command_that_ends_when_it_is_told_to_is_not_killed(store: agl.LightningStore) -> None:

@@ -105,7 +105,8 @@ def test_an_algorithm_that_fails_in_its_own_process_fails_the_run() -> None:
 
 
 _STOPPED_PROGRAM = """
-import asyncio, time, agentlightning as agl
+import asyncio, signal, time, agentlightning as agl
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
 def agent(task):
     print("begun", flush=True)
     time.sleep(task["seconds"])

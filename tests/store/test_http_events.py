@@ -126,7 +126,7 @@ async def test_our_client_raises_when_it_is_too_slow_and_goes_on_where_a_stream_
         for connection in [*session.connector._acquired]:  # type: ignore[union-attr] # to break the stream
             connection.transport.abort()
         ids = [(await store.enqueue_rollout(number)).rollout_id for number in range(3)]
-        assert [(await asyncio.wait_for(anext(stream), 10)).rollout_id for _ in ids] == ids  # type: ignore[union-attr]
+        assert [(await asyncio.wait_for(anext(stream), 10)).rollout_id for _ in ids] == ids  # type: ignore[union-attr] # an enqueue event
         await stream.aclose()  # type: ignore[attr-defined] # it is a generator
         await client.close()
 

@@ -5,144 +5,224 @@ R   rollouts of a batch
 
 from __future__ import annotations
 
-import logging
+import itertools
+import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
-from agentlightning.adapter.adapter import TraceAdapter
-from agentlightning.errors import AdapterError
-from agentlightning.reward import find_final_reward
-from agentlightning.store.protocol import LightningStore
-from agentlightning.types import AttemptedRollout, EnqueueRolloutRequest, Rollout, Span, Triplet
+from agentlightning.adapter.trajectory import Decode, Turn, build_trajectories
+from agentlightning.types import AttemptedRollout, Span, Triplet
 from agentlightning_algorithms.grpo.advantage import Estimator, group_scales, zero_spread_groups
+from agentlightning_algorithms.grpo.episode import Episode
 from agentlightning_algorithms.grpo.row import Row
 
-logger = logging.getLogger("agentlightning")
+RowKind = Literal["transitions", "trajectories"]
+Penalty = Callable[[Sequence[Row]], Sequence[Sequence[float]]]
 
 TRAINING_SPAN = "agentlightning.training"
-"""Name of the span that tells what a model call was worth; one for each row, in the rollout's own trace."""
+"""Name of the span that tells what a row was trained with, in the rollout's own trace."""
 
 
-@dataclass(frozen=True)
-class Episode:
-    """A finished rollout and what it gives to learn from."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """What of the rollouts becomes training data, and as what.
 
-    rollout: Rollout
-    reward: float | None
-    """The agent's final reward; None when it failed or said none."""
-    triplets: Sequence[Triplet] = ()
-    error: str = ""
-    """Type of the error it failed with."""
+    Attributes:
+        rows: ``transitions``: a row for each model call. ``trajectories``: calls whose tokens go on from each other
+            are one row, which costs one forward pass where they would cost several.
+        estimator: the formula of the advantages.
+        failed_reward: what a rollout without a reward counts as; None leaves it out, also of its group's mean.
+        keep_flat_groups: keep the groups whose rollouts all earned the same.
+        drop_cut_off: leave out answers that ended at ``max_tokens`` (overlong filtering, DAPO, arXiv:2503.14476).
+    """
 
-    @property
-    def group(self) -> str:
-        """Rollouts of the same task in the same step share one."""
-        return str((self.rollout.metadata or {}).get("group", self.rollout.rollout_id))
+    rows: RowKind = "transitions"
+    estimator: Estimator = "grpo"
+    failed_reward: float | None = 0.0
+    keep_flat_groups: bool = False
+    drop_cut_off: bool = False
 
 
 @dataclass
 class Experience:
-    """The rows of one step, the rollout each came from, and the numbers to report."""
+    """The rows of one step, the rollout and the calls each came from, and the numbers to report."""
 
     rows: list[Row] = field(default_factory=list)
-    sources: list[tuple[Episode, Triplet]] = field(default_factory=list)
+    sources: list[tuple[Episode, tuple[Triplet, ...]]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-async def gather_episodes(
-    store: LightningStore,
-    adapter: TraceAdapter[Sequence[Triplet]],
-    requests: Sequence[EnqueueRolloutRequest],
-    flush: Any,
-) -> list[Episode]:
-    """Enqueues rollouts, waits for all, and reads what came of them.
+class _Draft(NamedTuple):
+    """A row before its advantage is known; ``turns`` place its calls in ``row.response_ids``."""
 
-    Args:
-        store: where runners take them from.
-        adapter: turns the spans of one attempt into triplets.
-        requests: what to enqueue.
-        flush: awaited between the last end and the first read, so that the gateway's spans are there.
-    """
-    enqueued = await store.enqueue_many_rollouts(requests)
-    await store.wait_for_rollouts([rollout.rollout_id for rollout in enqueued])
-    await flush()
-    episodes = []
-    for rollout_id in [rollout.rollout_id for rollout in enqueued]:
-        rollout = await store.get_rollout_by_id(rollout_id)
-        if rollout is not None:
-            spans = await store.query_spans(rollout_id, "latest")
-            episodes.append(read_episode(rollout, spans.items, adapter))
-    return episodes
-
-
-def read_episode(rollout: Rollout, spans: Sequence[Span], adapter: TraceAdapter[Sequence[Triplet]]) -> Episode:
-    """Reads a finished rollout; one whose spans cannot be used says so in ``error`` and the log."""
-    error = ""
-    attempt = rollout.attempt if isinstance(rollout, AttemptedRollout) else None
-    if attempt is not None and attempt.error is not None:
-        error = attempt.error.type
-    reward = find_final_reward(spans) if rollout.status == "succeeded" else None
-    try:
-        triplets = adapter.adapt(spans) if attempt is None else adapter.adapt_attempt(attempt, spans)
-    except AdapterError as adapter_error:
-        logger.warning("rollout %s is left out: %s", rollout.rollout_id, adapter_error)
-        return Episode(rollout, reward, error="AdapterError")
-    if triplets is None:
-        return Episode(rollout, None, error="SpansDropped")
-    return Episode(rollout, reward, triplets, error)
+    position: int
+    row: Row
+    turns: Sequence[Turn]
 
 
 def build_experience(
     episodes: Sequence[Episode],
+    selection: Selection = Selection(),  # noqa: B008 -- frozen
     *,
-    estimator: Estimator = "grpo",
-    failed_reward: float | None = 0.0,
     max_length: int,
+    decode: Decode | None = None,
+    penalty: Penalty | None = None,
 ) -> Experience:
     """Gives every model call of a batch the advantage of its rollout within the rollout's group.
 
     Where the adapter has a credit rule, each call has a reward of its own (``Triplet.reward``). A rollout then counts
     with the mean of its calls' rewards, and each call gets its own advantage on the scale of its rollout's group.
+    What is left out of the rows (too long, cut off) still counts in its group: it is left out after the advantages.
 
     Args:
         episodes: finished rollouts.
-        estimator: the formula of the advantages.
-        failed_reward: what a rollout without a reward counts as; None leaves it out, also of its group's mean.
-        max_length: tokens, prompt and response, that the trainer takes; longer calls are left out after the advantages.
+        selection: what becomes a row.
+        max_length: tokens, prompt and response, that the trainer takes.
+        decode: the tokenizer's, to tell apart why the tokens of calls do not go on from each other.
+        penalty: says for every response token of rows what to take from the reward of its rollout (KL in the reward).
     """
     scored_R = [
-        (episode, failed_reward if episode.reward is None else _mean_credit(episode))
+        (episode, selection.failed_reward if episode.reward is None else _mean_credit(episode))
         for episode in episodes
-        if (episode.reward is not None or failed_reward is not None) and episode.error not in _UNUSABLE
+        if (episode.reward is not None or selection.failed_reward is not None) and episode.error not in _UNUSABLE
     ]
     rewards_R = [float(reward) for _, reward in scored_R if reward is not None]
     groups_R = [episode.group for episode, _ in scored_R]
     flat = zero_spread_groups(rewards_R, groups_R)
-    scales_R = group_scales(rewards_R, groups_R, estimator)
+    counts: Counter[str] = Counter()
+    drafts = [
+        draft
+        for position, (episode, _) in enumerate(scored_R)
+        for draft in _draft_rows(position, episode, selection, decode, counts)
+    ]
+    if not selection.keep_flat_groups:
+        useful = [draft for draft in drafts if groups_R[draft.position] not in flat]
+    else:
+        useful = drafts
+    penalties = _find_penalties(useful, max_length, penalty)
+    taken_R = [0.0] * len(scored_R)
+    for draft in useful:
+        taken_R[draft.position] += math.fsum(penalties.get(id(draft), ()))
+    tokens_R = Counter(dict.fromkeys(range(len(scored_R)), 0))
+    for draft in drafts:
+        tokens_R[draft.position] += draft.row.n_sampled
+    penalised_R = [reward - taken for reward, taken in zip(rewards_R, taken_R, strict=True)]
+    scales_R = group_scales(
+        penalised_R, groups_R, selection.estimator, tokens_R=[tokens_R[i] for i in range(len(scored_R))]
+    )
     experience = Experience()
-    counts = {"calls": 0, "calls_without_tokens": 0, "calls_too_long": 0}
-    for (episode, _), reward, (mean, factor) in zip(scored_R, rewards_R, scales_R, strict=True):
-        for triplet in episode.triplets:
-            counts["calls"] += 1
-            worth = triplet.reward if _has_credit(triplet) and triplet.reward is not None else reward
-            row = triplet_to_row(triplet, (worth - mean) * factor)
-            if row is None:
-                counts["calls_without_tokens"] += 1
-            elif len(row.prompt_ids) + len(row.response_ids) > max_length:
-                counts["calls_too_long"] += 1
-            elif episode.group not in flat:
-                experience.rows.append(row)
-                experience.sources.append((episode, triplet))
-    n_groups = len(set(groups_R))
+    for draft in useful:
+        mean, factor = scales_R[draft.position]
+        worths = [
+            turn.triplet.reward - math.fsum(penalties.get(id(draft), ())[turn.start : turn.end])
+            if _has_credit(turn.triplet) and turn.triplet.reward is not None
+            else penalised_R[draft.position]
+            for turn in draft.turns
+        ]
+        row = _finish(draft, [(worth - mean) * factor for worth in worths], selection, max_length, counts)
+        if row is not None:
+            experience.rows.append(row[0])
+            experience.sources.append((scored_R[draft.position][0], row[1]))
     experience.metrics = {
-        **reward_metrics(episodes),
-        "groups_without_spread": len(flat) / n_groups if n_groups else 0.0,
+        "groups_without_spread": len(flat) / len(set(groups_R)) if groups_R else 0.0,
+        "group_reward_std": _mean_spread(rewards_R, groups_R),
+        "groups": float(len(set(groups_R))),
         "rollouts_left_out": float(len(episodes) - len(scored_R)),
-        **{name: float(count) for name, count in counts.items()},
+        "rollouts_filled": float(sum(episode.reward is None for episode, _ in scored_R)),
+        **{name: float(counts[name]) for name in _COUNTS},
+        **_describe_advantages(experience.rows),
     }
+    if penalty is not None:
+        experience.metrics["reward_penalty"] = statistics.fmean(taken_R) if taken_R else 0.0
     return experience
+
+
+_UNUSABLE = frozenset({"SpansDropped", "AdapterError"})
+_COUNTS = (
+    "calls", "calls_without_tokens", "calls_too_long", "calls_cut_off",
+    "drift/template", "drift/retokenisation", "drift/other",
+)  # fmt: skip
+
+
+def _draft_rows(
+    position: int, episode: Episode, selection: Selection, decode: Decode | None, counts: Counter[str]
+) -> Iterator[_Draft]:
+    """Makes rows without advantages, and counts what drifted or cannot be used."""
+    found = build_trajectories(episode.triplets, decode=decode)
+    counts["calls"] += len(episode.triplets)
+    counts["calls_without_tokens"] += sum(found.left_out.values())
+    for kind, count in found.counts.items():
+        counts[f"drift/{kind}"] += count
+    rollout = episode.rollout.rollout_id
+    for trajectory in found.trajectories:
+        if selection.rows == "transitions":
+            for turn in trajectory.turns:
+                response = turn.triplet.response["token_ids"]
+                row = Row(
+                    turn.triplet.prompt["token_ids"], response, turn.triplet.response["logprobs"], 0.0, rollout=rollout
+                )
+                yield _Draft(position, row, [Turn(turn.triplet, 0, len(response))])
+        else:
+            first = trajectory.prompt_length
+            row = Row(
+                trajectory.ids[:first],
+                trajectory.ids[first:],
+                trajectory.logprobs[first:],
+                0.0,
+                mask=None if len(trajectory.turns) == 1 else trajectory.mask[first:],
+                rollout=rollout,
+            )
+            yield _Draft(
+                position, row, [Turn(turn.triplet, turn.start - first, turn.end - first) for turn in trajectory.turns]
+            )
+
+
+def _find_penalties(
+    drafts: Sequence[_Draft], max_length: int, penalty: Penalty | None
+) -> Mapping[int, Sequence[float]]:
+    """What is taken for each response token, by draft; too long rows cannot be asked about."""
+    if penalty is None:
+        return {}
+    asked = [d for d in drafts if len(d.row.prompt_ids) + len(d.row.response_ids) <= max_length]
+    return {id(draft): values for draft, values in zip(asked, penalty([d.row for d in asked]), strict=True)}
+
+
+def _finish(
+    draft: _Draft, advantages: Sequence[float], selection: Selection, max_length: int, counts: Counter[str]
+) -> tuple[Row, tuple[Triplet, ...]] | None:
+    """Cuts a row to the calls that fit and count; None when there are none. Beside it the calls it trains on."""
+    row = draft.row
+    fitting = [turn for turn in draft.turns if len(row.prompt_ids) + turn.end <= max_length]
+    counts["calls_too_long"] += len(draft.turns) - len(fitting)
+    kept = [
+        (turn, advantage)
+        for turn, advantage in zip(fitting, advantages, strict=False)
+        if not (selection.drop_cut_off and turn.triplet.metadata.get("finish_reason") == "length")
+    ]
+    counts["calls_cut_off"] += len(fitting) - len(kept)
+    if not kept:
+        return None
+    end = kept[-1][0].end
+    triplets = tuple(turn.triplet for turn, _ in kept)
+    if len(draft.turns) == 1:
+        return replace(row, advantage=kept[0][1]), triplets
+    mask = [0] * end
+    by_token = [0.0] * end
+    for turn, advantage in kept:
+        mask[turn.start : turn.end] = [1] * (turn.end - turn.start)
+        by_token[turn.start : turn.end] = [advantage] * (turn.end - turn.start)
+    same = len({advantage for _, advantage in kept}) == 1
+    cut = replace(
+        row,
+        response_ids=row.response_ids[:end],
+        logprobs=row.logprobs[:end],
+        mask=mask,
+        advantage=kept[0][1] if same else by_token,
+    )
+    return cut, triplets
 
 
 def _mean_credit(episode: Episode) -> float | None:
@@ -156,49 +236,50 @@ def _has_credit(triplet: Triplet) -> bool:
     return "credit" in triplet.metadata
 
 
-_UNUSABLE = frozenset({"SpansDropped", "AdapterError"})
+def _mean_spread(rewards_R: Sequence[float], groups_R: Sequence[str]) -> float:
+    members: dict[str, list[float]] = {}
+    for reward, group in zip(rewards_R, groups_R, strict=True):
+        members.setdefault(group, []).append(reward)
+    return statistics.fmean(map(statistics.pstdev, members.values())) if members else 0.0
 
 
-def reward_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Mean, spread and success of a batch; a rollout without a reward counts as 0."""
-    rewards_R = [episode.reward or 0.0 for episode in episodes]
-    errors: dict[str, float] = {}
-    for episode in episodes:
-        if episode.error:
-            errors[f"errors/{episode.error}"] = errors.get(f"errors/{episode.error}", 0.0) + 1.0
-    turns = [len(episode.triplets) for episode in episodes]
+def _describe_advantages(rows: Sequence[Row]) -> dict[str, float]:
+    """By token, as the loss sees them."""
+    values = [value for row in rows for value in row.advantages]
+    if not values:
+        return {}
     return {
-        "reward": statistics.fmean(rewards_R) if rewards_R else 0.0,
-        "reward_std": statistics.pstdev(rewards_R) if rewards_R else 0.0,
-        "rollouts": float(len(episodes)),
-        "rollouts_without_reward": float(sum(episode.reward is None for episode in episodes)),
-        "calls_per_rollout": statistics.fmean(turns) if turns else 0.0,
-        **errors,
+        "advantage": statistics.fmean(values),
+        "advantage_std": statistics.pstdev(values),
+        "advantage_min": min(values),
+        "advantage_max": max(values),
     }
 
 
-def triplet_to_row(triplet: Triplet, advantage: float) -> Row | None:
-    """Makes training data of one model call; None when its tokens or log-probabilities were not recorded."""
-    prompt, response = triplet.prompt, triplet.response
-    prompt_ids, response_ids = prompt.get("token_ids"), response.get("token_ids")
-    logprobs = response.get("logprobs")
-    if not prompt_ids or not response_ids or not logprobs or len(logprobs) != len(response_ids):
-        return None
-    return Row(prompt_ids, response_ids, logprobs, advantage)
-
-
 def training_spans(experience: Experience, step: int) -> list[Span]:
-    """Says, in the trace of each rollout, what its calls were trained with."""
+    """Says, in the trace of each rollout, what its rows were trained with.
+
+    ``mask`` is written as the lengths of runs: so many tokens sampled, so many given, and so on.
+    """
     spans = []
-    for row, (episode, triplet) in zip(experience.rows, experience.sources, strict=True):
+    for row, (episode, triplets) in zip(experience.rows, experience.sources, strict=True):
         rollout = episode.rollout
         if isinstance(rollout, AttemptedRollout):
+            ids = [triplet.metadata.get("response_id") or "" for triplet in triplets]
             attributes: Mapping[str, Any] = {
                 "agentlightning.training.step": step,
-                "agentlightning.training.advantage": row.advantage,
-                "agentlightning.training.tokens": len(row.response_ids),
-                "gen_ai.response.id": triplet.metadata.get("response_id") or "",
+                "agentlightning.training.advantage": statistics.fmean(row.advantages),
+                "agentlightning.training.tokens": row.n_sampled,
+                "gen_ai.response.id": ids[-1],
             }
+            if row.mask is not None:
+                runs = [(sampled, sum(1 for _ in run)) for sampled, run in itertools.groupby(map(bool, row.mask))]
+                lengths = [length for _, length in runs]
+                attributes = {
+                    **attributes,
+                    "agentlightning.training.mask": lengths if runs[0][0] else [0, *lengths],
+                    "agentlightning.training.response_ids": ids,
+                }
             spans.append(
                 Span.from_attributes(
                     attributes=attributes,

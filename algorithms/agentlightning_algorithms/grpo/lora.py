@@ -52,7 +52,8 @@ def merge_state(model: nn.Module) -> dict[str, Tensor]:
             prefix = f"{name}."
             weight = state[f"{prefix}base_layer.weight"]
             with torch.no_grad():
-                delta = sum((module.get_delta_weight(adapter).float() for adapter in module.active_adapters))
+                layer = cast(Any, module)  # peft's annotations do not know it
+                delta = sum(layer.get_delta_weight(adapter).float() for adapter in layer.active_adapters)
                 state[f"{prefix}base_layer.weight"] = (weight.float() + delta).to(weight.dtype)
     return {name.replace(".base_layer.", "."): value for name, value in state.items() if ".lora_" not in name}
 

@@ -167,7 +167,7 @@ def loss_normalizer(
     if aggregation == "token-mean":
         return (weight_B * length_B).sum()
     if aggregation == "rollout-mean":
-        return (weight_B * length_B / _given(rollout_length_B).clamp(min=1.0)).sum()
+        return (weight_B * length_B / _given(rollout_length_B).clamp(min=1e-9)).sum()
     rows = (weight_B * (length_B > 0)).sum()
     return rows * horizon if aggregation == "seq-mean-token-sum-norm" else rows
 
@@ -210,7 +210,7 @@ def aggregate(
     if aggregation == "seq-mean-token-mean":
         row_B = row_B / mask_BT.sum(-1).clamp(min=1.0)
     elif aggregation == "rollout-mean":
-        row_B = row_B / _given(rollout_length_B).clamp(min=1.0)
+        row_B = row_B / _given(rollout_length_B).clamp(min=1e-9)
     if weight_B is not None:
         row_B = row_B * weight_B
     return row_B.sum() / normalizer

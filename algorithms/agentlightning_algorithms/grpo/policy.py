@@ -11,7 +11,7 @@ Log-probabilities are natural, in float32 whatever the weights are in.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
@@ -184,8 +184,8 @@ class Policy:
         else:
             self.load_weights(directory)
 
-    def load_weights(self, directory: Path) -> None:
-        """Copies the weights in ``directory`` over this policy's own; when it raises, nothing has changed.
+    def read_weights(self, directory: Path) -> dict[str, Tensor]:
+        """Reads the weights in ``directory`` and checks that they are this model's. Changes nothing.
 
         Raises:
             ConfigError: no safetensors there, or those of another model.
@@ -209,9 +209,22 @@ class Policy:
                 f"the weights in {str(directory)!r} are not this model's: unknown or of another shape {wrong[:3]}, "
                 f"missing {missing[:3]}."
             )
+        return loaded
+
+    def copy_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Copies what :meth:`read_weights` gave over this policy's own weights."""
+        own = self.model.state_dict()
         with torch.no_grad():
-            for name, value in loaded.items():
+            for name, value in weights.items():
                 own[name].copy_(value)
+
+    def load_weights(self, directory: Path) -> None:
+        """Copies the weights in ``directory`` over this policy's own; when it raises, nothing has changed.
+
+        Raises:
+            ConfigError: as :meth:`read_weights`.
+        """
+        self.copy_weights(self.read_weights(directory))
 
 
 def load_policy(path: str | Path, *, dtype: str = "float32", device: str = "cpu") -> Policy:

@@ -2,7 +2,9 @@
 
 One thread owns the model. Requests and weight swaps go through one queue, in order: a swap waits until every row
 before it has ended, and what comes after it is sampled with the new weights, so that a response has one weight
-version.
+version. New weights are read from disk while the rows before them finish.
+
+Prompts that begin like a sequence seen before, since the last swap, begin with its keys and values.
 """
 
 from __future__ import annotations
@@ -12,21 +14,21 @@ import logging
 import queue
 import random
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache
 
-from agentlightning.errors import ConfigError
 from agentlightning_algorithms.grpo.policy import Policy, batch_by_tokens
+from agentlightning_algorithms.grpo.prefix_cache import PrefixCache
 from agentlightning_algorithms.grpo.sampling import SamplingParams, draw_tokens
-from agentlightning_algorithms.grpo.slot_cache import SlotCache
+from agentlightning_algorithms.grpo.slot_cache import BLOCK, SlotCache, check_attention
 
 logger = logging.getLogger("agentlightning")
 
@@ -44,6 +46,17 @@ class Generation(NamedTuple):
     """Per token, (token id, log-probability), likeliest first; empty unless asked for."""
     finish_reason: FinishReason
     weight_version: int
+    cached_tokens: int = 0
+    """Tokens of the prompt that did not have to be run."""
+
+
+class Token(NamedTuple):
+    """One token of a response, as it is sampled."""
+
+    token_id: int
+    logprob: float
+    top_logprobs: list[tuple[int, float]]
+    weight_version: int
 
 
 @dataclass(slots=True, eq=False)
@@ -51,10 +64,13 @@ class _Request:
     prompt_ids: Sequence[int]
     params: SamplingParams
     random: random.Random
+    on_token: Callable[[Token], None] | None
     future: Future[Generation] = field(default_factory=Future)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    reused: int = 0
+    """Tokens of the prompt that did not have to be run."""
 
     @property
     def cached(self) -> int:
@@ -64,7 +80,7 @@ class _Request:
 
 @dataclass(slots=True, eq=False)
 class _Swap:
-    path: Path
+    weights: Future[dict[str, Tensor]]
     version: int
     future: Future[None] = field(default_factory=Future)
 
@@ -83,6 +99,7 @@ class Sampler:
         *,
         max_batch_size: int = 64,
         max_prefill_tokens: int = 8192,
+        prefix_cache_bytes: int = 512 * 2**20,
         seed: int | None = None,
         weight_version: int = 0,
     ) -> None:
@@ -92,13 +109,15 @@ class Sampler:
             policy: the model to sample from.
             max_batch_size: rows that run together; further requests wait.
             max_prefill_tokens: prompt tokens, padding included, that pass through the model at once.
+            prefix_cache_bytes: memory for the keys and values of sequences that later prompts may begin with; it is
+                taken as it is needed.
             seed: of requests that bring none; with it, the same requests in the same order get the same responses.
             weight_version: of the weights as loaded.
 
         Raises:
             ConfigError: a model whose attention the running batch cannot hold.
         """
-        _check_attention(policy)
+        check_attention(policy)
         self.policy = policy
         self.weight_version = weight_version
         self._max_batch_size = max_batch_size
@@ -107,14 +126,26 @@ class Sampler:
         self._inbox: queue.SimpleQueue[_Request | _Swap | None] = queue.SimpleQueue()
         self._waiting: deque[_Request | _Swap] = deque()
         self._rows: list[_Request] = []  # row i lives in slot i
-        self._slots = SlotCache()
+        self._entering: list[_Request] = []
+        self._slots = SlotCache(int(policy.model.config.num_hidden_layers), policy.device)
+        self._prefixes = PrefixCache(self._slots, prefix_cache_bytes)
+        self._counts: Counter[str] = Counter()
+        self._busy_s = 0.0
+        self._reader = ThreadPoolExecutor(1, "agl-weights")
         self._thread = threading.Thread(target=self._run, name="agl-sampler", daemon=True)
         self._thread.start()
         # A thread that is inside torch when the interpreter ends brings the process down with an abort.
         atexit.register(self.close)
 
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> Future[Generation]:
+    def submit(
+        self, prompt_ids: Sequence[int], params: SamplingParams, on_token: Callable[[Token], None] | None = None
+    ) -> Future[Generation]:
         """Queues a request. Cancelling the future takes it out of the batch at the next token.
+
+        Args:
+            prompt_ids: at least one token.
+            params: how to sample.
+            on_token: called in the sampler's thread with every token, before the future is done; must be quick.
 
         Raises:
             RuntimeError: the sampler is closed.
@@ -122,13 +153,13 @@ class Sampler:
         if not self.alive:
             raise RuntimeError("the sampler is closed.")
         own = self._random if params.seed is None else random.Random(params.seed)
-        request = _Request(prompt_ids, params, own)
+        request = _Request(prompt_ids, params, own, on_token)
         self._inbox.put(request)
         return request.future
 
     def load_weights(self, path: Path, version: int) -> Future[None]:
         """Queues a swap to the weights in ``path``; if they do not fit, its future fails and nothing has changed."""
-        swap = _Swap(path, version)
+        swap = _Swap(self._reader.submit(self.policy.read_weights, path), version)
         self._inbox.put(swap)
         return swap.future
 
@@ -137,6 +168,7 @@ class Sampler:
         atexit.unregister(self.close)
         self._inbox.put(None)
         self._thread.join()
+        self._reader.shutdown(cancel_futures=True)
 
     @property
     def alive(self) -> bool:
@@ -153,6 +185,12 @@ class Sampler:
         """Requests and swaps not yet begun."""
         return len(self._waiting) + self._inbox.qsize()
 
+    @property
+    def statistics(self) -> Mapping[str, float]:
+        """Totals so far: requests, tokens of prompts, of them reused, sampled tokens, steps, swaps, seconds at work."""
+        names = ("requests", "prompt_tokens", "reused_tokens", "sampled_tokens", "decode_steps", "decode_rows", "swaps")
+        return {**{name: float(self._counts[name]) for name in names}, "busy_s": self._busy_s}
+
     def _run(self) -> None:
         try:
             with torch.inference_mode():
@@ -167,6 +205,7 @@ class Sampler:
                 left.future.cancel()
 
     def _turn(self) -> None:
+        started = time.monotonic()
         try:
             self._leave(lambda request: request.future.cancelled())
             self._admit()
@@ -174,10 +213,13 @@ class Sampler:
                 self._decode()
         # An isolation point: a batch that fails (out of memory, say) must not end the service.
         except Exception as error:
-            logger.exception("sampling failed; %d requests are answered with the error", len(self._rows))
-            for request in self._rows:
+            failed = {*self._rows, *self._entering}
+            logger.exception("sampling failed; %d requests are answered with the error", len(failed))
+            for request in failed:
                 _settle(request.future, error)
-            self._rows = []
+            self._rows, self._entering = [], []
+            self._prefixes.clear()
+        self._busy_s += time.monotonic() - started
 
     def _receive(self) -> bool:
         """Moves what was submitted to the waiting line, blocking while there is nothing to do; False on close."""
@@ -196,7 +238,8 @@ class Sampler:
         while self._waiting and len(self._rows) + len(admitted) < self._max_batch_size:
             item = self._waiting[0]
             if isinstance(item, _Swap) and (self._rows or admitted) and not item.future.cancelled():
-                break
+                if not item.weights.done() or item.weights.exception() is None:
+                    break  # weights that cannot be used need not wait
             self._waiting.popleft()
             if item.future.cancelled():
                 continue
@@ -209,47 +252,77 @@ class Sampler:
 
     def _swap(self, swap: _Swap) -> None:
         try:
-            self.policy.load_weights(swap.path)
+            self.policy.copy_weights(swap.weights.result())
         # An isolation point: who asked for the swap is told, and sampling goes on with the weights there are.
         except Exception as error:
             _settle(swap.future, error)
             return
         self.weight_version = swap.version
+        self._prefixes.clear()
+        self._counts["swaps"] += 1
         _settle(swap.future, None)
 
     def _prefill(self, admitted: list[_Request]) -> None:
-        """Runs the prompts, each distinct one once, and draws the first token of every request."""
+        """Runs the prompts, each distinct one once and without the prefix that is known, and draws first tokens."""
+        self._entering = admitted
         by_prompt: dict[tuple[int, ...], list[_Request]] = {}
         for request in admitted:
             by_prompt.setdefault(tuple(request.prompt_ids), []).append(request)
         prompts = list(by_prompt)
-        batches = batch_by_tokens([len(prompt) for prompt in prompts], self._max_prefill_tokens)
-        slot = len(self._rows)
-        self._rows.extend(request for chosen in batches for i in chosen for request in by_prompt[prompts[i]])
-        for chosen in batches:
-            width = max(len(prompts[i]) for i in chosen)
-            padded = [[*prompts[i]] + [0] * (width - len(prompts[i])) for i in chosen]
-            last = [k * width + len(prompts[i]) - 1 for k, i in enumerate(chosen)]
-            sources = [k for k, i in enumerate(chosen) for _ in by_prompt[prompts[i]]]
-            cache = DynamicCache()
-            logits = self.policy.logits(self._tensor(padded), self._tensor(last), past_key_values=cache, use_cache=True)
-            self._slots.admit(cache, sources, list(range(slot, slot + len(sources))), width)
-            self._draw(logits[self._tensor(sources)], self._rows[slot : slot + len(sources)])
-            slot += len(sources)
+        known = [self._prefixes.match(prompt) for prompt in prompts]
+        for with_prefix in (False, True):
+            chosen = [i for i in range(len(prompts)) if bool(known[i]) == with_prefix]
+            lengths = [len(prompts[i]) - BLOCK * len(known[i]) for i in chosen]
+            for batch in batch_by_tokens(lengths, self._max_prefill_tokens):
+                picked = [chosen[k] for k in batch]
+                self._prefill_batch([by_prompt[prompts[i]] for i in picked], [known[i] for i in picked])
+        self._entering = []
         self._leave(lambda request: request.future.done())
+
+    def _prefill_batch(self, groups: Sequence[list[_Request]], known: Sequence[list[int]]) -> None:
+        """Runs one prompt of each group, in a slot of its own, and gives the others of its group what came of it."""
+        first = len(self._rows)
+        starts = [BLOCK * len(blocks) for blocks in known]
+        rests = [[*group[0].prompt_ids[start:]] for group, start in zip(groups, starts, strict=True)]
+        width = max(map(len, rests))
+        tokens_nT = self._tensor([rest + [0] * (width - len(rest)) for rest in rests])
+        last_n = self._tensor([row * width + len(rest) - 1 for row, rest in enumerate(rests)])
+        options: dict[str, Any] = {}
+        if any(starts):
+            self._prefixes.restore(known, first)
+            options["position_ids"], options["attention_mask"] = self._slots.extend(first, starts, width)
+        else:
+            self._slots.begin(first, len(rests), width)
+        logits = self.policy.logits(tokens_nT, last_n, past_key_values=self._slots.cache, use_cache=True, **options)
+        self._rows.extend(group[0] for group in groups)
+        for row, (group, start) in enumerate(zip(groups, starts, strict=True)):
+            length = len(group[0].prompt_ids)
+            if len(group) > 1:
+                end = len(self._rows)
+                self._slots.copy(first + row, range(end, end + len(group) - 1), length)
+                self._rows.extend(group[1:])
+            for place, request in enumerate(group):
+                request.reused = length if place else start
+            self._counts["prompt_tokens"] += length * len(group)
+            self._counts["reused_tokens"] += start + length * (len(group) - 1)
+            self._counts["requests"] += len(group)
+        self._prefixes.store([(first + row, group[0].prompt_ids) for row, group in enumerate(groups)])
+        sources = [*range(len(groups)), *(row for row, group in enumerate(groups) for _ in group[1:])]
+        self._draw(logits[self._tensor(sources)], self._rows[first:])
 
     def _decode(self) -> None:
         """Draws one more token for every row."""
-        lengths = self._tensor([request.cached for request in self._rows])
         newest = self._tensor([request.token_ids[-1] for request in self._rows])
-        mask = self._slots.begin_step(lengths)
+        positions, mask = self._slots.extend(0, [request.cached for request in self._rows], 1)
         logits = self.policy.logits(
             newest[:, None],
-            position_ids=lengths[:, None],
+            position_ids=positions,
             attention_mask=mask,
             past_key_values=self._slots.cache,
             use_cache=True,
         )
+        self._counts["decode_steps"] += 1
+        self._counts["decode_rows"] += len(self._rows)
         self._draw(logits, self._rows)
         self._leave(lambda request: request.future.done())
 
@@ -268,14 +341,23 @@ class Sampler:
                 continue
             request.token_ids.append(token)
             request.logprobs.append(logprob)
+            top = likeliest[i][: request.params.top_logprobs] if request.params.top_logprobs else []
             if request.params.top_logprobs:
-                request.top_logprobs.append(likeliest[i][: request.params.top_logprobs])
+                request.top_logprobs.append(top)
+            if request.on_token is not None:
+                request.on_token(Token(token, logprob, top, self.weight_version))
             reason = self._finish_reason(request)
             if reason is not None:
                 result = Generation(
-                    request.token_ids, request.logprobs, request.top_logprobs, reason, self.weight_version
+                    request.token_ids,
+                    request.logprobs,
+                    request.top_logprobs,
+                    reason,
+                    self.weight_version,
+                    request.reused,
                 )
                 _settle(request.future, result)
+        self._counts["sampled_tokens"] += len(requests)
 
     def _finish_reason(self, request: _Request) -> FinishReason | None:
         if request.token_ids[-1] in self.policy.stop_ids or (request.params.stop and self._says_stop(request)):
@@ -292,6 +374,10 @@ class Sampler:
     def _leave(self, gone: Callable[[_Request], bool]) -> None:
         """Takes rows out of the batch; the last row moves into the slot that became free."""
         rows = self._rows
+        ended = [(slot, request) for slot, request in enumerate(rows) if gone(request)]
+        self._prefixes.store(
+            [(slot, [*request.prompt_ids, *request.token_ids[:-1]]) for slot, request in ended if request.token_ids]
+        )
         i = 0
         while i < len(rows):
             if not gone(rows[i]):
@@ -299,23 +385,11 @@ class Sampler:
                 continue
             last = rows.pop()
             if i < len(rows):
-                self._slots.move(len(rows), i, last.cached)
+                self._slots.copy(len(rows), [i], last.cached)
                 rows[i] = last
 
     def _tensor(self, values: list[int] | list[list[int]]) -> Tensor:
         return torch.tensor(values, device=self.policy.device)
-
-
-def _check_attention(policy: Policy) -> None:
-    config = policy.model.config
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    window = getattr(config, "sliding_window", None)
-    if kinds or (window is not None and window < policy.max_length):
-        raise ConfigError(
-            f"the model {config.model_type!r} has layers that do not attend to the whole context "
-            f"({', '.join(sorted(kinds)) or f'sliding window of {window} tokens'}); this sampler needs full attention. "
-            "Serve it with another server, or take a model such as Qwen 2.5 or Llama 3."
-        )
 
 
 def _settle(future: Future[T], outcome: T | Exception) -> None:

@@ -1,13 +1,15 @@
 """A key-value cache in which every row is a sequence of its own, at its own length.
 
     S   slots; row i of the batch lives in slot i
+    n   rows of one forward pass
+    T   tokens that each of them adds
     H   key-value heads
     W   positions kept for each slot
     D   size of a head
 
 transformers' caches append the same columns for all rows, so a batch must start and end together. Here rows come and
-go: a decoding step writes one token per row, each at its own position, and a departing row leaves its slot to the
-last one.
+go: a forward pass writes each row's tokens at that row's own positions, and a departing row leaves its slot to the last
+one.
 """
 
 from __future__ import annotations
@@ -17,115 +19,161 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
+
+from agentlightning.errors import ConfigError
+from agentlightning_algorithms.grpo.policy import Policy
+
+BLOCK = 16
+"""Widths are multiples of this, so that a slot can be seen as whole blocks."""
 
 
 class _Step(NamedTuple):
-    """Where a decoding step writes, and what it may read."""
+    """Where a forward pass writes, and what it may read."""
 
-    rows: Tensor
+    first: int
+    """Its rows live in the slots from here on."""
+    rows: Tensor | None
+    """Slot of each token, ``[n, T]``; None: prompts that begin here, for which nothing is read."""
     positions: Tensor
+    """Of each token in its row, ``[n, T]``."""
     width: int
+    """Positions that may be read."""
 
 
 class _SlotLayer(DynamicLayer):
-    """One layer's keys and values, ``[S, H, W, D]`` each."""
+    """One layer's keys and values, ``[S, H, W, D]`` each; they appear with the first forward pass."""
 
     keys: Tensor
     values: Tensor
 
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # transformers leaves it unannotated
-        self.keys, self.values = keys, values
-        self.is_initialized = True
         self.step: _Step | None = None
+        self.size = (0, 0)
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        assert self.step is not None, "begin_step comes before every forward pass"
-        rows, positions, width = self.step
-        self.keys[rows, :, positions] = key_states[:, :, 0]
-        self.values[rows, :, positions] = value_states[:, :, 0]
-        return self.keys[: len(rows), :, :width], self.values[: len(rows), :, :width]
+        assert self.step is not None, "a step begins before every forward pass"
+        if not self.is_initialized:
+            self.keys, self.values = (_like(states, *self.size) for states in (key_states, value_states))
+            self.is_initialized = True
+        first, rows, positions, width = self.step
+        end = first + len(key_states)
+        if rows is None:
+            self.keys[first:end, :, :width] = key_states
+            self.values[first:end, :, :width] = value_states
+            return key_states, value_states
+        self.keys[rows, :, positions] = key_states.transpose(1, 2)
+        self.values[rows, :, positions] = value_states.transpose(1, 2)
+        return self.keys[first:end, :, :width], self.values[first:end, :, :width]
 
     def get_seq_length(self) -> int:
-        return 0 if self.step is None else self.step.width
+        return 0 if self.step is None or self.step.rows is None else self.step.width
+
+    def resize(self, slots: int, width: int) -> None:
+        self.size = slots, width
+        if self.is_initialized:
+            self.keys, self.values = _grown(self.keys, slots, width), _grown(self.values, slots, width)
 
 
 class SlotCache:
     """The cache of a running batch. Grows as needed, by doubling, and never shrinks.
 
     Attributes:
-        cache: what the model takes as ``past_key_values`` in a decoding step, after :meth:`begin_step`; None before the
-            first :meth:`admit`.
+        cache: what the model takes as ``past_key_values`` after :meth:`begin` or :meth:`extend`.
     """
 
-    def __init__(self) -> None:
-        self._layers: list[_SlotLayer] = []
-        self.cache: Cache | None = None
+    def __init__(self, n_layers: int, device: torch.device) -> None:
+        self._layers = [_SlotLayer() for _ in range(n_layers)]
+        self._device = device
+        self._slots = self._width = 0
+        self.cache = Cache(layers=cast(list[Any], self._layers))
 
-    def admit(self, prefilled: DynamicCache, sources: list[int], slots: list[int], width: int) -> None:
-        """Copies prompts into slots: row ``sources[k]`` of ``prefilled``, padded on the right, into ``slots[k]``.
+    def begin(self, first: int, n: int, width: int) -> None:
+        """Readies the cache for ``n`` prompts, padded on the right to ``width``, in the slots from ``first`` on.
 
-        Args:
-            prefilled: cache of a forward pass over prompts.
-            sources: rows of it; one prompt may go to several slots.
-            slots: where to.
-            width: positions of ``prefilled`` worth keeping.
+        They see nothing but themselves: the model's own causal attention, without a mask, is right for them.
         """
-        layers = cast(list[Any], prefilled.layers)
-        self._reserve(layers, max(slots) + 1, width)
-        source, slot = torch.tensor(sources), torch.tensor(slots)
-        for layer, new in zip(self._layers, layers, strict=True):
-            layer.keys[slot, :, :width] = new.keys[source, :, :width]
-            layer.values[slot, :, :width] = new.values[source, :, :width]
+        self._reserve(first + n, width)
+        self._begin(_Step(first, None, torch.empty(0), width))
 
-    def begin_step(self, lengths: Tensor) -> Tensor:
-        """Readies the cache for one more token in each of the first ``len(lengths)`` slots.
+    def extend(self, first: int, lengths: Sequence[int], count: int) -> tuple[Tensor, Tensor]:
+        """Readies the cache for ``count`` more tokens in each of the slots from ``first`` on.
 
         Args:
-            lengths: tokens in each slot so far, ``[n]``, on the cache's device.
+            first: slot of the first row.
+            lengths: tokens in each row so far; that many rows.
+            count: tokens to come, padding on the right included.
 
         Returns:
-            The attention mask of the step, ``[n, 1, 1, width]``, True where a token may look.
+            Position ids ``[n, T]`` and the attention mask ``[n, 1, T, W]``, True where a token may look.
         """
-        width = int(lengths.max()) + 1
-        first = self._layers[0].keys
-        if width > first.shape[2]:
-            self._resize(first.shape[0], _power_of_two(width))
-        step = _Step(torch.arange(len(lengths), device=first.device), lengths, width)
+        width = max(lengths) + count
+        self._reserve(first + len(lengths), width)
+        starts_n = torch.tensor(lengths, device=self._device)
+        positions_nT = starts_n[:, None] + torch.arange(count, device=self._device)
+        rows_nT = torch.arange(first, first + len(lengths), device=self._device)[:, None].expand(-1, count)
+        self._begin(_Step(first, rows_nT, positions_nT, width))
+        mask = torch.arange(width, device=self._device) <= positions_nT[:, :, None]
+        return positions_nT, mask[:, None]
+
+    def copy(self, source: int, targets: Sequence[int], length: int) -> None:
+        """Copies the first ``length`` positions of one slot over those of others."""
+        self._reserve(max(targets) + 1, length)
+        where = torch.tensor(targets, device=self._device)
+        for layer in self._layers:
+            layer.keys[where, :, :length] = layer.keys[source, :, :length]
+            layer.values[where, :, :length] = layer.values[source, :, :length]
+
+    def prepare(self, slots: int, width: int) -> list[tuple[Tensor, Tensor]]:
+        """Makes room and returns keys and values of each layer, seen as blocks: ``[S, H, W / BLOCK, BLOCK, D]``.
+
+        Only after the first forward pass; what is written to them is in the slots.
+        """
+        self._reserve(slots, width)
+        return [(_blocks(layer.keys), _blocks(layer.values)) for layer in self._layers]
+
+    def _begin(self, step: _Step) -> None:
         for layer in self._layers:
             layer.step = step
-        return (torch.arange(width, device=first.device) <= lengths[:, None])[:, None, None]
 
-    def move(self, source: int, target: int, length: int) -> None:
-        """Copies the first ``length`` positions of one slot over those of another."""
-        for layer in self._layers:
-            layer.keys[target, :, :length] = layer.keys[source, :, :length]
-            layer.values[target, :, :length] = layer.values[source, :, :length]
+    def _reserve(self, slots: int, width: int) -> None:
+        if slots > self._slots or width > self._width:
+            self._slots = max(self._slots, _power_of_two(slots))
+            self._width = max(self._width, BLOCK, _power_of_two(width))
+            for layer in self._layers:
+                layer.resize(self._slots, self._width)
 
-    def _reserve(self, prefilled: Sequence[Any], slots: int, width: int) -> None:
-        if not self._layers:
-            for new in prefilled:
-                _, heads, _, size = new.keys.shape
-                value_size = new.values.shape[-1]
-                self._layers.append(
-                    _SlotLayer(new.keys.new_zeros(0, heads, 0, size), new.values.new_zeros(0, heads, 0, value_size))
-                )
-            self.cache = Cache(layers=cast(list[Any], self._layers))
-        have_slots, _, have_width, _ = self._layers[0].keys.shape
-        if slots > have_slots or width > have_width:
-            self._resize(max(have_slots, _power_of_two(slots)), max(have_width, _power_of_two(width)))
 
-    def _resize(self, slots: int, width: int) -> None:
-        for layer in self._layers:
-            layer.keys = _grown(layer.keys, slots, width)
-            layer.values = _grown(layer.values, slots, width)
+def check_attention(policy: Policy) -> None:
+    """Refuses models whose layers the slots cannot hold.
+
+    Raises:
+        ConfigError: a layer that does not attend to the whole context.
+    """
+    config = policy.model.config
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    window = getattr(config, "sliding_window", None)
+    if kinds or (window is not None and window < policy.max_length):
+        raise ConfigError(
+            f"the model {config.model_type!r} has layers that do not attend to the whole context "
+            f"({', '.join(sorted(kinds)) or f'sliding window of {window} tokens'}); this sampler needs full attention. "
+            "Serve it with another server, or take a model such as Qwen 2.5 or Llama 3."
+        )
+
+
+def _like(states: Tensor, slots: int, width: int) -> Tensor:
+    return states.new_zeros(slots, states.shape[1], width, states.shape[3])
 
 
 def _grown(old: Tensor, slots: int, width: int) -> Tensor:
-    new = old.new_zeros(slots, old.shape[1], width, old.shape[3])
+    new = _like(old, slots, width)
     new[: old.shape[0], :, : old.shape[2]] = old
     return new
+
+
+def _blocks(tensor: Tensor) -> Tensor:
+    return tensor.unflatten(2, (-1, BLOCK))
 
 
 def _power_of_two(number: int) -> int:

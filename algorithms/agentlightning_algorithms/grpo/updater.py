@@ -86,7 +86,8 @@ class Updater:
             Means over the tokens or steps of this update: ``loss``, ``clip_fraction``, ``dual_clip_fraction``,
             ``approx_kl`` (of the weights that sampled from those being trained), ``ratio``, ``entropy`` in nats,
             ``grad_norm`` before clipping, ``lr``. ``reference_kl`` where there is a reference;
-            ``importance_weight`` with ``_max``, and ``trusted_fraction``, where there is a correction. Counts:
+            ``importance_weight`` with ``_max`` and ``_held`` (the share that was truncated or dropped), and
+            ``trusted_fraction``, where there is a correction. Counts:
             ``rows``, ``response_tokens``, ``optimizer_steps``, ``skipped_steps``. ``logprob_gap_max``: the largest
             difference between the sampler's log-probability and the trainer's under the same weights, over the rows
             of the first minibatch, or over all rows where ``old_logprobs`` is ``trainer``. Cost: ``seconds``,
@@ -114,6 +115,7 @@ class Updater:
             self.reference.follow()
         return {
             **tally.report(time.perf_counter() - start),
+            **self._report_correction(lots),
             "lr": lr,
             "rows": float(len(rows)),
             "response_tokens": float(sum(row.n_sampled for row in rows)),
@@ -160,9 +162,9 @@ class Updater:
         if not file.is_file():
             raise ConfigError(f"no checkpoint in {str(directory)!r}: {_STATE_FILE} is missing.")
         state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+        self.policy.load_trained(directory)
         if self.reference is not None and state.get("reference") is not None:
             self.reference.restore(state["reference"])
-        self.policy.load_trained(directory)
         self._optimizer.load_state_dict(state["optimizer"])
         self._order.set_state(state["order"])
         self.updates = state["updates"]
@@ -214,6 +216,18 @@ class Updater:
                 lower=settings.importance_lower,
             )[0]
 
+    def _report_correction(self, lots: Sequence[_Lot]) -> dict[str, float]:
+        report: dict[str, float] = {}
+        if lots and self.settings.trust_mask is not None:
+            report["trusted_fraction"] = float(torch.cat([lot.kept_T for lot in lots]).mean())
+        if lots and self.settings.importance_weights is not None:
+            weight_N = torch.cat([lot.importance_T for lot in lots])
+            held_N = (weight_N >= self.settings.importance_upper) | (weight_N == 0)
+            report["importance_weight"] = float(weight_N.mean())
+            report["importance_weight_max"] = float(weight_N.max())
+            report["importance_weight_held"] = float(held_N.float().mean())
+        return report
+
     def _cut(self, lots: Sequence[_Lot]) -> list[list[_Lot]]:
         """Deals shuffled rows into minibatches; whole rollouts where the loss is a mean over those."""
         if self.settings.aggregation == "rollout-mean":
@@ -264,7 +278,7 @@ class Updater:
 
         mask_BT = spread([lot.kept_T for lot in lots])
         old_BT = spread([lot.old_T for lot in lots])
-        advantage_BT = spread([torch.tensor(lot.row.advantages, dtype=torch.float32) for lot in lots])
+        advantage_BT = spread([lot.advantage_T for lot in lots])
         weight_B = torch.tensor([lot.row.weight for lot in lots], device=device)
         length_B = torch.tensor([lot.rollout_length for lot in lots], device=device)
 
@@ -282,10 +296,7 @@ class Updater:
         loss_BT = surrogate.loss_BT
         counted_BT = mask_BT * weight_B[:, None]
         if settings.importance_weights is not None:
-            importance_BT = spread([lot.importance_T for lot in lots])
-            loss_BT = loss_BT * importance_BT
-            sums.add("importance_weight", (importance_BT * counted_BT).sum())
-            sums.raise_to("importance_weight_max", (importance_BT * counted_BT.sign()).max())
+            loss_BT = loss_BT * spread([lot.importance_T for lot in lots])
         if lots[0].reference_T is not None:
             reference_BT = spread([lot.reference_T for lot in lots if lot.reference_T is not None])
             kl_BT = kl_penalty(logprob_BT, reference_BT, settings.kl_estimator)
@@ -305,8 +316,6 @@ class Updater:
         sums.add("ratio", (ratio_BT * counted_BT).sum())
         sums.add("entropy", (entropy_BT.detach() * counted_BT).sum())
         sums.raise_to("ratio_max", (ratio_BT * counted_BT.sign()).max())
-        if settings.trust_mask is not None:
-            sums.add("distrusted", ((given_BT.float() - mask_BT) * weight_B[:, None]).sum())
         if measure_gap:
             sums.raise_to("logprob_gap_max", ((logprob_BT.detach() - old_BT).abs() * mask_BT).max())
         sums.real_tokens += sum(row_length(lot.row) for lot in lots)
@@ -352,12 +361,13 @@ class Updater:
 class _Lot:
     """A row with what the weights of the beginning say of its T sampled tokens."""
 
-    __slots__ = ("importance_T", "kept_T", "key", "old_T", "reference_T", "rollout_length", "row")
+    __slots__ = ("advantage_T", "importance_T", "kept_T", "key", "old_T", "reference_T", "rollout_length", "row")
 
     def __init__(self, row: Row, old_T: Tensor, reference_T: Tensor | None) -> None:
         self.row = row
         self.old_T = old_T.float()
         self.reference_T = reference_T
+        self.advantage_T = torch.tensor(row.advantages, dtype=torch.float32)
         self.kept_T = torch.ones(len(old_T))
         self.importance_T = self.kept_T
         self.key: object = None
@@ -366,7 +376,9 @@ class _Lot:
 
 def _checkpoint_gradients(policy: Policy) -> None:
     """Switches recomputation on, which transformers does in training mode only; dropout stays off."""
-    policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+    model: Any = policy.model
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
     layers = [module for module in policy.model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ConfigError(f"gradient_checkpointing: {type(policy.model).__name__} has no layers that support it.")

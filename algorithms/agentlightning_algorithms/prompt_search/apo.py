@@ -23,7 +23,7 @@ from agentlightning_algorithms.prompt_search.critique import (
     show_rollouts,
 )
 from agentlightning_algorithms.prompt_search.placeholder import show_placeholders
-from agentlightning_algorithms.prompt_search.search import PromptSearch, check_datasets, read_templates
+from agentlightning_algorithms.prompt_search.search import PromptSearch, read_templates
 from agentlightning_algorithms.prompt_search.trial import RolloutResult, mean_score
 
 if TYPE_CHECKING:
@@ -125,14 +125,8 @@ class APO(PromptSearch):
         self.gradient_prompts = read_templates("gradient_prompts", gradient_prompts, GRADIENT_PROMPTS)
         self.edit_prompts = read_templates("edit_prompts", edit_prompts, EDIT_PROMPTS)
 
-    async def run(self, train_dataset: Dataset[Any] | None = None, val_dataset: Dataset[Any] | None = None) -> None:
-        """Searches until a limit is reached, and leaves the best prompts as the latest resources.
-
-        Raises:
-            ConfigError: there is no task, or no prompt to tune.
-        """
-        train, val = check_datasets(train_dataset, val_dataset)
-        seed = await self.begin()
+    async def search(self, seed: Candidate, train: Dataset[Any], val: Dataset[Any]) -> None:
+        """Runs the rounds."""
         if self.run_initial_validation:
             seed = await self._check(0, seed, val)
             await self._finish_round(0, [seed], 0)
@@ -156,7 +150,6 @@ class APO(PromptSearch):
                 break
         if not self._is_good_enough() and self.stopped_because is None:
             self.stopped_because = "rounds"
-        self.report()
 
     async def compute_textual_gradient(
         self, prompt: Candidate, rollout_results: Sequence[RolloutResult], *, name: str | None = None
@@ -178,12 +171,13 @@ class APO(PromptSearch):
             for other, template in prompt.prompts.items()
             if other != name
         ]
-        request = self.draw(place).choice(self.gradient_prompts).format(
+        template = self._variant(self.gradient_prompts, prompt, name, rollout_results)
+        request = template.format(
             name=name,
             prompt=prompt.prompts[name].template,
             other_prompts="\n".join(others),
             rollouts=show_rollouts(rollout_results),
-        )  # fmt: skip # one chain reads better
+        )
         messages = [{"role": "user", "content": request}]
         return await self.chat.ask(place, self.gradient_model, messages, temperature=self.diversity_temperature)
 
@@ -201,9 +195,10 @@ class APO(PromptSearch):
             return None
         original = prompt.prompts[name]
         place = _place("edit", prompt, name, rollout_results)
-        request = self.draw(place).choice(self.edit_prompts).format(
+        template = self._variant(self.edit_prompts, prompt, name, rollout_results)
+        request = template.format(
             name=name, prompt=original.template, critique=critique, placeholders=show_placeholders(original)
-        )  # fmt: skip # one chain reads better
+        )
         edited = await self.ask_for_edit(
             place, self.apply_edit_model, request, original, temperature=self.diversity_temperature
         )
@@ -306,6 +301,12 @@ class APO(PromptSearch):
         if self.target_score is not None and score is not None and score >= self.target_score:
             self.stopped_because = "target_score"
         return self.stopped_because == "target_score"
+
+    def _variant(
+        self, templates: Sequence[PromptTemplate], prompt: Candidate, name: str, results: Sequence[RolloutResult]
+    ) -> PromptTemplate:
+        """One of several ways to ask, which depends on what is asked about and not on the run."""
+        return self.draw(prompt.candidate_id, name, repr([result.task for result in results])).choice(templates)
 
 
 def _name(prompt: Candidate, name: str | None) -> str:

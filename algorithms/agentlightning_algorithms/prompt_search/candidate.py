@@ -73,7 +73,7 @@ class Candidate(Resource):
 
     def diff(self, older: Candidate) -> str:
         """What changed since an older candidate, prompt by prompt, as a unified diff; empty when nothing did."""
-        changes = []
+        changes: list[str] = []
         for name, prompt in self.prompts.items():
             before, after = older.prompts[name].template.splitlines(), prompt.template.splitlines()
             labels = f"{name} ({older.candidate_id})", f"{name} ({self.candidate_id})"

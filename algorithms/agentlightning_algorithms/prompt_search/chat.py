@@ -22,7 +22,7 @@ class PaidChat:
 
     def __init__(
         self,
-        client: AsyncOpenAI,
+        client: AsyncOpenAI | None,
         ledger: Ledger,
         budget: Budget,
         *,
@@ -33,14 +33,18 @@ class PaidChat:
         """Sets up the calls.
 
         Args:
-            client: of any OpenAI-compatible endpoint.
+            client: of any OpenAI-compatible endpoint; None takes it from the environment.
             ledger: what has been paid for already.
             budget: what may be spent; counts the answers that this object gives.
             attempts: how often a call that fails is tried.
             backoff_s: before the second try; doubled before each further one.
             max_concurrency: calls at once.
+
+        Raises:
+            OpenAIError: there is no key in the environment.
         """
-        self._client = client
+        self._given = client
+        self._client = private_copy(client)
         self._ledger = ledger
         self._budget = budget
         self._attempts = attempts
@@ -51,6 +55,11 @@ class PaidChat:
         self.answered = 0
         self.failed: dict[str, str] = {}
         """Why a call failed, by its place, since ``begin``."""
+
+    async def close(self) -> None:
+        """Closes the connections, those of a client that the user still holds excepted."""
+        if self._client is not self._given:
+            await self._client.close()
 
     def begin(self) -> None:
         """Forgets what happened so far; called when a round begins."""
@@ -127,6 +136,24 @@ class PaidChat:
             self._budget.spend([_usage(call)])
             self.failed[place] = f"{model} answered nothing"
         return None
+
+
+def private_copy(client: AsyncOpenAI | None) -> AsyncOpenAI:
+    """A client for one event loop, with connections of its own; None takes it from the environment.
+
+    A run has a loop of its own, and connections do not outlive their loop. A client with the user's own ``http_client``,
+    or of another class, is used as it is.
+
+    Raises:
+        OpenAIError: there is no key in the environment.
+    """
+    from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+
+    if client is None:
+        return AsyncOpenAI(max_retries=0)
+    if isinstance(client, AsyncOpenAI) and type(client._client).__name__ == "AsyncHttpxClientWrapper":
+        return client.copy(http_client=DefaultAsyncHttpxClient())
+    return client
 
 
 def _usage(call: PaidCall) -> Usage:

@@ -25,7 +25,7 @@ from agentlightning_algorithms.prompt_search.budget import Budget
 from agentlightning_algorithms.prompt_search.candidate import Candidate
 from agentlightning_algorithms.prompt_search.critique import ROLLOUT_CHARS, shorten_middle, show_messages
 from agentlightning_algorithms.prompt_search.placeholder import show_placeholders
-from agentlightning_algorithms.prompt_search.search import PromptSearch, check_datasets
+from agentlightning_algorithms.prompt_search.search import PromptSearch
 from agentlightning_algorithms.prompt_search.trial import RolloutResult, mean_score
 
 if TYPE_CHECKING:
@@ -112,14 +112,8 @@ class GEPA(PromptSearch):
         self.perfect_score = perfect_score
         self.reflection_prompt = reflection_prompt
 
-    async def run(self, train_dataset: Dataset[Any] | None = None, val_dataset: Dataset[Any] | None = None) -> None:
-        """Searches until a limit is reached, and leaves the best prompts as the latest resources.
-
-        Raises:
-            ConfigError: there is no task, or no prompt to tune.
-        """
-        train, val = check_datasets(train_dataset, val_dataset)
-        seed = await self.begin()
+    async def search(self, seed: Candidate, train: Dataset[Any], val: Dataset[Any]) -> None:
+        """Lets gepa evolve the seed."""
         evolution = _Evolution(self, train, val, asyncio.get_running_loop())
         drawn = self.context.seed if self.seed is None else self.seed
 
@@ -143,7 +137,6 @@ class GEPA(PromptSearch):
         await run_in_thread(evolve, name="gepa")
         await self.publish()
         self.stopped_because = self.stopped_because or "rollouts"
-        self.report()
 
     async def reflect(self, parent: Candidate, name: str, results: Sequence[RolloutResult]) -> Candidate | None:
         """A child of ``parent`` whose prompt ``name`` is rewritten after these rollouts; None when that failed."""

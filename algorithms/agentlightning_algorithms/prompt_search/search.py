@@ -98,6 +98,25 @@ class PromptSearch(Algorithm):
         """What the search changed: a unified diff from the seed to the best prompts; empty when nothing is better."""
         return self.get_best().diff(self.history[0])
 
+    async def run(self, train_dataset: Dataset[Any] | None = None, val_dataset: Dataset[Any] | None = None) -> None:
+        """Searches until a limit is reached, and leaves the best prompts as the latest resources.
+
+        Raises:
+            ConfigError: there is no task, or no prompt to tune.
+        """
+        train, val = check_datasets(train_dataset, val_dataset)
+        try:
+            await self.search(await self.begin(), train, val)
+            self.report()
+        finally:
+            if self._chat is not None:
+                await self._chat.close()
+                self._chat = None
+
+    async def search(self, seed: Candidate, train: Dataset[Any], val: Dataset[Any]) -> None:
+        """What a subclass does, from the published seed on."""
+        raise ConfigError(f"{type(self).__name__} defines no search(seed, train, val)")
+
     async def begin(self) -> Candidate:
         """Finds the prompts to tune and publishes the seed. Called when a run begins or is resumed.
 
@@ -108,7 +127,7 @@ class PromptSearch(Algorithm):
         context = self.context
         self.budget.calls, self.budget.tokens, self.budget.cost = 0, 0, 0.0
         self._ledger = Ledger(None if context.directory is None else context.directory / FILE_NAME)
-        self._chat = PaidChat(self._client(), self._ledger, self.budget, attempts=self.llm_attempts)
+        self._chat = self._open_chat()
         self._base = await self._find_base()
         seed = Candidate.of(_choose(self._base, self.prompts))
         for prompt in seed.prompts.values():
@@ -122,7 +141,7 @@ class PromptSearch(Algorithm):
     def chat(self) -> PaidChat:
         """The model calls of this run."""
         if self._chat is None:
-            self._chat = PaidChat(self._client(), self._ledger, self.budget, attempts=self.llm_attempts)
+            self._chat = self._open_chat()
         return self._chat
 
     def draw(self, *place: str | int) -> random.Random:
@@ -274,18 +293,16 @@ class PromptSearch(Algorithm):
             "cost": self.budget.cost,
         }
 
-    def _client(self) -> AsyncOpenAI:
-        if self.async_openai_client is None:
-            from openai import AsyncOpenAI, OpenAIError
+    def _open_chat(self) -> PaidChat:
+        from openai import OpenAIError
 
-            try:
-                self.async_openai_client = AsyncOpenAI(max_retries=0)
-            except OpenAIError as error:
-                raise ConfigError(
-                    f"{type(self).__name__} needs a model for its critic: set OPENAI_API_KEY (and OPENAI_BASE_URL for "
-                    "another endpoint than OpenAI's), or give async_openai_client=AsyncOpenAI(...)"
-                ) from error
-        return self.async_openai_client
+        try:
+            return PaidChat(self.async_openai_client, self._ledger, self.budget, attempts=self.llm_attempts)
+        except OpenAIError as error:
+            raise ConfigError(
+                f"{type(self).__name__} needs a model for its critic: set OPENAI_API_KEY (and OPENAI_BASE_URL for "
+                "another endpoint than OpenAI's), or give async_openai_client=AsyncOpenAI(...)"
+            ) from error
 
     def _snapshot_id(self, name: str) -> str:
         return self.context.rollout_id("resources", name).replace("ro-", "rs-", 1)

@@ -303,7 +303,30 @@ class LightningStore(ABC):
 
     @abstractmethod
     async def get_resources_by_id(self, resources_id: str, version: int | None = None) -> ResourcesUpdate | None:
-        """A snapshot at a version; None means the newest."""
+        """A snapshot at a version; None means the newest.
+
+        Every ``resources_id`` that is read, here and when rollouts are queued, may also be that of one version, as in
+        ``rs-1@3`` (``ResourcesUpdate.version_id``): a rollout that is queued with it never gets another.
+        """
+
+    async def promote(self, resources_id: str, version: int | None = None) -> ResourcesUpdate:
+        """Makes a snapshot, at a version or at its newest, the latest resources of this run; they may be so already.
+
+        It is published once more: as the next version of the snapshot, or as a new one when it is another run's.
+
+        Raises:
+            NotFoundError: there is no such snapshot or version.
+        """
+        chosen = await self.get_resources_by_id(resources_id, version)
+        if chosen is None:
+            shown = resources_id if version is None else f"{resources_id}@{version}"
+            raise NotFoundError(f"no resources {shown!r} in this store")
+        if chosen.run_id != self.run_id:
+            return await self.add_resources(chosen.resources)
+        latest = await self.get_latest_resources()
+        if latest is not None and latest.version_id == chosen.version_id:
+            return latest
+        return await self.update_resources(chosen.resources_id, chosen.resources)
 
     async def rollback(self, resources_id: str, version: int) -> ResourcesUpdate:
         """Publishes an earlier version of a snapshot once more, as its next version and the latest resources.
@@ -314,7 +337,7 @@ class LightningStore(ABC):
         earlier = await self.get_resources_by_id(resources_id, version)
         if earlier is None:
             raise NotFoundError(f"no version {version!r} of resources {resources_id!r} in this store")
-        return await self.update_resources(resources_id, earlier.resources)
+        return await self.update_resources(earlier.resources_id, earlier.resources)
 
     @abstractmethod
     async def get_latest_resources(self) -> ResourcesUpdate | None:

@@ -10,7 +10,6 @@ from typing import Any, Final
 from agentlightning.errors import ConfigError, ConflictError, NotFoundError
 from agentlightning.event import Event, RolloutEnqueued
 from agentlightning.lifecycle import begin_attempt
-from agentlightning.resources import ResourcesUpdate
 from agentlightning.store.backend import Condition, Put, Query, Row, Write
 from agentlightning.store.transaction import Transactional, attempted, now
 from agentlightning.store.transition import Change, started, take_work
@@ -216,7 +215,7 @@ class QueueMethods(Transactional):
         return {row.record.rollout_id: row.record for row in rows}
 
     async def _pin(self, wanted: Collection[str | None]) -> dict[str | None, str | None]:
-        """The snapshot that each wanted ``resources_id`` means: None is the run's newest.
+        """What each wanted ``resources_id`` means: None is the run's newest snapshot, ``rs-1@3`` is one version.
 
         Raises:
             NotFoundError: an unknown id.
@@ -224,13 +223,12 @@ class QueueMethods(Transactional):
         pinned: dict[str | None, str | None] = {}
         for resources_id in wanted:
             if resources_id is None:
-                where = (Condition("run_id", "eq", self.run_id),)
+                latest = await self.get_latest_resources()
+                pinned[None] = None if latest is None else latest.resources_id
+            elif await self.get_resources_by_id(resources_id) is not None:
+                pinned[resources_id] = resources_id
             else:
-                where = (Condition("resources_id", "eq", resources_id),)
-            rows = await self._rows(Query(ResourcesUpdate, where, descending=True, limit=1))
-            if not rows and resources_id is not None:
                 raise NotFoundError(f"no resources {resources_id!r} in this store; publish them with add_resources")
-            pinned[resources_id] = rows[0].record.resources_id if rows else None
         return pinned
 
     def _create(self, request: EnqueueRolloutRequest, pinned: Mapping[str | None, str | None], time: float) -> Rollout:

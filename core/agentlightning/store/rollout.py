@@ -9,7 +9,6 @@ from typing import Any, Final, get_args
 from agentlightning.errors import ConfigError, ConflictError, NotFoundError
 from agentlightning.frozen import freeze
 from agentlightning.lifecycle import move_attempt, move_rollout, retry
-from agentlightning.resources import ResourcesUpdate
 from agentlightning.store.backend import Condition, Put, Query
 from agentlightning.store.filter import Filter, check_choice, find
 from agentlightning.store.retention import delete_ended
@@ -104,10 +103,8 @@ class RolloutMethods(Transactional):
         }
         if status is not UNSET:
             check_choice("status", status, _STATUSES)
-        if isinstance(resources_id, str):
-            where = (Condition("resources_id", "eq", resources_id),)
-            if not await self._rows(Query(ResourcesUpdate, where, limit=1)):
-                raise NotFoundError(f"no resources {resources_id!r} in this store; publish them with add_resources")
+        if isinstance(resources_id, str) and await self.get_resources_by_id(resources_id) is None:
+            raise NotFoundError(f"no resources {resources_id!r} in this store; publish them with add_resources")
         return await self._move(rollout_id, changes, status)
 
     async def cancel_rollout(self, rollout_id: str) -> Rollout:

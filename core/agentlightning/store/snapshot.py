@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from agentlightning.errors import ConfigError
 from agentlightning.event import ResourcesPublished
 from agentlightning.frozen import FrozenDict
-from agentlightning.resources import Resource, ResourcesUpdate, read_resources
+from agentlightning.resources import Resource, ResourcesUpdate, read_resources, split_version_id
 from agentlightning.store.backend import Condition, Query
 from agentlightning.store.filter import Filter, find
 from agentlightning.store.transaction import Transactional, now
@@ -25,10 +25,12 @@ class ResourceMethods(Transactional):
         """Publishes the next version of a snapshot (version 1 of a new one), which becomes the latest.
 
         Raises:
-            ConfigError: an empty id, a value that is no resource, or a snapshot of another run.
+            ConfigError: an empty id or that of a version, a value that is no resource, or a snapshot of another run.
         """
         if not resources_id:
             raise ConfigError("resources_id is empty; give a name, or call add_resources")
+        if split_version_id(resources_id)[1] is not None:
+            raise ConfigError(f"resources_id={resources_id!r} names one version, which never changes; leave the @ out")
         named = FrozenDict(read_resources(resources))
 
         async def plan() -> Change[ResourcesUpdate]:
@@ -57,6 +59,7 @@ class ResourceMethods(Transactional):
         return await self._commit(plan)
 
     async def get_resources_by_id(self, resources_id: str, version: int | None = None) -> ResourcesUpdate | None:
+        resources_id, version = split_version_id(resources_id, version)
         if version is None:
             return await self._newest(resources_id)
         row = await self._row(ResourcesUpdate, resources_id, version)

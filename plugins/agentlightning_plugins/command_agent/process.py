@@ -101,10 +101,12 @@ async def run_group(
         await asyncio.gather(stdout.finish(), stderr.finish())
         return ended.result()
     finally:
-        if not ended.done():
-            await _stop(process, ended, kill_after_s)
-        for pipe in (stdout, stderr):
-            pipe.close()
+        try:
+            if not ended.done():
+                await _stop(process, ended, kill_after_s)
+        finally:  # also when we are cancelled once more
+            stdout.close()
+            stderr.close()
 
 
 def _start(arguments: Sequence[str], env: Mapping[str, str], cwd: str | None, stdin: Path) -> subprocess.Popen[bytes]:

@@ -24,7 +24,7 @@ from agentlightning_plugins.inspection.output import (
 
 @click.group("resources")
 def resources() -> None:
-    """List, show, roll back and export what was published."""
+    """List, show, promote, roll back and export what was published."""
 
 
 @resources.command("list")
@@ -70,6 +70,15 @@ async def show_resources(store: LightningStore, resources_id: str, version: int 
     for name, resource in contents.items():
         click.echo(f"\n{name}")
         print_fields(resource)
+
+
+@resources.command("promote")
+@click.argument("resources_id")
+@with_store
+async def promote_resources(store: LightningStore, resources_id: str) -> None:
+    """Make RESOURCES_ID, a snapshot or one version of it (rs-1@3), the latest resources of the run."""
+    update = await store.promote(resources_id)
+    click.echo(f"{resources_id} is the latest now, as {update.version_id}")
 
 
 @resources.command("rollback")

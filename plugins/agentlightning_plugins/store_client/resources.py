@@ -4,7 +4,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any, Final
 
-from agentlightning.resources import Resource, ResourcesUpdate, read_resources
+from agentlightning.resources import Resource, ResourcesUpdate, read_resources, split_version_id
 from agentlightning.types import PaginatedResult, SortOrder
 from agentlightning_plugins.store_client.call import StoreCalls, query_string, quoted, read_page
 
@@ -26,6 +26,7 @@ class ResourcesCalls(StoreCalls):
 
     async def get_resources_by_id(self, resources_id: str, version: int | None = None) -> ResourcesUpdate | None:
         """A snapshot at a version; versions never change, so one that was seen before costs no request."""
+        resources_id, version = split_version_id(resources_id, version)
         if version is None:
             content = await self._find(f"/resources/{quoted(resources_id)}")
         else:

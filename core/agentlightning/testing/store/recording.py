@@ -52,6 +52,46 @@ class RecordingTests:
                 await store.rollback(resources_id, version)
         assert len(await store.query_resources(resources_id="tuned")) == 3
 
+    async def test_a_rollout_can_be_pinned_to_one_version_of_resources(self, store: LightningStore) -> None:
+        first = await store.update_resources("tuned", {"prompt": "one"})
+        second = await store.update_resources("tuned", {"prompt": "two"})
+        assert (first.version_id, second.version_id) == ("tuned@1", "tuned@2")
+        assert await store.get_resources_by_id("tuned@1") == first
+        assert await store.get_resources_by_id("tuned@2", 2) == second
+        assert await store.get_resources_by_id("tuned@3") is None
+        pinned = await store.enqueue_rollout("a", resources_id="tuned@1")
+        begun = await store.start_rollout("b", resources_id="tuned@2")
+        assert [(await read(store, r.rollout_id)).resources_id for r in (pinned, begun)] == ["tuned@1", "tuned@2"]
+        moved = await store.update_rollout(pinned.rollout_id, resources_id="tuned@2")
+        assert moved.resources_id == "tuned@2"
+        for unknown in ("tuned@3", "other@1", "tuned@0", "tuned@x"):
+            with pytest.raises(NotFoundError, match=unknown):
+                await store.enqueue_rollout("c", resources_id=unknown)
+            with pytest.raises(NotFoundError, match=unknown):
+                await store.update_rollout(pinned.rollout_id, resources_id=unknown)
+        with pytest.raises(ConfigError, match="tuned@2"):
+            await store.update_resources("tuned@2", {"prompt": "three"})
+        assert len(await store.query_resources()) == 2
+
+    async def test_any_version_can_be_made_the_latest(self, store: LightningStore) -> None:
+        stable = await store.update_resources("stable", {"prompt": "one"})
+        better = await store.update_resources("better", {"prompt": "two"})
+        assert await store.promote("better") == better
+        assert len(await store.query_resources()) == 2
+        back = await store.promote("stable", 1)
+        assert (back.version_id, back.resources) == ("stable@2", stable.resources)
+        assert await store.get_latest_resources() == back
+        again = await store.promote("better@1")
+        assert (again.version_id, again.resources) == ("better@2", better.resources)
+        other = store.with_run("other")
+        copied = await other.promote("better@1")
+        assert (copied.run_id, copied.version, copied.resources) == ("other", 1, better.resources)
+        assert await other.get_latest_resources() == copied
+        assert await store.get_latest_resources() == again
+        for unknown in ("stable@9", "rs-unknown"):
+            with pytest.raises(NotFoundError, match=unknown):
+                await store.promote(unknown)
+
     async def test_versions_published_at_once_are_all_kept(self, store: LightningStore) -> None:
         await soon(asyncio.gather(*(store.update_resources("shared", {"prompt": f"{n}"}) for n in range(10))))
         updates = await store.query_resources(resources_id="shared")

@@ -1,0 +1,130 @@
+"""Finished rollouts, as an algorithm sees them, and the numbers that describe a batch of them."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from agentlightning.adapter.adapter import TraceAdapter
+from agentlightning.errors import AdapterError
+from agentlightning.reward import find_final_reward
+from agentlightning.store.protocol import LightningStore
+from agentlightning.types import AttemptedRollout, EnqueueRolloutRequest, Rollout, Span, Triplet
+
+logger = logging.getLogger("agentlightning")
+
+
+@dataclass(frozen=True)
+class Episode:
+    """A finished rollout and what it gives to learn from."""
+
+    rollout: Rollout
+    reward: float | None
+    """The agent's final reward; None when it failed or said none."""
+    triplets: Sequence[Triplet] = ()
+    error: str = ""
+    """Type of the error it failed with."""
+
+    @property
+    def group(self) -> str:
+        """Rollouts of the same task in the same step share one."""
+        return str((self.rollout.metadata or {}).get("group", self.rollout.rollout_id))
+
+    @property
+    def source(self) -> str | None:
+        """Where its task is from, if the task says so: the value of its key ``source``."""
+        task = self.rollout.input
+        return str(task["source"]) if isinstance(task, Mapping) and "source" in task else None
+
+    @property
+    def queue_wait_s(self) -> float | None:
+        """How long it stood in the queue before a runner took it."""
+        rollout = self.rollout
+        if not isinstance(rollout, AttemptedRollout) or rollout.attempt.sequence_id != 1:
+            return None
+        return max(0.0, rollout.attempt.start_time - rollout.start_time)
+
+
+async def gather_episodes(
+    store: LightningStore,
+    adapter: TraceAdapter[Sequence[Triplet]],
+    requests: Sequence[EnqueueRolloutRequest],
+    flush: Callable[[], Awaitable[None]],
+) -> list[Episode]:
+    """Enqueues rollouts, waits for all, and reads what came of them.
+
+    Args:
+        store: where runners take them from. Rollouts that it has already are not run again.
+        adapter: turns the spans of one attempt into triplets.
+        requests: what to enqueue.
+        flush: awaited between the last end and the first read, so that the gateway's spans are there.
+    """
+    enqueued = await store.enqueue_many_rollouts(requests)
+    await store.wait_for_rollouts([rollout.rollout_id for rollout in enqueued])
+    await flush()
+    episodes = []
+    for rollout_id in [rollout.rollout_id for rollout in enqueued]:
+        rollout = await store.get_rollout_by_id(rollout_id)
+        if rollout is not None:
+            spans = await store.query_spans(rollout_id, "latest")
+            episodes.append(read_episode(rollout, spans.items, adapter))
+    return episodes
+
+
+def read_episode(rollout: Rollout, spans: Sequence[Span], adapter: TraceAdapter[Sequence[Triplet]]) -> Episode:
+    """Reads a finished rollout; one whose spans cannot be used says so in ``error`` and the log."""
+    error = ""
+    attempt = rollout.attempt if isinstance(rollout, AttemptedRollout) else None
+    if attempt is not None and attempt.error is not None:
+        error = attempt.error.type
+    reward = find_final_reward(spans) if rollout.status == "succeeded" else None
+    try:
+        triplets = adapter.adapt(spans) if attempt is None else adapter.adapt_attempt(attempt, spans)
+    except AdapterError as adapter_error:
+        logger.warning("rollout %s is left out: %s", rollout.rollout_id, adapter_error)
+        return Episode(rollout, reward, error="AdapterError")
+    if triplets is None:
+        return Episode(rollout, None, error="SpansDropped")
+    return Episode(rollout, reward, triplets, error)
+
+
+def describe_episodes(episodes: Sequence[Episode], *, success_threshold: float = 1.0) -> dict[str, float]:
+    """Rewards, turns, lengths and waiting of a batch; a rollout without a reward counts as 0.
+
+    Args:
+        episodes: finished rollouts.
+        success_threshold: a reward of at least this is a success.
+    """
+    rewards_R = [episode.reward or 0.0 for episode in episodes]
+    errors = Counter(episode.error for episode in episodes if episode.error)
+    turns = [len(episode.triplets) for episode in episodes]
+    waits = [wait for episode in episodes if (wait := episode.queue_wait_s) is not None]
+    calls = [triplet for episode in episodes for triplet in episode.triplets]
+    lengths = [len(ids) for triplet in calls if (ids := triplet.response.get("token_ids"))]
+    cut_off = sum(triplet.metadata.get("finish_reason") == "length" for triplet in calls)
+    sources: dict[str, list[float]] = {}
+    for episode, reward in zip(episodes, rewards_R, strict=True):
+        if episode.source is not None:
+            sources.setdefault(episode.source, []).append(reward)
+    return {
+        "reward": _mean(rewards_R),
+        "reward_std": statistics.pstdev(rewards_R) if rewards_R else 0.0,
+        "success": _mean([float(reward >= success_threshold) for reward in rewards_R]),
+        "rollouts": float(len(episodes)),
+        "rollouts_without_reward": float(sum(episode.reward is None for episode in episodes)),
+        "calls_per_rollout": _mean(turns),
+        "response_length": _mean(lengths),
+        "response_length_max": float(max(lengths, default=0)),
+        "responses_cut_off": cut_off / len(calls) if calls else 0.0,
+        "queue_wait_s": _mean(waits),
+        "queue_wait_max_s": max(waits, default=0.0),
+        **{f"reward/{source}": _mean(values) for source, values in sorted(sources.items())},
+        **{f"errors/{name}": float(count) for name, count in errors.items()},
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else 0.0

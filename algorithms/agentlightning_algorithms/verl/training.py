@@ -1,0 +1,183 @@
+"""verl's trainers, with agents: they stop the gateway while weights change, and make as many optimizer steps as asked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from omegaconf import DictConfig
+from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+
+from agentlightning_algorithms.verl.agent_loop import RolloutManager
+from agentlightning_algorithms.verl.rollout import Conductor
+
+
+class _AgentTraining:
+    """What both trainers do besides verl's own; stands before one of them in the order of bases."""
+
+    conductor: Conductor
+
+    def on_init_end(self: Any) -> None:
+        super().on_init_end()  # type: ignore[misc] # verl's trainer comes after
+        self.conductor.call(self.conductor.register(self.llm_server_manager.get_addresses()))
+        self.conductor.call(self.conductor.publish(self.global_steps))
+        steps = _Steps(self)
+        self.actor_rollout_wg = _Group(self.actor_rollout_wg, "update_actor", steps.actor)
+        if self.use_critic:
+            self.critic_wg = _Group(self.critic_wg, "train_mini_batch", steps.critic)
+        self.steps = steps
+
+    def on_sample_end(self: Any) -> None:
+        self.conductor.check()
+        self.conductor.call(self.conductor.pause())
+        super().on_sample_end()  # type: ignore[misc]
+
+    def on_step_end(self: Any) -> None:
+        super().on_step_end()  # type: ignore[misc]
+        self.conductor.call(self.conductor.publish(self.global_steps))
+
+    def _balance_batch(self: Any, batch: Any, metrics: dict[str, Any], **kwargs: Any) -> Any:
+        self.steps.plan(len(batch))
+        metrics["rows_padded"] = self.steps.total - len(batch)
+        return super()._balance_batch(batch, metrics, **kwargs)  # type: ignore[misc]
+
+    def _get_required_batch_multiple(self: Any, dp_size: int) -> int:
+        return int(self.steps.total)
+
+    def _compute_metrics(self: Any, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        super()._compute_metrics(batch, metrics, *args, **kwargs)  # type: ignore[misc]
+        metrics.update(self.conductor.metrics.take("train"))
+        metrics["optimizer_steps"] = self.steps.taken
+        metrics["progress"] = self.global_steps / max(1, self.total_training_steps)
+        self._report(metrics)
+
+    def _validate(self: Any) -> dict[str, Any]:
+        metrics: dict[str, Any] = super()._validate()  # type: ignore[misc]
+        self.conductor.check()
+        metrics.update({f"val_{name}": value for name, value in self.conductor.metrics.take("val").items()})
+        self._report(metrics)
+        return metrics
+
+    def _report(self: Any, metrics: Mapping[str, Any]) -> None:
+        self.conductor.call(self.conductor.store.add_metrics(self.global_steps, numbers_of(metrics)))
+
+
+class SyncTraining(_AgentTraining, PPOTrainerSync):  # type: ignore[misc] # verl's classes are untyped
+    """Samples, then trains, then samples from the new weights."""
+
+
+class ColocateAsyncTraining(_AgentTraining, PPOTrainerColocateAsync):  # type: ignore[misc] # as above
+    """Rollouts go on where they were when the weights have changed; between two turns, never within one."""
+
+
+TRAINERS: Final = {"sync": SyncTraining, "colocate_async": ColocateAsyncTraining}
+
+
+class _Steps:
+    """How the rows of a batch are divided among optimizer steps.
+
+    verl pads the rows to a multiple of the rollouts of a mini batch, so that agents with more turns get more optimizer
+    steps. Here a batch gets ``train_batch_size / ppo_mini_batch_size`` of them whatever its rows, and the loss of each
+    is divided by its rollouts, as verl has it (``global_batch_size``).
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        config = trainer.config
+        tasks = config.data.train_batch_size // trainer.parameter_sync_step
+        actor = config.actor_rollout_ref.actor
+        self._of_actor = max(1, tasks // actor.ppo_mini_batch_size)
+        self._epochs = actor.ppo_epochs
+        mapping = trainer.actor_rollout_wg._query_dispatch_info("actor")
+        unit = max(mapping) + 1  # rows are dealt evenly to data-parallel ranks
+        if not actor.use_dynamic_bsz:
+            unit *= actor.ppo_micro_batch_size_per_gpu
+        self._unit = unit * self._of_actor
+        self._of_critic = 1
+        if trainer.use_critic:
+            self._of_critic = max(1, tasks // config.critic.ppo_mini_batch_size)
+            self._unit = math.lcm(self._unit, unit * self._of_critic)
+        self.total = 0
+        """Rows of the batch, with padding."""
+        self.taken = 0
+        """Optimizer steps of the actor on the batch."""
+
+    def plan(self, rows: int) -> None:
+        self.total = math.ceil(rows / self._unit) * self._unit
+        self.taken = 0
+
+    def actor(self) -> int:
+        self.taken = self._of_actor * self._epochs
+        return self.total // self._of_actor
+
+    def critic(self) -> int:
+        return self.total // self._of_critic
+
+
+class _Group:
+    """A worker group, one of whose methods gets another ``mini_batch_size``."""
+
+    def __init__(self, group: Any, method: str, mini_batch_size: Callable[[], int]) -> None:
+        self._group = group
+        self._method = method
+        self._mini_batch_size = mini_batch_size
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._group, name)
+        if name != self._method:
+            return found
+
+        def update(batch: Any) -> Any:
+            batch.extra_info["mini_batch_size"] = self._mini_batch_size()
+            return found(batch)
+
+        return update
+
+
+def train(config: DictConfig, conductor: Conductor) -> None:
+    """Trains to the end; blocks. Ray must run, and the conductor's loop in another thread."""
+    import transfer_queue
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import validate_config
+
+    validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
+    transfer_queue.init(config.transfer_queue)
+    trainer: Any = None
+    succeeded = False
+    try:
+        trainer = TRAINERS[config.trainer.v1.trainer_mode](config)
+        trainer.conductor = conductor
+        trainer.init()
+        manager = RolloutManager.create(
+            config=config,
+            llm_client=trainer.get_llm_client(),
+            teacher_client=trainer.get_teacher_client(),
+            reward_loop_worker_handles=trainer.get_reward_handles(),
+        )
+        manager.attach(conductor)
+        try:
+            trainer.fit(manager)
+        finally:
+            manager.cancel()
+        succeeded = True
+    finally:
+        tracking = getattr(trainer, "logger", None)
+        if tracking is not None:
+            tracking.finish(exit_code=0 if succeeded else 1)
+        transfer_queue.close()
+
+
+def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The finite numbers among metrics, as plain floats."""
+    numbers = {}
+    for name, value in metrics.items():
+        if isinstance(value, (str, bytes, bool)) or value is None:
+            continue
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            continue
+        if math.isfinite(number):
+            numbers[name] = number
+    return numbers

@@ -1,0 +1,78 @@
+"""A task whose best prompt is known, and a scripted critic and editor that can find it."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import agentlightning as agl
+from agentlightning.testing.openai_server import Answer, RecordedRequest, ScriptedOpenAI
+
+SEED = "Answer the question: {question}"
+WORTH = {"RULE-A": 0.5, "RULE-B": 0.25, "RULE-C": 0.25, "TRAP-D": -0.5, "TRAP-E": -0.25}
+"""What each phrase in a prompt adds to the reward. A trap alone is never below 0."""
+BEST = {"RULE-A", "RULE-B", "RULE-C"}
+TRAIN = [{"question": f"train {number}", "seconds": 0.0} for number in range(40)]
+VAL = [{"question": f"val {number}", "seconds": 0.0} for number in range(6)]
+
+
+def phrases(text: str) -> set[str]:
+    """The phrases in a prompt."""
+    return set(re.findall(r"(?:RULE|TRAP)-[A-E]", text))
+
+
+def worth(text: str) -> float:
+    """What a prompt earns on every task."""
+    return max(sum(WORTH[phrase] for phrase in phrases(text)), 0.0)
+
+
+def agent(task: Mapping[str, Any], prompt: agl.PromptTemplate) -> float:
+    """An agent whose reward is known; it calls no model."""
+    filled = prompt.format(question=task["question"])
+    assert str(task["question"]) in filled
+    time.sleep(task["seconds"])
+    return worth(filled)
+
+
+def prompt_in(request: RecordedRequest) -> str:
+    """The prompt that critic or editor is asked about."""
+    found = re.search(r"<prompt[^>]*>\n(.*?)\n</prompt>", request.body["messages"][0]["content"], re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def is_critic(request: RecordedRequest) -> bool:
+    return request.body["model"] == "critic"
+
+
+def criticise(request: RecordedRequest) -> str:
+    """A phrase that the prompt lacks; which one depends on the rollouts."""
+    missing = sorted(set(WORTH) - phrases(prompt_in(request)))
+    digest = hashlib.blake2b(_questions(request).encode(), digest_size=4).digest()
+    return f"it lacks {missing[int.from_bytes(digest) % len(missing)]}" if missing else "nothing is wrong"
+
+
+def edit(request: RecordedRequest) -> str:
+    """The prompt with the phrase of the critique."""
+    asked = request.body["messages"][0]["content"]
+    lacking = re.search(r"it lacks ([A-Z]+-[A-E])", asked)
+    return f"<prompt>\n{prompt_in(request)}" + (f"\n{lacking[1]}" if lacking else "") + "\n</prompt>"
+
+
+def critic_and_editor(request: RecordedRequest) -> Answer:
+    """The script: deterministic in what is asked."""
+    return Answer(criticise(request) if is_critic(request) else edit(request))
+
+
+def client(server: ScriptedOpenAI) -> Any:
+    """For critic and editor."""
+    from openai import AsyncOpenAI
+
+    return AsyncOpenAI(base_url=server.endpoint, api_key="any", max_retries=0)
+
+
+def _questions(request: RecordedRequest) -> str:
+    return " ".join(re.findall(r"train \d+", request.body["messages"][0]["content"]))

@@ -1,0 +1,426 @@
+"""APO on a task whose best prompt is known."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agentlightning as agl
+from agentlightning.testing.openai_server import Answer, RecordedRequest, Script, ScriptedOpenAI
+from tests.algorithms.prompt_lab import (
+    BEST,
+    SEED,
+    TRAIN,
+    VAL,
+    agent,
+    client,
+    critic_and_editor,
+    edit,
+    is_critic,
+    phrases,
+    prompt_in,
+    worth,
+)
+
+
+class Server:
+    """A scripted server in a thread of its own, because a trainer has a loop of its own."""
+
+    def __init__(self, script: Script) -> None:
+        self.scripted = ScriptedOpenAI(script)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+
+    def __enter__(self) -> ScriptedOpenAI:
+        self._thread.start()
+        return asyncio.run_coroutine_threadsafe(self.scripted.__aenter__(), self._loop).result()
+
+    def __exit__(self, *exc_info: object) -> None:
+        asyncio.run_coroutine_threadsafe(self.scripted.__aexit__(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedOpenAI]:
+    with Server(critic_and_editor) as scripted:
+        yield scripted
+
+
+def make(server: ScriptedOpenAI, **settings: Any) -> agl.APO:
+    defaults = {"beam_width": 2, "branch_factor": 3, "beam_rounds": 4}
+    return agl.APO(client(server), gradient_model="critic", apply_edit_model="editor", **{**defaults, **settings})
+
+
+def train(
+    apo: agl.APO,
+    agent: Any = agent,
+    resources: Any = None,
+    train_dataset: Any = TRAIN,
+    val_dataset: Any = VAL,
+    **settings: Any,
+) -> agl.LightningStore:
+    store = agl.create_store("memory://")
+    trainer = agl.Trainer(
+        algorithm=apo,
+        store=store,
+        strategy="shm",
+        tracer="dummy",
+        trackers=[],
+        initial_resources=resources or {"prompt": SEED},
+        **settings,
+    )
+    assert trainer.fit(agent, train_dataset, val_dataset).status == "succeeded"
+    return store
+
+
+def latest(store: agl.LightningStore) -> Any:
+    update = asyncio.run(store.get_latest_resources())
+    assert update is not None
+    return update.resources
+
+
+def asked(server: ScriptedOpenAI, model: str) -> list[str]:
+    return [r.body["messages"][-1]["content"] for r in server.requests if r.body["model"] == model]
+
+
+def test_it_finds_the_best_prompt_and_publishes_it(server: ScriptedOpenAI) -> None:
+    apo = make(server)
+    store = train(apo, resources={"prompt": SEED, "llm": agl.LLM(endpoint="http://nowhere", model="m")})
+    assert phrases(apo.get_best_prompt().template) == BEST
+    assert latest(store)["prompt"] == apo.get_best_prompt()
+    assert set(latest(store)) == {"prompt", "llm"}, "other resources stay published"
+    assert apo.get_best().full_score == 1.0
+    assert apo.stopped_because == "rounds"
+    added = {line[1:] for line in apo.diff().splitlines() if line.startswith("+") and not line.startswith("+++")}
+    assert added == BEST
+
+
+def test_every_candidate_is_in_the_store_with_lineage_scores_and_its_rollouts(server: ScriptedOpenAI) -> None:
+    apo = make(server, beam_rounds=2)
+    store = train(apo)
+
+    async def read() -> tuple[dict[str, Any], list[agl.Rollout]]:
+        snapshots = {}
+        for update in (await store.query_resources()).items:
+            if "prompt_candidate" in update.resources:
+                snapshots[update.resources_id] = update
+        return snapshots, list((await store.query_rollouts()).items)
+
+    snapshots, rollouts = asyncio.run(read())
+    kept = {update.resources["prompt_candidate"] for update in snapshots.values()}  # the newest version of each
+    assert {each.candidate_id: each for each in kept} == {each.candidate_id: each for each in apo.history}
+    ids = {each.candidate_id for each in apo.history}
+    for candidate in apo.history[1:]:
+        assert candidate.parent_id in ids
+        assert candidate.critique is not None
+        assert candidate.critique.startswith("it lacks")
+        assert candidate.edited == ("prompt",)
+        assert candidate.batch_score == worth(candidate.prompts["prompt"].template)
+    for rollout in rollouts:
+        assert rollout.resources_id in snapshots
+        used = snapshots[rollout.resources_id].resources["prompt_candidate"]
+        assert rollout.metadata is not None
+        assert rollout.metadata["group"] == used.candidate_id
+
+
+def test_the_same_seed_gives_the_same_lineage_and_another_seed_another(server: ScriptedOpenAI) -> None:
+    def lineage(seed: int) -> tuple[list[Any], list[bytes]]:
+        server.requests.clear()
+        apo = make(server, seed=seed, beam_rounds=2)
+        train(apo)
+        return [candidate.model_dump() for candidate in apo.history], sorted(r.raw for r in server.requests)
+
+    first = lineage(3)
+    assert lineage(3) == first
+    assert lineage(4) != first
+
+
+def test_what_failed_or_took_too_long_counts_as_nothing(server: ScriptedOpenAI) -> None:
+    def fragile(task: Any, prompt: agl.PromptTemplate) -> float:
+        number = int(task["question"].split()[1])
+        agl.emit_reward(1.0)
+        if number == 0:
+            raise RuntimeError("after the reward")
+        if number == 1:
+            time.sleep(3)
+        return 1.0
+
+    apo = make(server, beam_rounds=1, rollout_batch_timeout=0.5, branch_factor=1, beam_width=1)
+    train(apo, fragile, val_dataset=VAL[:4])
+    assert apo.history[0].full_score == 0.5
+
+
+def test_the_critic_reads_status_reward_error_and_messages_and_the_editor_the_critique() -> None:
+    def model(request: RecordedRequest) -> Answer:
+        if request.body["model"] == "agent":
+            return Answer("the agent's own answer")
+        return critic_and_editor(request)
+
+    with Server(model) as server:
+
+        def talker(task: Any, prompt: agl.PromptTemplate, llm: agl.LLM) -> float:
+            import openai
+
+            with openai.OpenAI(base_url=llm.endpoint, api_key="any") as chat:
+                chat.chat.completions.create(
+                    model="agent", messages=[{"role": "user", "content": prompt.format(**task)}]
+                )
+            if task["question"].endswith("7"):
+                raise ValueError("seven is too many")
+            return 0.25
+
+        llm = agl.LLM(endpoint=server.endpoint, model="agent")
+        apo = make(server, beam_rounds=1, beam_width=1, branch_factor=2, gradient_batch_size=40)
+        store = agl.create_store("memory://")
+        agl.Trainer(
+            algorithm=apo,
+            store=store,
+            strategy="shm",
+            trackers=[],
+            initial_resources={"prompt": SEED, "llm": llm},
+        ).fit(talker, TRAIN[:10], VAL)
+        critic = asked(server, "critic")[0]
+        editor = asked(server, "editor")[0]
+    assert SEED in critic
+    assert 'status="succeeded" reward="0.25"' in critic
+    assert 'status="failed" reward="none"' in critic
+    assert "ValueError: seven is too many" in critic
+    assert "[user] Answer the question: train 3" in critic
+    assert "[assistant] the agent's own answer" in critic
+    assert "it lacks" in editor
+    assert "{question}" in editor
+    assert apo.budget.calls == 20 + 4 + 2 * 6 + 6 + (0 if len(apo.history) == 2 else 6), "agents' calls count too"
+
+
+def test_several_prompts_are_tuned_in_turn_and_others_stay(server: ScriptedOpenAI) -> None:
+    def two_prompts(task: Any, resources: agl.NamedResources) -> float:
+        texts = {name: value.template for name, value in resources.items() if isinstance(value, agl.PromptTemplate)}
+        assert texts["fixed"] == "keep me {question}"
+        return (worth(texts["planner"]) + worth(texts["writer"])) / 2
+
+    resources = {"planner": SEED, "writer": "Write: {question} and {style}", "fixed": "keep me {question}"}
+    apo = make(server, prompts=["planner", "writer"], branch_factor=6, beam_rounds=6, target_score=0.75)
+    store = train(apo, two_prompts, resources)
+    assert {name for candidate in apo.history[1:] for name in candidate.edited} == {"planner", "writer"}
+    assert all(len(candidate.edited) == 1 for candidate in apo.history[1:])
+    assert apo.get_best().full_score is not None
+    assert apo.get_best().full_score >= 0.75
+    assert apo.stopped_because == "target_score"
+    assert latest(store)["fixed"] == agl.PromptTemplate("keep me {question}")
+    assert "{style}" in apo.get_best_prompt("writer").template
+    with pytest.raises(agl.ConfigError, match="2 prompts are tuned; name one of: planner, writer"):
+        apo.get_best_prompt()
+    assert '<other_prompt name="writer">' in asked(server, "critic")[0]
+
+
+def test_an_edit_that_loses_a_placeholder_is_mended_or_dropped() -> None:
+    def careless(request: RecordedRequest) -> Answer:
+        messages = request.body["messages"]
+        if is_critic(request):
+            return critic_and_editor(request)
+        mends = "RULE-A" in edit(request)  # only this child listens when it is told what it broke
+        if len(messages) == 3 and mends:
+            assert "it lost the placeholders {question}" in messages[2]["content"]
+            return Answer(edit(request))
+        return Answer(edit(request).replace("{question}", "it"))
+
+    with Server(careless) as server:
+        apo = make(server, beam_rounds=1, branch_factor=8)
+        train(apo)
+    assert [phrases(each.prompts["prompt"].template) for each in apo.history] == [set(), {"RULE-A"}]
+
+
+def test_a_failing_model_call_is_tried_again_and_then_skipped() -> None:
+    seen: dict[bytes, int] = {}
+
+    def flaky(request: RecordedRequest) -> Answer:
+        seen[request.raw] = seen.get(request.raw, 0) + 1
+        if is_critic(request) and "train 5" in request.body["messages"][0]["content"]:
+            return Answer(status=400, error="refused")
+        if seen[request.raw] == 1:
+            return Answer(status=503) if len(seen) % 2 else Answer("")
+        return critic_and_editor(request)
+
+    with Server(flaky) as server:
+        apo = make(server, gradient_batch_size=10)
+        quick(apo)
+        train(apo)
+        refused = [r for r in server.requests if is_critic(r) and "train 5" in r.body["messages"][0]["content"]]
+    assert phrases(apo.get_best_prompt().template) == BEST
+    assert refused
+    assert all(seen[request.raw] == 1 for request in refused), "what was refused is not asked again"
+
+
+def quick(apo: agl.APO) -> None:
+    """Makes the pause before another try short."""
+    begin = apo.begin
+
+    async def begin_quickly() -> Any:
+        seed = await begin()
+        apo.chat._backoff_s = 0.001
+        return seed
+
+    apo.begin = begin_quickly  # type: ignore[method-assign] # of this one object
+
+
+def test_when_no_model_call_succeeds_it_says_so_and_keeps_the_seed(caplog: pytest.LogCaptureFixture) -> None:
+    with Server([Answer(status=401, error="wrong key")]) as server:
+        apo = make(server)
+        store = train(apo)
+    assert apo.stopped_because == "model_calls_failed"
+    assert "no model call of round 1 succeeded: AuthenticationError" in caplog.text
+    assert latest(store)["prompt"] == agl.PromptTemplate(SEED)
+
+
+@pytest.mark.parametrize(
+    ("budget", "calls"),
+    [
+        ({"max_calls": 7}, 7),
+        ({"max_tokens": 1}, 6),  # those of the first round were in flight together
+        ({"max_cost": 1e-9, "prices": {"critic": (1.0, 1.0), "editor": (0.0, 0.0)}}, 6),
+    ],
+)
+def test_a_budget_ends_the_search(server: ScriptedOpenAI, budget: dict[str, Any], calls: int) -> None:
+    apo = make(server, branch_factor=3, **budget)
+    train(apo)
+    assert len(server.requests) == calls
+    assert apo.stopped_because == "budget"
+    assert apo.budget.is_spent()
+
+
+def test_patience_ends_the_search(server: ScriptedOpenAI) -> None:
+    apo = make(server, beam_rounds=20, patience=2)
+    train(apo)
+    assert apo.stopped_because == "patience"
+    assert phrases(apo.get_best_prompt().template) == BEST
+
+
+def test_without_an_initial_validation_the_seed_is_tried_with_its_children_only(server: ScriptedOpenAI) -> None:
+    apo = make(server, run_initial_validation=False, beam_rounds=1)
+    store = train(apo)
+    assert apo.history[0].full_score is None
+    assert apo.history[0].batch_score == 0.0
+    assert apo.get_best() is not apo.history[0]
+    steps = [metrics.step for metrics in asyncio.run(store.query_metrics()).items]
+    assert steps == [1]
+
+
+def test_a_users_own_words_replace_ours(server: ScriptedOpenAI) -> None:
+    apo = make(
+        server,
+        beam_rounds=1,
+        gradient_prompts="MINE <prompt>\n{prompt}\n</prompt> {rollouts}",
+        edit_prompts=[agl.PromptTemplate("JINJA <prompt>\n{{ prompt }}\n</prompt> {{ critique }}", "jinja")],
+    )
+    train(apo)
+    assert all(text.startswith("MINE") for text in asked(server, "critic"))
+    assert all(text.startswith("JINJA") for text in asked(server, "editor"))
+    assert len(apo.history) > 1
+
+
+def test_all_candidates_of_a_round_run_at_once(server: ScriptedOpenAI) -> None:
+    running: dict[str, int] = {}
+    together: set[frozenset[str]] = set()
+    lock = threading.Lock()
+
+    async def watched(task: Any, prompt: agl.PromptTemplate) -> float:
+        text = prompt.template
+        with lock:
+            running[text] = running.get(text, 0) + 1
+        await asyncio.sleep(0.1)
+        with lock:
+            together.add(frozenset(name for name, count in running.items() if count))
+            running[text] -= 1
+        return worth(text)
+
+    apo = make(server, beam_rounds=1, branch_factor=4)
+    train(apo, watched, max_concurrency=64)
+    assert max(map(len, together)) == len(apo.history)
+
+
+def test_metrics_of_each_round_are_recorded(server: ScriptedOpenAI) -> None:
+    store = train(make(server, beam_rounds=2))
+    first, second, third = asyncio.run(store.query_metrics()).items
+    assert [first.step, second.step, third.step] == [0, 1, 2]
+    assert first.values["reward"] == 0.0
+    assert third.values["best_score"] >= second.values["best_score"] > 0
+    assert third.values["model_calls"] == 24
+    assert third.values["progress"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"beam_width": 0}, "beam_width = 0: at least 1"),
+        ({"patience": 0}, "patience = 0"),
+        ({"max_calls": 0}, "max_calls = 0"),
+        ({"max_cost": 1.0}, "needs the price of 'critic'"),
+        ({"rollout_batch_timeout": 0}, "rollout_batch_timeout = 0"),
+        ({"gradient_prompts": []}, "gradient_prompts"),
+    ],
+)
+def test_wrong_settings_are_refused(server: ScriptedOpenAI, settings: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(agl.ConfigError, match=complaint):
+        make(server, **settings)
+
+
+@pytest.mark.parametrize(
+    ("resources", "settings", "complaint"),
+    [
+        ({"llm": agl.LLM(endpoint="http://nowhere", model="m")}, {}, "there is no prompt to tune"),
+        ({"prompt": SEED}, {"prompts": "promt"}, r"prompts = \['promt'\]: the prompts of this run are prompt"),
+        ({"prompt": "{a.b}"}, {}, "no plain name"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused_before_anything_runs(
+    server: ScriptedOpenAI, resources: Any, settings: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(agl.ConfigError, match=complaint):
+        train(make(server, **settings), resources=resources)
+    assert server.requests == []
+
+
+def test_without_a_key_it_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    with pytest.raises(agl.ConfigError, match="set OPENAI_API_KEY"):
+        train(agl.APO())
+    with pytest.raises(agl.ConfigError, match="has found nothing yet"):
+        agl.APO().get_best_prompt()
+
+
+def test_an_agent_of_a_framework_is_trained(server: ScriptedOpenAI, tmp_path: Path) -> None:
+    from agents import Agent, RunConfig  # noqa: F401 # the framework is what is tested
+
+    def model(request: RecordedRequest) -> Answer:
+        if request.body["model"] in ("critic", "editor"):
+            return critic_and_editor(request)
+        instructions = next(m["content"] for m in request.body["messages"] if m["role"] == "system")
+        return Answer("good" if "RULE-A" in instructions else "bad")
+
+    with Server(model) as scripted:
+        writer = Agent(name="writer", instructions="Answer politely.", model="gpt-4.1-mini")
+        wrapped = agl.wrap(
+            writer,
+            reward=lambda task, output, rollout: float(str(output.final_output) == "good"),
+            prompts={"writer.instructions": "instructions"},
+        )
+        apo = make(scripted, beam_rounds=2, target_score=1.0)
+        store = agl.create_store("memory://")
+        agl.Trainer(
+            algorithm=apo,
+            store=store,
+            strategy="shm",
+            trackers=[],
+            initial_resources={"llm": agl.LLM(endpoint=scripted.endpoint, model="agent", api_key="any")},
+        ).fit(wrapped, [f"train {number}" for number in range(10)], ["val 1", "val 2"])
+    assert "RULE-A" in apo.get_best_prompt().template
+    assert apo.get_best().full_score == 1.0
+    assert prompt_in(next(r for r in scripted.requests if is_critic(r))) == "Answer politely."
