@@ -21,6 +21,7 @@ import pytest
 import agentlightning as agl
 from agentlightning.errors import PluginError
 from agentlightning.plugins import GROUP, PluginManager
+from tests.conftest import ENVIRONMENTS, environments_of
 from tests.source import REPO, ROOTS, SourceFile, all_test_files, pyproject, python_files, run_python, source_files
 
 # Inside core a file imports only from names to its left; a package counts as its name.
@@ -374,3 +375,13 @@ def test_no_secret_and_no_path_of_one_machine_is_in_the_repository() -> None:
         text = path.read_bytes().decode("utf-8", errors="ignore")
         found += [f"{path.relative_to(REPO)}: {match[0]}" for match in private.finditer(text)]
     assert found == []
+
+
+def test_every_test_runs_in_an_environment_of_make_test() -> None:
+    makefile = (REPO / "Makefile").read_text(encoding="utf-8")
+    for environment in ENVIRONMENTS:
+        assert f".venvs/{environment}-" in makefile
+        assert environment == "main" or f"--environment {environment}" in makefile
+    lost = [file.shown for file in all_test_files() if not environments_of(file.path) & set(ENVIRONMENTS)]
+    unknown = [file.shown for file in all_test_files() if environments_of(file.path) - set(ENVIRONMENTS)]
+    assert (lost, unknown) == ([], [])

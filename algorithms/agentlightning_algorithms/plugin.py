@@ -31,6 +31,10 @@ def components() -> Iterable[Component]:
             "algorithm", "grpo", f"{root}.grpo.algorithm:GRPO", extra="grpo", summary="trains weights on one machine"
         ),
         Component(
+            "algorithm", "live", f"{root}.live.algorithm:LiveLearning", summary="learns from what a process serves"
+        ),
+        Component("resource", "live_state", "agentlightning.live:LiveState", summary="where live learning stands"),
+        Component(
             "algorithm", "verl", f"{root}.verl.algorithm:VERL", extra="verl", summary="trains weights on many GPUs"
         ),
         Component(

@@ -18,10 +18,12 @@ if TYPE_CHECKING:
     from agentlightning.algorithm import APO as APO
     from agentlightning.algorithm import GEPA as GEPA
     from agentlightning.algorithm import GRPO as GRPO
+    from agentlightning.algorithm import VERL as VERL
     from agentlightning.algorithm import Algorithm as Algorithm
     from agentlightning.algorithm import Baseline as Baseline
     from agentlightning.algorithm import FastAlgorithm as FastAlgorithm
     from agentlightning.algorithm import FunctionalAlgorithm as FunctionalAlgorithm
+    from agentlightning.algorithm import LiveLearning as LiveLearning
     from agentlightning.algorithm import RunContext as RunContext
     from agentlightning.algorithm import algo as algo
     from agentlightning.comparison import Comparison as Comparison
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from agentlightning.litagent import prompt_rollout as prompt_rollout
     from agentlightning.litagent import rollout as rollout
     from agentlightning.litagent import wrap as wrap
+    from agentlightning.live import LiveResources as LiveResources
     from agentlightning.logging import setup_logging as setup_logging
     from agentlightning.resources import LLM as LLM
     from agentlightning.resources import NamedResources as NamedResources
@@ -104,6 +107,7 @@ __all__ = [
     "GEPA",
     "GRPO",
     "LLM",
+    "VERL",
     "AdapterError",
     "AgentOpsTracer",
     "Algorithm",
@@ -132,6 +136,8 @@ __all__ = [
     "LightningStoreServer",
     "LitAgent",
     "LitAgentRunner",
+    "LiveLearning",
+    "LiveResources",
     "LlmProxyTraceToTriplet",
     "NamedResources",
     "NotFoundError",
@@ -208,7 +214,9 @@ _HOME = {
         "FunctionalAlgorithm",
         "GEPA",
         "GRPO",
+        "LiveLearning",
         "RunContext",
+        "VERL",
         "algo",
     ),
     "agentlightning.comparison": (
@@ -250,6 +258,7 @@ _HOME = {
         "rollout",
         "wrap",
     ),
+    "agentlightning.live": ("LiveResources",),
     "agentlightning.logging": ("setup_logging",),
     "agentlightning.resources": (
         "LLM",

@@ -195,6 +195,7 @@ def add_commands(cli: click.Group) -> None:
     from agentlightning_plugins.train.eval_command import command as eval_command
     from agentlightning_plugins.train.runner_command import command as runner_command
 
+    cli.add_command(ab_command)
     cli.add_command(replay_command)
     cli.add_command(new)
     cli.add_command(completion)

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import math
 import os
+import socket
 import sys
 import threading
 import traceback
@@ -37,6 +38,7 @@ from ray.exceptions import RayActorError, RayError, RuntimeEnvSetupError  # noqa
 logger = logging.getLogger("agentlightning")
 
 _DRAIN_S: Final = 20.0
+_KNOCK_S: Final = 10.0
 _LOST_S: Final = 5.0
 """How long a call of a killed actor may take to fail."""
 _PATIENCE_S: Final = 20.0
@@ -120,6 +122,7 @@ class RayExecutionStrategy(ExecutionStrategy):
             ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
         else:
             try:
+                _knock(self.address)
                 ray.init(address=self.address, **quiet)
             except (OSError, RuntimeError, ValueError) as error:
                 reason = str(error).partition("\n")[0]
@@ -217,6 +220,13 @@ class RunnerActors:
             logger.warning(
                 "%s waits for a place in the cluster: it needs %s; free: %s", worker_id, self._resources, free
             )
+
+
+def _knock(address: str | None) -> None:
+    """Raises OSError at once where nobody listens; Ray itself would try for minutes."""
+    host, _, port = (address or "").rpartition("://")[2].rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), _KNOCK_S).close()
 
 
 def _awaitable(reference: Any) -> asyncio.Future[Any]:

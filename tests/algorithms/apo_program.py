@@ -18,7 +18,7 @@ def main(directory: Path, endpoint: str) -> None:
         gradient_model="critic",
         apply_edit_model="editor",
         beam_width=2,
-        branch_factor=3,
+        branch_factor=4,
         beam_rounds=3,
         val_batch_size=4,
     )

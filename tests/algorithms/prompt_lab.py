@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import re
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import agentlightning as agl
-from agentlightning.testing.openai_server import Answer, RecordedRequest, ScriptedOpenAI
+from agentlightning.testing.openai_server import Answer, RecordedRequest, Script, ScriptedOpenAI
 
 SEED = "Answer the question: {question}"
 WORTH = {"RULE-A": 0.5, "RULE-B": 0.25, "RULE-C": 0.25, "TRAP-D": -0.5, "TRAP-E": -0.25}
@@ -17,6 +19,25 @@ WORTH = {"RULE-A": 0.5, "RULE-B": 0.25, "RULE-C": 0.25, "TRAP-D": -0.5, "TRAP-E"
 BEST = {"RULE-A", "RULE-B", "RULE-C"}
 TRAIN = [{"question": f"train {number}", "seconds": 0.0} for number in range(40)]
 VAL = [{"question": f"val {number}", "seconds": 0.0} for number in range(6)]
+
+
+class Server:
+    """A scripted server in a thread of its own, because a trainer has a loop of its own."""
+
+    def __init__(self, script: Script) -> None:
+        self.scripted = ScriptedOpenAI(script)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+
+    def __enter__(self) -> ScriptedOpenAI:
+        self._thread.start()
+        return asyncio.run_coroutine_threadsafe(self.scripted.__aenter__(), self._loop).result()
+
+    def __exit__(self, *exc_info: object) -> None:
+        asyncio.run_coroutine_threadsafe(self.scripted.__aexit__(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
 
 def phrases(text: str) -> set[str]:
@@ -45,14 +66,15 @@ def prompt_in(request: RecordedRequest) -> str:
 
 
 def is_critic(request: RecordedRequest) -> bool:
-    return request.body["model"] == "critic"
+    return bool(request.body["model"] == "critic")
 
 
 def criticise(request: RecordedRequest) -> str:
-    """A phrase that the prompt lacks; which one depends on the rollouts."""
+    """A phrase that the prompt lacks; which one depends on the rollouts, which the critique names."""
     missing = sorted(set(WORTH) - phrases(prompt_in(request)))
     digest = hashlib.blake2b(_questions(request).encode(), digest_size=4).digest()
-    return f"it lacks {missing[int.from_bytes(digest) % len(missing)]}" if missing else "nothing is wrong"
+    fault = f"it lacks {missing[int.from_bytes(digest) % len(missing)]}" if missing else "nothing is wrong"
+    return f"{fault} (seen in {digest.hex()})"
 
 
 def edit(request: RecordedRequest) -> str:

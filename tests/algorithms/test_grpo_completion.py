@@ -5,17 +5,12 @@ from typing import Any
 
 import pytest
 
-from agentlightning_algorithms.grpo.completion import (
-    ChatRequest,
-    Completions,
-    RequestError,
-    TextRequest,
-    parse_request,
-    stream_chunks,
-)
+from agentlightning_algorithms.grpo.completion import Answer, Completions
+from agentlightning_algorithms.grpo.completion_request import ChatRequest, RequestError, TextRequest, parse_request
+from agentlightning_algorithms.grpo.conversation import Prompt
 from agentlightning_algorithms.grpo.policy import Policy
-from agentlightning_algorithms.grpo.sampler import Generation
-from agentlightning_algorithms.grpo.tool_call import parse_tool_calls
+from agentlightning_algorithms.grpo.sampler import Generation, Token
+from agentlightning_algorithms.grpo.tool_call import ToolCallReader, parse_tool_calls
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "ü"}}\n</tool_call>'
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -32,8 +27,25 @@ def chat(**fields: Any) -> ChatRequest:
 
 
 def generation(completions: Completions, text: str) -> Generation:
-    tokens = [*completions.text_prompt(TextRequest(prompt=text)), 258]  # <|im_end|>
+    tokens = [*completions.text_prompt(TextRequest(prompt=text)).token_ids, 258]  # <|im_end|>
     return Generation(tokens, [-0.5] * len(tokens), [], "stop", 3)
+
+
+def whole(completions: Completions, request: ChatRequest | TextRequest, said: list[Generation]) -> dict[str, Any]:
+    return Answer(completions, request, Prompt([1, 2])).whole(said)
+
+
+def streamed(
+    completions: Completions, request: ChatRequest | TextRequest, said: list[Generation], step: int
+) -> list[dict[str, Any]]:
+    """The chunks when ``step`` tokens become known at a time."""
+    answer = Answer(completions, request, Prompt([1, 2]))
+    chunks = [*answer.begin(3)]
+    for index, one in enumerate(said):
+        tokens = [Token(t, p, [], 3) for t, p in zip(one.token_ids, one.logprobs, strict=True)]
+        chunks += [answer.feed(index, tokens[at : at + step]) for at in range(0, len(tokens), step)]
+        chunks.append(answer.end(index, one))
+    return [*chunks, *answer.close(said)]
 
 
 # Tool calls
@@ -47,6 +59,7 @@ def generation(completions: Completions, text: str) -> Generation:
         (CALL + CALL, "", [("add", {"a": 1, "b": "ü"})] * 2),
         ('<tool_call>{"name": "f", "arguments": {"x": "</b> {"}}</tool_call>', "", [("f", {"x": "</b> {"})]),
         (" no call ", " no call ", []),
+        (f"{CALL}\n\nthen {CALL} done", "then done", [("add", {"a": 1, "b": "ü"})] * 2),
     ],
 )
 def test_tool_calls_are_taken_out_of_the_text(text: str, rest: str, calls: list[tuple[str, Any]]) -> None:
@@ -82,6 +95,18 @@ def test_an_open_block_stays_in_the_text() -> None:
     assert parse_tool_calls(text) == (text, [])
 
 
+@pytest.mark.parametrize("step", [1, 2, 3, 7, 50])
+@pytest.mark.parametrize(
+    "text",
+    [f"I add.\n{CALL}\n{CALL} so ", "<tool_call>no</tool_call>  <tool_call", f"a < b <tool {CALL}", " \n x \n"],
+)
+def test_calls_are_found_in_whatever_pieces_the_text_arrives(text: str, step: int) -> None:
+    reader = ToolCallReader()
+    pieces = [reader.feed(text[at : at + step]) for at in range(0, len(text), step)]
+    said = "".join(said for said, _ in pieces) + reader.finish()
+    assert (said, [call for _, calls in pieces for call in calls]) == parse_tool_calls(text)
+
+
 # Requests
 
 
@@ -99,7 +124,7 @@ def test_the_prompt_is_what_the_chat_template_renders(completions: Completions, 
             "content": [{"type": "text", "text": "on"}, {"type": "text", "text": "e"}],
         },
     ]
-    text = tiny_policy.tokenizer.decode(completions.chat_prompt(chat(messages=messages, tools=[TOOL])))
+    text = tiny_policy.tokenizer.decode(completions.chat_prompt(chat(messages=messages, tools=[TOOL])).token_ids)
     assert text == (
         f"<|im_start|>system\n{json.dumps(TOOL)}\n<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n"
         '<|im_start|>assistant\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>\n'
@@ -108,7 +133,8 @@ def test_the_prompt_is_what_the_chat_template_renders(completions: Completions, 
 
 
 def test_tools_are_hidden_from_the_model_when_the_choice_is_none(completions: Completions) -> None:
-    assert completions.chat_prompt(chat(tools=[TOOL], tool_choice="none")) == completions.chat_prompt(chat())
+    hidden = completions.chat_prompt(chat(tools=[TOOL], tool_choice="none"))
+    assert hidden.token_ids == completions.chat_prompt(chat()).token_ids
 
 
 @pytest.mark.parametrize(
@@ -134,7 +160,7 @@ def test_tools_are_hidden_from_the_model_when_the_choice_is_none(completions: Co
 def test_a_bad_field_is_named(completions: Completions, fields: dict[str, Any], param: str, message: str) -> None:
     def serve() -> None:
         request = chat(**fields)
-        completions.sampling_params(request, len(completions.chat_prompt(request)))
+        completions.sampling_params(request, len(completions.chat_prompt(request).token_ids))
 
     with pytest.raises(RequestError, match=message) as caught:
         serve()
@@ -153,7 +179,7 @@ def test_a_body_that_is_no_json_is_refused() -> None:
 
 
 def test_token_ids_outside_the_vocabulary_are_refused(completions: Completions) -> None:
-    assert completions.text_prompt(TextRequest(prompt=[0, 258])) == [0, 258]
+    assert completions.text_prompt(TextRequest(prompt=[0, 258])).token_ids == [0, 258]
     with pytest.raises(RequestError, match="token id 259 is not in 0 to 258"):
         completions.text_prompt(TextRequest(prompt=[259]))
 
@@ -177,7 +203,7 @@ def test_every_choice_has_its_own_seed(completions: Completions) -> None:
 def test_an_answer_with_a_tool_call_reads_as_openais(completions: Completions) -> None:
     request = chat(tools=[TOOL], logprobs=True, return_token_ids=True)
     said = generation(completions, f"I add. {CALL}")
-    answer = completions.chat_answer(request, [1, 2], [said])
+    answer = whole(completions, request, [said])
     (choice,) = answer["choices"]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["content"] == "I add."
@@ -192,12 +218,12 @@ def test_an_answer_with_a_tool_call_reads_as_openais(completions: Completions) -
         "prompt_tokens": 2,
         "completion_tokens": len(said.token_ids),
         "total_tokens": 2 + len(said.token_ids),
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": 0, "continued_tokens": 0},
     }
 
 
 def test_without_tools_a_call_is_text(completions: Completions) -> None:
-    answer = completions.chat_answer(chat(), [1], [generation(completions, CALL)])
+    answer = whole(completions, chat(), [generation(completions, CALL)])
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": CALL}
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert "prompt_token_ids" not in answer
@@ -205,42 +231,61 @@ def test_without_tools_a_call_is_text(completions: Completions) -> None:
 
 
 def test_text_ends_before_the_stop_string(completions: Completions) -> None:
-    answer = completions.chat_answer(chat(stop=["two", "three"]), [1], [generation(completions, "one two")])
+    answer = whole(completions, chat(stop=["two", "three"]), [generation(completions, "one two")])
     assert answer["choices"][0]["message"]["content"] == "one "
 
 
-def test_a_stream_says_what_the_whole_answer_says(completions: Completions) -> None:
-    request = chat(tools=[TOOL], logprobs=True, return_token_ids=True, n=2)
-    said = [generation(completions, "plain"), generation(completions, CALL)]
-    answer = completions.chat_answer(request, [1, 2], said)
-    chunks = list(stream_chunks(answer, include_usage=True))
+@pytest.mark.parametrize("step", [1, 2, 5, 1000])
+def test_a_stream_says_what_the_whole_answer_says(completions: Completions, step: int) -> None:
+    fields: dict[str, Any] = {"tools": [TOOL], "logprobs": True, "return_token_ids": True, "n": 3, "stop": ["never"]}
+    request = chat(stream_options={"include_usage": True}, **fields)
+    said = [generation(completions, text) for text in ("plain wörds 🙂 nev", f"I add.\n{CALL} {CALL}", "x never y")]
+    answer = whole(completions, request, said)
+    chunks = streamed(completions, request, said, step)
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     assert chunks[0]["prompt_token_ids"] == [1, 2]
     assert not any("prompt_token_ids" in chunk for chunk in chunks[1:])
     assert [chunk["usage"] for chunk in chunks] == [None] * (len(chunks) - 1) + [answer["usage"]]
+    assert {chunk["weight_version"] for chunk in chunks} == {3}
     for choice in answer["choices"]:
         parts = [part for chunk in chunks for part in chunk["choices"] if part["index"] == choice["index"]]
+        assert parts[0]["delta"] == {"role": "assistant", "content": ""}
         assert "".join(part["delta"].get("content") or "" for part in parts) == (choice["message"]["content"] or "")
         assert [token for part in parts for token in part.get("token_ids", [])] == choice["token_ids"]
-        assert [part["finish_reason"] for part in parts] == [None, None, choice["finish_reason"]]
-    calls = [call for chunk in chunks for part in chunk["choices"] for call in part["delta"].get("tool_calls", [])]
-    assert [{**call, "index": 0} for call in answer["choices"][1]["message"]["tool_calls"]] == calls
+        entries = [entry for part in parts for entry in (part["logprobs"] or {"content": []})["content"]]
+        assert entries == choice["logprobs"]["content"]
+        assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + [choice["finish_reason"]]
+        calls = [call for part in parts for call in part["delta"].get("tool_calls", [])]
+        assert [call["index"] for call in calls] == [*range(len(calls))]
+        functions = [call["function"] for call in choice["message"].get("tool_calls", [])]
+        assert [call["function"] for call in calls] == functions
+
+
+def test_text_is_held_back_only_while_it_is_uncertain(completions: Completions) -> None:
+    said = generation(completions, "ab stoap üz")
+    chunks = streamed(completions, chat(stop="stop"), [said], 1)[1:]
+    deltas = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks]
+    assert deltas == ["a", "b", " ", "", "", "", "stoa", "p", " ", "", "ü", "z", "", ""]
 
 
 def test_text_completions_carry_ids_on_each_choice(completions: Completions) -> None:
     request = TextRequest(prompt="x", logprobs=0, return_token_ids=True)
     said = generation(completions, "héllo")
-    answer = completions.text_answer(request, [1], [said])
+    answer = whole(completions, request, [said])
     (choice,) = answer["choices"]
     assert choice["text"] == "héllo"
-    assert (choice["prompt_token_ids"], choice["token_ids"]) == ([1], said.token_ids)
+    assert (choice["prompt_token_ids"], choice["token_ids"]) == ([1, 2], said.token_ids)
     assert choice["logprobs"]["token_logprobs"] == said.logprobs
     assert len(choice["logprobs"]["tokens"]) == len(choice["logprobs"]["text_offset"]) == len(said.token_ids)
-    assert [chunk["choices"][0]["text"] for chunk in stream_chunks(answer, include_usage=False)] == ["héllo", ""]
+    assert choice["logprobs"]["text_offset"][:3] == [0, 1, 2]
+    chunks = [chunk["choices"][0] for chunk in streamed(completions, request, [said], 2)]
+    assert "".join(chunk["text"] for chunk in chunks) == "héllo"
+    assert [o for c in chunks if c["logprobs"] for o in c["logprobs"]["text_offset"]] == choice["logprobs"]["text_offset"]
+    assert ["prompt_token_ids" in chunk for chunk in chunks] == [True] + [False] * (len(chunks) - 1)
 
 
 def test_impossible_tokens_are_reported_in_json(completions: Completions) -> None:
     said = Generation([1], [-0.1], [[(1, -0.1), (2, float("-inf"))]], "length", 0)
-    answer = completions.chat_answer(chat(logprobs=True, top_logprobs=2), [1], [said])
+    answer = whole(completions, chat(logprobs=True, top_logprobs=2), [said])
     entries = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
     assert [entry["logprob"] for entry in entries] == [-0.1, -9999.0]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -9,8 +10,12 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.types import Attempt, AttemptFailure
-from agentlightning_algorithms.grpo.algorithm import GRPO, _draw
-from agentlightning_algorithms.grpo.experience import Episode, build_experience, read_episode, training_spans
+from agentlightning_algorithms.grpo.algorithm import GRPO
+from agentlightning_algorithms.grpo.episode import Episode, describe_episodes, read_episode
+from agentlightning_algorithms.grpo.experience import Selection, build_experience, training_spans
+from agentlightning_algorithms.grpo.row import Row
+from agentlightning_algorithms.grpo.session import draw_tasks
+from agentlightning_algorithms.grpo.setting import UpdateSettings
 
 
 def rollout(group: str, index: int, **attempt: Any) -> agl.AttemptedRollout:
@@ -82,7 +87,11 @@ def test_groups_without_spread_give_no_rows_and_are_counted() -> None:
     experience = build_experience(batch, max_length=100)
     assert Counter(episode.group for episode, _ in experience.sources) == {"b": 4}
     assert experience.metrics["groups_without_spread"] == 0.5
-    assert experience.metrics["reward"] == 0.75
+    assert experience.metrics["groups"] == 2
+    assert experience.metrics["group_reward_std"] == 0.25
+    kept = build_experience(batch, Selection(keep_flat_groups=True), max_length=100)
+    assert [row.advantage for row in kept.rows[:4]] == [0, 0, 0, 0]
+    assert len(kept.rows) == 8
 
 
 def test_a_failed_rollout_counts_as_zero_or_is_left_out_as_the_user_says() -> None:
@@ -90,11 +99,14 @@ def test_a_failed_rollout_counts_as_zero_or_is_left_out_as_the_user_says() -> No
     batch = [*episodes("a", [1.0, 1.0]), failed]
     counted = build_experience(batch, max_length=100)
     assert len(counted.rows) == 4
-    assert counted.metrics["errors/KeyError"] == 1
-    assert counted.metrics["reward"] == pytest.approx(2 / 3)
-    left_out = build_experience(batch, max_length=100, failed_reward=None)
+    assert counted.metrics["rollouts_filled"] == 1
+    assert counted.rows[0].advantage == pytest.approx((1 - 2 / 3) / (math.sqrt(1 / 3) + 1e-6))
+    left_out = build_experience(batch, Selection(failed_reward=None), max_length=100)
     assert left_out.rows == []
-    assert left_out.metrics["rollouts_left_out"] == 1
+    assert (left_out.metrics["rollouts_left_out"], left_out.metrics["rollouts_filled"]) == (1, 0)
+    described = describe_episodes(batch)
+    assert (described["errors/KeyError"], described["rollouts_without_reward"]) == (1, 1)
+    assert described["reward"] == described["success"] == pytest.approx(2 / 3)
 
 
 def test_calls_without_tokens_and_calls_too_long_are_left_out_after_the_advantages() -> None:
@@ -115,20 +127,135 @@ def test_an_attempt_that_lost_spans_is_not_trained_on(caplog: pytest.LogCaptureF
     assert experience.rows == []
 
 
+def conversation(turns: int, **metadata: Any) -> list[agl.Triplet]:
+    """Calls whose tokens go on from each other: each is given one token more and answers with two."""
+    ids = [0, 1, 2]
+    calls = []
+    for turn in range(turns):
+        answer = [10 + turn, 20 + turn]
+        calls.append(
+            agl.Triplet(
+                prompt={"token_ids": list(ids)},
+                response={"token_ids": answer, "logprobs": [-1.0 - turn, -2.0 - turn]},
+                metadata={"response_id": f"chatcmpl-{turn}", **metadata},
+            )
+        )
+        ids += [*answer, 99]
+    return calls
+
+
+def merged(batch: list[Episode], **options: Any) -> list[Row]:
+    return build_experience(batch, Selection(rows="trajectories"), **{"max_length": 100, **options}).rows
+
+
+def test_calls_that_go_on_from_each_other_are_one_row() -> None:
+    batch = [Episode(rollout("a", i), reward, conversation(2)) for i, reward in enumerate([1.0, 0.0])]
+    row, other = merged(batch)
+    assert (row.prompt_ids, row.response_ids, row.mask) == ([0, 1, 2], [10, 20, 99, 11, 21], [1, 1, 0, 1, 1])
+    assert row.logprobs == [-1.0, -2.0, 0.0, -2.0, -3.0]
+    assert row.advantage == pytest.approx(-other.advantage)
+    assert row.rollout != other.rollout
+    span, _ = training_spans(build_experience(batch, Selection(rows="trajectories"), max_length=100), step=1)
+    assert list(span.attributes["agentlightning.training.mask"]) == [2, 1, 2]
+    assert list(span.attributes["agentlightning.training.response_ids"]) == ["chatcmpl-0", "chatcmpl-1"]
+
+
+def test_in_a_merged_row_every_call_keeps_its_own_credit() -> None:
+    worth = [[0.5, 1.5], [0.0, 0.0]]
+    batch = [
+        Episode(
+            rollout("a", i),
+            1.0,
+            [
+                call.model_copy(update={"reward": value, "metadata": {**call.metadata, "credit": "discounted"}})
+                for call, value in zip(conversation(2), values, strict=True)
+            ],
+        )
+        for i, values in enumerate(worth)
+    ]
+    row, _ = merged(batch)
+    apart = [row.advantage for row in build_experience(batch, max_length=100).rows]
+    assert row.advantages == pytest.approx([apart[0]] * 2 + [apart[1]] * 2)
+
+
+def test_a_merged_row_that_is_too_long_loses_its_last_calls_only() -> None:
+    batch = [Episode(rollout("a", i), reward, conversation(3)) for i, reward in enumerate([1.0, 0.0])]
+    experience = build_experience(batch, Selection(rows="trajectories"), max_length=9)
+    assert [len(row.prompt_ids) + len(row.response_ids) for row in experience.rows] == [8, 8]
+    assert experience.metrics["calls_too_long"] == 2
+    assert merged(batch, max_length=4) == []
+
+
+def test_answers_that_were_cut_off_or_are_too_old_are_left_out_after_the_advantages() -> None:
+    whole = Episode(rollout("a", 0), 1.0, conversation(1, finish_reason="stop", weight_version=4))
+    cut_off = Episode(rollout("a", 1), 0.0, conversation(1, finish_reason="length", weight_version=3))
+    experience = build_experience([whole, cut_off], Selection(drop_cut_off=True), max_length=100)
+    assert [row.advantage for row in experience.rows] == pytest.approx([0.5 / math.sqrt(0.5)], rel=1e-4)
+    assert experience.metrics["calls_cut_off"] == 1
+    experience = build_experience([whole, cut_off], max_length=100, oldest_version=4)
+    assert len(experience.rows) == 1
+    assert experience.metrics["calls_stale"] == 1
+    assert describe_episodes([whole, cut_off])["responses_cut_off"] == 0.5
+
+
+def test_a_penalty_is_taken_from_the_reward_before_it_is_compared() -> None:
+    batch = episodes("a", [1.0, 0.0])
+    experience = build_experience(
+        batch,
+        Selection(estimator="dr_grpo"),
+        max_length=100,
+        penalty=lambda rows: [[0.1] * len(row.response_ids) if i < 2 else [0.0, 0.0] for i, row in enumerate(rows)],
+    )
+    # The first rollout's two calls of two tokens cost 0.4 in all: 0.6 against 0.
+    assert [row.advantage for row in experience.rows] == pytest.approx([0.3, 0.3, -0.3, -0.3])
+    assert experience.metrics["reward_penalty"] == pytest.approx(0.2)
+
+
+def test_conversations_whose_tokens_do_not_go_on_are_counted_by_kind() -> None:
+    first, second = conversation(2)
+    messages = [{"role": "user", "content": "q"}]
+    answer = [{"role": "assistant", "content": "a"}]
+    history = [*messages, *answer, {"role": "user", "content": "again"}]
+    drifted = [
+        first.model_copy(
+            update={
+                "prompt": {**first.prompt, "raw_content": messages},
+                "response": {**first.response, "raw_content": answer},
+            }
+        ),
+        second.model_copy(update={"prompt": {"token_ids": [0, 1, 2, 10, 77, 99], "raw_content": history}}),
+    ]
+    metrics = build_experience([Episode(rollout("a", 0), 1.0, drifted)], max_length=100).metrics
+    assert sum(metrics[f"drift/{kind}"] for kind in ("template", "retokenisation", "other")) == 1
+
+
+def test_rewards_are_reported_by_source_of_the_task() -> None:
+    batch = [
+        Episode(rollout("a", i).model_copy(update={"input": {"source": source}}), reward, conversation(1 + i))
+        for i, (source, reward) in enumerate([("gsm8k", 1.0), ("gsm8k", 0.0), ("math", 0.5)])
+    ]
+    described = describe_episodes(batch, success_threshold=0.5)
+    assert (described["reward/gsm8k"], described["reward/math"]) == (0.5, 0.5)
+    assert described["success"] == pytest.approx(2 / 3)
+    assert (described["calls_per_rollout"], described["response_length"]) == (2, 2)
+
+
 def test_each_row_is_explained_by_a_span_in_its_own_attempt() -> None:
-    spans = training_spans(build_experience(episodes("a", [1.0, 0.0], calls=1), max_length=100), step=7)
+    experience = build_experience(episodes("a", [1.0, 0.0], calls=1), max_length=100)
+    spans = training_spans(experience, step=7)
+    assert [span.span_id for span in spans] == [span.span_id for span in training_spans(experience, step=7)]
     assert [(span.rollout_id, span.attempt_id) for span in spans] == [("ro-a0", "at-a0"), ("ro-a1", "at-a1")]
     assert spans[0].attributes["agentlightning.training.step"] == 7
     assert spans[0].attributes["gen_ai.response.id"] == "chatcmpl-1"
 
 
-def test_tasks_are_drawn_without_repetition_and_as_a_function_of_the_step() -> None:
+def test_tasks_are_drawn_without_repetition_and_as_a_function_of_the_position() -> None:
     dataset = list(range(10, 18))
-    drawn = [task for step in range(4) for _, task in _draw(dataset, 2, step, seed=1)]
+    drawn = [task for step in range(4) for _, task in draw_tasks(dataset, 2, 2 * step, seed=1)]
     assert sorted(drawn) == dataset
-    assert _draw(dataset, 2, 3, seed=1) == _draw(dataset, 2, 3, seed=1)
-    assert [_draw(dataset, 8, 0, seed=1), _draw(dataset, 8, 0, seed=2)].count(_draw(dataset, 8, 0, seed=1)) == 1
-    across_epochs = [task for _, task in _draw(dataset, 12, 0, seed=1)]
+    assert draw_tasks(dataset, 2, 6, seed=1) == draw_tasks(dataset, 2, 6, seed=1)
+    assert draw_tasks(dataset, 8, 0, seed=1) != draw_tasks(dataset, 8, 0, seed=2)
+    across_epochs = [task for _, task in draw_tasks(dataset, 12, 0, seed=1)]
     assert Counter(across_epochs).total() == 12
     assert max(Counter(across_epochs).values()) == 2
 
@@ -138,14 +265,24 @@ def test_tasks_are_drawn_without_repetition_and_as_a_function_of_the_step() -> N
     [
         ({"rollouts_per_task": 1}, "rollouts_per_task = 1: a group needs at least 2"),
         ({"tasks_per_step": 0}, "tasks_per_step = 0"),
-        ({"steps": -1}, "steps = -1"),
+        ({"steps": 0}, "steps = 0: at least 1"),
+        ({"eval_every": -1}, "eval_every = -1"),
+        ({"staleness": 2}, "staleness = 2"),
+        ({"sampling": {"temprature": 0.7}}, "sampling has no key 'temprature'. Did you mean 'temperature'"),
+        ({"eval_sampling": {"max_token": 3}}, "eval_sampling has no key 'max_token'. Did you mean 'max_tokens'"),
+        ({"sampling": {"temperature": 0}}, "a group then has no spread"),
+        ({"sampling": {"temperature": "hot"}}, "temperature = 'hot'"),
+        ({"model": "/no/such/model"}, "model = '/no/such/model': there is no such directory"),
+        ({"model": "./chekpoint"}, "there is no such directory"),
+        ({"model": "."}, "that directory has no config.json"),
+        ({"staleness": 1, "update": UpdateSettings(old_logprobs="trainer")}, "nothing corrects for the older weights"),
         ({"checkpoint_every": 0}, "checkpoint_every = 0"),
         ({"sampling": {"top_p": 0.9}}, "needs the whole distribution"),
     ],
 )
 def test_numbers_that_make_no_sense_are_refused(settings: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(agl.ConfigError, match=complaint):
-        GRPO(model="nowhere", **settings)
+    with pytest.raises(agl.ConfigError, match=re.escape(complaint)):
+        GRPO(**{"model": "nowhere", **settings})
 
 
 def test_the_schedule_spans_the_steps_and_the_temperature_is_that_of_sampling() -> None:

@@ -23,6 +23,8 @@ from agentlightning.testing.openai_server import Answer
 from agentlightning.tracer import OtelTracer
 from tests.integrations.framework_agent import NOWHERE, make_langchain_agent
 
+pytestmark = pytest.mark.environment("main", "newest")
+
 MODEL_OF_THE_MODULE = ChatOpenAI(model="gpt-5", api_key=SecretStr("any"), base_url=NOWHERE, max_retries=0)
 """As in most code with LangGraph: nodes reach it as a global."""
 

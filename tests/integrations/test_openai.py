@@ -29,6 +29,8 @@ from agentlightning_integrations import openai as openai_integration
 from agentlightning_plugins.memory_store import InMemoryLightningStore
 from tests.integrations.framework_agent import NOWHERE, make_openai_agent
 
+pytestmark = pytest.mark.environment("main", "newest")
+
 ADD: Any = {
     "type": "function",
     "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},

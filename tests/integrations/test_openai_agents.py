@@ -27,6 +27,8 @@ from agentlightning.tracer import OtelTracer
 from agentlightning_integrations.openai_agents import _processors
 from tests.integrations.framework_agent import make_openai_agents_agent
 
+pytestmark = pytest.mark.environment("main", "newest")
+
 
 class TestOpenAIAgents(AgentConformance):
     prompt_path = f"{AGENT_NAME}.instructions"

@@ -1,166 +1,81 @@
-"""OpenAI's chat and text completions: requests checked and tokenized, generations turned into answers.
+"""OpenAI's chat and text completions: requests tokenized, and responses turned into answers, whole or as a stream.
 
-Token ids are asked for and answered as in vLLM (0.10.2 and later): ``return_token_ids`` brings ``prompt_token_ids``
-and each choice's ``token_ids``. Ours is ``weight_version``, the version of the weights that sampled the answer.
+Token ids are answered as in vLLM (0.10.2 and later): ``return_token_ids`` brings ``prompt_token_ids`` and each choice's
+``token_ids``. Ours are ``weight_version``, the version of the weights that sampled the answer, and, in
+``usage.prompt_tokens_details`` beside ``cached_tokens``, ``continued_tokens``: tokens that were taken over as they were
+sampled.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Annotated, Any, TypeVar
+from typing import Any
 
 from jinja2 import TemplateError
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from agentlightning_algorithms.grpo.completion_request import (
+    ChatRequest,
+    RequestError,
+    TextRequest,
+    read_message,
+)
+from agentlightning_algorithms.grpo.conversation import Conversations, Prompt
 from agentlightning_algorithms.grpo.policy import Policy
-from agentlightning_algorithms.grpo.sampler import Generation
+from agentlightning_algorithms.grpo.reply import ReplyReader
+from agentlightning_algorithms.grpo.sampler import Generation, Token
 from agentlightning_algorithms.grpo.sampling import SamplingParams
-from agentlightning_algorithms.grpo.tool_call import ToolCall, parse_tool_calls, restore_arguments
 
 Json = dict[str, Any]
+TopLogprobs = list[tuple[int, float]]
 
-
-class RequestError(Exception):
-    """A request that cannot be served as it is.
-
-    Attributes:
-        status: HTTP status, 4xx.
-        param: the field at fault.
-        code: machine-readable reason.
-    """
-
-    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.param, self.code = status, param, code
-
-
-class _Request(BaseModel):
-    """Fields of both APIs; null means the default, and what is not listed is ignored, as in vLLM."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-    model: str | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
-    stop: str | list[str] | None = None
-    seed: int | None = None
-    stream: bool | None = None
-    stream_options: Json | None = None
-    return_token_ids: bool | None = None
-    # What would change the distribution or the form of the answer is refused rather than ignored.
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: Json | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-
-
-class ChatRequest(_Request):
-    """The body of ``POST /v1/chat/completions``."""
-
-    messages: Annotated[list[Json], Field(min_length=1)]
-    tools: list[Json] | None = None
-    tool_choice: str | Json | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    response_format: Json | None = None
-
-
-class TextRequest(_Request):
-    """The body of ``POST /v1/completions``; the prompt is a text or token ids."""
-
-    prompt: str | list[int]
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    echo: bool | None = None
-    best_of: int | None = None
-    suffix: str | None = None
-
-
-RequestT = TypeVar("RequestT", bound=_Request)
-
-# Values under which a field that is not supported means nothing.
-_NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "frequency_penalty": (None, 0),
-    "presence_penalty": (None, 0),
-    "logit_bias": (None, {}),
-    "min_p": (None, 0),
-    "repetition_penalty": (None, 1),
-    "response_format": (None, {"type": "text"}),
-    "tool_choice": (None, "auto", "none"),
-    "echo": (None, False),
-    "best_of": (None, 1),
-    "suffix": (None, ""),
-}
-
-
-def parse_request(kind: type[RequestT], body: bytes, model_name: str) -> RequestT:
-    """Reads and checks a request body.
-
-    Raises:
-        RequestError: with the field at fault.
-    """
-    try:
-        request = kind.model_validate_json(body)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        param = ".".join(str(part) for part in first["loc"]) or None
-        raise RequestError(f"{param or 'body'}: {first['msg']}", param=param) from None
-    if request.model not in (None, model_name):
-        message = f"the model {request.model!r} does not exist; this server has {model_name!r}."
-        raise RequestError(message, status=404, param="model", code="model_not_found")
-    for name, allowed in _NEUTRAL.items():
-        value = getattr(request, name, None)
-        if value not in allowed:
-            raise RequestError(f"{name} = {value!r} is not supported by this server; leave it out.", param=name)
-    return request
+# JSON has no infinity; OpenAI and vLLM report impossible tokens with this.
+_LOWEST = -9999.0
 
 
 class Completions:
-    """Turns requests into token ids and settings, and generations into answers, with one policy's tokenizer."""
+    """Turns requests into tokens and settings, and responses into answers, with one policy's tokenizer.
+
+    Attributes:
+        conversations: what was answered, by its tokens.
+    """
 
     def __init__(self, policy: Policy, model_name: str, max_length: int) -> None:
         """Takes a policy, what requests call it, and the tokens that a prompt and its response may have together."""
         self.model_name = model_name
         self.max_length = max_length
-        self._tokenizer = policy.tokenizer
+        self.conversations = Conversations(policy.tokenizer, policy.stop_ids)
+        self.tokenizer = policy.tokenizer
         self._vocabulary = int(policy.model.config.vocab_size)
-        self._token_text = lru_cache(maxsize=None)(self._read_token)
+        self.token_text = lru_cache(maxsize=None)(self._read_token)
 
-    def chat_prompt(self, request: ChatRequest) -> list[int]:
+    def chat_prompt(self, request: ChatRequest) -> Prompt:
         """Returns the conversation as tokens, as the model's chat template renders it.
 
         Raises:
             RequestError: messages the template does not take, or a model without a chat template.
         """
-        messages = [_text_message(i, message) for i, message in enumerate(request.messages)]
-        tools: Any = request.tools if request.tools and request.tool_choice != "none" else None
+        messages = [read_message(i, message) for i, message in enumerate(request.messages)]
         try:
-            text = self._tokenizer.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=True, tokenize=False
-            )
+            return self.conversations.prompt(messages, request.offered_tools)
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
-        return self._encode(str(text), special_tokens=False)
 
-    def text_prompt(self, request: TextRequest) -> list[int]:
+    def text_prompt(self, request: TextRequest) -> Prompt:
         """Returns the prompt as tokens.
 
         Raises:
-            RequestError: an empty prompt or a token id outside the vocabulary.
+            RequestError: a token id outside the vocabulary.
         """
         if isinstance(request.prompt, str):
-            return self._encode(request.prompt, special_tokens=True)
+            return Prompt(self.conversations.encode(request.prompt, special_tokens=True))
         for token in request.prompt:
             if not 0 <= token < self._vocabulary:
                 raise RequestError(f"token id {token} is not in 0 to {self._vocabulary - 1}.", param="prompt")
-        return request.prompt
+        return Prompt(request.prompt)
 
     def sampling_params(self, request: ChatRequest | TextRequest, prompt_length: int) -> list[SamplingParams]:
         """Returns the settings of each of the ``n`` responses.
@@ -184,8 +99,7 @@ class Completions:
                 param="messages" if isinstance(request, ChatRequest) else "prompt",
                 code="context_length_exceeded",
             )
-        stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
-        if "" in stop:
+        if "" in request.stops:
             raise RequestError("stop: an empty string would end every answer.", param="stop")
         return [
             SamplingParams(
@@ -193,162 +107,170 @@ class Completions:
                 temperature=1.0 if request.temperature is None else request.temperature,
                 top_p=request.top_p or 1.0,
                 top_k=max(0, request.top_k or 0),
-                stop=stop,
+                stop=request.stops,
                 seed=None if request.seed is None else f"{request.seed}/{i}",
                 top_logprobs=tops,
             )
             for i in range(request.n or 1)
         ]
 
-    def chat_answer(self, request: ChatRequest, prompt_ids: list[int], generations: Sequence[Generation]) -> Json:
-        """Returns the body of a chat completion."""
-        answer = self._answer("chatcmpl", "chat.completion", request, prompt_ids, generations)
-        if request.return_token_ids:
-            answer["prompt_token_ids"] = prompt_ids
-        for choice, generation in zip(answer["choices"], generations, strict=True):
-            text = self._text(generation, request.stop)
-            calls: list[ToolCall] = []
-            if request.tools and request.tool_choice != "none":
-                text, calls = parse_tool_calls(text)
-            message: Json = {"role": "assistant", "content": text or (None if calls else "")}
-            if calls:
-                choice["finish_reason"] = "tool_calls"
-                message["tool_calls"] = [
-                    {
-                        "id": f"call_{uuid.uuid4().hex[:24]}",
-                        "type": "function",
-                        "function": {"name": call.name, "arguments": call.arguments},
-                    }
-                    for call in calls
-                ]
-            choice["message"] = message
-            choice["logprobs"] = {"content": self._chat_logprobs(generation)} if request.logprobs else None
-        return answer
-
-    def text_answer(self, request: TextRequest, prompt_ids: list[int], generations: Sequence[Generation]) -> Json:
-        """Returns the body of a text completion."""
-        answer = self._answer("cmpl", "text_completion", request, prompt_ids, generations)
-        for choice, generation in zip(answer["choices"], generations, strict=True):
-            choice["text"] = self._text(generation, request.stop)
-            choice["logprobs"] = None if request.logprobs is None else self._text_logprobs(generation)
-            if request.return_token_ids:
-                choice["prompt_token_ids"] = prompt_ids
-        return answer
-
-    def _answer(
-        self, prefix: str, kind: str, request: _Request, prompt_ids: list[int], generations: Sequence[Generation]
-    ) -> Json:
-        choices: list[Json] = []
-        for index, generation in enumerate(generations):
-            choice: Json = {"index": index, "finish_reason": generation.finish_reason}
-            if request.return_token_ids:
-                choice["token_ids"] = generation.token_ids
-            choices.append(choice)
-        sampled = sum(len(generation.token_ids) for generation in generations)
-        return {
-            "id": f"{prefix}-{uuid.uuid4().hex}",
-            "object": kind,
-            "created": int(time.time()),
-            "model": self.model_name,
-            "choices": choices,
-            "usage": {
-                "prompt_tokens": len(prompt_ids),
-                "completion_tokens": sampled,
-                "total_tokens": len(prompt_ids) + sampled,
-                "prompt_tokens_details": {"cached_tokens": 0},
-            },
-            "weight_version": generations[0].weight_version,
-        }
-
-    def _encode(self, text: str, *, special_tokens: bool) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special_tokens)
-        return ids
-
-    def _text(self, generation: Generation, stop: str | list[str] | None) -> str:
-        text = str(self._tokenizer.decode(generation.token_ids, skip_special_tokens=True))
-        for end in [stop] if isinstance(stop, str) else stop or []:
-            text = text.partition(end)[0]
-        return text
-
     def _read_token(self, token: int) -> Json:
-        text = str(self._tokenizer.decode([token]))
+        text = str(self.tokenizer.decode([token]))
         return {"token": text, "bytes": list(text.encode())}
 
-    def _chat_logprobs(self, generation: Generation) -> list[Json]:
-        content = [
-            {**self._token_text(token), "logprob": logprob, "top_logprobs": []}
-            for token, logprob in zip(generation.token_ids, generation.logprobs, strict=True)
-        ]
-        for entry, likeliest in zip(content, generation.top_logprobs, strict=False):
-            entry["top_logprobs"] = [
-                {**self._token_text(token), "logprob": max(logprob, _LOWEST)} for token, logprob in likeliest
-            ]
-        return content
 
-    def _text_logprobs(self, generation: Generation) -> Json:
-        texts = [self._token_text(token)["token"] for token in generation.token_ids]
-        offsets = [0]
-        for text in texts:
-            offsets.append(offsets[-1] + len(text))
-        return {
-            "tokens": texts,
-            "token_logprobs": generation.logprobs,
-            "top_logprobs": [
-                {self._token_text(token)["token"]: max(logprob, _LOWEST) for token, logprob in likeliest}
-                for likeliest in generation.top_logprobs
-            ],
-            "text_offset": offsets[:-1],
+class Answer:
+    """The answer to one request: give it the tokens as they come, or each response at its end, then take what it says."""
+
+    def __init__(self, completions: Completions, request: ChatRequest | TextRequest, prompt: Prompt) -> None:
+        """Takes the request and its prompt."""
+        self._completions = completions
+        self._request = request
+        self._prompt = prompt
+        self._chat = isinstance(request, ChatRequest)
+        tools = isinstance(request, ChatRequest) and bool(request.offered_tools)
+        self._readers = [
+            ReplyReader(completions.tokenizer, request.stops, tools=tools) for _ in range(request.n or 1)
+        ]
+        self._begun: set[int] = set()
+        self._offsets = [0] * len(self._readers)
+        self._head: Json = {
+            "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "object": "chat.completion" if self._chat else "text_completion",
+            "created": int(time.time()),
+            "model": completions.model_name,
         }
 
+    def whole(self, generations: Sequence[Generation]) -> Json:
+        """Returns the body of an answer that is not streamed."""
+        choices: list[Json] = []
+        for index, (reader, generation) in enumerate(zip(self._readers, generations, strict=True)):
+            reader.feed(generation.token_ids)
+            reader.finish()
+            choice = self._choice(index, generation.token_ids, generation.logprobs, generation.top_logprobs)
+            choice["finish_reason"] = self._finish_reason(index, generation)
+            if self._chat:
+                choice["message"] = reader.message()
+            else:
+                choice["text"] = reader.text
+            if self._request.return_token_ids and not self._chat:
+                choice["prompt_token_ids"] = self._prompt.token_ids
+            choices.append(choice)
+        self._remember(generations)
+        version = generations[0].weight_version
+        answer = {**self._head, "choices": choices, "usage": self._usage(generations), "weight_version": version}
+        if self._request.return_token_ids and self._chat:
+            answer["prompt_token_ids"] = self._prompt.token_ids
+        return answer
 
-# JSON has no infinity; OpenAI and vLLM report impossible tokens with this.
-_LOWEST = -9999.0
+    def begin(self, weight_version: int) -> Iterator[Json]:
+        """Yields the chunks that a stream begins with: who speaks, to what."""
+        self._head["object"] = "chat.completion.chunk" if self._chat else "text_completion"
+        self._head["weight_version"] = weight_version
+        if self._request.include_usage:
+            self._head["usage"] = None
+        if self._chat:
+            opening = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+            first = self._chunk([{"index": index, **opening} for index in range(len(self._readers))])
+            if self._request.return_token_ids:
+                first["prompt_token_ids"] = self._prompt.token_ids
+            yield first
 
+    def feed(self, index: int, tokens: Sequence[Token]) -> Json:
+        """Returns the chunk for more tokens of a choice. It may be without text: what is not certain is held back."""
+        said, calls = self._readers[index].feed([token.token_id for token in tokens])
+        choice = self._choice(
+            index,
+            [token.token_id for token in tokens],
+            [token.logprob for token in tokens],
+            [token.top_logprobs for token in tokens],
+        )
+        if index not in self._begun and self._request.return_token_ids and not self._chat:
+            choice["prompt_token_ids"] = self._prompt.token_ids
+        self._begun.add(index)
+        return self._chunk([{**choice, **self._said(index, said, calls)}])
 
-def stream_chunks(answer: Json, *, include_usage: bool) -> Iterator[Json]:
-    """Cuts a finished answer into the chunks of a stream: who speaks, what is said, how it ended, what it cost."""
-    chat = answer["object"] == "chat.completion"
-    head = {key: answer[key] for key in ("id", "created", "model", "weight_version")}
-    head["object"] = "chat.completion.chunk" if chat else "text_completion"
-    if include_usage:
-        head["usage"] = None
-    if chat:
-        roles = [_chunk_choice(choice, delta={"role": "assistant", "content": ""}) for choice in answer["choices"]]
-        first = {**head, "choices": roles}
-        if "prompt_token_ids" in answer:
-            first["prompt_token_ids"] = answer["prompt_token_ids"]
-        yield first
-    for choice in answer["choices"]:
-        said = {key: choice[key] for key in ("logprobs", "token_ids", "prompt_token_ids") if key in choice}
-        if not chat:
-            yield {**head, "choices": [_chunk_choice(choice, text=choice["text"], **said)]}
-            yield {**head, "choices": [_chunk_choice(choice, text="", finish_reason=choice["finish_reason"])]}
-            continue
-        delta = {key: value for key, value in choice["message"].items() if key != "role" and value}
-        if "tool_calls" in delta:
-            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
-        yield {**head, "choices": [_chunk_choice(choice, delta=delta, **said)]}
-        yield {**head, "choices": [_chunk_choice(choice, delta={}, finish_reason=choice["finish_reason"])]}
-    if include_usage:
-        yield {**head, "choices": [], "usage": answer["usage"]}
+    def end(self, index: int, generation: Generation) -> Json:
+        """Returns the last chunk of a choice: what was held back, and how it ended."""
+        said, calls = self._readers[index].finish()
+        choice: Json = {"index": index, "logprobs": None, "finish_reason": self._finish_reason(index, generation)}
+        return self._chunk([{**choice, **self._said(index, said, calls)}])
 
+    def close(self, generations: Sequence[Generation]) -> Iterator[Json]:
+        """Yields what comes after the last choice."""
+        self._remember(generations)
+        if self._request.include_usage:
+            yield {**self._chunk([]), "usage": self._usage(generations)}
 
-def _chunk_choice(choice: Json, **fields: Any) -> Json:
-    return {"index": choice["index"], "logprobs": None, "finish_reason": None, **fields}
+    def _chunk(self, choices: list[Json]) -> Json:
+        return {**self._head, "choices": choices}
 
+    def _said(self, index: int, said: str, calls: list[Json]) -> Json:
+        if not self._chat:
+            return {"text": said}
+        delta: Json = {"content": said} if said else {}
+        if calls:
+            before = len(self._readers[index].calls) - len(calls)
+            delta["tool_calls"] = [{"index": before + i, **call} for i, call in enumerate(calls)]
+        return {"delta": delta}
 
-def _text_message(index: int, message: Json) -> Json:
-    """Returns a message with plain text for content, which is all that chat templates of text models agree on."""
-    if not isinstance(message.get("role"), str):
-        raise RequestError(f"messages.{index} has no role.", param=f"messages.{index}.role")
-    content = message.get("content")
-    if isinstance(content, list):
-        texts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
+    def _finish_reason(self, index: int, generation: Generation) -> str:
+        return "tool_calls" if self._readers[index].calls else generation.finish_reason
+
+    def _choice(
+        self, index: int, token_ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[TopLogprobs]
+    ) -> Json:
+        choice: Json = {"index": index, "finish_reason": None, "logprobs": None}
+        if self._request.return_token_ids:
+            choice["token_ids"] = list(token_ids)
+        if isinstance(self._request, ChatRequest):
+            if self._request.logprobs:
+                choice["logprobs"] = {"content": self._chat_logprobs(token_ids, logprobs, tops)}
+        elif self._request.logprobs is not None:
+            choice["logprobs"] = self._text_logprobs(index, token_ids, logprobs, tops)
+        return choice
+
+    def _chat_logprobs(
+        self, token_ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[TopLogprobs]
+    ) -> list[Json]:
+        text = self._completions.token_text
+        content = [
+            {**text(token), "logprob": logprob, "top_logprobs": []}
+            for token, logprob in zip(token_ids, logprobs, strict=True)
         ]
-        if not all(isinstance(text, str) for text in texts):
-            raise RequestError("only text can be read by this model.", param=f"messages.{index}.content")
-        content = "".join(str(text) for text in texts)
-    elif content is not None and not isinstance(content, str):
-        raise RequestError("content must be a string or a list of parts.", param=f"messages.{index}.content")
-    return restore_arguments({**message, "content": content or ""})
+        for entry, likeliest in zip(content, tops, strict=False):
+            entry["top_logprobs"] = [{**text(token), "logprob": max(value, _LOWEST)} for token, value in likeliest]
+        return content
+
+    def _text_logprobs(
+        self, index: int, token_ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[TopLogprobs]
+    ) -> Json:
+        text = self._completions.token_text
+        texts = [text(token)["token"] for token in token_ids]
+        offsets = [*itertools.accumulate(map(len, texts), initial=self._offsets[index])]
+        self._offsets[index] = offsets.pop()
+        return {
+            "tokens": texts,
+            "text_offset": offsets,
+            "token_logprobs": list(logprobs),
+            "top_logprobs": [
+                {text(token)["token"]: max(value, _LOWEST) for token, value in likeliest} for likeliest in tops
+            ],
+        }
+
+    def _usage(self, generations: Sequence[Generation]) -> Json:
+        prompt_tokens, sampled = len(self._prompt.token_ids), sum(len(g.token_ids) for g in generations)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": sampled,
+            "total_tokens": prompt_tokens + sampled,
+            "prompt_tokens_details": {
+                "cached_tokens": min(generation.cached_tokens for generation in generations),
+                "continued_tokens": self._prompt.continued,
+            },
+        }
+
+    def _remember(self, generations: Sequence[Generation]) -> None:
+        if self._prompt.digest:
+            for reader, generation in zip(self._readers, generations, strict=True):
+                self._completions.conversations.remember(self._prompt, reader.message(), generation.token_ids)

@@ -53,6 +53,8 @@ async def gather_episodes(
     adapter: TraceAdapter[Sequence[Triplet]],
     requests: Sequence[EnqueueRolloutRequest],
     flush: Callable[[], Awaitable[None]],
+    *,
+    retry_before: float | None = None,
 ) -> list[Episode]:
     """Enqueues rollouts, waits for all, and reads what came of them.
 
@@ -61,12 +63,26 @@ async def gather_episodes(
         adapter: turns the spans of one attempt into triplets.
         requests: what to enqueue.
         flush: awaited between the last end and the first read, so that the gateway's spans are there.
+        retry_before: a rollout that failed in an attempt begun before this time is run once more: nobody answered its
+            calls while the run was down.
     """
-    enqueued = await store.enqueue_many_rollouts(requests)
-    await store.wait_for_rollouts([rollout.rollout_id for rollout in enqueued])
+    rollout_ids = [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
+    ended = await store.wait_for_rollouts(rollout_ids)
+    if retry_before is not None:
+        again = [
+            rollout.rollout_id
+            for rollout in ended
+            if rollout.status == "failed"
+            and isinstance(rollout, AttemptedRollout)
+            and rollout.attempt.start_time < retry_before
+        ]
+        for rollout_id in again:
+            await store.retry_rollout(rollout_id)
+        if again:
+            await store.wait_for_rollouts(again)
     await flush()
     episodes = []
-    for rollout_id in [rollout.rollout_id for rollout in enqueued]:
+    for rollout_id in rollout_ids:
         rollout = await store.get_rollout_by_id(rollout_id)
         if rollout is not None:
             spans = await store.query_spans(rollout_id, "latest")

@@ -5,6 +5,7 @@ R   rollouts of a batch
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 import statistics
@@ -65,11 +66,12 @@ class _Draft(NamedTuple):
 
 def build_experience(
     episodes: Sequence[Episode],
-    selection: Selection = Selection(),  # noqa: B008 -- frozen
+    selection: Selection = Selection(),
     *,
     max_length: int,
     decode: Decode | None = None,
     penalty: Penalty | None = None,
+    oldest_version: int = 0,
 ) -> Experience:
     """Gives every model call of a batch the advantage of its rollout within the rollout's group.
 
@@ -83,6 +85,7 @@ def build_experience(
         max_length: tokens, prompt and response, that the trainer takes.
         decode: the tokenizer's, to tell apart why the tokens of calls do not go on from each other.
         penalty: says for every response token of rows what to take from the reward of its rollout (KL in the reward).
+        oldest_version: calls answered by older weights are left out.
     """
     scored_R = [
         (episode, selection.failed_reward if episode.reward is None else _mean_credit(episode))
@@ -106,6 +109,9 @@ def build_experience(
     taken_R = [0.0] * len(scored_R)
     for draft in useful:
         taken_R[draft.position] += math.fsum(penalties.get(id(draft), ()))
+    for position, (episode, _) in enumerate(scored_R):
+        if any(map(_has_credit, episode.triplets)):  # it counts with the mean over its calls
+            taken_R[position] /= len(episode.triplets)
     tokens_R = Counter(dict.fromkeys(range(len(scored_R)), 0))
     for draft in drafts:
         tokens_R[draft.position] += draft.row.n_sampled
@@ -122,7 +128,8 @@ def build_experience(
             else penalised_R[draft.position]
             for turn in draft.turns
         ]
-        row = _finish(draft, [(worth - mean) * factor for worth in worths], selection, max_length, counts)
+        advantages = [(worth - mean) * factor for worth in worths]
+        row = _finish(draft, advantages, selection, max_length, oldest_version, counts)
         if row is not None:
             experience.rows.append(row[0])
             experience.sources.append((scored_R[draft.position][0], row[1]))
@@ -142,7 +149,7 @@ def build_experience(
 
 _UNUSABLE = frozenset({"SpansDropped", "AdapterError"})
 _COUNTS = (
-    "calls", "calls_without_tokens", "calls_too_long", "calls_cut_off",
+    "calls", "calls_without_tokens", "calls_too_long", "calls_cut_off", "calls_stale",
     "drift/template", "drift/retokenisation", "drift/other",
 )  # fmt: skip
 
@@ -191,18 +198,26 @@ def _find_penalties(
 
 
 def _finish(
-    draft: _Draft, advantages: Sequence[float], selection: Selection, max_length: int, counts: Counter[str]
+    draft: _Draft,
+    advantages: Sequence[float],
+    selection: Selection,
+    max_length: int,
+    oldest_version: int,
+    counts: Counter[str],
 ) -> tuple[Row, tuple[Triplet, ...]] | None:
     """Cuts a row to the calls that fit and count; None when there are none. Beside it the calls it trains on."""
     row = draft.row
     fitting = [turn for turn in draft.turns if len(row.prompt_ids) + turn.end <= max_length]
     counts["calls_too_long"] += len(draft.turns) - len(fitting)
-    kept = [
-        (turn, advantage)
-        for turn, advantage in zip(fitting, advantages, strict=False)
-        if not (selection.drop_cut_off and turn.triplet.metadata.get("finish_reason") == "length")
-    ]
-    counts["calls_cut_off"] += len(fitting) - len(kept)
+    kept = []
+    for turn, advantage in zip(fitting, advantages, strict=False):
+        version = turn.triplet.metadata.get("weight_version")
+        if isinstance(version, int) and version < oldest_version:
+            counts["calls_stale"] += 1
+        elif selection.drop_cut_off and turn.triplet.metadata.get("finish_reason") == "length":
+            counts["calls_cut_off"] += 1
+        else:
+            kept.append((turn, advantage))
     if not kept:
         return None
     end = kept[-1][0].end
@@ -280,11 +295,14 @@ def training_spans(experience: Experience, step: int) -> list[Span]:
                     "agentlightning.training.mask": lengths if runs[0][0] else [0, *lengths],
                     "agentlightning.training.response_ids": ids,
                 }
+            # A step that is done again after a kill says the same again, which the store takes once.
+            place = f"{step}/{rollout.attempt.attempt_id}/{ids}"
             spans.append(
                 Span.from_attributes(
                     attributes=attributes,
                     rollout_id=rollout.rollout_id,
                     attempt_id=rollout.attempt.attempt_id,
+                    span_id=hashlib.blake2b(place.encode(), digest_size=8).hexdigest(),
                     name=TRAINING_SPAN,
                 )
             )

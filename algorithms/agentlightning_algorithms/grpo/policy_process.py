@@ -51,7 +51,7 @@ class PolicyServer:
             host: address to bind.
             port: 0 takes a free one.
             options: further options of the server by their long names without dashes: ``dtype``, ``device``,
-                ``max_batch_size``, ``max_length``, ``threads``, ``seed``, ``weight_version``. None leaves the
+                ``max_batch_size``, ``max_length``, ``prefix_cache_mb``, ``threads``, ``seed``, ``weight_version``. None leaves the
                 server's default.
             ready_timeout_s: how long loading may take.
             stop_timeout_s: how long it may take to end on request before it is killed.
@@ -127,18 +127,22 @@ class PolicyServer:
             ConfigError: the weights do not fit; the server keeps those it has.
             LightningError: the server does not answer.
         """
-        url = self.endpoint.removesuffix("/v1") + "/weights"
-        body = {"path": _absolute(path), "version": version}
-        try:
-            async with (
-                aiohttp.ClientSession() as session,
-                session.post(url, json=body) as response,
-            ):
-                answer: Any = await response.json(content_type=None)
-        except aiohttp.ClientError as error:
-            raise LightningError(self._failure(f"does not answer ({type(error).__name__}: {error})")) from error
-        if response.status != 200:
+        status, answer = await self._ask("POST", "/weights", {"path": _absolute(path), "version": version})
+        if status != 200:
             raise ConfigError(f"the policy server refused weights version {version}: {answer['error']['message']}")
+
+    async def statistics(self) -> Mapping[str, float]:
+        """Returns totals since the start.
+
+        Of sampling: ``requests``, ``prompt_tokens``, of them ``reused_tokens``, ``sampled_tokens``, ``decode_steps``,
+        ``decode_rows``, ``swaps``, ``busy_s``. Of prompts, and of what tokenizing them anew would have changed:
+        :data:`~agentlightning_algorithms.grpo.conversation.COUNTS`.
+
+        Raises:
+            LightningError: the server does not answer.
+        """
+        _, answer = await self._ask("GET", "/statistics")
+        return {name: float(value) for name, value in answer.items()}
 
     async def stop(self) -> None:
         """Ends the process: asked first, killed if it takes too long. Harmless when it has ended."""
@@ -154,6 +158,18 @@ class PolicyServer:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.stop()
+
+    async def _ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        url = self.endpoint.removesuffix("/v1") + path
+        timeout = aiohttp.ClientTimeout(total=None, connect=30)  # weights wait for the longest answer under way
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=timeout) as session,
+                session.request(method, url, json=body) as response,
+            ):
+                return response.status, await response.json(content_type=None)
+        except aiohttp.ClientError as error:
+            raise LightningError(self._failure(f"does not answer ({type(error).__name__}: {error})")) from error
 
     def _failure(self, what: str) -> str:
         with self.log_path.open("rb") as log:

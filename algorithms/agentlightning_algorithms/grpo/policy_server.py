@@ -2,7 +2,7 @@
 
     python -m agentlightning_algorithms.grpo.policy_server --model DIR
 
-    POST /v1/chat/completions, /v1/completions    GET /v1/models, /health
+    POST /v1/chat/completions, /v1/completions    GET /v1/models, /health, /statistics
     POST /weights {"path": DIR, "version": 7}     answers when the weights are in use
 
 When it is ready it prints one line of JSON, such as ``{"host": "127.0.0.1", "port": 41234}``; everything else goes to
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -20,6 +21,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +32,17 @@ from aiohttp.typedefs import Handler
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agentlightning.errors import ConfigError
-from agentlightning_algorithms.grpo.completion import (
+from agentlightning_algorithms.grpo.completion import Answer, Completions
+from agentlightning_algorithms.grpo.completion_request import (
     ChatRequest,
-    Completions,
     Json,
     RequestError,
     TextRequest,
     parse_request,
-    stream_chunks,
 )
+from agentlightning_algorithms.grpo.conversation import Prompt
 from agentlightning_algorithms.grpo.policy import Policy, load_policy
-from agentlightning_algorithms.grpo.sampler import Generation, Sampler
+from agentlightning_algorithms.grpo.sampler import Generation, Sampler, Token
 from agentlightning_algorithms.grpo.sampling import SamplingParams
 
 logger = logging.getLogger("agentlightning")
@@ -77,26 +79,86 @@ class PolicyApp:
         app.router.add_post("/v1/completions", self._text)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/statistics", self._statistics)
         app.router.add_post("/weights", self._weights)
         return app
 
     async def _chat(self, http: web.Request) -> web.StreamResponse:
         request = parse_request(ChatRequest, await http.read(), self._completions.model_name)
-        prompt_ids = self._completions.chat_prompt(request)
-        generations = await self._sample(prompt_ids, self._completions.sampling_params(request, len(prompt_ids)))
-        answer = self._completions.chat_answer(request, prompt_ids, generations)
-        return await _respond(http, request, answer)
+        return await self._complete(http, request, self._completions.chat_prompt(request))
 
     async def _text(self, http: web.Request) -> web.StreamResponse:
         request = parse_request(TextRequest, await http.read(), self._completions.model_name)
-        prompt_ids = self._completions.text_prompt(request)
-        generations = await self._sample(prompt_ids, self._completions.sampling_params(request, len(prompt_ids)))
-        answer = self._completions.text_answer(request, prompt_ids, generations)
-        return await _respond(http, request, answer)
+        return await self._complete(http, request, self._completions.text_prompt(request))
 
-    async def _sample(self, prompt_ids: list[int], params: Sequence[SamplingParams]) -> list[Generation]:
+    async def _complete(
+        self, http: web.Request, request: ChatRequest | TextRequest, prompt: Prompt
+    ) -> web.StreamResponse:
+        params = self._completions.sampling_params(request, len(prompt.token_ids))
+        answer = Answer(self._completions, request, prompt)
+        if request.stream:
+            return await self._stream(http, answer, prompt, params)
         # A client that hangs up cancels this handler, and with it the futures: its rows leave the batch.
-        return await asyncio.gather(*(asyncio.wrap_future(self._sampler.submit(prompt_ids, p)) for p in params))
+        futures = [self._sampler.submit(prompt.token_ids, p) for p in params]
+        generations = await asyncio.gather(*map(asyncio.wrap_future, futures))
+        body = answer.whole(generations)
+        return _json(body, headers={"x-weight-version": str(body["weight_version"])})
+
+    async def _stream(
+        self, http: web.Request, answer: Answer, prompt: Prompt, params: Sequence[SamplingParams]
+    ) -> web.StreamResponse:
+        """Sends tokens as they are sampled; what was sampled while the last ones were being sent goes out together."""
+        loop = asyncio.get_running_loop()
+        sampled: list[list[Token]] = [[] for _ in params]
+        news = asyncio.Event()
+
+        def hear(index: int, token: Token) -> None:
+            sampled[index].append(token)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+                loop.call_soon_threadsafe(news.set)
+
+        futures = [
+            asyncio.wrap_future(self._sampler.submit(prompt.token_ids, p, partial(hear, index)))
+            for index, p in enumerate(params)
+        ]
+        whole = asyncio.gather(*futures)  # cancelled with this handler, and the rows with it
+        whole.add_done_callback(lambda _: news.set())
+        response: web.StreamResponse | None = None
+        sent = [0] * len(params)
+        open_choices = set(range(len(params)))
+        try:
+            while open_choices:
+                await news.wait()
+                news.clear()
+                if whole.done() and response is None:
+                    whole.result()  # what failed before the first token is an answer of its own
+                for index in sorted(open_choices):
+                    done = futures[index].done()
+                    tokens = sampled[index][sent[index] :]
+                    sent[index] += len(tokens)
+                    if tokens:
+                        if response is None:
+                            response = await _open_stream(http, tokens[0].weight_version)
+                            await _send(response, *answer.begin(tokens[0].weight_version))
+                        await _send(response, answer.feed(index, tokens))
+                    if done and response is not None:
+                        await _send(response, answer.end(index, futures[index].result()))
+                        open_choices.remove(index)
+            assert response is not None
+            await _send(response, *answer.close([future.result() for future in futures]))
+            await response.write(b"data: [DONE]\n\n")
+        except ConnectionResetError:
+            raise
+        # An isolation point: the status has been sent, so an error can only be told in the stream.
+        except Exception as error:
+            if response is None:
+                raise
+            logger.exception("a stream failed")
+            await _send(response, {"error": {"message": f"{type(error).__name__}: {error}", "type": "server_error"}})
+        finally:
+            whole.cancel()
+        await response.write_eof()
+        return response
 
     async def _models(self, _: web.Request) -> web.Response:
         model = {
@@ -118,6 +180,9 @@ class PolicyApp:
         }
         return _json(state, status=200 if sampler.alive else 503)
 
+    async def _statistics(self, _: web.Request) -> web.Response:
+        return _json({**self._sampler.statistics, **self._completions.conversations.counts})
+
     async def _weights(self, http: web.Request) -> web.Response:
         try:
             swap = _SwapRequest.model_validate_json(await http.read())
@@ -131,18 +196,19 @@ class PolicyApp:
         return _json({"weight_version": swap.version})
 
 
-async def _respond(http: web.Request, request: ChatRequest | TextRequest, answer: Json) -> web.StreamResponse:
-    headers = {"x-weight-version": str(answer["weight_version"])}
-    if not request.stream:
-        return _json(answer, headers=headers)
-    response = web.StreamResponse(headers={**headers, "Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+async def _open_stream(http: web.Request, weight_version: int) -> web.StreamResponse:
+    headers = {
+        "x-weight-version": str(weight_version),
+        "Content-Type": "text/event-stream",
+        "Cache-Control": "no-cache",
+    }
+    response = web.StreamResponse(headers=headers)
     await response.prepare(http)
-    include_usage = bool((request.stream_options or {}).get("include_usage"))
-    for chunk in stream_chunks(answer, include_usage=include_usage):
-        await response.write(b"data: " + orjson.dumps(chunk) + b"\n\n")
-    await response.write(b"data: [DONE]\n\n")
-    await response.write_eof()
     return response
+
+
+async def _send(response: web.StreamResponse, *chunks: Json) -> None:
+    await response.write(b"".join(b"data: " + orjson.dumps(chunk) + b"\n\n" for chunk in chunks))
 
 
 def _json(body: Json, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
@@ -197,7 +263,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         policy = load_policy(options.model, dtype=options.dtype, device=options.device)
         sampler = Sampler(
-            policy, max_batch_size=options.max_batch_size, seed=options.seed, weight_version=options.weight_version
+            policy,
+            max_batch_size=options.max_batch_size,
+            prefix_cache_bytes=options.prefix_cache_mb * 2**20,
+            seed=options.seed,
+            weight_version=options.weight_version,
         )
     except ConfigError as error:
         logger.error("%s", error)
@@ -244,6 +314,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--max-length", type=int, help="tokens of a prompt and its response together; default: the model's"
     )
+    parser.add_argument("--prefix-cache-mb", type=int, default=512, help="memory for prompts seen before; 0 for none")
     parser.add_argument("--threads", type=int, help="threads of torch; 1 is fastest for tiny models")
     parser.add_argument("--seed", type=int, help="of requests that bring none")
     parser.add_argument("--weight-version", type=int, default=0, help="version of the weights as loaded")

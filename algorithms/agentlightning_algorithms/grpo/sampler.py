@@ -268,7 +268,7 @@ class Sampler:
         by_prompt: dict[tuple[int, ...], list[_Request]] = {}
         for request in admitted:
             by_prompt.setdefault(tuple(request.prompt_ids), []).append(request)
-        prompts = list(by_prompt)
+        prompts, first = list(by_prompt), len(self._rows)
         known = [self._prefixes.match(prompt) for prompt in prompts]
         for with_prefix in (False, True):
             chosen = [i for i in range(len(prompts)) if bool(known[i]) == with_prefix]
@@ -277,6 +277,8 @@ class Sampler:
                 picked = [chosen[k] for k in batch]
                 self._prefill_batch([by_prompt[prompts[i]] for i in picked], [known[i] for i in picked])
         self._entering = []
+        # Not before: what is stored may take the place of what another batch was to begin with.
+        self._prefixes.store([(first + row, request.prompt_ids) for row, request in enumerate(self._rows[first:])])
         self._leave(lambda request: request.future.done())
 
     def _prefill_batch(self, groups: Sequence[list[_Request]], known: Sequence[list[int]]) -> None:
@@ -306,7 +308,6 @@ class Sampler:
             self._counts["prompt_tokens"] += length * len(group)
             self._counts["reused_tokens"] += start + length * (len(group) - 1)
             self._counts["requests"] += len(group)
-        self._prefixes.store([(first + row, group[0].prompt_ids) for row, group in enumerate(groups)])
         sources = [*range(len(groups)), *(row for row, group in enumerate(groups) for _ in group[1:])]
         self._draw(logits[self._tensor(sources)], self._rows[first:])
 
@@ -348,15 +349,8 @@ class Sampler:
                 request.on_token(Token(token, logprob, top, self.weight_version))
             reason = self._finish_reason(request)
             if reason is not None:
-                result = Generation(
-                    request.token_ids,
-                    request.logprobs,
-                    request.top_logprobs,
-                    reason,
-                    self.weight_version,
-                    request.reused,
-                )
-                _settle(request.future, result)
+                said = (request.token_ids, request.logprobs, request.top_logprobs)
+                _settle(request.future, Generation(*said, reason, self.weight_version, request.reused))
         self._counts["sampled_tokens"] += len(requests)
 
     def _finish_reason(self, request: _Request) -> FinishReason | None:

@@ -116,8 +116,8 @@ class UpdateSettings:
             raise ConfigError(f"reference_decay = {self.reference_decay}; it must be from 0 to 1, or None.")
         if self.objective == "gspo" and max(self.clip_low, self.clip_high) > 0.1:
             raise ConfigError(
-                f"clip_low = {self.clip_low}, clip_high = {self.clip_high}: the ratio of a whole row, per token, hardly "
-                "moves; with objective = 'gspo' the paper takes 3e-4 and 4e-4, and at most 0.1 is accepted."
+                f"clip_low = {self.clip_low}, clip_high = {self.clip_high}: the ratio of a whole row, per token, "
+                "hardly moves; with objective = 'gspo' the paper takes 3e-4 and 4e-4, and at most 0.1 is accepted."
             )
         if (self.importance_weights or self.trust_mask) and self.old_logprobs != "trainer":
             name = "importance_weights" if self.importance_weights else "trust_mask"

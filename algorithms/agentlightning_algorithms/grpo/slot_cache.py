@@ -122,8 +122,8 @@ class SlotCache:
         self._reserve(max(targets) + 1, length)
         where = torch.tensor(targets, device=self._device)
         for layer in self._layers:
-            layer.keys[where, :, :length] = layer.keys[source, :, :length]
-            layer.values[where, :, :length] = layer.values[source, :, :length]
+            for tensor in (layer.keys, layer.values):
+                tensor[where, :, :length] = tensor[source, :, :length].clone()  # torch refuses to read what it writes
 
     def prepare(self, slots: int, width: int) -> list[tuple[Tensor, Tensor]]:
         """Makes room and returns keys and values of each layer, seen as blocks: ``[S, H, W / BLOCK, BLOCK, D]``.

@@ -10,10 +10,9 @@ Models of this family are trained on it by their chat templates (Qwen 2.5 and 3 
 from __future__ import annotations
 
 import json
-import re
 from typing import Any, NamedTuple
 
-_BLOCK = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 class ToolCall(NamedTuple):
@@ -24,24 +23,58 @@ class ToolCall(NamedTuple):
     """A JSON object, as the OpenAI API carries it."""
 
 
-def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
-    """Takes the tool calls out of a response.
+class ToolCallReader:
+    """Takes the tool calls out of a text that arrives in pieces.
 
-    Returns:
-        What is left of the text, and the calls in order. A block that is no JSON object with a name and an object of
-        arguments stays in the text as it was, for the agent to see.
+    A block that is no JSON object with a name and an object of arguments stays in the text as it was, for the agent to
+    see. White space before a call goes with it, and so does that after it unless it parts two texts.
     """
-    calls: list[ToolCall] = []
 
-    def take(block: re.Match[str]) -> str:
-        call = _parse_call(block[1])
-        if call is None:
-            return block[0]
-        calls.append(call)
-        return ""
+    def __init__(self) -> None:
+        self._held = ""
+        self._spoken = False
+        self._after_call = False
 
-    rest = _BLOCK.sub(take, text)
-    return (rest.strip() if calls else text), calls
+    def feed(self, text: str) -> tuple[str, list[ToolCall]]:
+        """Returns what is certain after another piece: text that belongs to no call, and calls that are complete."""
+        self._held += text
+        said, calls = "", []
+        while True:
+            if self._after_call and not self._spoken:
+                self._held = self._held.lstrip()
+            start = self._held.find(_OPEN)
+            end = self._held.find(_CLOSE, start + len(_OPEN)) if start >= 0 else -1
+            if end < 0:
+                break
+            block, self._held = self._held[:end], self._held[end + len(_CLOSE) :]
+            call = _parse_call(block[start + len(_OPEN) :])
+            if call is not None:
+                calls.append(call)
+            fresh = block + _CLOSE if call is None else block[:start].rstrip()
+            said += fresh
+            self._spoken |= bool(fresh)
+            self._after_call = call is not None
+        if start >= 0:
+            sure = len(self._held[:start].rstrip())
+        else:
+            # White space goes with the call that may follow it, and the last characters may begin its tag.
+            tag = next(n for n in range(len(_OPEN) - 1, -1, -1) if self._held.endswith(_OPEN[:n]))
+            sure = len(self._held[: len(self._held) - tag].rstrip())
+        fresh, self._held = self._held[:sure], self._held[sure:]
+        if fresh:
+            self._spoken, self._after_call = True, False
+        return said + fresh, calls
+
+    def finish(self) -> str:
+        """Returns what turned out to be no call."""
+        return "" if self._after_call and not self._held.strip() else self._held
+
+
+def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
+    """Takes the tool calls out of a whole text; returns what is left of it, and the calls in order."""
+    reader = ToolCallReader()
+    said, calls = reader.feed(text)
+    return said + reader.finish(), calls
 
 
 def restore_arguments(message: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -135,10 +135,14 @@ class Updater:
             divergences.append(kl_T.tolist())
         return divergences
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path, caller: Mapping[str, Any] | None = None) -> None:
         """Writes a checkpoint: model and tokenizer for ``from_pretrained``, optimizer, step and all random state.
 
         Of a model with LoRA the additions are written. It appears under its name only when it is whole.
+
+        Args:
+            directory: what is there is replaced.
+            caller: what the caller has to keep, of plain values.
         """
         with atomic_directory(directory) as scratch:
             self.policy.save_trained(scratch)
@@ -148,11 +152,15 @@ class Updater:
                 "order": self._order.get_state(),
                 "reference": None if self.reference is None else self.reference.state(),
                 "random": random_state(),
+                "caller": dict(caller or {}),
             }
             torch.save(state, scratch / _STATE_FILE)
 
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path) -> dict[str, Any]:
         """Continues exactly where :meth:`save` was called, the process's random generators included.
+
+        Returns:
+            What the caller gave to keep.
 
         Raises:
             ConfigError: no checkpoint there, or that of another model.
@@ -169,6 +177,7 @@ class Updater:
         self._order.set_state(state["order"])
         self.updates = state["updates"]
         restore_random_state(state["random"])
+        return dict(state["caller"])
 
     def _prepare(self, rows: Sequence[Row], tally: Tally) -> list[_Lot]:
         """Computes what the weights of the beginning say of each row."""

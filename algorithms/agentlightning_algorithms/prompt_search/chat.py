@@ -141,8 +141,8 @@ class PaidChat:
 def private_copy(client: AsyncOpenAI | None) -> AsyncOpenAI:
     """A client for one event loop, with connections of its own; None takes it from the environment.
 
-    A run has a loop of its own, and connections do not outlive their loop. A client with the user's own ``http_client``,
-    or of another class, is used as it is.
+    A run has a loop of its own, and connections do not outlive their loop. A client with the user's own
+    ``http_client``, or of another class, is used as it is.
 
     Raises:
         OpenAIError: there is no key in the environment.

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final
 
-from agentlightning.adapter.message import ChatHistory
+from agentlightning.adapter.message import ChatHistory, drop_prefixes
 from agentlightning.resources import PromptTemplate
 from agentlightning_algorithms.prompt_search.trial import RolloutResult
 
@@ -87,18 +87,8 @@ def show_rollouts(results: Sequence[RolloutResult]) -> str:
 
 
 def show_messages(histories: Sequence[ChatHistory]) -> str:
-    """Chats as text; one that another begins with is left out."""
-    texts = [[_show_message(message) for message in history["messages"]] for history in histories]
-    whole = [
-        text
-        for position, text in enumerate(texts)
-        if not any(
-            other[: len(text)] == text and (len(other) > len(text) or later > position)
-            for later, other in enumerate(texts)
-            if later != position
-        )
-    ]
-    return "\n---\n".join("\n".join(text) for text in whole)
+    """Chats as text, each conversation once."""
+    return "\n---\n".join("\n".join(map(_show_message, each["messages"])) for each in drop_prefixes(histories))
 
 
 def shorten_middle(text: str, length: int) -> str:

@@ -1,7 +1,7 @@
 """Where verl asks for rollouts: an agent loop manager whose one worker lives in the trainer's own process.
 
-verl's worker does the rest: it groups, counts sessions, and writes rows to TransferQueue. Nothing here computes, so there
-is no reason to spread it over Ray processes, which would each need a way to store and gateway.
+verl's worker does the rest: it groups, counts sessions, and writes rows to TransferQueue. Nothing here computes, so
+there is no reason to spread it over Ray processes, which would each need a way to store and gateway.
 """
 
 from __future__ import annotations

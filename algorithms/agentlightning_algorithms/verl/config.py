@@ -52,6 +52,7 @@ DEFAULTS: Final[Mapping[str, Any]] = {
 
 CPU_DEFAULTS: Final[Mapping[str, Any]] = {
     "actor_rollout_ref.rollout.name": "transformers",
+    "actor_rollout_ref.rollout.dtype": "float32",
     "actor_rollout_ref.actor.strategy": "fsdp2",  # FSDP1 needs an accelerator
     "critic.strategy": "fsdp2",
     "actor_rollout_ref.actor.use_torch_compile": False,

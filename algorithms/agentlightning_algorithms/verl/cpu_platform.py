@@ -102,7 +102,7 @@ def install() -> None:
 
 
 def _complete_torch_cpu() -> None:
-    """Adds to ``torch.cpu`` what verl calls on any device's module; it compares the module itself with ``torch.cpu``."""
+    """Adds to ``torch.cpu`` what verl calls on a device's module; verl compares it with ``torch.cpu``, so it is that."""
     nothing: dict[str, Callable[..., Any]] = {
         **dict.fromkeys(
             ("max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved"),
@@ -121,7 +121,7 @@ def _complete_torch_cpu() -> None:
 
 
 def _name_gloo_once() -> None:
-    """verl asks for the backend ``cpu:gloo,cpu:gloo``, which torch refuses.
+    """Verl asks for the backend ``cpu:gloo,cpu:gloo``, which torch refuses.
 
     https://github.com/volcengine/verl/blob/v0.9.1/verl/utils/distributed.py
     """
@@ -137,7 +137,7 @@ def _name_gloo_once() -> None:
 
 
 def _offload_without_pinning() -> None:
-    """verl offloads the reference model to pinned memory, which torch can pin for an accelerator only.
+    """Verl offloads the reference model to pinned memory, which torch can pin for an accelerator only.
 
     https://github.com/volcengine/verl/blob/v0.9.1/verl/workers/engine/fsdp/transformer_impl.py
     """

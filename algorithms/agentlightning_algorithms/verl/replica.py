@@ -59,7 +59,7 @@ class TransformersServer:
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **_: Any
     ) -> TokenOutput:
-        """verl's own way to sample; agents come through HTTP."""
+        """Verl's own way to sample; agents come through HTTP."""
         wanted = sampling_params.get("max_tokens") or sampling_params.get("max_new_tokens") or self._limit
         sample = await asyncio.to_thread(
             self._sampler.sample,
@@ -104,7 +104,9 @@ class TransformersServer:
         except Exception as error:  # isolation point: the template is the model's, the messages are the agent's
             return _refuse(f"the chat template refuses these messages: {error}")
         if len(prompt_ids) >= self._limit:
-            return _refuse(f"the prompt has {len(prompt_ids)} tokens, and the model takes {self._limit} with the answer")
+            return _refuse(
+                f"the prompt has {len(prompt_ids)} tokens, and the model takes {self._limit} with the answer"
+            )
         wanted = body.get("max_completion_tokens") or body.get("max_tokens") or self._limit
         temperature, top_p, top_k = (body.get(name) for name in ("temperature", "top_p", "top_k"))
         sample = await asyncio.to_thread(

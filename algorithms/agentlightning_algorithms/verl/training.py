@@ -6,10 +6,16 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+import numpy
+import transfer_queue
 from omegaconf import DictConfig
+from tensordict import TensorDict
+from verl.protocol import DataProto
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.workers.utils.padding import response_to_nested
 
+from agentlightning_algorithms.verl.advantage import OF_GROUPS, rollout_advantages
 from agentlightning_algorithms.verl.agent_loop import RolloutManager
 from agentlightning_algorithms.verl.rollout import Conductor
 
@@ -46,6 +52,22 @@ class _AgentTraining:
     def _get_required_batch_multiple(self: Any, dp_size: int) -> int:
         return int(self.steps.total)
 
+    def _compute_advantage(self: Any, batch: Any, metrics: dict[str, Any]) -> Any:
+        batch = super()._compute_advantage(batch, metrics)  # type: ignore[misc]
+        config = self.config.algorithm
+        if config.adv_estimator in OF_GROUPS:
+            rewards = "token_level_rewards" if config.use_kl_in_reward else "rm_scores"
+            where = {"keys": batch.keys, "partition_id": batch.partition_id}
+            rows = transfer_queue.kv_batch_get(**where, select_fields=["uid", "response_mask", rewards])
+            mask = rows["response_mask"]
+            data = DataProto(batch=rows.to_padded_tensor())
+            data.batch["token_level_rewards"] = data.batch[rewards]
+            data.non_tensor_batch["uid"] = numpy.array(data.batch.pop("uid").tolist(), dtype=object)
+            advantages = rollout_advantages(data, batch.keys, config.adv_estimator, config)
+            nested = {name: response_to_nested(advantages, mask) for name in ("advantages", "returns")}
+            batch = transfer_queue.kv_batch_put(**where, fields=TensorDict(nested, batch_size=len(batch)))
+        return batch
+
     def _compute_metrics(self: Any, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         super()._compute_metrics(batch, metrics, *args, **kwargs)  # type: ignore[misc]
         metrics.update(self.conductor.metrics.take("train"))
@@ -72,6 +94,8 @@ class ColocateAsyncTraining(_AgentTraining, PPOTrainerColocateAsync):  # type: i
     """Rollouts go on where they were when the weights have changed; between two turns, never within one."""
 
 
+_POLL_S: Final = 0.5
+"""Between two looks at whether a batch is complete; verl's 2 s are long where a step takes as many."""
 TRAINERS: Final = {"sync": SyncTraining, "colocate_async": ColocateAsyncTraining}
 
 
@@ -137,7 +161,6 @@ class _Group:
 
 def train(config: DictConfig, conductor: Conductor) -> None:
     """Trains to the end; blocks. Ray must run, and the conductor's loop in another thread."""
-    import transfer_queue
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config
 
@@ -148,6 +171,7 @@ def train(config: DictConfig, conductor: Conductor) -> None:
     try:
         trainer = TRAINERS[config.trainer.v1.trainer_mode](config)
         trainer.conductor = conductor
+        trainer.replay_buffer.poll_interval = _POLL_S
         trainer.init()
         manager = RolloutManager.create(
             config=config,

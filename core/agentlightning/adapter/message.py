@@ -8,6 +8,7 @@ from typing import NotRequired, TypedDict
 from agentlightning import semconv
 from agentlightning.adapter.adapter import TraceAdapter
 from agentlightning.adapter.call import find_calls
+from agentlightning.adapter.conversation import find_first_edit
 from agentlightning.adapter.tree import build_tree
 from agentlightning.types import Span
 
@@ -19,6 +20,26 @@ class ChatHistory(TypedDict):
     """The input and, last, the (first) answer."""
     tools: NotRequired[list[semconv.Message]]
     """The tools that the model could call."""
+
+
+def drop_prefixes(histories: Sequence[ChatHistory]) -> list[ChatHistory]:
+    """The histories without those that another one of them goes on from, and each of equal ones once.
+
+    A conversation of several calls is recorded with each of them; the last record is the whole of it.
+    """
+
+    def goes_on(earlier: ChatHistory, later: ChatHistory) -> bool:
+        return find_first_edit(earlier["messages"], later["messages"]) is None
+
+    return [
+        history
+        for position, history in enumerate(histories)
+        if not any(
+            goes_on(history, other) and (len(other["messages"]) > len(history["messages"]) or place > position)
+            for place, other in enumerate(histories)
+            if place != position
+        )
+    ]
 
 
 class TraceToMessages(TraceAdapter[list[ChatHistory]]):

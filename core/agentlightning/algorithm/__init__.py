@@ -12,10 +12,24 @@ if TYPE_CHECKING:
     from agentlightning.algorithm.decorator import algo as algo
     from agentlightning_algorithms.baseline import Baseline as Baseline
     from agentlightning_algorithms.grpo.algorithm import GRPO as GRPO
+    from agentlightning_algorithms.live.algorithm import LiveLearning as LiveLearning
     from agentlightning_algorithms.prompt_search.apo import APO as APO
     from agentlightning_algorithms.prompt_search.gepa import GEPA as GEPA
+    from agentlightning_algorithms.verl.algorithm import VERL as VERL
 
-__all__ = ["APO", "GEPA", "GRPO", "Algorithm", "Baseline", "FastAlgorithm", "FunctionalAlgorithm", "RunContext", "algo"]
+__all__ = [
+    "APO",
+    "GEPA",
+    "GRPO",
+    "VERL",
+    "Algorithm",
+    "Baseline",
+    "FastAlgorithm",
+    "FunctionalAlgorithm",
+    "LiveLearning",
+    "RunContext",
+    "algo",
+]
 
 __getattr__ = resolve_lazily(
     __name__,
@@ -27,7 +41,9 @@ __getattr__ = resolve_lazily(
         "FunctionalAlgorithm": "agentlightning.algorithm.decorator",
         "GEPA": ("algorithm", "gepa"),
         "GRPO": ("algorithm", "grpo"),
+        "LiveLearning": ("algorithm", "live"),
         "RunContext": "agentlightning.algorithm.context",
+        "VERL": ("algorithm", "verl"),
         "algo": "agentlightning.algorithm.decorator",
     },
 )

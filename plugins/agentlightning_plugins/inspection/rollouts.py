@@ -156,9 +156,27 @@ async def delete_rollouts(
 @rollouts.command("export")
 @click.argument("path", type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--status", multiple=True, type=_STATUS, help="Only these; may be repeated.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["records", "openai-sft"]),
+    default="records",
+    show_default=True,
+    help="openai-sft: the conversations of rollouts that succeeded, for fine-tuning.",
+)
+@click.option("--min-reward", default=1.0, show_default=True, help="Of openai-sft: only rollouts with this reward.")
 @with_store
-async def export_rollouts(store: LightningStore, path: Path, status: tuple[RolloutStatus, ...]) -> None:
+async def export_rollouts(
+    store: LightningStore, path: Path, status: tuple[RolloutStatus, ...], form: str, min_reward: float
+) -> None:
     """Write rollouts, each with its latest attempt, to PATH (.jsonl or .parquet)."""
+    if form == "openai-sft":
+        from agentlightning_plugins.inspection.fine_tuning import select_examples
+
+        if status or path.suffix != ".jsonl":
+            raise click.UsageError("--format openai-sft takes succeeded rollouts and writes a .jsonl file")
+        click.echo(f"{await export(select_examples(store, min_reward), path)} conversations in {path}")
+        return
 
     async def records() -> AsyncIterator[BaseModel]:
         async for rollout in every(store.query_rollouts, status_in=status or None):

@@ -1,0 +1,57 @@
+"""Advantages of rollouts, for estimators that compare the rollouts of a task.
+
+verl's other estimators than ``grpo`` take every row for a rollout, so that one with more rows weighs more in its
+group's baseline. Here each rollout is one row, its last, and all its rows get what that one got; verl does ``grpo`` so.
+
+B   rows          R   rollouts          T   tokens of the longest response
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from verl.protocol import DataProto
+from verl.trainer.ppo.ray_trainer import compute_advantage
+
+OF_GROUPS: Final = frozenset(
+    {"gpg", "grpo_passk", "grpo_vectorized", "opo", "reinforce_plus_plus_baseline", "rloo", "rloo_vectorized"}
+)
+"""Estimators whose advantage is one number for a rollout."""
+
+
+def last_rows(keys: Sequence[str]) -> tuple[list[int], list[int]]:
+    """Finds the last row of each rollout.
+
+    Args:
+        keys: of the rows, ``{group}_{rollout}_{row}``.
+
+    Returns:
+        The position of each rollout's last row, and for every row the position of its rollout among them.
+    """
+    last: dict[str, tuple[int, int]] = {}
+    owners = []
+    for position, key in enumerate(keys):
+        rollout, _, row = key.rpartition("_")
+        owners.append(rollout)
+        if rollout not in last or last[rollout][0] < int(row):
+            last[rollout] = (int(row), position)
+    places = {rollout: place for place, rollout in enumerate(last)}
+    return [position for _, position in last.values()], [places[rollout] for rollout in owners]
+
+
+def rollout_advantages(data: DataProto, keys: Sequence[str], estimator: str, config: Any) -> torch.Tensor:
+    """The advantages (B, T) of rows that belong to rollouts, by verl's own estimator.
+
+    Args:
+        data: with ``token_level_rewards`` and ``response_mask`` (B, T), and ``uid`` (B,), the group.
+        keys: of the rows.
+        estimator: one of ``OF_GROUPS``.
+        config: verl's ``algorithm``.
+    """
+    last_R, owner_B = last_rows(keys)
+    chosen = compute_advantage(data.select_idxs(last_R), adv_estimator=estimator, config=config)
+    first_R = chosen.batch["response_mask"].argmax(dim=1)
+    advantage_R = chosen.batch["advantages"][torch.arange(len(last_R)), first_R]
+    return advantage_R[owner_B].unsqueeze(-1) * data.batch["response_mask"]

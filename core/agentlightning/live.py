@@ -1,0 +1,229 @@
+"""Which resources a serving process uses while an algorithm learns from it.
+
+The algorithm writes a ``LiveState`` to the store; ``LiveResources`` in each serving process follows it. A version that
+is on trial is published in a run of its own, ``<run>.live``: the latest resources of the run stay the proven ones, for
+whoever does not ask a ``LiveResources``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final, Literal, Self, TypeAlias
+
+from agentlightning.emitter import emit_reward
+from agentlightning.errors import ConfigError, NotFoundError, StoreError
+from agentlightning.resources import Resource
+from agentlightning.store.protocol import LightningStore
+from agentlightning.types import AttemptedRollout, Rollout
+
+logger = logging.getLogger("agentlightning")
+
+STATE_NAME: Final = "live"
+LivePhase: TypeAlias = Literal["watching", "checking", "trial"]
+
+
+class LiveState(Resource):
+    """Where the learning stands; each version that was stored is one step of its history."""
+
+    resource_type: Literal["live_state"] = "live_state"
+    phase: LivePhase
+    """Gathering rewards of the stable version, running a candidate on recorded tasks, or serving it."""
+    since: float
+    """Unix time at which the phase began."""
+    stable: str
+    """The version, as in ``rs-1@3``, that candidates are compared with."""
+    candidate: str | None = None
+    share: float = 0.0
+    """Of the traffic that the candidate gets, from 0 to 1."""
+    trial: int = 0
+    """Number of the newest candidate, from 1."""
+    note: str = ""
+    """What happened last, for people."""
+
+
+@dataclass(frozen=True)
+class LivePlace:
+    """The ids under which live learning of a run keeps its things in the store."""
+
+    run_id: str
+
+    @property
+    def desk_run_id(self) -> str:
+        """The run that holds states and candidates."""
+        return f"{self.run_id}.live"
+
+    @property
+    def state_id(self) -> str:
+        """The snapshot whose versions are the states."""
+        return f"{self.run_id}.live"
+
+    @property
+    def candidate_id(self) -> str:
+        """The snapshot whose versions are the candidates: version n is that of trial n."""
+        return f"{self.run_id}.candidate"
+
+    @property
+    def worker_id(self) -> str:
+        """Whose heartbeats say that somebody watches the trial."""
+        return f"{self.run_id}.live-learner"
+
+
+async def read_live_state(store: LightningStore) -> tuple[LiveState, int] | None:
+    """The newest state of live learning in the store's run, with its version; None where there was none."""
+    update = await store.get_resources_by_id(LivePlace(store.run_id).state_id)
+    if update is None:
+        return None
+    state = update.resources[STATE_NAME]
+    if not isinstance(state, LiveState):
+        raise ConfigError(f"resources {update.resources_id!r} hold {state.resource_type!r}, no live state")  # type: ignore[attr-defined] # every resource class names its type
+    return state, update.version
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What one task is served with: arguments for ``runner.step``."""
+
+    resources_id: str | None
+    """A version, as in ``rs-1@3``; None while the run has no resources."""
+    metadata: Mapping[str, Any]
+    """``group`` (stable, control or treatment) and, during a trial, ``step``, its number."""
+
+
+class LiveResources:
+    """Says in a serving process which resources each task gets. Asking it does no I/O.
+
+    A candidate is served only while somebody watches it: without a sign of the learner for ``learner_timeout_s``, every
+    task gets the stable version. While the store is out of reach the last known version is served.
+    """
+
+    def __init__(
+        self, store: LightningStore, *, refresh_s: float = 5.0, learner_timeout_s: float = 30.0, seed: int | None = None
+    ) -> None:
+        """Knows nothing yet; use it as ``async with LiveResources(store) as live``.
+
+        Args:
+            store: of the run that is served.
+            refresh_s: seconds between two looks at the learner's heartbeat; news of versions arrive at once.
+            learner_timeout_s: seconds after which a silent learner counts as gone.
+            seed: makes the choices repeatable.
+        """
+        self.stable: str | None = None
+        self.state: LiveState | None = None
+        self._store = store
+        self._place = LivePlace(store.run_id)
+        self._refresh_s = refresh_s
+        self._learner_timeout_s = learner_timeout_s
+        self._draw = random.Random(seed)
+        self._heartbeat: float | None = None
+        self._alive_at: float | None = None
+        """When the heartbeat was last seen to change, on the monotonic clock: those of two machines differ otherwise,
+        and one that is there at first sight may be old."""
+        self._reading = asyncio.Lock()
+        self._tasks: Sequence[asyncio.Task[None]] = ()
+        self._failing = False
+
+    async def __aenter__(self) -> Self:
+        await self._read()
+        runs = (self._store, self._store.with_run(self._place.desk_run_id))
+        self._tasks = [asyncio.create_task(work) for work in (*map(self._listen, runs), self._look_regularly())]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def trial(self) -> LiveState | None:
+        """The state while a candidate gets its share of the traffic; None otherwise."""
+        state = self.state
+        if state is None or state.phase != "trial" or state.candidate is None or state.stable != self.stable:
+            return None
+        is_watched = self._alive_at is not None and time.monotonic() - self._alive_at <= self._learner_timeout_s
+        return state if is_watched else None
+
+    def pick(self, key: str | None = None) -> Choice:
+        """What the next task is served with: ``runner.step(task, resources_id=..., metadata=...)``.
+
+        Args:
+            key: who asks, such as a user's id: the same one gets the same version throughout a trial. None draws.
+        """
+        trial = self.trial
+        if trial is None:
+            return Choice(self.stable, {"group": "stable"})
+        chance = self._draw.random() if key is None else _place_on_line(f"{trial.candidate}/{key}")
+        if chance < trial.share:
+            return Choice(trial.candidate, {"group": "treatment", "step": trial.trial})
+        return Choice(self.stable, {"group": "control", "step": trial.trial})
+
+    async def reward(self, rollout: Rollout | str, reward: float | Mapping[str, float]) -> None:
+        """Says how well a rollout went, at any time after it ended: by its user, or by what came of it.
+
+        Args:
+            rollout: what ``runner.step`` returned, or its id.
+            reward: as ``emit_reward`` takes it; one of several is named ``primary``.
+
+        Raises:
+            NotFoundError: there is no such rollout, or it has no attempt.
+        """
+        rollout_id = rollout if isinstance(rollout, str) else rollout.rollout_id
+        attempt = rollout.attempt if isinstance(rollout, AttemptedRollout) else None
+        attempt = attempt or await self._store.get_latest_attempt(rollout_id)
+        if attempt is None:
+            raise NotFoundError(f"no rollout {rollout_id!r} with an attempt in this store")
+        key = "primary" if isinstance(reward, Mapping) and len(reward) > 1 else None
+        span = emit_reward(reward, primary_key=key, propagate=False)
+        await self._store.add_span(
+            span.model_copy(update={"rollout_id": rollout_id, "attempt_id": attempt.attempt_id, "sequence_id": 0})
+        )
+
+    async def _read(self) -> None:
+        async with self._reading:  # one after the other, so that the last to end has read the newest
+            latest = await self._store.get_latest_resources()
+            found = await read_live_state(self._store)
+            learner = await self._store.get_worker_by_id(self._place.worker_id)
+            self.stable = None if latest is None else latest.version_id
+            self.state = None if found is None else found[0]
+            heartbeat = None if learner is None else learner.last_heartbeat_time
+            if heartbeat != self._heartbeat:
+                if self._heartbeat is not None:
+                    self._alive_at = time.monotonic()
+                self._heartbeat = heartbeat
+
+    async def _listen(self, store: LightningStore) -> None:
+        while True:
+            with contextlib.suppress(StoreError, OSError):  # the regular look says so
+                async for _ in store.subscribe(["resources_published"]):
+                    await self._look()
+            await asyncio.sleep(self._refresh_s)
+
+    async def _look_regularly(self) -> None:
+        while True:
+            await self._look()
+            await asyncio.sleep(self._refresh_s)
+
+    async def _look(self) -> None:
+        try:
+            await self._read()
+        except (StoreError, OSError) as error:
+            if not self._failing:
+                logger.warning("the store cannot be asked for live resources (said once): %s", error)
+            self._failing = True
+        else:
+            self._failing = False
+
+
+def _place_on_line(text: str) -> float:
+    """A number from 0 to 1 that depends on nothing but the text."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64

@@ -1,0 +1,88 @@
+"""A service to learn from, for the tests of live learning: the quality of its answers is written in its prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any
+
+import agentlightning as agl
+from agentlightning.types import Rollout
+
+GOOD, WORSE = "quality 0.95", "quality 0.2"
+BEGIN = "quality 0.6"
+
+
+@agl.rollout
+async def answer(task: dict[str, Any], prompt: agl.PromptTemplate, rollout: Rollout) -> float | None:
+    """Earns 1 with the probability that its prompt names, 0 otherwise; ``late`` tasks say nothing yet."""
+    if "broken" in prompt.template:
+        raise RuntimeError("no such tool")
+    if task.get("late"):
+        return None
+    quality = float(prompt.template.split()[1])
+    return float(random.Random(rollout.rollout_id).random() < quality)
+
+
+class Service:
+    """Serves tasks one after the other, asking ``live`` for the version of each."""
+
+    def __init__(
+        self, store: agl.LightningStore, live: agl.LiveResources, runner: agl.LitAgentRunner[Any], pause_s: float
+    ) -> None:
+        self.store = store
+        self.live = live
+        self.served: Counter[str] = Counter()
+        """Tasks by version."""
+        self._runner = runner
+        self._pause_s = pause_s
+        self._numbers = itertools.count()
+
+    async def serve(self, n: int | None = None, **task: Any) -> list[Rollout]:
+        """Serves ``n`` tasks, or goes on until it is cancelled."""
+        rollouts = []
+        for _ in itertools.count() if n is None else range(n):
+            choice = self.live.pick()
+            rollout = await self._runner.step(
+                {"n": next(self._numbers) % 40, **task}, resources_id=choice.resources_id, metadata=choice.metadata
+            )
+            self.served[choice.resources_id or ""] += 1
+            if n is not None:
+                rollouts.append(rollout)
+            await asyncio.sleep(self._pause_s)
+        return rollouts
+
+
+@contextlib.asynccontextmanager
+async def serving(store: agl.LightningStore, pause_s: float = 0.002, **settings: Any) -> AsyncIterator[Service]:
+    """A service over a store, in this process."""
+    runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer())
+    with runner.run_context(agent=answer, store=store):
+        async with agl.LiveResources(store, **{"refresh_s": 0.2, "seed": 0, **settings}) as live:
+            yield Service(store, live, runner, pause_s)
+
+
+@contextlib.asynccontextmanager
+async def running(*work: Any) -> AsyncIterator[list[asyncio.Task[Any]]]:
+    """Has coroutines run in the background until the block ends; what one of them raised is raised then."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+    for error in ended:
+        if isinstance(error, Exception):
+            raise error
+
+
+async def run_checks(store: agl.LightningStore) -> None:
+    """A runner, for the rollouts of offline checks."""
+    runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer())
+    with runner.run_context(agent=answer, store=store, worker_id="checker"):
+        await runner.iter()

@@ -1,0 +1,118 @@
+"""A search that is killed again and again ends as one that was not, and pays for no recorded call twice."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentlightning.testing.openai_server import Answer, RecordedRequest
+from tests.algorithms.prompt_lab import BEST, Server, critic_and_editor, phrases
+
+REPO = Path(__file__).parents[2]
+CALLS = 48
+"""That the program makes when nobody kills it: 3 rounds of 8 critiques and 8 edits."""
+
+
+class Till:
+    """Numbers every call, so that the ledger tells which of them it has recorded."""
+
+    def __init__(self) -> None:
+        self.questions: list[str] = []
+        """A hash of what was asked, by the number of the call."""
+
+    def __call__(self, request: RecordedRequest) -> Answer:
+        messages = json.dumps(request.body["messages"])
+        asked = re.sub(r"\[call \d+\]", "", messages)  # an editor is told the critique with the number of its call
+        self.questions.append(request.body["model"] + hashlib.blake2b(asked.encode(), digest_size=8).hexdigest())
+        answer = critic_and_editor(request)
+        return Answer(f"{answer.content} [call {len(self.questions) - 1}]", delay_s=0.03)
+
+    def recorded(self, directory: Path) -> set[int]:
+        """The numbers of the calls in the ledger."""
+        file = directory / "llm_calls.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        found = [re.search(r"\[call (\d+)\]", line) for line in lines]
+        return {int(match[1]) for match in found if match is not None}
+
+
+def start(directory: Path, endpoint: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.algorithms.apo_program", str(directory), endpoint],
+        cwd=REPO,
+        env={**os.environ, "PYTHONPATH": str(REPO)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(directory: Path, endpoint: str) -> dict[str, Any]:
+    process = start(directory, endpoint)
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode == 0
+    result: dict[str, Any] = json.loads(output)
+    return result
+
+
+def kill_at(point: int, delay_s: float, directory: Path, endpoint: str, till: Till) -> set[int]:
+    """Kills the program after so many calls and a while; returns the calls that were recorded by then."""
+    process = start(directory, endpoint)
+    deadline = time.monotonic() + 100
+    while len(till.questions) < point and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    time.sleep(delay_s)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    return till.recorded(directory)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    till = Till()
+    with Server(till) as server:
+        result = finish(tmp_path_factory.mktemp("whole") / "run", server.endpoint)
+    assert len(till.questions) == CALLS
+    assert phrases(result["best"]) == BEST
+    return result
+
+
+def check(undisturbed: dict[str, Any], directory: Path, points: list[tuple[int, float]]) -> None:
+    till = Till()
+    recorded: set[int] = set()
+    with Server(till) as server:
+        for point, delay_s in [*points, (None, 0.0)]:
+            paid = {till.questions[number] for number in recorded}
+            known = len(till.questions)
+            if point is None:
+                assert finish(directory, server.endpoint) == undisturbed
+            else:
+                recorded = kill_at(point, delay_s, directory, server.endpoint, till)
+            assert paid.isdisjoint(till.questions[known:]), "a recorded call was paid for twice"
+    assert len(till.recorded(directory)) == CALLS
+
+
+@pytest.mark.slow
+def test_killed_at_three_points_it_finds_the_same_and_pays_for_no_recorded_call_twice(
+    undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
+    draw = random.Random(7)
+    points = sorted((draw.randrange(1, CALLS), draw.random() * 0.3) for _ in range(3))
+    check(undisturbed, tmp_path / "run", points)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(20))
+def test_killed_at_a_random_point_it_finds_the_same(undisturbed: dict[str, Any], tmp_path: Path, seed: int) -> None:
+    draw = random.Random(f"soak {seed}")
+    check(undisturbed, tmp_path / "run", [(draw.randrange(1, CALLS), draw.random() * 0.3)])

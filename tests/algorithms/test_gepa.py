@@ -1,0 +1,168 @@
+"""gepa over the same store, agents and budgets as APO."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agentlightning as agl
+from agentlightning.testing.openai_server import Answer, RecordedRequest, ScriptedOpenAI
+from tests.algorithms.prompt_lab import BEST, SEED, TRAIN, VAL, WORTH, Server, agent, client, phrases
+
+
+def reflect(request: RecordedRequest) -> Answer:
+    """The instructions with one phrase more, which depends on the examples."""
+    asked = request.body["messages"][0]["content"]
+    found = re.search(r"```\n(.*?)\n```", asked, re.DOTALL)
+    assert found is not None
+    missing = sorted(set(WORTH) - phrases(found[1]))
+    digest = hashlib.blake2b(" ".join(re.findall(r"train \d+", asked)).encode(), digest_size=4).digest()
+    more = f"\n{missing[int.from_bytes(digest) % len(missing)]}" if missing else ""
+    return Answer(f"```\n{found[1]}{more}\n```")
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedOpenAI]:
+    with Server(reflect) as scripted:
+        yield scripted
+
+
+def make(server: ScriptedOpenAI, **settings: Any) -> Any:
+    defaults = {"reflection_model": "reflector", "max_rollouts": 300}
+    return agl.GEPA(client(server), **{**defaults, **settings})
+
+
+def train(gepa: Any, agent: Any = agent, resources: Any = None, **settings: Any) -> agl.LightningStore:
+    store = agl.create_store("memory://")
+    trainer = agl.Trainer(
+        algorithm=gepa,
+        store=store,
+        strategy="shm",
+        tracer="dummy",
+        trackers=[],
+        initial_resources=resources or {"prompt": SEED},
+        **settings,
+    )
+    assert trainer.fit(agent, TRAIN, VAL).status == "succeeded"
+    return store
+
+
+def test_it_finds_the_best_prompt_and_gives_results_as_apo_does(server: ScriptedOpenAI) -> None:
+    gepa = make(server, target_score=1.0)
+    store = train(gepa)
+    assert phrases(gepa.get_best_prompt().template) == BEST
+    assert gepa.stopped_because == "target_score"
+    latest = asyncio.run(store.get_latest_resources())
+    assert latest is not None
+    assert latest.resources == {"prompt": gepa.get_best_prompt()}
+    ids = {candidate.candidate_id for candidate in gepa.history}
+    assert all(candidate.parent_id in ids for candidate in gepa.history[1:])
+    assert BEST <= phrases(gepa.diff())
+    last = asyncio.run(store.query_metrics()).items[-1].values
+    assert last["reward"] == 1.0
+    assert last["model_calls"] == len(server.requests)
+
+
+def test_a_budget_of_calls_and_one_of_rollouts_end_it(server: ScriptedOpenAI) -> None:
+    gepa = make(server, max_calls=2)
+    train(gepa)
+    assert len(server.requests) == 2
+    assert gepa.stopped_because == "budget"
+    gepa = make(server, max_rollouts=30)
+    store = train(gepa)
+    assert gepa.stopped_because == "rollouts"
+    assert 30 <= len(asyncio.run(store.query_rollouts())) <= 30 + 2 * 3 + len(VAL)
+
+
+def test_the_same_seed_gives_the_same_lineage(server: ScriptedOpenAI) -> None:
+    def lineage(seed: int) -> list[Any]:
+        gepa = make(server, seed=seed, max_rollouts=80)
+        train(gepa)
+        return [(each.candidate_id, each.parent_id, each.score) for each in gepa.history]
+
+    assert lineage(1) == lineage(1) != lineage(2)
+
+
+def test_it_is_resumed_without_paying_or_running_again(server: ScriptedOpenAI, tmp_path: Path) -> None:
+    runs = 0
+
+    def counting(task: Any, prompt: agl.PromptTemplate) -> float:
+        nonlocal runs
+        runs += 1
+        return agent(task, prompt)
+
+    def fit(gepa: Any, resume: bool) -> None:
+        agl.Trainer(
+            algorithm=gepa,
+            store=f"sqlite:///{tmp_path / 'store.db'}",
+            strategy="shm",
+            tracer="dummy",
+            trackers=[],
+            run_dir=tmp_path / "run",
+            resume=resume,
+            initial_resources={"prompt": SEED},
+        ).fit(counting, TRAIN, VAL)
+
+    first = make(server, max_rollouts=60)
+    fit(first, resume=False)
+    calls, ran = len(server.requests), runs
+    again = make(server, max_rollouts=60)
+    fit(again, resume=True)
+    assert (len(server.requests), runs) == (calls, ran)
+    assert again.history == first.history
+    longer = make(server, max_rollouts=90)
+    fit(longer, resume=True)
+    assert longer.history[: len(first.history)] == first.history
+    assert runs > ran
+
+
+def test_a_dead_model_ends_it_with_the_seed(caplog: pytest.LogCaptureFixture) -> None:
+    with Server([Answer(status=401, error="wrong key")]) as server:
+        gepa = make(server)
+        train(gepa)
+    assert gepa.stopped_because == "model_calls_failed"
+    assert "proposals failed in a row: AuthenticationError" in caplog.text
+    assert gepa.get_best_prompt() == agl.PromptTemplate(SEED)
+
+
+def test_an_edit_without_its_placeholder_is_mended() -> None:
+    def careless(request: RecordedRequest) -> Answer:
+        if len(request.body["messages"]) == 1:
+            return Answer("```\nforgot it\n```")
+        assert "it lost the placeholders {question}" in request.body["messages"][-1]["content"]
+        return reflect(request)
+
+    with Server(careless) as server:
+        gepa = make(server, max_rollouts=40)
+        train(gepa)
+    assert len(gepa.history) > 1
+    assert all("{question}" in each.prompts["prompt"].template for each in gepa.history)
+
+
+def test_prompts_of_several_resources_are_tuned(server: ScriptedOpenAI) -> None:
+    def two_prompts(task: Any, planner: agl.PromptTemplate, writer: agl.PromptTemplate) -> float:
+        return (agent(task, planner) + agent(task, writer)) / 2
+
+    gepa = make(server, max_rollouts=120, use_merge=True)
+    train(gepa, two_prompts, {"planner": SEED, "writer": SEED})
+    assert {name for candidate in gepa.history for name in candidate.edited} == {"planner", "writer"}
+    assert gepa.get_best().score > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"minibatch_size": 0}, "minibatch_size = 0"),
+        ({"reflection_prompt": "no gaps"}, "Missing placeholder"),
+        ({"max_cost": 1.0}, "needs the price of 'reflector'"),
+    ],
+)
+def test_wrong_settings_are_refused(server: ScriptedOpenAI, settings: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(agl.ConfigError, match=complaint):
+        make(server, **settings)

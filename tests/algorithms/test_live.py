@@ -1,0 +1,429 @@
+"""Live learning: trials on a share of the traffic, promotion, roll-back, restarts, late rewards."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+import pytest
+
+import agentlightning as agl
+from agentlightning.live import LivePlace, LiveState, read_live_state
+from agentlightning_algorithms.live.result import Feed, Results
+from agentlightning_algorithms.live.sequential import MeanBound, SequentialTest
+from tests.algorithms.live_service import BEGIN, GOOD, WORSE, Service, run_checks, running, serving
+
+QUICK: dict[str, Any] = {
+    "evidence": 10,
+    "check_tasks": 8,
+    "check_tolerance": 1.0,
+    "share": 0.4,
+    "margin": 0.2,
+    "refresh_s": 0.1,
+}
+
+
+@pytest.fixture
+async def store() -> AsyncIterator[agl.LightningStore]:
+    store = agl.InMemoryLightningStore()
+    await store.update_resources("tuned", {"prompt": BEGIN})
+    yield store
+    await store.close()
+
+
+def propose(*prompts: str | Exception | None) -> Callable[[agl.LiveLearning.Experience], Mapping[str, str] | None]:
+    """A proposer that knows what it will say, whatever it is told."""
+    left = iter(prompts)
+
+    def next_one(experience: agl.LiveLearning.Experience) -> Mapping[str, str] | None:
+        prompt = next(left, None)
+        if isinstance(prompt, Exception):
+            raise prompt
+        return None if prompt is None else {"prompt": prompt}
+
+    return next_one
+
+
+def learner(store: agl.LightningStore, *prompts: str | Exception | None, **settings: Any) -> agl.LiveLearning:
+    algorithm = agl.LiveLearning(propose(*prompts), **{**QUICK, "max_trials": len(prompts), **settings})
+    algorithm.set_store(store)
+    return algorithm
+
+
+async def history(store: agl.LightningStore) -> list[LiveState]:
+    """The states of live learning, oldest first."""
+    place = LivePlace(store.run_id)
+    updates = await store.with_run(place.desk_run_id).query_resources(resources_id=place.state_id)
+    return [state for update in updates if isinstance(state := update.resources["live"], LiveState)]
+
+
+async def latest_prompt(store: agl.LightningStore) -> str:
+    latest = await store.get_latest_resources()
+    assert latest is not None
+    prompt = latest.resources["prompt"]
+    assert isinstance(prompt, agl.PromptTemplate)
+    return prompt.template
+
+
+async def learn(service: Service, algorithm: agl.LiveLearning, timeout_s: float = 60.0) -> list[LiveState]:
+    """Lets an algorithm learn from a service with a runner for its checks, and returns the history."""
+    async with running(service.serve(), run_checks(service.store)):
+        await asyncio.wait_for(algorithm.run(), timeout_s)
+    return await history(service.store)
+
+
+async def test_a_better_version_is_checked_tried_on_a_share_and_promoted(store: agl.LightningStore) -> None:
+    async with serving(store) as service:
+        states = await learn(service, learner(store, GOOD))
+        assert [state.phase for state in states] == ["watching", "checking", "trial", "watching"]
+        assert states[2].share == 0.4
+        latest = await store.get_latest_resources()
+        assert latest is not None
+        assert (latest.version_id, await latest_prompt(store), states[3].stable) == ("tuned@2", GOOD, "tuned@2")
+        await service.serve(20)
+        assert service.served["tuned@2"] >= 20
+        treated, control = service.served["default.candidate@1"], service.served["tuned@1"] - QUICK["evidence"]
+        assert 0.2 < treated / (treated + control) < 0.6
+    (metrics,) = await store.query_metrics()
+    assert metrics.step == 1
+    assert metrics.values["live/promoted"] == 1.0
+    assert metrics.values["live/low"] > -QUICK["margin"]
+    found = await agl.compare_rollouts(store, {"group": "control", "step": 1}, {"group": "treatment", "step": 1})
+    assert found.difference == pytest.approx(metrics.values["live/difference"], abs=0.1)
+
+
+async def test_a_bad_version_is_rolled_back_by_itself_and_served_no_more(store: agl.LightningStore) -> None:
+    async with serving(store) as service:
+        states = await learn(service, learner(store, WORSE))
+        assert [state.phase for state in states] == ["watching", "checking", "trial", "watching"]
+        assert "rolled back" in states[3].note
+        assert (await latest_prompt(store), states[3].stable, states[3].candidate) == (BEGIN, "tuned@1", None)
+        bad = service.served["default.candidate@1"]
+        assert bad > 0
+        await asyncio.sleep(0.1)
+        before = service.served["default.candidate@1"]
+        await service.serve(50)
+        assert service.served["default.candidate@1"] == before
+    assert (await store.query_metrics())[0].values["live/high"] < 0
+
+
+async def test_a_version_that_fails_on_recorded_tasks_never_reaches_a_user(store: agl.LightningStore) -> None:
+    async with serving(store) as service:
+        states = await learn(service, learner(store, "broken", check_tolerance=0.2))
+        assert [state.phase for state in states] == ["watching", "checking", "watching"]
+        assert "rejected by the offline check" in states[-1].note
+        assert set(service.served) == {"tuned@1"}
+    checks = await store.query_rollouts(metadata={"group": "check"})
+    assert {rollout.resources_id for rollout in checks} == {"default.candidate@1"}
+    assert len({rollout.input["n"] for rollout in checks}) == len(checks) == QUICK["check_tasks"]
+
+
+async def test_a_check_that_nobody_runs_rejects_the_candidate_and_leaves_no_work_behind(
+    store: agl.LightningStore,
+) -> None:
+    async with serving(store) as service, running(service.serve()):
+        await asyncio.wait_for(learner(store, GOOD, check_timeout_s=0.5).run(), 60)
+        assert "are there runners?" in (await history(store))[-1].note
+    assert {rollout.status for rollout in await store.query_rollouts(metadata={"group": "check"})} == {"cancelled"}
+
+
+async def test_a_trial_that_stays_undecided_ends_after_max_treated(store: agl.LightningStore) -> None:
+    async with serving(store) as service:
+        states = await learn(service, learner(store, "quality 0.6 again", margin=0.0, max_treated=15))
+        assert "after 15 against" in states[-1].note
+        promoted = states[-1].stable == "tuned@2"
+        (metrics,) = await store.query_metrics()
+        assert promoted == (metrics.values["live/difference"] >= 0) == bool(metrics.values["live/promoted"])
+
+
+async def test_rewards_that_come_late_count(store: agl.LightningStore) -> None:
+    async def rate(service: Service) -> None:
+        """The users: every one says later what the answer was worth to them."""
+        while True:
+            for rollout in await service.serve(5, late=True):
+                good = GOOD in str(await store.get_resources_by_id(rollout.resources_id or ""))
+                await asyncio.sleep(0.01)
+                await service.live.reward(rollout, 0.9 if good else 0.3)
+
+    async with serving(store) as service, running(rate(service), run_checks(store)):
+        await asyncio.wait_for(learner(store, GOOD).run(), 60)
+        assert await latest_prompt(store) == GOOD
+
+
+async def test_a_proposer_that_fails_or_has_no_idea_is_asked_again_after_more_evidence(
+    store: agl.LightningStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[agl.LiveLearning.Experience] = []
+    answers = iter([RuntimeError("no credit"), None, {"prompt": BEGIN}, {"promt": GOOD}, {"prompt": GOOD}])
+
+    async def think(experience: agl.LiveLearning.Experience) -> Any:
+        told.append(experience)
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    algorithm = agl.LiveLearning(think, **QUICK, max_trials=1)
+    algorithm.set_store(store)
+    with caplog.at_level(logging.CRITICAL, "agentlightning"):
+        async with serving(store) as service:
+            states = await learn(service, algorithm)
+    notes = [state.note for state in states]
+    assert notes[:5] == [
+        "began",
+        "the proposer failed: RuntimeError: no credit",
+        "the proposer had nothing new",
+        "the proposer had nothing new",
+        "the proposer failed: ConfigError: proposed promt; there are: prompt",
+    ]
+    assert list(told[4].notes) == notes[:5]
+    begun = [result.rollout.start_time for experience in told for result in experience.results]
+    assert begun == sorted(begun)
+    assert len(set(begun)) == len(begun) >= 5 * QUICK["evidence"]
+    assert {result.reward for result in told[0].results} <= {0.0, 1.0}
+
+
+async def test_what_somebody_else_publishes_becomes_stable_and_ends_the_trial(store: agl.LightningStore) -> None:
+    algorithm = learner(store, "quality 0.6 again", max_trials=None, margin=0.0)
+    async with serving(store) as service, running(service.serve(), run_checks(store), algorithm.run()):
+        while service.live.trial is None:
+            await asyncio.sleep(0.02)
+        await store.update_resources("by-hand", {"prompt": "quality 0.9"})
+        async with asyncio.timeout(20):
+            while (await history(store))[-1].stable != "by-hand@1":
+                await asyncio.sleep(0.02)
+        assert "published by somebody else" in (await history(store))[-1].note
+        await asyncio.sleep(0.1)
+        before = service.served.copy()
+        await asyncio.sleep(0.2)
+        assert set(service.served - before) == {"by-hand@1"}
+
+
+async def test_a_learner_that_is_stopped_goes_on_in_the_same_trial(store: agl.LightningStore) -> None:
+    async with serving(store) as service, running(service.serve(), run_checks(store)):
+        first = learner(store, GOOD, margin=0.0, risk=1e-6)
+        async with running(first.run()):
+            while service.served["default.candidate@1"] < 20:
+                await asyncio.sleep(0.02)
+        in_trial = await history(store)
+        assert in_trial[-1].phase == "trial"
+        second = learner(store, "quality 0.1 never asked for")
+        await asyncio.wait_for(second.run(), 60)
+        states = await history(store)
+        assert states[: len(in_trial)] == in_trial
+        assert [state.phase for state in states[len(in_trial) :]] == ["watching"]
+        assert await latest_prompt(store) == GOOD
+        metrics = (await store.query_metrics())[0].values
+        assert metrics["live/treated"] >= 15
+
+
+@pytest.mark.parametrize("writes", range(1, 8))
+async def test_a_learner_killed_at_any_write_asks_for_no_candidate_twice_and_promotes_once(
+    store: agl.LightningStore, writes: int
+) -> None:
+    """The writes are: began, candidate, checking, trial, metrics, promoted, watching."""
+
+    class Killed(BaseException):
+        pass
+
+    class Mortal(agl.InMemoryLightningStore):
+        left = writes
+
+        async def update_resources(self, resources_id: str, resources: Mapping[str, Any]) -> agl.ResourcesUpdate:
+            return await self._die_after(super().update_resources(resources_id, resources))
+
+        async def add_metrics(self, step: int, values: Mapping[str, float]) -> Any:
+            return await self._die_after(super().add_metrics(step, values))
+
+        async def _die_after(self, write: Any) -> Any:
+            done = await write
+            type(self).left -= 1
+            if type(self).left == 0:
+                raise Killed
+            return done
+
+    mortal = Mortal.__new__(Mortal)
+    mortal.__dict__.update(store.__dict__)
+    asked: list[int] = []
+
+    def think(experience: agl.LiveLearning.Experience) -> Mapping[str, str]:
+        asked.append(len(experience.results))
+        return {"prompt": GOOD}
+
+    async with serving(store) as service, running(service.serve(), run_checks(store)):
+        first = agl.LiveLearning(think, **QUICK, max_trials=1)
+        first.set_store(mortal)
+        with pytest.raises(Killed):
+            await asyncio.wait_for(first.run(), 60)
+        second = agl.LiveLearning(think, **QUICK, max_trials=1)
+        second.set_store(store)
+        await asyncio.wait_for(second.run(), 60)
+    assert len(asked) == 1
+    updates = await store.query_resources(resources_id="tuned")
+    assert [update.version for update in updates] == [1, 2]
+    assert await latest_prompt(store) == GOOD
+    assert len(await store.query_rollouts(metadata={"group": "check"})) == QUICK["check_tasks"]
+
+
+async def test_without_a_learner_nobody_is_served_a_version_on_trial(store: agl.LightningStore) -> None:
+    async with serving(store, learner_timeout_s=0.6) as service:
+        async with running(service.serve(), run_checks(store), learner(store, BEGIN + " b", margin=0.0).run()):
+            while service.served["default.candidate@1"] < 5:
+                await asyncio.sleep(0.02)
+        await asyncio.sleep(0.7)  # the learner is gone, its trial is not
+        assert (await history(store))[-1].phase == "trial"
+        assert service.live.pick().metadata == {"group": "stable"}
+        before = service.served["default.candidate@1"]
+        await service.serve(30)
+        assert service.served["default.candidate@1"] == before
+        async with serving(store) as newcomer:  # it has never seen the learner alive
+            await asyncio.sleep(0.5)
+            assert newcomer.live.trial is None
+
+
+async def test_a_second_learner_of_a_run_is_refused(store: agl.LightningStore) -> None:
+    async with serving(store) as service, running(service.serve(), run_checks(store)):
+        both = [learner(store, f"{BEGIN} {name}", max_trials=None, margin=0.0) for name in "ab"]
+        ended = await asyncio.wait_for(
+            asyncio.gather(*(algorithm.run() for algorithm in both), return_exceptions=True), 60
+        )
+        errors = [error for error in ended if isinstance(error, agl.ConflictError)]
+        assert errors
+        assert all("another learner" in str(error) for error in errors)
+
+
+async def test_a_user_gets_one_version_throughout_a_trial(store: agl.LightningStore) -> None:
+    async with (
+        serving(store) as service,
+        running(service.serve(), run_checks(store), learner(store, BEGIN + " b", margin=0.0).run()),
+    ):
+        while service.live.trial is None:
+            await asyncio.sleep(0.02)
+        picked = {f"user-{n}": service.live.pick(f"user-{n}") for n in range(200)}
+        assert {user: service.live.pick(user) for user in picked} == picked
+        treated = sum(choice.metadata["group"] == "treatment" for choice in picked.values())
+        assert 0.25 < treated / len(picked) < 0.55
+
+
+async def test_learning_needs_something_to_improve() -> None:
+    store = agl.InMemoryLightningStore()
+    with pytest.raises(agl.ConfigError, match="nothing to improve"):
+        await learner(store, GOOD).run()
+    async with agl.LiveResources(store) as live:
+        assert live.pick().resources_id is None
+        with pytest.raises(agl.NotFoundError, match="ro-unknown"):
+            await live.reward("ro-unknown", 1.0)
+    assert await read_live_state(store) is None
+    await store.close()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"share": 0.0}, "share = 0.0: a number between 0 and 1"),
+        ({"risk": 1.0}, "risk = 1.0"),
+        ({"evidence": 0}, "evidence = 0: at least 1"),
+        ({"max_trials": 0}, "max_trials = 0"),
+        ({"margin": -0.1}, "margin = -0.1: at least 0"),
+        ({"reward_timeout_s": 0}, "reward_timeout_s = 0: more than 0"),
+        ({"reward_range": (1.0, 1.0)}, "reward_range"),
+        ({"propose": "no_such_module:function"}, "propose = 'no_such_module:function'"),
+    ],
+)
+def test_a_setting_out_of_range_is_refused_by_name(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(agl.ConfigError, match=message):
+        agl.LiveLearning(**{"propose": propose(GOOD), **wrong})
+    assert agl.LiveLearning("json:loads").propose is not None
+
+
+async def test_results_are_given_once_and_also_those_whose_event_was_missed(store: agl.LightningStore) -> None:
+    feed = Feed(store)
+    results = Results(store, feed, groups={"stable"}, since=0.0, reward_timeout_s=0.3)
+    async with serving(store) as service:
+        first = await service.serve(3)
+        assert [r.rollout.rollout_id for r in await results.more()] == [r.rollout_id for r in first]
+        async with running(feed.follow(pause_s=0.05)):
+            await asyncio.sleep(0)
+            second = await service.serve(2)
+            (silent,) = await service.serve(1, late=True)
+            assert [r.rollout.rollout_id for r in await results.more()] == [r.rollout_id for r in second]
+        await service.serve(2)
+        assert await results.more() == []
+        feed.gaps += 1
+        assert len(await results.more()) == 2
+        await asyncio.sleep(0.3)
+        assert await results.more() == []
+        assert results.unrated == 1
+        await service.live.reward(silent, 1.0)
+        assert await results.more() == []
+
+
+# --- the test that decides ---
+
+
+def decide(before: float, after: float, seed: int, n: int, share: float = 0.5, margin: float = 0.1) -> str | None:
+    draw = random.Random(seed)
+    test = SequentialTest(risk=0.05, margin=margin, reward_range=(0.0, 1.0))
+    for _ in range(n):
+        treated = draw.random() < share
+        test.add(float(draw.random() < (after if treated else before)), is_treatment=treated)
+        if test.verdict is not None:
+            return test.verdict
+    return None
+
+
+def test_a_decision_is_wrong_no_more_often_than_was_asked_for() -> None:
+    """Looking after each reward, 200 times over: a test of a fixed size at 5 % would be wrong far more often."""
+    same = [decide(0.6, 0.6, seed, 400) for seed in range(200)]
+    assert same.count("worse") <= 10
+    on_the_margin = [decide(0.6, 0.5, seed, 400) for seed in range(200)]
+    assert on_the_margin.count("not worse") <= 10
+
+
+def test_clear_differences_are_decided_quickly() -> None:
+    assert [decide(0.9, 0.3, seed, 150) for seed in range(40)].count("worse") >= 38
+    assert [decide(0.5, 0.9, seed, 200) for seed in range(40)].count("not worse") >= 38
+
+
+def test_a_bound_holds_at_all_times_at_once() -> None:
+    def crosses(seed: int) -> bool:
+        draw, bound = random.Random(seed), MeanBound(0.05)
+        for _ in range(300):
+            bound.add(draw.betavariate(2, 3))
+            if bound.low > 0.4 or not 0.0 <= bound.low <= bound.mean <= bound.high <= 1.0:
+                return True
+        return False
+
+    assert sum(crosses(seed) for seed in range(200)) <= 10
+
+
+def test_a_bound_is_that_of_the_paper() -> None:
+    """Its formulas, written out again from arXiv:2010.09686, theorem 2 and equations 15 and 16, for one side."""
+    import math
+
+    values = [0.2, 0.9, 0.5, 1.0, 0.0, 0.7]
+    log = math.log(1 / 0.05)
+    means = [(0.5 + sum(values[:i])) / (i + 1) for i in range(len(values) + 1)]
+    top = bottom = price = 0.0
+    for t, value in enumerate(values, 1):
+        variance = (0.25 + sum((values[i] - means[i + 1]) ** 2 for i in range(t - 1))) / t
+        stake = min(math.sqrt(2 * log / (variance * t * math.log(1 + t))), 0.5)
+        top, bottom = top + stake * value, bottom + stake
+        price += 4 * (value - means[t - 1]) ** 2 * (-math.log(1 - stake) - stake) / 4
+    bound = MeanBound(0.05)
+    for value in values:
+        bound.add(value)
+    assert bound._center == pytest.approx(top / bottom)
+    assert bound._radius == pytest.approx((log + price) / bottom)
+
+
+def test_rewards_outside_the_range_count_as_its_ends() -> None:
+    test = SequentialTest(risk=0.05, margin=1.0, reward_range=(-10.0, 10.0))
+    for reward, treated in ((99.0, True), (10.0, True), (-10.0, False), (-11.0, False)):
+        test.add(reward, is_treatment=treated)
+    assert test.difference == 20.0
+    low, high = test.interval
+    assert -20.0 <= low < 20.0 == high

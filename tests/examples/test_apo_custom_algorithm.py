@@ -1,0 +1,119 @@
+"""The example of an algorithm of one's own, as its first lines say: in three processes, and in one."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agentlightning.testing.openai_server import Answer, RecordedRequest, ScriptedOpenAI
+from tests.algorithms.prompt_lab import Server
+
+REPO = Path(__file__).parents[2]
+EXAMPLE = str(REPO / "examples" / "apo" / "apo_custom_algorithm.py")
+
+
+def model(request: RecordedRequest) -> Answer:
+    """Answers in the manner of the prompt; as a judge it likes what is friendly."""
+    asked = request.body["messages"][0]["content"]
+    if "How good is this answer?" in asked:
+        return Answer("9" if "friendly" in asked else "4.5")
+    return Answer(f"an answer to: {asked[:30]}")
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedOpenAI]:
+    with Server(model) as scripted:
+        yield scripted
+
+
+def start(folder: Path, server: ScriptedOpenAI, *command: str, store: str = "") -> subprocess.Popen[str]:
+    environment = {
+        **os.environ,
+        "OPENAI_API_KEY": "any",
+        "OPENAI_BASE_URL": server.endpoint,
+        "AGL_STORE": store,
+        "PYTHONUNBUFFERED": "1",
+    }
+    return subprocess.Popen(
+        [sys.executable, *command],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def check_output(output: str) -> None:
+    assert output.count("succeeded") >= 3
+    assert re.findall(r"final reward: (\S+)", output) == ["0.45", "0.45", "0.9"]
+    assert re.search(r"^  span .*chat", output, re.MULTILINE)
+    assert "  span agentlightning.annotation" in output
+    assert "best prompt: You are a friendly chatbot. {any_question} (reward 0.9)" in output
+
+
+def stop(process: subprocess.Popen[str]) -> str:
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    return output
+
+
+@pytest.mark.slow
+def test_in_three_terminals_it_names_the_best_prompt(server: ScriptedOpenAI, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    store = start(tmp_path, server, "-m", "agentlightning", "store", "--port", str(port))
+    processes = [store]
+    try:
+        wait_until_served(url, store)
+        runner = start(tmp_path, server, EXAMPLE, "runner", store=url)
+        processes.append(runner)
+        algorithm = start(tmp_path, server, EXAMPLE, "algo", store=url)
+        output, _ = algorithm.communicate(timeout=90)
+        assert algorithm.returncode == 0, output
+        check_output(output)
+        said = stop(runner)
+        assert "waiting for rollouts" in said
+        assert "Traceback" not in said
+        assert runner.returncode == 0
+    finally:
+        for process in reversed(processes):
+            if process.poll() is None:
+                stop(process)
+
+
+@pytest.mark.slow
+def test_in_one_process_it_names_the_best_prompt(server: ScriptedOpenAI, tmp_path: Path) -> None:
+    process = start(tmp_path, server, EXAMPLE)
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == 0, output
+    check_output(output)
+
+
+def test_an_unknown_role_is_answered_with_how_to_use_it(server: ScriptedOpenAI, tmp_path: Path) -> None:
+    process = start(tmp_path, server, EXAMPLE, "runer")
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == 2
+    assert "apo_custom_algorithm.py runner" in output
+
+
+def wait_until_served(url: str, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{url}/v1/agl/health", timeout=5):
+                return
+        except OSError:
+            time.sleep(0.1)
+    pytest.fail("the store did not start")

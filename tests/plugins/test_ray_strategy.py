@@ -1,0 +1,225 @@
+"""The strategy `ray`, on real clusters of this machine: results, environments, lost nodes, stopping."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.cluster_utils import Cluster
+
+import agentlightning as agl
+from agentlightning.types import EnqueueRolloutRequest, RolloutConfig
+
+TASKS = [{"number": number} for number in range(8)]
+
+
+@contextlib.contextmanager
+def ray_cluster(*cpus_of_nodes: int) -> Iterator[Cluster]:
+    # A node that is lost is known after a second, rather than after Ray's usual 15.
+    fast = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 300, "health_check_failure_threshold": 3}
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": cpus_of_nodes[0], "include_dashboard": False, "_system_config": fast},
+    )
+    try:
+        for num_cpus in cpus_of_nodes[1:]:
+            cluster.add_node(num_cpus=num_cpus)
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with ray_cluster(4) as cluster:
+        yield cluster
+
+
+def squaring_agent(task: dict[str, int]) -> float:
+    agl.emit_message(f"squaring {task['number']}")
+    return float(task["number"] ** 2)
+
+
+def reading_agent(task: Any) -> float:
+    print("reading the colour", flush=True)
+    return {"blue": 1.0}.get(os.environ.get("COLOUR", ""), 0.0)
+
+
+def fit(agent: Any, strategy: Any, algorithm: Any = "baseline", tasks: Any = TASKS) -> agl.LightningStore:
+    store = agl.create_store("memory://")
+    trainer = agl.Trainer(algorithm=algorithm, store=store, strategy=strategy, n_runners=2, trackers=[])
+    assert trainer.fit(agent, tasks).status == "succeeded"
+    return store
+
+
+def results(store: agl.LightningStore) -> list[tuple[Any, ...]]:
+    async def read() -> list[tuple[Any, ...]]:
+        rollouts = (await store.query_rollouts()).items
+        spans = [(await store.query_spans(rollout.rollout_id, "latest")).items for rollout in rollouts]
+        return sorted(
+            (str(rollout.input), rollout.mode, rollout.status, agl.find_final_reward(own), [span.name for span in own])
+            for rollout, own in zip(rollouts, spans, strict=True)
+        )
+
+    return asyncio.run(read())
+
+
+@pytest.mark.slow
+def test_the_same_program_gives_the_same_results_with_ray_as_with_processes(cluster: Cluster) -> None:
+    found = results(fit(squaring_agent, {"name": "ray", "address": cluster.address}))
+    assert found == results(fit(squaring_agent, "cs"))
+    assert sorted(result[3] for result in found) == [float(number**2) for number in range(8)]
+
+
+@pytest.mark.slow
+def test_actors_have_an_environment_of_their_own_and_print_here(
+    cluster: Cluster, capfd: pytest.CaptureFixture[str]
+) -> None:
+    strategy = {"name": "ray", "address": cluster.address, "runtime_env": {"env_vars": {"COLOUR": "blue"}}}
+    assert {result[3] for result in results(fit(reading_agent, strategy))} == {1.0}
+    assert "reading the colour" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_an_agent_that_no_actor_can_load_ends_the_run_at_once_with_one_sentence(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tmp_path / "vanishing_ray_agent.py"
+    module.write_text("def agent(task):\n    return 1.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import vanishing_ray_agent  # type: ignore[import-not-found] # written above
+
+    module.unlink()
+    with pytest.raises(agl.ConfigError, match="cannot be loaded in a runner process: ModuleNotFoundError.*vanishing"):
+        fit(vanishing_ray_agent.agent, {"name": "ray", "address": cluster.address})
+
+
+def slow_agent(task: dict[str, Any]) -> float:
+    (Path(task["folder"]) / f"{task['number']}-{os.environ['RAY_NODE_ID']}-{os.getpid()}").touch()
+    time.sleep(0.3)
+    return float(task["number"])
+
+
+@pytest.mark.slow
+def test_killing_a_node_mid_run_loses_nothing(tmp_path: Path) -> None:
+    tasks = [{"number": number, "folder": str(tmp_path)} for number in range(40)]
+
+    def begun() -> list[str]:
+        return [path.name for path in tmp_path.iterdir()]
+
+    with ray_cluster(0, 1, 1, 1) as cluster:
+
+        @agl.algo
+        async def algorithm(store: agl.LightningStore) -> None:
+            config = RolloutConfig(max_attempts=3, retry_condition=["unresponsive"])
+            queued = await store.enqueue_many_rollouts(
+                [EnqueueRolloutRequest(input=task, config=config) for task in tasks]
+            )
+            ids = [rollout.rollout_id for rollout in queued]
+            at_work: set[str] = set()
+            while len(at_work) < 2:
+                await asyncio.sleep(0.05)
+                at_work = {name.split("-")[1] for name in begun()}
+            victim = next(node for node in cluster.worker_nodes if node.node_id in at_work)
+            await asyncio.to_thread(cluster.remove_node, victim, allow_graceful=False)
+            await store.wait_for_rollouts(ids, timeout=60)
+
+        trainer_store = agl.InMemoryLightningStore(lease_s=600.0)  # only Ray tells of the loss in time
+        trainer = agl.Trainer(
+            algorithm=algorithm,
+            store=trainer_store,
+            tracer="dummy",
+            strategy={"name": "ray", "address": cluster.address},
+            n_runners=2,
+            max_concurrency=2,
+            trackers=[],
+        )
+        assert trainer.fit(slow_agent).status == "succeeded"
+    found = results(trainer_store)
+    assert sorted(result[3] for result in found) == [float(number) for number in range(40)]
+    assert {result[2] for result in found} == {"succeeded"}
+    starts = [name.split("-")[0] for name in begun()]
+    assert len(starts) > len(set(starts)) == 40  # some ran on the node that was lost, and again
+
+
+_STOPPED_PROGRAM = """
+import asyncio, signal, time, agentlightning as agl
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
+def agent(task):
+    print("begun", flush=True)
+    time.sleep(1.5)
+    return 1.0
+store = agl.create_store("memory://")
+try:
+    strategy = {"name": "ray", "address": ADDRESS}
+    agl.Trainer(algorithm="baseline", store=store, trackers=[], tracer="dummy", strategy=strategy).fit(agent, [1])
+finally:
+    rollout = asyncio.run(store.query_rollouts()).items[0]
+    print(asyncio.run(store.query_runs()).items[0].status, rollout.status, flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_let_what_actors_run_finish(
+    cluster: Cluster, tmp_path: Path, number: signal.Signals
+) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(_STOPPED_PROGRAM.replace("ADDRESS", repr(cluster.address)))
+    process = subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert process.stdout is not None
+    assert "begun" in process.stdout.readline()
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert output.splitlines()[-1] == "interrupted succeeded"
+    assert process.returncode == (143 if number == signal.SIGTERM else -signal.SIGINT)
+
+
+@pytest.mark.slow
+def test_agl_train_starts_a_cluster_of_its_own_when_none_is_named(tmp_path: Path) -> None:
+    (tmp_path / "ray_agents.py").write_text("def agent(task):\n    print('hello from', task)\n    return task['n']\n")
+    (tmp_path / "tasks.jsonl").write_text('{"n": 1}\n{"n": 2}\n')
+    (tmp_path / "config.yaml").write_text(
+        "agent: ray_agents:agent\ndata: {train: tasks.jsonl}\nalgorithm: {name: baseline, train_split: 1.0}\n"
+        "strategy: {name: ray, resources_per_runner: {num_cpus: 0.5}}\nn_runners: 2\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    done = subprocess.run(
+        [sys.executable, "-m", "agentlightning", "train", "config.yaml", "run_dir=run"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "hello from {'n': 2}" in done.stdout
+    assert "ERROR" not in done.stderr
+    assert "usage stat" not in done.stderr.lower()
+
+
+def test_settings_that_cannot_be_are_refused() -> None:
+    make = agl.Trainer
+    with pytest.raises(agl.ConfigError, match="has gpus; it can have num_cpus, num_gpus"):
+        make(strategy={"name": "ray", "resources_per_runner": {"gpus": 1}})
+    with pytest.raises(agl.ConfigError, match="say in server_host"):
+        make(strategy={"name": "ray", "address": "ray://head:10001"})
+
+
+def test_a_cluster_that_is_not_there_is_named_at_once() -> None:
+    started = time.monotonic()
+    with pytest.raises(agl.ConfigError, match="'127.0.0.1:1': no Ray cluster was reached there: .*refused"):
+        fit(squaring_agent, {"name": "ray", "address": "127.0.0.1:1"})
+    assert time.monotonic() - started < 15.0
