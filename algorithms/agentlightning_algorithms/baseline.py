@@ -61,15 +61,22 @@ class Baseline(FastAlgorithm):
             tasks = self._tasks(train_dataset, val_dataset)
             finished: list[tuple[Rollout, float | None]] = []
             in_flight: set[asyncio.Task[tuple[Rollout, float | None]]] = set()
-            for position, (task, mode) in enumerate(tasks):
-                rollout_id = self.context.rollout_id(mode, epoch, position)
-                await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=task, mode=mode, rollout_id=rollout_id)])
-                in_flight.add(asyncio.create_task(self._result(rollout_id)))
-                if len(in_flight) >= self.max_queue_length:
+            try:
+                for position, (task, mode) in enumerate(tasks):
+                    rollout_id = self.context.rollout_id(mode, epoch, position)
+                    request = EnqueueRolloutRequest(input=task, mode=mode, rollout_id=rollout_id)
+                    await store.enqueue_many_rollouts([request])
+                    in_flight.add(asyncio.create_task(self._result(rollout_id)))
+                    if len(in_flight) >= self.max_queue_length:
+                        finished += await self._some(in_flight)
+                while in_flight:
                     finished += await self._some(in_flight)
-            while in_flight:
-                finished += await self._some(in_flight)
-            await store.add_metrics(epoch + 1, _summarize(finished))
+            finally:
+                for waiting in in_flight:
+                    waiting.cancel()
+            summary = _summarize(finished)
+            await store.add_metrics(epoch + 1, {**summary, "progress": (epoch + 1) / self.n_epochs})
+            logger.info("epoch %d of %d: %s", epoch + 1, self.n_epochs, _show(summary))
 
     def _tasks(
         self, train_dataset: Dataset[Any] | None, val_dataset: Dataset[Any] | None
@@ -114,19 +121,35 @@ def _describe(span: Span, *, values: bool) -> object:
 
 
 def _summarize(results: list[tuple[Rollout, float | None]]) -> dict[str, float]:
-    """Mean and median count a rollout without a reward as 0, as every algorithm here does."""
-    rewards = [reward or 0.0 for _, reward in results]
+    """Statistics of an epoch; a rollout that failed or said no reward counts as 0, as in every algorithm here."""
+    rewards = [reward if reward is not None and rollout.status == "succeeded" else 0.0 for rollout, reward in results]
     failed = [rollout for rollout, _ in results if rollout.status != "succeeded"]
-    errors = Counter(
-        rollout.attempt.error.type
-        for rollout in failed
-        if isinstance(rollout, AttemptedRollout) and rollout.attempt.error is not None
-    )
+    errors = Counter(_error_type(rollout) for rollout in failed)
+    by_mode = {
+        mode: [reward for (rollout, _), reward in zip(results, rewards, strict=True) if rollout.mode == mode]
+        for mode in ("train", "val")
+    }
     return {
         "reward": statistics.fmean(rewards) if rewards else 0.0,
         "reward_median": statistics.median(rewards) if rewards else 0.0,
+        **{f"{mode}_reward": statistics.fmean(values) for mode, values in by_mode.items() if values},
         "success_rate": 1.0 - len(failed) / len(results) if results else 0.0,
         "rollouts": float(len(results)),
         "without_reward": float(sum(reward is None for _, reward in results)),
-        **{f"errors/{name}": float(count) for name, count in errors.items()},
+        **{f"errors/{name}": float(count) for name, count in sorted(errors.items())},
     }
+
+
+def _error_type(rollout: Rollout) -> str:
+    """The type of the error, or how the rollout ended where there is none."""
+    attempt = rollout.attempt if isinstance(rollout, AttemptedRollout) else None
+    return attempt.error.type if attempt is not None and attempt.error is not None else rollout.status
+
+
+def _show(summary: dict[str, float]) -> str:
+    errors = [f"{value:.0f} x {name.removeprefix('errors/')}" for name, value in summary.items() if "errors/" in name]
+    return (
+        f"{summary['rollouts']:.0f} rollouts, reward {summary['reward']:.4g} (mean), "
+        f"{summary['reward_median']:.4g} (median), {summary['success_rate']:.1%} succeeded"
+        + (f", errors: {', '.join(errors)}" if errors else "")
+    )

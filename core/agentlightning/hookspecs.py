@@ -37,6 +37,7 @@ ComponentKind: TypeAlias = Literal[
     "provider",
     "credit",
     "handler",
+    "policy_backend",
 ]
 COMPONENT_KINDS: Final[tuple[str, ...]] = get_args(ComponentKind)
 

@@ -21,7 +21,8 @@ _MAX_ERRORS = 8
 class ConsoleTracker:
     """Shows step, reward, tokens per second and time left, and counts rollouts between steps.
 
-    An algorithm that records ``progress`` (0 to 1) in its metrics gets an estimate of the time left.
+    An algorithm that records ``progress`` (0 to 1) in its metrics gets an estimate of the time left, from its second
+    step on: what came before the first, such as loading a model or the steps of an earlier life, says nothing of it.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -32,11 +33,13 @@ class ConsoleTracker:
         self._errors: dict[str, int] = {}
         self._line = Text("waiting for the first step", style="dim")
         self._left = ""
+        self._first_progress: tuple[float, float] | None = None
+        """Of this life's first step: when (monotonic seconds) and how far."""
 
     def start(self, run: Run, directory: Path | None) -> None:
         self._started = time.monotonic()
         where = f", files in {directory}" if directory is not None else ""
-        self._console.print(f"run [bold]{run.name}[/bold]{where}", highlight=False)
+        self._say(Text.assemble("run ", (run.name, "bold"), where))
         if self._console.is_terminal:
             self._live = Live(self._render(), console=self._console, refresh_per_second=4, transient=True)
             self._live.start()
@@ -51,8 +54,8 @@ class ConsoleTracker:
             self._show_step(event)
         elif isinstance(event, RunFinished):
             for error, count in self._errors.items():
-                self._console.print(f"{count} of {self._finished} rollouts: {error}", highlight=False, markup=False)
-            self._console.print(f"run {event.status}", highlight=False)
+                self._say(Text(f"{count} of {self._finished} rollouts: {error}"))
+            self._say(Text(f"run {event.status}"))
         if self._live is not None:
             self._live.update(self._render())
 
@@ -64,7 +67,7 @@ class ConsoleTracker:
         """Says each distinct error once; its traceback is on the attempt."""
         line = error.splitlines()[0][:300]
         if line not in self._errors and len(self._errors) < _MAX_ERRORS:
-            self._console.print(f"rollout {rollout_id} failed: {line}", highlight=False, markup=False)
+            self._say(Text(f"rollout {rollout_id} failed: {line}"))
             self._errors[line] = 0
         if line in self._errors:
             self._errors[line] += 1
@@ -75,13 +78,24 @@ class ConsoleTracker:
         for name in _SHOWN:
             if name in values:
                 text.append(f"  {name} ", style="dim").append(_format(values[name]), style="bold")
-        progress = values.get("progress", 0.0)
-        if progress > 0:
-            left_s = (time.monotonic() - self._started) * (1 - progress) / progress
-            self._left = f"about {_duration(left_s)} left"
+        if values.get("progress", 0.0) > 0:
+            self._left = self._estimate_left(values["progress"])
         self._line = text
         if self._live is None:
-            self._console.print(text.append(f"  {self._left}"), highlight=False)
+            self._say(text.append(f"  {self._left}"))
+
+    def _estimate_left(self, progress: float) -> str:
+        now = time.monotonic()
+        if self._first_progress is None:
+            self._first_progress = now, progress
+        began, first = self._first_progress
+        if progress <= first:
+            return ""
+        return f"about {_duration((now - began) * (1 - progress) / (progress - first))} left"
+
+    def _say(self, text: Text) -> None:
+        # A pipe or a file has no width: a line of output is a line there, whatever its length.
+        self._console.print(text, soft_wrap=not self._console.is_terminal)
 
     def _render(self) -> Table:
         grid = Table.grid(padding=(0, 2))

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import random
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import agentlightning as agl
@@ -79,6 +79,13 @@ async def running(*work: Any) -> AsyncIterator[list[asyncio.Task[Any]]]:
     for error in ended:
         if isinstance(error, Exception):
             raise error
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    """Waits for what no event tells of."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110 # as the docstring says
+            await asyncio.sleep(0.02)
 
 
 async def run_checks(store: agl.LightningStore) -> None:

@@ -14,7 +14,7 @@ import agentlightning as agl
 from agentlightning.live import LivePlace, LiveState, read_live_state
 from agentlightning_algorithms.live.result import Feed, Results
 from agentlightning_algorithms.live.sequential import MeanBound, SequentialTest
-from tests.algorithms.live_service import BEGIN, GOOD, WORSE, Service, run_checks, running, serving
+from tests.algorithms.live_service import BEGIN, GOOD, WORSE, Service, run_checks, running, serving, until
 
 QUICK: dict[str, Any] = {
     "evidence": 10,
@@ -189,12 +189,9 @@ async def test_a_proposer_that_fails_or_has_no_idea_is_asked_again_after_more_ev
 async def test_what_somebody_else_publishes_becomes_stable_and_ends_the_trial(store: agl.LightningStore) -> None:
     algorithm = learner(store, "quality 0.6 again", max_trials=None, margin=0.0)
     async with serving(store) as service, running(service.serve(), run_checks(store), algorithm.run()):
-        while service.live.trial is None:
-            await asyncio.sleep(0.02)
+        await until(lambda: service.live.trial is not None)
         await store.update_resources("by-hand", {"prompt": "quality 0.9"})
-        async with asyncio.timeout(20):
-            while (await history(store))[-1].stable != "by-hand@1":
-                await asyncio.sleep(0.02)
+        await until(lambda: service.live.state is not None and service.live.state.stable == "by-hand@1")
         assert "published by somebody else" in (await history(store))[-1].note
         await asyncio.sleep(0.1)
         before = service.served.copy()
@@ -206,8 +203,7 @@ async def test_a_learner_that_is_stopped_goes_on_in_the_same_trial(store: agl.Li
     async with serving(store) as service, running(service.serve(), run_checks(store)):
         first = learner(store, GOOD, margin=0.0, risk=1e-6)
         async with running(first.run()):
-            while service.served["default.candidate@1"] < 20:
-                await asyncio.sleep(0.02)
+            await until(lambda: service.served["default.candidate@1"] >= 20)
         in_trial = await history(store)
         assert in_trial[-1].phase == "trial"
         second = learner(store, "quality 0.1 never asked for")
@@ -271,8 +267,7 @@ async def test_a_learner_killed_at_any_write_asks_for_no_candidate_twice_and_pro
 async def test_without_a_learner_nobody_is_served_a_version_on_trial(store: agl.LightningStore) -> None:
     async with serving(store, learner_timeout_s=0.6) as service:
         async with running(service.serve(), run_checks(store), learner(store, BEGIN + " b", margin=0.0).run()):
-            while service.served["default.candidate@1"] < 5:
-                await asyncio.sleep(0.02)
+            await until(lambda: service.served["default.candidate@1"] >= 5)
         await asyncio.sleep(0.7)  # the learner is gone, its trial is not
         assert (await history(store))[-1].phase == "trial"
         assert service.live.pick().metadata == {"group": "stable"}
@@ -300,8 +295,7 @@ async def test_a_user_gets_one_version_throughout_a_trial(store: agl.LightningSt
         serving(store) as service,
         running(service.serve(), run_checks(store), learner(store, BEGIN + " b", margin=0.0).run()),
     ):
-        while service.live.trial is None:
-            await asyncio.sleep(0.02)
+        await until(lambda: service.live.trial is not None)
         picked = {f"user-{n}": service.live.pick(f"user-{n}") for n in range(200)}
         assert {user: service.live.pick(user) for user in picked} == picked
         treated = sum(choice.metadata["group"] == "treatment" for choice in picked.values())

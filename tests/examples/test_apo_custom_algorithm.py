@@ -58,7 +58,7 @@ def check_output(output: str) -> None:
     assert output.count("succeeded") >= 3
     assert re.findall(r"final reward: (\S+)", output) == ["0.45", "0.45", "0.9"]
     assert re.search(r"^  span .*chat", output, re.MULTILINE)
-    assert "  span agentlightning.annotation" in output
+    assert "  span agentlightning.reward" in output
     assert "best prompt: You are a friendly chatbot. {any_question} (reward 0.9)" in output
 
 

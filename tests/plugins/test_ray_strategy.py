@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from ray.cluster_utils import Cluster
 
 import agentlightning as agl
@@ -104,7 +105,8 @@ def test_an_agent_that_no_actor_can_load_ends_the_run_at_once_with_one_sentence(
 
 
 def slow_agent(task: dict[str, Any]) -> float:
-    (Path(task["folder"]) / f"{task['number']}-{os.environ['RAY_NODE_ID']}-{os.getpid()}").touch()
+    node_id = ray.get_runtime_context().get_node_id()
+    (Path(task["folder"]) / f"{task['number']}-{node_id}-{os.getpid()}").touch()
     time.sleep(0.3)
     return float(task["number"])
 
@@ -126,7 +128,8 @@ def test_killing_a_node_mid_run_loses_nothing(tmp_path: Path) -> None:
             )
             ids = [rollout.rollout_id for rollout in queued]
             at_work: set[str] = set()
-            while len(at_work) < 2:
+            deadline = time.monotonic() + 60
+            while len(at_work) < 2 and time.monotonic() < deadline:
                 await asyncio.sleep(0.05)
                 at_work = {name.split("-")[1] for name in begun()}
             victim = next(node for node in cluster.worker_nodes if node.node_id in at_work)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sqlite3
@@ -11,11 +12,16 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import agentlightning as agl
+from agentlightning.event import AttemptFinished, StepFinished
+from agentlightning.types import Run
+from agentlightning_plugins import console_tracker
 
 REWARDS = [0.25, 0.5, 1.0]
 
@@ -167,3 +173,42 @@ def test_one_tracker_may_be_given_alone(tmp_path: Path) -> None:
         lambda task: 1.0, [1]
     )
     assert (tmp_path / "r" / "metrics.jsonl").is_file()
+
+
+def console_output(events: list[Any], monkeypatch: pytest.MonkeyPatch, seconds: list[float]) -> list[str]:
+    """What the console tracker prints into a pipe; ``seconds`` is the time of the start and of each event."""
+    output = io.StringIO()
+    clock = iter(seconds)
+    monkeypatch.setattr(console_tracker, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    tracker = console_tracker.ConsoleTracker(Console(file=output, width=80))
+    tracker.start(Run(run_id="run", name="[a]"), None)
+    for event in events:
+        tracker.on_event(event)
+    tracker.close()
+    return output.getvalue().splitlines()
+
+
+def test_the_time_left_counts_neither_the_start_nor_an_earlier_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [StepFinished(run_id="run", step=step, values={"progress": step / 10}) for step in (5, 6, 7)]
+    lines = console_output(steps, monkeypatch, [0.0, 0.0, 1000.0, 1060.0, 1120.0])
+    assert [line.rstrip() for line in lines[1:]] == [
+        "step    5",
+        "step    6  about 4:00 left",
+        "step    7  about 3:00 left",
+    ]
+
+
+def test_without_a_terminal_a_line_of_output_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"reward": 0.123456, "val_reward": 0.123456, "success_rate": 0.5, "tokens_per_s": 123456.0, "seconds": 1.5}
+    events = [
+        StepFinished(run_id="run", step=1, values=values),
+        AttemptFinished(
+            run_id="run", rollout_id="ro-1", attempt_id="at-1", status="failed", error="ValueError: [x] " + "no " * 50
+        ),
+    ]
+    lines = console_output(events, monkeypatch, [0.0] * 4)
+    assert lines[0] == "run [a]"
+    assert lines[1].startswith("step    1  reward 0.123")
+    assert "seconds 1.5" in lines[1]
+    assert lines[2].startswith("rollout ro-1 failed: ValueError: [x] no")
+    assert len(lines[2]) > 150

@@ -40,22 +40,26 @@ def record_advantages(path: Path) -> None:
 
         return Recording
 
-    training.TRAINERS.update({name: recording(cls) for name, cls in training.TRAINERS.items()})
+    own = {"sync": training.SyncTraining, "colocate_async": training.ColocateAsyncTraining}
+    training.TRAINERS.update({name: recording(cls) for name, cls in own.items()})
 
 
 def main() -> None:
-    job = json.loads(Path(sys.argv[1]).read_text())
-    directory = Path(job["directory"])
-    algorithm = agl.VERL({"trainer.device": "cpu", **job["config"]}, **job.get("settings", {}))
-    from agentlightning_algorithms.verl.environment import start_ray
+    for job in json.loads(Path(sys.argv[1]).read_text()):
+        run(job)
 
-    start_ray(algorithm.config)
-    record_advantages(directory.parent / f"{directory.name}-rows.jsonl")
+
+def run(job: dict[str, Any]) -> None:
     from verl_agent import agent
 
+    from agentlightning_algorithms.verl.config import compose_config
+
+    directory = Path(job["directory"])
+    compose_config({"trainer.device": "cpu"})  # chooses the platform, before verl is imported
+    record_advantages(directory.with_name(f"{directory.name}-rows.jsonl"))
     trainer = agl.Trainer(
-        algorithm=algorithm,
-        store=agl.create_store(f"sqlite:///{directory.parent}/{directory.name}.db"),
+        algorithm=agl.VERL({"trainer.device": "cpu", **job["config"]}, **job.get("settings", {})),
+        store=agl.create_store(f"sqlite:///{directory}.db"),
         run_dir=directory,
         resume=job.get("resume", False),
         trackers="console",

@@ -15,6 +15,7 @@ from typing import IO, Any
 import aiohttp
 
 from agentlightning.errors import ConfigError, LightningError
+from agentlightning_algorithms.grpo.policy_backend import PolicySetup
 
 _LOG_TAIL_BYTES = 4000
 
@@ -177,6 +178,79 @@ class PolicyServer:
             log.seek(max(0, size - _LOG_TAIL_BYTES))
             tail = log.read().decode(errors="replace").strip()
         return f"the policy server {what}. The end of its log, {self.log_path}:\n{tail or '(empty)'}"
+
+
+class TransformersBackend:
+    """``backend: transformers``: a policy server of our own, started and ended with the training."""
+
+    tells_versions = True
+
+    def __init__(
+        self, *, port: int = 0, max_length: int | None = None, prefix_cache_mb: int = 512, ready_timeout_s: float = 300.0
+    ) -> None:
+        """Sets what is the server's alone.
+
+        Args:
+            port: on 127.0.0.1; 0 takes a free one.
+            max_length: tokens of a prompt and its response together; default the model's.
+            prefix_cache_mb: memory for prompts seen before; 0 for none.
+            ready_timeout_s: how long loading may take.
+        """
+        self._port = port
+        self._options = {"max_length": max_length, "prefix_cache_mb": prefix_cache_mb}
+        self._ready_timeout_s = ready_timeout_s
+        self._server: PolicyServer | None = None
+
+    @property
+    def model_entry(self) -> Mapping[str, Any]:
+        """The entry in the gateway's model list."""
+        server = self._started()
+        return {"model": server.model_name, "endpoint": server.endpoint}
+
+    async def start(self, setup: PolicySetup) -> None:
+        """Starts the process and returns when it answers.
+
+        Raises:
+            LightningError: it did not get ready; the message has the end of its log.
+        """
+        own = {
+            "dtype": setup.dtype,
+            "device": setup.device,
+            "threads": setup.threads,
+            "seed": setup.seed,
+            "max_batch_size": setup.max_batch_size,
+        }
+        self._server = PolicyServer(
+            setup.model,
+            log_path=setup.directory / "policy_server.log",
+            model_name=setup.model_name,
+            port=self._port,
+            options={**own, **self._options},
+            ready_timeout_s=self._ready_timeout_s,
+        )
+        await self._server.start()
+
+    async def load_weights(self, path: Path, version: int) -> None:
+        """As :meth:`PolicyServer.load_weights`."""
+        await self._started().load_weights(path, version)
+
+    def check(self) -> None:
+        """As :meth:`PolicyServer.check`."""
+        self._started().check()
+
+    async def statistics(self) -> Mapping[str, float]:
+        """As :meth:`PolicyServer.statistics`."""
+        return await self._started().statistics()
+
+    async def stop(self) -> None:
+        """Ends the process; harmless at any time."""
+        if self._server is not None:
+            await self._server.stop()
+
+    def _started(self) -> PolicyServer:
+        if self._server is None:
+            raise LightningError("the policy server is not running; call start() first.")
+        return self._server
 
 
 def _spawn(command: list[str], log_path: Path) -> subprocess.Popen[bytes]:

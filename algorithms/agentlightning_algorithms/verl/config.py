@@ -40,6 +40,10 @@ DEFAULTS: Final[Mapping[str, Any]] = {
     "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 4,
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 4,
+    "critic.model.path": "${actor_rollout_ref.model.path}",
+    "critic.model.tokenizer_path": "${actor_rollout_ref.model.path}",
+    "critic.ppo_micro_batch_size_per_gpu": 4,
+    "reward.num_workers": 1,  # agents say their rewards themselves
     "algorithm.rollout_correction.rollout_is": "token",
     "algorithm.rollout_correction.rollout_is_threshold": 2.0,
     "trainer.logger": [],  # the run's trackers get every metric
@@ -73,7 +77,6 @@ CPU_DEFAULTS: Final[Mapping[str, Any]] = {
     "critic.model.use_remove_padding": False,
     "critic.model.enable_gradient_checkpointing": False,
     "critic.model.override_config.attn_implementation": "sdpa",
-    "reward.num_workers": 1,
     "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
     "transfer_queue.backend.SimpleStorage.total_storage_size": 10_000,
 }

@@ -102,7 +102,7 @@ def install() -> None:
 
 
 def _complete_torch_cpu() -> None:
-    """Adds to ``torch.cpu`` what verl calls on a device's module; verl compares it with ``torch.cpu``, so it is that."""
+    """Adds to ``torch.cpu`` what verl calls on a device's module; verl compares it with ``torch.cpu``."""
     nothing: dict[str, Callable[..., Any]] = {
         **dict.fromkeys(
             ("max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved"),

@@ -166,7 +166,7 @@ class TransformersAdapter(BaseRollout):  # type: ignore[misc] # verl's classes a
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1) -> None:
         super().__init__(config, model_config, device_mesh)
-        rank = int(os.environ.get("RANK", 0))
+        rank = int(os.environ.get("RANK", "0"))
         per_replica = self.config.tensor_model_parallel_size * self.config.data_parallel_size
         self.replica_rank = replica_rank if replica_rank >= 0 else rank // per_replica
         self.is_leader_rank = rank % per_replica == 0

@@ -181,9 +181,12 @@ class Conductor:
 
 async def _ask_model_name(address: str) -> str:
     """What an inference server calls the model that it serves; waits until it answers."""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_READY_S)) as session:
-        async with session.get(f"http://{address}/v1/models") as answer:
-            answer.raise_for_status()
-            listed = await answer.json()
+    timeout = aiohttp.ClientTimeout(total=_READY_S)
+    async with (
+        aiohttp.ClientSession(timeout=timeout) as session,
+        session.get(f"http://{address}/v1/models") as answer,
+    ):
+        answer.raise_for_status()
+        listed = await answer.json()
     name: str = listed["data"][0]["id"]
     return name

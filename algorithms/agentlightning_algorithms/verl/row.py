@@ -98,7 +98,7 @@ def cut_row(row: Row, max_response: int) -> bool:
 
 
 def placeholder_row(token_id: int) -> Row:
-    """The row of a rollout that has nothing to train on and still counts in its group: no token of it is the model's."""
+    """The row of a rollout with nothing to train on, which still counts in its group: no token is the model's."""
     return Row([token_id], [token_id], [0], [0.0])
 
 

@@ -1,4 +1,4 @@
-"""verl's trainers, with agents: they stop the gateway while weights change, and make as many optimizer steps as asked."""
+"""verl's trainers, with agents: they stop the gateway while weights change, and take the optimizer steps asked for."""
 
 from __future__ import annotations
 

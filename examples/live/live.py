@@ -1,0 +1,191 @@
+"""A service that learns from its own traffic, in a minute and without a key.
+
+    python examples/live/live.py                     # both, with a store in a file of its own
+    python examples/live/live.py serve --store URL   # or in two terminals, with one store
+    python examples/live/live.py learn --store URL
+
+The service answers questions with an agent whose prompt is tuned; its users rate some answers later. The learner reads
+those ratings and proposes prompts. The first one is better: it passes the check on recorded questions, is served to a
+share of the users, and is promoted. The second one is worse: it is rolled back while most users never saw it.
+The "model" is simulated: it waits as long as one does, and is right as often as its instructions make it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import agentlightning as agl
+
+FIRST = "Answer the question: {question}"
+STEPS = "Think step by step, then answer the question: {question}"
+BRIEF = "Answer in one word: {question}"
+
+
+@agl.rollout
+async def assistant(task: dict[str, str], prompt: agl.PromptTemplate) -> None:
+    """Answers a question. It does not know how well: that is up to the user."""
+    text = prompt.format(question=task["question"])
+    agl.emit_message(await ask_model(text))
+
+
+async def ask_model(text: str) -> str:
+    """Stands for ``client.chat.completions.create``."""
+    await asyncio.sleep(0.03)
+    skill = 0.95 if "step by step" in text else 0.25 if "one word" in text else 0.6
+    return "a good answer" if random.random() < skill else "a poor answer"
+
+
+# --- the process that serves ---
+
+
+class Service:
+    """Answers users and prints how it goes."""
+
+    def __init__(self, store: agl.LightningStore, live: agl.LiveResources, runner: agl.LitAgentRunner[Any]) -> None:
+        self.store = store
+        self.live = live
+        self.runner = runner
+        self.ratings: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=200))
+        self.waits_s: deque[float] = deque(maxlen=500)
+        self.served: dict[str, int] = defaultdict(int)
+
+    async def user(self, name: str) -> None:
+        """Asks questions for ever, and rates most answers some time after they came."""
+        async with asyncio.TaskGroup() as later:
+            for number in itertools.count():
+                choice = self.live.pick()
+                began = time.perf_counter()
+                rollout = await self.runner.step(
+                    {"question": f"question {number % 25} of {name}"},
+                    resources_id=choice.resources_id,
+                    metadata=choice.metadata,
+                )
+                self.waits_s.append(time.perf_counter() - began)
+                self.served[str(choice.resources_id)] += 1
+                if random.random() < 0.8:
+                    later.create_task(self.rate(rollout, str(choice.resources_id)))
+                await asyncio.sleep(random.uniform(0.0, 0.04))
+
+    async def rate(self, rollout: agl.Rollout, version: str) -> None:
+        await asyncio.sleep(random.uniform(0.0, 0.5))
+        spans = await self.store.query_spans(rollout.rollout_id, name="agentlightning.message")
+        rating = float(any("a good answer" in str(span.attributes) for span in spans))
+        await self.live.reward(rollout, rating)
+        self.ratings[version].append(rating)
+
+    async def report(self) -> None:
+        """Prints what is served, how it is liked and how long it takes; and what the learner says."""
+        began, said = time.monotonic(), ""
+        while True:
+            state = self.live.state
+            if state is not None and state.note != said:
+                said = state.note
+                print(f"{time.monotonic() - began:5.1f} s  > {said}", flush=True)
+            elif len(self.waits_s) > 20:
+                trial = self.live.trial
+                line = self.describe("stable", self.live.stable)
+                if trial is not None:
+                    line += self.describe(f"{trial.share:.0%} of traffic", trial.candidate)
+                cuts = statistics.quantiles(self.waits_s, n=20)
+                times = f"p50 {cuts[9] * 1e3:.0f} ms, p95 {cuts[18] * 1e3:.0f} ms"
+                print(f"{time.monotonic() - began:5.1f} s  {line}{times}", flush=True)
+            await asyncio.sleep(2.0)
+
+    def describe(self, what: str, version: str | None) -> str:
+        ratings = self.ratings[str(version)]
+        mean = f"{statistics.fmean(ratings):.2f}" if ratings else "-"
+        return f"{what} {version}: rated {mean}, served {self.served[str(version)]}; "
+
+
+async def serve(url: str, learner: list[str] | None, users: int) -> int:
+    """Serves until the learner that it starts is done; for ever when it starts none."""
+    store = agl.create_store(url)
+    if await store.get_latest_resources() is None:
+        await store.update_resources("assistant", {"prompt": FIRST})
+    runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.OtelTracer())
+    with runner.run_context(agent=assistant, store=store):
+        async with agl.LiveResources(store, refresh_s=1.0) as live:
+            service = Service(store, live, runner)
+            work = [asyncio.create_task(service.user(f"user {n}")) for n in range(users)]
+            work.append(asyncio.create_task(service.report()))
+            try:
+                code = await run_learner(learner) if learner is not None else await asyncio.Event().wait()
+                await asyncio.sleep(2.5)  # the last version is served for a while
+            finally:
+                for task in work:
+                    task.cancel()
+                await asyncio.gather(*work, return_exceptions=True)
+            latest = await store.get_latest_resources()
+            if latest is not None:
+                print(f"latest is {latest.version_id}: {latest.resources['prompt']}")
+            for version, count in sorted(service.served.items()):
+                print(f"  {version}: served {count} times")
+    await store.close()
+    return int(code)
+
+
+async def run_learner(command: list[str]) -> int:
+    """Runs the learner in a process of its own: the service must not wait for it."""
+    process = await asyncio.create_subprocess_exec(*command)
+    try:
+        return await process.wait()
+    finally:
+        with suppress(ProcessLookupError):
+            process.terminate()
+        await process.wait()
+
+
+# --- the process that learns ---
+
+
+def propose(experience: agl.LiveLearning.Experience) -> Mapping[str, str] | None:
+    """Stands for a model that reads poor answers and edits the prompt; APO's editor fits in here.
+
+    Its second idea is a bad one, which is what trials are for.
+    """
+    tried = sum("is checked offline" in note for note in experience.notes)
+    return {"prompt": (STEPS, BRIEF)[tried % 2]}
+
+
+def learn(url: str, trials: int | None) -> None:
+    """Learns from the service at the other end of the store; its one runner does the offline checks."""
+    algorithm = agl.LiveLearning(
+        propose, evidence=40, check_tasks=10, share=0.3, margin=0.1, refresh_s=0.5, max_trials=trials
+    )
+    store = agl.create_store(url)
+    agl.Trainer(algorithm=algorithm, store=store, strategy="shm", trackers=[]).fit(assistant)
+    asyncio.run(store.close())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("role", nargs="?", choices=["both", "serve", "learn"], default="both")
+    parser.add_argument("--store", metavar="URL", help="default is a file that is removed in the end")
+    parser.add_argument("--trials", type=int, default=2, help="candidates after which it ends")
+    parser.add_argument("--users", type=int, default=3, help="at once")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        url = given.store or f"sqlite:///{Path(folder) / 'live.db'}"
+        if given.role == "learn":
+            learn(url, given.trials)
+            return 0
+        command = [sys.executable, __file__, "learn", "--store", url, "--trials", str(given.trials)]
+        with suppress(KeyboardInterrupt):
+            return asyncio.run(serve(url, command if given.role == "both" else None, given.users))
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""The dry run: what it queues, prints and counts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from typing import Any
+
+import pytest
+
+import agentlightning as agl
+
+TASKS = [{"n": number} for number in range(10)]
+
+
+def agent(task: dict[str, int]) -> float | None:
+    agl.emit_annotation({"seen": task["n"]})
+    if task["n"] == 7:
+        agl.emit_reward(1.0)
+        raise KeyError("no such tool")
+    if task["n"] == 8:
+        raise TimeoutError("too slow")
+    if task["n"] == 9:
+        return None
+    return task["n"] / 10
+
+
+def run(algorithm: agl.Baseline, *data: Any, agent: Any = agent) -> agl.LightningStore:
+    store = agl.create_store("memory://")
+    trainer = agl.Trainer(algorithm=algorithm, store=store, strategy="shm", tracer="dummy", trackers=[])
+    assert trainer.fit(agent, *data).status == "succeeded"
+    return store
+
+
+def metrics(store: agl.LightningStore) -> list[dict[str, float]]:
+    return [dict(metrics.values) for metrics in asyncio.run(store.query_metrics()).items]
+
+
+def test_each_epoch_says_mean_median_success_rate_and_errors_by_type() -> None:
+    first, second = metrics(run(agl.Baseline(n_epochs=2), TASKS[:5], TASKS[5:]))
+    assert first == {**second, "progress": 0.5}
+    assert first["reward"] == pytest.approx(sum(range(7)) / 100), "what failed counts as 0, whatever it emitted"
+    assert first["reward_median"] == pytest.approx(0.15)
+    assert first["train_reward"] == pytest.approx(0.2)
+    assert first["val_reward"] == pytest.approx(0.22)
+    assert first["success_rate"] == pytest.approx(0.8)
+    assert first["rollouts"] == 10
+    assert first["without_reward"] == 2
+    assert {name: count for name, count in first.items() if name.startswith("errors/")} == {
+        "errors/KeyError": 1,
+        "errors/TimeoutError": 1,
+    }
+
+
+@pytest.mark.parametrize(("split", "n_train"), [(0.0, 0), (0.5, 5), (0.8, 8), (1.0, 10)])
+def test_one_dataset_is_split_into_modes(split: float, n_train: int) -> None:
+    store = run(agl.Baseline(train_split=split), TASKS)
+    modes = [rollout.mode for rollout in asyncio.run(store.query_rollouts()).items]
+    assert modes == ["train"] * n_train + ["val"] * (10 - n_train)
+
+
+def test_validation_data_alone_is_split_as_well_and_two_datasets_are_not() -> None:
+    alone = asyncio.run(run(agl.Baseline(), None, TASKS).query_rollouts()).items
+    assert [rollout.mode for rollout in alone].count("train") == 5
+    both = asyncio.run(run(agl.Baseline(train_split=0.0), TASKS[:2], TASKS[2:3]).query_rollouts()).items
+    assert [rollout.mode for rollout in both] == ["train", "train", "val"]
+
+
+def test_no_more_rollouts_are_queued_than_may_be() -> None:
+    running, most = 0, 0
+    lock = threading.Lock()
+
+    def watched(task: Any) -> float:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.05)
+        with lock:
+            running -= 1
+        return 1.0
+
+    run(agl.Baseline(max_queue_length=3), TASKS, agent=watched)
+    assert most == 3
+
+
+def test_it_waits_for_events_and_not_for_the_polling_interval() -> None:
+    began = time.monotonic()
+    run(agl.Baseline(polling_interval=60.0, max_queue_length=1), TASKS)
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize(
+    ("verbosity", "shown", "hidden"),
+    [
+        ("keys", "agentlightning.annotation ['seen']", "{'seen': 3}"),
+        ("key_values", "agentlightning.annotation {'seen': 3}", "['seen']"),
+        ("none", "succeeded: reward 0.3", "agentlightning.annotation"),
+    ],
+)
+def test_what_it_prints(verbosity: Any, shown: str, hidden: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "agentlightning"):
+        run(agl.Baseline(span_verbosity=verbosity), TASKS)
+    assert shown in caplog.text
+    assert hidden not in caplog.text
+    assert "KeyError: 'no such tool'" in caplog.text
+    assert (
+        "epoch 1 of 1: 10 rollouts, reward 0.21 (mean), 0.15 (median), 80.0% succeeded, "
+        "errors: 1 x KeyError, 1 x TimeoutError"
+    ) in caplog.text
+
+
+def test_it_says_that_it_waits(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "agentlightning"):
+        run(agl.Baseline(polling_interval=0.05), TASKS[:1], agent=lambda task: time.sleep(0.5))
+    assert "waiting for 1 rollouts" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [({"n_epochs": 0}, "n_epochs = 0"), ({"max_queue_length": 0}, "= 0"), ({"train_split": 1.5}, "train_split = 1.5")],
+)
+def test_wrong_settings_are_refused(settings: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(agl.ConfigError, match=complaint):
+        agl.Baseline(**settings)

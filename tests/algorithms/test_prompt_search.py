@@ -1,0 +1,129 @@
+"""The parts of a search: placeholders, ledger, budget, what critics read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentlightning.errors import ConfigError
+from agentlightning.resources import PromptTemplate
+from agentlightning_algorithms.prompt_search.budget import Budget, Usage
+from agentlightning_algorithms.prompt_search.candidate import Candidate
+from agentlightning_algorithms.prompt_search.critique import read_prompt, shorten_middle
+from agentlightning_algorithms.prompt_search.ledger import Ledger, PaidCall
+from agentlightning_algorithms.prompt_search.placeholder import find_placeholders, fit
+
+ORIGINAL = PromptTemplate("Answer {question} in {style}, {score:.1f}.")
+VALUES = {"question": "Q", "style": "S", "score": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("edited", "filled"),
+    [
+        ("{style}: {question} {score}", "S: Q 0.25"),
+        ("{score:.1f} {style} {question}", "0.2 S Q"),
+        ('{question}{style}{score} as {"answer": 3}', 'QS0.25 as {"answer": 3}'),
+        ('{question}{style}{score} as {"a": {"b": 1}}', 'QS0.25 as {"a": {"b": 1}}'),
+        ("{question}{style}{score} and {other}", "QS0.25 and {other}"),
+        ("{question}{style}{score} a } b { c", "QS0.25 a } b { c"),
+        ("{question}{style}{score} {{kept}}", "QS0.25 {kept}"),
+    ],
+)
+def test_an_edit_keeps_its_gaps_and_other_braces_are_meant_as_they_stand(edited: str, filled: str) -> None:
+    assert fit(edited, ORIGINAL).format(**VALUES) == filled
+
+
+@pytest.mark.parametrize(
+    ("edited", "problem"),
+    [
+        ("nothing", "it lost the placeholders {question}, {score}, {style}"),
+        ("{question} {style}", "it lost the placeholders {score}"),
+        ("{question} {style} {score:zzz}", "it lost the placeholders {score}"),
+    ],
+)
+def test_an_edit_that_loses_a_gap_is_refused(edited: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        fit(edited, ORIGINAL)
+
+
+@given(st.text(alphabet="{}ab:! question", max_size=40))
+def test_what_fits_can_be_filled(noise: str) -> None:
+    fitted = fit("{question}" + noise, PromptTemplate("{question}"))
+    assert fitted.format(question="Q").startswith("Q")
+
+
+def test_gaps_of_jinja_are_checked_too() -> None:
+    original = PromptTemplate("{% for q in questions %}{{ q }}{% endfor %} {{ style }}", "jinja")
+    assert find_placeholders(original) == {"questions", "style"}
+    assert fit("{{ style }}: {{ questions | join }}", original).engine == "jinja"
+    for edited, problem in (
+        ("{{ style }}", r"lost the placeholders \{\{ questions \}\}"),
+        ("{{ style }} {{ questions }} {{ more }}", r"nobody fills its placeholders \{\{ more \}\}"),
+        ("{{ style }} {{ questions", "not a jinja template"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            fit(edited, original)
+
+
+def test_a_ledger_survives_a_kill_in_the_middle_of_a_line(tmp_path: Path) -> None:
+    file = tmp_path / "calls.jsonl"
+    ledger = Ledger(file)
+    ledger.record(PaidCall("edit/1", "m", "first\nanswer ü", 3, 4))
+    ledger.skip(["edit/9"])
+    ledger.record(PaidCall("edit/2", "m", "second"))
+    whole = file.read_bytes()
+    for cut in range(1, len(whole.splitlines(keepends=True)[-1])):
+        file.write_bytes(whole[:-cut])
+        again = Ledger(file)
+        assert again.calls == {"edit/1": PaidCall("edit/1", "m", "first\nanswer ü", 3, 4)}
+        assert again.skipped == {"edit/9"}
+        again.record(PaidCall("edit/2", "m", "other"))
+        assert Ledger(file).calls["edit/2"].answer == "other"
+
+
+def test_a_damaged_ledger_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "calls.jsonl"
+    file.write_text('{"place": "a"\n' + json.dumps({"skipped": []}) + "\n")
+    with pytest.raises(ConfigError, match="line 1: not a record"):
+        Ledger(file)
+    assert file.read_text().startswith('{"place": "a"\n')
+
+
+def test_a_budget_knows_models_by_the_beginning_of_their_names() -> None:
+    budget = Budget(max_cost=1.0, prices={"gpt": (1.0, 2.0), "gpt-mini": (0.5, 1.0)})
+    budget.spend([Usage("gpt-mini-2026-01-01", 1_000_000, 100_000), Usage("llama", 5_000_000, 0)])
+    assert budget.cost == pytest.approx(0.6)
+    assert not budget.is_spent()
+    assert budget.is_spent([Usage("gpt", 400_000, 0)])
+
+
+@pytest.mark.parametrize(
+    ("answer", "prompt"),
+    [
+        ("Here:\n<prompt>\nDo {x}.\n</prompt>\nHope it helps", "Do {x}."),
+        ("```text\nDo {x}.\n```", "Do {x}."),
+        ("Do {x}.\n```\ncode\n```", "Do {x}.\n```\ncode\n```"),
+        ("  Do {x}. ", "Do {x}."),
+    ],
+)
+def test_the_prompt_is_found_in_what_an_editor_answers(answer: str, prompt: str) -> None:
+    assert read_prompt(answer) == prompt
+
+
+def test_the_middle_of_what_is_long_is_left_out() -> None:
+    short = shorten_middle("a" * 500 + "b" * 500, 100)
+    assert short == "a" * 50 + "\n[900 characters left out]\n" + "b" * 50
+
+
+def test_a_candidate_survives_json_and_is_named_by_its_prompts() -> None:
+    seed = Candidate.of({"p": PromptTemplate("one"), "q": PromptTemplate("two")})
+    child = Candidate.of({**seed.prompts, "q": PromptTemplate("three")}, seed, critique="c", round=1)
+    assert Candidate.model_validate_json(child.model_dump_json()) == child
+    assert child.edited == ("q",)
+    assert child.parent_id == seed.candidate_id != child.candidate_id
+    assert Candidate.of(dict(reversed(list(seed.prompts.items())))).candidate_id == seed.candidate_id
+    assert child.diff(seed).splitlines()[-2:] == ["-two", "+three"]

@@ -1,0 +1,133 @@
+"""What the policy server gains: ``python tests/benchmarks/bench_sampling.py [--rounds 3] [--hidden 256] [--layers 6]``.
+
+1. Tokens a second of 64 requests at once, with replies of 64 tokens, against one request at a time, over HTTP.
+2. Conversations of 6 turns, 16 at a time, each turn adding 64 tokens: seconds with the prefix cache against seconds
+   without it, and the share of prompt tokens that were not run again.
+
+Rounds are interleaved and medians are printed. The model has random weights and never ends by itself, so that every
+reply has its full length.
+
+Target (issue 8): 64 at once reach at least 5 times the tokens a second of one at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from agentlightning_algorithms.grpo.policy_process import PolicyServer
+
+REPLY_TOKENS = 64
+CONCURRENT = 64
+TURNS, CONVERSATIONS, TURN_TOKENS = 6, 16, 64
+
+
+def save_model(directory: Path, hidden: int, layers: int) -> int:
+    """Writes a random model; returns its number of weights."""
+    torch.manual_seed(0)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(directory)
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=8192,
+            hidden_size=hidden,
+            intermediate_size=4 * hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=hidden // 32,
+            num_key_value_heads=hidden // 64,
+            max_position_embeddings=2048,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+    )
+    model.save_pretrained(directory)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+async def complete(session: aiohttp.ClientSession, server: PolicyServer, prompt: list[int], n: int) -> list[int]:
+    body = {"prompt": prompt, "max_tokens": n, "return_token_ids": True}
+    async with session.post(f"{server.endpoint}/completions", json=body) as response:
+        answer: Any = await response.json()
+        assert response.status == 200, answer
+        ids: list[int] = answer["choices"][0]["token_ids"]
+        assert len(ids) == n
+        return ids
+
+
+async def measure_tokens_per_s(session: aiohttp.ClientSession, server: PolicyServer, at_once: int, count: int) -> float:
+    rng = random.Random(at_once)
+    prompts = [[rng.randrange(8192) for _ in range(32)] for _ in range(count)]
+    started = time.perf_counter()
+    for begin in range(0, count, at_once):
+        await asyncio.gather(*(complete(session, server, p, REPLY_TOKENS) for p in prompts[begin : begin + at_once]))
+    return count * REPLY_TOKENS / (time.perf_counter() - started)
+
+
+async def measure_conversations(session: aiohttp.ClientSession, server: PolicyServer, seed: int) -> tuple[float, float]:
+    """Seconds, and the share of prompt tokens that were not run."""
+    rng = random.Random(seed)
+    before = await server.statistics()
+
+    async def talk() -> None:
+        prompt: list[int] = []
+        for _ in range(TURNS):
+            prompt += [rng.randrange(8192) for _ in range(TURN_TOKENS)]
+            prompt += await complete(session, server, prompt, 4)
+
+    started = time.perf_counter()
+    await asyncio.gather(*(talk() for _ in range(CONVERSATIONS)))
+    seconds = time.perf_counter() - started
+    after = await server.statistics()
+    prompted = after["prompt_tokens"] - before["prompt_tokens"]
+    return seconds, (after["reused_tokens"] - before["reused_tokens"]) / prompted
+
+
+async def main(rounds: int, hidden: int, layers: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        size = save_model(Path(folder), hidden, layers)
+        servers = [
+            PolicyServer(
+                folder, log_path=Path(folder, f"{mb}.log"), options={"threads": 1, "seed": 0, "prefix_cache_mb": mb}
+            )
+            for mb in (512, 0)
+        ]
+        one: list[float] = []
+        many: list[float] = []
+        talks: list[list[tuple[float, float]]] = [[], []]
+        async with servers[0], servers[1], aiohttp.ClientSession() as session:
+            for number in range(rounds + 1):  # the first round warms up
+                one.append(await measure_tokens_per_s(session, servers[0], 1, 4))
+                many.append(await measure_tokens_per_s(session, servers[0], CONCURRENT, CONCURRENT))
+                for server, talk in zip(servers, talks, strict=True):
+                    talk.append(await measure_conversations(session, server, number))
+        single, batched = statistics.median(one[1:]), statistics.median(many[1:])
+        print(f"model of {size / 1e6:.1f}M weights, 1 thread")
+        print(f"one at a time    {single:9.0f} tokens/s")
+        print(f"{CONCURRENT} at once       {batched:9.0f} tokens/s   {batched / single:.1f} times")
+        with_cache, without = (statistics.median(seconds for seconds, _ in talk[1:]) for talk in talks)
+        reused = statistics.median(share for _, share in talks[0][1:])
+        print(f"{TURNS} turns without prefix cache {without:7.2f} s")
+        print(f"{TURNS} turns with prefix cache    {with_cache:7.2f} s   {without / with_cache:.1f} times, {reused:.0%} reused")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=6)
+    options = parser.parse_args()
+    asyncio.run(main(options.rounds, options.hidden, options.layers))
