@@ -27,7 +27,7 @@ from tests.source import REPO, ROOTS, SourceFile, all_test_files, pyproject, pyt
 # Inside core a file imports only from names to its left; a package counts as its name.
 CORE_ORDER = """
     version errors frozen attempt_token types resources semconv config event lifecycle hookspecs
-    plugins facade logging thread
+    plugins facade logging thread stop_event
     store tracer emitter reward comparison live adapter litagent hook algorithm tracker
     runner execution run_directory trainer cli __main__ testing
 """.split()
@@ -55,10 +55,12 @@ LONG_FILES: dict[str, str] = {
 # What a declared distribution shows of another in its own API.
 DECLARED_THROUGH = {
     "google": "opentelemetry-proto",
+    "hydra": "hydra-core",
     "langchain_core": "langchain",
     "multidict": "aiohttp",
     "pydantic_core": "pydantic",
     "tokenizers": "transformers",
+    "transfer_queue": "transferqueue",
     "yarl": "aiohttp",
 }
 
@@ -98,7 +100,8 @@ def test_an_algorithm_imports_no_sibling() -> None:
     for file in python_files(root):
         mine = file.path.relative_to(root).parts[0].removesuffix(".py")
         named = {item.name.split(".")[1] for item in file.imports if item.name.startswith(f"{root.name}.")}
-        wrong += [f"{file.shown}: {other}" for other in sorted(named - {mine})]
+        if mine != "plugin":  # which offers them all
+            wrong += [f"{file.shown}: {other}" for other in sorted(named - {mine})]
     assert wrong == []
 
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from agentlightning.hookspecs import Component, hookimpl
+
+if TYPE_CHECKING:
+    import click
 
 
 @hookimpl
@@ -33,6 +37,19 @@ def components() -> Iterable[Component]:
         Component(
             "algorithm", "live", f"{root}.live.algorithm:LiveLearning", summary="learns from what a process serves"
         ),
+        Component(
+            "policy_backend",
+            "transformers",
+            f"{root}.grpo.policy_process:TransformersBackend",
+            extra="grpo",
+            summary="samples the policy in a process of our own, on CPU or one GPU",
+        ),
+        Component(
+            "policy_backend",
+            "vllm",
+            f"{root}.grpo.vllm_backend:VLLMBackend",
+            summary="samples the policy on a vLLM server",
+        ),
         Component("resource", "live_state", "agentlightning.live:LiveState", summary="where live learning stands"),
         Component(
             "algorithm", "verl", f"{root}.verl.algorithm:VERL", extra="verl", summary="trains weights on many GPUs"
@@ -44,3 +61,10 @@ def components() -> Iterable[Component]:
             summary="lineage and scores of prompts that were tried",
         ),
     ]
+
+
+@hookimpl
+def add_commands(cli: click.Group) -> None:
+    from agentlightning_algorithms.grpo.command import export
+
+    cli.add_command(export)

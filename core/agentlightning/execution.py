@@ -7,7 +7,7 @@ from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Final, Protocol
 
 from agentlightning.facade import resolve_lazily
-from agentlightning.runner import StopEvent
+from agentlightning.stop_event import StopEvent
 from agentlightning.store.protocol import LightningStore
 
 if TYPE_CHECKING:

@@ -48,11 +48,11 @@ class RunDirectory:
         file = path / RECORD_NAME
         if resume and not file.is_file():
             raise ConfigError(f"{path} holds no run to resume: {file} is missing")
+        make_directory(path)
         try:
-            path.mkdir(parents=True, exist_ok=True)
             lock = (path / _LOCK_NAME).open("a+")
         except OSError as error:
-            raise ConfigError(f"{path} cannot be the directory of a run: {error.strerror or error}") from error
+            raise _unusable(path, error) from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -76,6 +76,25 @@ class RunDirectory:
     def close(self) -> None:
         """Lets other processes work in the directory."""
         self._lock.close()
+
+
+def make_directory(path: Path) -> bool:
+    """Makes a directory for a run, and those above it; returns whether it was not there before.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    try:
+        path.mkdir(parents=True)
+    except OSError as error:
+        if path.is_dir():
+            return False
+        raise _unusable(path, error) from error
+    return True
+
+
+def _unusable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{path} cannot be the directory of a run: {error.strerror or error}; choose another")
 
 
 def read_record(path: Path) -> dict[str, Any]:

@@ -11,8 +11,8 @@ import socket
 import threading
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar, cast
 
 from agentlightning import attempt_token
 from agentlightning.emitter import emit_reward
@@ -22,6 +22,7 @@ from agentlightning.frozen import thaw
 from agentlightning.hook import Hook
 from agentlightning.litagent import LitAgent, check_result
 from agentlightning.resources import Resource, with_attempt_key
+from agentlightning.stop_event import STOP_CHECK_S, StopEvent, is_set, until_set
 from agentlightning.store.protocol import LightningStore
 from agentlightning.thread import ThreadStopped, run_in_thread
 from agentlightning.tracer.tracer import Tracer
@@ -39,16 +40,7 @@ from agentlightning.types import (
 T = TypeVar("T")
 logger = logging.getLogger("agentlightning")
 
-_STOP_CHECK_S = 0.1
 _CLAIM_AT_ONCE = 4
-
-
-class StopEvent(Protocol):
-    """Anything that says whether to stop: ``threading.Event``, ``asyncio.Event`` or a multiprocessing one."""
-
-    def is_set(self) -> bool:
-        """Whether it is time to stop."""
-        ...
 
 
 class Runner(ABC, Generic[T]):
@@ -139,6 +131,8 @@ class LitAgentRunner(Runner[T]):
         self._unreported: set[str] = set()
         """Those of them whose end the store has not been told of."""
         self._revoked: set[str] = set()
+        self._freed = asyncio.Event()
+        """Set when a rollout ends."""
         self._attendants: list[asyncio.Task[None]] = []
 
     @contextlib.contextmanager
@@ -165,20 +159,22 @@ class LitAgentRunner(Runner[T]):
     async def iter(self, event: StopEvent | None = None) -> None:
         store = self._given()[1]
         taken = 0
+        self._freed = asyncio.Event()  # of this loop; the runner may be used in several, one after the other
         self._attend()
         try:
-            while not _is_set(event) and not self.is_worn_out:
+            while not is_set(event) and not self.is_worn_out:
                 limit = min(self.max_concurrency - len(self._running), _CLAIM_AT_ONCE)
                 if self.max_rollouts is not None:
                     limit = min(limit, self.max_rollouts - taken)
                     if taken >= self.max_rollouts:
                         break
                 if limit < 1:
-                    await asyncio.wait(
-                        self._running.values(), timeout=_STOP_CHECK_S, return_when=asyncio.FIRST_COMPLETED
-                    )
+                    self._freed.clear()
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(STOP_CHECK_S):
+                            await self._freed.wait()
                     continue
-                claimed = await _until_set(
+                claimed = await until_set(
                     store.dequeue_many_rollouts(limit=limit, worker_id=self.worker_id, timeout=self.poll_interval),
                     event,
                 )
@@ -212,7 +208,7 @@ class LitAgentRunner(Runner[T]):
             input, mode=mode, resources_id=resources_id, metadata=metadata, worker_id=self.worker_id
         )
         self._attend()
-        await _until_set(self._begin(rollout), event)
+        await until_set(self._begin(rollout), event)
         finished = await store.get_rollout_by_id(rollout.rollout_id)
         if finished is None:
             raise NotFoundError(f"rollout {rollout.rollout_id} was deleted while it ran")
@@ -240,6 +236,7 @@ class LitAgentRunner(Runner[T]):
 
     def _ended(self, attempt_id: str, task: asyncio.Task[None]) -> None:
         self._running.pop(attempt_id, None)
+        self._freed.set()
         self._unreported.discard(attempt_id)
         self._revoked.discard(attempt_id)
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -389,25 +386,6 @@ async def _resources_of(store: LightningStore, rollout: Rollout) -> Mapping[str,
             f"rollout {rollout.rollout_id} names resources {rollout.resources_id}, which are not stored"
         )
     return update.resources
-
-
-def _is_set(event: StopEvent | None) -> bool:
-    return event is not None and event.is_set()
-
-
-async def _until_set(work: Awaitable[T], event: StopEvent | None) -> T | None:
-    """Awaits ``work``, or cancels it and returns None soon after ``event`` is set."""
-    task = asyncio.ensure_future(work)
-    try:
-        while not task.done():
-            if _is_set(event):
-                task.cancel()
-            await asyncio.wait([task], timeout=None if event is None else _STOP_CHECK_S)
-    except asyncio.CancelledError:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        raise
-    return None if task.cancelled() else task.result()
 
 
 def _report_failure(task: asyncio.Task[None]) -> None:

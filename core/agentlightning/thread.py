@@ -1,8 +1,9 @@
-"""Synchronous code beside an event loop: one daemon thread per call, which can be told to stop."""
+"""Code beside an event loop: one daemon thread per call, which can be told to stop."""
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextvars
 import ctypes
 import threading
@@ -64,6 +65,35 @@ async def run_in_thread(
             _raise_in(thread, ThreadStopped)
             if on_abandoned is not None:
                 on_abandoned(thread)
+        raise
+
+
+def run_beside_loop(function: Callable[[], T]) -> T:
+    """Calls a function that runs an event loop of its own: here, or in a thread where one is running here already.
+
+    That is so in notebooks. A Ctrl-C goes on to the thread, and its loop is cancelled as it would be here.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return function()
+    outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+    context = contextvars.copy_context()
+
+    def work() -> None:
+        try:
+            outcome.set_result(context.run(function))
+        except BaseException as error:  # isolation point: whatever the function raised belongs to the caller
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=work, name="beside-the-loop", daemon=True)
+    thread.start()
+    try:
+        return outcome.result()
+    except KeyboardInterrupt:
+        if thread.is_alive():
+            _raise_in(thread, KeyboardInterrupt)
+            thread.join()
         raise
 
 

@@ -22,10 +22,11 @@ from agentlightning.litagent import LitAgent, RewardFunction, initial_prompts, w
 from agentlightning.plugins import get_manager
 from agentlightning.resources import Resource, read_resources
 from agentlightning.run_directory import RunDirectory
-from agentlightning.runner import LitAgentRunner, Runner, StopEvent
+from agentlightning.runner import LitAgentRunner, Runner
+from agentlightning.stop_event import StopEvent
 from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
-from agentlightning.thread import run_in_thread
+from agentlightning.thread import run_beside_loop, run_in_thread
 from agentlightning.tracer.tracer import Tracer
 from agentlightning.tracker import Tracker, follow
 from agentlightning.types import Dataset, Run
@@ -144,7 +145,8 @@ class Trainer:
         if self.algorithm is None:
             names = ", ".join(get_manager().components("algorithm"))
             raise ConfigError(f"fit needs an algorithm, as in Trainer(algorithm='baseline'); installed: {names}")
-        return self._run(self.algorithm, wrap(agent, reward), train_dataset, val_dataset)
+        work = functools.partial(self._run, self.algorithm, wrap(agent, reward), train_dataset, val_dataset)
+        return run_beside_loop(work)
 
     def dev(
         self,
@@ -165,7 +167,7 @@ class Trainer:
                 f"dev is a dry run and needs a FastAlgorithm, but the trainer has {type(algorithm).__name__}; "
                 "use fit, or Trainer(algorithm='baseline')"
             )
-        return self._run(algorithm, wrap(agent, reward), train_dataset, val_dataset)
+        return run_beside_loop(functools.partial(self._run, algorithm, wrap(agent, reward), train_dataset, val_dataset))
 
     def _choose_strategy(self, strategy: ExecutionStrategy | Spec | None, port: int | None) -> ExecutionStrategy:
         if isinstance(strategy, ExecutionStrategy):
@@ -269,15 +271,15 @@ class TrainerJob:
         if context.run.status != "running":  # it is resumed, or the store has seen a run before
             context.run = await store.update_run(context.run.run_id, "running")
         algorithm.context = context
-        if context.initial_resources and await store.get_latest_resources() is None:
-            await store.add_resources(context.initial_resources)
-        if self.resume and directory is not None:
-            algorithm.load_state(directory)
         following = asyncio.create_task(follow(store, context.run, self.trackers, directory))
         await asyncio.sleep(0)  # lets it subscribe before the first event
         status: Any = "failed"
         gateway = context.llm_proxy
         try:
+            if context.initial_resources and await store.get_latest_resources() is None:
+                await store.add_resources(context.initial_resources)
+            if self.resume and directory is not None:
+                algorithm.load_state(directory)
             if gateway is not None:
                 if gateway.store is None:
                     gateway.store = store
@@ -289,9 +291,11 @@ class TrainerJob:
                 status = "interrupted"
             raise
         finally:
-            if gateway is not None:
-                await gateway.stop()
-            context.run = await store.update_run(context.run.run_id, status)
+            try:
+                if gateway is not None:
+                    await gateway.stop()
+            finally:
+                context.run = await store.update_run(context.run.run_id, status)
             await asyncio.wait([following], timeout=60.0)
             if following.done() and (error := following.exception()) is not None:
                 logger.error("the trackers could not follow the run to its end: %s", error)

@@ -4,9 +4,9 @@
     python examples/live/live.py serve --store URL   # or in two terminals, with one store
     python examples/live/live.py learn --store URL
 
-The service answers questions with an agent whose prompt is tuned; its users rate some answers later. The learner reads
-those ratings and proposes prompts. The first one is better: it passes the check on recorded questions, is served to a
-share of the users, and is promoted. The second one is worse: it is rolled back while most users never saw it.
+The service answers questions with an agent whose prompt is tuned; its users rate most answers later. The learner reads
+those ratings and proposes prompts. The first one is broken: the check on recorded questions rejects it. The second is
+better: it is served to a share of the traffic and promoted. The third is worse: it is rolled back by itself.
 The "model" is simulated: it waits as long as one does, and is right as often as its instructions make it.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import logging
 import random
 import statistics
 import sys
@@ -31,6 +32,7 @@ import agentlightning as agl
 FIRST = "Answer the question: {question}"
 STEPS = "Think step by step, then answer the question: {question}"
 BRIEF = "Answer in one word: {question}"
+BROKEN = "Think step by step about {topic}: {question}"
 
 
 @agl.rollout
@@ -153,17 +155,16 @@ async def run_learner(command: list[str]) -> int:
 def propose(experience: agl.LiveLearning.Experience) -> Mapping[str, str] | None:
     """Stands for a model that reads poor answers and edits the prompt; APO's editor fits in here.
 
-    Its second idea is a bad one, which is what trials are for.
+    Not all of its ideas are good ones, which is what trials are for.
     """
     tried = sum("is checked offline" in note for note in experience.notes)
-    return {"prompt": (STEPS, BRIEF)[tried % 2]}
+    return {"prompt": (BROKEN, STEPS, BRIEF)[tried % 3]}
 
 
-def learn(url: str, trials: int | None) -> None:
+def learn(url: str, trials: int, share: float) -> None:
     """Learns from the service at the other end of the store; its one runner does the offline checks."""
-    algorithm = agl.LiveLearning(
-        propose, evidence=40, check_tasks=10, share=0.3, margin=0.1, refresh_s=0.5, max_trials=trials
-    )
+    logging.getLogger("agentlightning").setLevel(logging.WARNING)  # what it says is printed by the service
+    algorithm = agl.LiveLearning(propose, evidence=40, check_tasks=10, share=share, refresh_s=0.5, max_trials=trials)
     store = agl.create_store(url)
     agl.Trainer(algorithm=algorithm, store=store, strategy="shm", trackers=[]).fit(assistant)
     asyncio.run(store.close())
@@ -173,15 +174,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("role", nargs="?", choices=["both", "serve", "learn"], default="both")
     parser.add_argument("--store", metavar="URL", help="default is a file that is removed in the end")
-    parser.add_argument("--trials", type=int, default=2, help="candidates after which it ends")
-    parser.add_argument("--users", type=int, default=3, help="at once")
+    parser.add_argument("--trials", type=int, default=3, help="candidates after which it ends")
+    parser.add_argument("--share", type=float, default=0.05, help="of the traffic for a version on trial")
+    parser.add_argument("--users", type=int, default=2, help="at once")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         url = given.store or f"sqlite:///{Path(folder) / 'live.db'}"
         if given.role == "learn":
-            learn(url, given.trials)
+            learn(url, given.trials, given.share)
             return 0
-        command = [sys.executable, __file__, "learn", "--store", url, "--trials", str(given.trials)]
+        command = [sys.executable, __file__, "learn", "--store", url]
+        command += ["--trials", str(given.trials), "--share", str(given.share)]
         with suppress(KeyboardInterrupt):
             return asyncio.run(serve(url, command if given.role == "both" else None, given.users))
         return 130

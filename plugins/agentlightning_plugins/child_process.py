@@ -25,6 +25,7 @@ from agentlightning_plugins.supervisor import Ending
 logger = logging.getLogger("agentlightning")
 T = TypeVar("T")
 _DRAIN_S: Final = 20.0
+_MAX_THREADS: Final = 65536
 
 
 class ChildProcesses:
@@ -39,7 +40,8 @@ class ChildProcesses:
         self._role = role
         self._target = json.dumps(JobTarget.of_this_process(url, token, run_id)).encode()
         self._job = cloudpickle.dumps(job)
-        self._threads = ThreadPoolExecutor(64, thread_name_prefix=f"{role}-processes")
+        # One waits for each process, however many there are; threads are made as they are needed.
+        self._threads = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix=f"{role}-processes")
 
     def close(self) -> None:
         """Forgets the threads that waited for processes."""

@@ -58,6 +58,7 @@ class Router(SpanProcessor):
         self._by_span: OrderedDict[int, _Route] = OrderedDict()
         self._opened: dict[Trace, tuple[int, _Route]] = {}
         self._lock = threading.Lock()
+        self._local = threading.local()
 
     def add_route(self, trace_id: int, trace: Trace, exporter: SpanProcessor | None = None) -> None:
         """Sends the spans of an OpenTelemetry trace to an attempt's trace, and to an exporter."""
@@ -93,6 +94,11 @@ class Router(SpanProcessor):
         if route is not None:
             _remember(self._by_span, context.span_id, route, self._lock)
 
+    def take_last(self) -> Span | None:
+        """What ``on_end`` passed on last in this thread; None when asked again."""
+        last: Span | None = self._local.__dict__.pop("last", None)
+        return last
+
     def on_end(self, span: ReadableSpan) -> None:
         """Passes a span on."""
         context = span.context
@@ -102,7 +108,8 @@ class Router(SpanProcessor):
             if route is None:
                 return
         trace, exporter = route
-        trace.add(Span.from_opentelemetry(span, trace.rollout_id, trace.attempt_id))
+        self._local.last = record = Span.from_opentelemetry(span, trace.rollout_id, trace.attempt_id)
+        trace.add(record)
         if exporter is not None:
             exporter.on_end(span)
 

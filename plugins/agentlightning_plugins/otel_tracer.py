@@ -133,6 +133,9 @@ class _OtelSpan(OpenSpan):
         if status is not None and status.status_code != "UNSET":
             self._span.set_status(Status(StatusCode[status.status_code], status.description))
         self._span.end(_to_ns(end_time))
+        record = pipeline.router.take_last()  # made in the course of ending, unless nobody's trace is open
+        if record is not None and record.span_id == f"{self._span.context.span_id:016x}":
+            return record
         trace = self._trace
         return Span.from_opentelemetry(
             self._span, trace.rollout_id if trace is not None else "", trace.attempt_id if trace is not None else ""

@@ -8,6 +8,7 @@ import itertools
 import logging
 import os
 import re
+import secrets
 import socket
 import time
 from typing import Final, Literal, NamedTuple, Protocol
@@ -20,6 +21,8 @@ logger = logging.getLogger("agentlightning")
 
 _QUICK_DEATH_S: Final = 10.0
 _QUICK_DEATHS: Final = 3
+_at_work: Final[set[str]] = set()
+"""Keys of this process's supervisors."""
 
 
 class Ending(NamedTuple):
@@ -50,6 +53,7 @@ class Supervisor:
         self._runners = runners
         self._store = store
         self._n_runners = n_runners
+        self._key = secrets.token_hex(3)
 
     async def run(self) -> None:
         """Runs until every runner has reached its own limit. Cancelling it lets rollouts in flight finish.
@@ -58,9 +62,10 @@ class Supervisor:
             ConfigError: the agent cannot be loaded where runners run.
             RuntimeError: a runner dies again and again as soon as it is started.
         """
+        _at_work.add(self._key)
         await self._bury_predecessors()
         runners = [
-            asyncio.create_task(self._keep_alive(f"{_family()}-{os.getpid()}-{index}"))
+            asyncio.create_task(self._keep_alive(f"{_family()}-{os.getpid()}-{self._key}-{index}"))
             for index in range(self._n_runners)
         ]
         try:
@@ -70,6 +75,7 @@ class Supervisor:
                 runner.cancel()
             await asyncio.gather(*runners, return_exceptions=True)
             self._runners.close()
+            _at_work.discard(self._key)
 
     async def _keep_alive(self, name: str) -> None:
         quick_deaths = 0
@@ -104,8 +110,12 @@ class Supervisor:
         """Does so for runners of a supervisor on this machine that was killed and so could not."""
         with contextlib.suppress(StoreError, OSError):
             for worker in (await self._store.query_workers()).items:
-                match = re.fullmatch(re.escape(_family()) + r"-(\d+)-\d+-\d+", worker.worker_id)
-                if match is not None and worker.current_attempt_id is not None and not _is_alive(int(match[1])):
+                match = re.fullmatch(re.escape(_family()) + r"-(\d+)-(\w+)-\d+-\d+", worker.worker_id)
+                if (
+                    match is not None
+                    and worker.current_attempt_id is not None
+                    and not _is_at_work(int(match[1]), match[2])
+                ):
                     await self._bury(worker.worker_id)
 
 
@@ -133,7 +143,10 @@ def _family() -> str:
     return f"runner-{socket.gethostname()}"
 
 
-def _is_alive(pid: int) -> bool:
+def _is_at_work(pid: int, key: str) -> bool:
+    """Whether a supervisor of this machine still runs. A container gives each of its lives the same process id."""
+    if pid == os.getpid():
+        return key in _at_work
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

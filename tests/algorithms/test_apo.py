@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import subprocess
+import sys
 import threading
-import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +31,8 @@ from tests.algorithms.prompt_lab import (
     prompt_in,
     worth,
 )
+
+pytestmark = pytest.mark.environment("main", "newest")
 
 
 @pytest.fixture
@@ -124,19 +130,21 @@ def test_the_same_seed_gives_the_same_lineage_and_another_seed_another(server: S
     assert lineage(4) != first
 
 
-def test_what_failed_or_took_too_long_counts_as_nothing(server: ScriptedOpenAI) -> None:
-    def fragile(task: Any, prompt: agl.PromptTemplate) -> float:
-        number = int(task["question"].split()[1])
+def test_what_failed_or_took_too_long_counts_as_nothing() -> None:
+    async def fragile(task: Any, prompt: agl.PromptTemplate) -> float:
         agl.emit_reward(1.0)
-        if number == 0:
+        if task["question"] == "val 0":
             raise RuntimeError("after the reward")
-        if number == 1:
-            time.sleep(3)
+        if task["question"] == "val 1":
+            await asyncio.sleep(60)
         return 1.0
 
-    apo = make(server, beam_rounds=1, rollout_batch_timeout=0.5, branch_factor=1, beam_width=1)
-    train(apo, fragile, val_dataset=VAL[:4])
+    with Server([Answer(status=401)]) as server:  # so that nothing but the seed is tried on validation tasks
+        apo = make(server, beam_rounds=1, rollout_batch_timeout=3.0)
+        store = train(apo, fragile, val_dataset=VAL[:4])
     assert apo.history[0].full_score == 0.5
+    statuses = [rollout.status for rollout in asyncio.run(store.query_rollouts()).items if rollout.mode == "val"]
+    assert statuses == ["failed", "cancelled", "succeeded", "succeeded"]
 
 
 def test_the_critic_reads_status_reward_error_and_messages_and_the_editor_the_critique() -> None:
@@ -410,3 +418,45 @@ def test_an_agent_of_a_framework_is_trained() -> None:
     assert "RULE-A" in apo.get_best_prompt().template
     assert apo.get_best().full_score == 1.0
     assert prompt_in(next(r for r in scripted.requests if is_critic(r))) == "Answer politely."
+
+
+@pytest.mark.slow
+def test_a_file_and_the_environment_are_enough(server: ScriptedOpenAI, tmp_path: Path) -> None:
+    (tmp_path / "tasks.json").write_text(json.dumps(TRAIN))
+    (tmp_path / "config.yaml").write_text(
+        json.dumps(
+            {
+                "name": "prompts",
+                "agent": "tests.algorithms.prompt_lab:agent",
+                "data": {"train": "tasks.json", "val": {"source": "tasks.json", "limit": 4}},
+                "resources": {"prompt": SEED},
+                "tracer": "dummy",
+                "algorithm": {
+                    "name": "apo",
+                    "gradient_model": "critic",
+                    "apply_edit_model": "editor",
+                    "beam_width": 2,
+                    "target_score": 1.0,
+                    "prices": {"critic": [1.0, 2.0], "editor": [1.0, 2.0]},
+                    "max_cost": 10.0,
+                },
+            }
+        )
+    )
+    command = [sys.executable, "-m", "agentlightning", "train", "config.yaml"]
+    environment = {
+        **os.environ,
+        "OPENAI_API_KEY": "any",
+        "OPENAI_BASE_URL": server.endpoint,
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    run = tmp_path / "runs" / "prompts"
+    added = {line[1:] for line in (run / "prompts.diff").read_text().splitlines()[3:] if line.startswith("+")}
+    assert added == BEST
+    last = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][-2]
+    assert last["reward"] == 1.0
+    assert 0 < last["cost"] < 10
+    calls = [json.loads(line) for line in (run / "llm_calls.jsonl").read_text().splitlines()]
+    assert len(calls) == last["model_calls"] == len(server.requests)

@@ -63,7 +63,7 @@ def test_it_finds_the_best_prompt_and_gives_results_as_apo_does(server: Scripted
     assert latest.resources == {"prompt": gepa.get_best_prompt()}
     ids = {candidate.candidate_id for candidate in gepa.history}
     assert all(candidate.parent_id in ids for candidate in gepa.history[1:])
-    assert BEST <= phrases(gepa.diff())
+    assert phrases(gepa.diff()) >= BEST
     last = asyncio.run(store.query_metrics()).items[-1].values
     assert last["reward"] == 1.0
     assert last["model_calls"] == len(server.requests)
@@ -166,3 +166,9 @@ def test_prompts_of_several_resources_are_tuned(server: ScriptedOpenAI) -> None:
 def test_wrong_settings_are_refused(server: ScriptedOpenAI, settings: dict[str, Any], complaint: str) -> None:
     with pytest.raises(agl.ConfigError, match=complaint):
         make(server, **settings)
+
+
+def test_it_is_made_by_its_name() -> None:
+    trainer = agl.Trainer(algorithm={"name": "gepa", "max_rollouts": 7, "prompts": ["writer"]}, trackers=[])
+    assert isinstance(trainer.algorithm, agl.GEPA)
+    assert trainer.algorithm.max_rollouts == 7

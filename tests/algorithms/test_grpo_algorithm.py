@@ -6,8 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from click.testing import CliRunner
 
 import agentlightning as agl
+from agentlightning_algorithms.grpo.command import export
+from agentlightning_algorithms.grpo.export import export_model
 from agentlightning_plugins.demo.agent import calculator_agent
 from agentlightning_plugins.demo.task import make_problems
 from agentlightning_plugins.demo.training import CHECKPOINT
@@ -94,3 +98,69 @@ def test_every_step_publishes_weights_and_explains_its_rows(tmp_path: Path) -> N
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint").state_dict()
     assert before.keys() == after.keys()
     assert any(not before[name].equal(after[name]) for name in before)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_lora_on_merged_rows_one_step_off_trains_and_exports(tmp_path: Path) -> None:
+    """What a large model needs, together: additions only, joined calls, sampling while training, bfloat16, refill."""
+    store = agl.create_store("memory://")
+    run = tmp_path / "run"
+    settings = {
+        **SETTINGS,
+        "steps": 3,
+        "rows": "trajectories",
+        "lora": {"rank": 4, "target_modules": ["q_proj", "v_proj"]},
+        "dtype": "bfloat16",
+        "staleness": 1,
+        "refill_rounds": 1,
+        "update": {
+            "lr": 1e-3,
+            "old_logprobs": "trainer",
+            "importance_weights": "token",
+            "kl_coefficient": 0.01,
+            "kl_in": "reward",
+            "gradient_checkpointing": True,
+        },
+    }
+    trainer = agl.Trainer(algorithm=settings, store=store, trackers=[], run_dir=run)
+    assert trainer.fit(calculator_agent, make_problems("train", N_TASKS), make_problems("val", 4)).status == "succeeded"
+
+    async def check() -> None:
+        steps = [item.values for item in (await store.query_metrics()).items]
+        trained = [values for values in steps if "loss" in values]
+        assert [values["staleness"] for values in trained] == [0.0, 1.0, 1.0]
+        for values in trained:
+            assert 0 < values["importance_weight"] <= values["importance_weight_max"] <= 2.0
+            # A turn that goes on from the one before is not a row of its own.
+            assert values["rows"] < values["calls"] or values["rows"] == 0
+            assert {"reward", "success", "reward_penalty", "advantage_std", "entropy", "clip_fraction", "ratio",
+                    "response_length", "calls_per_rollout", "queue_wait_s", "sample_s", "train_s", "publish_s", "wait_s",
+                    "tokens_per_s", "train_tokens_per_s", "memory_gb", "drift/retokenisation", "refills",
+                    "group_reward_std", "groups_without_spread", "warnings"} <= values.keys()  # fmt: skip
+
+    asyncio.run(check())
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype="float32")
+    command = CliRunner().invoke(export, [str(run), str(tmp_path / "additions"), "--which", "last"])
+    assert command.exit_code == 0, command.output
+    assert (tmp_path / "additions" / "adapter_config.json").is_file()
+    assert not (tmp_path / "additions" / "model.safetensors").exists()
+    export_model(run, tmp_path / "merged", merge=True, which="last")
+    assert export_model(run, tmp_path / "best").name == "best"
+    ids = torch.tensor([[1, 2, 3, 4]])
+    with_additions = AutoModelForCausalLM.from_pretrained(tmp_path / "additions", dtype="float32")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="float32")
+    torch.testing.assert_close(merged(ids).logits, with_additions(ids).logits, atol=1e-4, rtol=1e-4)
+    assert not torch.equal(merged(ids).logits, base(ids).logits)
+    with pytest.raises(agl.ConfigError, match="merged exists"):
+        export_model(run, tmp_path / "merged")
+
+
+def test_exporting_from_where_no_model_is_says_what_there_is(tmp_path: Path) -> None:
+    with pytest.raises(agl.ConfigError, match="holds no trained model; it has: none"):
+        export_model(tmp_path, tmp_path / "out")
+    (tmp_path / "checkpoint").mkdir()
+    with pytest.raises(agl.ConfigError, match="holds no best model; it has: last"):
+        export_model(tmp_path, tmp_path / "out", which="best")

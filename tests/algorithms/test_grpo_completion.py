@@ -280,7 +280,8 @@ def test_text_completions_carry_ids_on_each_choice(completions: Completions) -> 
     assert choice["logprobs"]["text_offset"][:3] == [0, 1, 2]
     chunks = [chunk["choices"][0] for chunk in streamed(completions, request, [said], 2)]
     assert "".join(chunk["text"] for chunk in chunks) == "héllo"
-    assert [o for c in chunks if c["logprobs"] for o in c["logprobs"]["text_offset"]] == choice["logprobs"]["text_offset"]
+    offsets = [offset for chunk in chunks if chunk["logprobs"] for offset in chunk["logprobs"]["text_offset"]]
+    assert offsets == choice["logprobs"]["text_offset"]
     assert ["prompt_token_ids" in chunk for chunk in chunks] == [True] + [False] * (len(chunks) - 1)
 
 

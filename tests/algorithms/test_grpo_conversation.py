@@ -20,7 +20,11 @@ def conversations(tiny_policy: Policy) -> Conversations:
 
 def call(arguments: str) -> dict[str, Any]:
     function = {"name": "add", "arguments": arguments}
-    return {"role": "assistant", "content": None, "tool_calls": [{"id": "c1", "type": "function", "function": function}]}
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "c1", "type": "function", "function": function}],
+    }
 
 
 def sent(message: dict[str, Any]) -> dict[str, Any]:
@@ -32,7 +36,9 @@ def sent(message: dict[str, Any]) -> dict[str, Any]:
     return {"refusal": None, **message, "content": message.get("content") or "", "tool_calls": calls}
 
 
-def answer(conversations: Conversations, prompt: Prompt, message: dict[str, Any], text: str, *, end: bool = True) -> list[int]:
+def answer(
+    conversations: Conversations, prompt: Prompt, message: dict[str, Any], text: str, *, end: bool = True
+) -> list[int]:
     """Remembers an answer that was sampled as ``text``; returns its tokens and its prompt's."""
     response = [*conversations.encode(text), *([END] if end else [])]
     conversations.remember(prompt, message, response)

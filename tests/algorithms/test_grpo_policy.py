@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -141,3 +143,14 @@ def test_a_kill_between_the_two_renames_loses_nothing(tmp_path: Path) -> None:
     (old / "file").write_text("first")
     target = recover_directory(tmp_path / "checkpoint")
     assert (target / "file").read_text() == "first"
+
+
+def test_what_a_killed_process_had_begun_to_write_is_removed_by_the_next(tmp_path: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    dead, alive = tmp_path / f".checkpoint.{ended.pid}.tmp", tmp_path / f".checkpoint.{os.getppid()}.tmp"
+    dead.mkdir()
+    alive.mkdir()
+    with atomic_directory(tmp_path / "checkpoint") as scratch:
+        (scratch / "file").write_text("new")
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint", alive.name}

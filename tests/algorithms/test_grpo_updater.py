@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from agentlightning.config import bind_settings
 from agentlightning.errors import ConfigError
-from agentlightning_algorithms.grpo.loss import Aggregation
 from agentlightning_algorithms.grpo.lora import add_lora
+from agentlightning_algorithms.grpo.loss import Aggregation
 from agentlightning_algorithms.grpo.policy import Policy, load_policy
 from agentlightning_algorithms.grpo.row import Row
 from agentlightning_algorithms.grpo.setting import LoraSettings, UpdateSettings

@@ -121,6 +121,16 @@ async def test_a_version_that_fails_on_recorded_tasks_never_reaches_a_user(store
     assert len({rollout.input["n"] for rollout in checks}) == len(checks) == QUICK["check_tasks"]
 
 
+async def test_failures_on_recorded_tasks_count_even_if_the_rewards_were_low_before(
+    store: agl.LightningStore,
+) -> None:
+    await store.update_resources("tuned", {"prompt": "quality 0.0"})
+    async with serving(store) as service:
+        states = await learn(service, learner(store, "broken", check_tolerance=0.2))
+        assert "8 failed, +0.000 on the 8 with a reward; rejected" in states[-1].note
+        assert set(service.served) == {"tuned@2"}
+
+
 async def test_a_check_that_nobody_runs_rejects_the_candidate_and_leaves_no_work_behind(
     store: agl.LightningStore,
 ) -> None:

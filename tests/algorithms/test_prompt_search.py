@@ -73,7 +73,7 @@ def test_a_ledger_survives_a_kill_in_the_middle_of_a_line(tmp_path: Path) -> Non
     file = tmp_path / "calls.jsonl"
     ledger = Ledger(file)
     ledger.record(PaidCall("edit/1", "m", "first\nanswer ü", 3, 4))
-    ledger.skip(["edit/9"])
+    ledger.give_up(["edit/9"])
     ledger.record(PaidCall("edit/2", "m", "second"))
     whole = file.read_bytes()
     for cut in range(1, len(whole.splitlines(keepends=True)[-1])):

@@ -30,6 +30,7 @@ from agentlightning_algorithms.grpo.policy_process import PolicyServer
 
 REPLY_TOKENS = 64
 CONCURRENT = 64
+VOCABULARY = 8192
 TURNS, CONVERSATIONS, TURN_TOKENS = 6, 16, 64
 
 
@@ -37,13 +38,14 @@ def save_model(directory: Path, hidden: int, layers: int) -> int:
     """Writes a random model; returns its number of weights."""
     torch.manual_seed(0)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    letters += [f"unused {i}" for i in range(len(letters), VOCABULARY)]  # the end token then has no logit
     backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(directory)
     model = Qwen2ForCausalLM(
         Qwen2Config(
-            vocab_size=8192,
+            vocab_size=VOCABULARY,
             hidden_size=hidden,
             intermediate_size=4 * hidden,
             num_hidden_layers=layers,
@@ -70,7 +72,7 @@ async def complete(session: aiohttp.ClientSession, server: PolicyServer, prompt:
 
 async def measure_tokens_per_s(session: aiohttp.ClientSession, server: PolicyServer, at_once: int, count: int) -> float:
     rng = random.Random(at_once)
-    prompts = [[rng.randrange(8192) for _ in range(32)] for _ in range(count)]
+    prompts = [[rng.randrange(VOCABULARY) for _ in range(32)] for _ in range(count)]
     started = time.perf_counter()
     for begin in range(0, count, at_once):
         await asyncio.gather(*(complete(session, server, p, REPLY_TOKENS) for p in prompts[begin : begin + at_once]))
@@ -85,7 +87,7 @@ async def measure_conversations(session: aiohttp.ClientSession, server: PolicySe
     async def talk() -> None:
         prompt: list[int] = []
         for _ in range(TURNS):
-            prompt += [rng.randrange(8192) for _ in range(TURN_TOKENS)]
+            prompt += [rng.randrange(VOCABULARY) for _ in range(TURN_TOKENS)]
             prompt += await complete(session, server, prompt, 4)
 
     started = time.perf_counter()
@@ -121,7 +123,8 @@ async def main(rounds: int, hidden: int, layers: int) -> None:
         with_cache, without = (statistics.median(seconds for seconds, _ in talk[1:]) for talk in talks)
         reused = statistics.median(share for _, share in talks[0][1:])
         print(f"{TURNS} turns without prefix cache {without:7.2f} s")
-        print(f"{TURNS} turns with prefix cache    {with_cache:7.2f} s   {without / with_cache:.1f} times, {reused:.0%} reused")
+        gain = f"{without / with_cache:.1f} times, {reused:.0%} of the prompts reused"
+        print(f"{TURNS} turns with prefix cache    {with_cache:7.2f} s   {gain}")
 
 
 if __name__ == "__main__":

@@ -62,8 +62,15 @@ def test_ctrl_c_stops_the_demo_cleanly_and_resume_goes_on_where_it_stopped(tmp_p
 def test_the_demo_refuses_what_it_cannot_do_and_says_what_it_can(tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
+    for name, config in (("torn", '{"seed": 0, "st'), ("foreign", '["seed"]')):
+        (tmp_path / name / "checkpoint").mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text(config)
     for arguments, complaint in (
         (["--run-dir", str(tmp_path / "full")], "is not empty"),
+        (["--run-dir", str(tmp_path / "full" / "file")], "is a file"),
+        (["--run-dir", str(tmp_path / "full" / "file" / "run")], "cannot be the directory of a run: Not a directory"),
+        (["--resume", str(tmp_path / "torn")], "config.json cannot be read"),
+        (["--resume", str(tmp_path / "foreign")], "does not say how the run was begun"),
         (["--resume", str(tmp_path / "nowhere")], "holds no checkpoint"),
         (["--steps", "0"], "is not in the range"),
     ):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import yaml
 
 import agentlightning as agl
+from agentlightning_plugins.train.command import choose_directory
 
 AGENT = """
 import os, time
@@ -288,3 +290,17 @@ def test_the_schema_accepts_what_the_command_accepts(folder: Path) -> None:
     for wrong in ({"agents": 1}, {"algorithm": {"name": "baseline", "n_epoch": 1}}, {"algorithm": "baselin"}):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate({**CONFIG, **wrong}, schema)
+
+
+def test_runs_begun_together_never_choose_the_same_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with ThreadPoolExecutor(8) as threads:
+        chosen = list(threads.map(lambda _: choose_directory(None, "demo"), range(24)))
+    assert len(set(chosen)) == 24
+
+
+def test_a_file_where_the_run_is_to_be_is_one_sentence(folder: Path) -> None:
+    (folder / "taken").touch()
+    refused = agl_command(folder, "train", str(write(folder)), "--run-dir", "taken/run")
+    assert refused.returncode == 2
+    assert "taken/run cannot be the directory of a run: Not a directory" in refused.stderr

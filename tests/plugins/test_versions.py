@@ -28,32 +28,24 @@ async def grader(task: Any, prompt: agl.PromptTemplate) -> float:
     return float(prompt.template)
 
 
-async def run_one(store: agl.LightningStore, resources_id: str | None) -> float | None:
-    """What an agent earns in a queued rollout that names these resources."""
-    queued = await store.enqueue_rollout("task", resources_id=resources_id)
-    await store.update_resources("tuned", {"prompt": "0.9"})  # comes between queue and runner
-    runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer(), max_rollouts=1)
-    with runner.run_context(agent=grader, store=store):
-        await runner.iter()
-    return agl.find_final_reward((await store.query_spans(queued.rollout_id)).items)
-
-
-async def test_a_pinned_rollout_runs_with_its_version_whatever_was_published_since(tmp_path: Path) -> None:
-    inner = agl.create_store(f"sqlite:///{tmp_path / 'store.db'}")
-    async with agl.LightningStoreServer(inner, port=0) as server:
-        client = agl.LightningStoreClient(server.endpoint)
-        for store in (agl.InMemoryLightningStore(), inner, client.with_run("served")):
-            tuned = "tuned" if store is not client else "served"
-            if store.run_id == "served":
-                await inner.delete_rollouts(keep=0)
-                assert (await client.get_resources_by_id("tuned@1")) == await inner.get_resources_by_id("tuned", 1)
-                assert await store.promote("tuned@1") == await store.get_latest_resources()
-                continue
-            await store.update_resources(tuned, {"prompt": "0.1"})
-            assert await run_one(store, f"{tuned}@1") == 0.1
-            assert await run_one(store, tuned) == 0.9
-        await client.close()
-    await inner.close()
+@pytest.mark.parametrize("kind", ["memory", "file", "served"])
+async def test_a_pinned_rollout_runs_with_its_version_whatever_was_published_since(kind: str, tmp_path: Path) -> None:
+    owner = agl.create_store("memory://" if kind == "memory" else f"sqlite:///{tmp_path / 'store.db'}")
+    async with agl.LightningStoreServer(owner, port=0) as server:
+        store = agl.LightningStoreClient(server.endpoint) if kind == "served" else owner
+        for prompt in ("0.1", "0.2"):
+            await store.update_resources("tuned", {"prompt": prompt})
+        named = (None, "tuned", "tuned@1", "tuned@2")
+        queued = [await store.enqueue_rollout("task", resources_id=resources_id) for resources_id in named]
+        await store.update_resources("tuned", {"prompt": "0.9"})
+        runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer(), max_rollouts=len(named))
+        with runner.run_context(agent=grader, store=store):
+            await runner.iter()
+        spans = [(await store.query_spans(rollout.rollout_id)).items for rollout in queued]
+        assert [agl.find_final_reward(found) for found in spans] == [0.9, 0.9, 0.1, 0.2]
+        if store is not owner:
+            await store.close()
+    await owner.close()
 
 
 async def test_a_step_can_name_its_version_and_metadata_and_publishes_nothing() -> None:

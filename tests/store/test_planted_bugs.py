@@ -225,6 +225,11 @@ class DeletesTheNewest(InMemoryLightningStore):
         return await super().delete_rollouts(rollout_ids, **which)
 
 
+class RunsTheNewestVersion(InMemoryLightningStore):
+    async def get_resources_by_id(self, resources_id: str, version: int | None = None) -> ResourcesUpdate | None:
+        return await super().get_resources_by_id(resources_id.partition("@")[0], version)
+
+
 class RollsBackByForgetting(InMemoryLightningStore):
     async def rollback(self, resources_id: str, version: int) -> ResourcesUpdate:
         earlier = await self.get_resources_by_id(resources_id, version)
@@ -270,6 +275,7 @@ PLANTED: list[tuple[Callable[[], BackendStore], str]] = [
     (ReleasesWhatRuns, "test_an_attempt_that_has_begun_cannot_be_handed_back"),
     (lambda: BackendStore(RevokesNothing()), "test_whoever_runs_an_attempt_hears_that_the_store_has_ended_it"),
     (DeletesTheNewest, "test_rollouts_are_deleted_by_age_count_and_status"),
+    (RunsTheNewestVersion, "test_a_rollout_can_be_pinned_to_one_version_of_resources"),
     (RollsBackByForgetting, "test_an_earlier_version_can_be_published_again"),
     (LosesSpansThatAreNotJson, "test_a_span_is_not_lost_for_a_value_that_is_not_json"),
     (lambda: BackendStore(HandsOutTwice()), MODEL),

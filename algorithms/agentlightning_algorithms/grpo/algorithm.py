@@ -23,7 +23,7 @@ from agentlightning.algorithm.algorithm import Algorithm
 from agentlightning.errors import ConfigError
 from agentlightning.types import Dataset, RolloutMode
 from agentlightning_algorithms.grpo.advantage import Estimator
-from agentlightning_algorithms.grpo.checkpoint import atomic_directory
+from agentlightning_algorithms.grpo.checkpoint import atomic_directory, recover_directory
 from agentlightning_algorithms.grpo.experience import RowKind, Selection
 from agentlightning_algorithms.grpo.session import Batch, Session, SessionSettings, open_session
 from agentlightning_algorithms.grpo.setting import LoraSettings, UpdateSettings, check_sampling
@@ -51,6 +51,7 @@ class GRPO(Algorithm):
         sampling: Mapping[str, Any] | None = None,
         update: UpdateSettings | None = None,
         lora: LoraSettings | None = None,
+        backend: str | Mapping[str, Any] = "transformers",
         rows: RowKind = "transitions",
         estimator: Estimator = "grpo",
         failed_reward: float | None = 0.0,
@@ -84,6 +85,8 @@ class GRPO(Algorithm):
             update: learning rate, clipping, minibatches and so on. Its schedule spans ``steps``; its temperature and
                 seed are those of ``sampling`` and of this run.
             lora: train low-rank additions; None: all weights.
+            backend: where agents' calls are sampled: ``transformers``, a process that this starts; ``vllm``, a server
+                that runs already; or ``{"name": ..., **settings}``.
             rows: ``transitions``: one row per model call. ``trajectories``: calls whose tokens go on from each other
                 are one row.
             estimator: the formula of the advantages.
@@ -157,6 +160,7 @@ class GRPO(Algorithm):
         self.settings = SessionSettings(
             model=model,
             lora=lora,
+            backend=backend,
             sampling=self.sampling,
             eval_sampling=self.eval_sampling,
             tasks_per_step=tasks_per_step,
@@ -178,6 +182,7 @@ class GRPO(Algorithm):
         self.test_dataset = test_dataset
         self.checkpoint_every = checkpoint_every
         self._session: Session | None = None
+        self._resuming = False
         self._resume_from: Path | None = None
 
     def save_state(self, directory: Path) -> None:
@@ -189,15 +194,13 @@ class GRPO(Algorithm):
             self._session.updater.save(directory / "checkpoint", self._session.state())
 
     def load_state(self, directory: Path) -> None:
-        """Continues from ``directory/checkpoint`` when ``run`` begins; a run killed before its first starts over.
-
-        Raises:
-            ConfigError: nothing was ever begun there.
-        """
-        if (directory / "checkpoint").is_dir() or (directory / "checkpoint.old").is_dir():
-            self._resume_from = directory / "checkpoint"
-        elif not (directory / "weights").is_dir():
-            raise ConfigError(f"{directory} holds no checkpoint to resume from")
+        """Continues from ``directory/checkpoint`` when ``run`` begins; a run killed before its first starts over."""
+        self._resuming = True
+        checkpoint = recover_directory(directory / "checkpoint")
+        if checkpoint.is_dir():
+            self._resume_from = checkpoint
+        else:
+            logger.warning("%s holds no checkpoint yet; the training starts from the beginning", directory)
 
     async def run(self, train_dataset: Dataset[Any] | None = None, val_dataset: Dataset[Any] | None = None) -> None:
         """Trains until ``steps`` or ``target_reward`` is reached."""
@@ -207,6 +210,7 @@ class GRPO(Algorithm):
             self._session = await open_session(
                 stack, self.context, self.get_adapter(), self.settings, self.update, self._resume_from
             )
+            self._session.resumed = self._resuming
             try:
                 await self._train(self._session, train_dataset, val_dataset)
             finally:
@@ -235,7 +239,8 @@ class GRPO(Algorithm):
                     await asyncio.wait([coming])  # whose rollouts all keep to one version of the weights
                 published = time.monotonic()
                 await session.publish()
-                metrics |= {"wait_s": waited_s, "publish_s": time.monotonic() - published}
+                now = time.monotonic()
+                metrics |= {"wait_s": waited_s, "publish_s": now - published, "seconds": now - started}
                 last = session.step == self.steps
                 if last or (self.eval_every and session.step % self.eval_every == 0):
                     metrics |= await self._evaluate(session, val, "val")
@@ -243,7 +248,6 @@ class GRPO(Algorithm):
                 if last or reached:
                     metrics |= await self._test(session)
                 metrics["progress"] = 1.0 if reached else (session.step - started_at) / (self.steps - started_at)
-                metrics["seconds"] = time.monotonic() - started
                 await session.report(metrics)
                 if last or reached or session.step % self.checkpoint_every == 0:
                     await self._checkpoint()

@@ -29,6 +29,7 @@ def atomic_directory(target: Path, *, durable: bool = True) -> Iterator[Path]:
     target = Path(target)
     scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     shutil.rmtree(scratch, ignore_errors=True)
+    _remove_left_behind(target)
     scratch.mkdir(parents=True)
     try:
         yield scratch
@@ -54,6 +55,18 @@ def recover_directory(target: Path) -> Path:
     if old.exists() and not target.exists():
         old.rename(target)
     return target
+
+
+def _remove_left_behind(target: Path) -> None:
+    """Removes what processes that were killed had begun to write."""
+    for path in target.parent.glob(f".{target.name}.*.tmp"):
+        pid = path.name.removesuffix(".tmp").rpartition(".")[2]
+        try:
+            os.kill(int(pid), 0)
+        except (ProcessLookupError, ValueError):
+            shutil.rmtree(path, ignore_errors=True)
+        except PermissionError:  # another user's, and alive
+            continue
 
 
 def _force_to_disk(path: Path) -> None:

@@ -62,8 +62,8 @@ class CollapseWatch:
         if metrics["val_reward"] < best - 0.1 and metrics["reward"] > reward_then + 0.05:
             return (
                 f"the training reward rose from {reward_then:.2f} to {metrics['reward']:.2f} while the validation "
-                f"reward fell from {best:.2f} to {metrics['val_reward']:.2f}: a sign of reward hacking or overfitting; read "
-                "some rollouts with high reward"
+                f"reward fell from {best:.2f} to {metrics['val_reward']:.2f}: a sign of reward hacking or overfitting; "
+                "read some rollouts with high reward"
             )
         return None
 

@@ -120,7 +120,7 @@ class Completions:
 
 
 class Answer:
-    """The answer to one request: give it the tokens as they come, or each response at its end, then take what it says."""
+    """The answer to one request, of responses that are there, or chunk by chunk of their tokens as they come."""
 
     def __init__(self, completions: Completions, request: ChatRequest | TextRequest, prompt: Prompt) -> None:
         """Takes the request and its prompt."""
@@ -129,9 +129,7 @@ class Answer:
         self._prompt = prompt
         self._chat = isinstance(request, ChatRequest)
         tools = isinstance(request, ChatRequest) and bool(request.offered_tools)
-        self._readers = [
-            ReplyReader(completions.tokenizer, request.stops, tools=tools) for _ in range(request.n or 1)
-        ]
+        self._readers = [ReplyReader(completions.tokenizer, request.stops, tools=tools) for _ in range(request.n or 1)]
         self._begun: set[int] = set()
         self._offsets = [0] * len(self._readers)
         self._head: Json = {

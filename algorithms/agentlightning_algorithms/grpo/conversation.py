@@ -1,13 +1,15 @@
 """The conversations that this server holds, so that what was sampled is never tokenized again.
 
-An agent sends the whole conversation with every call, as text. Tokenizing it anew may give other tokens than those that
-were sampled: two tokens may read as one, and the template may write a tool call with other spaces than the model did. The
-trainer would then see prompts that its policy never produced, and calls of one rollout could not be joined. So the server
-recognises the messages it answered itself, takes their tokens as they were, and tokenizes only what came after.
+An agent sends the whole conversation with every call, as text. Tokenizing it anew may give other tokens than those
+that were sampled: two tokens may read as one, and the template may write a tool call with other spaces than the model
+did. The trainer would then see prompts that its policy never produced, and calls of one rollout could not be joined.
+So the server recognises the messages it answered itself, takes their tokens as they were, and tokenizes only what came
+after.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from array import array
 from collections import Counter, OrderedDict
@@ -158,9 +160,7 @@ class Conversations:
     def _render(self, messages: Sequence[Json], tools: Sequence[Json] | None, *, ask: bool) -> str:
         given: Any = list(tools) if tools else None
         return str(
-            self._tokenizer.apply_chat_template(
-                list(messages), tools=given, add_generation_prompt=ask, tokenize=False
-            )
+            self._tokenizer.apply_chat_template(list(messages), tools=given, add_generation_prompt=ask, tokenize=False)
         )
 
 
@@ -187,10 +187,8 @@ def _read_function(call: Mapping[str, Any]) -> list[Any]:
     function = call.get("function") or {}
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
+        with contextlib.suppress(orjson.JSONDecodeError):
             arguments = orjson.loads(arguments)
-        except orjson.JSONDecodeError:
-            pass
     return [function.get("name"), arguments]
 
 

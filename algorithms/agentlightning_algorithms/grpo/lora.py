@@ -41,6 +41,14 @@ def add_lora(model: nn.Module, settings: LoraSettings) -> None:
             parameter.data = parameter.data.float()
 
 
+def read_lora(model: nn.Module, directory: Path) -> None:
+    """Gives a model additions of the shape of those saved in ``directory``."""
+    config = LoraConfig.from_pretrained(str(directory))
+    config.inference_mode = False
+    cast(Any, model).add_adapter(config)
+    model.eval()
+
+
 def merge_state(model: nn.Module) -> dict[str, Tensor]:
     """Returns the weights of a model without additions that computes the same; the model's own stay apart.
 

@@ -52,8 +52,8 @@ class PolicyServer:
             host: address to bind.
             port: 0 takes a free one.
             options: further options of the server by their long names without dashes: ``dtype``, ``device``,
-                ``max_batch_size``, ``max_length``, ``prefix_cache_mb``, ``threads``, ``seed``, ``weight_version``. None leaves the
-                server's default.
+                ``max_batch_size``, ``max_length``, ``prefix_cache_mb``, ``threads``, ``seed``, ``weight_version``.
+                None leaves the server's default.
             ready_timeout_s: how long loading may take.
             stop_timeout_s: how long it may take to end on request before it is killed.
         """
@@ -186,7 +186,12 @@ class TransformersBackend:
     tells_versions = True
 
     def __init__(
-        self, *, port: int = 0, max_length: int | None = None, prefix_cache_mb: int = 512, ready_timeout_s: float = 300.0
+        self,
+        *,
+        port: int = 0,
+        max_length: int | None = None,
+        prefix_cache_mb: int = 512,
+        ready_timeout_s: float = 300.0,
     ) -> None:
         """Sets what is the server's alone.
 

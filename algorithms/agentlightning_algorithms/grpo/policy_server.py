@@ -42,7 +42,7 @@ from agentlightning_algorithms.grpo.completion_request import (
 )
 from agentlightning_algorithms.grpo.conversation import Prompt
 from agentlightning_algorithms.grpo.policy import Policy, load_policy
-from agentlightning_algorithms.grpo.sampler import Generation, Sampler, Token
+from agentlightning_algorithms.grpo.sampler import Sampler, Token
 from agentlightning_algorithms.grpo.sampling import SamplingParams
 
 logger = logging.getLogger("agentlightning")

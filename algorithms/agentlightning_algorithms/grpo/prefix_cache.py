@@ -1,12 +1,13 @@
-"""Keys and values of token sequences that were seen before, so that a prompt that begins with one need not be run again.
+"""Keys and values of token sequences seen before, so that a prompt that begins with one need not be run again.
 
     B   blocks of the pool
     H   key-value heads
     D   size of a head
 
-A sequence is cut into blocks of tokens. A block is found by its own tokens and by the block before it, so that sequences
-share what they have in common: the turns of a rollout, the rollouts of a task, the system prompt of all. The idea is
-that of vLLM's automatic prefix caching (Kwon et al. 2023, arXiv:2309.06180); the running batch itself stays in slots.
+A sequence is cut into blocks of tokens. A block is found by its own tokens and by the block before it, so that
+sequences share what they have in common: the turns of a rollout, the rollouts of a task, the system prompt of all. The
+idea is that of vLLM's automatic prefix caching (Kwon et al. 2023, arXiv:2309.06180); the running batch itself stays in
+slots.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class PrefixCache:
     """A pool of blocks beside a :class:`SlotCache`; the blocks not used for longest make room for new ones."""
 
     def __init__(self, slots: SlotCache, max_bytes: int) -> None:
-        """Takes the slots that blocks are copied from and to, and the memory that the pool may take; 0 keeps nothing."""
+        """Takes the slots that blocks are copied from and to, and the memory the pool may take; 0 keeps nothing."""
         self._slots = slots
         self._max_bytes = max_bytes
         self._blocks: OrderedDict[_Key, _Block] = OrderedDict()  # least recently used first

@@ -84,6 +84,11 @@ class _Swap:
     version: int
     future: Future[None] = field(default_factory=Future)
 
+    @property
+    def has_to_wait(self) -> bool:
+        """Whether it will change the weights, as far as is known."""
+        return not self.future.cancelled() and (not self.weights.done() or self.weights.exception() is None)
+
 
 class Sampler:
     """Owns a policy and the thread that runs it.
@@ -187,7 +192,7 @@ class Sampler:
 
     @property
     def statistics(self) -> Mapping[str, float]:
-        """Totals so far: requests, tokens of prompts, of them reused, sampled tokens, steps, swaps, seconds at work."""
+        """Totals so far; ``PolicyServer.statistics`` says of what."""
         names = ("requests", "prompt_tokens", "reused_tokens", "sampled_tokens", "decode_steps", "decode_rows", "swaps")
         return {**{name: float(self._counts[name]) for name in names}, "busy_s": self._busy_s}
 
@@ -237,9 +242,8 @@ class Sampler:
         admitted: list[_Request] = []
         while self._waiting and len(self._rows) + len(admitted) < self._max_batch_size:
             item = self._waiting[0]
-            if isinstance(item, _Swap) and (self._rows or admitted) and not item.future.cancelled():
-                if not item.weights.done() or item.weights.exception() is None:
-                    break  # weights that cannot be used need not wait
+            if isinstance(item, _Swap) and (self._rows or admitted) and item.has_to_wait:
+                break
             self._waiting.popleft()
             if item.future.cancelled():
                 continue
@@ -315,13 +319,8 @@ class Sampler:
         """Draws one more token for every row."""
         newest = self._tensor([request.token_ids[-1] for request in self._rows])
         positions, mask = self._slots.extend(0, [request.cached for request in self._rows], 1)
-        logits = self.policy.logits(
-            newest[:, None],
-            position_ids=positions,
-            attention_mask=mask,
-            past_key_values=self._slots.cache,
-            use_cache=True,
-        )
+        options = {"position_ids": positions, "attention_mask": mask, "past_key_values": self._slots.cache}
+        logits = self.policy.logits(newest[:, None], use_cache=True, **options)
         self._counts["decode_steps"] += 1
         self._counts["decode_rows"] += len(self._rows)
         self._draw(logits, self._rows)

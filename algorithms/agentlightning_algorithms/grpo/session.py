@@ -28,7 +28,7 @@ from agentlightning_algorithms.grpo.collapse import CollapseWatch
 from agentlightning_algorithms.grpo.episode import Episode, describe_episodes, gather_episodes
 from agentlightning_algorithms.grpo.experience import Selection, build_experience, training_spans
 from agentlightning_algorithms.grpo.policy import load_policy
-from agentlightning_algorithms.grpo.policy_process import PolicyServer
+from agentlightning_algorithms.grpo.policy_backend import PolicyBackend, PolicySetup, publish_weights
 from agentlightning_algorithms.grpo.setting import LoraSettings, UpdateSettings
 from agentlightning_algorithms.grpo.updater import Updater
 
@@ -36,6 +36,7 @@ logger = logging.getLogger("agentlightning")
 
 MODEL_NAME = "policy"
 """What agents call the model that is trained."""
+_SERVER_CHECK_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,7 @@ class SessionSettings:
 
     model: str
     lora: LoraSettings | None
+    backend: str | Mapping[str, Any]
     sampling: Mapping[str, Any]
     eval_sampling: Mapping[str, Any]
     tasks_per_step: int
@@ -82,7 +84,7 @@ class Session:
     store: LightningStore
     adapter: TraceAdapter[Sequence[Triplet]]
     gateway: Gateway
-    server: PolicyServer
+    backend: PolicyBackend
     updater: Updater
     directory: Path
     step: int = 0
@@ -95,6 +97,7 @@ class Session:
     watch: CollapseWatch = field(default_factory=CollapseWatch)
     train_resources: str = ""
     eval_resources: str = ""
+    sampler_totals: Mapping[str, float] = field(default_factory=dict)
     opened_at: float = 0.0
     """When the model became reachable in this life of the run."""
 
@@ -113,7 +116,6 @@ class Session:
         self.position = state["position"]
         self.best_reward = state["best_reward"]
         self.watch.restore(state["watch"])
-        self.resumed = True
 
     async def publish(self) -> None:
         """Makes the newest weights the ones that are sampled from, and the resources that say so the latest.
@@ -124,7 +126,7 @@ class Session:
         version = self.step
         path = self.directory / "weights" / f"{version % 2}"
         await asyncio.to_thread(self.updater.policy.save, path)
-        await self.server.load_weights(path, version)
+        await publish_weights(self.backend, self.gateway, path, version)
         self.eval_resources = await self._publish_resources("eval", self.settings.eval_sampling)
         self.train_resources = await self._publish_resources("train", self.settings.sampling)
         self.opened_at = self.opened_at or time.time()
@@ -162,9 +164,15 @@ class Session:
             episodes += found
             rewards_R, groups_R = [episode.reward or 0.0 for episode in found], [episode.group for episode in found]
             useful += len(set(groups_R)) - len(zero_spread_groups(rewards_R, groups_R))
-        self.server.check()  # agents only saw connection errors
-        metrics = {"refills": float(rounds)} if settings.refill_rounds else {}
+        metrics = await self._sampler_metrics()
+        if settings.refill_rounds:
+            metrics["refills"] = float(rounds)
         return Batch(episodes, version, position, time.monotonic() - started, metrics)
+
+    async def _sampler_metrics(self) -> dict[str, float]:
+        """What the policy's backend counted since the last step, evaluation included."""
+        before, self.sampler_totals = self.sampler_totals, await self.backend.statistics()
+        return {f"sampler/{name}": total - before.get(name, 0.0) for name, total in self.sampler_totals.items()}
 
     async def learn(self, batch: Batch, selection: Selection, staleness: int) -> dict[str, float]:
         """Updates the weights once; the numbers of the step."""
@@ -228,7 +236,16 @@ class Session:
 
     async def _gather(self, requests: Sequence[EnqueueRolloutRequest]) -> list[Episode]:
         began_before = self.opened_at if self.resumed else None
-        return await gather_episodes(self.store, self.adapter, requests, self.gateway.flush, retry_before=began_before)
+        gathering = asyncio.create_task(
+            gather_episodes(self.store, self.adapter, requests, self.gateway.flush, retry_before=began_before)
+        )
+        try:
+            while not gathering.done():
+                self.backend.check()  # agents only see connection errors, and only after retries
+                await asyncio.wait([gathering], timeout=_SERVER_CHECK_S)
+        finally:
+            gathering.cancel()
+        return await gathering
 
     def _penalize(self, rows: Sequence[Any]) -> list[list[float]]:
         coefficient = self.updater.settings.kl_coefficient
@@ -284,28 +301,27 @@ async def open_session(
     if directory is None:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agl-grpo-")))
     directory.mkdir(parents=True, exist_ok=True)
-    server = PolicyServer(
-        settings.model,
-        log_path=directory / "policy_server.log",
+    backend = cast(PolicyBackend, get_manager().create("policy_backend", settings.backend))
+    setup = PolicySetup(
+        model=settings.model,
         model_name=MODEL_NAME,
-        options={
-            "dtype": settings.dtype,
-            "device": settings.device,
-            "threads": settings.sample_threads,
-            "seed": settings.seed,
-            "max_batch_size": settings.max_batch_size,
-        },
+        directory=directory,
+        dtype=settings.dtype,
+        device=settings.device,
+        threads=settings.sample_threads,
+        max_batch_size=settings.max_batch_size,
+        seed=settings.seed,
     )
-    stack.push_async_callback(server.stop)
+    stack.push_async_callback(backend.stop)
     # Both import torch and read the weights.
-    updater, _ = await asyncio.gather(asyncio.to_thread(_load_updater, settings, update), server.start())
+    updater, _ = await asyncio.gather(asyncio.to_thread(_load_updater, settings, update), backend.start(setup))
     gateway = context.llm_proxy
     if gateway is None:
         gateway = cast(Gateway, get_manager().get("gateway", "gateway")(store=store))
         await gateway.start()
         stack.push_async_callback(gateway.stop)
-    gateway.update_model_list([{"model": MODEL_NAME, "endpoint": server.endpoint}])
-    session = Session(settings, context, store, adapter, gateway, server, updater, directory)
+    gateway.update_model_list([dict(backend.model_entry)])
+    session = Session(settings, context, store, adapter, gateway, backend, updater, directory)
     if resume_from is not None:
         session.restore(updater.load(resume_from))
     return session

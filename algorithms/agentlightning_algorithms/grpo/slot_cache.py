@@ -173,7 +173,8 @@ def _grown(old: Tensor, slots: int, width: int) -> Tensor:
 
 
 def _blocks(tensor: Tensor) -> Tensor:
-    return tensor.unflatten(2, (-1, BLOCK))
+    slots, heads, width, size = tensor.shape
+    return tensor.view(slots, heads, width // BLOCK, BLOCK, size)
 
 
 def _power_of_two(number: int) -> int:

@@ -5,7 +5,7 @@
 New weights are written by the trainer to a directory that the server sees too, and read by it in place:
 
     POST /pause?mode=wait     calls under way end, further ones wait, cached prefixes are forgotten
-    POST /collective_rpc      {"method": "reload_weights", "kwargs": {"weights_path": DIR, "is_checkpoint_format": true}}
+    POST /collective_rpc      reload_weights, with weights_path = DIR and is_checkpoint_format = true
     POST /resume
 
 These paths exist in development mode only, and let whoever reaches them replace the model: the server belongs on
@@ -96,7 +96,7 @@ class VLLMBackend:
             ConfigError: the server refuses them.
             LightningError: it does not answer.
         """
-        kwargs = {"weights_path": str(Path(path).resolve()), "is_checkpoint_format": True}
+        kwargs = {"weights_path": _absolute(path), "is_checkpoint_format": True}
         try:
             await self._demand("/pause?mode=wait")
             status, answer = await self._ask("POST", "/collective_rpc", {"method": "reload_weights", "kwargs": kwargs})
@@ -136,7 +136,9 @@ class VLLMBackend:
                 raise ConfigError(f"the vLLM server cannot complete a prompt (status {status}): {_told(answer)}")
             choice = answer["choices"][0]
             if not choice.get("token_ids"):
-                raise ConfigError("the vLLM server tells no token ids (return_token_ids); vLLM 0.16 or later is needed.")
+                raise ConfigError(
+                    "the vLLM server tells no token ids (return_token_ids); vLLM 0.16 or later is needed."
+                )
             told.append(max(choice["logprobs"]["top_logprobs"][0].values()))
         if math.isclose(*told, abs_tol=1e-4):
             raise ConfigError(
@@ -150,7 +152,9 @@ class VLLMBackend:
     async def _demand(self, path: str) -> None:
         status, answer = await self._ask("POST", path)
         if status != 200:
-            raise LightningError(f"the vLLM server at {self.endpoint} refused {path} (status {status}): {_told(answer)}")
+            raise LightningError(
+                f"the vLLM server at {self.endpoint} refused {path} (status {status}): {_told(answer)}"
+            )
 
     async def _ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
         url = self.endpoint.removesuffix("/v1") + path
@@ -167,6 +171,10 @@ class VLLMBackend:
             raise LightningError(
                 f"the vLLM server at {self.endpoint} does not answer {path} ({type(error).__name__}: {error})."
             ) from error
+
+
+def _absolute(path: Path) -> str:
+    return str(path.resolve())
 
 
 def _parse(text: bytes) -> Any:

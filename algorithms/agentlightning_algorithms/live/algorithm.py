@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from agentlightning.algorithm.algorithm import Algorithm
 from agentlightning.errors import ConfigError
 from agentlightning.types import Dataset
-from agentlightning_algorithms.live.proposal import Experience, Proposer, load_proposer
-from agentlightning_algorithms.live.result import Result
+from agentlightning_algorithms.live import proposal, result
+from agentlightning_algorithms.live.proposal import Proposer, load_proposer
 from agentlightning_algorithms.live.session import Session
 
 
@@ -26,8 +26,8 @@ class LiveLearning(Algorithm):
     learner that was killed goes on where it was; while there is none, everybody is served with the stable version.
     """
 
-    Experience = Experience
-    Result = Result
+    Experience: TypeAlias = proposal.Experience
+    Result: TypeAlias = result.Result
 
     def __init__(
         self,
@@ -46,13 +46,14 @@ class LiveLearning(Algorithm):
         refresh_s: float = 1.0,
         max_trials: int | None = None,
     ) -> None:
-        """Sets how candidates are made and judged. Rewards, tolerance and margin are in units of the agent's reward.
+        """Sets how candidates are made and judged. Margin and range are in units of the agent's reward.
 
         Args:
             propose: makes candidates; ``"module:function"`` in configuration files.
             evidence: rewards of the stable version before a candidate is asked for, each time anew.
             check_tasks: recorded tasks of the offline check; 0 leaves it out.
-            check_tolerance: how much lower the mean reward on them may be than it was with the stable version.
+            check_tolerance: how much lower the mean reward on them may be than it was with the stable version, as a
+                share of ``reward_range``; and how much larger the share of those that fail.
             check_timeout_s: seconds in which runners must have run them.
             share: of the traffic that a candidate gets during its trial.
             risk: probability of rolling back a candidate that is not worse, and of promoting one that is worse by more

@@ -180,8 +180,17 @@ class Session:
             if reward is not None:  # it ran, and nobody says how well: that comes from users
                 differences.append(reward - before.reward)
         change = statistics.fmean(differences) if differences else 0.0
-        what = f"candidate {state.trial}: {change:+.3f} on {len(differences)} recorded tasks"
-        if change < -settings.check_tolerance:
+        failed, failed_before = (
+            sum(rollout.status == "failed" for rollout in rollouts)
+            for rollouts in (ended, [result.rollout for result in recorded])
+        )
+        what = (
+            f"candidate {state.trial} ran on {len(ended)} recorded tasks: {failed} failed, "
+            f"{change:+.3f} on the {len(differences)} with a reward"
+        )
+        least, most = settings.reward_range
+        is_poor = change < -settings.check_tolerance * (most - least)
+        if is_poor or failed - failed_before > settings.check_tolerance * len(recorded):
             await self._give_up(f"{what}; rejected by the offline check")
         else:
             await self._move(f"{what}; gets {settings.share:.0%} of the traffic", phase="trial", share=settings.share)

@@ -10,7 +10,9 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from openai import AsyncOpenAI
 
 from agentlightning.errors import ConfigError
 from agentlightning.resources import PromptTemplate
@@ -25,9 +27,6 @@ from agentlightning_algorithms.prompt_search.critique import (
 from agentlightning_algorithms.prompt_search.placeholder import show_placeholders
 from agentlightning_algorithms.prompt_search.search import PromptSearch, read_templates
 from agentlightning_algorithms.prompt_search.trial import RolloutResult, mean_score
-
-if TYPE_CHECKING:
-    from openai import AsyncOpenAI
 
 logger = logging.getLogger("agentlightning")
 
@@ -140,7 +139,7 @@ class APO(PromptSearch):
                 self.stopped_because = "model_calls_failed"
                 logger.error("no model call of round %d succeeded: %s", number, next(iter(self.chat.failed.values())))
                 break
-            self._ledger.skip(self.chat.failed)
+            self._ledger.give_up(self.chat.failed)
             beam = await self._select(number, [*beam, *children], val) if children else beam
             beam[0] = await self._check(number, beam[0], val)
             stale = 0 if self.take_if_better(beam[0]) else stale + 1

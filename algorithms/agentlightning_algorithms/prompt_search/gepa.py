@@ -11,11 +11,12 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 from gepa.api import optimize
 from gepa.core.adapter import EvaluationBatch, ProposalFn
 from gepa.strategies.instruction_proposal import InstructionProposalSignature
+from openai import AsyncOpenAI
 
 from agentlightning.errors import ConfigError
 from agentlightning.resources import PromptTemplate
@@ -27,9 +28,6 @@ from agentlightning_algorithms.prompt_search.critique import ROLLOUT_CHARS, shor
 from agentlightning_algorithms.prompt_search.placeholder import show_placeholders
 from agentlightning_algorithms.prompt_search.search import PromptSearch
 from agentlightning_algorithms.prompt_search.trial import RolloutResult, mean_score
-
-if TYPE_CHECKING:
-    from openai import AsyncOpenAI
 
 logger = logging.getLogger("agentlightning")
 _FAILED_IN_A_ROW: Final = 5
@@ -159,7 +157,7 @@ class GEPA(PromptSearch):
         )
         if edited is None:
             return None
-        self._ledger.skip(self.chat.failed)
+        self._ledger.give_up(self.chat.failed)
         return Candidate.of({**parent.prompts, name: edited}, parent)
 
 

@@ -51,7 +51,7 @@ class Ledger:
         self._append(asdict(call))
         self.calls[call.place] = call
 
-    def skip(self, places: Iterable[str]) -> None:
+    def give_up(self, places: Iterable[str]) -> None:
         """Keeps that these calls failed for good."""
         new = sorted(set(places) - self.skipped)
         if new:

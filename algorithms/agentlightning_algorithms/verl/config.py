@@ -54,6 +54,7 @@ DEFAULTS: Final[Mapping[str, Any]] = {
 }
 """What differs from verl's own values, by dotted key."""
 
+_FLOAT32: Final = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 CPU_DEFAULTS: Final[Mapping[str, Any]] = {
     "actor_rollout_ref.rollout.name": "transformers",
     "actor_rollout_ref.rollout.dtype": "float32",
@@ -62,15 +63,14 @@ CPU_DEFAULTS: Final[Mapping[str, Any]] = {
     "actor_rollout_ref.actor.use_torch_compile": False,
     "actor_rollout_ref.actor.fsdp_config.use_torch_compile": False,
     "actor_rollout_ref.actor.fsdp_config.model_dtype": "fp32",
-    "actor_rollout_ref.actor.fsdp_config.mixed_precision": {
-        "param_dtype": "fp32",
-        "reduce_dtype": "fp32",
-        "buffer_dtype": "fp32",
-    },
+    "actor_rollout_ref.actor.fsdp_config.mixed_precision": _FLOAT32,
     "actor_rollout_ref.ref.use_torch_compile": False,
     "actor_rollout_ref.ref.fsdp_config.use_torch_compile": False,
     "actor_rollout_ref.ref.fsdp_config.model_dtype": "fp32",
+    "actor_rollout_ref.ref.fsdp_config.mixed_precision": _FLOAT32,
+    "critic.fsdp.use_torch_compile": False,
     "critic.fsdp.model_dtype": "fp32",
+    "critic.fsdp.mixed_precision": _FLOAT32,
     "actor_rollout_ref.model.use_remove_padding": False,  # needs flash attention
     "actor_rollout_ref.model.enable_gradient_checkpointing": False,
     "actor_rollout_ref.model.override_config.attn_implementation": "sdpa",

@@ -93,12 +93,13 @@ class CPUPlatform(PlatformBase):
 
 
 def install() -> None:
-    """Registers the platform, completes ``torch.cpu``, and mends two places where verl 0.9 assumes an accelerator."""
+    """Registers the platform, completes ``torch.cpu``, and mends three places where verl 0.9 assumes an accelerator."""
     PlatformRegistry.register(platform="cpu")(CPUPlatform)
     _complete_torch_cpu()
-    check_release()  # the two functions below are those of the releases that it allows
+    check_release()  # the functions below are those of the releases that it allows
     _name_gloo_once()
     _offload_without_pinning()
+    _load_critics_without_flash_attention()
 
 
 def _complete_torch_cpu() -> None:
@@ -144,3 +145,23 @@ def _offload_without_pinning() -> None:
     import verl.utils.fsdp_utils as fsdp
 
     fsdp.CPUOffloadPolicy = lambda **_: None
+
+
+def _load_critics_without_flash_attention() -> None:
+    """Value models are loaded with flash attention, which needs a GPU, whatever the configuration says.
+
+    https://github.com/volcengine/verl/blob/v0.9.1/verl/utils/model.py
+    """
+    import verl.utils.model as model
+    from transformers import AutoModelForTokenClassification
+
+    def load_valuehead_model(local_path: str, torch_dtype: Any, model_config: Any, trust_remote_code: bool) -> Any:
+        return AutoModelForTokenClassification.from_pretrained(
+            local_path,
+            dtype=torch_dtype,
+            config=model_config,
+            attn_implementation="sdpa",
+            trust_remote_code=trust_remote_code,
+        )
+
+    model.load_valuehead_model = load_valuehead_model

@@ -37,13 +37,14 @@ def start_ray(config: DictConfig) -> bool:
     if ray.is_initialized():
         return False
     is_cpu = config.trainer.device == "cpu"
-    given: dict[str, Any] = OmegaConf.to_container(config.ray_kwargs.ray_init, resolve=True)
+    given: Any = OmegaConf.to_container(config.ray_kwargs.ray_init, resolve=True)
     runtime: Any = OmegaConf.merge(get_ppo_ray_runtime_env(config), given.pop("runtime_env", None) or {})
     runtime = OmegaConf.to_container(runtime)
     names = {**_CPU, **_QUIET} if is_cpu else _QUIET
     runtime.setdefault("env_vars", {}).update({name: os.environ[name] for name in names})
     runtime["env_vars"].update({"TRANSFER_QUEUE_ENABLE": "1"})
     if is_cpu and given.get("address") is None:
+        given["address"] = "local"  # not somebody else's cluster, whose GPUs would be real
         given["num_cpus"] = given.get("num_cpus") or 16  # verl's processes reserve more than they use
         given["num_gpus"] = config.trainer.n_gpus_per_node  # what verl counts workers by
         given.setdefault("include_dashboard", False)

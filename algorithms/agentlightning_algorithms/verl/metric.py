@@ -5,10 +5,12 @@ from __future__ import annotations
 import statistics
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentlightning.types import AttemptedRollout, Rollout
+from agentlightning import semconv
+from agentlightning.types import AttemptedRollout, Rollout, Span
 from agentlightning_algorithms.verl.row import Rows, drift
 
 
@@ -29,6 +31,8 @@ class Outcome:
     """Versions of the weights between the calls and the step that the rollout was for."""
     queue_s: float
     run_s: float
+    call_s: tuple[float, ...] = ()
+    """How long each call took at the gateway, pauses for new weights included."""
     dropped: Counter[str] = field(default_factory=Counter)
     mismatches: Counter[str] = field(default_factory=Counter)
 
@@ -40,6 +44,7 @@ class Outcome:
         error: str,
         reward: float | None,
         built: Rows,
+        spans: Sequence[Span],
         *,
         step: int,
         failed_reward: float,
@@ -59,6 +64,11 @@ class Outcome:
             drift=drift(built.rows, step - 1 if mode == "train" else step),
             queue_s=max(0.0, began - rollout.start_time),
             run_s=max(0.0, ended - began),
+            call_s=tuple(
+                span.end_time - span.start_time
+                for span in spans
+                if semconv.is_gateway_call(span) and span.start_time is not None and span.end_time is not None
+            ),
             dropped=built.dropped,
             mismatches=built.mismatches,
         )
@@ -116,6 +126,11 @@ def summarize(outcomes: list[Outcome]) -> dict[str, float]:
         "run_s": _mean(outcomes, "run_s"),
         "run_s_max": max(outcome.run_s for outcome in outcomes),
     }
+    call_s = [seconds for outcome in outcomes for seconds in outcome.call_s]
+    if call_s:
+        numbers["call_s"] = statistics.fmean(call_s)
+        numbers["call_s_median"] = statistics.median(call_s)
+        numbers["call_s_max"] = max(call_s)
     for prefix, counted in (
         ("errors", Counter(outcome.error for outcome in outcomes if outcome.error)),
         ("dropped", sum((outcome.dropped for outcome in outcomes), Counter())),

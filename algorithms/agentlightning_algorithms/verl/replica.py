@@ -19,6 +19,7 @@ from aiohttp import web
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 
+from agentlightning.errors import ConfigError
 from agentlightning_algorithms.verl.sampler import Sampler
 
 _NAME: Final = "agentlightning_replica_{rank}"
@@ -185,7 +186,10 @@ class TransformersAdapter(BaseRollout):  # type: ignore[misc] # verl's classes a
         **_: Any,
     ) -> None:
         if wire_format != "named_tensors":
-            raise NotImplementedError(f"the rollout backend transformers takes whole tensors, not {wire_format}")
+            raise ConfigError(
+                f"checkpoint_engine sends {wire_format!r}; the rollout backend transformers takes whole tensors: leave "
+                "actor_rollout_ref.rollout.checkpoint_engine.backend at naive"
+            )
         own: dict[str, torch.Tensor] = {}
         if isinstance(weights, AsyncIterator):
             async for name, tensor in weights:

@@ -16,7 +16,7 @@ from agentlightning.errors import AdapterError
 from agentlightning.resources import Resource
 from agentlightning.reward import find_final_reward
 from agentlightning.store.protocol import LightningStore
-from agentlightning.types import AttemptedRollout, Dataset, EnqueueRolloutRequest, Rollout, RolloutConfig, Triplet
+from agentlightning.types import AttemptedRollout, Dataset, EnqueueRolloutRequest, Rollout, RolloutConfig, Span, Triplet
 from agentlightning_algorithms.verl.metric import Outcome, RolloutMetrics
 from agentlightning_algorithms.verl.row import Row, RowKind, build_rows, placeholder_row
 
@@ -151,7 +151,7 @@ class Conductor:
         assert rollout is not None
         return rollout
 
-    def _read(self, mode: Mode, rollout: Rollout, spans: Sequence[Any], step: int) -> Episode:
+    def _read(self, mode: Mode, rollout: Rollout, spans: Sequence[Span], step: int) -> Episode:
         settings = self.settings
         attempt = rollout.attempt if isinstance(rollout, AttemptedRollout) else None
         error = ""
@@ -170,7 +170,7 @@ class Conductor:
             triplets, kind=settings.rows, max_prompt=settings.max_prompt, max_response=settings.max_response
         )
         self.metrics.add(
-            Outcome.of(mode, rollout, error, reward, built, step=step, failed_reward=settings.failed_reward)
+            Outcome.of(mode, rollout, error, reward, built, spans, step=step, failed_reward=settings.failed_reward)
         )
         return Episode(
             rows=built.rows or [placeholder_row(settings.token_id)],

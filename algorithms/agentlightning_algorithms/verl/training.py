@@ -38,22 +38,22 @@ class _AgentTraining:
     def on_sample_end(self: Any) -> None:
         self.conductor.check()
         self.conductor.call(self.conductor.pause())
-        super().on_sample_end()  # type: ignore[misc]
+        super().on_sample_end()  # type: ignore[misc] # as above
 
     def on_step_end(self: Any) -> None:
-        super().on_step_end()  # type: ignore[misc]
+        super().on_step_end()  # type: ignore[misc] # as above
         self.conductor.call(self.conductor.publish(self.global_steps))
 
     def _balance_batch(self: Any, batch: Any, metrics: dict[str, Any], **kwargs: Any) -> Any:
         self.steps.plan(len(batch))
         metrics["rows_padded"] = self.steps.total - len(batch)
-        return super()._balance_batch(batch, metrics, **kwargs)  # type: ignore[misc]
+        return super()._balance_batch(batch, metrics, **kwargs)  # type: ignore[misc] # as above
 
     def _get_required_batch_multiple(self: Any, dp_size: int) -> int:
         return int(self.steps.total)
 
     def _compute_advantage(self: Any, batch: Any, metrics: dict[str, Any]) -> Any:
-        batch = super()._compute_advantage(batch, metrics)  # type: ignore[misc]
+        batch = super()._compute_advantage(batch, metrics)  # type: ignore[misc] # as above
         config = self.config.algorithm
         if config.adv_estimator in OF_GROUPS:
             rewards = "token_level_rewards" if config.use_kl_in_reward else "rm_scores"
@@ -69,14 +69,21 @@ class _AgentTraining:
         return batch
 
     def _compute_metrics(self: Any, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        super()._compute_metrics(batch, metrics, *args, **kwargs)  # type: ignore[misc]
+        super()._compute_metrics(batch, metrics, *args, **kwargs)  # type: ignore[misc] # as above
         metrics.update(self.conductor.metrics.take("train"))
         metrics["optimizer_steps"] = self.steps.taken
+        for name, tokens, phase in (
+            ("sample_tokens_per_s", "sampled_tokens", "gen"),
+            ("train_tokens_per_s", "perf/total_num_tokens", "update_actor"),
+        ):
+            seconds = metrics.get(f"timing_s/{phase}", 0.0)
+            if seconds > 0:
+                metrics[name] = metrics.get(tokens, 0.0) / seconds
         metrics["progress"] = self.global_steps / max(1, self.total_training_steps)
         self._report(metrics)
 
     def _validate(self: Any) -> dict[str, Any]:
-        metrics: dict[str, Any] = super()._validate()  # type: ignore[misc]
+        metrics: dict[str, Any] = super()._validate()  # type: ignore[misc] # as above
         self.conductor.check()
         metrics.update({f"val_{name}": value for name, value in self.conductor.metrics.take("val").items()})
         self._report(metrics)

@@ -32,6 +32,8 @@ def command(seed: int, steps: int | None, run_dir: Path | None, resume: Path | N
         raise click.UsageError(
             f"{resume} holds no checkpoint; a run is saved after its first step. Start with: agl demo"
         )
+    if run_dir is not None and run_dir.exists() and not run_dir.is_dir():
+        raise click.UsageError(f"{run_dir} is a file; choose a directory for the run")
     if run_dir is not None and run_dir.exists() and any(run_dir.iterdir()):
         raise click.UsageError(
             f"{run_dir} is not empty; choose another, or continue it with: agl demo --resume {run_dir}"

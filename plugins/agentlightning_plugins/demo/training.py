@@ -14,6 +14,7 @@ from rich.table import Table
 from agentlightning import semconv
 from agentlightning.errors import ConfigError
 from agentlightning.reward import find_final_reward
+from agentlightning.run_directory import make_directory
 from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
 from agentlightning.trainer import Trainer
@@ -101,12 +102,24 @@ def _settings(directory: Path, seed: int, steps: int | None, resume: bool) -> di
     if resume:
         if not file.is_file():
             raise ConfigError(f"{file} is missing; is {directory} the directory of a demo run?")
-        loaded: dict[str, Any] = json.loads(file.read_text())
-        return loaded
+        return _read_settings(file)
     settings = {"seed": seed, "steps": steps or GRPO_SETTINGS["steps"]}
-    directory.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(settings))
+    make_directory(directory)
+    try:
+        file.write_text(json.dumps(settings))
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written: {error.strerror or error}; choose another --run-dir") from error
     return settings
+
+
+def _read_settings(file: Path) -> dict[str, Any]:
+    try:
+        loaded = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+    if not isinstance(loaded, dict) or not all(type(loaded.get(key)) is int for key in ("seed", "steps")):
+        raise ConfigError(f'{file} does not say how the run was begun; it should read like {{"seed": 0, "steps": 32}}')
+    return loaded
 
 
 async def _save_transcripts(store: LightningStore, directory: Path) -> None:

@@ -17,6 +17,7 @@ from agentlightning.hookspecs import ComponentKind
 from agentlightning.litagent import LitAgent, wrap
 from agentlightning.plugins import get_manager
 from agentlightning.resources import Resource, read_resources
+from agentlightning.run_directory import make_directory
 from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
 from agentlightning.trainer import Trainer
@@ -105,7 +106,7 @@ def fit(trainer: Trainer, parts: Parts) -> None:
 def open_store(config: TrainConfig, directory: Path) -> LightningStore:
     """The store of a run; one that others use too is scoped to the run by its directory's name."""
     if config.store is None:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory)
         return create_store(f"sqlite:///{directory}/store.db")
     return create_store(expand(config.store), run=directory.name, token=os.environ.get("AGL_TOKEN"))
 

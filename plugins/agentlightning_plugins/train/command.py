@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -9,8 +10,8 @@ from typing import Any, Final
 
 import click
 
-from agentlightning.errors import ConfigError
-from agentlightning.run_directory import RECORD_NAME
+from agentlightning.errors import ConfigError, LightningError
+from agentlightning.run_directory import RECORD_NAME, make_directory
 
 CONFIG_NAME: Final = "config.yaml"
 
@@ -76,7 +77,13 @@ def command(
     directory = resume or run_dir or choose_directory(checked.run_dir, checked.name or config.stem)
     if resume is None and (directory / RECORD_NAME).exists():
         raise ConfigError(f"{directory} holds a run already; continue it with: agl train --resume {directory}")
-    trainer = make_trainer(checked, parts, directory, resume=resume is not None)
+    try:
+        trainer = make_trainer(checked, parts, directory, resume=resume is not None)
+    except LightningError:
+        with contextlib.suppress(OSError):  # nothing was run, so nothing empty is left
+            directory.rmdir()
+            directory.parent.rmdir()
+        raise
     trainer.run_config = document.values
     if resume is None:
         _keep(document.values, directory)
@@ -120,18 +127,22 @@ def _enter(directory: Path) -> Path:
 
 
 def choose_directory(named: str | None, name: str) -> Path:
-    """The directory of a new run: the one that was named, or the first free of runs/name, runs/name-2 and so on."""
+    """The directory of a new run: the one that was named, or the first free of runs/name, runs/name-2, ..., made."""
     if named is not None:
         return Path(named)
     root, number = Path("runs"), 1
-    while (root / (name if number == 1 else f"{name}-{number}")).exists():
+    # Made at once, so that two runs begun together do not choose the same.
+    while not make_directory(directory := root / (name if number == 1 else f"{name}-{number}")):
         number += 1
-    return root / (name if number == 1 else f"{name}-{number}")
+    return directory
 
 
 def _keep(values: dict[str, Any], directory: Path) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / CONFIG_NAME).write_text(_dump(values), encoding="utf-8")
+    make_directory(directory)
+    try:
+        (directory / CONFIG_NAME).write_text(_dump(values), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{directory / CONFIG_NAME} cannot be written: {error.strerror or error}") from error
 
 
 def _dump(values: dict[str, Any]) -> str:

@@ -65,8 +65,6 @@ def command(
     Each algorithm learns from data.train and data.val; what it published is judged on the test tasks. p is that of a
     paired permutation test over tasks against the first algorithm.
     """
-    import yaml
-
     from agentlightning_plugins.train.command import choose_directory
     from agentlightning_plugins.train.dataset import load_dataset
     from agentlightning_plugins.train.document import check_secrets, read_document
@@ -74,12 +72,13 @@ def command(
     document = read_document(config)
     document.override(overrides)
     check_secrets(document)
-    contestants = [_Contestant(_to_spec(yaml.safe_load(text))) for text in algorithms]
+    contestants = [_Contestant(_to_spec(text)) for text in algorithms]
     directory = run_dir or choose_directory(None, "compare")
     tasks = None if test is None else load_dataset(test)
-    chosen_seeds = [int(text) for text in seeds.split(",")] if seeds.replace(",", "").isdigit() else None
-    if chosen_seeds is None:
-        raise click.UsageError(f"--seeds {seeds}: numbers separated by commas are needed, as in 0,1,2")
+    try:
+        chosen_seeds = [int(text) for text in seeds.split(",")]
+    except ValueError:
+        raise click.UsageError(f"--seeds {seeds}: numbers separated by commas are needed, as in 0,1,2") from None
     for number, contestant in enumerate(contestants):
         for seed in chosen_seeds:
             place = directory / f"{number}-{contestant.spec['name']}-{seed}"
@@ -89,10 +88,18 @@ def command(
     _show(contestants, as_json)
 
 
-def _to_spec(spec: Any) -> dict[str, Any]:
+def _to_spec(text: str) -> dict[str, Any]:
+    import yaml
+
+    try:
+        spec = yaml.safe_load(text)
+    except yaml.YAMLError:
+        spec = None
     spec = {"name": spec} if isinstance(spec, str) else spec
     if not isinstance(spec, dict) or not isinstance(spec.get("name"), str):
-        raise click.UsageError(f"--algorithm {spec!r}: a name or a mapping with a name is needed")
+        raise click.UsageError(
+            f"--algorithm {text!r}: a name or a mapping with a name is needed, as in '{{name: apo}}'"
+        )
     return spec
 
 

@@ -1,0 +1,185 @@
+"""Trainings that many tests look at: each is run once, in a process of its own, as a user would start it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agentlightning as agl
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # verl's wheel installs a package `tests`, which hides ours
+
+from verl_agent import TIMEOUT_S  # noqa: E402 # after the line above
+from verl_model import save_tiny_model  # noqa: E402
+
+START_S = 600.0
+"""More than verl needs to start on a machine that does four other things."""
+
+
+@dataclass
+class Training:
+    """What a training left behind."""
+
+    directory: Path
+    log: str
+    metrics: dict[int, dict[str, float]]
+    """By step; the later life's where a step was done twice."""
+    rollouts: list[Any]
+    resources: list[Any]
+    rows: list[dict[str, Any]]
+    """What ``verl_train`` wrote down of every row."""
+    killed_at: float | None = None
+    spans: dict[str, list[Any]] = field(default_factory=dict)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("verl-model")
+    save_tiny_model(directory)
+    return directory
+
+
+def task(kind: str, text: str, turns: int = 1) -> dict[str, Any]:
+    return {"kind": kind, "text": text, "turns": turns}
+
+
+def job(directory: Path, model: Path, train: list[Any], config: dict[str, Any], **more: Any) -> dict[str, Any]:
+    common = {
+        "data": {"shuffle": False, "max_prompt_length": 200, "max_response_length": 100},
+        "actor_rollout_ref": {"model.path": str(model), "actor.optim.lr": 1e-2},
+    }
+    settings = {"rollout_timeout_s": TIMEOUT_S, **more.pop("settings", {})}
+    return {"directory": str(directory), "train": train, "config": {**common, **config}, "settings": settings, **more}
+
+
+def start(jobs: list[dict[str, Any]], log: Path) -> subprocess.Popen[bytes]:
+    path = log.with_suffix(".json")
+    path.write_text(json.dumps(jobs))
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            [sys.executable, str(HERE / "verl_train.py"), str(path)],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def run(jobs: list[dict[str, Any]], log: Path) -> None:
+    process = start(jobs, log)
+    try:
+        code = process.wait(START_S)
+    finally:
+        end(process)
+    assert code == 0, log.read_text()[-8000:]
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while not condition():
+        assert process.poll() is None, log.read_text()[-8000:]
+        assert time.monotonic() < deadline, log.read_text()[-8000:]
+        time.sleep(0.2)
+
+
+def read(directory: Path, log: Path) -> Training:
+    text = log.read_text()
+
+    async def load() -> Training:
+        store = agl.create_store(f"sqlite:///{directory}.db")
+        metrics: dict[int, dict[str, float]] = {}
+        for record in await store.query_metrics():
+            metrics.setdefault(record.step, {}).update(record.values)
+        rollouts = (await store.query_rollouts()).items
+        resources = (await store.query_resources()).items
+        spans = {r.rollout_id: (await store.query_spans(r.rollout_id, "latest")).items for r in rollouts}
+        await store.close()
+        written = directory.with_name(f"{directory.name}-rows.jsonl")
+        rows = [json.loads(line) for line in written.read_text().splitlines()]
+        return Training(directory, text, metrics, list(rollouts), list(resources), rows, spans=spans)
+
+    return asyncio.run(load())
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Training:
+    """Four steps of GRPO over agents good and bad; killed in the third and resumed."""
+    directory = tmp_path_factory.mktemp("verl") / "grpo"
+    train = [
+        *(task("tool", "say a", 3), task("tool", "say b"), task("crash", "say c"), task("overlong", "too long ")),
+        *(task("tool", "say d", 2), task("tool", "say e", 3), task("nothing", "say f"), task("hang", "say g")),
+    ]
+    first = job(
+        directory,
+        model,
+        train,
+        {
+            "trainer": {"total_training_steps": 4, "save_freq": 1, "test_freq": 2, "val_before_train": False},
+            "data.train_batch_size": 4,
+            "actor_rollout_ref.rollout.n": 4,
+            "actor_rollout_ref.actor.ppo_mini_batch_size": 2,
+        },
+        val=[task("tool", "say x", 2), task("crash", "say y")],
+    )
+    log = directory.with_suffix(".log")
+    process = start([first], log)
+    try:
+        wait_for(lambda: "step    2" in log.read_text() and "reward" in log.read_text(), process, log)
+        time.sleep(0.5)  # into the third step
+    finally:
+        end(process)
+    killed_at = time.time()
+    with log.open("a") as file:
+        file.write("\n=== killed ===\n")
+    run([{**first, "resume": True}], log)
+    training = read(directory, log)
+    training.killed_at = killed_at
+    return training
+
+
+@pytest.fixture(scope="session")
+def variants(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, Training]:
+    """One real step each of what else verl can do."""
+    base = tmp_path_factory.mktemp("verl-variants")
+    configs: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "ppo": ({"algorithm.adv_estimator": "gae"}, {}),
+        "rloo": (
+            {"algorithm.adv_estimator": "rloo", "actor_rollout_ref.actor.use_kl_loss": True},
+            {"rows": "transition"},
+        ),
+        "reinforce": (
+            {"algorithm.adv_estimator": "reinforce_plus_plus", "trainer.v1.trainer_mode": "colocate_async"},
+            {},
+        ),
+    }
+    one_step = {
+        "trainer.total_training_steps": 1,
+        "data.train_batch_size": 2,
+        "actor_rollout_ref.rollout.n": 3,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 1,
+    }
+    train = [task("tool", "say a", 3), task("tool", "say b"), task("tool", "say c"), task("tool", "say d")]
+    jobs = [
+        job(base / name, model, train, {**one_step, **config}, settings=settings)
+        for name, (config, settings) in configs.items()
+    ]
+    log = base / "variants.log"
+    run(jobs, log)
+    return {name: read(base / name, log) for name in configs}

@@ -1,0 +1,99 @@
+"""From model calls to rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import agentlightning as agl
+from agentlightning_algorithms.verl.metric import Outcome, summarize
+from agentlightning_algorithms.verl.row import Row, build_rows, cut_row, drift, placeholder_row, weight_range
+from agentlightning_algorithms.verl.sampler import process_logits
+
+
+def call(prompt: list[int], response: list[int], *, version: int = 0, reward: float | None = None) -> agl.Triplet:
+    return agl.Triplet(
+        prompt={"token_ids": prompt, "raw_content": [], "image_urls": []},
+        response={"token_ids": response, "raw_content": [], "logprobs": [-0.5] * len(response)},
+        reward=reward,
+        metadata={"weight_version": version, "response_id": str(prompt)},
+    )
+
+
+CHAIN = [call([1, 2], [3, 4], reward=0.5), call([1, 2, 3, 4, 5], [6], version=1)]
+
+
+def test_calls_whose_tokens_go_on_become_one_row() -> None:
+    (row,) = build_rows(CHAIN, kind="trajectory", max_prompt=9, max_response=9).rows
+    assert (row.prompt_ids, row.response_ids, row.mask) == ([1, 2], [3, 4, 5, 6], [1, 1, 0, 1])
+    assert row.logprobs == [-0.5, -0.5, 0.0, -0.5]
+    assert (row.versions, row.rewards) == ([0, 1], [0.5, None])
+
+
+def test_transitions_are_a_row_each() -> None:
+    rows = build_rows(CHAIN, kind="transition", max_prompt=9, max_response=9).rows
+    assert [(row.prompt_ids, row.response_ids) for row in rows] == [([1, 2], [3, 4]), ([1, 2, 3, 4, 5], [6])]
+
+
+def test_a_prompt_that_is_too_long_is_dropped_and_counted() -> None:
+    built = build_rows(CHAIN, kind="transition", max_prompt=4, max_response=9)
+    assert [row.prompt_ids for row in built.rows] == [[1, 2]]
+    assert built.dropped == {"prompt_too_long": 1}
+
+
+def test_a_row_that_is_too_long_is_cut_after_a_sampled_token() -> None:
+    built = build_rows(CHAIN, kind="trajectory", max_prompt=2, max_response=3)
+    (row,) = built.rows
+    assert (row.response_ids, row.mask, row.logprobs) == ([3, 4], [1, 1], [-0.5, -0.5])
+    assert built.dropped == {"response_cut": 1}
+
+
+def test_calls_without_tokens_or_logprobs_are_counted() -> None:
+    bare = call([1], [2])
+    bare.response["logprobs"] = None
+    for kind in ("transition", "trajectory"):
+        built = build_rows([call([], []), bare], kind=kind, max_prompt=9, max_response=9)  # type: ignore[arg-type]
+        assert (built.rows, built.calls) == ([], 2)
+        assert built.dropped == {"no_tokens": 1, "no_logprobs": 1}
+
+
+def test_a_response_of_observations_only_is_cut_to_nothing_and_says_so() -> None:
+    row = Row([1], [2, 3, 4], [0, 0, 1], [0.0, 0.0, -1.0])
+    assert cut_row(row, 2)
+    assert row.response_ids == []
+
+
+def test_a_placeholder_trains_nothing() -> None:
+    row = placeholder_row(7)
+    assert sum(row.mask) == 0
+    assert len(row.prompt_ids) == len(row.response_ids) == len(row.mask) == len(row.logprobs) == 1
+
+
+def test_weight_versions_of_a_rollout_are_a_range() -> None:
+    rows = build_rows(CHAIN, kind="transition", max_prompt=9, max_response=9).rows
+    assert weight_range(rows, 7) == (0, 1)
+    assert weight_range([placeholder_row(0)], 7) == (7, 7)
+    assert drift(rows, 1) == 0.5
+
+
+def test_a_step_without_rollouts_has_no_numbers() -> None:
+    assert summarize([]) == {}
+
+
+def test_rollouts_that_give_nothing_count_in_every_mean() -> None:
+    good = Outcome(
+        "train", "", 1.0, True, calls=2, rows=1, tokens=10, drift=0.0, queue_s=1.0, run_s=2.0, call_s=(0.5, 1.5)
+    )
+    bad = Outcome("train", "ValueError", 0.0, False, calls=0, rows=0, tokens=0, drift=0.0, queue_s=3.0, run_s=4.0)
+    numbers = summarize([good, bad])
+    assert (numbers["reward"], numbers["valid_ratio"], numbers["calls_per_rollout"]) == (0.5, 0.5, 1.0)
+    assert (numbers["errors/ValueError"], numbers["queue_s_max"], numbers["call_s"]) == (1.0, 3.0, 1.0)
+
+
+def test_logprobs_are_those_of_the_distribution_that_was_sampled_from() -> None:
+    logits_V = torch.tensor([2.0, 1.0, 0.0, -1.0])
+    torch.testing.assert_close(process_logits(logits_V, 0.5), torch.log_softmax(logits_V * 2, -1))
+    torch.testing.assert_close(process_logits(logits_V, 1.0, top_k=2).exp(), torch.tensor([0.7310586, 0.2689414, 0, 0]))
+    kept = process_logits(logits_V, 1.0, top_p=0.7)
+    assert kept.isfinite().tolist() == [True, True, False, False]  # 0.64 alone is not enough
+    assert float(kept.exp().sum()) == pytest.approx(1.0)

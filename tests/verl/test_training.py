@@ -1,0 +1,236 @@
+"""verl 0.9 trains for real: Ray, FSDP2, gloo, our gateway, store and runners, an agent that calls a tool."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+if TYPE_CHECKING:
+    from conftest import Training
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+STEPS = (1, 2, 3, 4)
+
+
+def rows_of(training: Training, step: int) -> list[dict[str, Any]]:
+    """The rows of a step, those of its last life where it was done twice."""
+    found: dict[str, dict[str, Any]] = {}
+    groups: dict[str, int] = {}
+    for position, row in enumerate(training.rows):
+        if row["step"] == step and not row["padding"]:
+            found[row["key"]] = row
+            groups[row["key"]] = position
+    return list(found.values())
+
+
+def by_group(rows: list[dict[str, Any]]) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    groups: dict[str, dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        group, session, _ = row["key"].rsplit("_", 2)
+        groups[group][session].append(row)
+    return groups
+
+
+def first_advantage(row: dict[str, Any]) -> float:
+    return next((a for a, m in zip(row["advantages"], row["response_mask"], strict=True) if m), 0.0)
+
+
+def test_every_step_is_done_and_reported(trained: Training) -> None:
+    assert set(STEPS) <= set(trained.metrics)
+    for step in STEPS:
+        assert trained.metrics[step]["training/global_step"] == step
+        assert trained.metrics[step]["rollouts"] == 16
+        assert math.isfinite(trained.metrics[step]["actor/grad_norm"])
+
+
+def test_sampler_and_trainer_agree_on_every_token_of_every_step(trained: Training) -> None:
+    for step in STEPS:
+        assert trained.metrics[step]["training/rollout_probs_diff_max"] < 1e-5
+        compared = 0
+        for row in rows_of(trained, step):
+            for sampled, own, is_sampled in zip(
+                row["rollout_log_probs"], row["old_log_probs"], row["response_mask"], strict=True
+            ):
+                if is_sampled:
+                    assert sampled == pytest.approx(own, abs=1e-5)
+                    compared += 1
+        assert compared > 20
+
+
+def test_weights_change_and_each_version_is_published(trained: Training) -> None:
+    versions = defaultdict(set)
+    for rollout in trained.rollouts:
+        if rollout.mode == "train":
+            for span in trained.spans[rollout.rollout_id]:
+                version = span.attributes.get("agentlightning.weight_version")
+                if version is not None:
+                    versions[rollout.metadata["step"]].add(version)
+    assert {step: versions[step] for step in STEPS} == {step: {step - 1} for step in STEPS}
+    pinned = [
+        {r.resources_id for r in trained.rollouts if r.mode == "train" and r.metadata["step"] == step} for step in STEPS
+    ]
+    assert all(a.isdisjoint(b) for a, b in pairwise(pinned))
+    assert all(trained.metrics[step]["actor/grad_norm"] > 0 for step in STEPS)
+
+
+def test_a_batch_gets_as_many_optimizer_steps_whatever_its_rows(trained: Training) -> None:
+    checkpoint = trained.directory / "checkpoints" / "global_step_4" / "actor" / "optim_world_size_1_rank_0.pt"
+    state = torch.load(checkpoint, weights_only=False)["state"]
+    taken = {int(slot["step"]) for slot in state.values()}
+    assert len({len(rows_of(trained, step)) for step in STEPS}) > 1, "the steps had different numbers of rows"
+    assert taken == {4 * (4 // 2)}
+    assert all(trained.metrics[step]["optimizer_steps"] == 2 for step in STEPS)
+
+
+def test_advantages_are_those_of_verl_for_rollouts(trained: Training) -> None:
+    import numpy
+    from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
+
+    for step in STEPS:
+        groups = by_group(rows_of(trained, step))
+        scores, index, rows = [], [], []
+        for group, sessions in groups.items():
+            for session in sessions.values():
+                scores.append([sum(session[-1]["rm_scores"])])
+                index.append(group)
+                rows.append(session)
+        assert len(rows) == 16
+        expected, _ = compute_grpo_outcome_advantage(
+            torch.tensor(scores), torch.ones(len(scores), 1), numpy.array(index, dtype=object)
+        )
+        for (wanted,), session in zip(expected.tolist(), rows, strict=True):
+            for row in session:
+                assert all(
+                    a == pytest.approx(wanted * m, abs=1e-6)
+                    for a, m in zip(row["advantages"], row["response_mask"], strict=True)
+                )
+
+
+def test_rewards_stay_float32_and_are_the_agents_own(trained: Training) -> None:
+    from agentlightning.reward import find_final_reward
+
+    rewards = defaultdict(list)
+    for rollout in trained.rollouts:
+        if rollout.mode == "train" and rollout.status == "succeeded":
+            reward = find_final_reward(trained.spans[rollout.rollout_id])
+            rewards[rollout.metadata["group"]].append(0.0 if reward is None else reward)
+    seen = 0
+    for step in STEPS:
+        for group, sessions in by_group(rows_of(trained, step)).items():
+            assert all(row["dtypes"]["rm_scores"] == "torch.float32" for s in sessions.values() for row in s)
+            if group in rewards and len(rewards[group]) == 4:
+                seen += 1
+                trained_on = sorted(sum(session[-1]["rm_scores"]) for session in sessions.values())
+                assert trained_on == pytest.approx(sorted(rewards[group]), abs=1e-7)
+    assert seen >= 8
+
+
+def test_agents_that_crash_hang_say_nothing_or_ask_too_much_are_counted_and_never_stall(trained: Training) -> None:
+    odd, even = trained.metrics[1], trained.metrics[2]
+    assert odd["errors/ZeroDivisionError"] == 4
+    assert odd["errors/BadRequestError"] == 4  # the model server refuses the overlong prompt
+    assert even["errors/Timeout"] == 4
+    assert even["rollouts_without_reward"] == 8  # those that hang, and those that say nothing
+    for step in STEPS:
+        assert trained.metrics[step]["rollouts_without_rows"] == 4
+        assert trained.metrics[step]["valid_ratio"] == 0.5
+        assert len(by_group(rows_of(trained, step))) == 4, "each task has its group, however its agent fared"
+
+
+def test_calls_of_a_rollout_are_joined_where_their_tokens_go_on(trained: Training) -> None:
+    joined = [row for step in STEPS for row in rows_of(trained, step) if 0 in row["response_mask"][1:]]
+    assert joined
+    for row in joined:
+        assert row["response_mask"][0] == row["response_mask"][-1] == 1
+        observed = [p for p, m in zip(row["rollout_log_probs"], row["response_mask"], strict=True) if not m]
+        assert set(observed) == {0.0}
+
+
+def test_validation_runs_the_whole_set_with_its_own_sampling(trained: Training) -> None:
+    for step in (2, 4):
+        of_step = [r for r in trained.rollouts if r.mode == "val" and r.metadata["step"] == step]
+        assert {r.metadata["task_id"] for r in of_step} == {0, 1}
+        assert trained.metrics[step]["val_rollouts"] == 2
+        for rollout in of_step:
+            temperatures = {
+                span.attributes["gen_ai.request.temperature"]
+                for span in trained.spans[rollout.rollout_id]
+                if "agentlightning.gateway.complete" in span.attributes
+            }
+            assert temperatures == {0}
+    answers = [
+        tuple(span.attributes["response_token_ids"])
+        for rollout in trained.rollouts
+        if rollout.mode == "train" and rollout.metadata["task_id"] == 1 and rollout.metadata["step"] == 1
+        for span in trained.spans[rollout.rollout_id]
+        if "response_token_ids" in span.attributes
+    ]
+    assert len(set(answers)) > 1, "in training answers are drawn"
+
+
+def test_a_killed_run_goes_on_from_its_checkpoint(trained: Training) -> None:
+    before, _, after = trained.log.partition("=== killed ===")
+    assert "step    2" in before
+    assert "step    4" not in before
+    assert "step    1" not in after
+    assert "step    3" in after
+    tasks = {
+        step: {r.metadata["task_id"] for r in trained.rollouts if r.mode == "train" and r.metadata["step"] == step}
+        for step in STEPS
+    }
+    assert tasks == {1: {0, 1, 2, 3}, 2: {4, 5, 6, 7}, 3: {0, 1, 2, 3}, 4: {4, 5, 6, 7}}, (
+        "no task is skipped or repeated"
+    )
+    assert all(r.status in ("succeeded", "failed", "cancelled") for r in trained.rollouts)
+
+
+def test_metrics_tell_how_the_rollouts_went(trained: Training) -> None:
+    expected = (
+        "reward reward_std reward_min reward_max valid_ratio calls_per_rollout drift queue_s run_s call_s call_s_max "
+        "sampled_tokens sample_tokens_per_s train_tokens_per_s rows rows_padded progress"
+    ).split()
+    for step in STEPS:
+        assert set(expected) <= set(trained.metrics[step])
+        assert trained.metrics[step]["drift"] == 0.0
+    assert trained.metrics[2]["run_s_max"] >= 20.0
+
+
+@pytest.mark.parametrize("name", ["ppo", "rloo", "reinforce"])
+def test_other_estimators_take_a_real_step(variants: dict[str, Training], name: str) -> None:
+    training = variants[name]
+    metrics = training.metrics[1]
+    assert metrics["optimizer_steps"] == 2
+    assert metrics["actor/grad_norm"] > 0
+    assert metrics["training/rollout_probs_diff_max"] < 1e-5
+    assert any(first_advantage(row) for row in rows_of(training, 1))
+
+
+def test_ppo_trains_its_critic_too(variants: dict[str, Training]) -> None:
+    metrics = variants["ppo"].metrics[1]
+    assert metrics["critic/grad_norm"] > 0
+    assert math.isfinite(metrics["critic/vf_loss"])
+
+
+def test_a_reference_model_holds_the_policy(variants: dict[str, Training]) -> None:
+    assert "actor/kl_loss" in variants["rloo"].metrics[1]
+
+
+def test_rloo_compares_rollouts_and_not_their_rows(variants: dict[str, Training]) -> None:
+    groups = by_group(rows_of(variants["rloo"], 1))
+    assert any(len(session) > 1 for sessions in groups.values() for session in sessions.values())
+    for sessions in groups.values():
+        rewards = {name: sum(session[-1]["rm_scores"]) for name, session in sessions.items()}
+        for name, session in sessions.items():
+            others = [reward for other, reward in rewards.items() if other != name]
+            for row in session:
+                assert first_advantage(row) == pytest.approx(rewards[name] - sum(others) / len(others), abs=1e-6)
+
+
+def test_transitions_give_a_row_for_every_call(variants: dict[str, Training]) -> None:
+    metrics = variants["rloo"].metrics[1]
+    assert metrics["rows"] == metrics["calls"] == 3 * (3 + 1)
