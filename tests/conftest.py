@@ -23,7 +23,7 @@ _FOLDER = Path(__file__).parent
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--environment", choices=ENVIRONMENTS, default="main", help="whose tests to run (see the Makefile)")
+    parser.addoption("--environment", choices=ENVIRONMENTS, default="main", help="whose tests to run; see the Makefile")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

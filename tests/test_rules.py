@@ -388,3 +388,14 @@ def test_every_test_runs_in_an_environment_of_make_test() -> None:
     lost = [file.shown for file in all_test_files() if not environments_of(file.path) & set(ENVIRONMENTS)]
     unknown = [file.shown for file in all_test_files() if environments_of(file.path) - set(ENVIRONMENTS)]
     assert (lost, unknown) == ([], [])
+
+
+def test_nothing_runs_on_linux_alone() -> None:
+    linux_only = re.compile(r"/proc/|prctl|sched_[gs]etaffinity|pidfd_open|signalfd|os\.fork\(|get_context\(\"fork")
+    found = [
+        f"{file.shown}:{number}: {line.strip()}"
+        for file in source_files()
+        for number, line in enumerate(file.lines, 1)
+        if linux_only.search(line)
+    ]
+    assert found == [], "macOS has none of these, and a fork after threads or torch were started hangs there"

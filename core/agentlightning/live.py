@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeAlias
 
 from agentlightning.emitter import emit_reward
-from agentlightning.errors import ConfigError, NotFoundError, StoreError
+from agentlightning.errors import ConfigError, LightningError, NotFoundError
 from agentlightning.resources import Resource
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Rollout
@@ -202,7 +202,7 @@ class LiveResources:
 
     async def _listen(self, store: LightningStore) -> None:
         while True:
-            with contextlib.suppress(StoreError, OSError):  # the regular look says so
+            with contextlib.suppress(LightningError, OSError):  # the regular look says so
                 async for _ in store.subscribe(["resources_published"]):
                     await self._look()
             await asyncio.sleep(self._refresh_s)
@@ -215,9 +215,9 @@ class LiveResources:
     async def _look(self) -> None:
         try:
             await self._read()
-        except (StoreError, OSError) as error:
+        except (LightningError, OSError) as error:
             if not self._failing:
-                logger.warning("the store cannot be asked for live resources (said once): %s", error)
+                logger.warning("live resources stay as they are: the store cannot be asked (said once): %s", error)
             self._failing = True
         else:
             self._failing = False

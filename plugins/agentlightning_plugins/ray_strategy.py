@@ -33,7 +33,7 @@ for _name, _value in _QUIET.items():
     os.environ.setdefault(_name, _value)
 
 import ray  # noqa: E402 # it reads the environment when it is imported
-from ray.exceptions import RayActorError, RayError, RuntimeEnvSetupError  # noqa: E402
+from ray.exceptions import RayActorError, RayError, RuntimeEnvSetupError  # noqa: E402 # as above
 
 logger = logging.getLogger("agentlightning")
 

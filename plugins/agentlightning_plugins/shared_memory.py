@@ -10,6 +10,7 @@ from typing import Any, Literal
 from agentlightning.errors import ConfigError
 from agentlightning.execution import AlgorithmJob, ExecutionStrategy, RunnerJob
 from agentlightning.store.protocol import LightningStore
+from agentlightning_plugins.stopping import until_sigterm
 
 _DRAIN_S = 30.0
 
@@ -63,6 +64,7 @@ class SharedMemoryExecutionStrategy(ExecutionStrategy):
         self.main_thread = main_thread
 
     def execute(self, algorithm: AlgorithmJob, runner: RunnerJob, store: LightningStore) -> None:
+        """As the base says. SIGTERM stops in order, as Ctrl-C does, and raises SystemExit(143)."""
         stop = threading.Event()
         if self.main_thread == "algorithm":
             runners = [
@@ -72,7 +74,7 @@ class SharedMemoryExecutionStrategy(ExecutionStrategy):
             for thread in runners:
                 thread.start()
             try:
-                asyncio.run(_unless_runners_fail(algorithm, store, runners))
+                asyncio.run(until_sigterm(_unless_runners_fail(algorithm, store, runners)))
             finally:
                 stop.set()
                 for thread in runners:

@@ -91,7 +91,8 @@ def check(undisturbed: dict[str, Any], directory: Path, points: list[tuple[int, 
     till = Till()
     recorded: set[int] = set()
     with Server(till) as server:
-        for point, delay_s in [*points, (None, 0.0)]:
+        lives: list[tuple[int | None, float]] = [*points, (None, 0.0)]
+        for point, delay_s in lives:
             paid = {till.questions[number] for number in recorded}
             known = len(till.questions)
             if point is None:

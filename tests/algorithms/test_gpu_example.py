@@ -18,7 +18,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "gpu"
 def test_the_gpu_script_trains_with_and_without_correction_and_reports_it(tmp_path: Path, device: str) -> None:
     out = tmp_path / "out"
     command = [sys.executable, str(EXAMPLE / "train.py"), "--out", str(out), "--tiny", "--steps", "1"]
-    done = subprocess.run([*command, "--device", device], capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run([*command, "--device", device], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads((out / "report.json").read_text())
     assert list(report["runs"]) == ["corrected", "uncorrected"]

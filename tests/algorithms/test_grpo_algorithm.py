@@ -135,9 +135,9 @@ def test_lora_on_merged_rows_one_step_off_trains_and_exports(tmp_path: Path) -> 
             # A turn that goes on from the one before is not a row of its own.
             assert values["rows"] < values["calls"] or values["rows"] == 0
             assert {"reward", "success", "reward_penalty", "advantage_std", "entropy", "clip_fraction", "ratio",
-                    "response_length", "calls_per_rollout", "queue_wait_s", "sample_s", "train_s", "publish_s", "wait_s",
+                    "response_length", "calls_per_rollout", "queue_wait_s", "sample_s", "train_s", "publish_s",
                     "tokens_per_s", "train_tokens_per_s", "memory_gb", "drift/retokenisation", "refills",
-                    "group_reward_std", "groups_without_spread", "warnings"} <= values.keys()  # fmt: skip
+                    "wait_s", "group_reward_std", "groups_without_spread", "warnings"} <= values.keys()  # fmt: skip
 
     asyncio.run(check())
     from transformers import AutoModelForCausalLM

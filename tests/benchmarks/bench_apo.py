@@ -52,8 +52,8 @@ def measure(endpoint: str, strategy: str, rounds: int) -> list[tuple[int, float]
     ends: list[tuple[int, float]] = []
 
     class Timed(agl.APO):
-        async def _finish_round(self, *args: Any) -> None:
-            await super()._finish_round(*args)
+        async def _finish_round(self, *args: Any, **settings: Any) -> None:
+            await super()._finish_round(*args, **settings)
             ends.append((int((await self.get_store().statistics())["rollouts"]), time.monotonic()))
 
     apo = Timed(

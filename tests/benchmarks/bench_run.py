@@ -6,7 +6,7 @@
   The baseline is 4 processes of the same interpreter that make the very calls of the store that a runner makes (claim,
   7 spans in one batch, end) and nothing else.
 - async: one runner (`shm`) with 64 agents at once that sleep 100 ms, so at most 640 rollouts/s.
-- start-up: from `fit` to the first claim; first result: from an enqueue to its end, once all runners wait.
+- start-up: from `fit` to the end of the first rollout; first result: from an enqueue to its end, once all runners wait.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ async def bare(n_rollouts: int) -> float:
         for worker in workers:
             worker.start()
         await store.wait_for_rollouts(queued[:200])  # all processes are up
-        left = [rollout.rollout_id for rollout in (await store.query_rollouts(status_in=["queuing"])).items]
+        left = (await store.query_rollouts(status_in=["queuing", "preparing", "running"])).items
         began = time.monotonic()
         await store.wait_for_rollouts(queued)
         seconds = time.monotonic() - began

@@ -117,16 +117,19 @@ def agent(task):
     return 1.0
 store = agl.create_store("memory://")
 try:
-    agl.Trainer(algorithm="baseline", store=store, trackers=[], tracer="dummy").fit(agent, [{"seconds": SECONDS}])
+    trainer = agl.Trainer(algorithm="baseline", store=store, trackers=[], tracer="dummy", strategy="STRATEGY")
+    trainer.fit(agent, [{"seconds": SECONDS}])
 finally:
     rollout = asyncio.run(store.query_rollouts()).items[0]
     print(asyncio.run(store.query_runs()).items[0].status, rollout.status, flush=True)
 """
 
 
-def run_and_stop(tmp_path: Path, seconds: float, signals: list[signal.Signals]) -> tuple[int, str, float]:
+def run_and_stop(
+    tmp_path: Path, seconds: float, signals: list[signal.Signals], strategy: str = "cs"
+) -> tuple[int, str, float]:
     script = tmp_path / "program.py"
-    script.write_text(_STOPPED_PROGRAM.replace("SECONDS", str(seconds)))
+    script.write_text(_STOPPED_PROGRAM.replace("SECONDS", str(seconds)).replace("STRATEGY", strategy))
     process = subprocess.Popen(
         [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
@@ -140,8 +143,9 @@ def run_and_stop(tmp_path: Path, seconds: float, signals: list[signal.Signals]) 
     return process.returncode, output, time.monotonic() - started
 
 
-def test_sigterm_stops_in_order_and_lets_what_runs_finish(tmp_path: Path) -> None:
-    code, output, _ = run_and_stop(tmp_path, 1.0, [signal.SIGTERM])
+@pytest.mark.parametrize("strategy", ["shm", "cs"])
+def test_sigterm_stops_in_order_and_lets_what_runs_finish(tmp_path: Path, strategy: str) -> None:
+    code, output, _ = run_and_stop(tmp_path, 1.0, [signal.SIGTERM], strategy)
     assert output == "interrupted succeeded\n"
     assert code == 128 + signal.SIGTERM
 

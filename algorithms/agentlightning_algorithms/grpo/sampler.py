@@ -319,7 +319,11 @@ class Sampler:
         """Draws one more token for every row."""
         newest = self._tensor([request.token_ids[-1] for request in self._rows])
         positions, mask = self._slots.extend(0, [request.cached for request in self._rows], 1)
-        options = {"position_ids": positions, "attention_mask": mask, "past_key_values": self._slots.cache}
+        options: dict[str, Any] = {
+            "position_ids": positions,
+            "attention_mask": mask,
+            "past_key_values": self._slots.cache,
+        }
         logits = self.policy.logits(newest[:, None], use_cache=True, **options)
         self._counts["decode_steps"] += 1
         self._counts["decode_rows"] += len(self._rows)

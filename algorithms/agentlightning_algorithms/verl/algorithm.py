@@ -26,12 +26,11 @@ from agentlightning.thread import run_in_thread
 from agentlightning.types import Dataset, Triplet
 from agentlightning_algorithms.verl.config import compose_config, dump_config
 from agentlightning_algorithms.verl.environment import start_ray
+from agentlightning_algorithms.verl.rollout import Conductor, RolloutSettings, cancel_open
 from agentlightning_algorithms.verl.row import RowKind
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
-
-    from agentlightning_algorithms.verl.rollout import RolloutSettings
 
 
 class VERL(Algorithm):
@@ -92,6 +91,8 @@ class VERL(Algorithm):
     async def run(self, train_dataset: Dataset[Any] | None = None, val_dataset: Dataset[Any] | None = None) -> None:
         """Trains for ``trainer.total_training_steps``, or ``trainer.total_epochs``."""
         async with contextlib.AsyncExitStack() as stack:
+            if self._is_resumed:
+                await cancel_open(self.get_store())  # at once: runners are starting, too
             directory = self.context.directory
             if directory is None:
                 directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agl-verl-")))
@@ -103,7 +104,6 @@ class VERL(Algorithm):
                 stack.push_async_callback(gateway.stop)
             if await asyncio.to_thread(start_ray, config):
                 stack.push_async_callback(asyncio.to_thread, _stop_ray)
-            from agentlightning_algorithms.verl.rollout import Conductor
             from agentlightning_algorithms.verl.training import train
 
             conductor = Conductor(
@@ -115,8 +115,6 @@ class VERL(Algorithm):
                 settings=self._settings(config),
                 loop=asyncio.get_running_loop(),
             )
-            if self._is_resumed:
-                await conductor.cancel_open()
             await run_in_thread(lambda: train(config, conductor), name="verl")
 
     def _complete(self, train: Dataset[Any] | None, val: Dataset[Any] | None, directory: Path) -> DictConfig:
@@ -166,8 +164,6 @@ class VERL(Algorithm):
         return keys
 
     def _settings(self, config: DictConfig) -> RolloutSettings:
-        from agentlightning_algorithms.verl.rollout import RolloutSettings
-
         rollout = config.actor_rollout_ref.rollout
         plain = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
         return RolloutSettings(

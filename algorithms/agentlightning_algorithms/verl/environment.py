@@ -15,12 +15,14 @@ _CPU: Final = {
     "TOKENIZERS_PARALLELISM": "false",
     "TQ_NUM_THREADS": "2",
 }
-_QUIET: Final = {"RAY_USAGE_STATS_ENABLED": "0"}
+_RAY: Final = {"RAY_USAGE_STATS_ENABLED": "0"}
+_STARTS: Final = 4
 
 
 def choose_platform(device: str) -> None:
     """Says which platform verl is to find when it is imported; afterwards it is too late."""
-    os.environ.update(_QUIET)
+    for name, value in _RAY.items():
+        os.environ.setdefault(name, value)
     if device == "cpu":
         os.environ.update(_CPU)
 
@@ -38,9 +40,10 @@ def start_ray(config: DictConfig) -> bool:
         return False
     is_cpu = config.trainer.device == "cpu"
     given: Any = OmegaConf.to_container(config.ray_kwargs.ray_init, resolve=True)
-    runtime: Any = OmegaConf.merge(get_ppo_ray_runtime_env(config), given.pop("runtime_env", None) or {})
+    own_environment: Any = get_ppo_ray_runtime_env  # untyped
+    runtime: Any = OmegaConf.merge(own_environment(config), given.pop("runtime_env", None) or {})
     runtime = OmegaConf.to_container(runtime)
-    names = {**_CPU, **_QUIET} if is_cpu else _QUIET
+    names = {**_CPU, **_RAY} if is_cpu else _RAY
     runtime.setdefault("env_vars", {}).update({name: os.environ[name] for name in names})
     runtime["env_vars"].update({"TRANSFER_QUEUE_ENABLE": "1"})
     if is_cpu and given.get("address") is None:
@@ -48,5 +51,13 @@ def start_ray(config: DictConfig) -> bool:
         given["num_cpus"] = given.get("num_cpus") or 16  # verl's processes reserve more than they use
         given["num_gpus"] = config.trainer.n_gpus_per_node  # what verl counts workers by
         given.setdefault("include_dashboard", False)
-    ray.init(**given, runtime_env=runtime)
+    for start in range(1, _STARTS + 1):
+        try:
+            ray.init(**given, runtime_env=runtime)
+        except Exception as error:  # isolation point: Ray has no type for what is told apart below
+            ray.shutdown()  # a busy machine may need more than the 30 s that Ray gives its own processes
+            if start == _STARTS or "timed out during startup" not in str(error):
+                raise
+        else:
+            break
     return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ import aiohttp
 
 from agentlightning.adapter.adapter import TraceAdapter
 from agentlightning.algorithm.context import Gateway
-from agentlightning.errors import AdapterError
+from agentlightning.errors import AdapterError, ConflictError
 from agentlightning.resources import Resource
 from agentlightning.reward import find_final_reward
 from agentlightning.store.protocol import LightningStore
@@ -118,12 +119,6 @@ class Conductor:
             self._resources[mode] = (await self.store.add_resources(resources)).resources_id
         await self.gateway.resume(version)
 
-    async def cancel_open(self) -> None:
-        """Cancels what an earlier life of the run left behind: its steps since the checkpoint are done again."""
-        left = await self.store.query_rollouts(status_in=_OPEN)
-        for rollout in left.items:
-            await self.store.cancel_rollout(rollout.rollout_id)
-
     async def roll_out(self, mode: Mode, index: int, group: str, step: int) -> Episode:
         """Runs the agent once on a task; whatever the agent does, there is an episode to train on."""
         try:
@@ -177,6 +172,14 @@ class Conductor:
             reward=settings.failed_reward if reward is None else reward,
             calls=built.calls,
         )
+
+
+async def cancel_open(store: LightningStore) -> None:
+    """Cancels what an earlier life of the run left behind: its steps since the checkpoint are done again."""
+    left = await store.query_rollouts(status_in=_OPEN)
+    for rollout in left.items:
+        with contextlib.suppress(ConflictError):  # it ended meanwhile
+            await store.cancel_rollout(rollout.rollout_id)
 
 
 async def _ask_model_name(address: str) -> str:
