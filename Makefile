@@ -63,6 +63,7 @@ test: $(ENVIRONMENTS)  ## everything that must hold: lint, types, tests
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/mypy --no-error-summary $(SOURCES)
+	@$(VERL)/bin/mypy --no-error-summary -p agentlightning_algorithms.verl
 	$(call pytest)
 
 lint: $(MAIN)/.complete-$(HASH)  ## ruff and mypy only
