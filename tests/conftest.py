@@ -37,7 +37,7 @@ def environments_of(path: Path) -> set[str]:
     if place and place[0] in ENVIRONMENTS:
         return {place[0]}
     if path.is_dir():
-        return set(ENVIRONMENTS)
+        return set().union(*map(environments_of, path.rglob("test_*.py")))
     mark = re.search(r"pytest\.mark\.environment\(([^)]*)\)", path.read_text(encoding="utf-8"))
     return set(re.findall(r"\w+", mark[1])) if mark else {"main"}
 

@@ -14,7 +14,6 @@ Every error is also the builtin that a user would expect, and pickles with its m
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 
 
@@ -55,5 +54,7 @@ class RolloutError(LightningError, RuntimeError):
 
 def suggest(name: str, known: Iterable[str]) -> str:
     """Returns " Did you mean 'x'?" when a known name is close to ``name``, else an empty string."""
+    import difflib  # takes milliseconds, and a program without mistakes never asks
+
     match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" Did you mean '{match[0]}'?" if match else ""

@@ -5,10 +5,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import platform
 import sys
 import time
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, Final
@@ -118,10 +116,10 @@ def _begin(file: Path) -> dict[str, Any]:
     if file.exists():
         raise ConfigError(f"{file.parent} holds a run already; resume it, or take another directory")
     record = {
-        "key": uuid.uuid4().hex,
+        "key": os.urandom(16).hex(),
         "created_at": time.time(),
         "resumed_at": [],
-        "versions": {"lightning": __version__, "python": platform.python_version()},
+        "versions": {"lightning": __version__, "python": sys.version.split()[0]},
         "arguments": sys.argv,
         "working_directory": str(Path.cwd()),
     }

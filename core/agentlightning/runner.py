@@ -9,12 +9,10 @@ import logging
 import os
 import socket
 import threading
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar, cast
 
-from agentlightning import attempt_token
 from agentlightning.emitter import emit_reward
 from agentlightning.errors import ConfigError, NotFoundError, StoreError
 from agentlightning.event import AttemptRevoked
@@ -145,7 +143,7 @@ class LitAgentRunner(Runner[T]):
         worker_id: str | None = None,
     ) -> Iterator[LitAgentRunner[T]]:
         self._agent, self._store, self._hooks = agent, store, hooks or ()
-        self.worker_id = worker_id or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+        self.worker_id = worker_id or f"{socket.gethostname()}-{os.getpid()}-{os.urandom(3).hex()}"
         self.tracer.init()
         self.tracer.init_worker(self.worker_id, store)
         try:
@@ -296,6 +294,8 @@ class LitAgentRunner(Runner[T]):
 
     async def _call_agent(self, agent: LitAgent[T], store: LightningStore, rollout: AttemptedRollout) -> Any:
         attempt_id, timeout_s = rollout.attempt.attempt_id, rollout.config.timeout_seconds
+        from agentlightning import attempt_token  # its libraries are not needed to set a runner up
+
         key = attempt_token.issue(store.token, rollout.rollout_id, attempt_id, timeout_s)
         resources = with_attempt_key(await _resources_of(store, rollout), key)
         task = cast(T, thaw(rollout.input))

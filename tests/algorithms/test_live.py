@@ -75,6 +75,7 @@ async def learn(service: Service, algorithm: agl.LiveLearning, timeout_s: float 
     return await history(service.store)
 
 
+@pytest.mark.soak  # its clock is the wall's: a busy machine changes who is served what
 async def test_a_better_version_is_checked_tried_on_a_share_and_promoted(store: agl.LightningStore) -> None:
     async with serving(store) as service:
         states = await learn(service, learner(store, GOOD))
@@ -274,6 +275,7 @@ async def test_a_learner_killed_at_any_write_asks_for_no_candidate_twice_and_pro
     assert len(await store.query_rollouts(metadata={"group": "check"})) == QUICK["check_tasks"]
 
 
+@pytest.mark.soak  # its clock is the wall's: a busy machine changes who is served what
 async def test_without_a_learner_nobody_is_served_a_version_on_trial(store: agl.LightningStore) -> None:
     async with serving(store, learner_timeout_s=0.6) as service:
         async with running(service.serve(), run_checks(store), learner(store, BEGIN + " b", margin=0.0).run()):

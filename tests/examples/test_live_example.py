@@ -10,6 +10,7 @@ from tests.source import REPO, run_python
 
 
 @pytest.mark.slow
+@pytest.mark.soak  # its clock is the wall's: a busy machine changes the story
 def test_the_live_example_rejects_promotes_and_rolls_back_by_itself() -> None:
     said = run_python(str(REPO / "examples" / "live" / "live.py"), "--share", "0.3", "--users", "3", timeout_s=110)
     assert "candidate 1 ran on 10 recorded tasks: 10 failed" in said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import random
 import signal
 import socket
@@ -15,12 +16,13 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from agentlightning.errors import StoreError
 from agentlightning.store.protocol import LightningStore
 from agentlightning.store.span_writer import SpanWriter
-from agentlightning.types import EnqueueRolloutRequest, Rollout, RolloutConfig, Span
+from agentlightning.types import Rollout, RolloutConfig, Span
 from agentlightning_plugins.sqlite_store import SqliteLightningStore
 from agentlightning_plugins.store_client import LightningStoreClient
 from agentlightning_plugins.store_server import LightningStoreServer
@@ -217,12 +219,31 @@ async def test_a_stopped_server_answers_who_waits_and_finishes_what_it_began(
     client = LightningStoreClient(server.url, retry_s=0)
     waiting = asyncio.create_task(client._post("/queues/rollouts/dequeue", {"timeout": 30}, repeatable=False))
     await asyncio.sleep(0.3)
-    large = [EnqueueRolloutRequest(input="x" * 1000, rollout_id=f"ro-{n}") for n in range(5000)]
-    writing = asyncio.create_task(client.enqueue_many_rollouts(large))
-    await asyncio.sleep(0.1)  # its body is on the way, or it is at work
-    assert await server.stop(number) == 0
+    large = json.dumps({"rollouts": [{"input": "x" * 1000, "rollout_id": f"ro-{n}"} for n in range(5000)]}).encode()
+    begun, told = asyncio.Event(), asyncio.Event()
+
+    async def body() -> AsyncIterator[bytes]:
+        yield large[:1_000_000]
+        begun.set()
+        await told.wait()
+        yield large[1_000_000:]
+
+    async def write() -> int:
+        url = f"{server.url}/v1/agl/queues/rollouts/enqueue"
+        headers = {"Content-Type": "application/json"}
+        async with aiohttp.ClientSession() as session, session.post(url, data=body(), headers=headers) as response:
+            assert response.status == 201
+            return len(await response.json())
+
+    writing = asyncio.create_task(write())
+    await asyncio.wait_for(begun.wait(), 30)
+    await asyncio.sleep(0.3)  # what was sent has arrived
+    stopping = asyncio.create_task(server.stop(number))
+    await asyncio.sleep(0.3)
+    told.set()
+    assert await stopping == 0
     assert await waiting == []
-    assert len(await writing) == 5000
+    assert await writing == 5000
     with pytest.raises(StoreError, match="agl store"):
         await client.statistics()
     await client.close()

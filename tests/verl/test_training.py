@@ -200,6 +200,7 @@ def test_metrics_tell_how_the_rollouts_went(trained: Training) -> None:
     assert trained.metrics[2]["run_s_max"] >= 20.0
 
 
+@pytest.mark.soak  # three more runs of verl
 @pytest.mark.parametrize("name", ["ppo", "rloo", "reinforce"])
 def test_other_estimators_take_a_real_step(variants: dict[str, Training], name: str) -> None:
     training = variants[name]
@@ -210,16 +211,19 @@ def test_other_estimators_take_a_real_step(variants: dict[str, Training], name: 
     assert any(first_advantage(row) for row in rows_of(training, 1))
 
 
+@pytest.mark.soak  # three more runs of verl
 def test_ppo_trains_its_critic_too(variants: dict[str, Training]) -> None:
     metrics = variants["ppo"].metrics[1]
     assert metrics["critic/grad_norm"] > 0
     assert math.isfinite(metrics["critic/vf_loss"])
 
 
+@pytest.mark.soak  # three more runs of verl
 def test_a_reference_model_holds_the_policy(variants: dict[str, Training]) -> None:
     assert "actor/kl_loss" in variants["rloo"].metrics[1]
 
 
+@pytest.mark.soak  # three more runs of verl
 def test_rloo_compares_rollouts_and_not_their_rows(variants: dict[str, Training]) -> None:
     groups = by_group(rows_of(variants["rloo"], 1))
     assert any(len(session) > 1 for sessions in groups.values() for session in sessions.values())
@@ -231,6 +235,7 @@ def test_rloo_compares_rollouts_and_not_their_rows(variants: dict[str, Training]
                 assert first_advantage(row) == pytest.approx(rewards[name] - sum(others) / len(others), abs=1e-6)
 
 
+@pytest.mark.soak  # three more runs of verl
 def test_transitions_give_a_row_for_every_call(variants: dict[str, Training]) -> None:
     metrics = variants["rloo"].metrics[1]
     assert metrics["rows"] == metrics["calls"] == 3 * (3 + 1)

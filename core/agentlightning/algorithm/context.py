@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import uuid
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,7 +77,7 @@ class RunContext:
     directory: Path | None = None
     """Where the run keeps its files; None when it keeps none."""
     seed: int = 0
-    key: str = field(default_factory=lambda: uuid.uuid4().hex)
+    key: str = field(default_factory=lambda: os.urandom(16).hex())
     """What makes the ids of this run's rollouts: the same again when the run is resumed."""
 
     def rollout_id(self, *place: str | int) -> str:
@@ -87,5 +86,7 @@ class RunContext:
         An algorithm that enqueues with it can be killed at any time: enqueuing again after a resume finds what was
         queued, is running or has finished, instead of running it twice.
         """
+        import hashlib
+
         text = "/".join((self.key, *map(str, place)))
         return "ro-" + hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
