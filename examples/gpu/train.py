@@ -107,7 +107,8 @@ def warm_start(directory: Path, size: dict[str, Any], device: str, dtype: torch.
     """Makes the model that GRPO begins with, in ``directory``; returns its size and what making it took."""
     torch.manual_seed(0)
     tokenizer = make_tokenizer()
-    model = make_model(tokenizer, size["model"]).to(device)
+    model: Any = make_model(tokenizer, size["model"])  # transformers annotates `to` as if it took a model
+    model = model.to(device)
     settings = size["warm_start"]
     optimizer = torch.optim.AdamW(model.parameters(), settings["lr"], betas=(0.9, 0.99), fused=device != "cpu")
     schedule = torch.optim.lr_scheduler.OneCycleLR(

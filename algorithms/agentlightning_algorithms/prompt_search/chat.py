@@ -151,7 +151,7 @@ def private_copy(client: AsyncOpenAI | None) -> AsyncOpenAI:
 
     if client is None:
         return AsyncOpenAI(max_retries=0)
-    if isinstance(client, AsyncOpenAI) and type(client._client).__name__ == "AsyncHttpxClientWrapper":
+    if type(getattr(client, "_client", None)).__name__ == "AsyncHttpxClientWrapper":
         return client.copy(http_client=DefaultAsyncHttpxClient())
     return client
 
