@@ -12,9 +12,19 @@ from typing import Any, Literal
 from agentlightning.algorithm.algorithm import FastAlgorithm
 from agentlightning.errors import ConfigError
 from agentlightning.reward import find_final_reward
-from agentlightning.types import AttemptedRollout, Dataset, EnqueueRolloutRequest, Rollout, RolloutMode, Span
+from agentlightning.types import (
+    AttemptedRollout,
+    Dataset,
+    EnqueueRolloutRequest,
+    Rollout,
+    RolloutConfig,
+    RolloutMode,
+    Span,
+)
 
 logger = logging.getLogger("agentlightning")
+_CONFIG = RolloutConfig(max_attempts=3, retry_condition=["unresponsive"])
+"""A rollout whose runner was lost, as by a kill of everything, says nothing about the agent: it is run again."""
 
 
 class Baseline(FastAlgorithm):
@@ -64,7 +74,7 @@ class Baseline(FastAlgorithm):
             try:
                 for position, (task, mode) in enumerate(tasks):
                     rollout_id = self.context.rollout_id(mode, epoch, position)
-                    request = EnqueueRolloutRequest(input=task, mode=mode, rollout_id=rollout_id)
+                    request = EnqueueRolloutRequest(input=task, mode=mode, rollout_id=rollout_id, config=_CONFIG)
                     await store.enqueue_many_rollouts([request])
                     in_flight.add(asyncio.create_task(self._result(rollout_id)))
                     if len(in_flight) >= self.max_queue_length:

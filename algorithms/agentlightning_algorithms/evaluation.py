@@ -128,7 +128,8 @@ class Evaluation(FastAlgorithm):
         self.repetitions = repetitions
         self.success_threshold = success_threshold
         self.mode: RolloutMode = mode
-        self.config = RolloutConfig(timeout_seconds=rollout_timeout_s)
+        # A rollout whose runner was lost says nothing about the agent: it is run again.
+        self.config = RolloutConfig(timeout_seconds=rollout_timeout_s, max_attempts=3, retry_condition=["unresponsive"])
         self.name = name
         self.score: Score | None = None
 
