@@ -28,7 +28,7 @@ from tests.source import REPO, ROOTS, SourceFile, all_test_files, pyproject, pyt
 CORE_ORDER = """
     version errors frozen attempt_token types resources semconv config event lifecycle hookspecs
     plugins facade logging thread stop_event
-    store tracer emitter reward comparison live adapter litagent hook algorithm tracker
+    store tracer emitter reward significance comparison live adapter litagent hook algorithm tracker
     runner execution run_directory trainer cli __main__ testing
 """.split()
 

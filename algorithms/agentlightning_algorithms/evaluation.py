@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import random
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -14,10 +12,9 @@ from typing import Any
 from agentlightning.algorithm.algorithm import FastAlgorithm
 from agentlightning.errors import ConfigError
 from agentlightning.reward import find_final_reward
+from agentlightning.significance import mean_interval, paired_p_value
 from agentlightning.types import AttemptedRollout, Dataset, EnqueueRolloutRequest, RolloutConfig, RolloutMode
 
-_RESAMPLES = 2000
-_SIGNS = 10_000
 _AT_ONCE = 256
 """Rollouts that are queued and waited for together, so that a long dataset is never in memory as a whole."""
 
@@ -36,18 +33,15 @@ class Score:
     @property
     def mean(self) -> float:
         """Mean reward over tasks."""
-        return statistics.fmean(statistics.fmean(task) for task in self.rewards)
+        return statistics.fmean(self.by_task())
 
-    def interval(self, level: float = 0.95) -> tuple[float, float]:
-        """Confidence interval of the mean: percentile bootstrap over tasks; repetitions of one are not independent.
+    def by_task(self) -> list[float]:
+        """Mean reward of each task: repetitions of one are not independent."""
+        return [statistics.fmean(task) for task in self.rewards]
 
-        Efron and Tibshirani 1993, An Introduction to the Bootstrap, chapter 13; 2,000 resamples with a fixed seed.
-        """
-        means = [statistics.fmean(task) for task in self.rewards]
-        draw = random.Random(0)
-        resampled = sorted(statistics.fmean(draw.choices(means, k=len(means))) for _ in range(_RESAMPLES))
-        tail = (1 - level) / 2
-        return resampled[int(tail * _RESAMPLES)], resampled[min(int((1 - tail) * _RESAMPLES), _RESAMPLES - 1)]
+    def interval(self) -> tuple[float, float]:
+        """95 % interval of the mean."""
+        return mean_interval(self.by_task())
 
     def pass_at(self, k: int) -> float:
         """Probability that one of k repetitions succeeds, averaged over tasks; k is at most the repetitions made.
@@ -61,24 +55,9 @@ class Score:
         return statistics.fmean(values)
 
     def p_value(self, other: Score) -> float:
-        """Two-sided p-value that two agents are equally good, from their mean rewards on the same tasks in one order.
-
-        A paired permutation test: under the null hypothesis the sign of each task's difference is a coin's. Exact up to
-        13 tasks, else 10,000 random signs with a fixed seed, counting the observed one (Phipson and Smyth 2010,
-        arXiv:1603.05766), so the value is never 0.
-        """
-        pairs = zip(self.rewards, other.rewards, strict=True)
-        differences: list[float] = [statistics.fmean(mine) - statistics.fmean(theirs) for mine, theirs in pairs]
-        observed = abs(sum(differences)) - 1e-12
-        if len(differences) <= 13:
-            signs = itertools.product((1, -1), repeat=len(differences))
-            as_large = [abs(sum(s * d for s, d in zip(sign, differences, strict=True))) >= observed for sign in signs]
-            return sum(as_large) / len(as_large)
-        draw = random.Random(0)
-        extreme = sum(
-            abs(sum(d if draw.random() < 0.5 else -d for d in differences)) >= observed for _ in range(_SIGNS)
-        )
-        return (extreme + 1) / (_SIGNS + 1)
+        """That two agents are equally good, from their mean rewards on the same tasks in one order."""
+        pairs = zip(self.by_task(), other.by_task(), strict=True)
+        return paired_p_value([mine - theirs for mine, theirs in pairs])
 
     def to_metrics(self) -> dict[str, float]:
         """The numbers by name, as trackers take them."""

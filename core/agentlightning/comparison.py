@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-import random
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,14 +10,11 @@ from typing import Any, Final
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.resources import split_version_id
 from agentlightning.reward import find_final_reward
+from agentlightning.significance import mean_interval, paired_p_value, unpaired_p_value
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import Rollout
 
 RESOURCES_ID: Final = "resources_id"
-_RESAMPLES: Final = 2000
-_MAX_RESAMPLED: Final = 2000
-"""Of more values than this in all, mean and difference are as good as normal."""
-_MAX_EXACT: Final = 13
 _PAGE: Final = 500
 
 
@@ -104,67 +98,13 @@ def compare_groups(control: Group, treatment: Group) -> Comparison:
             statistics.fmean(rewards) - statistics.fmean(control.rewards[task])
             for task, rewards in treatment.rewards.items()
         ]
-        low, high = _interval(differences)
-        p_value = _flip_signs(differences)
+        low, high = mean_interval(differences)
+        p_value = paired_p_value(differences)
     else:
         before, after = control.by_task(), treatment.by_task()
-        low, high = _interval(after, before)
-        p_value = _shuffle(after, before)
+        low, high = mean_interval(after, before)
+        p_value = unpaired_p_value(after, before)
     return Comparison(control, treatment, treatment.mean - control.mean, low, high, p_value, paired)
-
-
-def _interval(values: Sequence[float], minus: Sequence[float] = ()) -> tuple[float, float]:
-    """95 % interval of the mean of ``values``, less the mean of ``minus``."""
-    samples = [list(values), list(minus)] if minus else [list(values)]
-    if sum(map(len, samples)) > _MAX_RESAMPLED:
-        middle = statistics.fmean(values) - (statistics.fmean(minus) if minus else 0.0)
-        half = 1.959964 * math.sqrt(sum(_variance(sample) / len(sample) for sample in samples))
-        return middle - half, middle + half
-    draw = random.Random(0)
-    found = []
-    for _ in range(_RESAMPLES):
-        mean, *others = (statistics.fmean(draw.choices(sample, k=len(sample))) for sample in samples)
-        found.append(mean - sum(others))
-    found.sort()
-    return found[int(0.025 * _RESAMPLES)], found[int(0.975 * _RESAMPLES)]
-
-
-def _flip_signs(differences: Sequence[float]) -> float:
-    observed = abs(sum(differences)) - 1e-12
-    if len(differences) <= _MAX_EXACT:
-        signs = itertools.product((1, -1), repeat=len(differences))
-        extreme = [abs(sum(s * d for s, d in zip(sign, differences, strict=True))) >= observed for sign in signs]
-        return sum(extreme) / len(extreme)
-    if len(differences) > _MAX_RESAMPLED:
-        return _two_sided(sum(differences), math.sqrt(sum(d * d for d in differences)))
-    draw = random.Random(0)
-    hits = sum(abs(sum(draw.choice((d, -d)) for d in differences)) >= observed for _ in range(_RESAMPLES))
-    return (hits + 1) / (_RESAMPLES + 1)
-
-
-def _shuffle(one: Sequence[float], other: Sequence[float]) -> float:
-    pool, total, size = [*one, *other], math.fsum([*one, *other]), len(one)
-
-    def difference(sum_of_one: float) -> float:
-        return abs(sum_of_one / size - (total - sum_of_one) / len(other))
-
-    observed = difference(math.fsum(one)) - 1e-12
-    if math.comb(len(pool), size) <= 2**_MAX_EXACT:
-        found = [difference(math.fsum(chosen)) >= observed for chosen in itertools.combinations(pool, size)]
-        return sum(found) / len(found)
-    if len(pool) > _MAX_RESAMPLED:
-        return _two_sided(observed, math.sqrt(_variance(pool) * (1 / size + 1 / len(other))))
-    draw = random.Random(0)
-    hits = sum(difference(math.fsum(draw.sample(pool, size))) >= observed for _ in range(_RESAMPLES))
-    return (hits + 1) / (_RESAMPLES + 1)
-
-
-def _two_sided(value: float, deviation: float) -> float:
-    return math.erfc(abs(value) / deviation / math.sqrt(2)) if deviation > 0 else 1.0
-
-
-def _variance(values: Sequence[float]) -> float:
-    return statistics.variance(values) if len(values) > 1 else 0.0
 
 
 async def _read_group(store: LightningStore, which: str | Mapping[str, Any]) -> Group:
