@@ -40,8 +40,8 @@ define environment
 	else \
 		export PIP_DISABLE_PIP_VERSION_CHECK=1; \
 		$(PYTHON) -m venv $(1) && \
-		$(1)/bin/python -m pip install --quiet --constraint constraints/$(3).txt $(or $(4),pip) && \
-		$(1)/bin/python -m pip install --quiet --constraint constraints/$(3).txt --editable '.[$(2)]'; \
+		$(1)/bin/python -m pip install -qq --constraint constraints/$(3).txt $(or $(4),pip) && \
+		$(1)/bin/python -m pip install -qq --constraint constraints/$(3).txt --editable '.[$(2)]'; \
 	fi
 	@touch $(1)/.complete-$(HASH)
 endef
@@ -63,7 +63,6 @@ test: $(ENVIRONMENTS)  ## everything that must hold: lint, types, tests
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/mypy --no-error-summary $(SOURCES)
-	@$(VERL)/bin/mypy --no-error-summary -p agentlightning_algorithms.verl
 	$(call pytest)
 
 lint: $(MAIN)/.complete-$(HASH)  ## ruff and mypy only
