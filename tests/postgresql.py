@@ -38,9 +38,9 @@ def find_binaries() -> Path:
 class PostgresServer:
     """A server with its data in a temporary folder, reached over a socket in it or, with the password, over TCP."""
 
-    def __init__(self) -> None:
+    def __init__(self, parent: Path) -> None:
         # A short path: that of a socket may have 100 characters.
-        self.folder = Path(tempfile.mkdtemp(prefix="agl-pg-", dir="/tmp"))
+        self.folder = Path(tempfile.mkdtemp(prefix="agl-pg-", dir=parent))
         self._binaries = find_binaries()
         self._user: str | None = None
         if os.geteuid() == 0:  # PostgreSQL refuses to run as root
@@ -90,13 +90,20 @@ class PostgresServer:
         }
         command = [str(self._binaries / "postgres"), "-D", str(self.data)]
         command += [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
-        with (self.folder / "log").open("ab") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, user=self._user, cwd="/")
+        log = self.folder / "log"
+
+        def launch() -> subprocess.Popen[bytes]:
+            with log.open("ab") as output:
+                return subprocess.Popen(command, stdout=output, stderr=output, user=self._user, cwd="/")
+
+        self._process = launch()
         deadline = time.monotonic() + 60
         ready = [self._binaries / "psql", "-h", self.folder, "-p", str(self.port), "-U", USER, "-qAtc", "SELECT 1"]
         while subprocess.run([*map(str, ready), "postgres"], check=False, capture_output=True).returncode:
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError((self.folder / "log").read_text())
+            if self._process.poll() is not None and log.read_text().endswith(f'directory "{self.data}".\n'):
+                self._process = launch()  # processes of a server that was killed a moment ago are still there
+            elif self._process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(log.read_text())
             time.sleep(0.05)
 
     def run_sql(self, sql: str, database: str = "postgres") -> str:
@@ -154,8 +161,8 @@ class PostgresServer:
 
 
 @contextlib.contextmanager
-def running_server() -> Iterator[PostgresServer]:
-    server = PostgresServer()
+def running_server(parent: Path = Path("/tmp")) -> Iterator[PostgresServer]:  # short, and on the disk
+    server = PostgresServer(parent)
     try:
         yield server
     finally:

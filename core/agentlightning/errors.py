@@ -15,6 +15,7 @@ Every error is also the builtin that a user would expect, and pickles with its m
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class LightningError(Exception):
@@ -50,6 +51,23 @@ class AdapterError(LightningError, ValueError):
 
 class RolloutError(LightningError, RuntimeError):
     """One rollout failed. It is recorded on the attempt and never stops the run."""
+
+
+def format_error(error: BaseException) -> str:
+    """The last 16,000 characters of an error's traceback, from the first frame that is not ours.
+
+    Who reads it looks for a mistake of their own, and how we came to call them says nothing of it. An error that we
+    raised on purpose, with nobody else's code on the way, is its message alone.
+    """
+    import traceback  # takes milliseconds, and a program without mistakes never asks
+
+    core = str(Path(__file__).parent)
+    shown = traceback.TracebackException.from_exception(error)
+    first = next((place for place, frame in enumerate(shown.stack) if not frame.filename.startswith(core)), None)
+    if first is None and isinstance(error, LightningError):
+        return "".join(shown.format_exception_only())[-16000:]
+    del shown.stack[: first or 0]
+    return "".join(shown.format())[-16000:]
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

@@ -27,7 +27,7 @@ from typing import (
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from agentlightning.errors import ConfigError, suggest
+from agentlightning.errors import ConfigError, format_error, suggest
 from agentlightning.frozen import FrozenDict, FrozenList, freeze, freeze_attributes, valid_text
 
 logger = logging.getLogger("agentlightning")
@@ -182,13 +182,11 @@ class AttemptFailure(Record):
 
     @classmethod
     def from_exception(cls, error: BaseException) -> "AttemptFailure":
-        """Keeps type, message and the last 16,000 characters of the traceback."""
-        import traceback
-
+        """Keeps type, message and the traceback from the first frame of the agent's."""
         return cls(
             type=type(error).__qualname__,
             message=str(error)[:4000],
-            traceback="".join(traceback.format_exception(error))[-16000:],
+            traceback=format_error(error),
         )
 
 
@@ -272,6 +270,8 @@ class Worker(Record):
     current_attempt_id: str | None = None
     attempt_ids: Annotated[list[str], AfterValidator(_freeze_list)] | None = None
     """The live attempts that it said it runs; its heartbeats renew their leases only. None: it never said."""
+    ended_at: float | None = None
+    """When it was said to be dead; it gets no work any more."""
 
 
 class Metrics(Record):

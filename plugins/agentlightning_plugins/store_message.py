@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal, Required, TypeAlias, TypeVar
 
-from pydantic import ConfigDict, Field, FiniteFloat, with_config
+from pydantic import BeforeValidator, ConfigDict, Field, FiniteFloat, with_config
 from typing_extensions import TypedDict  # pydantic refuses typing's before Python 3.12
 
 from agentlightning.errors import ConfigError, ConflictError, LightningError, NotFoundError
@@ -93,6 +93,12 @@ Batch: TypeAlias = Annotated[list[T], Field(max_length=MAX_BATCH)]
 Limit: TypeAlias = Annotated[int, Field(ge=-1)]
 Offset: TypeAlias = Annotated[int, Field(ge=0)]
 Seconds: TypeAlias = Annotated[float, Field(ge=0)]
+
+
+def _list_to_tuple(value: Any) -> Any:
+    """JSON has no tuples, and what was parsed already is not made one by a strict validation."""
+    return tuple(value) if isinstance(value, list) else value
+
 
 _strict = with_config(ConfigDict(extra="forbid"))
 
@@ -210,7 +216,7 @@ class NextSpanId(TypedDict):
 
 @_strict
 class NextSpanIds(TypedDict):
-    rollout_attempt_ids: Batch[tuple[str, str]]
+    rollout_attempt_ids: Batch[Annotated[tuple[str, str], BeforeValidator(_list_to_tuple)]]
 
 
 @_strict

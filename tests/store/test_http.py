@@ -9,11 +9,12 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from agentlightning.store.protocol import LightningStore
 from agentlightning.testing.store import StoreConformance
 from agentlightning.types import EnqueueRolloutRequest, Rollout, Span
 from agentlightning_plugins.memory_store import InMemoryLightningStore
+from agentlightning_plugins.sqlite_store import SqliteLightningStore
 from agentlightning_plugins.store_client import LightningStoreClient
 from agentlightning_plugins.store_server import LightningStoreServer
 from tests.source import run_python
@@ -441,16 +443,25 @@ async def test_what_was_claimed_for_a_caller_that_is_cancelled_goes_back_at_once
 
 
 async def test_stopping_answers_those_who_wait_at_once(store: LightningStore) -> None:
+    """Also beside a reader of events that has stopped reading: its connection is full, and it cannot be told."""
     server = LightningStoreServer(store, port=0)
     await server.start()
-    asking = asyncio.create_task(_ask(server, "POST", "/queues/rollouts/dequeue", {"timeout": 30}))
-    listening = asyncio.create_task(_read_events(server))
-    await asyncio.sleep(0.2)
-    began = time.monotonic()
-    await server.stop()
-    assert await asking == (200, [])
-    await listening
-    assert time.monotonic() - began < 2
+    with socket.socket() as stuck:
+        stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        stuck.connect(("127.0.0.1", server.port))
+        stuck.sendall(b"GET /v1/agl/events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        asking = asyncio.create_task(_ask(server, "POST", "/queues/rollouts/dequeue", {"timeout": 30}))
+        listening = asyncio.create_task(_read_events(server))
+        await asyncio.sleep(0.2)
+        large = {f"{'a long name' * 100} {number}": 1.0 for number in range(1000)}
+        for step in range(8):  # of 1 MB each
+            await store.add_metrics(step, large)
+        await asyncio.sleep(0.2)
+        began = time.monotonic()
+        await server.stop()
+        assert await asking == (200, [])
+        assert (await listening).count(b"event: step_finished") == 8
+    assert time.monotonic() - began < 5
 
 
 async def test_stopping_finishes_the_requests_in_flight(store: LightningStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -581,29 +592,54 @@ def _in_a_fresh_thread(work: Callable[[], None]) -> None:
     os._exit(len(failures))
 
 
-@pytest.mark.parametrize(
-    ("options", "said"), [([], "sqlite:///agl.db"), (["--backend", "memory://"], "which keeps nothing")]
-)
-def test_agl_store_says_where_it_listens_and_stops_on_sigterm(options: list[str], said: str, tmp_path: Path) -> None:
+@contextlib.contextmanager
+def agl_store(folder: Path, *options: str) -> Iterator[str]:
+    """``agl store`` in a working directory; gives the line it says first, and stops it with SIGTERM."""
     process = subprocess.Popen(
         [sys.executable, "-m", "agentlightning", "store", "--port", "0", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        cwd=tmp_path,
+        cwd=folder,
     )
     assert process.stdout is not None
-    line = process.stdout.readline()
+    try:
+        yield process.stdout.readline()
+    finally:
+        process.send_signal(signal.SIGTERM)
+        output, errors = process.communicate(timeout=20)
+    assert process.returncode == 0, errors
+    assert "Stopping" in output
+    assert errors == ""
 
-    async def use() -> None:
+
+async def test_agl_store_says_where_it_listens_and_what_it_forgets(tmp_path: Path) -> None:
+    with agl_store(tmp_path, "--backend", "memory://") as line:
         client = LightningStoreClient(line.split()[-1])
         await client.enqueue_rollout("task")
         await client.close()
+    assert "which keeps nothing" in line
 
-    asyncio.run(use())
-    process.send_signal(signal.SIGTERM)
-    output, errors = process.communicate(timeout=20)
-    assert process.returncode == 0, errors
-    assert said in line
-    assert "Stopping" in output
-    assert errors == ""
+
+async def test_agl_store_serves_a_file_in_its_folder_and_keeps_of_it_what_its_options_say(tmp_path: Path) -> None:
+    now, day = time.time(), 86_400
+    puts = [Put(Rollout(rollout_id="ro-queued", input=0, start_time=now - 3 * day))]
+    for number, age_s in enumerate([2 * day, 2 * day, 3600, 3600, 60, 60]):
+        end_time = now - age_s
+        ended = Rollout(
+            rollout_id=f"ro-{number}", input=number, status="succeeded", start_time=end_time - 1, end_time=end_time
+        )
+        puts.append(Put(ended))
+    file = SqliteLightningStore(tmp_path / "agl.db")
+    await file._database.backend.commit(puts)
+    await file.close()
+    with agl_store(tmp_path, "--keep-days", "1", "--keep-rollouts", "4") as line:
+        client = LightningStoreClient(line.split()[-1])
+        for _ in range(400):
+            left = await client.query_rollouts()
+            if len(left) <= 4:
+                break
+            await asyncio.sleep(0.05)
+        await client.close()
+    assert "sqlite:///agl.db" in line
+    assert [rollout.rollout_id for rollout in left] == ["ro-queued", "ro-3", "ro-4", "ro-5"]

@@ -48,6 +48,11 @@ BAD_REQUESTS = [
     Request("POST", "/queues/rollouts/enqueue", b'{"rollouts":' + b"[" * 5000, status=400, code="malformed"),
     Request("POST", "/queues/rollouts/enqueue", b'{"rollouts":[{"input":1e999}]}', status=400, code="malformed"),
     Request("POST", "/queues/rollouts/enqueue", b'{"rollouts":[{"input":"\xff"}]}', status=400, code="malformed"),
+    # JSON that is read as it is, and not as the nearest float
+    *(
+        Request("POST", "/queues/rollouts/enqueue", b'{"rollouts":[{"input":%s%d}]}' % (b" " * pad, 2**64), status=422)
+        for pad in range(5)
+    ),
     # not the message
     Request("POST", "/queues/rollouts/enqueue", status=422, code="invalid"),
     Request("POST", "/queues/rollouts/enqueue", [], status=422, code="invalid"),

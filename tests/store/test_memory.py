@@ -49,6 +49,7 @@ async def filled(rollouts: int) -> InMemoryLightningStore:
 
 Operation = Callable[[InMemoryLightningStore, AttemptedRollout], Awaitable[object]]
 
+KEEP_ALL = Retention(max_age_s=9.0, max_rollouts=10**6)
 OPERATIONS: dict[str, Operation] = {
     "enqueue and claim": lambda store, _: enqueue_and_claim(store),
     "append": lambda store, claimed: store.add_many_spans([make_span(claimed) for _ in range(3)]),
@@ -61,6 +62,7 @@ OPERATIONS: dict[str, Operation] = {
     "group": lambda store, _: store.query_rollouts(metadata={"group": 3}),
     "heartbeat": lambda store, _: store.update_worker("worker-1"),
     "statistics": lambda store, _: store.statistics(),
+    "nothing to delete": lambda store, _: KEEP_ALL.enforce(store._database.backend, 1.0),
 }
 
 

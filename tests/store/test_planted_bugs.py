@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 
 import pytest
 from hypothesis import Phase, settings
+from hypothesis.errors import Flaky
 
 from agentlightning import lifecycle
 from agentlightning.errors import NotFoundError
@@ -207,6 +208,15 @@ class KeepsDeadWorkersAtWork(InMemoryLightningStore):
         return len(await self._live_attempts(worker_id))
 
 
+class EmploysTheDead(InMemoryLightningStore):
+    async def end_worker(self, worker_id: str) -> int:
+        ended = await super().end_worker(worker_id)
+        row, worker = await self._worker_row(worker_id)
+        if row is not None:
+            await self._database.backend.commit([Put(worker.model_copy(update={"ended_at": None}))])
+        return ended
+
+
 class ReleasesWhatRuns(InMemoryLightningStore):
     async def release_attempt(self, rollout_id: str, attempt_id: str) -> Rollout:
         return await self.update_rollout(rollout_id, status="requeuing")
@@ -272,6 +282,7 @@ PLANTED: list[tuple[Callable[[], BackendStore], str]] = [
     (PublishesToEverybody, "test_a_subscriber_sees_the_life_of_a_rollout_in_order"),
     (forgets_deadlines, "test_an_attempt_past_its_timeout_ends_by_itself"),
     (KeepsDeadWorkersAtWork, "test_the_attempts_of_a_dead_worker_end_at_once"),
+    (EmploysTheDead, "test_a_dead_worker_gets_no_more_work"),
     (ReleasesWhatRuns, "test_an_attempt_that_has_begun_cannot_be_handed_back"),
     (lambda: BackendStore(RevokesNothing()), "test_whoever_runs_an_attempt_hears_that_the_store_has_ended_it"),
     (DeletesTheNewest, "test_rollouts_are_deleted_by_age_count_and_status"),
@@ -295,7 +306,8 @@ async def test_a_planted_bug_fails_the_test_named_for_it(
     monkeypatch.setattr(model, "SEARCH", HASTY)
     store = make_store()
     try:
-        with pytest.raises((AssertionError, TimeoutError, pytest.fail.Exception)):
+        # Flaky: a bug that shows itself now and then, as Hypothesis found out when it did the same again.
+        with pytest.raises((AssertionError, TimeoutError, pytest.fail.Exception, Flaky)):
             await getattr(StoreConformance(), named_test)(store)
     finally:
         await store.close()

@@ -12,34 +12,38 @@ import pytest
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning.event import RolloutEnqueued
 from agentlightning.store.backend import Put
+from agentlightning.store.retention import Retention
 from agentlightning.testing.store import DurableStoreConformance
 from agentlightning.testing.store.model import Reopen
 from agentlightning.testing.store.step import claim, finish, make_span
 from agentlightning.types import Attempt, Rollout, Span
 from agentlightning_plugins.sqlite_store import SqliteLightningStore, schema
 from agentlightning_plugins.sqlite_store.backend import SqliteBackend
+from agentlightning_plugins.store_server.events import EventStreams
+from agentlightning_plugins.store_server.metrics import ServerMetrics
+from agentlightning_plugins.store_server.polling import Polls
 
 FIXTURE = Path(__file__).parent / "sqlite_v1.sql"
 
 
 class TestSqliteLightningStore(DurableStoreConformance):
     @pytest.fixture
-    async def opened(self) -> AsyncIterator[list[SqliteLightningStore]]:
-        """The stores that the test has opened; the last one is open."""
+    async def opened(self, quick_path: Path) -> AsyncIterator[list[SqliteLightningStore]]:
+        """The stores that the test has opened in that folder; the last one is open."""
         stores: list[SqliteLightningStore] = []
         yield stores
         await stores[-1].close()
 
     @pytest.fixture
-    async def store(self, tmp_path: Path, opened: list[SqliteLightningStore]) -> SqliteLightningStore:
-        opened.append(SqliteLightningStore(tmp_path / "store.db"))
+    async def store(self, quick_path: Path, opened: list[SqliteLightningStore]) -> SqliteLightningStore:
+        opened.append(SqliteLightningStore(quick_path / "store.db"))
         return opened[-1]
 
     @pytest.fixture
-    def reopen(self, tmp_path: Path, opened: list[SqliteLightningStore]) -> Reopen:
+    def reopen(self, quick_path: Path, opened: list[SqliteLightningStore]) -> Reopen:
         async def reopen() -> SqliteLightningStore:
             await opened[-1].close()
-            opened.append(SqliteLightningStore(tmp_path / "store.db"))
+            opened.append(SqliteLightningStore(quick_path / "store.db"))
             return opened[-1]
 
         return reopen
@@ -286,6 +290,8 @@ async def count_steps(path: Path, stored: int) -> dict[str, int]:
         count += 1
         return 0
 
+    metrics = ServerMetrics(store, Polls(), EventStreams(store.with_run))
+    keep_all = Retention(max_age_s=9.0, max_rollouts=10**6)
     operations: dict[str, Callable[[], Awaitable[object]]] = {
         "enqueue": lambda: store.enqueue_rollout("new", metadata={"group": "new"}),
         "claim": lambda: claim(store),
@@ -298,9 +304,13 @@ async def count_steps(path: Path, stored: int) -> dict[str, int]:
         "ended": lambda: store.query_rollouts(status_in=["succeeded", "failed"], limit=5),
         "first page": lambda: store.query_rollouts(limit=5),
         "group": lambda: store.query_rollouts(metadata={"group": 3}),
+        "page of a group": lambda: store.query_rollouts(metadata={"group": 3}, limit=10),
         "spans of a run": lambda: store.query_spans(None, limit=5),
         "heartbeat": lambda: store.update_worker("worker-1"),
         "statistics": lambda: store.statistics(),
+        "how many": lambda: store.query_rollouts(status_in=["succeeded", "failed"], limit=0),
+        "scrape": metrics.render,
+        "nothing to delete": lambda: keep_all.enforce(store._database.backend, 1.0),
         "finish": lambda: finish(store, claimed),
     }
     for rollout in await store.dequeue_many_rollouts(limit=9):

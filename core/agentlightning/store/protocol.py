@@ -50,7 +50,7 @@ class LightningStore(ABC):
 
     Getters return None for an unknown id; writers and ``wait_for_rollouts`` raise NotFoundError. Transitions that the
     lifecycle refuses raise ConflictError and change nothing. Whatever a client may repeat (enqueue with an id, spans,
-    the end of an attempt) is idempotent.
+    the end of an attempt) is idempotent. Instants are Unix times, durations and timeouts seconds.
     """
 
     run_id: str
@@ -394,8 +394,11 @@ class LightningStore(ABC):
     async def end_worker(self, worker_id: str) -> int:
         """Says that a worker is dead: its live attempts end now, as they would when their leases ran out.
 
+        It gets no more work under this id: claiming raises ConflictError. One that lives after all may still report,
+        as late, what it was given before.
+
         Returns:
-            How many; 0 for a worker nobody has heard of.
+            How many attempts ended; 0 for a worker nobody has heard of.
         """
 
     # --- runs, metrics, events ---

@@ -12,7 +12,7 @@ from agentlightning.event import Event, RolloutEnqueued
 from agentlightning.lifecycle import begin_attempt
 from agentlightning.store.backend import Condition, Put, Query, Row, Write
 from agentlightning.store.transaction import Transactional, attempted, now
-from agentlightning.store.transition import Change, started, take_work
+from agentlightning.store.transition import Change, check_employed, started, take_work
 from agentlightning.store.waiting import deadline_after
 from agentlightning.types import (
     Attempt,
@@ -170,6 +170,8 @@ class QueueMethods(Transactional):
         claimed: list[AttemptedRollout] = []
         held: list[tuple[Row[Rollout], Row[Attempt]]] = []
         worker = None if worker_id is None else (await self._worker_row(worker_id))[1]
+        if worker is not None:
+            check_employed(worker)
 
         def decide(locked: Sequence[tuple[Row[Rollout], int]]) -> tuple[Sequence[Write], Sequence[Event]]:
             claimed.clear()  # a backend that repeats its transaction decides again

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any, Literal
 
 from agentlightning.errors import ConfigError
 from agentlightning.lifecycle import move_attempt
@@ -100,8 +101,30 @@ class SpanMethods(Transactional):
         if not spans:
             return []
         spans = [span.sealed() for span in spans]
-        stored = await self._database.backend.append_spans(spans, now())
-        for attempt in {(span.rollout_id, span.attempt_id) for span in spans} - self._database.begun:
+        attempts = {(span.rollout_id, span.attempt_id) for span in spans}
+        backend, new = self._database.backend, attempts - self._database.begun
+        appending = backend.append_spans(spans, now())
+        if len(attempts) == len(new) == 1 and backend.durable:
+            return await self._begin_with(appending, new.pop())
+        stored = await appending
+        for attempt in new:
+            await self._begin(*attempt)
+        return stored
+
+    async def _begin_with(
+        self, appending: Coroutine[Any, Any, Sequence[Span | None]], attempt: tuple[str, str]
+    ) -> Sequence[Span | None]:
+        """Has the first spans of an attempt and its beginning share a transaction, where a database can."""
+        task = asyncio.ensure_future(appending)
+        try:
+            await asyncio.sleep(0)  # it is with the database now, or refused: then nothing begins
+            if not task.done():
+                await self._begin(*attempt)
+        except BaseException:
+            task.cancel()
+            raise
+        stored = await task
+        if attempt not in self._database.begun:  # it was quicker than one turn of the loop
             await self._begin(*attempt)
         return stored
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextvars
 import logging
 import threading
@@ -15,6 +14,8 @@ from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from agentlightning.errors import ConflictError, NotFoundError, StoreError
 from agentlightning.store.protocol import LightningStore
+from agentlightning.store.span_size import estimate_bytes
+from agentlightning.store.waiting import Bell, deadline_after
 from agentlightning.types import Span
 
 logger = logging.getLogger("agentlightning")
@@ -25,11 +26,12 @@ AttemptKey: TypeAlias = tuple[str, str]
 """Rollout id and attempt id."""
 
 _BATCH_BYTES: Final = 4 * 2**20
+_HERE_BYTES: Final = 2**18
+"""What an event loop may be asked to write itself, at most."""
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 2.0
 _CONFLICT_S: Final = 0.5
 """How long races with other writers may be lost before somebody else's spans are tried."""
-_BARE_SPAN_BYTES: Final = 500
 
 
 class _Item(NamedTuple):
@@ -48,7 +50,7 @@ class _Underway:
 
 
 class SpanWriter:
-    """A bounded queue in front of a store, emptied in batches by a thread of its own.
+    """A bounded queue in front of a store, emptied in batches by a thread of its own, or by who waits for it.
 
     ``put`` never waits: what does not fit is dropped and counted for its attempt. Spans reach the store in the order in
     which they were put. While the store fails, a batch is tried again; spans that the store refuses, as those of an
@@ -90,10 +92,14 @@ class SpanWriter:
         self._underway: dict[AttemptKey, _Underway] = {}
         self._dropped: Counter[AttemptKey] = Counter()
         self._told: dict[AttemptKey, int] = {}
-        self._waiters: list[tuple[int, concurrent.futures.Future[None]]] = []
+        self._waiters: list[tuple[int, Bell]] = []
         self._thread: threading.Thread | None = None
         self._store_loop: asyncio.AbstractEventLoop | None = None
         self._is_idle = False
+        self._is_writing = False
+        """Whether somebody writes: the thread or the task, never both, so that spans keep their order."""
+        self._task: asyncio.Task[None] | None = None
+        self._task_batch: list[_Item] = []
         self._is_closed = False
 
     @classmethod
@@ -121,7 +127,7 @@ class SpanWriter:
     def put(self, span: Span) -> bool:
         """Takes a span, from any thread. False when it had to be dropped."""
         key = (span.rollout_id, span.attempt_id)
-        size = _estimate_bytes(span)
+        size = estimate_bytes(span)
         with self._changed:
             if self._is_closed or self._bytes + size > self._max_bytes:
                 self._dropped[key] += 1
@@ -141,7 +147,7 @@ class SpanWriter:
                 thread = threading.Thread(target=self._work, name="agl-spans", daemon=True)
                 contextvars.Context().run(thread.start)  # it must not seem to be part of the first attempt
                 self._thread = thread
-            elif self._is_idle or len(self._queue) == self._max_batch:
+            elif (self._is_idle and not self._is_writing) or len(self._queue) == self._max_batch:
                 self._changed.notify()
         return True
 
@@ -199,7 +205,7 @@ class SpanWriter:
         self, rollout_id: str | None, attempt_id: str | None, timeout_s: float | None
     ) -> bool:
         self.bind_loop()
-        settled: concurrent.futures.Future[None] = concurrent.futures.Future()
+        settled = Bell()
         with self._changed:
             number = self._last_put
             if rollout_id is not None and attempt_id is not None:
@@ -208,17 +214,48 @@ class SpanWriter:
             if number <= self._last_settled:
                 return True
             self._waiters.append((number, settled))
+            if self._is_writing or self._bytes > _HERE_BYTES:
+                self._changed.notify()
+            else:
+                self._is_writing = True
+                context = contextvars.Context()  # as of the thread
+                self._task = asyncio.get_running_loop().create_task(self._write_here(), context=context)
+                self._task.add_done_callback(self._replace_task)
+        return await settled.wait(deadline_after(timeout_s))
+
+    async def _write_here(self) -> None:
+        """Writes while somebody waits, in the loop of who does: a thread would have to fight for the interpreter."""
+        while batch := self._next_batch_here():
+            await self._deliver([item.span for item in batch])
+            self._settle(batch)
+
+    def _next_batch_here(self) -> list[_Item]:
+        with self._changed:
+            if self._waiters and self._bytes <= _HERE_BYTES:
+                self._task_batch = self._take()
+            else:
+                self._leave_to_thread()
+            return self._task_batch
+
+    def _replace_task(self, task: asyncio.Task[None]) -> None:
+        """Has the thread write what a task has left behind that was cancelled."""
+        with self._changed:
+            if task is self._task:
+                self._leave_to_thread()
+
+    def _leave_to_thread(self) -> None:
+        self._queue.extendleft(reversed(self._task_batch))  # what is stored already the store leaves out
+        self._task, self._task_batch, self._is_writing = None, [], False
+        if self._queue or self._is_closed:
             self._changed.notify()
-        try:
-            await asyncio.wait_for(asyncio.wrap_future(settled), timeout_s)
-        except TimeoutError:
-            return False
-        return True
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Writes what is left, waiting for at most ``timeout_s``, and ends the thread; later spans are dropped."""
         with self._changed:
             self._is_closed = True
+            if self._task is not None and self._task.get_loop() is _running_loop():  # where it would wait for us
+                self._task.cancel()
+                self._leave_to_thread()
             self._changed.notify()
             thread = self._thread
         if thread is None:
@@ -240,21 +277,30 @@ class SpanWriter:
     def _next_batch(self) -> list[_Item]:
         """Waits for spans and takes the oldest; none when the writer was closed and all are settled."""
         with self._changed:
-            self._is_idle = True
-            self._changed.wait_for(lambda: self._queue or self._is_closed)
-            self._is_idle = False
-            self._changed.wait_for(
-                lambda: len(self._queue) >= self._max_batch or self._waiters or self._is_closed, self._max_delay_s
-            )
-            batch: list[_Item] = []
-            size = 0
-            while self._queue and len(batch) < self._max_batch and (not batch or size < _BATCH_BYTES):
-                batch.append(self._queue.popleft())
-                size += batch[-1].size
-            return batch
+            while True:
+                self._is_idle = True
+                self._changed.wait_for(lambda: not self._is_writing and (self._queue or self._is_closed))
+                self._is_idle = False
+                self._changed.wait_for(
+                    lambda: len(self._queue) >= self._max_batch or self._waiters or self._is_closed, self._max_delay_s
+                )
+                if not self._is_writing and (self._queue or self._is_closed):
+                    self._is_writing = bool(self._queue)
+                    return self._take()
+
+    def _take(self) -> list[_Item]:
+        batch: list[_Item] = []
+        size = 0
+        while self._queue and len(batch) < self._max_batch and (not batch or size < _BATCH_BYTES):
+            batch.append(self._queue.popleft())
+            size += batch[-1].size
+        return batch
 
     def _settle(self, batch: Sequence[_Item]) -> None:
         with self._changed:
+            if self._task is None:
+                self._is_writing = False
+            self._task_batch = []
             self._last_settled = batch[-1].number
             for item in batch:
                 self._bytes -= item.size
@@ -264,11 +310,10 @@ class SpanWriter:
                     underway.count -= 1
                     if underway.count == 0:
                         del self._underway[key]
-            done = [future for number, future in self._waiters if number <= self._last_settled]
+            done = [bell for number, bell in self._waiters if number <= self._last_settled]
             self._waiters = [waiter for waiter in self._waiters if waiter[0] > self._last_settled]
-        for future in done:
-            if future.set_running_or_notify_cancel():
-                future.set_result(None)
+        for bell in done:
+            bell.ring()
 
     async def _deliver(self, spans: list[Span]) -> None:
         """Brings spans to the store or counts them as dropped: all at once, else by attempt, else one by one."""
@@ -339,25 +384,3 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return asyncio.get_running_loop()
     except RuntimeError:
         return None
-
-
-def _estimate_bytes(span: Span) -> int:
-    """What a span takes on its way, roughly: exact enough for a bound, and far cheaper than writing it."""
-    size = _BARE_SPAN_BYTES
-    for name, value in span.attributes.items():
-        size += len(name) + _estimate_value(value)
-    for event in span.events:
-        size += 200 + sum(len(name) + _estimate_value(value) for name, value in event.attributes.items())
-    return size
-
-
-def _estimate_value(value: object) -> int:
-    if isinstance(value, (str, bytes)):
-        return len(value)
-    if isinstance(value, (list, tuple)):
-        if value and isinstance(value[0], (int, float)):
-            return 8 * len(value)
-        return sum(8 + _estimate_value(item) for item in value)
-    if isinstance(value, dict):
-        return sum(len(str(key)) + _estimate_value(item) for key, item in value.items())
-    return 8

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from agentlightning.errors import ConflictError
 from agentlightning.event import (
     AttemptFinished,
     AttemptRevoked,
@@ -112,8 +113,26 @@ def started(outcome: Outcome, now: float) -> Event:
     )
 
 
+def check_employed(worker: Worker) -> None:
+    """Keeps work from a worker that was said to be dead: nobody would look after it.
+
+    Raises:
+        ConflictError: it was.
+    """
+    if worker.ended_at is not None:
+        raise ConflictError(
+            f"worker {worker.worker_id!r} was reported dead by end_worker and gets no more work; "
+            "if it is alive, start it again with another worker_id"
+        )
+
+
 def take_work(worker: Worker, attempt: Attempt, now: float) -> Worker:
-    """A worker that has just been given an attempt. Asking for work is a sign of life."""
+    """A worker that has just been given an attempt. Asking for work is a sign of life.
+
+    Raises:
+        ConflictError: it was said to be dead.
+    """
+    check_employed(worker)
     return worker.model_copy(
         update={
             "status": "busy",
@@ -127,14 +146,14 @@ def take_work(worker: Worker, attempt: Attempt, now: float) -> Worker:
 
 
 def describe_work(worker: Worker, live: Sequence[Attempt], now: float) -> Worker:
-    """A worker's status as its live attempts say: busy with the newest of them, or idle."""
+    """A worker's status as its live attempts say: busy with the newest of them, or idle; unknown if it is dead."""
     current = max(live, key=lambda attempt: attempt.start_time, default=None)
-    status = "idle" if current is None else "busy"
+    status = "busy" if current is not None else "idle" if worker.ended_at is None else "unknown"
     changes: dict[str, str | float | None] = {
         "status": status,
         "current_rollout_id": None if current is None else current.rollout_id,
         "current_attempt_id": None if current is None else current.attempt_id,
     }
-    if status != worker.status:
+    if status not in (worker.status, "unknown"):
         changes[f"last_{status}_time"] = now
     return worker.model_copy(update=changes)

@@ -46,6 +46,8 @@ class Bell:
 
     def ring(self) -> None:
         """Wakes the waiting coroutine, or the next ``wait`` if none is waiting. Harmless when its loop is gone."""
+        if self.rung:  # it was woken for the ring before, and looks at everything
+            return
         self.rung = True
         try:
             if threading.get_ident() == self._thread_id:

@@ -86,16 +86,21 @@ class WorkerMethods(Transactional):
         return worker
 
     async def end_worker(self, worker_id: str) -> int:
-        """Says that a worker is dead: its live attempts end now, as they would when their leases ran out.
+        """Says that a worker is dead: it gets no more work, and its live attempts end now.
 
         It is recorded as unknown. One that lives after all finds its results kept as late ones.
         """
-        ended = [await self._lose(attempt) for attempt in await self._live_attempts(worker_id)]
-        row, worker = await self._worker_row(worker_id)
-        if row is not None:
-            worker = describe_work(worker, (), now()).model_copy(update={"status": "unknown", "attempt_ids": None})
-            await self._database.backend.commit([Put(worker)])
-        return sum(ended)
+        ended = 0
+        while True:
+            # What others write of a worker at the same moment may undo the note, so it is looked for after each round.
+            row, worker = await self._worker_row(worker_id)
+            if row is not None and worker.ended_at is None:
+                worker = describe_work(worker.model_copy(update={"ended_at": now(), "attempt_ids": None}), (), now())
+                await self._database.backend.commit([Put(worker)])
+            live = await self._live_attempts(worker_id)
+            if not live:
+                return ended
+            ended += sum([await self._lose(attempt) for attempt in live])
 
     async def _lose(self, attempt: Attempt) -> bool:
         """Ends an attempt of a dead worker; False if it has ended meanwhile."""

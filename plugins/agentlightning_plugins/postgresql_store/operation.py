@@ -16,10 +16,10 @@ from agentlightning_plugins.postgresql_store.schema import KEPT_EVENTS
 from agentlightning_plugins.sql_store.document import encode, encode_events
 
 Step: TypeAlias = tuple[Any, ...]
-"""step, id, second, third, number, time, run, status, first, other, last, record; as ``agl.write`` names them."""
+"""step, id, second, third, number, time, run, status, first, other, last, record; as ``agl.step`` names them."""
 
 SpanRow: TypeAlias = tuple[str, int, float | None, str, str, str | None, str]
-"""id, number, start time, name, trace, parent, record."""
+"""id, number, start time, name, trace, parent, record; an ``agl.new_span``."""
 
 _KINDS: Final[dict[type[Record], str]] = {
     Run: "runs",
@@ -27,8 +27,6 @@ _KINDS: Final[dict[type[Record], str]] = {
     Worker: "workers",
     Metrics: "metrics",
 }
-_STEP_COLUMNS: Final = 12
-_SPAN_COLUMNS: Final = 7
 _LONGEST_KEY: Final = 200
 """Characters of a metadata value that are indexed as they are; PostgreSQL's index takes no more than 2.7 kB."""
 
@@ -101,7 +99,8 @@ def commit(writes: Sequence[Write], guards: Sequence[Guard], events: Sequence[Ev
     steps += _need(tuple(attempts))
     steps += puts
     if events:
-        steps.append(_step("tell", number=KEPT_EVENTS, record=encode_events(list(events))))
+        # Without the brackets: what several tell is one list.
+        steps.append(_step("tell", number=KEPT_EVENTS, record=encode_events(list(events))[1:-1]))
     return Operation(steps, events, tuple(attempts))
 
 
@@ -127,23 +126,18 @@ def take_numbers(attempts: Sequence[tuple[str, str]]) -> Operation:
     return Operation(steps, attempts=named, numbers=len(attempts))
 
 
-def to_columns(operations: Sequence[Operation]) -> list[list[Any]]:
-    """The steps of several callers, as ``agl.write`` takes them: for each column an array."""
-    items: list[int] = []
-    steps: list[Step] = []
+def join(operations: Sequence[Operation]) -> tuple[list[tuple[int, *Step]], list[SpanRow]]:
+    """The steps of several callers, each with its caller's number, and their spans; as ``agl.write`` takes them."""
+    steps: list[tuple[int, *Step]] = []
     rows: list[SpanRow] = []
     for number, operation in enumerate(operations):
-        items += [number] * len(operation.steps)
-        if operation.spans is None:
-            steps += operation.steps
-            continue
         at = len(rows) + 1
         for step in operation.steps:
             if step[0] == "append spans":  # says how many, and is told where they begin
                 step, at = _step("append spans", number=at, first=str(step[4])), at + step[4]
-            steps.append(step)
+            steps.append((number, *step))
         rows += operation.rows
-    return [items, *_transpose(steps, _STEP_COLUMNS), *_transpose(rows, _SPAN_COLUMNS)]
+    return steps, rows
 
 
 def rollouts_in(operations: Sequence[Operation]) -> list[str]:
@@ -289,10 +283,6 @@ def _split(spans: Sequence[Span]) -> list[tuple[tuple[str, str], set[str]]]:
             like = kind
         groups[-1][1].add(span.span_id)
     return groups
-
-
-def _transpose(rows: Sequence[tuple[Any, ...]], columns: int) -> list[list[Any]]:
-    return [list(column) for column in zip(*rows, strict=True)] if rows else [[] for _ in range(columns)]
 
 
 def _document_key(key: Key) -> tuple[str, int]:

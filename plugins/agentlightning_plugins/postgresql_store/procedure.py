@@ -1,23 +1,32 @@
 """The two functions in the database: a write of several callers, and the locking of rollouts that are claimed.
 
 A write is one function, so that it is one round trip, and no lock is held while this process is slow, paused or gone.
-Its arguments are columns: the n-th element of each array belongs to the n-th step. ``operation`` makes the steps.
+``operation`` makes its steps.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
+# One array of rows, and not one array for each column: asyncpg looks at every element of an array in Python.
+STEP: Final = """
+CREATE TYPE agl.step AS (
+    item int, step text, id text, second text, third text, number bigint, time float8,
+    run text, status text, first text, other text, last text, record text
+)
+"""
+NEW_SPAN: Final = """
+CREATE TYPE agl.new_span AS (
+    span_id text, number bigint, start_time float8, name text, trace_id text, parent_id text, record text
+)
+"""
+
 # Locks are taken in one order, so that nobody waits in a circle: rollouts by position, then the one lock of writers,
 # under which everything else is read and written. It makes positions of events those of the commits, too. Statements
 # in a function see what was committed before each of them began, so what is read under the lock is the last word.
 WRITE: Final = """
 CREATE FUNCTION agl.write(
-    me bigint, batch_number bigint, heard_until bigint, n_items int,
-    items int[], steps text[], ids text[], seconds text[], thirds text[], numbers bigint[], times float8[],
-    runs text[], statuses text[], firsts text[], others text[], lasts text[], records text[],
-    span_ids text[], span_numbers bigint[], span_times float8[], span_names text[], span_traces text[],
-    span_parents text[], span_records text[],
+    me bigint, batch_number bigint, heard_until bigint, n_items int, steps agl.step[], spans agl.new_span[],
     OUT outcome jsonb, OUT heard jsonb
 ) LANGUAGE plpgsql AS $$
 DECLARE
@@ -30,29 +39,23 @@ DECLARE
     failed int := -1;               -- the item of which the remaining steps are left out
     verdicts text[] := array_fill('done'::text, ARRAY[n_items]);
     given bigint[] := '{}';         -- the numbers of spans, NULL for one that was stored already
+    tellings text[] := '{}';
     told bigint;
+    kept_events bigint;
     names text[] := '{}'; owners text[] := '{}'; states text[] := '{}'; changes int[] := '{}';
 BEGIN
     PERFORM 1 FROM agl.rollout WHERE rollout_id = ANY (ARRAY(
-        SELECT DISTINCT u.id FROM unnest(steps, ids) AS u (step, id)
+        SELECT DISTINCT u.id FROM unnest(steps) AS u
         WHERE u.step IN ('guard rollout', 'put rollout', 'delete rollout')
     )) ORDER BY position FOR UPDATE;
     PERFORM pg_advisory_xact_lock(x'41474C02'::int);
-    FOR s IN SELECT * FROM unnest(
-        items, steps, ids, seconds, thirds, numbers, times, runs, statuses, firsts, others, lasts, records
-    ) AS u (item, step, id, second, third, number, time, run, status, first, other, last, record) LOOP
+    FOR s IN SELECT * FROM unnest(steps) LOOP
         CONTINUE WHEN s.item = failed;
         CASE s.step
         WHEN 'append spans' THEN  -- of one attempt, all with a number or all without, no two with the same id
             WITH asked AS (
                 SELECT u.*, p.position IS NULL AS is_new
-                FROM unnest(span_ids[s.number:s.number + s.first::int - 1],
-                    span_numbers[s.number:s.number + s.first::int - 1],
-                    span_times[s.number:s.number + s.first::int - 1],
-                    span_names[s.number:s.number + s.first::int - 1],
-                    span_traces[s.number:s.number + s.first::int - 1],
-                    span_parents[s.number:s.number + s.first::int - 1],
-                    span_records[s.number:s.number + s.first::int - 1])
+                FROM unnest(spans[s.number:s.number + s.first::int - 1])
                 WITH ORDINALITY AS u (span_id, number, start_time, name, trace_id, parent_id, record, n)
                 LEFT JOIN agl.span p ON p.attempt = home.position AND p.span_id = u.span_id
             ), numbered AS (
@@ -140,10 +143,8 @@ BEGIN
                 changes := changes || 1;
             END IF;
         WHEN 'tell' THEN
-            INSERT INTO agl.event (origin, events) VALUES (me, s.record) RETURNING position INTO told;
-            IF told % 64 = 0 THEN
-                DELETE FROM agl.event WHERE position <= told - s.number;
-            END IF;
+            tellings := tellings || s.record;
+            kept_events := s.number;
         WHEN 'open attempt' THEN
             SELECT a.position, a.last_span, r.run_id INTO home
             FROM agl.rollout r JOIN agl.attempt a ON a.rollout = r.position
@@ -219,6 +220,13 @@ BEGIN
     SELECT u.name, u.owner, u.state, sum(u.change) FROM unnest(names, owners, states, changes)
         AS u (name, owner, state, change) GROUP BY 1, 2, 3 HAVING sum(u.change) <> 0
     ON CONFLICT (name, run_id, status) DO UPDATE SET number = t.number + excluded.number;
+    IF tellings <> '{}' THEN
+        INSERT INTO agl.event (origin, events) VALUES (me, '[' || array_to_string(tellings, ',') || ']')
+        RETURNING position INTO told;
+        IF told % 64 = 0 THEN
+            DELETE FROM agl.event WHERE position <= told - kept_events;
+        END IF;
+    END IF;
     SELECT jsonb_agg(jsonb_build_array(e.position, e.events) ORDER BY e.position) INTO heard
     FROM agl.event e WHERE e.position > heard_until AND e.origin <> me;
     outcome := jsonb_build_object('verdicts', verdicts, 'numbers', given, 'told', told);

@@ -7,7 +7,7 @@ from typing import Final
 import asyncpg
 
 from agentlightning.errors import ConfigError
-from agentlightning_plugins.postgresql_store.procedure import CLAIM, WRITE
+from agentlightning_plugins.postgresql_store.procedure import CLAIM, NEW_SPAN, STEP, WRITE
 
 SCHEMA: Final = "agl"
 """The PostgreSQL schema that holds everything of ours, so that a database may hold other things too."""
@@ -103,10 +103,10 @@ _FIRST: Final = (
         origin bigint PRIMARY KEY, batch bigint NOT NULL, outcome jsonb NOT NULL,
         seen timestamptz NOT NULL DEFAULT now()
     ) WITH (fillfactor = 20)""",
-    WRITE,
     CLAIM,
 )
-MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (_FIRST,)
+_SECOND: Final = ("DROP FUNCTION IF EXISTS agl.write", STEP, NEW_SPAN, WRITE)
+MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (_FIRST, _SECOND)
 """What makes each version of the schema from the one before. A released one is never changed."""
 
 

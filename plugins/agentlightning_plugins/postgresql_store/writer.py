@@ -36,10 +36,7 @@ WRITE_TIMEOUT_S: Final = 60.0
 """A server that has not answered a write for this long is taken for gone."""
 _SLACK_S: Final = 60.0
 """How far the clocks of those who end a rollout may lag behind ours."""
-_WRITE: Final = (
-    "SELECT * FROM agl.write($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, "
-    "$18, $19, $20, $21, $22, $23, $24)"
-)
+_WRITE: Final = "SELECT * FROM agl.write($1, $2, $3, $4, $5, $6)"
 _CLAIM: Final = "SELECT queue, revision, attempts, record FROM agl.claim($1, $2, $3)"
 _RECALL: Final = "SELECT outcome FROM agl.writer WHERE origin = $1 AND batch = $2"
 _NEWEST: Final = "SELECT coalesce(max(position), 0) FROM agl.event"
@@ -211,9 +208,9 @@ class Writer:
         return decided
 
     async def _send(self, batch: Batch) -> tuple[str, str | None]:
-        columns = operation.to_columns([work for _, work in batch.operations])
+        steps, spans = operation.join([work for _, work in batch.operations])
         outcome, heard = await self._connection.fetchrow(
-            _WRITE, self._origin, batch.number, self._heard_until, len(batch.operations), *columns
+            _WRITE, self._origin, batch.number, self._heard_until, len(batch.operations), steps, spans
         )
         return outcome, heard
 

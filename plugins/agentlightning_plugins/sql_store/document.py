@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning.event import Event
-from agentlightning.frozen import FrozenList, freeze
+from agentlightning.frozen import FrozenDict, FrozenList, freeze
 from agentlightning.resources import ResourcesUpdate
 from agentlightning.store.backend import key_of
 from agentlightning.types import (
@@ -49,7 +49,7 @@ def encode(record: Record) -> str:
         else:
             encoded = orjson.dumps(record.__dict__, default=_plain)
             text = encoded.decode()
-            lost = _first_lost(record, orjson.loads(encoded)) if document_fields(type(record)) else None
+            lost = None if _is_frozen(record) else _first_lost(record, orjson.loads(encoded))
     except (TypeError, ValueError) as error:
         raise _refuse(record, str(error)) from error
     if lost is not None:
@@ -63,7 +63,7 @@ def decode(kind: type[R], text: str) -> R:
         readers = _READERS.get(kind)
         if readers is not None:
             values = orjson.loads(text)
-            if values.keys() == kind.model_fields.keys():  # not one that an older version wrote
+            if values.keys() == _FIELDS[kind]:  # not one that an older version wrote
                 for field, read in readers:
                     values[field] = read(values[field])
                 return kind.from_valid(values)  # it was validated before it was written
@@ -100,6 +100,22 @@ def _plain(value: object) -> Any:
     if isinstance(value, Record):
         return value.__dict__
     raise TypeError(f"a {type(value).__qualname__} is not JSON")
+
+
+def _is_frozen(record: Record) -> bool:
+    """Whether all of a record is known to be JSON, so that nobody needs to read it again to find out."""
+    for field, default in _defaults(type(record)):
+        value = record.__dict__[field]
+        kind = type(value)
+        if value is None or value is default or kind is FrozenDict or kind is str:
+            continue
+        if isinstance(value, Record):
+            if _is_frozen(value):
+                continue
+        elif kind is FrozenList and all(_is_frozen(item) for item in value if isinstance(item, Record)):
+            continue
+        return False
+    return True
 
 
 def _first_lost(record: Record, plain: dict[str, Any]) -> str | None:
@@ -140,12 +156,23 @@ def _parts(kind: type[Record]) -> Callable[[Any], Any]:
     return lambda values: FrozenList([kind.model_validate(value) for value in values])
 
 
+def _refreeze(value: Any) -> Any:
+    """What was frozen when it was written, and is JSON therefore, as it was."""
+    kind = type(value)
+    if kind is dict:
+        items = value.items()
+        return FrozenDict({key: item if type(item) in _SCALARS else _refreeze(item) for key, item in items})
+    if kind is list:
+        return FrozenList(value if _SCALARS.issuperset(map(type, value)) else map(_refreeze, value))
+    return value
+
+
 _READERS: Final[dict[type[Record], list[tuple[str, Callable[[Any], Any]]]]] = {
-    Rollout: [("input", freeze), ("metadata", freeze), ("config", _part(RolloutConfig, RolloutConfig()))],
-    Attempt: [("metadata", freeze), ("error", _part(AttemptFailure))],
-    Worker: [("heartbeat_stats", freeze), ("attempt_ids", freeze)],
+    Rollout: [("input", _refreeze), ("metadata", _refreeze), ("config", _part(RolloutConfig, RolloutConfig()))],
+    Attempt: [("metadata", _refreeze), ("error", _part(AttemptFailure))],
+    Worker: [("heartbeat_stats", _refreeze), ("attempt_ids", _refreeze)],
     Span: [
-        ("attributes", freeze),
+        ("attributes", _refreeze),
         ("status", _part(TraceStatus, TraceStatus())),
         ("resource", _part(SpanResource, SpanResource())),
         ("events", _parts(SpanEvent)),
@@ -155,6 +182,7 @@ _READERS: Final[dict[type[Record], list[tuple[str, Callable[[Any], Any]]]]] = {
     ],
 }
 """How the fields that are more than a string or a number are read, of the records that are read all day long."""
+_FIELDS: Final = {kind: frozenset(kind.model_fields) for kind in _READERS}
 
 
 def _refuse(record: Record, reason: str) -> ConfigError:

@@ -115,7 +115,8 @@ class Planner:
         if query.limit < 0 and not query.offset:
             return Plan(sql, parameters, *count)._replace(where=where)
         status = next((condition for condition in query.where if condition.field == "status"), None)
-        if query.kind is Rollout and query.sort_by is None and status is not None and len(choices(status)) > 1:
+        can_merge = query.kind is Rollout and query.sort_by is None and _has_run(query)
+        if can_merge and status is not None and len(choices(status)) > 1:
             sql, parameters = self._merge_statuses(query, status, order)
         limit = self._no_limit if query.limit < 0 else query.limit
         return Plan(f"{sql} LIMIT ? OFFSET ?", [*parameters, limit, query.offset], *count)
@@ -186,21 +187,25 @@ class Planner:
         if not query.limit:
             return None
         for condition, field in zip(query.where, fields, strict=True):
-            if condition.field != field or condition.op != "eq" or type(condition.value) not in (str, int):
+            value = condition.value
+            if condition.field != field or condition.op != "eq" or type(value) not in (str, int):
                 return None
+            if type(value) is str and value.isascii() and "\0" not in value:
+                continue  # every database finds it as it is
             test = self._translate_one(query.kind, condition)
-            if test is None or test.parameters != (condition.value,):
+            if test is None or test.parameters != (value,):
                 return None
         return tuple([condition.value for condition in query.where])
 
     def _translate(self, query: Query[R]) -> tuple[list[Test], bool]:
         """What of a query SQL can test, and whether that is all."""
         kind, translate = query.kind, self._translate_one
-        finds_few = any(_is_selective(kind, condition) for condition in query.where)
-        tests = [
-            translate(kind, condition, indexed=not (finds_few and condition.field in ("run_id", "status")))
-            for condition in query.where
-        ]
+        unindexed: tuple[str, ...] = ()
+        if any(_is_selective(kind, condition) for condition in query.where):
+            unindexed = ("run_id", "status")
+        elif not _has_run(query):
+            unindexed = ("status",)
+        tests = [translate(kind, condition, indexed=condition.field not in unindexed) for condition in query.where]
         known = [test for test in tests if test is not None]
         is_done = len(known) == len(tests)
         if query.any_of:
@@ -236,6 +241,11 @@ class Planner:
 def _join(tests: Sequence[Test]) -> tuple[str, list[Any]]:
     where = f"WHERE {' AND '.join(test.sql for test in tests)} " if tests else ""
     return where, [parameter for test in tests for parameter in test.parameters]
+
+
+def _has_run(query: Query[Any]) -> bool:
+    """Whether it asks for one run: the index of rollouts has the statuses of each run, and not those of all."""
+    return any(condition.field == "run_id" for condition in query.where)
 
 
 def _is_selective(kind: type[Record], condition: Condition) -> bool:

@@ -12,7 +12,7 @@ from agentlightning.store.backend import Condition
 from agentlightning.types import LIVE_ATTEMPT, Attempt, Record, Rollout, Span
 from agentlightning_plugins.sql_store.document import document_fields
 from agentlightning_plugins.sql_store.plan import Test
-from agentlightning_plugins.sqlite_store.transaction import COLUMNS
+from agentlightning_plugins.sqlite_store.statement import COLUMNS
 
 _INDEXED: Final = {"metadata.task_id": "task_id", "metadata.group": "group_id", "metadata.step": "step"}
 _PARENTS: Final = {

@@ -11,7 +11,7 @@ from agentlightning.types import Attempt, Record, Span
 from agentlightning_plugins.memory_condition import choices
 from agentlightning_plugins.sql_store.plan import Plan, Planner
 from agentlightning_plugins.sqlite_store.condition import order_of, translate
-from agentlightning_plugins.sqlite_store.transaction import TABLES
+from agentlightning_plugins.sqlite_store.statement import TABLES
 
 R = TypeVar("R", bound=Record)
 

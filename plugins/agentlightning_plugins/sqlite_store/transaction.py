@@ -14,46 +14,12 @@ import orjson
 from agentlightning.errors import NotFoundError
 from agentlightning.event import Event
 from agentlightning.resources import ResourcesUpdate
-from agentlightning.store.backend import KEYS, Claim, Delete, Guard, Key, Put, Row, Write, key_of
+from agentlightning.store.backend import Claim, Delete, Guard, Key, Put, Row, Write, key_of
 from agentlightning.types import LIVE_ATTEMPT, Attempt, Metrics, Record, Rollout, Run, Span, Worker
 from agentlightning_plugins.sql_store.document import decode, encode, encode_events
+from agentlightning_plugins.sqlite_store.statement import COLUMNS, FIND, INSERT, TABLES, UPDATE
 
-TABLES: Final[dict[type[Record], str]] = {
-    Run: "run",
-    Rollout: "rollout",
-    Attempt: "attempt",
-    Span: "span",
-    ResourcesUpdate: "resources",
-    Worker: "worker",
-    Metrics: "metrics",
-}
-COLUMNS: Final[dict[type[Record], tuple[str, ...]]] = {
-    Run: ("run_id",),
-    Rollout: ("rollout_id", "run_id", "status", "start_time", "task_id", "group_id", "step", "queue_position"),
-    Attempt: ("rollout", "attempt_id", "sequence_id", "live", "worker_id", "last_heartbeat_time"),
-    Span: ("attempt", "span_id", "sequence_id", "run_id", "start_time"),
-    ResourcesUpdate: ("resources_id", "version", "run_id"),
-    Worker: ("worker_id",),
-    Metrics: ("run_id", "step"),
-}
-"""What is kept beside the JSON of a record, to be found by.
-
-Of an attempt's heartbeat and a span's number the column alone is true: both are set without writing the JSON again.
-"""
 _QUEUED: Final = frozenset({"queuing", "requeuing"})
-
-
-def _insert(kind: type[Record]) -> str:
-    columns = COLUMNS[kind]
-    marks = ", ".join("?" * len(columns))
-    return f"INSERT INTO {TABLES[kind]} ({', '.join(columns)}, revision, record) VALUES ({marks}, 1, ?)"
-
-
-def _update(kind: type[Record]) -> str:
-    columns = ", ".join(f"{column} = ?" for column in COLUMNS[kind])
-    return f"UPDATE {TABLES[kind]} SET {columns}, revision = revision + 1, record = ? WHERE position = ?"
-
-
 _PLURALS: Final[dict[type[Record], str]] = {
     Run: "runs",
     Attempt: "attempts",
@@ -61,16 +27,6 @@ _PLURALS: Final[dict[type[Record], str]] = {
     ResourcesUpdate: "resources",
     Worker: "workers",
     Metrics: "metrics",
-}
-_INSERT: Final = {kind: _insert(kind) for kind in TABLES}
-_UPDATE: Final = {kind: _update(kind) for kind in TABLES}
-_FIND: Final[dict[type[Record], str]] = {
-    kind: f"SELECT position, revision FROM {TABLES[kind]} WHERE " + " AND ".join(f"{field} = ?" for field in KEYS[kind])
-    for kind in (Run, ResourcesUpdate, Worker, Metrics)
-} | {
-    Rollout: "SELECT position, revision, run_id, status, queue_position FROM rollout WHERE rollout_id = ?",
-    Attempt: "SELECT position, revision, live, last_span FROM attempt WHERE rollout = ? AND attempt_id = ?",
-    Span: "SELECT position, revision FROM span WHERE attempt = ? AND span_id = ?",
 }
 _NEXT_IN_QUEUE: Final = "SELECT max(queue_position) FROM rollout WHERE run_id = ? AND queue_position IS NOT NULL"
 _OLDEST: Final = (
@@ -144,19 +100,30 @@ class Transaction:
         self._states = known.states
         self._queue_ends = known.queue_ends
         self._tallies: Counter[tuple[str, str, str]] = Counter()
+        self._workers: dict[Key, Document] = {}
+        """Puts that ``finish`` will do: most steps of a worker's rollouts write its record, and once is enough."""
         self.events: list[Event] = []
         """What the watchers will be told, in order."""
 
     def commit(self, writes: Sequence[Document | Delete], guards: Sequence[Guard], events: Sequence[Event]) -> bool:
         for guard in guards:
+            if guard.kind is Worker:
+                self._put_workers()
             state = self._state(guard.kind, guard.key)
             if (0 if state is None else state.revision) != guard.revision:
                 return False
+        workers: dict[Key, Document] = {}
         for write in writes:
-            if isinstance(write, Document):
-                self._put(write.record, write.text)
-            else:
+            if not isinstance(write, Document):
+                if write.kind is Worker:
+                    self._put_workers()
+                    workers.pop(write.key, None)
                 self._delete(write)
+            elif isinstance(write.record, Worker):
+                workers[key_of(write.record)] = write
+            else:
+                self._put(write.record, write.text)
+        self._workers |= workers  # not before all is done that may fail
         self.events += events
         return True
 
@@ -207,16 +174,21 @@ class Transaction:
             last[key] += 1
             taken.append(last[key])
         for key, (_, attempt) in states.items():
-            self._execute(_NUMBER, (last[key], attempt.position))
-            self._states[Attempt, key] = attempt._replace(last_span=last[key])
+            self._count_to(key, attempt, last[key])
         return taken
 
+    def _count_to(self, key: tuple[str, str], attempt: State, number: int) -> None:
+        """Notes the last number of a span of an attempt."""
+        self._execute(_NUMBER, (number, attempt.position))
+        self._states[Attempt, key] = attempt._replace(last_span=number)
+
     def finish(self, origin: int) -> int | None:
-        """Writes what was counted and what other processes must be told of, as the last thing before the commit.
+        """Writes what was put off, what was counted and what other processes must be told of, before the commit.
 
         Returns:
             The position of the events, if there are any.
         """
+        self._put_workers()
         self._insert_rows(_COUNT, [(*key, change) for key, change in self._tallies.items() if change])
         if not self.events:
             return None
@@ -225,6 +197,11 @@ class Transaction:
         if position % _PRUNED_EVERY == 0:
             self._execute("DELETE FROM event WHERE position <= ?", (position - KEPT_EVENTS,))
         return position
+
+    def _put_workers(self) -> None:
+        for document in self._workers.values():
+            self._put(document.record, document.text)
+        self._workers.clear()
 
     def _insert_rows(self, statement: str, rows: Sequence[tuple[Any, ...]]) -> None:
         for start in range(0, len(rows), _MAX_ROWS):
@@ -238,7 +215,9 @@ class Transaction:
         """Those that are stored already, by the positions of their attempts and their ids."""
         ids: dict[int, list[str]] = {}
         for span, _ in spans:
-            ids.setdefault(attempts[_attempt_of(span)][1].position, []).append(span.span_id)
+            attempt = attempts[_attempt_of(span)][1]
+            if attempt.last_span:  # it has spans, and all of them have numbers
+                ids.setdefault(attempt.position, []).append(span.span_id)
         found: set[tuple[int, str]] = set()
         for position, span_ids in ids.items():
             found.update(self._execute(_KNOWN_SPANS, (position, orjson.dumps(span_ids).decode())))
@@ -258,7 +237,7 @@ class Transaction:
             if parent is None:
                 return None
             key = (parent.position, key[-1])
-        row = self._execute(_FIND[kind], key).fetchone()
+        row = self._execute(FIND[kind], key).fetchone()
         if row is None:
             return None
         if kind is Attempt:
@@ -287,12 +266,12 @@ class Transaction:
         before = self._state(kind, key)
         columns, state, tally = self._describe(record, before)
         if before is None:
-            position = self._execute(_INSERT[kind], (*columns, text)).lastrowid
+            position = self._execute(INSERT[kind], (*columns, text)).lastrowid
             assert position is not None
             self._states[kind, key] = state._replace(position=position, revision=1)
             self._tallies[tally] += 1
         else:
-            self._execute(_UPDATE[kind], (*columns, text, before.position))
+            self._execute(UPDATE[kind], (*columns, text, before.position))
             self._states[kind, key] = state._replace(position=before.position, revision=before.revision + 1)
             if before.status != state.status:
                 self._tallies[tally] += 1
@@ -325,6 +304,8 @@ class Transaction:
                 return columns, state, ("attempts", rollout.run_id, "")
             case Span():
                 ((rollout, attempt),) = self._find_attempts([_attempt_of(record)]).values()
+                if not attempt.last_span:  # says that there are spans
+                    self._count_to(_attempt_of(record), attempt, max(record.sequence_id, 1))
                 columns = (attempt.position, record.span_id, record.sequence_id, rollout.run_id, record.start_time)
                 return columns, State(0, 0), ("spans", rollout.run_id, "")
             case _:

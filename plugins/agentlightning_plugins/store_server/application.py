@@ -83,7 +83,8 @@ class StoreApplication:
         await asyncio.sleep(_ARRIVAL_S)
         if self._in_flight:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._idle.wait(), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    await self._idle.wait()
 
     def _others(self) -> dict[tuple[str, str], tuple[Handler, openapi.Operation]]:
         return {

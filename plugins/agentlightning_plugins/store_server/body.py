@@ -9,7 +9,7 @@ import orjson
 from aiohttp import web
 from multidict import MultiMapping
 from pydantic import TypeAdapter
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 
 from agentlightning_plugins.store_message import MAX_ITEM_BYTES
 from agentlightning_plugins.store_server.answer import JSON_RULES, RefusedError
@@ -18,6 +18,7 @@ _LIST_KEYS: Final = frozenset({"status_in", "rollout_id_in", "kinds"})
 """Keys that may stand several times in a query string."""
 _JSON_KEYS: Final = frozenset({"metadata"})
 """Keys whose value in a query string is JSON."""
+_DIGITS_TO_ZERO: Final = bytes.maketrans(b"123456789", b"0" * 9)
 
 
 def body_reader(message: Any) -> Callable[[web.Request], Awaitable[Any]]:
@@ -25,12 +26,11 @@ def body_reader(message: Any) -> Callable[[web.Request], Awaitable[Any]]:
 
     The reader raises ValidationError or RefusedError for one that is not JSON, not the message, or too large.
     """
-    validate = TypeAdapter(message).validate_json
+    validate = TypeAdapter(message).validate_python
 
     async def read(request: web.Request) -> Any:
         body = await request.read() or b"{}"
-        _check_json(body)
-        content = validate(body, strict=True)
+        content = validate(_parse(body), strict=True)
         if len(body) > MAX_ITEM_BYTES:
             _refuse_large_items(content)
         return content
@@ -68,12 +68,22 @@ def _query_value(query: MultiMapping[str], key: str) -> Any:
         raise RefusedError("malformed", f"{key}: not JSON: {error}") from error
 
 
-def _check_json(body: bytes) -> None:
-    """Refuses what pydantic would read although JSON has it not: NaN, and numbers that are infinite as a float."""
+def _parse(body: bytes) -> Any:
+    """The JSON of a body.
+
+    orjson is several times as fast as pydantic's parser for text and, unlike it, refuses NaN and numbers that are
+    infinite as a float; but it makes a float of an integer of more than 64 bits, which has 20 digits at least.
+
+    Raises:
+        RefusedError: it is not JSON.
+    """
     try:
-        orjson.loads(body)
+        content = orjson.loads(body)
     except ValueError as error:
         raise RefusedError("malformed", f"the body is not JSON: {error}. {JSON_RULES}") from error
+    # Where 20 digits stand in a row, so do 4 in every fifth character: a look at those is enough for most bodies.
+    is_suspect = b"0000" in body[::5].translate(_DIGITS_TO_ZERO) and b"0" * 20 in body.translate(_DIGITS_TO_ZERO)
+    return from_json(body) if is_suspect else content
 
 
 def _refuse_large_items(content: Any) -> None:

@@ -27,6 +27,8 @@ KEPT_EVENTS: Final = 4096
 KEEPALIVE_S: Final = 15.0
 _STUCK_S: Final = 60.0
 """How long a reader may take in nothing at all."""
+_PARTING_S: Final = 0.5
+"""How long a reader has for the rest of its events when the server stops."""
 _LINGER_S: Final = 60.0
 """How long events are kept for a reader that may come back, when there is no other."""
 
@@ -42,6 +44,9 @@ class EventStreams:
         """
         self._view = view
         self._hubs: dict[str, _Hub] = {}
+        self._open: dict[asyncio.Future[None], web.Request] = {}
+        """The requests that are being answered, by what tells their end."""
+        self._stopped = False
 
     @property
     def subscribers(self) -> int:
@@ -68,6 +73,10 @@ class EventStreams:
             hub = self._hubs[run_id] = _Hub(self._view(run_id))
         reader = _Reader(None if kinds is None else frozenset(kinds))
         hub.join(reader, last_event_id)
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._open[over] = request
+        if self._stopped:
+            reader.end()
         try:
             await asyncio.sleep(0)  # a new hub takes its first step, which subscribes
             response = web.StreamResponse(headers={"content-type": "text/event-stream", "cache-control": "no-store"})
@@ -78,12 +87,20 @@ class EventStreams:
             return response
         finally:
             hub.leave(reader)
+            del self._open[over]
+            over.set_result(None)
 
     async def stop(self) -> None:
-        """Ends all streams."""
+        """Ends all streams, now and from now on; a reader that does not take in the rest at once is cut off."""
+        self._stopped = True
         hubs, self._hubs = list(self._hubs.values()), {}
         for hub in hubs:
             await hub.stop()
+        if self._open:
+            _, stuck = await asyncio.wait(self._open, timeout=_PARTING_S)
+            for transport in [self._open[over].transport for over in stuck]:
+                if transport is not None:
+                    transport.abort()
 
 
 async def _copy(reader: _Reader, response: web.StreamResponse) -> None:
@@ -91,7 +108,8 @@ async def _copy(reader: _Reader, response: web.StreamResponse) -> None:
         frames = reader.take()
         if frames:
             try:
-                await asyncio.wait_for(response.write(frames), _STUCK_S)
+                async with asyncio.timeout(_STUCK_S):
+                    await response.write(frames)
             except TimeoutError:
                 response.force_close()
                 return
@@ -99,7 +117,8 @@ async def _copy(reader: _Reader, response: web.StreamResponse) -> None:
             return
         else:
             try:
-                await asyncio.wait_for(reader.changed.wait(), KEEPALIVE_S)
+                async with asyncio.timeout(KEEPALIVE_S):
+                    await reader.changed.wait()
             except TimeoutError:
                 await response.write(b": still here\n\n")
 

@@ -138,11 +138,21 @@ class LightningStoreServer:
         finally:
             for site in runner.sites:
                 await site.stop()  # nobody new is let in
+            too_late = asyncio.get_running_loop().call_later(_FINISH_REQUESTS_S, _cut_off, runner)
             await served.stop(_FINISH_REQUESTS_S)
             await runner.cleanup()
+            too_late.cancel()
 
     def _cannot_listen(self, error: OSError) -> ConfigError:
         where = f"port {self.port} of {self.host}"
         if error.errno == errno.EADDRINUSE:
             return ConfigError(f"{where} is in use; choose another port (--port), or 0 for a free one")
         return ConfigError(f"cannot listen on {where}: {error.strerror or error}")
+
+
+def _cut_off(runner: web.AppRunner) -> None:
+    """Ends the connections that are left: their clients send no more of a body, or take in no more of an answer."""
+    server = runner.server
+    for connection in [] if server is None else server.connections:
+        if connection.transport is not None:
+            connection.transport.abort()

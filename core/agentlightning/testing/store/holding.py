@@ -63,6 +63,19 @@ class HoldingTests:
         assert await store.end_worker("nobody") == 0
         assert await store.get_worker_by_id("nobody") is None
 
+    async def test_a_dead_worker_gets_no_more_work(self, store: LightningStore) -> None:
+        before = await claim(store, "dead")
+        waiting = asyncio.create_task(store.dequeue_rollout("dead", timeout=PATIENCE_S))
+        await store.end_worker("dead")
+        assert (await store.update_worker("dead")).status == "unknown"
+        with pytest.raises(ConflictError, match="another worker_id"):
+            await waiting
+        with pytest.raises(ConflictError, match="another worker_id"):
+            await store.start_attempt(before.rollout_id, "dead")
+        claimed = await store.dequeue_rollout("alive")
+        assert claimed is not None
+        assert claimed.rollout_id == before.rollout_id
+
     async def test_a_heartbeat_that_names_attempts_hears_which_are_live(self, store: LightningStore) -> None:
         one, two, three = [await claim(store, "worker-1") for _ in range(3)]
         given = [one.attempt.attempt_id, two.attempt.attempt_id, "at-unknown"]

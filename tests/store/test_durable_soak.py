@@ -1,39 +1,36 @@
-"""A PostgreSQL store with a million rollouts and a million spans: minutes each, run by ``make soak``."""
+"""Durable stores with a million rollouts and a million spans: minutes each, run by ``make soak``."""
 
 from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from agentlightning.testing.store.step import claim
 from agentlightning.types import Span
-from agentlightning_plugins.postgresql_store import PostgresLightningStore
-from tests.benchmarks.bench_durable import fill, measure_steps
-from tests.postgresql import PostgresServer, running_server
+from tests.benchmarks.bench_durable import PostgresPlace, SqlitePlace, fill, measure_steps
+from tests.postgresql import running_server
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 
 
-@pytest.fixture
-def open_store() -> Iterator[Callable[[], PostgresLightningStore]]:
-    """Opens a store in a new database of a server of the test's own, with every commit on disk."""
+@pytest.fixture(params=["sqlite", "postgresql"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SqlitePlace | PostgresPlace]:
+    """Where new stores are opened; PostgreSQL is a server of the test's own, with every commit on disk."""
+    if request.param == "sqlite":
+        yield SqlitePlace(tmp_path)
+        return
     with running_server() as server:
-        yield lambda: PostgresLightningStore(_new_database(server))
+        yield PostgresPlace(server)
 
 
-def _new_database(server: PostgresServer) -> str:
-    return server.url(server.lend_database(durable=True))
-
-
-async def test_steps_cost_the_same_with_a_thousand_and_a_million_rollouts(
-    open_store: Callable[[], PostgresLightningStore],
-) -> None:
+async def test_steps_cost_the_same_with_a_thousand_and_a_million_rollouts(place: SqlitePlace | PostgresPlace) -> None:
     steps: list[dict[str, float]] = []
     for stored in (1000, 1_000_000):
-        store = open_store()
+        store = place.open()
         await fill(store, stored)
         best = await measure_steps(store)
         for _ in range(2):  # the best of three: what else the machine does is not the store's
@@ -41,16 +38,16 @@ async def test_steps_cost_the_same_with_a_thousand_and_a_million_rollouts(
             best = {step: min(ms, again[step]) for step, ms in best.items()}
         steps.append(best)
         await store.close()
+        place.clean()
     few, many = steps
+    print({step: (round(few[step], 3), round(many[step], 3)) for step in few})
     slower = {step: (few[step], many[step]) for step in few if many[step] > 2 * few[step] + 1.0}
     assert slower == {}, "milliseconds with few and with many"
 
 
-async def test_a_million_spans_stream_through_in_bounded_memory(
-    open_store: Callable[[], PostgresLightningStore],
-) -> None:
+async def test_a_million_spans_stream_through_in_bounded_memory(place: SqlitePlace | PostgresPlace) -> None:
     total, batch = 1_000_000, 1000
-    store = open_store()
+    store = place.open()
     claimed = await claim(store)
     peaks: list[int] = []
 
@@ -83,3 +80,4 @@ async def test_a_million_spans_stream_through_in_bounded_memory(
     assert seen == total
     assert peaks[-1] - peaks[0] < 100_000, f"KiB at 50,000 and 1,000,000 spans, and after reading them: {peaks}"
     await store.close()
+    place.clean()
