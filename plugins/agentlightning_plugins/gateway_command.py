@@ -1,4 +1,4 @@
-"""``agl gateway``: serves the gateway by itself, and shows how one does."""
+"""``agl gateway``: serves the gateway by itself, shows how one does, and pauses it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import os
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
-from urllib.error import URLError
+from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 import click
 
+from agentlightning.cli import print_table
 from agentlightning.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def command(
     host: str | None,
     port: int | None,
 ) -> None:
-    """Serve the LLM gateway, or show how one does.
+    """Serve the LLM gateway, show how one does, or pause it.
 
     Agents call models through it, and each call of an attempt is recorded in the store. SIGHUP reads the models of
     --config again.
@@ -62,15 +63,48 @@ def command(
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def status_command(url: str, token: str | None, as_json: bool) -> None:
     """Show models, backends and their health."""
-    status = fetch_status(url, token)
+    status = ask_gateway(url, token, "status")
     if as_json:
         click.echo(json.dumps(status, indent=2))
     else:
         _print_status(status)
 
 
-def fetch_status(url: str, token: str | None) -> dict[str, Any]:
-    """Asks a gateway how it does.
+@command.command("pause")
+@click.argument("url", default=f"http://127.0.0.1:{DEFAULT_PORT}")
+@click.option("--token", envvar="AGL_TOKEN", show_envvar=True, help="Of the gateway's store, if it has one.")
+@click.option(
+    "--drain",
+    "drain_s",
+    type=click.FloatRange(0, 600),
+    help="Wait so many seconds for the calls in flight; exit code 1 says that some are left.",
+)
+def pause_command(url: str, token: str | None, drain_s: float | None) -> None:
+    """Make new calls wait while the weights of the models change."""
+    status = ask_gateway(url, token, "pause", {})
+    if drain_s is not None and not ask_gateway(url, token, "drain", {"timeout_s": drain_s})["drained"]:
+        raise click.ClickException(f"paused, but calls are still in flight after {drain_s:g} s")
+    click.echo("paused" if drain_s is not None else f"paused, {status['in_flight']} calls in flight")
+
+
+@command.command("resume")
+@click.argument("url", default=f"http://127.0.0.1:{DEFAULT_PORT}")
+@click.option("--token", envvar="AGL_TOKEN", show_envvar=True, help="Of the gateway's store, if it has one.")
+@click.option("--weight-version", type=int, help="Of the weights that calls get from now on.")
+def resume_command(url: str, token: str | None, weight_version: int | None) -> None:
+    """Let calls go on."""
+    status = ask_gateway(url, token, "resume", {"weight_version": weight_version})
+    click.echo(f"serving, weight version {'unknown' if status['weight_version'] is None else status['weight_version']}")
+
+
+def ask_gateway(url: str, token: str | None, path: str, wanted: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Asks a gateway how it does (``status``), or to ``pause``, ``drain`` or ``resume``.
+
+    Args:
+        url: of the gateway, with or without ``/v1``.
+        token: of its store.
+        path: what to ask.
+        wanted: what to post; None gets.
 
     Raises:
         ConfigError: not an http(s) URL.
@@ -79,34 +113,41 @@ def fetch_status(url: str, token: str | None) -> dict[str, Any]:
     root = url.rstrip("/").removesuffix("/v1")
     if not root.startswith(("http://", "https://")):
         raise ConfigError(f"gateway {url!r} is not a URL; write http://127.0.0.1:{DEFAULT_PORT}")
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+    body = None if wanted is None else json.dumps(wanted).encode()
+    patience_s = _ANSWER_S + (wanted or {}).get("timeout_s", 0.0)
     try:
-        request = Request(f"{root}/status", headers=headers)  # noqa: S310 # the scheme was looked at
-        with urlopen(request, timeout=_ANSWER_S) as answer:  # noqa: S310 # it is the request above
-            status: dict[str, Any] = json.load(answer)
-    except (URLError, OSError, ValueError) as error:
-        advice = "; set --token or AGL_TOKEN" if getattr(error, "code", None) in (401, 403) else ""
+        request = Request(f"{root}/{path}", body, headers)  # noqa: S310 # the scheme was looked at
+        with urlopen(request, timeout=patience_s) as answer:  # noqa: S310 # it is the request above
+            said: dict[str, Any] = json.load(answer)
+    except HTTPError as error:
+        with error:  # which holds the connection
+            advice = "; set --token or AGL_TOKEN" if error.code in (401, 403) else ""
         raise StoreError(f"no gateway answers at {root}: {error}{advice}") from error
-    return status
+    except (URLError, OSError, ValueError) as error:
+        raise StoreError(f"no gateway answers at {root}: {error}") from error
+    return said
 
 
 def _print_status(status: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    console = Console(highlight=False)
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("model", "backend", "served as", "provider", "weight", "in flight", "health"):
-        table.add_column(column, overflow="fold")
-    for row in status["backends"]:
-        health = "up" if row["up"] else escape(f"down: {row['failure']}")
-        counts = (f"{row['weight']:g}", str(row["in_flight"]))
-        table.add_row(row["model"], row["endpoint"], row["served_model"], row["provider"], *counts, health)
-    console.print(table)
+    print_table(
+        ("model", "backend", "served as", "provider", "weight", "in flight", "health"),
+        [
+            (
+                row["model"],
+                row["endpoint"],
+                row["served_model"],
+                row["provider"],
+                f"{row['weight']:g}",
+                row["in_flight"],
+                "up" if row["up"] else f"down: {row['failure']}",
+            )
+            for row in status["backends"]
+        ],
+    )
     version = status["weight_version"]
     state = "paused" if status["paused"] else "serving"
-    console.print(
+    click.echo(
         f"{state}, {status['in_flight']} calls in flight, {status['waiting']} waiting; "
         f"weight version {'unknown' if version is None else version}; "
         f"{status['spans_queued']} spans on their way to the store, {status['spans_lost']} lost"

@@ -4,6 +4,8 @@ Upstream, load, gateway and a bare aiohttp reverse proxy without capture are pro
 answers at once with 5.9 KB: 60 tokens with ids and log-probabilities; capture is on. Runs are interleaved (direct,
 bare, gateway, direct, ...) and medians are printed, with the ratio to the bare proxy of the same run.
 
+The bare proxy streams: headers and both bodies pass piece by piece, as they come.
+
 Targets: added latency p50 <= 2 ms sequentially; CPU per request <= 2 x bare; added time to first token <= 2 ms.
 """
 
@@ -56,6 +58,7 @@ def dump(value: Any) -> bytes:
 
 
 BODY = dump(answer())
+NOT_PASSED = frozenset(("host", "connection", "transfer-encoding"))  # they are of the hop, and set anew
 EVENTS = [b"data: %b\n\n" % dump(answer(chunk=i)) for i in range(TOKENS)] + [b"data: [DONE]\n\n"]
 
 
@@ -76,14 +79,15 @@ async def serve_upstream(pause_s: float) -> AsyncIterator[str]:
 
 
 async def serve_bare(upstream: str) -> AsyncIterator[str]:
-    """The least that a streaming reverse proxy does."""
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+    """The least that a streaming reverse proxy does: headers and both bodies pass as they come, piece by piece."""
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), auto_decompress=False) as session:
 
         async def handle(request: web.BaseRequest) -> web.StreamResponse:
-            headers = {"Content-Type": request.headers["Content-Type"]}
-            body = await request.read()
-            async with session.post(upstream + request.path.removeprefix("/v1"), data=body, headers=headers) as answer:
-                response = web.StreamResponse(headers={"Content-Type": answer.headers["Content-Type"]})
+            url = upstream + request.path.removeprefix("/v1")
+            headers = {name: value for name, value in request.headers.items() if name.lower() not in NOT_PASSED}
+            async with session.post(url, data=request.content, headers=headers, allow_redirects=False) as answer:
+                headers = {name: value for name, value in answer.headers.items() if name.lower() not in NOT_PASSED}
+                response = web.StreamResponse(status=answer.status, headers=headers)
                 await response.prepare(request)
                 async for piece in answer.content.iter_any():
                     await response.write(piece)

@@ -103,13 +103,13 @@ async def test_a_backend_that_is_busy_is_down_only_after_three_looks() -> None:
     async with await asyncio.start_server(says_nothing, "127.0.0.1", 0) as server:
         models = table(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
         (backend,) = models.backends
-        check = asyncio.create_task(HealthCheck(lambda: models.backends, interval_s=0.01, timeout_s=0.1).run())
+        check = asyncio.create_task(HealthCheck(lambda: models.backends, interval_s=0.01, timeout_s=0.5).run())
         await until(lambda: looks == 3)
         assert backend.is_up
         await until(lambda: not backend.is_up)
         check.cancel()
         await asyncio.gather(check, return_exceptions=True)
-    assert "did not answer for 0.1 s, 3 times" in (backend.failure or "")
+    assert "did not answer for 0.5 s, 3 times" in (backend.failure or "")
 
 
 async def test_a_backend_that_cannot_be_reached_is_down_until_it_answers_again() -> None:

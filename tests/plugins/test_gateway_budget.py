@@ -7,10 +7,10 @@ from typing import Any
 import openai
 import pytest
 
-from agentlightning.errors import ConfigError
+from agentlightning.errors import ConfigError, StoreError
 from agentlightning.testing.openai_server import Answer, ScriptedOpenAI, encode, render_prompt
 from agentlightning_plugins.gateway import LLMProxy
-from agentlightning_plugins.gateway.budget import Budget, Purses
+from agentlightning_plugins.gateway.budget import Budget, Purses, Spent, read_spent
 from tests.plugins.gateway_setup import HELLO, entry, gateway
 
 ASKED: dict[str, Any] = {"model": "m", "messages": HELLO}
@@ -59,6 +59,40 @@ async def test_costs_follow_the_price_of_the_model() -> None:
             await client.chat.completions.create(**ASKED)
             with pytest.raises(openai.APIStatusError, match="has used 6 of its 6 cost"):
                 await client.chat.completions.create(**ASKED)
+
+
+async def test_a_gateway_that_is_started_anew_knows_what_was_spent_before() -> None:
+    price = {"input_per_million": 0.0, "output_per_million": 1e6}
+    async with ScriptedOpenAI([Answer("five!")]) as server:
+        models = [entry(server.endpoint, price=price)]
+        async with gateway(model_list=models, budget={"cost": 6.0}) as case:
+            rollout, client = await case.start()
+            await client.chat.completions.create(**ASKED)
+            await case.proxy.stop()
+            attempt = rollout.rollout_id, rollout.attempt.attempt_id
+            tokens = len(encode(render_prompt({"messages": HELLO}))) + len(encode("five!")) + 1
+            assert await read_spent(case.store, attempt) == Spent(calls=1, tokens=tokens, cost=6.0)
+            await case.proxy.start()
+            with pytest.raises(openai.APIStatusError, match="has used 6 of its 6 cost"):
+                await client.chat.completions.create(**ASKED)
+            assert len(server.requests) == 1
+            await case.proxy.flush()
+            assert (await read_spent(case.store, attempt)).calls == 1, "one that was refused costs nothing"
+
+
+async def test_a_store_that_does_not_answer_stops_no_agent(caplog: pytest.LogCaptureFixture) -> None:
+    async with ScriptedOpenAI() as server, gateway(server, budget={"calls": 1}) as case:
+        _, client = await case.start()
+
+        async def fails(*arguments: object) -> None:
+            raise StoreError("the disk is full")
+
+        store: Any = case.store
+        store.query_spans = fails
+        await client.chat.completions.create(**ASKED)
+        with pytest.raises(openai.APIStatusError, match="has used 1 of its 1 calls"):
+            await client.chat.completions.create(**ASKED)
+    assert "the disk is full" in caplog.text
 
 
 async def test_the_agent_is_told_in_the_dialect_that_it_speaks() -> None:

@@ -20,7 +20,7 @@ from openai import AsyncOpenAI
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning.testing.openai_server import Answer, ScriptedOpenAI
 from agentlightning_plugins.gateway import LLMProxy
-from agentlightning_plugins.gateway_command import command, fetch_status
+from agentlightning_plugins.gateway_command import ask_gateway, command
 from agentlightning_plugins.memory_store import InMemoryLightningStore
 from agentlightning_plugins.prometheus import Registry
 from agentlightning_plugins.store_server import LightningStoreServer
@@ -135,6 +135,11 @@ async def test_agl_gateway_serves_reads_its_models_again_and_shows_its_status(tm
             assert "up" in result.output, result.output
             shown = CliRunner().invoke(command, ["status", found[0], "--json"])
             assert [row["endpoint"] for row in json.loads(shown.output)["backends"]] == [second.endpoint]
+            paused = CliRunner().invoke(command, ["pause", found[0], "--token", "a-secret", "--drain", "5"])
+            assert (paused.output, paused.exit_code) == ("paused\n", 0)
+            resumed = CliRunner().invoke(command, ["resume", found[0], "--token", "a-secret", "--weight-version", "4"])
+            assert resumed.output == "serving, weight version 4\n"
+            assert isinstance(CliRunner().invoke(command, ["pause", found[0]]).exception, StoreError)
             process.send_signal(signal.SIGTERM)
             assert await asyncio.wait_for(process.wait(), 20) == 0
             assert len(await store.query_spans(rollout.rollout_id)) == 2, "what was recorded is stored before the end"
@@ -158,6 +163,6 @@ def test_agl_gateway_says_what_it_lacks(tmp_path: Path) -> None:
         assert isinstance(error, ConfigError)
         assert says in str(error)
     with pytest.raises(StoreError, match="no gateway answers at http://127.0.0.1:9"):
-        fetch_status("http://127.0.0.1:9/v1", None)
+        ask_gateway("http://127.0.0.1:9/v1", None, "status")
     with pytest.raises(ConfigError, match="not a URL"):
-        fetch_status("localhost", None)
+        ask_gateway("localhost", None, "status")

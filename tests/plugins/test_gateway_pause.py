@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from typing import Any
 
+import aiohttp
 import pytest
 from openai import AsyncOpenAI
 
@@ -44,7 +45,7 @@ async def change_weights(case: Case, server: ScriptedOpenAI) -> None:
 
 
 async def test_calls_in_flight_finish_and_new_ones_wait_for_the_new_weights() -> None:
-    async with ScriptedOpenAI([Answer("old", delay_s=1.0), Answer("new")]) as server, gateway(server) as case:
+    async with ScriptedOpenAI([Answer("old", delay_s=0.5), Answer("new")]) as server, gateway(server) as case:
         await change_weights(case, server)
 
 
@@ -53,7 +54,7 @@ async def test_a_gateway_process_pauses_as_well() -> None:
     served = LightningStoreServer(store, port=0, token="a-secret")
     await served.start()
     reached = LightningStoreClient(served.endpoint, "a-secret")
-    async with ScriptedOpenAI([Answer("old", delay_s=1.0), Answer("new")]) as server:
+    async with ScriptedOpenAI([Answer("old", delay_s=0.5), Answer("new")]) as server:
         proxy = LLMProxy(model_list=[entry(server.endpoint)], store=reached, launch_mode="process")
         await proxy.start()
         try:
@@ -78,6 +79,42 @@ async def test_streams_are_drained_to_their_end_and_carry_the_version_they_began
         await case.proxy.resume(weight_version=2)
         assert text == "a long answer"
         assert (await case.span(rollout)).attributes["agentlightning.weight_version"] == 1
+
+
+async def test_a_gateway_is_paused_drained_and_resumed_over_http_by_who_holds_the_token() -> None:
+    async with ScriptedOpenAI([Answer("old", delay_s=0.5), Answer("new")]) as server, gateway(server) as case:
+        root = case.proxy.endpoint.removesuffix("/v1")
+        store: Any = case.store
+        store.token = "the-stores-token"
+        headers = {"Authorization": "Bearer the-stores-token"}
+        async with aiohttp.ClientSession() as session:
+
+            async def post(path: str, wanted: Any, headers: dict[str, str] = headers) -> tuple[int, Any]:
+                async with session.post(f"{root}/{path}", json=wanted, headers=headers) as response:
+                    return response.status, await response.json()
+
+            _, old_client = await case.start()
+            old = asyncio.create_task(old_client.chat.completions.create(model="m", messages=HELLO))
+            await until(lambda: bool(server.requests))
+            assert (await post("pause", {}, {}))[0] == 401, "an agent must not stop the others"
+            assert (await post("pause", {}))[1]["paused"] is True
+            assert await post("drain", {"timeout_s": 0}) == (200, {"drained": False})
+            rollout, client = await case.start()
+            new = asyncio.create_task(client.chat.completions.create(model="m", messages=HELLO))
+            await until(lambda: waiting(case.proxy))
+            assert await post("drain", {"timeout_s": 30}) == (200, {"drained": True})
+            assert (old.done() or bool(await old), new.done()) == (True, False)
+            for path, wrong in (("drain", {"timeout_s": "5"}), ("resume", {"weight_version": "9"}), ("resume", [9])):
+                assert (await post(path, wrong))[0] == 400
+            async with session.get(f"{root}/resume", headers=headers) as response:
+                assert response.status == 405
+            async with session.post(f"{root}/resume", data=b"{}", headers=headers) as response:
+                assert response.status == 415, "what a web page may post"
+            assert (await case.proxy.status())["paused"]
+            status = (await post("resume", {"weight_version": 9}))[1]
+            assert (status["paused"], status["weight_version"]) == (False, 9)
+            await new
+        assert (await case.span(rollout)).attributes["agentlightning.weight_version"] == 9
 
 
 async def test_what_the_backend_says_of_its_weights_goes_first() -> None:

@@ -102,7 +102,7 @@ def test_events_of_responses_add_up_to_the_whole(answer: dict[str, Any]) -> None
     assert not read.is_ended
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(ANSWERS)
 def test_events_of_messages_add_up_to_the_whole(answer: dict[str, Any]) -> None:
     body = {"model": "m", "messages": [], "max_tokens": 9}

@@ -6,9 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
+from agentlightning import semconv
 from agentlightning.errors import ConfigError, suggest
+from agentlightning.store.protocol import LightningStore
 
 _MAX_REMEMBERED: Final = 100_000
+BACKEND: Final = "agentlightning.gateway.backend"
+"""Span attribute: the endpoint that a call was sent to; calls that were refused before have none."""
+COST: Final = "agentlightning.gateway.cost"
+"""Span attribute: what a call cost, where the model list has a price."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +62,14 @@ class Purses:
         """Whether there is any limit."""
         return bool(self._limits)
 
+    def knows(self, attempt: tuple[str, str]) -> bool:
+        """Whether an attempt has called of late, or what it spent before was recalled."""
+        return attempt in self._spent
+
+    def recall(self, attempt: tuple[str, str], spent: Spent) -> None:
+        """Takes over what an attempt has spent before; what is known of it already goes first."""
+        self._spent.setdefault(attempt, spent)
+
     def begin(self, attempt: tuple[str, str]) -> str | None:
         """Counts a call that begins. When something is used up: what, and the call is not to be made."""
         spent = self._spent.pop(attempt, None) or Spent()
@@ -78,6 +92,24 @@ class Purses:
     def spent(self, attempt: tuple[str, str]) -> Spent:
         """What an attempt has spent; nothing for one that is not known."""
         return self._spent.get(attempt, Spent())
+
+
+async def read_spent(store: LightningStore, attempt: tuple[str, str]) -> Spent:
+    """What an attempt has spent by the spans of its calls, which outlive the gateway that recorded them.
+
+    Raises:
+        StoreError: the store cannot be reached.
+    """
+    spent = Spent()
+    for span in await store.query_spans(*attempt):
+        if BACKEND in span.attributes:
+            numbers = (semconv.GEN_AI_INPUT_TOKENS, semconv.GEN_AI_OUTPUT_TOKENS, COST)
+            used = [span.attributes.get(name) for name in numbers]
+            input_tokens, output_tokens, cost = (value if isinstance(value, (int, float)) else 0 for value in used)
+            spent.calls += 1
+            spent.tokens += int(input_tokens + output_tokens)
+            spent.cost += cost
+    return spent
 
 
 def read_budget(budget: Mapping[str, Any] | Budget | None) -> Budget:

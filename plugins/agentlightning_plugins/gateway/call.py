@@ -19,17 +19,18 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from agentlightning import semconv
-from agentlightning.frozen import FrozenList, freeze_attributes
-from agentlightning.types import Span, SpanResource, TraceStatus
+from agentlightning.frozen import FrozenList
+from agentlightning.types import Span, TraceStatus
 from agentlightning_plugins.gateway.backend import Backend
+from agentlightning_plugins.gateway.budget import BACKEND, COST
 from agentlightning_plugins.gateway.dialect import Asked, Choice, Completion, Dialect, Translation, Untranslatable
 from agentlightning_plugins.gateway.json_text import dump_json
 from agentlightning_plugins.gateway.openai_dialect import CHAT
 
 _OK: Final = TraceStatus(status_code="OK")
-_NOTHING: Final[list[Any]] = FrozenList()
-_NO_RESOURCE: Final = SpanResource()
 _ALL: Final = Asked(True, True)
+_LEAST: Final = -(2**63)
+_GREATEST: Final = 2**63 - 1
 _MAX_DESCRIPTION: Final = 2000
 _SAMPLING: Final = {
     "temperature": "gen_ai.request.temperature",
@@ -147,6 +148,21 @@ class Call:
             self.asked = wire.read_asked(self.sent_body)
 
 
+def used_tokens(call: Call) -> tuple[int, int]:
+    """Input and output tokens of a call, as the backend said or as they were counted."""
+    completion = call.completion
+    if completion.input_tokens is not None:
+        return _count(completion.input_tokens), _count(completion.output_tokens)
+    choices = completion.choices.values()
+    prompt = completion.prompt_token_ids or next((c.prompt_token_ids for c in choices if c.prompt_token_ids), None)
+    return len(prompt or ()), sum(len(choice.token_ids or ()) for choice in choices)
+
+
+def _count(said: object) -> int:
+    """A number of tokens as a backend says it, which may be anything."""
+    return said if isinstance(said, int) else 0
+
+
 def call_to_span(call: Call) -> Span:
     """Makes the span of a finished call that has an attempt; ``sequence_id`` is left to the store."""
     assert call.attempt is not None
@@ -159,13 +175,15 @@ def call_to_span(call: Call) -> Span:
     body: Mapping[str, Any] = call.sent_body
     if call.backend is not None:
         attributes[semconv.GEN_AI_PROVIDER_NAME] = call.backend.provider.name
-        attributes["agentlightning.gateway.backend"] = call.backend.endpoint
+        attributes[BACKEND] = call.backend.endpoint
+        if call.backend.price is not None:
+            attributes[COST] = call.backend.price.cost(*used_tokens(call))
         if call.backend.sampling_parameters:
             body = {**body, **call.backend.sampling_parameters}
-    for key, name in _SAMPLING.items():
-        value = body.get(key)
+    for key in sorted(_SAMPLING.keys() & body.keys(), reverse=True):  # so that max_tokens gives way to its successors
+        value = body[key]
         if value is not None:
-            attributes[name] = [value] if key == "stop" and isinstance(value, str) else value
+            attributes[_SAMPLING[key]] = [value] if key == "stop" and isinstance(value, str) else value
     if call.first_time:
         attributes[semconv.GEN_AI_TIME_TO_FIRST_CHUNK] = call.first_time - call.start_time
     if call.used_up is not None:
@@ -176,10 +194,10 @@ def call_to_span(call: Call) -> Span:
         attributes["error.type"] = str(call.http_status or "_OTHER")
     _add_input(call, attributes)
     _add_output(call.completion, attributes)
-    return Span.model_construct(
+    return Span.from_attributes(
+        attributes=attributes,
         rollout_id=rollout_id,
         attempt_id=attempt_id,
-        sequence_id=0,
         trace_id=call.trace.trace_id,
         span_id=call.trace.span_id,
         parent_id=call.trace.parent_id,
@@ -187,14 +205,8 @@ def call_to_span(call: Call) -> Span:
         status=_OK
         if call.error is None
         else TraceStatus(status_code="ERROR", description=call.error[:_MAX_DESCRIPTION]),
-        attributes=freeze_attributes(attributes),
-        events=_NOTHING,  # the rest are defaults: naming them halves the time of the construction
-        links=_NOTHING,
         start_time=call.start_time,
         end_time=call.end_time,
-        context=None,
-        parent=None,
-        resource=_NO_RESOURCE,
     )
 
 
@@ -223,9 +235,9 @@ def _add_output(completion: Completion, attributes: dict[str, Any]) -> None:
         semconv.GEN_AI_INPUT_TOKENS: input_tokens,
         semconv.GEN_AI_OUTPUT_TOKENS: output_tokens,
         semconv.WEIGHT_VERSION: completion.weight_version,
-        semconv.PROMPT_TOKEN_IDS: prompt_token_ids,
-        semconv.RESPONSE_TOKEN_IDS: first.token_ids,
-        semconv.LOGPROBS: first.logprobs,
+        semconv.PROMPT_TOKEN_IDS: _freeze_numbers(prompt_token_ids),
+        semconv.RESPONSE_TOKEN_IDS: _freeze_numbers(first.token_ids),
+        semconv.LOGPROBS: _freeze_numbers(first.logprobs),
     }
     for index, choice in choices:
         if index == 0:
@@ -239,3 +251,14 @@ def _add_output(completion: Completion, attributes: dict[str, Any]) -> None:
     if choices:
         attributes[semconv.GEN_AI_FINISH_REASONS] = [choice.finish_reason or "" for _, choice in choices]
         attributes[semconv.GEN_AI_OUTPUT_MESSAGES] = dump_json([choice.to_message() for _, choice in choices]).decode()
+
+
+def _freeze_numbers(values: Any) -> Any:
+    """Freezes a list of numbers in a fraction of the time that it takes to look at each; leaves anything else.
+
+    Their sum tells that they are numbers, finite and of 64 bits.
+    """
+    try:
+        return FrozenList(values) if type(values) is list and _LEAST <= sum(values) <= _GREATEST else values
+    except TypeError:
+        return values

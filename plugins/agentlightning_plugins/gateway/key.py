@@ -66,11 +66,16 @@ class KeyRing:
             raise KeyRefused(403, f"the key is good for attempt {attempt[1]}, and the URL names {named[1]}")
         return attempt
 
-    def is_owner(self, headers: Mapping[str, str]) -> bool:
-        """Whether a request may see how the gateway does: anyone where no key is required, else the store's token."""
-        if not self.is_required:
-            return True
+    def is_owner(self, headers: Mapping[str, str], *, always: bool = False) -> bool:
+        """Whether a request shows the store's token; anyone is welcome where none is asked for.
+
+        Args:
+            headers: of the request.
+            always: ask for it wherever the store has one, not just where keys are required.
+        """
         key, token = shown_key(headers), self._store.token
+        if not self.is_required and (token is None or not always):
+            return True
         return key is not None and token is not None and hmac.compare_digest(key.encode(), token.encode())
 
     def _read(self, key: str) -> attempt_token.AttemptToken:

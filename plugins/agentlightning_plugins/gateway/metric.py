@@ -8,7 +8,7 @@ from typing import Final
 
 from agentlightning.store.span_writer import SpanWriter
 from agentlightning_plugins.gateway.backend import ModelTable
-from agentlightning_plugins.gateway.call import Call
+from agentlightning_plugins.gateway.call import Call, used_tokens
 from agentlightning_plugins.gateway.gate import Gate
 from agentlightning_plugins.prometheus import Labels, Registry
 
@@ -81,16 +81,6 @@ class GatewayMetrics:
     def _read_in_flight(self) -> list[tuple[Labels, float]]:
         counts = count_by_backend(self._running())
         return [((b.model, b.endpoint), counts[b.identity]) for b in self._models().backends]
-
-
-def used_tokens(call: Call) -> tuple[int, int]:
-    """Input and output tokens of a call, as the backend said or as they were counted."""
-    completion = call.completion
-    if completion.input_tokens is not None:
-        return completion.input_tokens, completion.output_tokens or 0
-    choices = completion.choices.values()
-    prompt = completion.prompt_token_ids or next((c.prompt_token_ids for c in choices if c.prompt_token_ids), None)
-    return len(prompt or ()), sum(len(choice.token_ids or ()) for choice in choices)
 
 
 def count_by_backend(calls: Iterable[Call]) -> Counter[bytes]:

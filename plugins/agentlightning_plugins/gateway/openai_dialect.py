@@ -6,13 +6,18 @@ a stream the prompt comes with the first chunk, and every chunk has the ids of i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, Final, Protocol
 
-from agentlightning_plugins.gateway.dialect import Asked, Completion, Dialect, ToolCall, tool_call_part
+from agentlightning_plugins.gateway.chunk_run import find_run
+from agentlightning_plugins.gateway.dialect import Asked, Choice, Completion, Dialect, ToolCall, tool_call_part
 from agentlightning_plugins.gateway.json_text import dump_json
 
 _ABSENT: Final = object()
+_MAX_RUNS: Final = 3
+"""Of what comes at once: the first chunk, those of a token each, the last. What has more is not worth the search."""
+_LOGPROB: Final = itemgetter("logprob")
 
 
 class OpenAIError(Dialect, Protocol):
@@ -52,8 +57,7 @@ class _Sampled(OpenAIError, Protocol):
 
     def read_answer(self, answer: Mapping[str, Any], completion: Completion) -> None:
         _read_envelope(answer, completion)
-        for choice in answer["choices"]:
-            _read_choice(choice, completion)
+        _take_choices(answer["choices"], completion, True, True)
 
     def read_chunk(self, chunk: Mapping[str, Any], completion: Completion) -> None:
         error = chunk.get("error")
@@ -61,8 +65,30 @@ class _Sampled(OpenAIError, Protocol):
             completion.error = str(error)
             return
         _read_envelope(chunk, completion)
-        for choice in chunk.get("choices") or ():
-            _read_choice(choice, completion)
+        _take_choices(chunk.get("choices") or (), completion, True, True)
+
+    def relay_events(self, events: bytes, completion: Completion, asked: Asked) -> tuple[bytes, bytes]:
+        """Takes runs of events that differ in their only choice, as nearly all do, for one chunk of many choices.
+
+        That spares a stream most of its JSON: what is around a choice is read once, and written as it came.
+        """
+        shown: list[bytes] = []
+        wants_ids, wants_logprobs = asked
+        for _ in range(_MAX_RUNS):
+            run = find_run(events, is_alone=completion.id is None)
+            if run is None:
+                break
+            chunk, choices, size = run.chunk, run.chunk.get("choices") or (), len(run.chunk)
+            _read_envelope(chunk, completion)
+            is_changed = _take_choices(choices, completion, wants_ids, wants_logprobs)
+            if not wants_ids:
+                chunk.pop("prompt_token_ids", None)
+            if len(chunk) < size or is_changed:
+                shown.append(run.write(as_around=len(chunk) == size))
+            else:
+                shown.append(events[: len(events) - len(run.rest)])
+            events = run.rest
+        return b"".join(shown), events
 
     def restore(self, answer: dict[str, Any], asked: Asked) -> bool:
         changed = not asked.token_ids and answer.pop("prompt_token_ids", _ABSENT) is not _ABSENT
@@ -128,34 +154,58 @@ def _read_envelope(answer: Mapping[str, Any], completion: Completion) -> None:
         completion.output_tokens = usage.get("completion_tokens")
 
 
-def _read_choice(data: Mapping[str, Any], completion: Completion) -> None:
-    choice = completion.choice(data.get("index") or 0)
-    if data.get("finish_reason"):
-        choice.finish_reason = data["finish_reason"]
-    prompt_token_ids, token_ids = data.get("prompt_token_ids"), data.get("token_ids")
-    if prompt_token_ids is not None and choice.prompt_token_ids is None:
-        choice.prompt_token_ids = prompt_token_ids
-    if token_ids is not None:
-        if choice.token_ids is None:
-            choice.token_ids = token_ids
-        else:
-            choice.token_ids += token_ids
-    logprobs = data.get("logprobs")
-    if logprobs is not None:
-        read = _read_logprobs(logprobs)
-        if choice.logprobs is None:
-            choice.logprobs = read
-        else:
-            choice.logprobs += read
-    message = data.get("delta") or data.get("message")
-    if message is None:
-        choice.text += data.get("text") or ""
-        return
-    content = message.get("content")
-    if content:
-        choice.text += content
-        if len(message) == 1:  # a chunk of a stream rarely says more
-            return
+def _take_choices(
+    choices: Iterable[dict[str, Any]], completion: Completion, wants_ids: bool, wants_logprobs: bool
+) -> bool:
+    """Adds choices, or chunks of them, and takes out of them what was not asked for; False when there was no such.
+
+    One loop without calls: each token of a stream passes here.
+    """
+    is_changed = False
+    for data in choices:
+        index = data.get("index") or 0
+        choice = completion.choices.get(index) or completion.choice(index)
+        if "token_ids" in data:
+            token_ids = data["token_ids"]
+            if token_ids is not None:
+                if choice.token_ids is None:
+                    choice.token_ids = [*token_ids]  # the agent may get this list, and only this
+                else:
+                    choice.token_ids += token_ids
+            if not wants_ids:
+                del data["token_ids"]
+                is_changed = True
+        logprobs = data.get("logprobs")
+        if logprobs is not None:
+            if choice.logprobs is None:
+                choice.logprobs = []
+            sampled = logprobs.get("content") or logprobs.get("refusal")
+            choice.logprobs += map(_LOGPROB, sampled) if sampled else logprobs.get("token_logprobs") or ()
+            if not wants_logprobs:
+                data["logprobs"] = None  # what OpenAI and vLLM answer when nobody asked
+                is_changed = True
+        finish_reason = data.get("finish_reason")
+        if finish_reason:
+            choice.finish_reason = finish_reason
+        if "prompt_token_ids" in data:
+            choice.prompt_token_ids = choice.prompt_token_ids or data["prompt_token_ids"]
+            if not wants_ids:
+                del data["prompt_token_ids"]
+                is_changed = True
+        message = data.get("delta") or data.get("message")
+        if message is None:
+            choice.text += data.get("text") or ""
+            continue
+        content = message.get("content")
+        if content:
+            choice.text += content
+        if not content or len(message) > 1 + ("role" in message):  # chunks of a stream rarely say more
+            _read_more(message, choice)
+    return is_changed
+
+
+def _read_more(message: Mapping[str, Any], choice: Choice) -> None:
+    """Adds what a message has beside its text."""
     choice.reasoning += message.get("reasoning_content") or message.get("reasoning") or ""
     choice.refusal += message.get("refusal") or ""
     for position, part in enumerate(message.get("tool_calls") or ()):
@@ -164,13 +214,6 @@ def _read_choice(data: Mapping[str, Any], completion: Completion) -> None:
         call.id = part.get("id") or call.id
         call.name += function.get("name") or ""
         call.arguments += function.get("arguments") or ""
-
-
-def _read_logprobs(logprobs: Mapping[str, Any]) -> list[float]:
-    values = logprobs.get("token_logprobs")
-    if values is not None:
-        return list(values)
-    return [token["logprob"] for token in logprobs.get("content") or logprobs.get("refusal") or ()]
 
 
 def _read_message(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -104,6 +104,11 @@ class LLMProxy:
         return list(self._names)
 
     @property
+    def model_list(self) -> Sequence[Mapping[str, Any]]:
+        """The models and backends that it serves, as ``update_model_list`` takes them."""
+        return tuple(self._model_list)
+
+    @property
     def endpoint(self) -> str:
         """Base URL that records nothing, as the ``openai`` client takes it; known before the start if the port is.
 

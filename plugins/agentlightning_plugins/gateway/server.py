@@ -13,11 +13,14 @@ from typing import Any, Final
 import aiohttp
 from aiohttp import web
 
+from agentlightning.errors import StoreError
 from agentlightning.store.protocol import LightningStore
 from agentlightning.store.span_writer import SpanWriter
 from agentlightning_plugins.gateway.backend import Backend, ModelTable
-from agentlightning_plugins.gateway.budget import Purses
-from agentlightning_plugins.gateway.call import Call, Trace, call_to_span
+from agentlightning_plugins.gateway.budget import Purses, read_spent
+from agentlightning_plugins.gateway.call import Call, Trace, call_to_span, used_tokens
+from agentlightning_plugins.gateway.control import PATHS as CONTROLS
+from agentlightning_plugins.gateway.control import Controls, json_response
 from agentlightning_plugins.gateway.dialect import Completion, Dialect, load_dialects
 from agentlightning_plugins.gateway.ended import EndedAttempts
 from agentlightning_plugins.gateway.flight import Flight, Flights
@@ -25,7 +28,7 @@ from agentlightning_plugins.gateway.gate import Gate
 from agentlightning_plugins.gateway.health import HealthCheck
 from agentlightning_plugins.gateway.json_text import dump_json, parse_json
 from agentlightning_plugins.gateway.key import Attempt, KeyRefused, KeyRing
-from agentlightning_plugins.gateway.metric import GatewayMetrics, used_tokens
+from agentlightning_plugins.gateway.metric import GatewayMetrics
 from agentlightning_plugins.gateway.model_list import list_models
 from agentlightning_plugins.gateway.openai_dialect import CHAT, read_version
 from agentlightning_plugins.gateway.patience import Patience
@@ -34,7 +37,6 @@ from agentlightning_plugins.gateway.settings import Settings
 from agentlightning_plugins.gateway.status import describe
 from agentlightning_plugins.gateway.stream import StreamReader
 from agentlightning_plugins.gateway.upstream import Reply, Upstream, refuse, relayed_headers
-from agentlightning_plugins.prometheus import CONTENT_TYPE
 
 logger = logging.getLogger("agentlightning")
 
@@ -69,6 +71,7 @@ class GatewayServer:
         self._ended = EndedAttempts(on_attempt=self._flights.cut, on_rollout=self._flights.cut_rollout)
         self._writer = SpanWriter.shared(store)  # so that whoever waits for an attempt's spans waits for ours too
         self._metrics = GatewayMetrics(lambda: self._models, self._gate, self._writer, lambda: self._flights)
+        self._controls = Controls(self._keys, self._gate, self._metrics, self.status)
         self._warned: set[str] = set()
 
     async def start(self) -> int:
@@ -152,6 +155,8 @@ class GatewayServer:
             message = f"no model {call.model!r}; models: {', '.join(self._models.names) or 'none yet'}"
             return self._fail(call, refuse(dialect, 404, message, "model_not_found"))
         if attempt is not None and self._purses.is_limited:
+            if not self._purses.knows(attempt):
+                await self._recall(attempt)
             call.used_up = self._purses.begin(attempt)
             if call.used_up is not None:  # not 429: clients would try again, and so would frameworks around them
                 never = {"x-should-retry": "false"}
@@ -176,6 +181,13 @@ class GatewayServer:
         finally:
             self._flights.end(flight)
 
+    async def _recall(self, attempt: Attempt) -> None:
+        """Learns what an attempt spent before this gateway began."""
+        try:
+            self._purses.recall(attempt, await read_spent(self._store, attempt))
+        except (StoreError, OSError, aiohttp.ClientError) as error:
+            logger.warning("what attempt %s has spent cannot be read, so it counts from now on: %s", attempt[1], error)
+
     async def _serve(
         self, call: Call, backends: list[Backend], request: web.BaseRequest, flight: Flight
     ) -> web.StreamResponse:
@@ -196,16 +208,10 @@ class GatewayServer:
     async def _handle_other(self, request: web.BaseRequest, path: str) -> web.Response:
         models = list_models(path, self._models.names)
         if models is not None:
-            return _json(models)
-        if path == "health":
-            return _json({"status": "paused" if self._gate.is_paused else "ok"})
-        if path in ("metrics", "status"):
-            if not self._keys.is_owner(request.headers):
-                return _respond(refuse(CHAT, 401, f"/{path} wants the token of the gateway's store", "wrong_key"))
-            if path == "status":
-                return _json(await self.status())
-            return web.Response(body=self._metrics.render().encode(), headers={"Content-Type": CONTENT_TYPE})
-        known = ", ".join(f"/{known}" for known in (*self._dialects, "v1/models", "health", "metrics", "status"))
+            return json_response(models)
+        if path in CONTROLS:
+            return await self._controls.answer(request, path)
+        known = ", ".join(f"/{known}" for known in (*self._dialects, "v1/models", *CONTROLS))
         return self._refuse(CHAT, 404, f"no {request.method} {request.path} here; there is {known}", "not_found")
 
     def _refuse(self, dialect: Dialect, status: int, message: str, code: str) -> web.Response:
@@ -378,10 +384,6 @@ def _hide_key(call: Call, shown: bytes) -> bytes:
 
 def _over(attempt: Attempt) -> str:
     return f"attempt {attempt[1]} of rollout {attempt[0]} is over; its calls are refused"
-
-
-def _json(value: Any) -> web.Response:
-    return web.Response(body=dump_json(value), content_type="application/json")
 
 
 def _respond(reply: Reply) -> web.Response:

@@ -1,0 +1,76 @@
+"""What others than agents ask a gateway over HTTP: how it does, and to hold calls back while weights change."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+from aiohttp import web
+
+from agentlightning_plugins.gateway.gate import Gate
+from agentlightning_plugins.gateway.json_text import dump_json, parse_json
+from agentlightning_plugins.gateway.key import KeyRing
+from agentlightning_plugins.gateway.metric import GatewayMetrics
+from agentlightning_plugins.gateway.openai_dialect import CHAT
+from agentlightning_plugins.prometheus import CONTENT_TYPE
+
+PATHS: Final = ("health", "metrics", "status", "pause", "drain", "resume")
+_CHANGES: Final = ("pause", "drain", "resume")
+_DRAIN_S: Final = 60.0
+_MAX_DRAIN_S: Final = 600.0
+
+
+class Controls:
+    """Answers requests to ``PATHS``."""
+
+    def __init__(
+        self, keys: KeyRing, gate: Gate, metrics: GatewayMetrics, status: Callable[[], Awaitable[dict[str, Any]]]
+    ) -> None:
+        self._keys = keys
+        self._gate = gate
+        self._metrics = metrics
+        self._status = status
+
+    async def answer(self, request: web.BaseRequest, path: str) -> web.Response:
+        """The answer to a request, whose path is one of ``PATHS``."""
+        if path == "health":
+            return json_response({"status": "paused" if self._gate.is_paused else "ok"})
+        is_allowed = self._keys.is_owner(request.headers, always=path in _CHANGES)
+        if not is_allowed:
+            return _refuse(401, f"/{path} wants the token of the gateway's store", "wrong_key")
+        if path == "status":
+            return json_response(await self._status())
+        if path == "metrics":
+            return web.Response(body=self._metrics.render().encode(), headers={"Content-Type": CONTENT_TYPE})
+        if request.method != "POST":
+            return _refuse(405, f"/{path} takes POST, not {request.method}", "method_not_allowed")
+        if request.content_type != "application/json":  # which no web page can send here unasked
+            return _refuse(415, f"/{path} takes JSON with Content-Type: application/json", "invalid_request")
+        try:
+            return await self._change(path, parse_json(await request.read() or b"{}"))
+        except (ValueError, AttributeError) as error:
+            return _refuse(400, f"/{path}: {error}", "invalid_request")
+
+    async def _change(self, path: str, wanted: dict[str, Any]) -> web.Response:
+        if path == "drain":
+            timeout_s = wanted.get("timeout_s", _DRAIN_S)
+            if not isinstance(timeout_s, (int, float)) or not 0 <= timeout_s <= _MAX_DRAIN_S:
+                raise ValueError(f"timeout_s is {timeout_s!r}; give seconds from 0 to {_MAX_DRAIN_S:g}")
+            return json_response({"drained": await self._gate.drain(timeout_s)})
+        if path == "pause":
+            self._gate.pause()
+        else:
+            version = wanted.get("weight_version")
+            if version is not None and (not isinstance(version, int) or isinstance(version, bool)):
+                raise ValueError(f"weight_version is {version!r}; give a whole number, or leave it out")
+            self._gate.resume(version)
+        return json_response(await self._status())
+
+
+def json_response(value: Any, status: int = 200) -> web.Response:
+    """An answer in JSON."""
+    return web.Response(status=status, body=dump_json(value), content_type="application/json")
+
+
+def _refuse(status: int, message: str, code: str) -> web.Response:
+    return json_response(CHAT.error_body(status, message, code), status)
