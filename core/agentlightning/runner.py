@@ -22,7 +22,7 @@ from agentlightning.litagent import LitAgent, check_result
 from agentlightning.resources import Resource, with_attempt_key
 from agentlightning.stop_event import STOP_CHECK_S, StopEvent, is_set, until_set
 from agentlightning.store.protocol import LightningStore
-from agentlightning.thread import ThreadStopped, run_in_thread
+from agentlightning.thread import ThreadStopped, give_groups_their_work, run_in_thread, threads_of_its_own
 from agentlightning.tracer.tracer import Tracer
 from agentlightning.types import (
     UNSET,
@@ -86,7 +86,7 @@ class LitAgentRunner(Runner[T]):
     """Runs many rollouts at once in one event loop: async agents as tasks, synchronous ones in a thread each.
 
     What an agent raises is kept on the attempt and the runner goes on. An attempt over its time, or one that the store
-    has ended, is stopped: a task is cancelled, a thread gets ThreadStopped.
+    has ended, is stopped: a task is cancelled, a thread gets ThreadStopped, of a pool too (``ThreadGroup``).
     """
 
     def __init__(
@@ -302,7 +302,8 @@ class LitAgentRunner(Runner[T]):
         training = rollout.mode == "train"
         if agent.is_async():
             method = agent.training_rollout_async if training else agent.validation_rollout_async
-            return await method(task, resources, rollout)
+            with threads_of_its_own(on_abandoned=self._abandoned.extend):  # for tools and nodes that do not await
+                return await method(task, resources, rollout)
         function = agent.training_rollout if training else agent.validation_rollout
         try:
             return await run_in_thread(
@@ -314,7 +315,7 @@ class LitAgentRunner(Runner[T]):
             raise asyncio.CancelledError from error
 
     def _count_abandoned(self) -> int:
-        self._abandoned = [thread for thread in self._abandoned if thread.is_alive()]
+        self._abandoned[:] = [thread for thread in self._abandoned if thread.is_alive()]
         return len(self._abandoned)
 
     async def _record_result(self, result: RolloutRawResult, store: LightningStore, rollout: AttemptedRollout) -> None:
@@ -338,6 +339,7 @@ class LitAgentRunner(Runner[T]):
         loop = asyncio.get_running_loop()
         if any(not task.done() and task.get_loop() is loop for task in self._attendants):
             return
+        give_groups_their_work()
         self._attendants = [loop.create_task(self._beat()), loop.create_task(self._obey_revocations())]
         for task in self._attendants:
             task.add_done_callback(_report_failure)

@@ -1,20 +1,138 @@
-"""Code beside an event loop: one daemon thread per call, which can be told to stop."""
+"""Code beside an event loop, in daemon threads that can be told to stop."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import contextvars
 import ctypes
+import functools
 import threading
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
+
+_MAX_THREADS: Final = 32
+"""Of one group at once; as many as an executor of the standard library has at the most."""
 
 
 class ThreadStopped(BaseException):
     """Raised inside a thread whose caller was cancelled; a BaseException, so that agents do not swallow it."""
+
+
+class ThreadGroup:
+    """The threads that work for one caller, and for nobody else, so that they can be stopped when the caller is.
+
+    What the caller gives to its event loop's default executor runs here (``give_groups_their_work``): synchronous tools
+    and graph nodes, in most frameworks. A call that hangs takes a thread from its own caller only.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: deque[tuple[concurrent.futures.Future[Any], Callable[[], Any]]] = deque()
+        self._threads: set[threading.Thread] = set()
+        self._is_stopped = False
+
+    def submit(self, function: Callable[[], T]) -> concurrent.futures.Future[T]:
+        """Calls a function in one of the threads; a group that was stopped calls nothing more."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        with self._lock:
+            if self._is_stopped:
+                future.cancel()
+                return future
+            self._waiting.append((future, function))
+            if len(self._threads) == _MAX_THREADS:
+                return future
+            thread = threading.Thread(target=self._work, name="agent-call", daemon=True)
+            self._threads.add(thread)
+        contextvars.Context().run(thread.start)  # each call brings a context of its own
+        return future
+
+    def stop(self) -> list[threading.Thread]:
+        """Raises ThreadStopped in the threads that are at work, calls nothing more, and returns those threads."""
+        with self._lock:
+            self._is_stopped = True
+            for future, _ in self._waiting:
+                future.cancel()
+            self._waiting.clear()
+            for thread in self._threads:
+                _raise_in(thread, ThreadStopped)
+            return list(self._threads)
+
+    def _work(self) -> None:
+        with contextlib.suppress(ThreadStopped):  # it may come between two calls
+            while (call := self._next()) is not None:
+                future, function = call
+                if not future.set_running_or_notify_cancel():
+                    continue
+                try:
+                    result = function()
+                except BaseException as error:  # isolation point: whatever the function raised belongs to the caller
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+
+    def _next(self) -> tuple[concurrent.futures.Future[Any], Callable[[], Any]] | None:
+        with self._lock:
+            if self._waiting:
+                return self._waiting.popleft()
+            self._threads.discard(threading.current_thread())
+            return None
+
+
+_group: contextvars.ContextVar[ThreadGroup | None] = contextvars.ContextVar("agentlightning_thread_group", default=None)
+
+
+class _GroupExecutor(concurrent.futures.ThreadPoolExecutor):
+    """A pool that has the calls of a group made by the group's own threads."""
+
+    def __init__(self, before: concurrent.futures.Executor | None) -> None:
+        super().__init__()
+        self._before = before
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[T]:
+        if (group := _group.get()) is not None:
+            return group.submit(functools.partial(contextvars.copy_context().run, fn, *args, **kwargs))
+        if self._before is not None:
+            return self._before.submit(fn, *args, **kwargs)
+        return super().submit(fn, *args, **kwargs)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        super().shutdown(wait, cancel_futures=cancel_futures)
+        if self._before is not None:
+            self._before.shutdown(wait, cancel_futures=cancel_futures)
+
+
+@contextlib.contextmanager
+def threads_of_its_own(on_abandoned: Callable[[list[threading.Thread]], None]) -> Iterator[None]:
+    """Gives the block, and the tasks that it starts, a thread group, which is stopped when the block raises.
+
+    Args:
+        on_abandoned: called with the threads that were at work then.
+    """
+    group = ThreadGroup()
+    token = _group.set(group)
+    try:
+        yield
+    except BaseException:
+        on_abandoned(group.stop())
+        raise
+    finally:
+        _group.reset(token)
+
+
+def give_groups_their_work() -> None:
+    """Has the running event loop give what a group puts to its default executor to the group's own threads.
+
+    An executor that the loop has already goes on doing everybody else's: the program that steps an agent chose it.
+    """
+    loop = asyncio.get_running_loop()
+    before = getattr(loop, "_default_executor", None)  # it has no public name, and on other kinds of loops none at all
+    if not isinstance(before, _GroupExecutor):
+        loop.set_default_executor(_GroupExecutor(before))
 
 
 async def run_in_thread(
@@ -76,6 +194,10 @@ def run_beside_loop(function: Callable[[], T]) -> T:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
+        running = False
+    else:
+        running = True
+    if not running:  # outside the handler: what the function raises has nothing to do with the absent loop
         return function()
     outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
     context = contextvars.copy_context()

@@ -1,11 +1,14 @@
-"""CrewAI: crews and agents."""
+"""CrewAI: crews, agents and flows."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final, TypeAlias, TypeVar
+import threading
+import types
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from crewai import Agent, Crew, Flow
 from crewai.crews import CrewOutput
@@ -23,16 +26,20 @@ from crewai.events.types.agent_events import (
 from crewai.events.types.tool_usage_events import ToolUsageErrorEvent, ToolUsageFinishedEvent, ToolUsageStartedEvent
 from crewai.events.utils import console_formatter as console_module
 from crewai.lite_agent_output import LiteAgentOutput
+from crewai.llms.base_llm import BaseLLM
 from crewai.llms.providers.openai.completion import OpenAICompletion
-from openai import AsyncOpenAI
+from crewai.memory.unified_memory import Memory
+from openai import AsyncOpenAI, OpenAI
 from opentelemetry import trace as otel
+from wrapt import wrap_function_wrapper  # type: ignore[import-untyped] # wrapt has no types
 
-from agentlightning.errors import ConfigError
 from agentlightning.hookspecs import WrapOptions
 from agentlightning.litagent import FrameworkAgent
+from agentlightning.litagent.pickling import register_reducer
 from agentlightning.resources import LLM
 from agentlightning.tracer.tracer import get_active_trace
-from agentlightning_integrations.openai_client import carry_clients, optional_client
+from agentlightning_integrations.object_copy import copy_except, walk
+from agentlightning_integrations.openai_client import async_client, carry_clients, sync_client
 from agentlightning_integrations.span_tree import (
     AGENT_NAME,
     INPUT,
@@ -48,6 +55,7 @@ from agentlightning_integrations.span_tree import (
 Runnable: TypeAlias = Crew | Agent
 A = TypeVar("A")
 
+_LOCK: Final = type(threading.Lock())
 _AGENT_TEXTS: Final = ("role", "goal", "backstory")
 _TASK_TEXTS: Final = ("description", "expected_output")
 _AGENT_MODELS: Final = ("llm", "function_calling_llm")
@@ -55,19 +63,16 @@ _KEPT_SETTINGS: Final = ("temperature", "top_p", "max_tokens", "stop", "seed")
 _CREW_MODELS: Final = ("manager_llm", "function_calling_llm", "planning_llm", "chat_llm")
 
 
-def wrap_agent(agent: Any, options: WrapOptions) -> CrewAIAgent | None:
+def wrap_agent(agent: Any, options: WrapOptions) -> FrameworkAgent[Any] | None:
     """See the hook of this name."""
-    if isinstance(agent, Flow):
-        raise ConfigError(
-            "a CrewAI Flow makes its agents in its methods, where nobody can give them the rollout's model; run it in "
-            "a function with @agl.rollout, whose parameter llm is for crewai.LLM(llm.model, base_url=llm.endpoint, "
-            "api_key=llm.api_key)"
-        )
-    if not isinstance(agent, (Crew, Agent)):
+    if not isinstance(agent, (Crew, Agent, Flow)):
         return None
     carry_clients()
     _stay_home()
-    return CrewAIAgent(agent, options)
+    if not isinstance(agent, Flow):
+        return CrewAIAgent(agent, options)
+    register_reducer(Memory, _reduce_memory)
+    return CrewAIFlow(agent, options)
 
 
 class CrewAIAgent(FrameworkAgent[Runnable]):
@@ -92,8 +97,8 @@ class CrewAIAgent(FrameworkAgent[Runnable]):
     async def run_async(self, task: Any, llm: LLM | None, texts: Mapping[str, str]) -> CrewOutput | LiteAgentOutput:
         """Runs the copy on a task."""
         result: Any
-        async with optional_client(llm) as client:
-            copied = _copy(self.agent, llm, client)
+        async with _open_clients(llm) as clients:
+            copied = _copy(self.agent, llm, clients)
             for name, part, labels in _named_parts(copied):
                 for label in labels:
                     setattr(part, label, texts.get(f"{name}.{label}", getattr(part, label)))
@@ -101,8 +106,112 @@ class CrewAIAgent(FrameworkAgent[Runnable]):
                 if isinstance(copied, Agent):
                     result = await copied.akickoff(task if isinstance(task, (str, list)) else to_text(task) or "")
                 else:
-                    result = await copied.akickoff(inputs=dict(task) if isinstance(task, Mapping) else {"task": task})
+                    result = await copied.akickoff(inputs=_inputs(task))
         return result  # type: ignore[no-any-return] # no stream: copies do not stream
+
+
+class CrewAIFlow(FrameworkAgent[Flow[Any]]):
+    """Runs a copy of a flow, with ``kickoff_async``; the output is what that returns.
+
+    A flow takes a task as a crew does. Its methods make agents and crews as they like, so the endpoint of a rollout is
+    not put into a copy of those: models ask on each call, in the context of the rollout, whether another one answers.
+    """
+
+    async def run_async(self, task: Any, llm: LLM | None, texts: Mapping[str, str]) -> Any:
+        """Runs the copy on a task."""
+        _ask_on_each_call()
+        async with _open_clients(llm) as clients:
+            token = _current.set(None if llm is None else _Models(llm, clients))
+            try:
+                with _quietly(is_verbose=False):
+                    return await _copy_flow(self.agent).kickoff_async(inputs=_inputs(task))
+            finally:
+                _current.reset(token)
+
+
+class _Clients(NamedTuple):
+    """What the models of one rollout call with; the framework awaits, or calls in threads."""
+
+    awaited: AsyncOpenAI
+    blocking: OpenAI
+
+
+@contextlib.asynccontextmanager
+async def _open_clients(llm: LLM | None) -> AsyncIterator[_Clients | None]:
+    if llm is None:
+        yield None
+        return
+    with sync_client(llm) as blocking:
+        async with async_client(llm) as awaited:
+            yield _Clients(awaited, blocking)
+
+
+class _Models:
+    """The models that answer in one rollout, by those that they answer for."""
+
+    def __init__(self, llm: LLM, clients: _Clients | None) -> None:
+        self._llm = llm
+        self._clients = clients
+        self._found: dict[int, tuple[Any, Any]] = {}
+
+    def answering_for(self, model: Any) -> Any:
+        """The model that calls the rollout's endpoint."""
+        _, found = self._found.get(id(model), (None, None))
+        if found is None:
+            found = _redirect(model, self._llm, self._clients)
+            self._found[id(model)] = model, found  # both are kept, so that their ids stay theirs
+            self._found[id(found)] = found, found
+        return found
+
+
+_current: ContextVar[_Models | None] = ContextVar("agentlightning_crewai_models", default=None)
+
+
+def _ask_on_each_call() -> None:
+    """Has the models that are known by now ask who answers; outside rollouts of flows nothing changes."""
+
+    def call(wrapped: Callable[..., Any], model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        models = _current.get()
+        chosen = model if models is None else models.answering_for(model)
+        answer = wrapped if chosen is model else getattr(chosen, wrapped.__name__)
+        return answer(*args, **kwargs)
+
+    classes = BaseLLM.__subclasses__()
+    while classes:
+        cls = classes.pop()
+        classes += cls.__subclasses__()
+        for name in ("call", "acall"):
+            if type(vars(cls).get(name)) is types.FunctionType:  # and no wrapper of ours
+                wrap_function_wrapper(cls, name, call)
+
+
+def _copy_flow(flow: Flow[Any]) -> Flow[Any]:
+    """A flow in the state that this one was given in; what it remembers and stores is shared."""
+    shared = [flow.memory, flow.persistence, flow.input_provider]
+    exchanged: dict[int, Any] = {id(part): part for part in shared if part is not None}
+    for lock in (value for value in (flow.__pydantic_private__ or {}).values() if isinstance(value, _LOCK)):
+        exchanged[id(lock)] = threading.Lock()
+    for part in walk(flow, lambda part: part is flow):
+        if isinstance(part, (Crew, Agent)):
+            exchanged[id(part)] = _copy(part, None, None)
+        elif isinstance(part, BaseLLM):
+            exchanged[id(part)] = part
+    copied = copy_except(flow, exchanged, flow.name or type(flow).__name__)
+    copied.stream = copied.tracing = False
+    return copied
+
+
+def _reduce_memory(memory: Memory) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A memory that is opened anew: every flow has one, with the connection to its database."""
+    return _make_memory, ({name: getattr(memory, name) for name in memory.model_fields_set},)
+
+
+def _make_memory(settings: dict[str, Any]) -> Memory:
+    return Memory(**settings)
+
+
+def _inputs(task: Any) -> dict[str, Any]:
+    return dict(task) if isinstance(task, Mapping) else {"task": task}
 
 
 def _named_parts(root: Runnable) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
@@ -117,35 +226,35 @@ def _named_parts(root: Runnable) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
         yield task.name or f"task_{number}", task, _TASK_TEXTS
 
 
-def _copy(root: Runnable, llm: LLM | None, client: AsyncOpenAI | None) -> Runnable:
+def _copy(root: Runnable, llm: LLM | None, clients: _Clients | None) -> Runnable:
     """CrewAI's own copy, with models that call the rollout's endpoint."""
     if isinstance(root, Agent):
-        return _copy_agent(root, root.copy(), llm, client)
+        return _copy_agent(root, root.copy(), llm, clients)
     models = {name: vars(root).get(name) for name in _CREW_MODELS}
     bare = root.model_copy(update=dict.fromkeys(_CREW_MODELS[1:]))  # copying a crew makes dicts of these
     copied = bare.copy()
     copied.stream = copied.tracing = False
     for name, model in models.items():
         if model is not None:
-            setattr(copied, name, _redirect(model, llm, client))
+            setattr(copied, name, _redirect(model, llm, clients))
     for agent, made in zip(root.agents, copied.agents, strict=True):
-        _copy_agent(agent, made, llm, client)
+        _copy_agent(agent, made, llm, clients)
     if root.manager_agent is not None and copied.manager_agent is not None:
-        _copy_agent(root.manager_agent, copied.manager_agent, llm, client)
+        _copy_agent(root.manager_agent, copied.manager_agent, llm, clients)
     return copied
 
 
-def _copy_agent(agent: Any, copied: A, llm: LLM | None, client: AsyncOpenAI | None) -> A:
+def _copy_agent(agent: Any, copied: A, llm: LLM | None, clients: _Clients | None) -> A:
     for name in _AGENT_MODELS:
         model = vars(agent).get(name)  # asked as an attribute, a deprecated one warns
         if model is not None:
-            setattr(copied, name, _redirect(model, llm, client))
+            setattr(copied, name, _redirect(model, llm, clients))
     return copied
 
 
-def _redirect(model: Any, llm: LLM | None, client: AsyncOpenAI | None) -> Any:
+def _redirect(model: Any, llm: LLM | None, clients: _Clients | None) -> Any:
     """The same model settings for another endpoint and model; a model may be no more than its name."""
-    if llm is None or client is None:
+    if llm is None or clients is None:
         return model
     known = {name: value for name, value in llm.sampling_parameters.items() if name in OpenAICompletion.model_fields}
     others = {name: value for name, value in llm.sampling_parameters.items() if name not in known}
@@ -164,8 +273,7 @@ def _redirect(model: Any, llm: LLM | None, client: AsyncOpenAI | None) -> Any:
     else:
         kept = {name: getattr(model, name) for name in _KEPT_SETTINGS if getattr(model, name, None) is not None}
         copied = OpenAICompletion(**{**kept, **settings, "additional_params": others})
-    copied._async_client = client
-    copied._client = None  # made on first use, where somebody does not await
+    copied._async_client, copied._client = clients
     return copied
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import socket
 import ssl
-from collections.abc import AsyncIterator, Iterator
+import threading
+import weakref
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient, DefaultHttpxClient, OpenAI
@@ -37,10 +40,68 @@ async def optional_client(llm: LLM | None) -> AsyncIterator[AsyncOpenAI | None]:
 
 @contextlib.contextmanager
 def sync_client(llm: LLM) -> Iterator[OpenAI]:
-    """As ``async_client``, for code that does not await; threads may share it."""
-    transport = DefaultHttpxClient(verify=_tls())
-    with OpenAI(base_url=llm.get_base_url(), api_key=llm.api_key or "unused", http_client=transport) as client:
-        yield client
+    """As ``async_client``, for code that does not await; threads may share it, and their calls end with the block."""
+    transport = _Stoppable(verify=_tls())
+    try:
+        yield OpenAI(base_url=llm.get_base_url(), api_key=llm.api_key or "unused", http_client=transport)
+    finally:
+        transport.stop()
+
+
+class _Stoppable(DefaultHttpxClient):
+    """An HTTP client that can be stopped while other threads wait for answers.
+
+    ``close`` alone closes what those threads wait on: they do not notice, and once the number of the file is given to
+    somebody else, they wait for that. Hanging up ends their wait, and each closes what it has used.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._lock = threading.Lock()
+        self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+        self._streams: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._in_flight = 0
+        self._is_stopped = False
+
+    def send(self, request: Any, **settings: Any) -> Any:
+        """Sends a request, unless the client was stopped."""
+        with self._lock:
+            if self._is_stopped:
+                raise RuntimeError("the rollout of this client is over")
+            self._in_flight += 1
+        try:
+            request.extensions = {**request.extensions, "trace": self._note}
+            response = super().send(request, **settings)
+            if settings.get("stream"):
+                self._streams.add(response)
+            return response
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        with self._lock:
+            self._in_flight -= 1
+        if self._is_stopped:
+            self._close_if_idle()
+
+    def stop(self) -> None:
+        """Ends what is in flight, and forbids the rest."""
+        with self._lock:
+            self._is_stopped = True
+        for connection in list(self._sockets):
+            with contextlib.suppress(OSError):  # closed already
+                connection.shutdown(socket.SHUT_RDWR)
+        self._close_if_idle()
+
+    def _close_if_idle(self) -> None:
+        if not self._in_flight and all(stream.is_closed for stream in list(self._streams)):
+            self.close()
+
+    def _note(self, event: str, info: Mapping[str, Any]) -> None:
+        """Called by the transport at every step of a request; those that open a connection give it."""
+        stream = info.get("return_value")
+        if event.endswith(("connect_tcp.complete", "start_tls.complete")) and stream is not None:
+            self._sockets.add(stream.get_extra_info("socket"))
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, MutableMapping
+from concurrent.futures import Future
 from typing import Any, Final
 
 from opentelemetry import trace as otel
@@ -20,10 +21,10 @@ from wrapt import (  # type: ignore[import-untyped] # wrapt has no types
     register_post_import_hook,
 )
 
-from agentlightning.tracer.tracer import get_active
+from agentlightning.tracer.tracer import activate, get_active
+from agentlightning_plugins.child_context import VARIABLE, call_in_context, run_in_context
 
 _HEADER: Final = "traceparent"
-_VARIABLE: Final = "TRACEPARENT"
 _ENV_POSITION: Final = 10
 """Of ``env`` among the positional arguments of ``Popen``, from 0, ``args`` included."""
 
@@ -32,14 +33,14 @@ def carry_context_out() -> Callable[[], None]:
     """Has child processes and the requests of HTTP clients carry the context of their attempt; returns the undo.
 
     Clients are ``httpx``, ``httpx2``, ``requests`` and ``aiohttp``, imported before or after. Processes are those of
-    ``subprocess`` and asyncio; ``multiprocessing`` gives no place to say it.
+    ``subprocess``, asyncio, ``multiprocessing`` and, for each of its calls, ``ProcessPoolExecutor``.
     """
     undo_processes = _carry_into_processes()
-    requests = _Requests()
-    requests.begin()
+    calls = _Calls()
+    calls.begin()
 
     def undo() -> None:
-        requests.undo()
+        calls.undo()
         undo_processes()
 
     return undo
@@ -80,9 +81,9 @@ def _carry_into_processes() -> Callable[[], None]:
 
 def _with_context(env: Any, context: str) -> Any:
     given = dict(os.environ if env is None else env)
-    if env is not None and (_VARIABLE in given or _VARIABLE.encode() in given):
+    if env is not None and (VARIABLE in given or VARIABLE.encode() in given):
         return env
-    return {**given, _VARIABLE: context}
+    return {**given, VARIABLE: context}
 
 
 def _inject(headers: MutableMapping[str, str]) -> None:
@@ -114,16 +115,43 @@ def _request(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict
     return wrapped(*args, **kwargs)
 
 
-_CLIENTS: Final = {
+def _start(wrapped: Callable[..., Any], process: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """``start()`` of a process of ``multiprocessing``: the child is told before it does its work."""
+    context = current_traceparent()
+    if context is None:
+        return wrapped(*args, **kwargs)
+    process.run = functools.partial(run_in_context, context, process.run)
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        del process.run
+
+
+def _submit(wrapped: Callable[..., Any], pool: Any, args: Any, kwargs: dict[str, Any]) -> Future[Any]:
+    """``submit(fn, *args, **kwargs)`` of ``ProcessPoolExecutor``, whose processes work for several attempts."""
+    context = current_traceparent()
+    future: Future[Any]
+    if context is None:
+        future = wrapped(*args, **kwargs)
+    else:
+        with activate(None):  # a process that it starts outlives the attempt
+            future = wrapped(call_in_context, context, *args, **kwargs)
+    return future
+
+
+_PLACES: Final = {
     "httpx": (("Client", "send", _send), ("AsyncClient", "send", _send)),
     "httpx2": (("Client", "send", _send), ("AsyncClient", "send", _send)),
     "requests": (("Session", "send", _send),),
     "aiohttp": (("ClientSession", "_request", _request),),
+    "multiprocessing.process": (("BaseProcess", "start", _start),),
+    "concurrent.futures.process": (("ProcessPoolExecutor", "submit", _submit),),
 }
+"""By module: class, method and what is wrapped around it."""
 
 
-class _Requests:
-    """The wrappers around HTTP clients."""
+class _Calls:
+    """The wrappers around methods of classes that may not be imported yet."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -132,7 +160,7 @@ class _Requests:
 
     def begin(self) -> None:
         """Wraps what is imported, now or later."""
-        for module in _CLIENTS:
+        for module in _PLACES:
             if module in sys.modules:
                 self._wrap(importlib.import_module(module))
             else:
@@ -142,7 +170,7 @@ class _Requests:
         with self._lock:
             if self._is_undone:
                 return
-            for class_name, name, wrapper in _CLIENTS[module.__name__]:
+            for class_name, name, wrapper in _PLACES[module.__name__]:
                 owner = getattr(module, class_name, None)
                 original = vars(owner).get(name) if owner is not None else None
                 if original is not None:

@@ -40,6 +40,13 @@ def make_openai_agent(tool: Callable[..., int] = add) -> Any:
     return calculator
 
 
+def make_openai_client() -> Any:
+    """Which makes one call for each task."""
+    from openai import AsyncOpenAI
+
+    return AsyncOpenAI(base_url=NOWHERE, api_key="any", max_retries=0)
+
+
 def make_openai_agents_agent() -> Any:
     from agents import Agent, OpenAIChatCompletionsModel, function_tool
     from openai import AsyncOpenAI
@@ -93,3 +100,13 @@ AGENTS: Final[dict[str, Callable[[], Any]]] = {
     "openai-agents": make_openai_agents_agent,
 }
 """By the name of the extra. Each gets one step of GRPO in ``test_training.py``."""
+
+PROMPTS: Final = {
+    "agent-framework": f"{AGENT_NAME}.instructions",
+    "autogen": f"{AGENT_NAME}.system_message",
+    "crewai": f"{AGENT_NAME}.backstory",
+    "langchain": f"{AGENT_NAME}.system_prompt",
+    "openai": "instructions",
+    "openai-agents": f"{AGENT_NAME}.instructions",
+}
+"""What ``prompts`` calls the text ``INSTRUCTIONS`` of each; of ``openai``, what its client is told first."""

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import threading
 from typing import Any, Never
 
@@ -27,14 +26,14 @@ from agentlightning.testing.agent.conformance import is_tool_span
 from agentlightning.testing.agent.lab import TEMPERATURE
 from agentlightning.testing.openai_server import Answer, RecordedRequest
 from agentlightning_integrations import agent_framework as our_integration
-from tests.integrations.framework_agent import NOWHERE, make_agent_framework_agent
+from tests.integrations.framework_agent import NOWHERE, PROMPTS, make_agent_framework_agent
+from tests.integrations.team import THE_END, WRITER, TeamTests, names_and_texts, run
 
 pytestmark = pytest.mark.environment("main", "newest")
-WRITER = "You write what the calculator found."
 
 
 class TestAgentFramework(AgentConformance):
-    prompt_path = f"{AGENT_NAME}.instructions"
+    prompt_path = PROMPTS["agent-framework"]
 
     @pytest.fixture
     def agent(self) -> Any:
@@ -60,37 +59,21 @@ def script(request: RecordedRequest) -> Answer:
     messages = request.body["messages"]
     system, last = messages[0]["content"], messages[-1]
     if "writ" in system.lower():
-        return Answer("the end")
+        return Answer(THE_END)
     if "lead" in system.lower() and last["role"] == "user":
         return Answer(tool_calls=[(AGENT_NAME, {"task": ask(2, 3)})])
     return answer(request)
 
 
-def names_and_texts(spans: list[agl.Span]) -> list[tuple[str | None, str]]:
-    triplets = agl.TraceToTriplet().adapt(spans)
-    return [(t.metadata["agent_name"], t.response["raw_content"][0]["content"] or "a tool call") for t in triplets]
+class TestAWorkflow(TeamTests):
+    given, said = "gen_ai.input.messages", "gen_ai.output.messages"
 
+    @pytest.fixture
+    def team(self) -> Any:
+        return make_workflow()
 
-async def run(lab: Lab, **more: Any) -> tuple[agl.AttemptedRollout, list[agl.Span]]:
-    async with lab:
-        (rollout,) = await lab.run(ask(2, 3), **more)
-        return rollout, await lab.spans(rollout)
-
-
-async def test_each_agent_of_a_workflow_has_its_own_triplets() -> None:
-    lab = Lab(make_workflow(), script, reward=lambda task, output, rollout: float("THE END" in output.get_outputs()))
-    rollout, spans = await run(lab)
-    assert rollout.attempt.error is None
-    assert names_and_texts(spans) == [
-        (AGENT_NAME, "a tool call"),
-        (AGENT_NAME, "The sum is 5."),
-        ("writer", "the end"),
-    ]
-    assert agl.find_final_reward(spans) == 1.0
-    assert len(agl.TraceToTriplet(agent_match="^writer$").adapt(spans)) == 1
-    said = {span.attributes["gen_ai.agent.name"]: span for span in spans if span.name.startswith("invoke_agent")}
-    assert "The sum is 5." in said["writer"].attributes["gen_ai.input.messages"]
-    assert "the end" in said["writer"].attributes["gen_ai.output.messages"]
+    def last_words(self, output: Any) -> str:
+        return THE_END if THE_END.upper() in output.get_outputs() else ""
 
 
 async def test_texts_of_the_agents_of_a_workflow_can_be_tuned() -> None:
@@ -99,16 +82,6 @@ async def test_texts_of_the_agents_of_a_workflow_can_be_tuned() -> None:
     assert rollout.attempt.error is None
     assert lab.server.requests[-1].body["messages"][0]["content"] == "You write rhymes."
     assert "rhymes" not in str(lab.server.requests[0].body)
-
-
-async def test_a_workflow_runs_eight_times_at_once_from_its_beginning_each_time() -> None:
-    lab = Lab(make_workflow(), script, reward=lambda task, output, rollout: float("THE END" in output.get_outputs()))
-    async with lab:
-        rollouts = await lab.run(*(ask(i, i) for i in range(8)))
-        for i, rollout in enumerate(rollouts):
-            spans = await lab.spans(rollout)
-            assert agl.find_final_reward(spans) == 1.0
-            assert names_and_texts(spans)[1] == (AGENT_NAME, f"The sum is {2 * i}.")
 
 
 async def test_an_agent_that_is_a_tool_and_one_in_an_executor_of_the_user_call_the_rollouts_endpoint() -> None:
@@ -138,14 +111,14 @@ async def test_an_agent_that_is_a_tool_and_one_in_an_executor_of_the_user_call_t
 
     rollout, spans = await run(Lab(WorkflowBuilder(start_executor=Desk()).build(), script))
     assert rollout.attempt.error is None
-    assert names_and_texts(spans) == [("writer", "the end")]
+    assert names_and_texts(spans) == [("writer", THE_END)]
 
 
 async def test_a_workflow_as_an_agent_is_an_agent() -> None:
     lab = Lab(make_workflow().as_agent("flow"), script, prompts=["writer.instructions"])
     rollout, spans = await run(lab)
     assert rollout.attempt.error is None
-    assert names_and_texts(spans)[-1] == ("writer", "the end")
+    assert names_and_texts(spans)[-1] == ("writer", THE_END)
 
 
 async def test_a_task_may_be_anything_that_is_json() -> None:
@@ -156,39 +129,6 @@ async def test_a_task_may_be_anything_that_is_json() -> None:
         (rollout,) = await lab.run({"question": ask(2, 3)})  # type: ignore[arg-type] # tasks are often mappings
         assert agl.find_final_reward(await lab.spans(rollout)) == 1.0
         assert lab.server.requests[0].body["messages"][1]["content"] == '{"question": "What is 2 + 3?"}'
-
-
-async def test_an_error_inside_a_workflow_fails_the_attempt_and_says_what_it_was() -> None:
-    rollout, _ = await run(Lab(make_workflow(), [Answer(status=400, error="the model has gone home")]))
-    assert rollout.status == "failed"
-    assert rollout.attempt.error is not None
-    assert "the model has gone home" in rollout.attempt.error.message
-    assert "Traceback" in rollout.attempt.error.traceback
-
-
-@pytest.mark.parametrize("by", ["timeout", "cancellation"])
-async def test_a_workflow_stops_at_once(by: str) -> None:
-    called = asyncio.Event()
-
-    def slowly(request: RecordedRequest) -> Answer:
-        called.set()
-        return Answer("nothing yet", delay_s=0.7)
-
-    async with Lab(make_workflow(), slowly) as lab:
-
-        async def cancel(ids: list[str]) -> None:
-            await asyncio.wait_for(called.wait(), 60)
-            await lab.store.cancel_rollout(ids[0])
-
-        if by == "timeout":
-            (rollout,) = await lab.run(ask(2, 3), timeout_s=0.5)
-            assert rollout.attempt.status == "timeout"
-        else:
-            (rollout,) = await lab.run(ask(2, 3), meanwhile=cancel)
-            assert rollout.status == "cancelled"
-        asked = len(lab.server.requests)
-        await asyncio.sleep(1.5)
-        assert len(lab.server.requests) == asked <= 1
 
 
 async def test_a_workflow_that_cannot_be_copied_is_refused_with_the_way_out() -> None:

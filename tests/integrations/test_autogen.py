@@ -26,14 +26,14 @@ from agentlightning.testing.agent import AGENT_NAME, MODEL, AgentConformance, La
 from agentlightning.testing.agent.conformance import is_tool_span
 from agentlightning.testing.openai_server import Answer, RecordedRequest
 from agentlightning_integrations import autogen as autogen_integration
-from tests.integrations.framework_agent import NOWHERE, make_autogen_agent
+from tests.integrations.framework_agent import NOWHERE, PROMPTS, make_autogen_agent
+from tests.integrations.team import THE_END, WRITER, TeamTests, names_and_texts, run
 
 pytestmark = pytest.mark.environment("main", "newest")
-WRITER = "You write what the calculator found."
 
 
 class TestAutoGen(AgentConformance):
-    prompt_path = f"{AGENT_NAME}.system_message"
+    prompt_path = PROMPTS["autogen"]
 
     @pytest.fixture
     def agent(self) -> Any:
@@ -50,7 +50,7 @@ def make_writer() -> AssistantAgent:
 
 def make_team() -> RoundRobinGroupChat:
     return RoundRobinGroupChat(
-        [make_autogen_agent(), make_writer()], termination_condition=TextMentionTermination("THE END")
+        [make_autogen_agent(), make_writer()], termination_condition=TextMentionTermination(THE_END)
     )
 
 
@@ -59,7 +59,7 @@ def script(request: RecordedRequest) -> Answer:
     messages = request.body["messages"]
     system, last = messages[0]["content"], messages[-1]
     if "writ" in system.lower():
-        return Answer("THE END")
+        return Answer(THE_END)
     if "select" in system.lower():
         return Answer("writer" if "The sum is" in str(messages) else AGENT_NAME)
     if "lead" in system.lower() and last["role"] == "user":
@@ -73,31 +73,13 @@ def texts_of(output: Any) -> list[str]:
     return [message.to_text() for message in output.messages]
 
 
-def names_and_texts(spans: list[agl.Span]) -> list[tuple[str | None, str]]:
-    triplets = agl.TraceToTriplet().adapt(spans)
-    return [(t.metadata["agent_name"], t.response["raw_content"][0]["content"] or "a tool call") for t in triplets]
+class TestATeam(TeamTests):
+    @pytest.fixture
+    def team(self) -> Any:
+        return make_team()
 
-
-async def run(lab: Lab, **more: Any) -> tuple[agl.AttemptedRollout, list[agl.Span]]:
-    async with lab:
-        (rollout,) = await lab.run(ask(2, 3), **more)
-        return rollout, await lab.spans(rollout)
-
-
-async def test_each_agent_of_a_team_has_its_own_triplets() -> None:
-    lab = Lab(make_team(), script, reward=lambda task, output, rollout: float(texts_of(output)[-1] == "THE END"))
-    rollout, spans = await run(lab)
-    assert rollout.attempt.error is None
-    assert names_and_texts(spans) == [
-        (AGENT_NAME, "a tool call"),
-        (AGENT_NAME, "The sum is 5."),
-        ("writer", "THE END"),
-    ]
-    assert agl.find_final_reward(spans) == 1.0
-    assert len(agl.TraceToTriplet(agent_match="^writer$").adapt(spans)) == 1
-    said = {span.attributes["gen_ai.agent.name"]: span for span in spans if span.name.startswith("invoke_agent")}
-    assert said["writer"].attributes["input.value"].endswith("The sum is 5.")
-    assert said["writer"].attributes["output.value"] == "THE END"
+    def last_words(self, output: Any) -> str:
+        return texts_of(output)[-1]
 
 
 async def test_texts_of_all_agents_of_a_team_can_be_tuned() -> None:
@@ -106,16 +88,6 @@ async def test_texts_of_all_agents_of_a_team_can_be_tuned() -> None:
     assert rollout.attempt.error is None
     assert lab.server.requests[-1].body["messages"][0]["content"] == "You write rhymes."
     assert lab.server.requests[0].body["messages"][0]["content"] != "You write rhymes."
-
-
-async def test_a_team_runs_eight_times_at_once_from_its_beginning_each_time() -> None:
-    lab = Lab(make_team(), script, reward=lambda task, output, rollout: float(task == texts_of(output)[0]))
-    async with lab:
-        rollouts = await lab.run(*(ask(i, i) for i in range(8)))
-        for i, rollout in enumerate(rollouts):
-            spans = await lab.spans(rollout)
-            assert agl.find_final_reward(spans) == 1.0
-            assert names_and_texts(spans)[1] == (AGENT_NAME, f"The sum is {2 * i}.")
 
 
 async def test_a_teams_own_model_and_agents_that_are_tools_call_the_rollouts_endpoint() -> None:
@@ -131,12 +103,12 @@ async def test_a_teams_own_model_and_agents_that_are_tools_call_the_rollouts_end
         [make_autogen_agent(), make_writer()],
         make_model(),
         selector_prompt="Select one of {participants} for {history}: {roles}",
-        termination_condition=TextMentionTermination("THE END"),
+        termination_condition=TextMentionTermination(THE_END),
     )
     lab = Lab(selecting, script, prompts=[f"{selecting.name}.selector_prompt"])
     rollout, spans = await run(lab)
     assert rollout.attempt.error is None
-    assert names_and_texts(spans)[-1] == ("writer", "THE END")
+    assert names_and_texts(spans)[-1] == ("writer", THE_END)
     assert {request.body["model"] for request in lab.server.requests} == {MODEL}
 
 
@@ -145,7 +117,7 @@ async def test_a_society_of_mind_uses_the_rollouts_endpoint_inside_and_outside()
     agent = SocietyOfMindAgent("society", inner, make_model(), instruction="Write of this:")
     rollout, spans = await run(Lab(agent, script, prompts=["society.instruction"]))
     assert rollout.attempt.error is None
-    assert names_and_texts(spans)[-1] == ("society", "THE END")
+    assert names_and_texts(spans)[-1] == ("society", THE_END)
 
 
 async def test_another_models_client_becomes_one_of_the_endpoint_and_without_endpoint_stays() -> None:
@@ -185,14 +157,6 @@ async def test_a_task_may_be_messages_or_anything_that_is_json() -> None:
             assert agl.find_final_reward(await lab.spans(rollout)) == 1.0
 
 
-async def test_an_error_inside_a_team_fails_the_attempt_and_says_what_it_was() -> None:
-    rollout, _ = await run(Lab(make_team(), [Answer(status=400, error="the model has gone home")]))
-    assert rollout.status == "failed"
-    assert rollout.attempt.error is not None
-    assert "BadRequestError" in rollout.attempt.error.message
-    assert "the model has gone home" in rollout.attempt.error.message
-
-
 async def test_a_tool_that_fails_is_a_failed_span_and_the_agent_goes_on() -> None:
     def add(a: int, b: int) -> int:
         """Adds."""
@@ -204,31 +168,6 @@ async def test_a_tool_that_fails_is_a_failed_span_and_the_agent_goes_on() -> Non
     (tool,) = [span for span in spans if is_tool_span(span)]
     assert tool.status.status_code == "ERROR"
     assert "no such number" in tool.model_dump_json()
-
-
-@pytest.mark.parametrize("by", ["timeout", "cancellation"])
-async def test_a_team_stops_at_once(by: str) -> None:
-    called = asyncio.Event()
-
-    def slowly(request: RecordedRequest) -> Answer:
-        called.set()
-        return Answer("nothing yet", delay_s=0.7)
-
-    async with Lab(make_team(), slowly) as lab:
-
-        async def cancel(ids: list[str]) -> None:
-            await asyncio.wait_for(called.wait(), 60)
-            await lab.store.cancel_rollout(ids[0])
-
-        if by == "timeout":
-            (rollout,) = await lab.run(ask(2, 3), timeout_s=0.5)
-            assert rollout.attempt.status == "timeout"
-        else:
-            (rollout,) = await lab.run(ask(2, 3), meanwhile=cancel)
-            assert rollout.status == "cancelled"
-        asked = len(lab.server.requests)
-        await asyncio.sleep(1.5)
-        assert len(lab.server.requests) == asked <= 1
 
 
 async def test_a_team_stops_at_once_though_an_agent_of_it_heeds_no_cancellation_token() -> None:

@@ -21,7 +21,7 @@ from agentlightning.testing.agent import AGENT_NAME, INSTRUCTIONS, MODEL, AgentC
 from agentlightning.testing.agent.conformance import is_tool_span
 from agentlightning.testing.openai_server import Answer
 from agentlightning.tracer import OtelTracer
-from tests.integrations.framework_agent import NOWHERE, make_langchain_agent
+from tests.integrations.framework_agent import NOWHERE, PROMPTS, make_langchain_agent
 
 pytestmark = pytest.mark.environment("main", "newest")
 
@@ -30,7 +30,7 @@ MODEL_OF_THE_MODULE = ChatOpenAI(model="gpt-5", api_key=SecretStr("any"), base_u
 
 
 class TestCreateAgent(AgentConformance):
-    prompt_path = f"{AGENT_NAME}.system_prompt"
+    prompt_path = PROMPTS["langchain"]
 
     @pytest.fixture
     def agent(self) -> Any:

@@ -386,30 +386,36 @@ assert Config.upload_base64_image is upload
     await asyncio.to_thread(subprocess.run, [sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("imported", ["before", "after", "undone", "never"])
-async def test_openai_may_be_imported_before_or_after_us_or_never(server: ScriptedOpenAI, imported: str) -> None:
-    first = "import openai" if imported == "before" else ""
-    undo = "undo()" if imported == "undone" else ""
-    use = f"""
-import openai
-with openai.OpenAI(base_url={server.endpoint!r}, api_key="any") as client:
-    client.chat.completions.create(model="m", messages=[{{"role": "user", "content": "hi"}}])
-assert len(exporter.get_finished_spans()) == {int(imported in ("before", "after"))}
-"""
+async def test_openai_may_be_imported_before_or_after_us_and_is_left_alone_once_we_are_gone(
+    server: ScriptedOpenAI,
+) -> None:
     code = f"""
 import sys
-{first}
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from agentlightning_integrations import plugin
 
-exporter, provider = InMemorySpanExporter(), TracerProvider()
+exporter, undone, provider = InMemorySpanExporter(), InMemorySpanExporter(), TracerProvider()
 provider.add_span_processor(SimpleSpanProcessor(exporter))
+gone = TracerProvider()
+gone.add_span_processor(SimpleSpanProcessor(undone))
+plugin.instrument(gone)()
 undo = plugin.instrument(provider)
-assert ("openai" in sys.modules) == {imported == "before"}
-{undo}
-{"" if imported == "never" else use}
+assert "openai" not in sys.modules
+import openai
+
+def call():
+    with openai.OpenAI(base_url={server.endpoint!r}, api_key="any") as client:
+        client.chat.completions.create(model="m", messages=[{{"role": "user", "content": "hi"}}])
+    return len(exporter.get_finished_spans())
+
+assert call() == 1, "imported after us"
+undo()
+assert call() == 1, "undone"
+undo = plugin.instrument(provider)
+assert call() == 2, "imported before us"
+assert undone.get_finished_spans() == ()
 """
     await asyncio.to_thread(subprocess.run, [sys.executable, "-c", code], check=True)
 

@@ -25,13 +25,13 @@ from agentlightning.testing.agent.conformance import is_tool_span
 from agentlightning.testing.openai_server import Answer, RecordedRequest
 from agentlightning.tracer import OtelTracer
 from agentlightning_integrations.openai_agents import _processors
-from tests.integrations.framework_agent import make_openai_agents_agent
+from tests.integrations.framework_agent import PROMPTS, make_openai_agents_agent
 
 pytestmark = pytest.mark.environment("main", "newest")
 
 
 class TestOpenAIAgents(AgentConformance):
-    prompt_path = f"{AGENT_NAME}.instructions"
+    prompt_path = PROMPTS["openai-agents"]
 
     @pytest.fixture
     def agent(self) -> Any:

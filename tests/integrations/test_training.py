@@ -13,7 +13,7 @@ import pytest
 import agentlightning as agl
 from agentlightning.testing.agent import ask
 from agentlightning.thread import run_in_thread
-from tests.algorithms.conftest import save_tiny_model
+from tests.algorithms.tiny_model import save_tiny_model
 from tests.integrations.framework_agent import AGENTS
 
 GROUP = 4

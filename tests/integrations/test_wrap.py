@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ import agentlightning as agl
 from agentlightning.plugins import get_manager
 from agentlightning.testing.agent import AGENT_NAME, INSTRUCTIONS, answer, ask, read_sum
 from agentlightning.testing.agent.conformance import is_tool_span
-from agentlightning.testing.openai_server import ScriptedOpenAI
+from agentlightning.testing.openai_server import Answer, RecordedRequest, ScriptedOpenAI
 from agentlightning_integrations import plugin
+from tests.algorithms.prompt_lab import Server
 from tests.integrations.framework_agent import AGENTS, make_langchain_agent, make_openai_agents_agent
 
 PROMPT = f"{AGENT_NAME}.instructions"
@@ -45,48 +47,6 @@ async def test_an_object_goes_straight_into_fit_with_its_reward() -> None:
     by_rollout = [[span for span in spans if span.rollout_id == rollout.rollout_id] for rollout in rollouts]
     assert [agl.find_final_reward(found) for found in by_rollout] == [1.0] * 4
     assert all(len(list(filter(is_tool_span, found))) == 1 for found in by_rollout)
-    await store.close()
-
-
-class ByFramework(agl.LitAgent[Any]):
-    """Runs the agent of the framework that the task names."""
-
-    def __init__(self, agents: dict[str, agl.LitAgent[Any]]) -> None:
-        self._agents = agents
-
-    async def rollout_async(self, task: Any, resources: agl.NamedResources, rollout: agl.Rollout) -> Any:
-        agent = self._agents[task["framework"]]
-        if agent.is_async():
-            return await agent.rollout_async(task["question"], resources, rollout)
-        return await asyncio.to_thread(agent.rollout, task["question"], resources, rollout)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # crewai reads its own deprecated fields
-async def test_objects_of_all_frameworks_at_once_in_a_runner_process_never_mix() -> None:
-    store = agl.create_store("memory://")
-    agents = {name: agl.wrap(make(), reward=read_sum) for name, make in AGENTS.items()}
-    async with ScriptedOpenAI(answer) as server:
-        trainer = agl.Trainer(
-            algorithm="baseline",
-            store=store,
-            trackers=[],
-            max_concurrency=8,
-            initial_resources={"llm": agl.LLM(endpoint=server.endpoint, model="m")},
-        )
-        tasks = [{"framework": name, "question": ask(i, i)} for i in (1, 2) for name in AGENTS]
-        await asyncio.to_thread(trainer.fit, ByFramework(agents), tasks)
-    rollouts, spans = await read(store)
-    errors = [r.attempt.error for r in rollouts if isinstance(r, agl.AttemptedRollout) and r.attempt.error]
-    assert errors == []
-    assert len(rollouts) == len(tasks)
-    for rollout in rollouts:
-        found = [span for span in spans if span.rollout_id == rollout.rollout_id]
-        assert agl.find_final_reward(found) == 1.0
-        if rollout.input["framework"] != "openai":  # whose agent is a function, and runs its tools itself
-            (tool,) = filter(is_tool_span, found)
-            asked = set(json.loads(tool.attributes["gen_ai.tool.call.arguments"]).values())
-            assert asked == {int(rollout.input["question"].split()[2])}
     await store.close()
 
 
@@ -118,138 +78,184 @@ async def test_the_trainer_begins_with_the_texts_of_the_object() -> None:
 
 
 MAIN = """
+    import asyncio, json, sys, warnings
+    warnings.simplefilter("ignore")  # of crewai's imports
+
     import agentlightning as agl
-    {imports}
+    from agent_framework import Agent as ChatAgent
+    from agent_framework.openai import OpenAIChatClient
+    from agents import Agent, function_tool
+    from autogen_agentchat.agents import AssistantAgent
+    from autogen_ext.models.openai import OpenAIChatCompletionClient
+    from crewai import LLM, Agent as CrewAgent
+    from crewai.tools import tool
+    from langchain.agents import create_agent
+    from langchain_openai import ChatOpenAI
+    from openai import AsyncOpenAI
+
+    NOWHERE = "http://127.0.0.1:9/v1"
+
+    def add(a: int, b: int) -> int:
+        "Adds two numbers."
+        return a + b
 
     def is_right(task, output, rollout):
-        return float("sum is 5" in str(output))
+        a, b = [int(word.strip("?")) for word in task.split() if word.strip("?").isdigit()]
+        return float(f"sum is {a + b}" in str(output))
 
-    {make}
+    openai_model = OpenAIChatCompletionClient(model="gpt-4o", api_key="any", base_url=NOWHERE)
+    crewai_model = LLM("gpt-4o", api_key="any")
+    agents = {
+        "agent-framework": ChatAgent(OpenAIChatClient("gpt-5", api_key="any"), "Add.", name="mine", tools=[add]),
+        "autogen": AssistantAgent("mine", openai_model, tools=[add], system_message="Add.", max_tool_iterations=2),
+        "crewai": CrewAgent(role="mine", goal="Add.", backstory="Add.", llm=crewai_model, tools=[tool(add)]),
+        "langchain": create_agent(ChatOpenAI(model="gpt-5", api_key="any"), [add], system_prompt="Add.", name="mine"),
+        "openai": AsyncOpenAI(base_url=NOWHERE, api_key="any"),
+        "openai-agents": Agent(name="mine", instructions="Add.", tools=[function_tool(add)]),
+    }
+
+    class ByFramework(agl.LitAgent):
+        "Runs the agent of the framework that the task names."
+
+        def __init__(self, agents):
+            self.agents = agents
+
+        async def rollout_async(self, task, resources, rollout):
+            return await self.agents[task["framework"]].rollout_async(task["question"], resources, rollout)
+
     store = agl.create_store("memory://")
     trainer = agl.Trainer(
-        algorithm="baseline", store=store, trackers=[],
-        initial_resources={{"llm": agl.LLM(endpoint={endpoint!r}, model="m")}},
+        algorithm="baseline", store=store, trackers=[], max_concurrency=16,
+        initial_resources={"llm": agl.LLM(endpoint=sys.argv[1], model="m")},
     )
-    trainer.fit(agent, ["What is 2 + 3?"], reward=is_right)
+    wrapped = {name: agl.wrap(agent, reward=is_right) for name, agent in agents.items()}
+    trainer.fit(ByFramework(wrapped), [
+        {"framework": name, "question": f"What is {a} + {10 * a}?"} for a in (1, 2) for name in agents
+    ])
 
     async def report():
-        (rollout,) = (await store.query_rollouts()).items
-        spans = (await store.query_spans(rollout.rollout_id)).items
-        print(rollout.attempt.error)
-        print(agl.find_final_reward(spans), [t.metadata["agent_name"] for t in agl.TraceToTriplet().adapt(spans)])
+        for rollout in (await store.query_rollouts()).items:
+            spans = (await store.query_spans(rollout.rollout_id)).items
+            print(json.dumps({
+                "framework": rollout.input["framework"],
+                "error": rollout.attempt.error and rollout.attempt.error.message,
+                "reward": agl.find_final_reward(spans),
+                "agents": [triplet.metadata["agent_name"] for triplet in agl.TraceToTriplet().adapt(spans)],
+                "asked": rollout.input["question"],
+                "tools": [span.attributes.get("gen_ai.tool.call.arguments") for span in spans
+                          if span.attributes.get("gen_ai.operation.name") == "execute_tool"],
+            }))
 
-    import asyncio
     asyncio.run(report())
 """
-SCRIPTS = {
-    "agent-framework": (
-        "from agent_framework import Agent\n    from agent_framework.openai import OpenAIChatClient",
-        """
-    def add(a: int, b: int) -> int:
-        "Adds two numbers."
-        return a + b
 
-    agent = Agent(OpenAIChatClient("gpt-5", api_key="any"), "Add.", name="mine", tools=[add])
-    """,
-    ),
-    "autogen": (
-        "from autogen_agentchat.agents import AssistantAgent\n"
-        "    from autogen_ext.models.openai import OpenAIChatCompletionClient",
-        """
-    def add(a: int, b: int) -> int:
-        "Adds two numbers."
-        return a + b
 
-    model = OpenAIChatCompletionClient(model="gpt-4o", api_key="any", base_url="http://127.0.0.1:9/v1")
-    agent = AssistantAgent("mine", model, tools=[add], system_message="Add.", max_tool_iterations=2)
-    """,
-    ),
-    "crewai": (
-        "from crewai import Agent, LLM\n    from crewai.tools import tool",
-        """
-    @tool
-    def add(a: int, b: int) -> int:
-        "Adds two numbers."
-        return a + b
+def call_tool_if_there(request: RecordedRequest) -> Answer:
+    """The kit's calculator; asked by the bare client, which has no tool, it adds by itself."""
+    if request.body.get("tools"):
+        return answer(request)
+    a, b = re.findall(r"\d+", request.body["messages"][-1]["content"])
+    return Answer(f"The sum is {int(a) + int(b)}.")
 
-    agent = Agent(role="mine", goal="Add.", backstory="You add.", llm=LLM("gpt-4o", api_key="any"), tools=[add])
-    """,
-    ),
-    "langchain": (
-        "from langchain.agents import create_agent\n    from langchain_openai import ChatOpenAI",
-        """
-    def add(a: int, b: int) -> int:
-        "Adds two numbers."
-        return a + b
 
-    model = ChatOpenAI(model="gpt-5", api_key="any", base_url="http://127.0.0.1:9/v1")
-    agent = create_agent(model, [add], system_prompt="Add.", name="mine")
-    """,
-    ),
-    "openai-agents": (
-        "from agents import Agent, function_tool",
-        """
-    @function_tool
-    def add(a: int, b: int) -> int:
-        "Adds two numbers."
-        return a + b
+def run_program(program: str, *arguments: str) -> list[str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("CREWAI_")}
+    code = textwrap.dedent(program)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False, timeout=250, env=env
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
 
-    agent = Agent(name="mine", instructions="Add.", tools=[add])
-    """,
-    ),
-}
+
+@pytest.fixture(scope="module")
+def rollouts_of_a_script() -> list[dict[str, Any]]:
+    """What a program in one file made of the agents of all frameworks, two rollouts of each and all at once.
+
+    The objects, their tools and the reward live in ``__main__``, which the runner process does not import.
+    """
+    with Server(call_tool_if_there) as server:
+        return [json.loads(line) for line in run_program(MAIN, server.endpoint)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("framework", SCRIPTS)
-async def test_a_script_of_one_file_trains_the_agent_that_it_defines(framework: str, tmp_path: Path) -> None:
-    """The object, its tools and the reward live in ``__main__``, which runner processes do not import."""
-    imports, make = SCRIPTS[framework]
-    async with ScriptedOpenAI(answer) as server:
-        script = tmp_path / "train.py"
-        script.write_text(textwrap.dedent(MAIN.format(imports=imports, make=make, endpoint=server.endpoint)))
-        done = await asyncio.to_thread(
-            subprocess.run, [sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=100
-        )
-    assert done.stdout.splitlines() == ["None", "1.0 ['mine', 'mine']"], done.stdout + done.stderr
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("framework", AGENTS)
+def test_objects_of_a_script_run_in_a_runner_process_and_never_mix(
+    framework: str, rollouts_of_a_script: list[dict[str, Any]]
+) -> None:
+    mine = [rollout for rollout in rollouts_of_a_script if rollout["framework"] == framework]
+    assert len(mine) == 2
+    for rollout in mine:
+        assert (rollout["error"], rollout["reward"]) == (None, 1.0)
+        if framework == "openai":  # a client, which calls once
+            assert (rollout["agents"], rollout["tools"]) == ([None], [])
+            continue
+        assert rollout["agents"] == ["mine"] * 2
+        (tool,) = rollout["tools"]
+        assert list(json.loads(tool).values()) == [int(word) for word in re.findall(r"\d+", rollout["asked"])]
 
 
 LATE = """
-    import asyncio, sys
+    import asyncio, json, sys, warnings
+    warnings.simplefilter("ignore")  # of crewai's imports
+    from opentelemetry import trace
+    from opentelemetry.sdk.trace import TracerProvider
+    users = TracerProvider()
+    trace.set_tracer_provider(users)
+
     from agentlightning.testing.agent import Lab, ask
+    from agentlightning.testing.agent.conformance import is_tool_span
     from agentlightning.adapter import TraceToTriplet
     from agentlightning.tracer import OtelTracer
 
     tracer = OtelTracer()
     tracer.init()
-    assert {package!r} not in sys.modules
+    early = [name for name in ("agent_framework", "agents", "autogen_agentchat", "crewai", "langchain_core", "openai")
+             if name in sys.modules]
     from tests.integrations.framework_agent import AGENTS
 
-    async def main():
-        async with Lab(AGENTS[{framework!r}]()) as lab:
+    async def run(make):
+        async with Lab(make()) as lab:
             (rollout,) = await lab.run(ask(2, 3))
             spans = await lab.spans(rollout)
-        print([triplet.metadata["agent_name"] for triplet in TraceToTriplet().adapt(spans)])
+        names = [triplet.metadata["agent_name"] for triplet in TraceToTriplet().adapt(spans)]
+        return names, sum(map(is_tool_span, spans))
 
-    asyncio.run(main())
+    seen = {name: asyncio.run(run(make)) for name, make in AGENTS.items()}
+    from crewai.telemetry import Telemetry
+    print(json.dumps({
+        "early": early,
+        "seen": seen,
+        "crewai reports": Telemetry()._should_execute_telemetry(),
+        "the user's provider stays": trace.get_tracer_provider() is users,
+    }))
     tracer.teardown()
 """
 
 
+@pytest.fixture(scope="module")
+def imported_late() -> dict[str, Any]:
+    """What a process saw of all frameworks that were imported after a tracer was ready, and of its own settings."""
+    found: dict[str, Any] = json.loads(run_program(LATE)[-1])
+    return found
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("package", "framework"),
-    [
-        ("agent_framework", "agent-framework"),
-        ("agents", "openai-agents"),
-        ("autogen_agentchat", "autogen"),
-        ("langchain_core", "langchain"),
-    ],
-)
-def test_a_framework_that_is_imported_after_us_is_traced(package: str, framework: str) -> None:
-    code = textwrap.dedent(LATE.format(package=package, framework=framework))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=100)
-    assert done.stdout.splitlines() == [f"['{AGENT_NAME}', '{AGENT_NAME}']"], done.stdout + done.stderr
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("framework", AGENTS)
+def test_a_framework_that_is_imported_after_us_is_traced(framework: str, imported_late: dict[str, Any]) -> None:
+    assert imported_late["early"] == []
+    name, tools = (None, 0) if framework == "openai" else (AGENT_NAME, 1)  # which is a function, with its own tools
+    assert imported_late["seen"][framework] == [[name, name], tools]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_no_framework_takes_the_global_provider_and_crewai_sends_no_report(imported_late: dict[str, Any]) -> None:
+    """In a process of its own: CrewAI's telemetry begins once and stays."""
+    assert imported_late["the user's provider stays"] is True
+    assert imported_late["crewai reports"] is False
 
 
 def test_wrap_agent_of_the_plugin_leaves_alone_what_it_does_not_know() -> None:

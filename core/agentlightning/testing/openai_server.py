@@ -132,6 +132,8 @@ class ScriptedOpenAI:
         script = self._script
         answer = script(recorded) if callable(script) else script[min(turn, len(script) - 1)]
         await asyncio.sleep(answer.delay_s)
+        if answer.until is not None:
+            await answer.until.wait()
         if answer.cut_after == 0:
             return _hang_up(request)
         if answer.body is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -71,6 +72,8 @@ class Answer:
     headers: Mapping[str, str] = field(default_factory=dict)
     delay_s: float = 0.0
     """Before the status line."""
+    until: asyncio.Event | None = None
+    """Waits for it, after the delay."""
     chunk_delay_s: float = 0.0
     """Before each chunk of a stream but the first."""
     status: int = 200

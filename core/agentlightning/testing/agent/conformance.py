@@ -30,13 +30,17 @@ from agentlightning.testing.agent.lab import (
 from agentlightning.testing.openai_server import EOS, Answer, RecordedRequest, decode, encode, logprob
 from agentlightning.types import AttemptedRollout, Span
 
-_SLOW_S = 1.5
-"""How long the model thinks where an agent is to be stopped meanwhile."""
-
 
 def is_tool_span(span: Span) -> bool:
     """Whether a span is the run of a tool."""
     return span.attributes.get("gen_ai.operation.name") == "execute_tool"
+
+
+async def go_on(release: asyncio.Event) -> None:
+    """Lets the model answer, and gives an agent that waits for it the time to go on, on a busy machine too."""
+    release.set()
+    for _ in range(40):
+        await asyncio.sleep(0.01)
 
 
 @pytest.mark.asyncio
@@ -115,7 +119,7 @@ class AgentConformance:
     async def test_eight_rollouts_at_once_never_mix(self, agent: Any) -> None:
         def slowly(request: RecordedRequest) -> Answer:
             said = self.answer(request)
-            return Answer(said.content, tool_calls=said.tool_calls, status=said.status, error=said.error, delay_s=0.3)
+            return Answer(said.content, tool_calls=said.tool_calls, status=said.status, error=said.error, delay_s=0.15)
 
         async with self.lab(agent, script=slowly) as lab:
             rollouts = await lab.run(*(ask(i, 100 * i) for i in range(1, 9)))
@@ -165,25 +169,26 @@ class AgentConformance:
 
     async def test_a_timeout_stops_the_agent(self, agent: Any) -> None:
         added.clear()
+        release = asyncio.Event()
 
-        def slowly(request: RecordedRequest) -> Answer:
-            return Answer(tool_calls=self.answer(request).tool_calls, delay_s=_SLOW_S)
+        def hold(request: RecordedRequest) -> Answer:
+            return Answer(tool_calls=self.answer(request).tool_calls, until=release)
 
-        async with self.lab(agent, script=slowly) as lab:
+        async with self.lab(agent, script=hold) as lab:
             (rollout,) = await lab.run(ask(7, 8), timeout_s=0.5, through_gateway=False)
             assert rollout.attempt.status == "timeout"
-            await asyncio.sleep(_SLOW_S + 0.3)
+            await go_on(release)
             assert (7, 8) not in added, "the agent went on after its time was up"
 
     async def test_a_cancelled_rollout_stops_the_agent(self, agent: Any) -> None:
-        called = asyncio.Event()
         added.clear()
+        called, release = asyncio.Event(), asyncio.Event()
 
-        def slowly(request: RecordedRequest) -> Answer:
+        def hold(request: RecordedRequest) -> Answer:
             called.set()
-            return Answer(tool_calls=self.answer(request).tool_calls, delay_s=_SLOW_S)
+            return Answer(tool_calls=self.answer(request).tool_calls, until=release)
 
-        async with self.lab(agent, script=slowly) as lab:
+        async with self.lab(agent, script=hold) as lab:
 
             async def cancel(ids: list[str]) -> None:
                 await asyncio.wait_for(called.wait(), PATIENCE_S)
@@ -191,7 +196,7 @@ class AgentConformance:
 
             (rollout,) = await lab.run(ask(7, 9), meanwhile=cancel, through_gateway=False)
             assert rollout.status == "cancelled"
-            await asyncio.sleep(_SLOW_S + 0.3)
+            await go_on(release)
             assert (7, 9) not in added, "the agent went on after it was cancelled"
 
     async def test_it_travels_to_a_runner_process(self, agent: Any) -> None:

@@ -1,0 +1,187 @@
+"""What an async agent has done in threads of its loop's default executor ends with its attempt."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from typing import Any
+
+import pytest
+
+import agentlightning as agl
+from agentlightning.thread import ThreadGroup, ThreadStopped, give_groups_their_work, threads_of_its_own
+
+PATIENCE_S = 30.0
+
+
+@pytest.fixture
+async def store() -> AsyncIterator[agl.InMemoryLightningStore]:
+    store = agl.InMemoryLightningStore()
+    yield store
+    await store.close()
+
+
+class Work:
+    """A call that goes on for minutes unless somebody stops it."""
+
+    def __init__(self) -> None:
+        self.began = threading.Event()
+        self.stopped = threading.Event()
+
+    def __call__(self, *args: Any) -> None:
+        self.began.set()
+        try:
+            for _ in range(10_000):
+                time.sleep(0.01)
+        except ThreadStopped:
+            self.stopped.set()
+            raise
+
+
+async def until(event: threading.Event) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not event.is_set():  # noqa: ASYNC110 # a thread sets it
+            await asyncio.sleep(0.01)
+
+
+async def begin(work: Work, by: str) -> None:
+    if by == "run_in_executor":
+        await asyncio.get_running_loop().run_in_executor(None, work)
+    else:
+        await asyncio.to_thread(work)
+
+
+@pytest.mark.parametrize("call", ["run_in_executor", "to_thread"])
+@pytest.mark.parametrize("by", ["timeout", "cancellation", "error beside it"])
+async def test_a_call_in_a_thread_stops_with_the_attempt(store: agl.InMemoryLightningStore, call: str, by: str) -> None:
+    work = Work()
+
+    async def agent(task: str) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(begin(work, call))
+            await until(work.began)
+            if by == "error beside it":
+                raise LookupError("down")
+
+    rollout = await store.enqueue_rollout("t", config=agl.RolloutConfig(timeout_seconds=1 if by == "timeout" else None))
+    runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer(), max_rollouts=1)
+    with runner.run_context(agent=agl.wrap(agent), store=store):
+        running = asyncio.create_task(runner.iter())
+        if by == "cancellation":
+            await until(work.began)
+            await store.cancel_rollout(rollout.rollout_id)
+        await asyncio.wait_for(running, PATIENCE_S)
+    await until(work.stopped)
+    ended = await store.get_rollout_by_id(rollout.rollout_id)
+    assert ended is not None
+    assert ended.status == ("cancelled" if by == "cancellation" else "failed")
+
+
+async def test_calls_that_hang_take_no_thread_from_other_attempts_and_wear_the_runner_out(
+    store: agl.InMemoryLightningStore,
+) -> None:
+    release, all_hang = threading.Event(), threading.Barrier(41)
+
+    def hang() -> None:
+        all_hang.wait(PATIENCE_S)
+        release.wait(2 * PATIENCE_S)
+
+    async def agent(task: str) -> float:
+        if task == "hang":
+            await asyncio.to_thread(hang)
+        return float(await asyncio.to_thread(len, task))
+
+    hanging = [await store.enqueue_rollout("hang") for _ in range(40)]
+    other = await store.enqueue_rollout("four")
+    runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer(), max_rollouts=41, max_concurrency=41)
+    try:
+        with runner.run_context(agent=agl.wrap(agent), store=store):
+            running = asyncio.create_task(runner.iter())
+            await asyncio.to_thread(all_hang.wait, PATIENCE_S)
+            (ended,) = await store.wait_for_rollouts([other.rollout_id], timeout=PATIENCE_S)
+            assert ended.status == "succeeded"
+            for rollout in hanging:
+                await store.cancel_rollout(rollout.rollout_id)
+            await asyncio.wait_for(running, PATIENCE_S)
+        assert runner.is_worn_out
+    finally:
+        release.set()
+
+
+async def test_a_group_makes_more_calls_than_it_has_threads_each_in_the_context_of_its_caller() -> None:
+    give_groups_their_work()
+    name: ContextVar[int] = ContextVar("name")
+    most = 0
+    at_work = 0
+    lock = threading.Lock()
+
+    def look() -> int:
+        nonlocal most, at_work
+        with lock:
+            at_work += 1
+            most = max(most, at_work)
+        time.sleep(0.01)
+        with lock:
+            at_work -= 1
+        return name.get()
+
+    async def call(number: int) -> int:
+        name.set(number)
+        return await asyncio.get_running_loop().run_in_executor(None, look)
+
+    async def fail() -> None:
+        await asyncio.to_thread(int, "no number")
+
+    with threads_of_its_own(on_abandoned=lambda threads: None):
+        assert await asyncio.gather(*(call(number) for number in range(100))) == list(range(100))
+        with pytest.raises(ValueError, match="no number"):
+            await fail()
+    assert 1 < most <= 32
+
+
+def test_a_group_that_was_stopped_calls_nothing_more() -> None:
+    group, work = ThreadGroup(), [Work() for _ in range(40)]
+    futures = [group.submit(one) for one in work]
+    assert all(one.began.wait(PATIENCE_S) for one in work[:32])
+    threads = group.stop()
+    assert len(threads) == 32
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert not any(thread.is_alive() for thread in threads)
+    assert [one.stopped.is_set() for one in work] == [True] * 32 + [False] * 8
+    assert all(future.cancelled() for future in [*futures[32:], group.submit(work[0])])
+
+
+def test_stopping_at_any_moment_leaves_no_thread_and_no_noise() -> None:
+    """A thread may be stopped while it takes its next call; warnings of threads are errors in these tests."""
+
+    def pause(seconds: float) -> Callable[[], None]:
+        return lambda: time.sleep(seconds)
+
+    threads = []
+    for number in range(200):
+        group = ThreadGroup()
+        for _ in range(3):
+            group.submit(pause(number * 1e-6))
+        time.sleep(number * 1e-6)
+        threads += group.stop()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+
+
+async def test_the_executor_that_a_program_chose_goes_on_doing_everybody_elses_work() -> None:
+    with ThreadPoolExecutor(1, thread_name_prefix="chosen") as chosen:
+        asyncio.get_running_loop().set_default_executor(chosen)
+        give_groups_their_work()
+        give_groups_their_work()
+        assert (await asyncio.to_thread(threading.current_thread)).name.startswith("chosen")
+        with threads_of_its_own(on_abandoned=lambda threads: None):
+            assert (await asyncio.to_thread(threading.current_thread)).name.startswith("agent-call")
+        await asyncio.get_running_loop().shutdown_default_executor()
+        with pytest.raises(RuntimeError, match="after shutdown"):
+            chosen.submit(len, "")

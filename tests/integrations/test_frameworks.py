@@ -1,0 +1,111 @@
+"""What holds for the agents of all frameworks alike, beside what the kit says of each (``AgentConformance``)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+
+import agentlightning as agl
+from agentlightning.testing.agent import INSTRUCTIONS, Lab, answer, ask
+from agentlightning.testing.openai_server import Answer, RecordedRequest
+from tests.algorithms.prompt_lab import Server, client, is_critic, prompt_in
+from tests.integrations import framework_agent
+from tests.integrations.framework_agent import AGENTS, PROMPTS, make_openai_client
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # crewai reads its own deprecated fields
+]
+
+TUNABLE: Final[dict[str, Callable[[], Any]]] = {**AGENTS, "openai": make_openai_client}
+LESSON: Final = "Say please."
+
+
+def teach_politeness(request: RecordedRequest) -> Answer:
+    """The calculator, polite where it is told to be, and a critic and an editor who tell it."""
+    if request.body["model"] == "editor":
+        return Answer(f"<prompt>\n{prompt_in(request)} {LESSON}\n</prompt>")
+    if is_critic(request):
+        return Answer("it does not say please")
+    said = answer(request)
+    if said.content is None and request.body.get("tools"):
+        return said
+    return Answer("The sum is 5, please." if LESSON in str(request.body["messages"]) else "The sum is 5.")
+
+
+@pytest.mark.parametrize("framework", TUNABLE)
+def test_apo_trains_a_prompt_of_the_agent(framework: str) -> None:
+    path = PROMPTS[framework]
+    store = agl.create_store("memory://")
+    agent = TUNABLE[framework]()
+    with Server(teach_politeness) as server:
+        apo = agl.APO(
+            client(server),
+            gradient_model="critic",
+            apply_edit_model="editor",
+            beam_width=1,
+            branch_factor=1,
+            beam_rounds=1,
+            gradient_batch_size=1,
+        )
+        trainer = agl.Trainer(
+            algorithm=apo,
+            store=store,
+            strategy="shm",
+            trackers=[],
+            initial_resources={"llm": agl.LLM(endpoint=server.endpoint, model="m")},
+        )
+        polite = agl.wrap(
+            agent, reward=lambda task, output, _: float("please" in str(output)), prompts={path: INSTRUCTIONS}
+        )
+        run = trainer.fit(polite, [ask(2, 3)], [ask(2, 3)])
+        asked = [request.body["messages"] for request in server.requests if request.body["model"] == "m"]
+    assert run.status == "succeeded"
+    assert apo.get_best_prompt().template == f"{INSTRUCTIONS} {LESSON}"
+    published = asyncio.run(_latest(store))
+    assert published[path] == apo.get_best_prompt()
+    taught = [LESSON in str(messages) for messages in asked]
+    assert set(taught) == {False, True}
+    assert all(INSTRUCTIONS in str(messages) for messages in asked)
+    assert LESSON not in str(agl.wrap(agent, prompts=[path]).agent.texts())  # type: ignore[attr-defined] # a framework's
+
+
+async def _latest(store: agl.LightningStore) -> agl.NamedResources:
+    latest = await store.get_latest_resources()
+    await store.close()
+    assert latest is not None
+    return latest.resources
+
+
+@pytest.mark.parametrize("framework", [name for name in AGENTS if name != "openai"])
+async def test_a_tool_that_does_not_await_stops_with_its_rollout(
+    framework: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks: list[float] = []
+
+    def add(a: int, b: int) -> int:
+        """Adds two numbers, in a minute."""
+        while len(ticks) < 3000:
+            time.sleep(0.02)
+            ticks.append(time.time())
+        return a + b
+
+    monkeypatch.setattr(framework_agent, "add", add)
+    async with Lab(AGENTS[framework]()) as lab:
+
+        async def cancel(ids: list[str]) -> None:
+            async with asyncio.timeout(60):
+                while not ticks:  # noqa: ASYNC110 # a thread adds them
+                    await asyncio.sleep(0.01)
+            await lab.store.cancel_rollout(ids[0])
+
+        (rollout,) = await lab.run(ask(2, 3), meanwhile=cancel)
+        assert rollout.status == "cancelled"
+        await asyncio.sleep(0.1)
+        ended = len(ticks)
+        await asyncio.sleep(0.3)
+    assert len(ticks) == ended, "the tool went on after its rollout was cancelled"

@@ -1,0 +1,26 @@
+"""What processes of ``multiprocessing`` do in ``test_context_propagation``; small, because each imports it."""
+
+from __future__ import annotations
+
+import os
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+
+def read_context() -> str | None:
+    return os.environ.get("TRACEPARENT")
+
+
+def tell_context(connection: Any) -> None:
+    connection.send(read_context())
+
+
+class Teller(SpawnProcess):
+    """A process whose work is a method."""
+
+    def __init__(self, connection: Any) -> None:
+        super().__init__()
+        self._connection = connection
+
+    def run(self) -> None:
+        tell_context(self._connection)
