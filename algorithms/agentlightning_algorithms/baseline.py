@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from agentlightning.algorithm.algorithm import FastAlgorithm
+from agentlightning.config import require_least
 from agentlightning.errors import ConfigError
 from agentlightning.reward import find_final_reward
 from agentlightning.types import (
     AttemptedRollout,
+    AttemptFailure,
     Dataset,
     EnqueueRolloutRequest,
     Rollout,
@@ -52,8 +54,7 @@ class Baseline(FastAlgorithm):
         Raises:
             ConfigError: a value out of range.
         """
-        if n_epochs < 1 or max_queue_length < 1:
-            raise ConfigError(f"n_epochs = {n_epochs}, max_queue_length = {max_queue_length}: both must be at least 1")
+        require_least(1, n_epochs=n_epochs, max_queue_length=max_queue_length)
         if not 0.0 <= train_split <= 1.0:
             raise ConfigError(f"train_split = {train_split}: a share from 0 to 1 is needed")
         self.n_epochs = n_epochs
@@ -61,6 +62,7 @@ class Baseline(FastAlgorithm):
         self.polling_interval = polling_interval
         self.max_queue_length = max_queue_length
         self.span_verbosity = span_verbosity
+        self._reported: set[tuple[str, str]] = set()
 
     async def run(self, train_dataset: Dataset[Any] | None = None, val_dataset: Dataset[Any] | None = None) -> None:
         """Runs all tasks and records, for each epoch, the mean reward, the success rate and the errors by type."""
@@ -118,12 +120,18 @@ class Baseline(FastAlgorithm):
         spans = await store.query_spans(rollout_id, "latest")
         reward = find_final_reward(spans.items)
         if isinstance(rollout, AttemptedRollout) and rollout.attempt.error is not None:
-            logger.warning("rollout %s failed:\n%s", rollout_id, rollout.attempt.error.traceback.rstrip())
+            self._report(rollout_id, rollout.attempt.error)
         logger.info("%s %s %s: reward %s, %d spans", rollout.mode, rollout_id, rollout.status, reward, len(spans))
         for span in spans.items:
             if self.span_verbosity != "none":
                 logger.info("  %s %s", span.name, _describe(span, values=self.span_verbosity == "key_values"))
         return rollout, reward
+
+    def _report(self, rollout_id: str, error: AttemptFailure) -> None:
+        """Logs each distinct error once; what a mistake does to one task it does to all of them."""
+        if (error.type, error.message) not in self._reported:
+            self._reported.add((error.type, error.message))
+            logger.warning("rollout %s failed:\n%s", rollout_id, error.traceback.rstrip())
 
 
 def _describe(span: Span, *, values: bool) -> object:
@@ -145,7 +153,7 @@ def _summarize(results: list[tuple[Rollout, float | None]]) -> dict[str, float]:
         **{f"{mode}_reward": statistics.fmean(values) for mode, values in by_mode.items() if values},
         "success_rate": 1.0 - len(failed) / len(results) if results else 0.0,
         "rollouts": float(len(results)),
-        "without_reward": float(sum(reward is None for _, reward in results)),
+        "rollouts_without_reward": float(sum(reward is None for _, reward in results)),
         **{f"errors/{name}": float(count) for name, count in sorted(errors.items())},
     }
 

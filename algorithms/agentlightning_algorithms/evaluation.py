@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentlightning.algorithm.algorithm import FastAlgorithm
+from agentlightning.config import require_least
 from agentlightning.errors import ConfigError
 from agentlightning.reward import find_final_reward
 from agentlightning.significance import mean_interval, paired_p_value
@@ -102,8 +103,7 @@ class Evaluation(FastAlgorithm):
         Raises:
             ConfigError: a value out of range.
         """
-        if repetitions < 1:
-            raise ConfigError(f"repetitions = {repetitions}: at least 1 is needed")
+        require_least(1, repetitions=repetitions)
         self.repetitions = repetitions
         self.success_threshold = success_threshold
         self.mode: RolloutMode = mode

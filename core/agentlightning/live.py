@@ -15,12 +15,13 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeAlias
 
 from agentlightning.emitter import emit_reward
 from agentlightning.errors import ConfigError, LightningError, NotFoundError
-from agentlightning.resources import Resource
+from agentlightning.resources import Resource, ResourcesUpdate
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Rollout
 
@@ -79,12 +80,45 @@ class LivePlace:
 async def read_live_state(store: LightningStore) -> tuple[LiveState, int] | None:
     """The newest state of live learning in the store's run, with its version; None where there was none."""
     update = await store.get_resources_by_id(LivePlace(store.run_id).state_id)
-    if update is None:
-        return None
+    return None if update is None else (_state_in(update), update.version)
+
+
+async def read_live_history(store: LightningStore) -> list[LiveState]:
+    """Every state of live learning in the store's run, oldest first; each has a note that says what happened."""
+    place = LivePlace(store.run_id)
+    updates = await store.with_run(place.desk_run_id).query_resources(resources_id=place.state_id)
+    return [_state_in(update) for update in updates]
+
+
+def _state_in(update: ResourcesUpdate) -> LiveState:
     state = update.resources[STATE_NAME]
     if not isinstance(state, LiveState):
         raise ConfigError(f"resources {update.resources_id!r} hold {state.resource_type!r}, no live state")  # type: ignore[attr-defined] # every resource class names its type
-    return state, update.version
+    return state
+
+
+@dataclass(frozen=True)
+class Result:
+    """A served rollout that has ended."""
+
+    rollout: Rollout
+    reward: float
+    """0 if it failed."""
+
+
+@dataclass(frozen=True)
+class Experience:
+    """What better resources are made from."""
+
+    resources: Mapping[str, Resource]
+    """The stable version."""
+    results: Sequence[Result]
+    """Rollouts that were served with it, oldest first, with their rewards; their spans are in the store."""
+    notes: Sequence[str]
+    """What happened so far, such as what became of earlier candidates, oldest first."""
+    store: LightningStore
+    directory: Path | None = None
+    """Where the run keeps its files; None when it keeps none."""
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import agentlightning as agl
+from agentlightning.live import read_live_history
 
 FIRST = "Answer the question: {question}"
 STEPS = "Think step by step, then answer the question: {question}"
@@ -87,15 +88,14 @@ class Service:
         await self.live.reward(rollout, rating)
         self.ratings[version].append(rating)
 
-    async def report(self) -> None:
+    async def report(self, began: float) -> None:
         """Prints what is served, how it is liked and how long it takes; and what the learner says."""
-        began, said = time.monotonic(), ""
+        said = 0
         while True:
-            state = self.live.state
-            if state is not None and state.note != said:
-                said = state.note
-                print(f"{time.monotonic() - began:5.1f} s  > {said}", flush=True)
-            elif len(self.waits_s) > 20:
+            history = await read_live_history(self.store)
+            for state in history[said:]:
+                print(f"{time.monotonic() - began:5.1f} s  > {state.note}", flush=True)
+            if len(history) == said and len(self.waits_s) > 20:
                 trial = self.live.trial
                 line = self.describe("stable", self.live.stable)
                 if trial is not None:
@@ -103,6 +103,7 @@ class Service:
                 cuts = statistics.quantiles(self.waits_s, n=20)
                 times = f"p50 {cuts[9] * 1e3:.0f} ms, p95 {cuts[18] * 1e3:.0f} ms"
                 print(f"{time.monotonic() - began:5.1f} s  {line}{times}", flush=True)
+            said = len(history)
             await asyncio.sleep(2.0)
 
     def describe(self, what: str, version: str | None) -> str:
@@ -121,17 +122,17 @@ async def serve(url: str, learner: list[str] | None, users: int) -> int:
         async with agl.LiveResources(store, refresh_s=1.0) as live:
             service = Service(store, live, runner)
             work = [asyncio.create_task(service.user(f"user {n}")) for n in range(users)]
-            work.append(asyncio.create_task(service.report()))
+            work.append(asyncio.create_task(service.report(time.monotonic())))
             try:
                 code = await run_learner(learner) if learner is not None else await asyncio.Event().wait()
-                await asyncio.sleep(2.5)  # the last version is served for a while
+                await asyncio.sleep(2.5)  # the last version is served for a while, and the last note printed
             finally:
                 for task in work:
                     task.cancel()
                 await asyncio.gather(*work, return_exceptions=True)
             latest = await store.get_latest_resources()
             if latest is not None:
-                print(f"latest is {latest.version_id}: {latest.resources['prompt']}")
+                print(f"latest is {latest.version_id}: {latest.resources['prompt'].model_dump()['template']}")
             for version, count in sorted(service.served.items()):
                 print(f"  {version}: served {count} times")
     await store.close()
@@ -153,7 +154,7 @@ async def run_learner(command: list[str]) -> int:
 
 
 def propose(experience: agl.LiveLearning.Experience) -> Mapping[str, str] | None:
-    """Stands for a model that reads poor answers and edits the prompt; APO's editor fits in here.
+    """Stands for a model that reads poor answers and edits the prompt, as ``agl.APO(...).propose`` has one do.
 
     Not all of its ideas are good ones, which is what trials are for.
     """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
 import os
 import subprocess
@@ -320,24 +322,53 @@ def test_a_users_own_words_replace_ours(server: ScriptedOpenAI) -> None:
     assert len(apo.history) > 1
 
 
-def test_all_candidates_of_a_round_run_at_once(server: ScriptedOpenAI) -> None:
-    running: dict[str, int] = {}
-    together: set[frozenset[str]] = set()
-    lock = threading.Lock()
+def test_all_candidates_of_a_round_run_at_once() -> None:
+    numbers = itertools.count()
+    running: set[str] = set()
+    met = threading.Event()
 
-    async def watched(task: Any, prompt: agl.PromptTemplate) -> float:
-        text = prompt.template
-        with lock:
-            running[text] = running.get(text, 0) + 1
-        await asyncio.sleep(0.1)
-        with lock:
-            together.add(frozenset(name for name, count in running.items() if count))
-            running[text] -= 1
-        return worth(text)
+    def different(request: RecordedRequest) -> Answer:
+        return Answer("wrong" if is_critic(request) else f"{SEED} {next(numbers)}")
 
-    apo = make(server, beam_rounds=1, branch_factor=4)
-    train(apo, watched, max_concurrency=64)
-    assert max(map(len, together)) == len(apo.history)
+    async def meeting(task: Any, prompt: agl.PromptTemplate) -> float:
+        """On validation tasks, waits for all candidates of the round: eight children and the seed."""
+        if task["question"].startswith("val"):
+            running.add(prompt.template)
+            if len(running) == 9:
+                met.set()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(30.0):
+                    while not met.is_set():  # noqa: ASYNC110 # the agent's loop is not the test's
+                        await asyncio.sleep(0.01)
+        return 0.5
+
+    with Server(different) as server:
+        apo = make(server, beam_rounds=1, branch_factor=4, val_batch_size=2, run_initial_validation=False)
+        train(apo, meeting, max_concurrency=64)
+    assert met.is_set()
+
+
+def test_a_child_is_tried_while_others_are_still_being_thought_of(server: ScriptedOpenAI) -> None:
+    tried = threading.Event()
+    seen: list[bool] = []
+
+    async def holding(task: Any, prompt: agl.PromptTemplate) -> float:
+        """One rollout that a child is made of does not end before another child is tried."""
+        if phrases(prompt.template):
+            tried.set()
+        elif not seen and task["question"].startswith("train"):
+            seen.append(False)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(20.0):
+                    while not tried.is_set():  # noqa: ASYNC110 # the agent's loop is not the test's
+                        await asyncio.sleep(0.01)
+            seen[0] = tried.is_set()
+        return worth(prompt.template)
+
+    apo = make(server, beam_rounds=1)
+    train(apo, holding)
+    assert seen == [True]
+    assert len(apo.history) > 2
 
 
 def test_metrics_of_each_round_are_recorded(server: ScriptedOpenAI) -> None:
@@ -431,6 +462,7 @@ def test_a_file_and_the_environment_are_enough(server: ScriptedOpenAI, tmp_path:
                 "data": {"train": "tasks.json", "val": {"source": "tasks.json", "limit": 4}},
                 "resources": {"prompt": SEED},
                 "tracer": "dummy",
+                "strategy": "shm",
                 "algorithm": {
                     "name": "apo",
                     "gradient_model": "critic",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import agentlightning as agl
-from agentlightning.live import LivePlace, LiveState
+from agentlightning.live import read_live_history
 from tests.algorithms.live_service import BEGIN, GOOD, running, serving, until
 from tests.benchmarks.bench_live import measure
 from tests.source import REPO
@@ -32,12 +31,6 @@ async def learner(url: str, prompt: str, *settings: str) -> AsyncIterator[asynci
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
-
-
-async def states(store: agl.LightningStore) -> list[LiveState]:
-    place = LivePlace(store.run_id)
-    updates = await store.with_run(place.desk_run_id).query_resources(resources_id=place.state_id)
-    return [state for update in updates if isinstance(state := update.resources["live"], LiveState)]
 
 
 @pytest.mark.parametrize("served", [False, True], ids=["one file", "agl store"])
@@ -65,11 +58,11 @@ async def test_a_killed_learner_goes_on_when_it_is_started_again_and_the_service
         await until(lambda: service.served["tuned@1"] >= before["tuned@1"] + 10)
         assert service.served["default.candidate@1"] == before["default.candidate@1"]
         assert not work.done()
-        in_trial = await states(store)
+        in_trial = await read_live_history(store)
         assert in_trial[-1].phase == "trial"
-        async with learner(url, "quality 0.1 never asked for") as second:
+        async with learner(url, "quality 0.1 never asked for", "margin=0.9") as second:
             assert await asyncio.wait_for(second.wait(), 90) == 0
-        after = await states(store)
+        after = await read_live_history(store)
         assert after[: len(in_trial)] == in_trial
         assert [state.phase for state in after[len(in_trial) :]] == ["watching"]
         await until(lambda: service.served["tuned@2"] >= 5)
@@ -81,46 +74,27 @@ async def test_a_killed_learner_goes_on_when_it_is_started_again_and_the_service
         assert len(failed) == 0
 
 
-@contextlib.asynccontextmanager
-async def agl_store(folder: Path, port: int) -> AsyncIterator[asyncio.subprocess.Process]:
-    """``agl store`` over a file, killed in the end."""
-    program = ["-m", "agentlightning", "store", "--port", str(port), "--backend", f"sqlite:///{folder / 'store.db'}"]
-    process = await asyncio.create_subprocess_exec(sys.executable, *program, cwd=folder)
-    try:
-        yield process
-    finally:
-        process.kill()
-        await process.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 async def test_while_the_store_is_dead_the_last_known_version_is_served(tmp_path: Path) -> None:
-    port = free_port()
-    client = agl.LightningStoreClient(f"http://127.0.0.1:{port}", retry_s=30.0)
-    impatient = agl.LightningStoreClient(client.url, retry_s=0.2)
-    async with contextlib.AsyncExitStack() as stack:
-        async with agl_store(tmp_path, port):
-            await client.update_resources("tuned", {"prompt": BEGIN})
-            live = await stack.enter_async_context(agl.LiveResources(impatient, refresh_s=0.2))
-        for _ in range(20):
+    owner = agl.create_store(f"sqlite:///{tmp_path / 'store.db'}")
+    server = agl.LightningStoreServer(owner, port=0)
+    await server.start()
+    client = agl.LightningStoreClient(server.endpoint, retry_s=0.2)
+    await client.update_resources("tuned", {"prompt": BEGIN})
+    async with agl.LiveResources(client, refresh_s=0.05) as live:
+        await server.stop()
+        for _ in range(10):
             assert live.pick().resources_id == "tuned@1"
             await asyncio.sleep(0.05)
-        async with agl_store(tmp_path, port):
-            await client.update_resources("tuned", {"prompt": GOOD})
-            await until(lambda: live.pick().resources_id == "tuned@2", 30)
-            await stack.aclose()
-            await impatient.close()
-            await client.close()
+        await owner.update_resources("tuned", {"prompt": GOOD})
+        server = agl.LightningStoreServer(owner, port=server.port)
+        await server.start()
+        await until(lambda: live.pick().resources_id == "tuned@2", 30)
+    await client.close()
+    await server.stop()
+    await owner.close()
 
 
-@pytest.mark.parametrize("at_once", [1, 4])
-async def test_learning_makes_answers_at_most_a_tenth_slower(at_once: int) -> None:
-    """Rounds with and without it alternate in one process; one that others disturb may be evened out by a later one."""
-    found = await measure(30 * at_once, at_once, rounds=6, enough=1.10)
-    assert found.ratio(0.5) <= 1.10
-    assert found.ratio(0.95) <= 1.15
+async def test_learning_makes_answers_at_most_a_tenth_slower() -> None:
+    """Blocks with and without it alternate in one process; what counts is the quietest of each."""
+    found = await measure(40, 1, rounds=8, limit=0.10)
+    assert found.is_close(0.10), found

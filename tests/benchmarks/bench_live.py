@@ -37,19 +37,39 @@ async def thinking(task: int, prompt: agl.PromptTemplate) -> float:
 
 
 @dataclass
-class Latencies:
-    """Seconds from a task to its finished rollout."""
+class Block:
+    """Tasks that were served in one go."""
 
-    without: list[float] = field(default_factory=list)
-    learning: list[float] = field(default_factory=list)
+    seconds: list[float]
+    """From each task to its finished rollout."""
+    cpu_s: float
+    """Of the serving process, all threads, for one task."""
 
-    def ratio(self, share: float) -> float:
-        """How much greater a quantile, such as 0.95, is with learning."""
-        return quantile(self.learning, share) / quantile(self.without, share)
+    def quantile(self, share: float) -> float:
+        return statistics.quantiles(self.seconds, n=100)[round(share * 100) - 1]
 
 
-def quantile(values: list[float], share: float) -> float:
-    return statistics.quantiles(values, n=100)[round(share * 100) - 1]
+@dataclass
+class Found:
+    """Blocks that alternated."""
+
+    without: list[Block] = field(default_factory=list)
+    learning: list[Block] = field(default_factory=list)
+
+    def quietest(self, share: float) -> tuple[float, float]:
+        """A quantile, such as 0.95, without and with learning, each in the block that others disturbed least."""
+        without, learning = (min(block.quantile(share) for block in blocks) for blocks in (self.without, self.learning))
+        return without, learning
+
+    def added_cpu(self) -> float:
+        """Seconds that learning adds to the work of one task."""
+        without, learning = (min(block.cpu_s for block in blocks) for blocks in (self.without, self.learning))
+        return learning - without
+
+    def is_close(self, limit: float) -> bool:
+        """Whether learning adds no more than this share to the median, and no more than that in CPU time."""
+        without, learning = self.quietest(0.5)
+        return learning <= (1 + limit) * without and self.added_cpu() <= limit * without
 
 
 @contextlib.asynccontextmanager
@@ -63,11 +83,10 @@ async def learner(url: str) -> AsyncIterator[None]:
         await process.wait()
 
 
-async def serve(
-    runner: agl.LitAgentRunner[Any], live: agl.LiveResources | None, n_steps: int, at_once: int
-) -> list[float]:
+async def serve(runner: agl.LitAgentRunner[Any], live: agl.LiveResources | None, n_steps: int, at_once: int) -> Block:
     numbers = itertools.count()
     seconds: list[float] = []
+    cpu_began = time.process_time()
 
     async def user() -> None:
         while (number := next(numbers)) < n_steps:
@@ -80,12 +99,12 @@ async def serve(
             seconds.append(time.perf_counter() - began)
 
     await asyncio.gather(*(user() for _ in range(at_once)))
-    return seconds
+    return Block(seconds, (time.process_time() - cpu_began) / n_steps)
 
 
-async def measure(n_steps: int, at_once: int, rounds: int, enough: float = 0.0) -> Latencies:
-    """Measures ``rounds`` rounds, or until p50 and p95 are within ``enough`` of each other after a round."""
-    found = Latencies()
+async def measure(n_steps: int, at_once: int, rounds: int, limit: float | None = None) -> Found:
+    """Measures ``rounds`` rounds, or until they show that learning adds no more than ``limit``."""
+    found = Found()
     with tempfile.TemporaryDirectory() as folder:
         url = f"sqlite:///{Path(folder) / 'store.db'}"
         store = agl.create_store(url)
@@ -94,12 +113,12 @@ async def measure(n_steps: int, at_once: int, rounds: int, enough: float = 0.0) 
         with runner.run_context(agent=thinking, store=store):
             await serve(runner, None, 20, at_once)
             for _ in range(rounds):
-                found.without += await serve(runner, None, n_steps, at_once)
+                found.without.append(await serve(runner, None, n_steps, at_once))
                 async with learner(url), agl.LiveResources(store, refresh_s=1.0) as live:
                     while live.trial is None:
                         await serve(runner, live, at_once, at_once)
-                    found.learning += await serve(runner, live, n_steps, at_once)
-                if max(found.ratio(0.5), found.ratio(0.95)) <= enough:
+                    found.learning.append(await serve(runner, live, n_steps, at_once))
+                if limit is not None and found.is_close(limit):
                     break
         await store.close()
     return found
@@ -114,11 +133,12 @@ def main() -> None:
     for at_once in (1, 8):
         found = asyncio.run(measure(given.steps * at_once, at_once, given.rounds))
         for name, share in (("p50", 0.5), ("p95", 0.95)):
-            with_it, without = quantile(found.learning, share), quantile(found.without, share)
+            without, with_it = found.quietest(share)
             print(
                 f"{at_once} at once, {name}: {with_it * 1e3:.1f} ms with learning = {with_it / without:.3f} "
                 f"of {without * 1e3:.1f} ms without"
             )
+        print(f"{at_once} at once, CPU: {found.added_cpu() * 1e3:+.2f} ms a task with learning")
 
 
 if __name__ == "__main__":

@@ -10,13 +10,12 @@ from tests.source import REPO, run_python
 
 
 @pytest.mark.slow
-@pytest.mark.soak  # its clock is the wall's: a busy machine changes the story
 def test_the_live_example_rejects_promotes_and_rolls_back_by_itself() -> None:
-    said = run_python(str(REPO / "examples" / "live" / "live.py"), "--share", "0.3", "--users", "3", timeout_s=110)
+    said = run_python(str(REPO / "examples" / "live" / "live.py"), "--share", "0.3", "--users", "6", timeout_s=110)
     assert "candidate 1 ran on 10 recorded tasks: 10 failed" in said
     assert re.search(r"candidate 2: \+\d.*; promoted as assistant@2", said)
     assert re.search(r"candidate 3: -\d.*; rolled back", said)
-    assert "30% of traffic default.candidate@" in said
+    assert said.count("gets 30% of the traffic") == 2
     assert "latest is assistant@2" in said
     assert "step by step" in said.split("latest is")[1]
     served = {version: int(count) for version, count in re.findall(r"  (\S+): served (\d+) times", said)}

@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+from agentlightning import live
 from agentlightning.algorithm.algorithm import Algorithm
+from agentlightning.config import require_least
 from agentlightning.errors import ConfigError
 from agentlightning.types import Dataset
-from agentlightning_algorithms.live import proposal, result
 from agentlightning_algorithms.live.proposal import Proposer, load_proposer
 from agentlightning_algorithms.live.session import Session
 
@@ -26,12 +27,12 @@ class LiveLearning(Algorithm):
     learner that was killed goes on where it was; while there is none, everybody is served with the stable version.
     """
 
-    Experience: TypeAlias = proposal.Experience
-    Result: TypeAlias = result.Result
+    Experience: TypeAlias = live.Experience
+    Result: TypeAlias = live.Result
 
     def __init__(
         self,
-        propose: Proposer | str,
+        propose: Proposer | str | Mapping[str, Any],
         *,
         evidence: int = 20,
         check_tasks: int = 16,
@@ -49,7 +50,8 @@ class LiveLearning(Algorithm):
         """Sets how candidates are made and judged. Margin and range are in units of the agent's reward.
 
         Args:
-            propose: makes candidates; ``"module:function"`` in configuration files.
+            propose: makes candidates. In configuration files ``"module:function"``, or an algorithm that can, as in
+                ``{"name": "apo", "max_calls": 200}``.
             evidence: rewards of the stable version before a candidate is asked for, each time anew.
             check_tasks: recorded tasks of the offline check; 0 leaves it out.
             check_tolerance: how much lower the mean reward on them may be than it was with the stable version, as a
@@ -72,18 +74,14 @@ class LiveLearning(Algorithm):
         shares = {"share": share, "risk": risk}
         if wrong := {name: value for name, value in shares.items() if not 0 < value < 1}:
             raise ConfigError(f"{_show(wrong)}: a number between 0 and 1 is needed")
-        counts = {"evidence": evidence, "max_treated": max_treated, "max_trials": max_trials}
-        if wrong := {name: value for name, value in counts.items() if value is not None and value < 1}:
-            raise ConfigError(f"{_show(wrong)}: at least 1 is needed")
-        least = {"check_tasks": check_tasks, "check_tolerance": check_tolerance, "margin": margin}
-        if wrong := {name: value for name, value in least.items() if value < 0}:
-            raise ConfigError(f"{_show(wrong)}: at least 0 is needed")
+        require_least(1, evidence=evidence, max_treated=max_treated, max_trials=max_trials)
+        require_least(0, check_tasks=check_tasks, check_tolerance=check_tolerance, margin=margin)
         times = {"check_timeout_s": check_timeout_s, "reward_timeout_s": reward_timeout_s, "refresh_s": refresh_s}
         if wrong := {name: value for name, value in times.items() if value <= 0}:
             raise ConfigError(f"{_show(wrong)}: more than 0 is needed")
         if not reward_range[0] < reward_range[1]:
             raise ConfigError(f"reward_range = {reward_range}: the least reward comes first, the greatest second")
-        self.propose = load_proposer(propose) if isinstance(propose, str) else propose
+        self.propose = load_proposer(propose)
         self.evidence = evidence
         self.check_tasks = check_tasks
         self.check_tolerance = check_tolerance

@@ -4,46 +4,44 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
 from importlib.metadata import EntryPoint
 from typing import Any, TypeAlias
 
 from agentlightning.errors import ConfigError
+from agentlightning.live import Experience
+from agentlightning.plugins import get_manager
 from agentlightning.resources import Resource, read_resources
-from agentlightning.store.protocol import LightningStore
-from agentlightning_algorithms.live.result import Result
-
-
-@dataclass(frozen=True)
-class Experience:
-    """What a proposer learns from."""
-
-    resources: Mapping[str, Resource]
-    """The stable version."""
-    results: Sequence[Result]
-    """Rollouts that were served with it, oldest first, with their rewards; their spans are in the store."""
-    notes: Sequence[str]
-    """What happened so far, such as what became of earlier candidates, oldest first."""
-    store: LightningStore
-
 
 Proposal: TypeAlias = Mapping[str, Resource | str] | None
 Proposer: TypeAlias = Callable[[Experience], Proposal | Awaitable[Proposal]]
 """Makes better resources, those that change by name; None when it has no idea. A plain str is a prompt."""
 
 
-def load_proposer(target: str) -> Proposer:
-    """The function at ``"module:function"``.
+def load_proposer(given: Proposer | str | Mapping[str, Any]) -> Proposer:
+    """What makes candidates.
+
+    Args:
+        given: a function; ``"module:function"``; or an algorithm that has ``propose(experience)``, by its name or as
+            ``{"name": "apo", **settings}``.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: nothing of this kind is there.
+        PluginError: there is no such algorithm.
     """
-    try:
-        found: Proposer = EntryPoint("propose", target, "agentlightning").load()
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"propose = {target!r}: nothing to import, as in 'module:function': {error}") from error
-    return found
+    if callable(given):
+        return given
+    if isinstance(given, str) and ":" in given:
+        try:
+            found: Proposer = EntryPoint("propose", given, "agentlightning").load()
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(f"propose = {given!r}: nothing to import, as in 'module:function': {error}") from error
+        return found
+    algorithm = get_manager().create("algorithm", given)
+    propose: Proposer | None = getattr(algorithm, "propose", None)
+    if propose is None:
+        raise ConfigError(f"propose = {given!r}: {type(algorithm).__name__} has no propose(experience), as apo has")
+    return propose
 
 
 async def make_candidate(propose: Callable[[Experience], Any], experience: Experience) -> dict[str, Resource]:

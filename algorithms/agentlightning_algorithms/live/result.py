@@ -7,11 +7,11 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from agentlightning.errors import StoreError
 from agentlightning.event import RolloutFinished
+from agentlightning.live import Result
 from agentlightning.reward import find_final_reward
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import Rollout
@@ -26,15 +26,6 @@ _GATHER_S: Final = 0.2
 """How long news are gathered, so that much traffic means few questions to the store that serves it too."""
 _LATE_AT_ONCE: Final = 200
 """Rollouts without a reward that are asked for it again in one round."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """A served rollout that has ended."""
-
-    rollout: Rollout
-    reward: float
-    """0 if it failed."""
 
 
 async def read_reward(store: LightningStore, rollout: Rollout) -> float | None:
@@ -73,7 +64,8 @@ class Feed:
     async def wait(self, timeout_s: float) -> None:
         """Returns when there is news, or after ``timeout_s``."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._bell.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):  # wait_for of Python 3.11 loses a cancellation that comes with news
+                await self._bell.wait()
             await asyncio.sleep(min(timeout_s, _GATHER_S))
         self._bell.clear()
 

@@ -12,12 +12,20 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from agentlightning.errors import ConfigError, ConflictError, StoreError
-from agentlightning.live import STATE_NAME, LivePlace, LiveState, read_live_state
+from agentlightning.live import (
+    STATE_NAME,
+    Experience,
+    LivePlace,
+    LiveState,
+    Result,
+    read_live_history,
+    read_live_state,
+)
 from agentlightning.resources import split_version_id
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import EnqueueRolloutRequest, Rollout, RolloutConfig
-from agentlightning_algorithms.live.proposal import Experience, make_candidate
-from agentlightning_algorithms.live.result import Feed, Result, Results, read_reward
+from agentlightning_algorithms.live.proposal import make_candidate
+from agentlightning_algorithms.live.result import Feed, Results, read_reward
 from agentlightning_algorithms.live.sequential import SequentialTest
 
 if TYPE_CHECKING:
@@ -124,9 +132,9 @@ class Session:
         if candidate is None:  # otherwise the learner was killed after it had paid for this one
             stable = await self.store.get_resources_by_id(self.state.stable)
             assert stable is not None, "versions are never removed"
-            history = await self.desk.query_resources(resources_id=self.place.state_id)
-            notes = [state.note for update in history if isinstance(state := update.resources[STATE_NAME], LiveState)]
-            experience = Experience(stable.resources, results, notes, self.store)
+            notes = [state.note for state in await read_live_history(self.store)]
+            directory = self.settings.context.directory
+            experience = Experience(stable.resources, results, notes, self.store, directory)
             try:
                 resources = await make_candidate(self.settings.propose, experience)
             except Exception as error:  # isolation point: a proposer's bad day must not end the learning

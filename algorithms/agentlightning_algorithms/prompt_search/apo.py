@@ -14,7 +14,9 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from agentlightning.errors import ConfigError
+from agentlightning.config import require_least
+from agentlightning.errors import LightningError
+from agentlightning.live import Experience
 from agentlightning.resources import PromptTemplate
 from agentlightning.types import Dataset, RolloutMode
 from agentlightning_algorithms.prompt_search.budget import Budget
@@ -25,8 +27,8 @@ from agentlightning_algorithms.prompt_search.critique import (
     show_rollouts,
 )
 from agentlightning_algorithms.prompt_search.placeholder import show_placeholders
-from agentlightning_algorithms.prompt_search.search import PromptSearch, read_templates
-from agentlightning_algorithms.prompt_search.trial import RolloutResult, mean_score
+from agentlightning_algorithms.prompt_search.search import PromptSearch, choose_prompts, read_templates
+from agentlightning_algorithms.prompt_search.trial import RolloutResult, mean_score, read_result
 
 logger = logging.getLogger("agentlightning")
 
@@ -97,6 +99,8 @@ class APO(PromptSearch):
         Raises:
             ConfigError: a value out of range, or a ``max_cost`` without the prices of critic and editor.
         """
+        require_least(1, gradient_batch_size=gradient_batch_size, val_batch_size=val_batch_size)
+        require_least(1, beam_width=beam_width, branch_factor=branch_factor, beam_rounds=beam_rounds, patience=patience)
         super().__init__(
             async_openai_client,
             prompts=prompts,
@@ -117,10 +121,6 @@ class APO(PromptSearch):
         self.beam_rounds = beam_rounds
         self.run_initial_validation = run_initial_validation
         self.patience = patience
-        for name in ("gradient_batch_size", "val_batch_size", "beam_width", "branch_factor", "beam_rounds", "patience"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} = {value}: at least 1 is needed")
         self.gradient_prompts = read_templates("gradient_prompts", gradient_prompts, GRADIENT_PROMPTS)
         self.edit_prompts = read_templates("edit_prompts", edit_prompts, EDIT_PROMPTS)
 
@@ -134,16 +134,15 @@ class APO(PromptSearch):
             if self._is_good_enough() or self.is_spent():
                 break
             self.chat.begin()
-            children = await self._branch(number, beam, train)
+            beam, n_children = await self._select(number, beam, train, val)
             if self.chat.failed and not self.chat.answered:
                 self.stopped_because = "model_calls_failed"
                 logger.error("no model call of round %d succeeded: %s", number, next(iter(self.chat.failed.values())))
                 break
             self._ledger.give_up(self.chat.failed)
-            beam = await self._select(number, [*beam, *children], val) if children else beam
             beam[0] = await self._check(number, beam[0], val)
             stale = 0 if self.take_if_better(beam[0]) else stale + 1
-            await self._finish_round(number, beam, len(children))
+            await self._finish_round(number, beam, n_children)
             if self.patience is not None and stale >= self.patience:
                 self.stopped_because = "patience"
                 break
@@ -203,6 +202,37 @@ class APO(PromptSearch):
         )
         return None if edited is None else Candidate.of({**prompt.prompts, name: edited}, prompt, critique=critique)
 
+    async def propose(self, experience: Experience) -> dict[str, PromptTemplate] | None:
+        """A child of the prompts that a service uses, for live learning: ``LiveLearning(APO(...).propose)``.
+
+        The critic reads ``gradient_batch_size`` of the rollouts that were served, half of them the worst.
+
+        Returns:
+            The prompt that is new; None when the budget is spent or the edit broke a placeholder and its repair too.
+
+        Raises:
+            ConfigError: the service uses no prompt that is tuned here.
+            LightningError: a model call failed.
+        """
+        parent = Candidate.of(choose_prompts(experience.resources, self.prompts))
+        number = len(experience.notes)
+        draw = self.draw("live", number)
+        served = sorted(draw.sample(experience.results, len(experience.results)), key=lambda result: result.reward)
+        size = min(self.gradient_batch_size, len(served))
+        worst = served[: (size + 1) // 2]
+        chosen = [*worst, *draw.sample(served[len(worst) :], size - len(worst))]
+        adapter = self.message_adapter
+        read = await asyncio.gather(*(read_result(experience.store, each.rollout, adapter) for each in chosen))
+        self.open_books(experience.directory)
+        try:
+            name = list(parent.prompts)[number % len(parent.prompts)]
+            child = await self.textual_gradient_and_apply_edit(parent, read, name=name)
+            if child is None and self.chat.failed:
+                raise LightningError(next(iter(self.chat.failed.values())))
+        finally:
+            await self.close_chat()
+        return None if child is None else {name: child.prompts[name]}
+
     async def evaluate_prompt_on_batch(
         self,
         prompt: Candidate,
@@ -228,25 +258,70 @@ class APO(PromptSearch):
         results = await self.try_on(prompt, dataset, chosen, mode, *place, with_messages=mode == "train")
         return results, mean_score(results)
 
-    async def _branch(self, number: int, beam: Sequence[Candidate], train: Dataset[Any]) -> list[Candidate]:
-        """The children of a round, without those that are known already."""
-        draw = self.draw("parents", number)
-        parents = (
-            draw.sample(beam, self.beam_width)
-            if len(beam) >= self.beam_width
-            else [beam[slot % len(beam)] for slot in range(self.beam_width)]
-        )
-        slots = [parent for parent in parents for _ in range(self.branch_factor)]
-        made = await asyncio.gather(*(self._make_child(number, n, parent, train) for n, parent in enumerate(slots)))
+    async def _select(
+        self, number: int, beam: Sequence[Candidate], train: Dataset[Any], val: Dataset[Any]
+    ) -> tuple[list[Candidate], int]:
+        """Makes the children of a round and compares them with the beam on one batch.
+
+        A child is tried as soon as it is made, while others are still being thought of, so that runners never wait for
+        a model; the beam is tried with the first child.
+
+        Returns:
+            The best, of equals the older first, and the number of children that were new.
+        """
+        batch = self._batch(number, val)
+        trials: dict[str, asyncio.Task[float]] = {}
+
+        def compare(candidate: Candidate) -> None:
+            if candidate.candidate_id not in trials:
+                trials[candidate.candidate_id] = asyncio.create_task(self._compare(number, candidate, val, batch))
+
+        async def grow(n: int, parent: Candidate) -> Candidate | None:
+            child = await self._make_child(number, n, parent, train)
+            if child is None or child.candidate_id in known:
+                return None
+            for candidate in (child, *beam):
+                compare(candidate)
+            return child
+
         known = {candidate.candidate_id for candidate in self.history}
-        children = []
-        for child in made:
-            if child is not None and child.candidate_id not in known:
-                known.add(child.candidate_id)
-                children.append(child)
-        self.history += children
-        await self.publish()
-        return children
+        try:
+            made = await asyncio.gather(*(grow(n, parent) for n, parent in enumerate(self._parents(number, beam))))
+            await asyncio.gather(*trials.values())
+        finally:
+            for trial in trials.values():
+                trial.cancel()
+        children: dict[str, Candidate] = {}
+        for child in made:  # by place, not by arrival: the same child may have been made of two parents
+            if child is not None:
+                children.setdefault(child.candidate_id, child)
+        self.history += children.values()
+        if not children:
+            return list(beam), 0
+        scored = [
+            self.update(each, batch_score=trials[each.candidate_id].result()) for each in (*beam, *children.values())
+        ]
+        return sorted(scored, key=lambda each: -(each.batch_score or 0.0))[: self.beam_width], len(children)
+
+    def _parents(self, number: int, beam: Sequence[Candidate]) -> list[Candidate]:
+        """The parent of each child of a round."""
+        if len(beam) >= self.beam_width:
+            parents = self.draw("parents", number).sample(beam, self.beam_width)
+        else:
+            parents = [beam[slot % len(beam)] for slot in range(self.beam_width)]
+        return [parent for parent in parents for _ in range(self.branch_factor)]
+
+    def _batch(self, number: int, val: Dataset[Any]) -> list[int]:
+        """The validation tasks of a round."""
+        order = list(range(len(val)))
+        self.draw("val").shuffle(order)
+        size = min(self.val_batch_size, len(order))
+        return [order[((number - 1) * size + position) % len(order)] for position in range(size)]
+
+    async def _compare(self, number: int, candidate: Candidate, val: Dataset[Any], batch: Sequence[int]) -> float:
+        await self.publish_prompts(candidate)
+        _, score = await self.evaluate_prompt_on_batch(candidate, val, indices=batch, place=("val", number))
+        return score
 
     async def _make_child(self, number: int, n: int, parent: Candidate, train: Dataset[Any]) -> Candidate | None:
         size = min(self.gradient_batch_size, len(train))
@@ -258,21 +333,6 @@ class APO(PromptSearch):
         name = names[(number - 1 + n) % len(names)]
         child = await self.textual_gradient_and_apply_edit(parent, results, name=name)
         return None if child is None else child.model_copy(update={"round": number})
-
-    async def _select(self, number: int, candidates: Sequence[Candidate], val: Dataset[Any]) -> list[Candidate]:
-        """Compares candidates on one batch; the best come first, of equals the older."""
-        order = list(range(len(val)))
-        self.draw("val").shuffle(order)
-        size = min(self.val_batch_size, len(order))
-        batch = [order[((number - 1) * size + position) % len(order)] for position in range(size)]
-        trials = await asyncio.gather(
-            *(
-                self.evaluate_prompt_on_batch(candidate, val, indices=batch, place=("val", number))
-                for candidate in candidates
-            )
-        )
-        scored = [self.update(each, batch_score=score) for each, (_, score) in zip(candidates, trials, strict=True)]
-        return sorted(scored, key=lambda each: -(each.batch_score or 0.0))[: self.beam_width]
 
     async def _check(self, number: int, candidate: Candidate, val: Dataset[Any]) -> Candidate:
         """The candidate with its score on the whole validation set, which is found out once."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+# A client imports this when it is used first: half a second within a round, and in two threads at once a deadlock.
+import openai.resources.chat  # noqa: F401 # for the effect
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from agentlightning_algorithms.prompt_search.budget import Budget, Usage
 from agentlightning_algorithms.prompt_search.ledger import Ledger, PaidCall
-
-if TYPE_CHECKING:
-    from openai import AsyncOpenAI
 
 logger = logging.getLogger("agentlightning")
 _RETRIED_STATUS: Final = frozenset({408, 409, 429})
@@ -147,8 +148,6 @@ def private_copy(client: AsyncOpenAI | None) -> AsyncOpenAI:
     Raises:
         OpenAIError: there is no key in the environment.
     """
-    from openai import AsyncOpenAI, DefaultAsyncHttpxClient
-
     if client is None:
         return AsyncOpenAI(max_retries=0)
     if type(getattr(client, "_client", None)).__name__ == "AsyncHttpxClientWrapper":

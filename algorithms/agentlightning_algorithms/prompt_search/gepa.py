@@ -18,6 +18,7 @@ from gepa.core.adapter import EvaluationBatch, ProposalFn
 from gepa.strategies.instruction_proposal import InstructionProposalSignature
 from openai import AsyncOpenAI
 
+from agentlightning.config import require_least
 from agentlightning.errors import ConfigError
 from agentlightning.resources import PromptTemplate
 from agentlightning.thread import run_in_thread
@@ -84,6 +85,7 @@ class GEPA(PromptSearch):
         Raises:
             ConfigError: a value out of range.
         """
+        require_least(1, minibatch_size=minibatch_size, max_rollouts=max_rollouts)
         super().__init__(
             async_openai_client,
             prompts=prompts,
@@ -94,9 +96,6 @@ class GEPA(PromptSearch):
             llm_attempts=llm_attempts,
         )
         self.budget.require_prices(reflection_model)
-        for name, value in (("minibatch_size", minibatch_size), ("max_rollouts", max_rollouts)):
-            if value < 1:
-                raise ConfigError(f"{name} = {value}: at least 1 is needed")
         try:
             InstructionProposalSignature.validate_prompt_template(reflection_prompt)
         except ValueError as error:

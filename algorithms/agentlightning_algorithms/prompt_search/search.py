@@ -6,10 +6,12 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from agentlightning.adapter.message import TraceToMessages
 from agentlightning.algorithm.algorithm import Algorithm
+from agentlightning.config import require_least
 from agentlightning.errors import ConfigError
 from agentlightning.resources import PromptTemplate, Resource
 from agentlightning.types import Dataset, RolloutMode
@@ -49,8 +51,7 @@ class PromptSearch(Algorithm):
     ) -> None:
         if not rollout_batch_timeout > 0:
             raise ConfigError(f"rollout_batch_timeout = {rollout_batch_timeout}: seconds above 0 are needed")
-        if llm_attempts < 1:
-            raise ConfigError(f"llm_attempts = {llm_attempts}: at least 1 is needed")
+        require_least(1, llm_attempts=llm_attempts)
         self.async_openai_client = async_openai_client
         self.prompts = (prompts,) if isinstance(prompts, str) else prompts
         self.rollout_batch_timeout = rollout_batch_timeout
@@ -109,9 +110,7 @@ class PromptSearch(Algorithm):
             await self.search(await self.begin(), train, val)
             self.report()
         finally:
-            if self._chat is not None:
-                await self._chat.close()
-                self._chat = None
+            await self.close_chat()
 
     async def search(self, seed: Candidate, train: Dataset[Any], val: Dataset[Any]) -> None:
         """What a subclass does, from the published seed on."""
@@ -124,18 +123,28 @@ class PromptSearch(Algorithm):
             ConfigError: there is no prompt to tune, or one that ``prompts`` names is not there.
         """
         self._reset()
-        context = self.context
-        self.budget.calls, self.budget.tokens, self.budget.cost = 0, 0, 0.0
-        self._ledger = Ledger(None if context.directory is None else context.directory / FILE_NAME)
-        self._chat = self._open_chat()
+        self.open_books(self.context.directory)
         self._base = await self._find_base()
-        seed = Candidate.of(_choose(self._base, self.prompts))
+        seed = Candidate.of(choose_prompts(self._base, self.prompts))
         for prompt in seed.prompts.values():
             find_placeholders(prompt)
         self.history.append(seed)
         self._best = seed
         await self.publish()
         return seed
+
+    def open_books(self, directory: Path | None) -> None:
+        """Counts from now on what is spent, with what the ledger of the directory says was paid before."""
+        self.budget.calls, self.budget.tokens, self.budget.cost = 0, 0, 0.0
+        if directory is not None:
+            self._ledger = Ledger(directory / FILE_NAME)
+        self._chat = self._open_chat()
+
+    async def close_chat(self) -> None:
+        """Closes the connections to the models."""
+        if self._chat is not None:
+            await self._chat.close()
+            self._chat = None
 
     @property
     def chat(self) -> PaidChat:
@@ -180,11 +189,16 @@ class PromptSearch(Algorithm):
             mode=mode,
             metadata={"group": candidate.candidate_id, "step": step, "place": "/".join(map(str, place))},
         )
-        given = context.adapter
-        adapter = (given if isinstance(given, TraceToMessages) else TraceToMessages()) if with_messages else None
+        adapter = self.message_adapter if with_messages else None
         results = await run_trial(self.get_store(), requests, timeout_s=self.rollout_batch_timeout, adapter=adapter)
         self.budget.spend(usage for result in results for usage in result.usage)
         return results
+
+    @property
+    def message_adapter(self) -> TraceToMessages:
+        """Reads the chats in a rollout's spans."""
+        given = self.context.adapter
+        return given if isinstance(given, TraceToMessages) else TraceToMessages()
 
     async def ask_for_edit(
         self,
@@ -256,6 +270,11 @@ class PromptSearch(Algorithm):
             if all(newest.get(name) == prompt for name, prompt in self.get_best().prompts.items()):
                 return
         await store.update_resources(best_id, {**self._base, **self.get_best().prompts})
+
+    async def publish_prompts(self, candidate: Candidate) -> None:
+        """Makes a candidate's prompts ready to be run, before its place in the lineage is settled."""
+        if candidate.candidate_id not in self._published:
+            await self._store_version(Candidate.of(candidate.prompts, round=candidate.round))
 
     def is_spent(self) -> bool:
         """Whether the budget is used up; says so once."""
@@ -359,7 +378,12 @@ def read_templates(
     return tuple(PromptTemplate(each) if isinstance(each, str) else each for each in several)
 
 
-def _choose(resources: Mapping[str, Resource], wanted: Sequence[str] | None) -> dict[str, PromptTemplate]:
+def choose_prompts(resources: Mapping[str, Resource], wanted: Sequence[str] | None) -> dict[str, PromptTemplate]:
+    """The prompts to tune: all that there are, or those that are wanted.
+
+    Raises:
+        ConfigError: there is none, or none of a name that is wanted.
+    """
     known = {name: value for name, value in resources.items() if isinstance(value, PromptTemplate)}
     if not known:
         raise ConfigError(

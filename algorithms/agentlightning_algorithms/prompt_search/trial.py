@@ -66,7 +66,7 @@ async def run_trial(
                 await store.cancel_rollout(rollout_id)
     for rollout in await store.wait_for_rollouts([rollout_id for rollout_id in ids if rollout_id not in done]):
         done[rollout.rollout_id] = rollout
-    return list(await asyncio.gather(*(_read(store, done[rollout_id], adapter) for rollout_id in ids)))
+    return list(await asyncio.gather(*(read_result(store, done[rollout_id], adapter) for rollout_id in ids)))
 
 
 def make_requests(
@@ -87,7 +87,8 @@ def make_requests(
     ]
 
 
-async def _read(store: LightningStore, rollout: Rollout, adapter: TraceToMessages | None) -> RolloutResult:
+async def read_result(store: LightningStore, rollout: Rollout, adapter: TraceToMessages | None) -> RolloutResult:
+    """What came of a rollout that has ended; without an adapter, without its chats."""
     spans: Sequence[Span] = (await store.query_spans(rollout.rollout_id, "latest")).items
     status: str = "timeout" if rollout.status == "cancelled" else rollout.status
     error = None
