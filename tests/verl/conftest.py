@@ -19,10 +19,10 @@ import pytest
 import agentlightning as agl
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))  # verl's wheel installs a package `tests`, which hides ours
+sys.path[:0] = [str(HERE), str(HERE.parent / "algorithms")]  # verl's wheel installs a package `tests`, hiding ours
 
-from verl_agent import TIMEOUT_S  # noqa: E402 # after the line above
-from verl_model import save_tiny_model  # noqa: E402 # after its folder is on the path
+from tiny_model import save_tiny_model  # noqa: E402 # after the line above
+from verl_agent import TIMEOUT_S  # noqa: E402 # as above
 
 START_S = 600.0
 """More than verl needs to start on a machine that does four other things."""
@@ -57,7 +57,7 @@ def task(kind: str, text: str, turns: int = 1) -> dict[str, Any]:
 
 def job(directory: Path, model: Path, train: list[Any], config: dict[str, Any], **more: Any) -> dict[str, Any]:
     common = {
-        "data": {"shuffle": False, "max_prompt_length": 200, "max_response_length": 100},
+        "data": {"shuffle": False, "max_prompt_length": 250, "max_response_length": 150},
         "actor_rollout_ref": {"model.path": str(model), "actor.optim.lr": 1e-2},
     }
     settings = {"rollout_timeout_s": TIMEOUT_S, **more.pop("settings", {})}
@@ -96,7 +96,7 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes], lo
     while not condition():
         assert process.poll() is None, log.read_text()[-8000:]
         assert time.monotonic() < deadline, log.read_text()[-8000:]
-        time.sleep(0.2)
+        time.sleep(0.5)
 
 
 def read(directory: Path, log: Path) -> Training:
@@ -118,20 +118,37 @@ def read(directory: Path, log: Path) -> Training:
     return asyncio.run(load())
 
 
+def has_begun(directory: Path, step: int) -> bool:
+    """Whether rollouts of a step were queued, so that the step before it is complete."""
+    if not Path(f"{directory}.db").exists():
+        return False
+
+    async def look() -> bool:
+        store = agl.create_store(f"sqlite:///{directory}.db")
+        try:
+            rollouts = await store.query_rollouts(metadata={"step": step})
+            return any(rollout.mode == "train" for rollout in rollouts)
+        finally:
+            await store.close()
+
+    return asyncio.run(look())
+
+
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Training:
-    """Four steps of GRPO over agents good and bad; killed in the third and resumed."""
+    """Three steps of GRPO over agents good and bad; killed in the third and resumed."""
     directory = tmp_path_factory.mktemp("verl") / "grpo"
     train = [
-        *(task("tool", "say a", 3), task("tool", "say b"), task("crash", "say c"), task("overlong", "too long ")),
-        *(task("tool", "say d", 2), task("tool", "say e", 3), task("nothing", "say f"), task("hang", "say g")),
+        *(task("tool", "say a", 3), task("stream", "say b"), task("crash", "say c"), task("overlong", "too long ")),
+        *(task("fresh", "say d", 3), task("stream", "say e", 3), task("nothing", "say f"), task("hang", "say g")),
     ]
     first = job(
         directory,
         model,
         train,
         {
-            "trainer": {"total_training_steps": 4, "save_freq": 1, "test_freq": 2, "val_before_train": False},
+            "trainer": {"total_training_steps": 3, "save_freq": 1, "test_freq": 2, "val_before_train": False},
+            "trainer.max_actor_ckpt_to_keep": 3,
             "data.train_batch_size": 4,
             "actor_rollout_ref.rollout.n": 4,
             "actor_rollout_ref.actor.ppo_mini_batch_size": 2,
@@ -141,8 +158,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Training:
     log = directory.with_suffix(".log")
     process = start([first], log)
     try:
-        wait_for(lambda: "step    2" in log.read_text() and "reward" in log.read_text(), process, log)
-        time.sleep(0.5)  # into the third step
+        wait_for(lambda: has_begun(directory, 3), process, log)
     finally:
         end(process)
     killed_at = time.time()
@@ -165,7 +181,15 @@ def variants(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str,
             {"rows": "transition"},
         ),
         "reinforce": (
-            {"algorithm.adv_estimator": "reinforce_plus_plus", "trainer.v1.trainer_mode": "colocate_async"},
+            {
+                "algorithm.adv_estimator": "reinforce_plus_plus",
+                "algorithm.rollout_correction": {
+                    "bypass_mode": True,
+                    "rollout_rs": "token_k1",
+                    "rollout_rs_threshold": "0.5_2.0",
+                },
+                "trainer.v1.trainer_mode": "colocate_async",
+            },
             {},
         ),
     }

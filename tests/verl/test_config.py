@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from hydra import compose, initialize_config_dir
 
 import agentlightning as agl
 from agentlightning_algorithms.verl import release
-from agentlightning_algorithms.verl.config import DEFAULTS, compose_config, dump_config
+from agentlightning_algorithms.verl.config import CPU_DEFAULTS, DEFAULTS, _compose_own, compose_config, dump_config
 
 
 def test_ours_stand_over_verls_and_the_users_over_both() -> None:
@@ -36,8 +40,7 @@ def test_the_contracts_defaults_hold() -> None:
 
 
 def test_every_default_of_ours_is_a_key_of_verls() -> None:
-    for name, value in DEFAULTS.items():
-        compose_config({name: value})
+    compose_config({**DEFAULTS, **CPU_DEFAULTS})  # as a user's keys, which are checked
 
 
 @pytest.mark.parametrize(
@@ -51,6 +54,10 @@ def test_every_default_of_ours_is_a_key_of_verls() -> None:
         ({"trainer.v1.trainer_mode": "separate_async"}, "supported: sync, colocate_async"),
         ({"data.train_batch_size": 33}, "train_batch_size = 33 is no multiple"),
         ({"actor_rollout_ref.rollout.temperature": 0.0}, "temperature must be above 0"),
+        (
+            {"actor_rollout_ref": {"rollout.name": "transformers", "model.custom_chat_template": "{{ x }}"}},
+            "custom_chat_template = '{{ x }}': the rollout backend transformers takes the model as it was saved",
+        ),
     ],
 )
 def test_a_wrong_key_or_value_says_what_is_right(config: dict[str, Any], message: str) -> None:
@@ -79,6 +86,37 @@ def test_the_composed_configuration_can_be_printed() -> None:
     printed = yaml.safe_load(agl.VERL({"data.max_response_length": 99}).print_config())
     assert printed["actor_rollout_ref"]["rollout"]["response_length"] == 99  # a reference, filled in
     assert dump_config(compose_config({})) == dump_config(compose_config({}))
+
+
+def test_the_command_prints_what_verl_gets_and_loads_neither_verl_nor_ray_nor_torch(tmp_path: Path) -> None:
+    algorithm = {"name": "verl", "config": {"trainer.device": "cpu", "data.train_batch_size": 64}}
+    (tmp_path / "train.yaml").write_text(yaml.safe_dump({"agent": "mine:agent", "algorithm": algorithm}))
+    program = (
+        "import sys; from agentlightning.cli import main\n"
+        "try: main()\n"
+        "finally: print({'ray', 'tensordict', 'torch', 'transformers', 'verl'} & set(sys.modules), file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", program, "train", "train.yaml", "--print-config"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    said, composed = yaml.safe_load_all(ended.stdout)
+    assert said["algorithm"] == algorithm
+    assert composed["data"]["train_batch_size"] == 64
+    assert composed["actor_rollout_ref"]["rollout"]["name"] == "transformers"
+    assert ended.stderr == "set()\n"
+
+
+def test_the_configuration_of_a_script_of_hydra_stays(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("a: 1")
+    _compose_own.cache_clear()
+    with initialize_config_dir(str(tmp_path), version_base=None):
+        compose_config({})
+        assert compose("mine").a == 1
+
+
+def test_bypass_mode_reaches_the_loss() -> None:
+    composed = compose_config({"algorithm.rollout_correction": {"bypass_mode": True, "rollout_rs": "token_k1"}})
+    loss = composed.actor_rollout_ref.actor.policy_loss
+    assert (loss.loss_mode, loss.rollout_correction.rollout_rs) == ("bypass_mode", "token_k1")
 
 
 def test_a_verl_that_is_not_supported_says_which_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 import agentlightning as agl
 from agentlightning_algorithms.verl.metric import Outcome, summarize
+from agentlightning_algorithms.verl.rollout import Episode
 from agentlightning_algorithms.verl.row import Row, build_rows, cut_row, drift, placeholder_row, weight_range
-from agentlightning_algorithms.verl.sampler import process_logits
 
 
 def call(prompt: list[int], response: list[int], *, version: int = 0, reward: float | None = None) -> agl.Triplet:
@@ -90,10 +89,12 @@ def test_rollouts_that_give_nothing_count_in_every_mean() -> None:
     assert (numbers["errors/ValueError"], numbers["queue_s_max"], numbers["call_s"]) == (1.0, 3.0, 1.0)
 
 
-def test_logprobs_are_those_of_the_distribution_that_was_sampled_from() -> None:
-    logits_V = torch.tensor([2.0, 1.0, 0.0, -1.0])
-    torch.testing.assert_close(process_logits(logits_V, 0.5), torch.log_softmax(logits_V * 2, -1))
-    torch.testing.assert_close(process_logits(logits_V, 1.0, top_k=2).exp(), torch.tensor([0.7310586, 0.2689414, 0, 0]))
-    kept = process_logits(logits_V, 1.0, top_p=0.7)
-    assert kept.isfinite().tolist() == [True, True, False, False]  # 0.64 alone is not enough
-    assert float(kept.exp().sum()) == pytest.approx(1.0)
+@pytest.mark.filterwarnings("ignore")  # those of verl while it is imported
+def test_what_the_agent_said_of_each_call_goes_with_its_row() -> None:
+    from agentlightning_algorithms.verl.agent_loop import episode_to_outputs
+
+    rows = build_rows(CHAIN, kind="transition", max_prompt=9, max_response=9).rows
+    outputs = episode_to_outputs(Episode(rows, reward=1.0, calls=2), current=1)
+    assert [output.extra_fields["rewards"] for output in outputs] == [[0.5], [None]]
+    assert [output.reward_score for output in outputs] == [1.0, 1.0]  # what is trained on is the rollout's
+    assert {(o.extra_fields["min_global_steps"], o.extra_fields["max_global_steps"]) for o in outputs} == {(0, 1)}

@@ -6,6 +6,7 @@ python tests/verl/verl_train.py JOB.json
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,8 @@ def record_advantages(path: Path) -> None:
                         row = {name: rows[name][position].tolist() for name in fields}
                         padding = bool(batch.tags[position].get("is_padding"))
                         kind = {name: str(rows[name].dtype) for name in ("rm_scores",)}
-                        file.write(
-                            json.dumps(
-                                {"step": self.global_steps, "key": key, "padding": padding, **row, "dtypes": kind}
-                            )
-                            + "\n"
-                        )
+                        where = {"step": self.global_steps, "life": os.getpid(), "key": key, "padding": padding}
+                        file.write(json.dumps({**where, **row, "dtypes": kind}) + "\n")
                 return batch
 
         return Recording

@@ -54,4 +54,5 @@ def rollout_advantages(data: DataProto, keys: Sequence[str], estimator: str, con
     chosen = compute_advantage(data.select_idxs(last_R), adv_estimator=estimator, config=config)
     first_R = chosen.batch["response_mask"].argmax(dim=1)
     advantage_R = chosen.batch["advantages"][torch.arange(len(last_R)), first_R]
-    return advantage_R[owner_B].unsqueeze(-1) * data.batch["response_mask"]
+    advantages_BT: torch.Tensor = advantage_R[owner_B].unsqueeze(-1) * data.batch["response_mask"]
+    return advantages_BT

@@ -26,7 +26,7 @@ from agentlightning.thread import run_in_thread
 from agentlightning.types import Dataset, Triplet
 from agentlightning_algorithms.verl.config import compose_config, dump_config
 from agentlightning_algorithms.verl.environment import start_ray
-from agentlightning_algorithms.verl.rollout import Conductor, RolloutSettings, cancel_open
+from agentlightning_algorithms.verl.rollout import Conductor, Mode, RolloutSettings, cancel_open
 from agentlightning_algorithms.verl.row import RowKind
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ class VERL(Algorithm):
             token_id=0,
             sampling={
                 mode: {"temperature": of.temperature, "top_p": of.top_p, "top_k": of.top_k, **plain}
-                for mode, of in (("train", rollout), ("val", rollout.val_kwargs))
+                for mode, of in cast("dict[Mode, Any]", {"train": rollout, "val": rollout.val_kwargs}).items()
             },
         )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import importlib
 import importlib.util
 from collections.abc import Iterator, Mapping
@@ -12,6 +14,7 @@ from typing import Any, Final, NamedTuple
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
+from hydra.initialize import get_gh_backup, restore_gh_from_backup
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
@@ -43,7 +46,7 @@ DEFAULTS: Final[Mapping[str, Any]] = {
     "critic.model.path": "${actor_rollout_ref.model.path}",
     "critic.model.tokenizer_path": "${actor_rollout_ref.model.path}",
     "critic.ppo_micro_batch_size_per_gpu": 4,
-    "reward.num_workers": 1,  # agents say their rewards themselves
+    "reward.num_workers": 0,  # agents say their rewards themselves
     "algorithm.rollout_correction.rollout_is": "token",
     "algorithm.rollout_correction.rollout_is_threshold": 2.0,
     "trainer.logger": [],  # the run's trackers get every metric
@@ -115,7 +118,7 @@ def compose_config(config: Mapping[str, Any]) -> DictConfig:
     settings = [s for s in settings if s.key != ("model_engine",)]
     device = next((s.value for s in settings if s.key == ("trainer", "device")), "cuda")
     choose_platform(device)
-    composed = _compose_own([f"model_engine={setting.value}" for setting in engine])
+    composed = copy.deepcopy(_compose_own(*(f"model_engine={setting.value}" for setting in engine)))
     given = {s.key for s in settings}
     for defaults in (DEFAULTS, CPU_DEFAULTS if device == "cpu" else {}):
         for name, value in defaults.items():
@@ -128,26 +131,31 @@ def compose_config(config: Mapping[str, Any]) -> DictConfig:
             if name == taken or name.startswith(f"{taken}."):
                 raise ConfigError(f"verl's {name} is not yours to set: {reason}")
         _write(composed, setting)
+    _complete_bypass(composed)
     _check(composed)
     return composed
 
 
 def dump_config(composed: DictConfig) -> str:
     """The composed configuration as YAML, with references filled in."""
-    return OmegaConf.to_yaml(composed, resolve=True)
+    return str(OmegaConf.to_yaml(composed, resolve=True))
 
 
-def _compose_own(overrides: list[str]) -> DictConfig:
+@functools.cache
+def _compose_own(*overrides: str) -> DictConfig:
     spec = importlib.util.find_spec("verl")
     assert spec is not None
     assert spec.origin is not None
     folder = Path(spec.origin).parent / "trainer" / "config"
+    of_user = get_gh_backup()  # a script may be Hydra's own
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(folder), version_base=None):
-            return compose("ppo_trainer", overrides=overrides)
+            return compose("ppo_trainer", overrides=list(overrides))
     except HydraException as error:
-        raise ConfigError(f"verl's configuration cannot be composed with {overrides}: {error}") from error
+        raise ConfigError(f"verl's configuration cannot be composed with {', '.join(overrides)}: {error}") from error
+    finally:
+        restore_gh_from_backup(of_user)
 
 
 def _flatten(value: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[_Setting]:
@@ -229,3 +237,23 @@ def _check(composed: DictConfig) -> None:
         )
     if composed.actor_rollout_ref.rollout.temperature <= 0:
         raise ConfigError("verl's actor_rollout_ref.rollout.temperature must be above 0: greedy rollouts are all alike")
+    model = composed.actor_rollout_ref.model
+    if composed.actor_rollout_ref.rollout.name == "transformers":
+        for name in ("custom_chat_template", "trust_remote_code"):
+            if model.get(name):
+                raise ConfigError(
+                    f"verl's actor_rollout_ref.model.{name} = {model[name]!r}: the rollout backend transformers takes "
+                    "the model as it was saved; save it with its chat template, or take vllm"
+                )
+
+
+def _complete_bypass(composed: DictConfig) -> None:
+    """Passes the correction on to the loss, which verl's V1 trainer leaves out: rejections were ignored in silence.
+
+    https://github.com/volcengine/verl/blob/v0.9.1/verl/trainer/ppo/rollout_corr_helper.py (``apply_bypass_mode``)
+    """
+    if composed.algorithm.rollout_correction.bypass_mode:
+        loss = composed.actor_rollout_ref.actor.policy_loss
+        with open_dict(loss):
+            loss.loss_mode = "bypass_mode"
+            loss.rollout_correction = composed.algorithm.rollout_correction

@@ -18,7 +18,7 @@ from verl.plugin.platform.platform_manager import PlatformRegistry
 from agentlightning_algorithms.verl.release import check_release
 
 
-class CPUPlatform(PlatformBase):
+class CPUPlatform(PlatformBase):  # type: ignore[misc] # verl's classes are untyped
     """One device, always there, with nothing to synchronise and no memory of its own."""
 
     @property

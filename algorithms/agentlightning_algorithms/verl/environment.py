@@ -15,7 +15,10 @@ _CPU: Final = {
     "TOKENIZERS_PARALLELISM": "false",
     "TQ_NUM_THREADS": "2",
 }
-_RAY: Final = {"RAY_USAGE_STATS_ENABLED": "0"}
+_RAY: Final = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_prestart_worker_first_driver": "0",  # a process for each core, none of which fits verl's environment
+}
 _STARTS: Final = 4
 
 

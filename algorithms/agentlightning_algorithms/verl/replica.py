@@ -1,155 +1,27 @@
-"""The rollout backend ``transformers``: a server of the OpenAI API for tests, laptops and small models.
+"""The rollout backend ``transformers``, for tests, laptops and small models, as verl knows it.
 
-verl starts one replica per inference engine; each is a Ray actor that samples on transformers. The adapter lives in
-verl's training process and brings the weights over through Ray's object store.
+verl starts one replica per inference engine; each is a Ray actor with a policy server. The adapter lives in verl's
+training process and brings the weights over through Ray's object store.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import time
-import uuid
 from collections.abc import AsyncIterator, Iterable
 from typing import Any, Final
 
 import ray
 import torch
-from aiohttp import web
+from safetensors.torch import save
+from verl.utils.device import get_visible_devices_keyword
 from verl.workers.rollout.base import BaseRollout
-from verl.workers.rollout.replica import RolloutReplica, TokenOutput
+from verl.workers.rollout.replica import RolloutReplica
 
 from agentlightning.errors import ConfigError
-from agentlightning_algorithms.verl.sampler import Sampler
+from agentlightning_algorithms.verl.engine import InferenceEngine
 
 _NAME: Final = "agentlightning_replica_{rank}"
-
-
-class TransformersServer:
-    """Serves ``/v1/chat/completions`` and ``/v1/models`` on loopback, and verl's own token-in, token-out calls."""
-
-    def __init__(self, model_config: Any, rollout_config: Any) -> None:
-        from transformers import AutoTokenizer
-
-        torch.set_num_threads(1)
-        path = model_config.local_path if hasattr(model_config, "local_path") else model_config.path
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=model_config.trust_remote_code)
-        template = model_config.get("custom_chat_template", None)
-        if template is not None:
-            self._tokenizer.chat_template = template
-        self._sampler = Sampler(
-            path,
-            dtype=rollout_config.dtype,
-            device="cuda" if torch.cuda.is_available() else "cpu",
-            trust_remote_code=model_config.trust_remote_code,
-        )
-        self._limit = rollout_config.max_model_len or rollout_config.prompt_length + rollout_config.response_length
-        self._model_name = model_config.path
-
-    async def launch(self) -> str:
-        """Begins to serve; the address, as ``host:port``."""
-        app = web.Application(client_max_size=1 << 28)
-        app.router.add_post("/v1/chat/completions", self._chat)
-        app.router.add_get("/v1/models", self._models)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        return f"127.0.0.1:{runner.addresses[0][1]}"
-
-    async def generate(
-        self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **_: Any
-    ) -> TokenOutput:
-        """Verl's own way to sample; agents come through HTTP."""
-        wanted = sampling_params.get("max_tokens") or sampling_params.get("max_new_tokens") or self._limit
-        sample = await asyncio.to_thread(
-            self._sampler.sample,
-            prompt_ids,
-            max_tokens=min(int(wanted), self._limit - len(prompt_ids)),
-            temperature=float(sampling_params.get("temperature", 1.0)),
-            top_p=float(sampling_params.get("top_p", 1.0)),
-            top_k=int(sampling_params.get("top_k", -1)),
-        )
-        return TokenOutput(
-            token_ids=sample.token_ids,
-            log_probs=sample.logprobs,
-            stop_reason="completed",
-            extra_fields={"global_steps": sample.weight_version},
-        )
-
-    async def load_weights(self, weights: dict[str, torch.Tensor], version: int | None) -> None:
-        """Replaces the weights."""
-        await asyncio.to_thread(self._sampler.load_weights, weights, version)
-
-    async def nothing(self, *_: Any, **__: Any) -> None:
-        """What verl asks of engines that share a GPU with the trainer: there is no memory to give back here."""
-
-    wake_up = sleep = clear_kv_cache = release_kv_cache = resume_kv_cache = nothing
-    abort_all_requests = resume_generation = start_profile = stop_profile = nothing
-
-    async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": self._model_name, "object": "model"}]})
-
-    async def _chat(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        if body.get("stream") or body.get("n", 1) != 1:
-            return _refuse("this server gives one answer, whole: leave out stream and n")
-        try:
-            prompt_ids = self._tokenizer.apply_chat_template(
-                body["messages"],
-                tools=body.get("tools"),
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=False,
-            )
-        except Exception as error:  # isolation point: the template is the model's, the messages are the agent's
-            return _refuse(f"the chat template refuses these messages: {error}")
-        if len(prompt_ids) >= self._limit:
-            return _refuse(
-                f"the prompt has {len(prompt_ids)} tokens, and the model takes {self._limit} with the answer"
-            )
-        wanted = body.get("max_completion_tokens") or body.get("max_tokens") or self._limit
-        temperature, top_p, top_k = (body.get(name) for name in ("temperature", "top_p", "top_k"))
-        sample = await asyncio.to_thread(
-            self._sampler.sample,
-            prompt_ids,
-            max_tokens=min(int(wanted), self._limit - len(prompt_ids)),
-            temperature=1.0 if temperature is None else float(temperature),
-            top_p=1.0 if top_p is None else float(top_p),
-            top_k=-1 if top_k is None else int(top_k),
-        )
-        text = self._tokenizer.decode(sample.token_ids, skip_special_tokens=True)
-        pieces = self._tokenizer.convert_ids_to_tokens(sample.token_ids)
-        choice = {
-            "index": 0,
-            "message": {"role": "assistant", "content": text},
-            "finish_reason": sample.finish_reason,
-            "token_ids": sample.token_ids,
-            "logprobs": {
-                "content": [
-                    {"token": piece, "logprob": logprob, "bytes": None, "top_logprobs": []}
-                    for piece, logprob in zip(pieces, sample.logprobs, strict=True)
-                ]
-            },
-        }
-        used = {"prompt_tokens": len(prompt_ids), "completion_tokens": len(sample.token_ids)}
-        return web.json_response(
-            {
-                "id": f"chatcmpl-{uuid.uuid4().hex}",
-                "object": "chat.completion",
-                "created": int(time.time()),
-                "model": body.get("model", self._model_name),
-                "choices": [choice],
-                "usage": {**used, "total_tokens": sum(used.values())},
-                "prompt_token_ids": list(prompt_ids),
-                "weight_version": sample.weight_version,
-            }
-        )
-
-
-def _refuse(message: str) -> web.Response:
-    error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-    return web.json_response({"error": error}, status=400)
 
 
 class TransformersReplica(RolloutReplica):  # type: ignore[misc] # verl's classes are untyped
@@ -157,9 +29,20 @@ class TransformersReplica(RolloutReplica):  # type: ignore[misc] # verl's classe
 
     async def launch_servers(self) -> None:
         options = {"name": _NAME.format(rank=self.replica_rank), "num_cpus": 0.1, "max_concurrency": 256}
-        server = ray.remote(TransformersServer).options(**options).remote(self.model_config, self.config)
-        self.servers = [server]
-        self._server_handle, self._server_address = server, await server.launch.remote()
+        server: Any = ray.remote(InferenceEngine).options(**options)
+        handle = server.remote(
+            model=self.model_config.path,
+            dtype=self.config.dtype,
+            max_length=self.config.max_model_len or self.config.prompt_length + self.config.response_length,
+            visible_devices=await self.workers[0].__ray_call__.remote(_visible_devices),
+        )
+        self.servers = [handle]
+        self._server_handle, self._server_address = handle, await handle.launch.remote()
+
+
+def _visible_devices(_: Any) -> str:
+    """The GPUs of the process that this runs in; empty where it has none."""
+    return os.environ.get(get_visible_devices_keyword(), "") if torch.cuda.is_available() else ""
 
 
 class TransformersAdapter(BaseRollout):  # type: ignore[misc] # verl's classes are untyped
@@ -183,6 +66,7 @@ class TransformersAdapter(BaseRollout):  # type: ignore[misc] # verl's classes a
         weights: Iterable[tuple[str, torch.Tensor]] | AsyncIterator[tuple[str, torch.Tensor]],
         global_steps: int | None = None,
         wire_format: str = "named_tensors",
+        peft_config: Any = None,
         **_: Any,
     ) -> None:
         if wire_format != "named_tensors":
@@ -190,13 +74,24 @@ class TransformersAdapter(BaseRollout):  # type: ignore[misc] # verl's classes a
                 f"checkpoint_engine sends {wire_format!r}; the rollout backend transformers takes whole tensors: leave "
                 "actor_rollout_ref.rollout.checkpoint_engine.backend at naive"
             )
+        if peft_config is not None:
+            raise ConfigError(
+                "the rollout backend transformers takes no adapters apart from their model: set "
+                "actor_rollout_ref.model.lora.merge to true"
+            )
         own: dict[str, torch.Tensor] = {}
         if isinstance(weights, AsyncIterator):
             async for name, tensor in weights:
-                own[name] = tensor.detach().cpu().clone()
+                own[name] = _copy(tensor)
         else:
             for name, tensor in weights:  # every rank takes part: sharded tensors are gathered on the way
-                own[name] = tensor.detach().cpu().clone()
+                own[name] = _copy(tensor)
         if self.is_leader_rank:
             server = ray.get_actor(_NAME.format(rank=self.replica_rank))
-            await server.load_weights.remote(ray.put(own), global_steps)
+            file = await asyncio.to_thread(save, own)
+            await server.load_weights.remote(ray.put(file), global_steps)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """What is sent next may be written to the same place."""
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)

@@ -85,18 +85,23 @@ class Conductor:
     async def register(self, addresses: Sequence[str]) -> None:
         """Makes inference replicas (``host:port``) the backends of the gateway's models."""
         names = await asyncio.gather(*(_ask_model_name(address) for address in addresses))
-        self.gateway.update_model_list(
-            [
-                {
-                    "model": name,
-                    "model_name": MODEL_NAMES[mode],
-                    "endpoint": f"http://{address}/v1",
-                    "sampling_parameters": dict(self.settings.sampling[mode]),
-                }
-                for mode in MODEL_NAMES
-                for address, name in zip(addresses, names, strict=True)
-            ]
-        )
+        ours = [
+            {
+                "model": name,
+                "model_name": MODEL_NAMES[mode],
+                "endpoint": f"http://{address}/v1",
+                "sampling_parameters": dict(self.settings.sampling[mode]),
+            }
+            for mode in MODEL_NAMES
+            for address, name in zip(addresses, names, strict=True)
+        ]
+        names_of_ours = set(MODEL_NAMES.values())
+        others = [
+            dict(entry)
+            for entry in self.gateway.model_list
+            if entry.get("model_name", entry.get("model")) not in names_of_ours
+        ]
+        self.gateway.update_model_list([*ours, *others])
 
     async def pause(self) -> None:
         """Makes agents' new calls wait and lets those in flight end, so that replicas can sleep."""

@@ -17,6 +17,7 @@ from verl.workers.utils.padding import response_to_nested
 
 from agentlightning_algorithms.verl.advantage import OF_GROUPS, rollout_advantages
 from agentlightning_algorithms.verl.agent_loop import RolloutManager
+from agentlightning_algorithms.verl.gpu import GPUMonitor
 from agentlightning_algorithms.verl.rollout import Conductor
 
 
@@ -24,13 +25,14 @@ class _AgentTraining:
     """What both trainers do besides verl's own; stands before one of them in the order of bases."""
 
     conductor: Conductor
+    gpu_monitor: GPUMonitor
 
     def on_init_end(self: Any) -> None:
         super().on_init_end()  # type: ignore[misc] # verl's trainer comes after
         self.conductor.call(self.conductor.register(self.llm_server_manager.get_addresses()))
         self.conductor.call(self.conductor.publish(self.global_steps))
         steps = _Steps(self)
-        self.actor_rollout_wg = _Group(self.actor_rollout_wg, "update_actor", steps.actor)
+        self.actor_rollout_wg = _Group(self.actor_rollout_wg, "update_actor", steps.actor, steps.count)
         if self.use_critic:
             self.critic_wg = _Group(self.critic_wg, "train_mini_batch", steps.critic)
         self.steps = steps
@@ -71,7 +73,8 @@ class _AgentTraining:
     def _compute_metrics(self: Any, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         super()._compute_metrics(batch, metrics, *args, **kwargs)  # type: ignore[misc] # as above
         metrics.update(self.conductor.metrics.take("train"))
-        metrics["optimizer_steps"] = self.steps.taken
+        metrics.update(self.gpu_monitor.take())
+        metrics["optimizer_steps"], self.steps.taken = self.steps.taken, 0
         for name, tokens, phase in (
             ("sample_tokens_per_s", "sampled_tokens", "gen"),
             ("train_tokens_per_s", "perf/total_num_tokens", "update_actor"),
@@ -118,8 +121,7 @@ class _Steps:
         config = trainer.config
         tasks = config.data.train_batch_size // trainer.parameter_sync_step
         actor = config.actor_rollout_ref.actor
-        self._of_actor = max(1, tasks // actor.ppo_mini_batch_size)
-        self._epochs = actor.ppo_epochs
+        self._of_actor: int = max(1, tasks // actor.ppo_mini_batch_size)
         mapping = trainer.actor_rollout_wg._query_dispatch_info("actor")
         unit = max(mapping) + 1  # rows are dealt evenly to data-parallel ranks
         if not actor.use_dynamic_bsz:
@@ -132,27 +134,31 @@ class _Steps:
         self.total = 0
         """Rows of the batch, with padding."""
         self.taken = 0
-        """Optimizer steps of the actor on the batch."""
+        """Optimizer steps of the actor on the batch, as its workers report them."""
 
     def plan(self, rows: int) -> None:
         self.total = math.ceil(rows / self._unit) * self._unit
-        self.taken = 0
 
     def actor(self) -> int:
-        self.taken = self._of_actor * self._epochs
         return self.total // self._of_actor
 
     def critic(self) -> int:
         return self.total // self._of_critic
 
+    def count(self, output: Any) -> None:
+        self.taken += len(output["metrics"]["grad_norm"])
+
 
 class _Group:
-    """A worker group, one of whose methods gets another ``mini_batch_size``."""
+    """A worker group, one of whose methods gets another ``mini_batch_size``; ``watch`` sees what it answers."""
 
-    def __init__(self, group: Any, method: str, mini_batch_size: Callable[[], int]) -> None:
+    def __init__(
+        self, group: Any, method: str, mini_batch_size: Callable[[], int], watch: Callable[[Any], None] | None = None
+    ) -> None:
         self._group = group
         self._method = method
         self._mini_batch_size = mini_batch_size
+        self._watch = watch
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._group, name)
@@ -161,7 +167,10 @@ class _Group:
 
         def update(batch: Any) -> Any:
             batch.extra_info["mini_batch_size"] = self._mini_batch_size()
-            return found(batch)
+            output = found(batch)
+            if self._watch is not None:
+                self._watch(output)
+            return output
 
         return update
 
@@ -174,10 +183,11 @@ def train(config: DictConfig, conductor: Conductor) -> None:
     validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
     transfer_queue.init(config.transfer_queue)
     trainer: Any = None
+    monitor = GPUMonitor()
     succeeded = False
     try:
         trainer = TRAINERS[config.trainer.v1.trainer_mode](config)
-        trainer.conductor = conductor
+        trainer.conductor, trainer.gpu_monitor = conductor, monitor
         trainer.replay_buffer.poll_interval = _POLL_S
         trainer.init()
         manager = RolloutManager.create(
@@ -193,6 +203,7 @@ def train(config: DictConfig, conductor: Conductor) -> None:
             manager.cancel()
         succeeded = True
     finally:
+        monitor.stop()
         tracking = getattr(trainer, "logger", None)
         if tracking is not None:
             tracking.finish(exit_code=0 if succeeded else 1)

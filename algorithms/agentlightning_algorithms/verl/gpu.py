@@ -1,0 +1,55 @@
+"""How busy the GPUs of the trainer's machine are, as the driver's own tool says it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import threading
+from typing import Final
+
+_TOOL: Final = "nvidia-smi"
+_QUERY: Final = ("--query-gpu=utilization.gpu,memory.used", "--format=csv,noheader,nounits")
+
+
+class GPUMonitor:
+    """Looks at this machine's GPUs every few seconds, until :meth:`stop`; where there are none, at nothing."""
+
+    def __init__(self, interval_s: int = 2) -> None:
+        """Starts to look, every ``interval_s`` seconds."""
+        self._lock = threading.Lock()
+        self._busy: list[float] = []
+        self._used_mib: list[float] = []
+        self._process: subprocess.Popen[str] | None = None
+        tool = shutil.which(_TOOL)
+        if tool is not None:
+            command = [tool, *_QUERY, f"--loop={interval_s}"]
+            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            threading.Thread(target=self._read, args=(self._process,), name="agl-gpu", daemon=True).start()
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        with process.stdout:
+            for line in process.stdout:
+                busy, _, used = line.partition(",")
+                try:
+                    percent, mib = float(busy), float(used)
+                except ValueError:
+                    continue  # a GPU that does not tell
+                with self._lock:
+                    self._busy.append(percent)
+                    self._used_mib.append(mib)
+
+    def take(self) -> dict[str, float]:
+        """The mean share of the time that a GPU was busy, and the most memory of one, since this was last asked."""
+        with self._lock:
+            busy, self._busy = self._busy, []
+            used, self._used_mib = self._used_mib, []
+        if not busy:
+            return {}
+        return {"gpu_utilization": sum(busy) / len(busy) / 100, "gpu_memory_gb_max": max(used) * 2**20 / 1e9}
+
+    def stop(self) -> None:
+        """Looks no more; harmless at any time."""
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait()
