@@ -1,16 +1,17 @@
-"""A search in a process of its own, which a test kills: arguments are the run's directory and the endpoint."""
+"""A search that a test kills, in a process of its own: arguments are the run's directory and the endpoint."""
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import agentlightning as agl
 from tests.algorithms import prompt_lab
 
 
-def main(directory: Path, endpoint: str) -> None:
+def search(directory: Path, endpoint: str) -> tuple[str, list[list[Any]]]:
+    """Begins the search or goes on with it, and returns the best prompt and the lineage with scores."""
     from openai import AsyncOpenAI
 
     apo = agl.APO(
@@ -36,8 +37,8 @@ def main(directory: Path, endpoint: str) -> None:
     slow = [{**task, "seconds": 0.02} for task in prompt_lab.TRAIN]
     trainer.fit(prompt_lab.agent, slow, [{**task, "seconds": 0.02} for task in prompt_lab.VAL])
     lineage = [[each.candidate_id, each.parent_id, each.batch_score, each.full_score] for each in apo.history]
-    print(json.dumps({"best": apo.get_best_prompt().template, "lineage": lineage}))
+    return apo.get_best_prompt().template, lineage
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    search(Path(sys.argv[1]), sys.argv[2])

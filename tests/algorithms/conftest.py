@@ -1,4 +1,4 @@
-"""A causal language model of 30k random weights, with a tokenizer of bytes and a chat template with tools."""
+"""The model that tests of algorithms train."""
 
 from __future__ import annotations
 
@@ -7,26 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.algorithms.tiny_model import save_tiny_model
+
 if TYPE_CHECKING:
     from agentlightning_algorithms.grpo.policy import Policy
-
-# As Qwen's and the Hermes family's, without their corners.
-CHAT_TEMPLATE = """
-{%- if tools %}<|im_start|>system
-{% for tool in tools %}{{ tool | tojson }}
-{% endfor %}<|im_end|>
-{% endif %}
-{%- for message in messages %}
-    {%- if message.role == 'refused' %}{{ raise_exception('no such role') }}{% endif %}
-    {{- '<|im_start|>' + message.role + '\n' + message.content }}
-    {%- for call in message.tool_calls or [] %}
-        {{- '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
-        {{- call.function.arguments | tojson + '}\n</tool_call>' }}
-    {%- endfor %}
-    {{- '<|im_end|>\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
-"""
 
 
 @pytest.fixture(scope="session")
@@ -35,45 +19,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tiny-model")
     save_tiny_model(directory)
     return directory
-
-
-def save_tiny_model(directory: Path, max_length: int = 512) -> None:
-    """Writes the model, for prompts and answers of ``max_length`` bytes."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    vocabulary = {piece: i for i, piece in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), *special])}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        additional_special_tokens=["<|im_start|>"],
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=len(tokenizer),
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=max_length,
-            tie_word_embeddings=True,
-            initializer_range=0.2,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
 
 
 @pytest.fixture

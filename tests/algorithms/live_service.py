@@ -1,11 +1,13 @@
-"""A service to learn from, for the tests of live learning: the quality of its answers is written in its prompt."""
+"""A service to learn from, for the tests of live learning: the quality of its answers is written in its prompt.
+
+Nothing in it is drawn by chance that differs from run to run: rewards depend on the task, versions on a seed.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import itertools
-import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -15,17 +17,19 @@ from agentlightning.types import Rollout
 
 GOOD, WORSE = "quality 0.95", "quality 0.2"
 BEGIN = "quality 0.6"
+GOLDEN = 0.6180339887498949
+"""Its multiples spread evenly over [0, 1), wherever one begins to count."""
 
 
 @agl.rollout
-async def answer(task: dict[str, Any], prompt: agl.PromptTemplate, rollout: Rollout) -> float | None:
-    """Earns 1 with the probability that its prompt names, 0 otherwise; ``late`` tasks say nothing yet."""
+async def answer(task: dict[str, Any], prompt: agl.PromptTemplate) -> float | None:
+    """Earns 1 on the share of tasks that its prompt names, 0 on the others; ``late`` tasks say nothing yet."""
     if "broken" in prompt.template:
         raise RuntimeError("no such tool")
     if task.get("late"):
         return None
     quality = float(prompt.template.split()[1])
-    return float(random.Random(rollout.rollout_id).random() < quality)
+    return float(task["n"] * GOLDEN % 1 < quality)
 
 
 class Service:
@@ -37,7 +41,7 @@ class Service:
         self.store = store
         self.live = live
         self.served: Counter[str] = Counter()
-        """Tasks by version."""
+        """How many tasks were given to each version."""
         self._runner = runner
         self._pause_s = pause_s
         self._numbers = itertools.count()
@@ -47,10 +51,10 @@ class Service:
         rollouts = []
         for _ in itertools.count() if n is None else range(n):
             choice = self.live.pick()
+            self.served[choice.resources_id or ""] += 1
             rollout = await self._runner.step(
                 {"n": next(self._numbers) % 40, **task}, resources_id=choice.resources_id, metadata=choice.metadata
             )
-            self.served[choice.resources_id or ""] += 1
             if n is not None:
                 rollouts.append(rollout)
             await asyncio.sleep(self._pause_s)
@@ -62,7 +66,7 @@ async def serving(store: agl.LightningStore, pause_s: float = 0.002, **settings:
     """A service over a store, in this process."""
     runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer())
     with runner.run_context(agent=answer, store=store):
-        async with agl.LiveResources(store, **{"refresh_s": 0.2, "seed": 0, **settings}) as live:
+        async with agl.LiveResources(store, **{"refresh_s": 0.2, "seed": 1, **settings}) as live:
             yield Service(store, live, runner, pause_s)
 
 

@@ -47,7 +47,7 @@ def test_each_epoch_says_mean_median_success_rate_and_errors_by_type() -> None:
     assert first["val_reward"] == pytest.approx(0.22)
     assert first["success_rate"] == pytest.approx(0.8)
     assert first["rollouts"] == 10
-    assert first["without_reward"] == 2
+    assert first["rollouts_without_reward"] == 2
     assert {name: count for name, count in first.items() if name.startswith("errors/")} == {
         "errors/KeyError": 1,
         "errors/TimeoutError": 1,

@@ -12,8 +12,8 @@ from packaging.requirements import Requirement
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpu"
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.soak
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 def test_the_gpu_script_trains_with_and_without_correction_and_reports_it(tmp_path: Path, device: str) -> None:
     out = tmp_path / "out"

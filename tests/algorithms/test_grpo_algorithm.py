@@ -12,7 +12,7 @@ from click.testing import CliRunner
 import agentlightning as agl
 from agentlightning_algorithms.grpo.command import export
 from agentlightning_algorithms.grpo.export import export_model
-from agentlightning_plugins.demo.agent import calculator_agent
+from agentlightning_plugins.demo.agent import CLIENT, calculator_agent
 from agentlightning_plugins.demo.task import make_problems
 from agentlightning_plugins.demo.training import CHECKPOINT
 
@@ -65,12 +65,35 @@ def test_training_goes_on_whatever_agents_do(tmp_path: Path) -> None:
     }
 
 
+def criticised_agent(task: dict[str, Any], llm: agl.LLM, request: agl.PromptTemplate) -> float:
+    """The demo's agent, and another one that says something about its work; both ask the same model."""
+    names: list[Any] = [{"agent.name": "solver"}, {"agent.name": "critic"}]
+    with agl.operation(name="solver", **names[0]):
+        reward = calculator_agent(task, llm)
+    client = CLIENT.with_options(base_url=llm.get_base_url(), api_key=llm.api_key or "unused")
+    with agl.operation(name="critic", **names[1]):
+        client.chat.completions.create(
+            model=llm.model, messages=[{"role": "user", "content": request.format(reward=reward)}], max_tokens=2
+        )
+    return reward
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_every_step_publishes_weights_and_explains_its_rows(tmp_path: Path) -> None:
+def test_every_step_publishes_weights_and_explains_its_rows_which_are_those_of_one_agent(tmp_path: Path) -> None:
     store = agl.create_store("memory://")
-    trainer = agl.Trainer(algorithm=SETTINGS, store=store, trackers=[], run_dir=tmp_path)
-    trainer.fit(calculator_agent, make_problems("train", N_TASKS), make_problems("val", 4))
+    gateway = agl.LLMProxy(model_list=[{"model": "other", "endpoint": "http://127.0.0.1:9/v1"}])
+    trainer = agl.Trainer(
+        algorithm=SETTINGS,
+        adapter={"name": "triplet", "agent_match": "^solver$"},
+        store=store,
+        llm_proxy=gateway,
+        initial_resources={"request": "How good is {reward}?"},
+        trackers=[],
+        run_dir=tmp_path,
+    )
+    trainer.fit(criticised_agent, make_problems("train", N_TASKS), make_problems("val", 4))
+    assert gateway.models == ["policy", "other"]
 
     async def check() -> None:
         spans = (await store.query_spans(None)).items
@@ -87,9 +110,16 @@ def test_every_step_publishes_weights_and_explains_its_rows(tmp_path: Path) -> N
         assert len(trained) == sum(rows)
         answered = {span.attributes["gen_ai.response.id"] for span in calls}
         assert {span.attributes["gen_ai.response.id"] for span in trained} <= answered
+        # The critic's calls are recorded, with tokens, and nothing is learned from them: they have the last word.
+        asked_last = {span.rollout_id: span for span in sorted(calls, key=lambda span: span.start_time or 0.0)}
+        critics = {span.attributes["gen_ai.response.id"] for span in asked_last.values()}
+        assert all(span.attributes[agl.semconv.RESPONSE_TOKEN_IDS] for span in asked_last.values())
+        assert not critics & {span.attributes["gen_ai.response.id"] for span in trained}
+        assert trained
         latest = await store.get_latest_resources()
         assert latest is not None
         assert isinstance(latest.resources["llm"], agl.ProxyLLM)
+        assert latest.resources["request"] == agl.PromptTemplate("How good is {reward}?", "f-string")
 
     asyncio.run(check())
     from transformers import AutoModelForCausalLM

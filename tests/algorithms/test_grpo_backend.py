@@ -8,6 +8,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from openai import AsyncOpenAI
 
 import agentlightning as agl
 from agentlightning.errors import ConfigError, LightningError
@@ -16,7 +17,7 @@ from agentlightning.testing.openai_server import Answer, ScriptedOpenAI
 from agentlightning_algorithms.grpo.policy_backend import PolicyBackend, PolicySetup, publish_weights
 from agentlightning_algorithms.grpo.policy_process import TransformersBackend
 from agentlightning_algorithms.grpo.vllm_backend import VLLMBackend
-from tests.algorithms.vllm_server import FakeVLLM
+from tests.algorithms.vllm_server import WIRE, FakeVLLM
 
 
 @pytest.fixture
@@ -135,6 +136,40 @@ async def test_a_vllm_server_that_was_left_paused_goes_on(setup: PolicySetup) ->
         server.paused = True
         await VLLMBackend(endpoint=server.endpoint).start(setup)
         assert not server.paused
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tokens_and_logprobs_of_a_vllm_tool_call_are_recorded(stream: bool) -> None:
+    """In the stream most of them come with chunks that say nothing else: the tool parser is still waiting."""
+    store = agl.InMemoryLightningStore()
+    async with FakeVLLM() as server, AsyncOpenAI(api_key="x", base_url="http://unused", max_retries=0) as client:
+        model = {"model_name": "policy", "model": "policy", "endpoint": server.endpoint, "provider": "vllm"}
+        gateway = agl.LLMProxy(model_list=[model], store=store)
+        await gateway.start()
+        try:
+            rollout = await store.start_rollout({})
+            llm: Any = gateway.as_resource(rollout.rollout_id, rollout.attempt.attempt_id, model="policy")
+            chat = client.with_options(base_url=llm.get_base_url(), api_key=llm.api_key).chat.completions
+            messages: Any = [{"role": "user", "content": "Add 2 and 3."}]
+            if stream:
+                async for _ in await chat.create(model="policy", messages=messages, stream=True):
+                    pass
+            else:
+                await chat.create(model="policy", messages=messages)
+            await gateway.flush()
+            (span,) = (await store.query_spans(rollout.rollout_id)).items
+        finally:
+            await gateway.stop()
+    answer = WIRE["chat"]
+    (choice,) = answer["choices"]
+    (triplet,) = agl.TraceToTriplet().adapt([span])
+    assert triplet.prompt["token_ids"] == answer["prompt_token_ids"]
+    assert triplet.response["token_ids"] == choice["token_ids"]
+    assert triplet.response["logprobs"] == [token["logprob"] for token in choice["logprobs"]["content"]]
+    assert triplet.metadata["finish_reason"] == "tool_calls"
+    assert triplet.metadata["complete"] is True
+    (call,) = triplet.response["raw_content"][0]["tool_calls"]
+    assert (call["function"]["name"], call["function"]["arguments"]) == ("add", '{"a": 2, "b": 3}')
 
 
 # Publishing through the gateway

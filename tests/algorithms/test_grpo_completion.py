@@ -10,7 +10,7 @@ from agentlightning_algorithms.grpo.completion_request import ChatRequest, Reque
 from agentlightning_algorithms.grpo.conversation import Prompt
 from agentlightning_algorithms.grpo.policy import Policy
 from agentlightning_algorithms.grpo.sampler import Generation, Token
-from agentlightning_algorithms.grpo.tool_call import ToolCallReader, parse_tool_calls
+from agentlightning_algorithms.grpo.tool_call import ToolCall, ToolCallReader
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "ü"}}\n</tool_call>'
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -49,6 +49,13 @@ def streamed(
 
 
 # Tool calls
+
+
+def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
+    """What is left of a whole text without its calls, and the calls in order."""
+    reader = ToolCallReader()
+    said, calls = reader.feed(text)
+    return said + reader.finish(), calls
 
 
 @pytest.mark.parametrize(

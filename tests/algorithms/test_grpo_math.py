@@ -218,6 +218,16 @@ def test_kl_estimates_equal_verls(estimator: KlEstimator) -> None:
     assert_equal(kl_penalty(given_tensor("new"), given_tensor("ref"), estimator), VERL[f"kl_{estimator}"])
 
 
+def test_gradients_of_kl_estimates_are_those_of_their_formulas() -> None:
+    new_BT, ref_BT = given_tensor("new"), given_tensor("ref")
+    slopes = {"k1": torch.ones_like(new_BT), "k2": new_BT - ref_BT, "k3": 1.0 - (ref_BT - new_BT).exp()}
+    for estimator in get_args(KlEstimator):
+        logprob_BT = new_BT.clone().requires_grad_()
+        kl_penalty(logprob_BT, ref_BT, estimator).sum().backward()
+        assert logprob_BT.grad is not None
+        assert_equal(logprob_BT.grad, slopes[estimator].tolist())
+
+
 def test_k1_and_k3_average_to_the_kl_divergence() -> None:
     p, q = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.3, 0.3, 0.4])
     divergence = (p * (p.log() - q.log())).sum()

@@ -1,63 +1,28 @@
-"""A server that answers as vLLM does: bodies and statuses as its routers write them, and no model.
+"""A server that answers as vLLM does, and no model.
 
-From vLLM's ``entrypoints/serve/dev/rlhf`` and ``dev/rpc`` (pause, resume, is_paused, collective_rpc) and its OpenAI
-protocol (models, completions with ``return_token_ids``).
+vLLM does not run on the machines that test this, so ``vllm_wire.json`` is no recording: it was written field by field
+after vLLM's own sources, which it names with their commits.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
-MODELS = {
-    "object": "list",
-    "data": [
-        {
-            "id": "policy",
-            "object": "model",
-            "created": 1762000000,
-            "owned_by": "vllm",
-            "root": "/models/qwen",
-            "parent": None,
-            "max_model_len": 4096,
-            "permission": [],
-        }
-    ],
-}
+WIRE: dict[str, Any] = json.loads(Path(__file__).with_name("vllm_wire.json").read_text())
 
 
 def completion(temperature: float, *, processed: bool) -> dict[str, Any]:
-    logprob = -0.4 / temperature if processed else -0.4
-    return {
-        "id": "cmpl-7a55",
-        "object": "text_completion",
-        "created": 1762000000,
-        "model": "policy",
-        "choices": [
-            {
-                "index": 0,
-                "text": " a",
-                "logprobs": {
-                    "text_offset": [0],
-                    "token_logprobs": [logprob],
-                    "tokens": [" a"],
-                    "top_logprobs": [{" a": logprob}],
-                },
-                "finish_reason": "length",
-                "stop_reason": None,
-                "token_ids": [264],
-                "prompt_logprobs": None,
-                "prompt_token_ids": [1, 2, 3],
-            }
-        ],
-        "service_tier": None,
-        "system_fingerprint": None,
-        "usage": {"prompt_tokens": 3, "total_tokens": 4, "completion_tokens": 1, "prompt_tokens_details": None},
-        "kv_transfer_params": None,
-    }
+    answer: dict[str, Any] = copy.deepcopy(WIRE["completion"])
+    logprobs = answer["choices"][0]["logprobs"]
+    if processed:
+        logprobs["token_logprobs"] = [value / temperature for value in logprobs["token_logprobs"]]
+        logprobs["top_logprobs"] = [{t: v / temperature for t, v in top.items()} for top in logprobs["top_logprobs"]]
+    return answer
 
 
 def has_weights(path: str) -> bool:
@@ -76,6 +41,7 @@ class FakeVLLM:
         app = web.Application(middlewares=[self._listen])
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._completions)
+        app.router.add_post("/v1/chat/completions", self._chat)
         if dev_mode:
             app.router.add_get("/is_paused", self._is_paused)
             app.router.add_post("/pause", self._pause)
@@ -94,8 +60,9 @@ class FakeVLLM:
 
     @web.middleware
     async def _listen(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        if self.api_key is not None and request.headers.get("Authorization") != f"Bearer {self.api_key}":
-            return web.json_response({"error": "Unauthorized"}, status=401)
+        guarded = self.api_key is not None and request.path.startswith("/v1")
+        if guarded and request.headers.get("Authorization") != f"Bearer {self.api_key}":
+            return web.json_response(WIRE["unauthorized"], status=401)
         body = json.loads(await request.read() or b"null")
         self.asked.append((request.path_qs, body))
         try:
@@ -105,15 +72,28 @@ class FakeVLLM:
         return answer
 
     async def _models(self, _: web.Request) -> web.Response:
-        return web.json_response(MODELS)
+        return web.json_response(WIRE["models"])
 
     async def _completions(self, request: web.Request) -> web.Response:
         body = json.loads(await request.read())
         assert not self.paused
         answer = completion(body["temperature"], processed=self._processed)
         if not (self._token_ids and body.get("return_token_ids")):
-            del answer["choices"][0]["token_ids"]
+            answer["choices"][0] |= {"token_ids": None, "prompt_token_ids": None}
         return web.json_response(answer)
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        body = json.loads(await request.read())
+        assert body["return_token_ids"] is True
+        assert body["logprobs"] is True
+        if not body.get("stream"):
+            return web.json_response(WIRE["chat"])
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await response.prepare(request)
+        for chunk in WIRE["stream"]:
+            await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+        await response.write(b"data: [DONE]\n\n")
+        return response
 
     async def _is_paused(self, _: web.Request) -> web.Response:
         return web.json_response({"is_paused": self.paused})
@@ -121,11 +101,11 @@ class FakeVLLM:
     async def _pause(self, request: web.Request) -> web.Response:
         assert request.query["mode"] == "wait"
         self.paused = True
-        return web.json_response({"status": "paused"})
+        return web.json_response(WIRE["pause"])
 
     async def _resume(self, _: web.Request) -> web.Response:
         self.paused = False
-        return web.json_response({"status": "resumed"})
+        return web.json_response(WIRE["resume"])
 
     async def _collective_rpc(self, request: web.Request) -> web.Response:
         body = json.loads(await request.read())
@@ -134,7 +114,6 @@ class FakeVLLM:
         assert body["kwargs"]["is_checkpoint_format"] is True
         path = body["kwargs"]["weights_path"]
         if not has_weights(path):
-            message = f"Cannot find any model weights with `{path}`"
-            error = {"message": message, "type": "InternalServerError", "param": None, "code": 500}
+            error = {**WIRE["error"]["error"], "message": WIRE["error"]["error"]["message"].format(path=path)}
             return web.json_response({"error": error}, status=500)
-        return web.json_response({"results": [None]})
+        return web.json_response(WIRE["collective_rpc"])

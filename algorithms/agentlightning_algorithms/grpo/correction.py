@@ -57,6 +57,8 @@ def trusted_tokens(
 ) -> Tensor:
     """Returns the mask without the tokens whose ratio is outside [lower, upper]; they count nowhere, as if absent.
 
+    Liu, Li et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
+
     Args:
         log_ratio_BT: see above.
         mask_BT: see above.

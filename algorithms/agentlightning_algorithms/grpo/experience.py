@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
+from agentlightning import semconv
 from agentlightning.adapter.trajectory import Decode, Turn, build_trajectories
 from agentlightning.types import AttemptedRollout, Span, Triplet
 from agentlightning_algorithms.grpo.advantage import Estimator, group_scales, zero_spread_groups
@@ -282,6 +283,7 @@ def training_spans(experience: Experience, step: int) -> list[Span]:
         if isinstance(rollout, AttemptedRollout):
             ids = [triplet.metadata.get("response_id") or "" for triplet in triplets]
             attributes: Mapping[str, Any] = {
+                semconv.GEN_AI_OPERATION_NAME: "train",  # it has a response's id and is no call of a model
                 "agentlightning.training.step": step,
                 "agentlightning.training.advantage": statistics.fmean(row.advantages),
                 "agentlightning.training.tokens": row.n_sampled,

@@ -134,7 +134,8 @@ class Session:
     async def _publish_resources(self, use: str, sampling: Mapping[str, Any]) -> str:
         resources_id = "rs-" + self.context.rollout_id("resources", use, self.step).removeprefix("ro-")
         llm = self.gateway.as_resource(model=MODEL_NAME, sampling_parameters=sampling)
-        return (await self.store.update_resources(resources_id, {self.settings.resource_name: llm})).resources_id
+        resources = {**(self.context.initial_resources or {}), self.settings.resource_name: llm}
+        return (await self.store.update_resources(resources_id, resources)).resources_id
 
     async def collect(self, train: Dataset[Any], step: int, position: int) -> Batch:
         """Rolls out the tasks of a step: from ``position`` on, and more in the place of groups without spread."""
@@ -320,7 +321,8 @@ async def open_session(
         gateway = cast(Gateway, get_manager().get("gateway", "gateway")(store=store))
         await gateway.start()
         stack.push_async_callback(gateway.stop)
-    gateway.update_model_list([dict(backend.model_entry)])
+    others = [dict(entry) for entry in gateway.model_list if entry.get("model_name", entry.get("model")) != MODEL_NAME]
+    gateway.update_model_list([dict(backend.model_entry), *others])
     session = Session(settings, context, store, adapter, gateway, backend, updater, directory)
     if resume_from is not None:
         session.restore(updater.load(resume_from))

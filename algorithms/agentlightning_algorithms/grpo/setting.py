@@ -58,10 +58,11 @@ class UpdateSettings:
         trust_upper: the largest ratio that counts.
         kl_coefficient: of the divergence from the reference; 0: there is no reference.
         kl_estimator: see :func:`~agentlightning_algorithms.grpo.loss.kl_penalty`.
-        kl_in: ``loss``: added to the loss of each token; ``reward``: taken from the reward of the rollout.
+        kl_in: ``loss``: added to the loss of each token (arXiv:2402.03300); ``reward``: taken from the reward of the
+            rollout (Ziegler et al. 2019, arXiv:1909.08593).
         reference_decay: the reference is a mean of the weights that decays so much per update; None: it stays what the
             model was at the beginning.
-        entropy_coefficient: of the entropy, which is subtracted from the loss.
+        entropy_coefficient: of the entropy, which is subtracted from the loss (Mnih et al. 2016, arXiv:1602.01783).
         seed: of the order of rows.
     """
 

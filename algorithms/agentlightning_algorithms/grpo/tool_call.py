@@ -70,13 +70,6 @@ class ToolCallReader:
         return "" if self._after_call and not self._held.strip() else self._held
 
 
-def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
-    """Takes the tool calls out of a whole text; returns what is left of it, and the calls in order."""
-    reader = ToolCallReader()
-    said, calls = reader.feed(text)
-    return said + reader.finish(), calls
-
-
 def restore_arguments(message: dict[str, Any]) -> dict[str, Any]:
     """Returns a message whose tool calls carry their arguments as objects, as chat templates expect them."""
     calls = message.get("tool_calls")

@@ -1,0 +1,153 @@
+"""Trains one agent of two, in about a minute on a CPU and without a download.
+
+    python examples/two_agents/two_agents.py --out runs/two_agents
+
+The translator (see orders.py) is trained; the clerk is a model of its own, which stays as it is. Both are reached
+through the gateway, which records the tokens of both; ``agent_match`` says whose calls are learned from. Both models
+are made on the spot: the clerk is taught the code, the translator only that an answer is a word for the
+colour and a word for the shape. Which words it has to find out from rewards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from orders import CLERK, COLOUR_CODES, COLOURS, MEANING, SHAPE_CODES, SHAPES, fill_order, split_orders
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import agentlightning as agl
+from agentlightning_algorithms.grpo.policy_process import PolicyServer
+
+SPECIAL = ("<pad>", "<end>", "<user>", "<assistant>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<' + message.role + '> ' + message.content + ' <end> ' }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+WARM_UP_STEPS = 300
+BATCH = 64
+Example = Callable[[random.Random], tuple[str, str]]
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each word there is."""
+    words = {word: i for i, word in enumerate((*SPECIAL, *COLOURS, *SHAPES, *MEANING))}
+    backend = Tokenizer(models.WordLevel(vocab=words, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(list(SPECIAL))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<pad>")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def make_model(directory: Path, example: Example, seed: int) -> None:
+    """Writes a small transformer that imitates examples: what the user says, and an answer of as many words."""
+    torch.manual_seed(seed)
+    rng = random.Random(seed)
+    tokenizer = make_tokenizer()
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=48,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            max_position_embeddings=32,
+            initializer_range=0.1,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    for _ in range(WARM_UP_STEPS):
+        pairs = [example(rng) for _ in range(BATCH)]
+        texts = [f"<user> {said} <end> <assistant> {answer} <end>" for said, answer in pairs]
+        input_ids = tokenizer(texts, return_tensors="pt").input_ids
+        labels = input_ids.clone()
+        labels[:, :5] = -100  # up to and with <assistant>
+        loss = model(input_ids=input_ids, labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def know_the_code(rng: random.Random) -> tuple[str, str]:
+    """What the clerk is taught: any two words of the code, and what they mean."""
+    code = rng.choices(list(MEANING), k=2)
+    return " ".join(code), " ".join(MEANING[word] for word in code)
+
+
+def know_the_form(rng: random.Random) -> tuple[str, str]:
+    """What the translator begins with: to answer with a word for the colour and a word for the shape, whichever."""
+    return f"{rng.choice(COLOURS)} {rng.choice(SHAPES)}", f"{rng.choice(COLOUR_CODES)} {rng.choice(SHAPE_CODES)}"
+
+
+def train(directory: Path, *, seed: int, steps: int) -> dict[str, float]:
+    """Trains in ``directory``.
+
+    Returns:
+        Mean greedy rewards: ``before`` and ``after`` on orders that are not trained on, ``trained`` on those that are.
+    """
+    torch.set_num_threads(1)
+    make_model(directory / "translator", know_the_form, seed)
+    make_model(directory / "clerk", know_the_code, seed)
+    seen, unseen = split_orders()
+    clerk = PolicyServer(
+        directory / "clerk", log_path=directory / "clerk.log", model_name=CLERK, options={"threads": 1}
+    )
+    asyncio.run(clerk.start())
+    try:
+        agl.Trainer(
+            algorithm={
+                "name": "grpo",
+                "model": str(directory / "translator"),
+                "steps": steps,
+                "tasks_per_step": 6,
+                "rollouts_per_task": 16,
+                "sampling": {"temperature": 1.0, "max_tokens": 4},
+                "eval_every": 5,
+                "target_reward": 1.0,
+                "test_dataset": unseen,
+                "train_threads": 1,
+                "seed": seed,
+                "update": {"lr": 1e-3, "betas": (0.9, 0.99), "schedule": "linear", "minibatches": 8},
+            },
+            adapter={"name": "triplet", "agent_match": "^translator$"},
+            llm_proxy=agl.LLMProxy(model_list=[{"model": CLERK, "endpoint": clerk.endpoint}]),
+            trackers=["console", "jsonl"],
+            run_dir=directory / "run",
+            max_concurrency=64,
+        ).fit(fill_order, seen, seen)
+    finally:
+        asyncio.run(clerk.stop())
+    lines = (directory / "run" / "metrics.jsonl").read_text().splitlines()
+    first, *_, last = [entry for entry in map(json.loads, lines) if "test_reward" in entry]
+    return {"before": first["test_reward"], "after": last["test_reward"], "trained": last["val_reward"]}
+
+
+def main() -> None:
+    """Makes both models, trains the translator, and says what it has learned."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="directory of the models and the run; must not exist")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=40)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True)
+    result = train(options.out, seed=options.seed, steps=options.steps)
+    print(f"orders that were trained on: reward {result['trained']:.2f} in the end")
+    print(f"orders that were not: reward {result['before']:.2f} before, {result['after']:.2f} after")
+
+
+if __name__ == "__main__":
+    main()
