@@ -43,7 +43,7 @@ def derive_secret(store_token: str | None) -> bytes:
 
 
 def mint(secret: bytes, rollout_id: str, attempt_id: str, expires_at: float) -> str:
-    """Signs a token."""
+    """Signs a token that is good until ``expires_at``, a Unix time."""
     payload = _encode(json.dumps([rollout_id, attempt_id, expires_at], separators=(",", ":")).encode())
     return f"{PREFIX}{payload}.{_sign(secret, payload)}"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import click
@@ -31,7 +32,7 @@ def plugins_command(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(rows, indent=2))
     else:
-        _print_table(rows)
+        _print_plugins(rows)
 
 
 def _describe(manager: PluginManager, plugin: Plugin) -> dict[str, Any]:
@@ -58,22 +59,54 @@ def _describe(manager: PluginManager, plugin: Plugin) -> dict[str, Any]:
     }
 
 
-def _print_table(rows: list[dict[str, Any]]) -> None:
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Prints rows in columns. Only the last column is folded, and only at a terminal; nothing is ever cut."""
+    from rich.cells import cell_len
     from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
 
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("kind", "name", "plugin", "what it is", "state"):
-        table.add_column(column, overflow="fold")
-    offers = [(row, offer) for row in rows for offer in row["offers"]]
-    for row, offer in sorted(offers, key=lambda pair: (pair[1]["kind"], pair[1]["name"])):
-        state = escape(offer["install"]) if offer["missing"] else "ready"
-        table.add_row(offer["kind"], offer["name"], f"{row['plugin']} ({row['origin']})", offer["summary"], state)
+    lines = [["" if cell is None else str(cell) for cell in row] for row in rows]
+    *widths, last = (max(map(cell_len, cells)) for cells in zip(columns, *lines, strict=True))
+    left = sum(width + 2 for width in widths)
+    console = Console(highlight=False, markup=False)
+    if console.is_terminal:
+        last = min(last, max(24, console.width - left))
+    console.width = left + last
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    for column, width in zip(columns, (*widths, last), strict=True):
+        table.add_column(column, overflow="fold", width=width)
+    for line in lines:
+        table.add_row(*line)
+    console.print(table)
+
+
+def _print_plugins(rows: list[dict[str, Any]]) -> None:
+    offers = sorted(
+        ({**offer, "origin": row["origin"]} for row in rows for offer in row["offers"]),
+        key=lambda offer: (offer["kind"], offer["name"]),
+    )
+    print_table(
+        ("kind", "name", "state", "from", "what it is"),
+        [
+            (
+                offer["kind"],
+                offer["name"],
+                "missing" if offer["missing"] else "ready",
+                offer["origin"],
+                offer["summary"],
+            )
+            for offer in offers
+        ],
+    )
+    missing: dict[str, list[str]] = {}
+    for offer in offers:
+        if offer["missing"]:
+            missing.setdefault(offer["install"], []).append(offer["name"])
+    for command, names in missing.items():
+        click.echo(f"{command}  installs what {' and '.join(names)} need{'s' * (len(names) == 1)}")
     for row in rows:
         if row["state"] != "loaded":
-            table.add_row("", "", f"{row['plugin']} ({row['origin']})", "", escape(f"broken: {row['error']}"))
-    Console(highlight=False).print(table)
+            click.echo(f"broken: {row['plugin']} ({row['origin']}): {row['error']}")
 
 
 def main() -> None:

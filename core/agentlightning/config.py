@@ -11,6 +11,17 @@ from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, Val
 from agentlightning.errors import ConfigError, suggest
 
 
+def require_least(least: float, **settings: float | None) -> None:
+    """Checks settings by name; None means that one is not set.
+
+    Raises:
+        ConfigError: one is below ``least``.
+    """
+    wrong = [f"{name} = {value}" for name, value in settings.items() if value is not None and not value >= least]
+    if wrong:
+        raise ConfigError(f"{', '.join(wrong)}: at least {least:g} is needed")
+
+
 def bind_settings(target: type[Any], settings: Mapping[str, Any], owner: str) -> dict[str, Any]:
     """Checks settings from a configuration against ``target``'s constructor, converting simple types.
 

@@ -13,7 +13,7 @@ does not list raises ConflictError.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final, NamedTuple, TypeVar
 
 from agentlightning.errors import ConflictError
@@ -57,6 +57,10 @@ class Outcome(NamedTuple):
     attempt: Attempt
 
 
+def _say(allowed: Collection[str]) -> str:
+    return f"it can become: {', '.join(sorted(allowed))}" if allowed else "its end is final"
+
+
 def move_rollout(rollout: Rollout, status: RolloutStatus, now: float) -> Rollout:
     """Moves a rollout along the table; the same status again changes nothing."""
     if status == rollout.status:
@@ -64,8 +68,7 @@ def move_rollout(rollout: Rollout, status: RolloutStatus, now: float) -> Rollout
     allowed = ROLLOUT_TRANSITIONS[rollout.status]
     if status not in allowed:
         raise ConflictError(
-            f"rollout {rollout.rollout_id} is {rollout.status} and cannot become {status}; "
-            f"from {rollout.status} it can become: {', '.join(sorted(allowed)) or 'nothing'}"
+            f"rollout {rollout.rollout_id} is {rollout.status} and cannot become {status}; {_say(allowed)}"
         )
     return _with(rollout, status=status, end_time=now if status in ENDED_ROLLOUT else None)
 
@@ -114,10 +117,8 @@ def move_attempt(
     elif status == attempt.status:
         return Outcome(rollout, attempt)
     if status not in ATTEMPT_TRANSITIONS[attempt.status]:
-        raise ConflictError(
-            f"attempt {attempt.attempt_id} is {attempt.status} and cannot become {status}; "
-            f"it can become: {', '.join(sorted(ATTEMPT_TRANSITIONS[attempt.status])) or 'nothing'}"
-        )
+        allowed = _say(ATTEMPT_TRANSITIONS[attempt.status])
+        raise ConflictError(f"attempt {attempt.attempt_id} is {attempt.status} and cannot become {status}; {allowed}")
     ended = status in _ATTEMPT_ENDS
     attempt = _with(
         attempt,

@@ -3,6 +3,17 @@
 from __future__ import annotations
 
 import logging
+import sys
+
+
+class _StandardError(logging.Handler):
+    """Writes to standard error as it is at that moment: a live display replaces it, to stay in one piece."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            sys.stderr.write(self.format(record) + "\n")
+        except (OSError, ValueError):  # it is closed
+            self.handleError(record)
 
 
 def setup_logging(level: int | str = "INFO") -> logging.Logger:
@@ -10,7 +21,7 @@ def setup_logging(level: int | str = "INFO") -> logging.Logger:
     logger = logging.getLogger("agentlightning")
     logger.setLevel(level)
     if not logger.handlers:
-        handler = logging.StreamHandler()
+        handler = _StandardError()
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         logger.addHandler(handler)
         logger.propagate = False

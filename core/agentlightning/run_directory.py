@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import importlib.metadata
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -22,7 +25,7 @@ class RunDirectory:
     """A directory that belongs to one run and, while it is open, to one process.
 
     ``run.json`` says what the run is: ``key`` (makes the ids of its rollouts), ``created_at`` and ``resumed_at`` (Unix
-    times), ``versions``, and ``arguments`` and ``working_directory`` of the command that began it.
+    times), ``seed``, ``versions``, and ``arguments`` and ``working_directory`` of the command that began it.
     """
 
     def __init__(self, path: Path, record: Mapping[str, Any], lock: IO[str]) -> None:
@@ -36,9 +39,15 @@ class RunDirectory:
         key: str = self.record["key"]
         return key
 
+    @property
+    def seed(self) -> int:
+        """What the run draws with; the same in every life of the run."""
+        seed: int = self.record.get("seed", 0)
+        return seed
+
     @classmethod
-    def open(cls, path: Path, *, resume: bool = False) -> RunDirectory:
-        """Makes the directory of a new run, or takes over that of a run to continue.
+    def open(cls, path: Path, *, resume: bool = False, seed: int = 0) -> RunDirectory:
+        """Makes the directory of a new run with this seed, or takes over that of a run to continue.
 
         Raises:
             ConfigError: it cannot be made; it holds another run, or none to resume; another process works in it.
@@ -65,7 +74,7 @@ class RunDirectory:
         lock.write(str(os.getpid()))
         lock.flush()
         try:
-            record = _continue(file) if resume else _begin(file)
+            record = _continue(file) if resume else _begin(file, seed)
         except BaseException:
             lock.close()
             raise
@@ -105,26 +114,39 @@ def read_record(path: Path) -> dict[str, Any]:
     try:
         record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         record["key"]
-    except FileNotFoundError:
-        raise ConfigError(f"{path} holds no run: {file} is missing") from None
+    except (FileNotFoundError, NotADirectoryError):
+        what = "is a file" if path.is_file() else f"holds no run: {file} is missing"
+        raise ConfigError(f"{path} {what}; name the directory of a run, such as runs/NAME") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file} is not the record of a run: {error!r}") from error
     return record
 
 
-def _begin(file: Path) -> dict[str, Any]:
+def _begin(file: Path, seed: int) -> dict[str, Any]:
     if file.exists():
         raise ConfigError(f"{file.parent} holds a run already; resume it, or take another directory")
     record = {
         "key": os.urandom(16).hex(),
         "created_at": time.time(),
         "resumed_at": [],
-        "versions": {"lightning": __version__, "python": sys.version.split()[0]},
+        "seed": seed,
+        "versions": {"python": sys.version.split()[0], "lightning": __version__, **_find_versions()},
         "arguments": sys.argv,
         "working_directory": str(Path.cwd()),
     }
     _write(file, record)
     return record
+
+
+def _find_versions() -> dict[str, str]:
+    """Of what is installed of all that Lightning works with."""
+    versions = {}
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        needed = {re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in importlib.metadata.requires("lightning") or ()}
+        for name in sorted(needed):
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 def _continue(file: Path) -> dict[str, Any]:

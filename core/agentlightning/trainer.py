@@ -15,11 +15,12 @@ from typing import Any, TypeAlias
 from agentlightning.adapter.adapter import TraceAdapter
 from agentlightning.algorithm.algorithm import Algorithm, FastAlgorithm
 from agentlightning.algorithm.context import Gateway, RunContext
-from agentlightning.errors import ConfigError
+from agentlightning.errors import ConfigError, LightningError
 from agentlightning.execution import RUNNERS_FAILED, ExecutionStrategy
 from agentlightning.hook import Hook
 from agentlightning.litagent import LitAgent, RewardFunction, initial_prompts, wrap
 from agentlightning.plugins import get_manager
+from agentlightning.report import REPORT_NAME, write_report
 from agentlightning.resources import Resource, read_resources
 from agentlightning.run_directory import RunDirectory
 from agentlightning.runner import LitAgentRunner, Runner
@@ -65,6 +66,7 @@ class Trainer:
         run_dir: str | Path | None = None,
         resume: bool = False,
         max_concurrency: int | None = None,
+        seed: int = 0,
     ) -> None:
         """Chooses the parts of a run.
 
@@ -85,6 +87,7 @@ class Trainer:
             run_dir: directory of the run: metrics, checkpoints, report. Default is none. It belongs to one run.
             resume: continue the run in ``run_dir`` where it was interrupted or killed.
             max_concurrency: rollouts at once in each runner; default 16.
+            seed: what algorithms draw with that are given none of their own; a resumed run keeps the one it has.
 
         Raises:
             ConfigError: values that do not go together.
@@ -110,6 +113,7 @@ class Trainer:
         self.hooks: Sequence[Hook] = [hooks] if isinstance(hooks, Hook) else list(hooks or ())
         self.run_dir = None if run_dir is None else Path(run_dir)
         self.resume = resume
+        self.seed = seed
         self.max_concurrency = DEFAULT_CONCURRENCY if max_concurrency is None else max_concurrency
         self.strategy = self._choose_strategy(strategy, port)
         self.run_config: Mapping[str, Any] = {}
@@ -171,6 +175,9 @@ class Trainer:
 
     def _choose_strategy(self, strategy: ExecutionStrategy | Spec | None, port: int | None) -> ExecutionStrategy:
         if isinstance(strategy, ExecutionStrategy):
+            own = getattr(strategy, "n_runners", self.n_runners)
+            if self.n_runners not in (1, own):
+                logger.warning("n_runners = %d has no effect: the strategy given has %d", self.n_runners, own)
             return strategy
         spec: dict[str, Any] = {"name": strategy} if isinstance(strategy, str) else dict(strategy or {"name": "cs"})
         spec.setdefault("n_runners", self.n_runners)
@@ -204,10 +211,12 @@ class Trainer:
                 initial_resources={**initial_prompts(agent), **(self.initial_resources or {})} or None,
                 trainer=self,
                 directory=self.run_dir,
+                seed=self.seed,
             )
             if self.run_dir is not None:
-                directory = stack.enter_context(contextlib.closing(RunDirectory.open(self.run_dir, resume=self.resume)))
-                context.key = directory.key
+                opened = RunDirectory.open(self.run_dir, resume=self.resume, seed=self.seed)
+                directory = stack.enter_context(contextlib.closing(opened))
+                context.key, context.seed = directory.key, directory.seed
             context.run = Run(config={**self.run_config, "algorithm": type(algorithm).__name__})
             job = TrainerJob(algorithm, context, self.trackers, self.resume)
             runner_job = LitAgentRunnerJob(
@@ -234,8 +243,8 @@ def _check_datasets(**datasets: Any) -> None:
             hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
         ):
             raise ConfigError(
-                f"{name} = {type(dataset).__name__}: a sequence of tasks is needed, something with len() and "
-                "positions, such as a list"
+                f"{name} is a {type(dataset).__name__}: a sequence of tasks is needed, something with len() and "
+                "positions, such as a list; read files first, or name them in a configuration for `agl train`"
             )
     if given and not any(len(dataset) for dataset in given.values()):
         raise ConfigError(f"{' and '.join(given)} hold{'s' * (len(given) == 1)} no task")
@@ -300,6 +309,14 @@ class TrainerJob:
             if following.done() and (error := following.exception()) is not None:
                 logger.error("the trackers could not follow the run to its end: %s", error)
             following.cancel()
+            if directory is not None:
+                await self._report(store, directory)
+
+    async def _report(self, store: LightningStore, directory: Path) -> None:
+        try:
+            await write_report(store, directory)
+        except (LightningError, OSError) as error:  # the run is over, and ends as it ended
+            logger.warning("%s could not be written: %s", directory / REPORT_NAME, error)
 
     async def _run_algorithm(self) -> None:
         algorithm, context = self.algorithm, self.context

@@ -25,12 +25,20 @@ class ConsoleTracker:
     step on: what came before the first, such as loading a model or the steps of an earlier life, says nothing of it.
     """
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None, *, brief: bool = False) -> None:
+        """Sets where and how much is shown.
+
+        Args:
+            console: where; default is stderr.
+            brief: only the live line and the errors, for a command that says the result itself.
+        """
+        self._brief = brief
         self._console = console or Console(stderr=True)
         self._live: Live | None = None
         self._started = time.monotonic()
         self._finished = self._failed = 0
         self._errors: dict[str, int] = {}
+        self._told_of_rewards = False
         self._line = Text("waiting for the first step", style="dim")
         self._left = ""
         self._first_progress: tuple[float, float] | None = None
@@ -39,7 +47,8 @@ class ConsoleTracker:
     def start(self, run: Run, directory: Path | None) -> None:
         self._started = time.monotonic()
         where = f", files in {directory}" if directory is not None else ""
-        self._say(Text.assemble("run ", (run.name, "bold"), where))
+        if not self._brief:
+            self._say(Text.assemble("run ", (run.name, "bold"), where))
         if self._console.is_terminal:
             self._live = Live(self._render(), console=self._console, refresh_per_second=4, transient=True)
             self._live.start()
@@ -55,7 +64,10 @@ class ConsoleTracker:
         elif isinstance(event, RunFinished):
             for error, count in self._errors.items():
                 self._say(Text(f"{count} of {self._finished} rollouts: {error}"))
-            self._say(Text(f"run {event.status}"))
+            if self._failed == self._finished > 0:
+                self._say(Text("no rollout succeeded; `agl doctor AGENT` runs one and says which link is broken"))
+            if not self._brief:
+                self._say(Text(f"run {event.status}"))
         if self._live is not None:
             self._live.update(self._render())
 
@@ -74,6 +86,11 @@ class ConsoleTracker:
 
     def _show_step(self, event: StepFinished) -> None:
         values = event.values
+        unrewarded = values.get("rollouts_without_reward", 0) - self._failed
+        if unrewarded > 0 and not self._told_of_rewards:
+            self._told_of_rewards = True
+            advice = "return a number from the agent, or call agl.emit_reward"
+            self._say(Text(f"{unrewarded:.0f} x no reward, which counts as 0: {advice}"))
         text = Text(f"step {event.step:>4}")
         for name in _SHOWN:
             if name in values:
@@ -81,7 +98,7 @@ class ConsoleTracker:
         if values.get("progress", 0.0) > 0:
             self._left = self._estimate_left(values["progress"])
         self._line = text
-        if self._live is None:
+        if self._live is None and not self._brief:
             self._say(text.append(f"  {self._left}"))
 
     def _estimate_left(self, progress: float) -> str:
@@ -89,7 +106,7 @@ class ConsoleTracker:
         if self._first_progress is None:
             self._first_progress = now, progress
         began, first = self._first_progress
-        if progress <= first:
+        if progress <= first or progress >= 1:
             return ""
         return f"about {_duration((now - began) * (1 - progress) / (progress - first))} left"
 

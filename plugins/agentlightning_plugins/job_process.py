@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import pickle
 import signal
@@ -16,6 +17,8 @@ import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple
+
+from agentlightning.logging import setup_logging
 
 if TYPE_CHECKING:
     from agentlightning.execution import AlgorithmJob, RunnerJob
@@ -53,20 +56,26 @@ class JobTarget(NamedTuple):
     """Of the store."""
     token: str | None
     run_id: str
+    log_level: int | None
+    """None where nobody has set up our log."""
 
     @classmethod
     def of_this_process(cls, url: str, token: str | None, run_id: str) -> JobTarget:
         """What jobs need to know of this one."""
-        return cls([path or str(Path.cwd()) for path in sys.path], url, token, run_id)
+        logger = logging.getLogger("agentlightning")
+        log_level = logger.level if logger.handlers else None
+        return cls([path or str(Path.cwd()) for path in sys.path], url, token, run_id, log_level)
 
 
 def load_job(pickled: bytes, target: JobTarget) -> Any:
-    """Loads a job that our own parent has pickled.
+    """Loads a job that our own parent has pickled, and logs as the parent does.
 
     Raises:
         Exception: whatever importing the user's modules raises.
     """
     sys.path[:] = [*target.sys_path, *(path for path in sys.path if path not in target.sys_path)]
+    if target.log_level is not None:
+        setup_logging(target.log_level)
     return pickle.loads(pickled)  # noqa: S301 # it comes through an inherited pipe, or Ray's own channel
 
 

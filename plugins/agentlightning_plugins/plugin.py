@@ -193,6 +193,7 @@ def add_commands(cli: click.Group) -> None:
     from agentlightning_plugins.train.command import config_command
     from agentlightning_plugins.train.compare_command import command as compare_command
     from agentlightning_plugins.train.eval_command import command as eval_command
+    from agentlightning_plugins.train.report_command import command as report_command
     from agentlightning_plugins.train.runner_command import command as runner_command
 
     cli.add_command(ab_command)
@@ -203,6 +204,7 @@ def add_commands(cli: click.Group) -> None:
         cli.add_command(group)
     cli.add_command(compare_command)
     cli.add_command(eval_command)
+    cli.add_command(report_command)
     cli.add_command(runner_command)
     cli.add_command(train_command)
     cli.add_command(config_command)

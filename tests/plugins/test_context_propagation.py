@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import aiohttp
@@ -21,6 +23,8 @@ from agentlightning.thread import run_in_thread
 from agentlightning.tracer import OtelTracer
 from agentlightning_plugins.memory_store import InMemoryLightningStore
 from agentlightning_plugins.store_server import LightningStoreServer
+from tests.http_site import serving
+from tests.plugins.context_child import Teller, read_context, tell_context
 
 SHOW = [sys.executable, "-c", "import os; print(os.environ.get('TRACEPARENT'), os.environ.get('MARK'), sep='|')"]
 
@@ -48,14 +52,9 @@ class Listener:
 @pytest.fixture
 async def listener() -> AsyncIterator[Listener]:
     listener = Listener()
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", listener.take)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    listener.url = f"http://127.0.0.1:{runner.addresses[0][1]}/"
-    yield listener
-    await runner.cleanup()
+    async with serving(web.route("*", "/{path:.*}", listener.take)) as url:
+        listener.url = f"{url}/"
+        yield listener
 
 
 def run(*args: Any, **kwargs: Any) -> tuple[str, str]:
@@ -100,6 +99,34 @@ async def test_an_environment_that_is_given_keeps_what_it_says(tracer: OtelTrace
         assert read_output(*positional) == f"{tracer.get_traceparent()}|mine"
 
 
+@pytest.mark.parametrize("kind", ["fork", "spawn", "subclass"])
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # what fork is known for
+async def test_a_process_of_multiprocessing_carries_it_too(tracer: OtelTracer, kind: str) -> None:
+    here, there = multiprocessing.Pipe()
+    process: Any
+    if kind == "subclass":
+        process = Teller(there)
+    else:
+        process = multiprocessing.get_context(kind).Process(target=tell_context, args=(there,))  # type: ignore[attr-defined] # each kind has it
+    async with tracer.trace_context():
+        process.start()
+        assert await asyncio.to_thread(here.poll, 60)
+        assert here.recv() == tracer.get_traceparent()
+    process.join()
+    assert process.exitcode == 0
+    assert "TRACEPARENT" not in os.environ
+    assert "run" not in vars(process)
+
+
+async def test_each_call_of_a_process_pool_carries_the_context_of_who_made_it(tracer: OtelTracer) -> None:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        for _ in range(2):
+            async with tracer.trace_context():
+                heard = await asyncio.get_running_loop().run_in_executor(pool, read_context)
+                assert heard == tracer.get_traceparent()
+        assert await asyncio.wrap_future(pool.submit(read_context)) is None
+
+
 async def test_children_of_attempts_at_once_never_mix(tracer: OtelTracer) -> None:
     async def act() -> bool:
         async with tracer.trace_context() as trace:
@@ -114,6 +141,8 @@ def test_processes_and_clients_are_as_they_were_after_teardown() -> None:
         clients = (httpx.Client, httpx.AsyncClient, httpx2.Client, httpx2.AsyncClient, requests.Session)
         return [
             vars(subprocess.Popen)["__init__"],
+            vars(multiprocessing.process.BaseProcess)["start"],
+            vars(ProcessPoolExecutor)["submit"],
             vars(aiohttp.ClientSession)["_request"],
             *(vars(client)["send"] for client in clients),
         ]

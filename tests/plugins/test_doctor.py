@@ -24,6 +24,7 @@ from agentlightning_plugins.doctor.endpoint import answer_request
 from agentlightning_plugins.doctor.environment import check_environment
 from agentlightning_plugins.doctor.finding import Finding
 from agentlightning_plugins.doctor.link import NAMES, Link
+from tests.http_site import serving
 
 AGENTS = """
 import asyncio
@@ -153,15 +154,10 @@ class Server:
 @pytest.fixture
 async def server() -> AsyncIterator[Server]:
     server = Server()
-    app = web.Application()
-    app.router.add_get("/v1/models", server.models)
-    app.router.add_post("/v1/chat/completions", server.complete)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    yield server
-    await runner.cleanup()
+    routes = web.get("/v1/models", server.models), web.post("/v1/chat/completions", server.complete)
+    async with serving(*routes) as url:
+        server.url = f"{url}/v1"
+        yield server
 
 
 async def test_every_link_of_a_sound_agent_holds(agents: str, server: Server) -> None:

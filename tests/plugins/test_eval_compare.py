@@ -14,6 +14,7 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.plugins import get_manager
+from tests.plugins.agl_here import run_here
 
 Evaluation = get_manager().get("algorithm", "evaluation")
 Score = Evaluation.Score
@@ -80,31 +81,38 @@ def run(folder: Path, *arguments: str, code: int = 0) -> Any:
     return json.loads(done.stdout) if "--json" in arguments else done.stdout + done.stderr
 
 
+def evaluate(folder: Path, *arguments: str, code: int = 0) -> Any:
+    said = run_here(folder, "eval", "config.yaml", *arguments)
+    assert said.code == code, said.stderr
+    return json.loads(said.stdout) if "--json" in arguments else said.stdout + said.stderr
+
+
 def test_eval_says_reward_interval_pass_at_k_and_errors(folder: Path) -> None:
     (folder / "tasks.jsonl").write_text((folder / "tasks.jsonl").read_text() + '{"n": 9}\n')
-    found = run(folder, "eval", "config.yaml", "-n", "2", "--json")
+    found = evaluate(folder, "-n", "2", "--json")
     assert found["reward"] == pytest.approx(2 / 9)
     assert found["reward_low"] <= found["reward"] <= found["reward_high"]
     assert found["pass@1"] == found["pass@2"] == pytest.approx(2 / 9)
     assert found["errors/KeyError"] == 2.0
     assert (found["tasks"], found["rollouts"]) == (9.0, 18.0)
     assert not (folder / "runs").exists()
-    shown = run(folder, "eval", "config.yaml", "--run-dir", "kept")
+    shown = evaluate(folder, "--run-dir", "kept")
     assert "reward   0.222" in shown
     assert "1 failed: KeyError" in shown
+    assert "run succeeded" not in shown, "the score is what was asked for"
     assert (folder / "kept" / "store.db").is_file()
 
 
 def test_eval_takes_what_a_run_has_learned(folder: Path) -> None:
     run(folder, "train", "config.yaml", "algorithm=learner", "--run-dir", "learned")
-    assert run(folder, "eval", "config.yaml", "--resources", "learned", "--json")["reward"] == 1.0
-    assert run(folder, "eval", "config.yaml", "--json")["reward"] == 0.25
+    assert evaluate(folder, "--resources", "learned", "--json")["reward"] == 1.0
+    assert evaluate(folder, "--json")["reward"] == 0.25
 
 
 def test_eval_of_an_agent_that_always_fails_has_exit_code_1(folder: Path) -> None:
     (folder / "tasks.jsonl").write_text('{"n": 9}\n')
-    assert "1 failed: KeyError" in run(folder, "eval", "config.yaml", code=1)
-    assert "no data.train" in run(folder, "eval", "config.yaml", "data={val: tasks.jsonl}", "--data", "train", code=2)
+    assert "1 failed: KeyError" in evaluate(folder, code=1)
+    assert "no data.train" in evaluate(folder, "data={val: tasks.jsonl}", "--data", "train", code=2)
 
 
 def test_compare_tells_a_better_algorithm_from_the_first_and_keeps_its_budget(folder: Path) -> None:
@@ -120,7 +128,9 @@ def test_compare_tells_a_better_algorithm_from_the_first_and_keeps_its_budget(fo
     assert 20 < rows[1]["rollouts"] < 40
     assert (folder / "runs" / "compare" / "1-learner-1" / "store.db").is_file()
     assert "--seeds a" in run(folder, "compare", "config.yaml", "-a", "baseline", "--seeds", "a", code=2)
-    assert "Did you mean 'learner'" in run(folder, "compare", "config.yaml", "-a", "lerner", code=2)
+    wrong = run(folder, "compare", "config.yaml", "-a", "baseline", "-a", "lerner", "--run-dir", "never", code=2)
+    assert "Did you mean 'learner'" in wrong
+    assert not (folder / "never").exists(), "a mistake in the last is known before the first has trained"
 
 
 def test_pass_at_k_is_the_unbiased_estimator() -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -18,6 +21,7 @@ from agentlightning.cli import cli
 from agentlightning.errors import LightningError
 from agentlightning.plugins import get_manager
 from agentlightning.types import Span
+from agentlightning_plugins.inspection import access
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -129,30 +133,71 @@ def test_workers_are_listed_and_ended(place: Path) -> None:
     assert "no worker 'w-2'" in str(run(place, "workers", "show", "w-2", code=2).exception)
 
 
-@pytest.mark.parametrize(("what", "count"), [("rollouts", 3), ("spans", 2), ("resources", 2)])
+@pytest.mark.parametrize(("what", "count"), [("rollouts", 3), ("spans", 2), ("resources", 2), ("workers", 1)])
 def test_exports_hold_every_record(place: Path, what: str, count: int) -> None:
     import pyarrow.parquet
 
-    run(place, what, "export", str(place / "out.jsonl"))
+    assert listed(place, what, "export", str(place / "out.jsonl")) == {"path": str(place / "out.jsonl"), "count": count}
     lines = [json.loads(line) for line in (place / "out.jsonl").read_text().splitlines()]
     assert len(lines) == count
     assert "sk-secret" not in (place / "out.jsonl").read_text()
     run(place, what, "export", str(place / "out.parquet"))
     rows = pyarrow.parquet.read_table(place / "out.parquet").to_pylist()  # type: ignore[no-untyped-call] # no types
     assert len(rows) == count
-    key = {"rollouts": "rollout_id", "spans": "span_id", "resources": "resources_id"}[what]
+    key = {"rollouts": "rollout_id", "spans": "span_id", "resources": "resources_id", "workers": "worker_id"}[what]
     assert [row[key] for row in rows] == [line[key] for line in lines]
     assert "ends in .jsonl or .parquet" in str(run(place, what, "export", str(place / "out.txt"), code=2).exception)
 
 
-def follow(place: Path, arguments: list[str], act: Callable[[agl.LightningStore], Any]) -> str:
-    """What a follower prints while ``act`` happens, in another store object, as another process would."""
-    import subprocess
-    import sys
+async def run_one(store: agl.LightningStore) -> None:
+    """A rollout from beginning to end, as other processes may bring it about."""
+    await store.add_resources({"prompt": "text"})
+    await store.enqueue_rollout({"n": 9})
+    (claimed,) = await store.dequeue_many_rollouts(worker_id="w-9")
+    where = {"rollout_id": claimed.rollout_id, "attempt_id": claimed.attempt.attempt_id}
+    await store.add_span(Span.from_attributes(attributes={}, name="work", **where))
+    await store.update_attempt(claimed.rollout_id, "latest", status="succeeded")
 
+
+@pytest.mark.parametrize(
+    ("what", "shown", "fields"),
+    [
+        ("rollouts", "rollout_enqueued     rollout_id=ro-", {"kind", "time"}),
+        ("spans", " work {}", {"span_id", "attributes"}),
+        ("resources", '"template": "text"', {"resources_id", "version"}),
+        ("workers", " w-9 busy ro-", {"worker_id", "status"}),
+    ],
+)
+def test_following_prints_what_others_do_as_it_happens(
+    monkeypatch: pytest.MonkeyPatch, what: str, shown: str, fields: set[str]
+) -> None:
+    def follow(*options: str) -> str:
+        store = agl.create_store("memory://")
+        monkeypatch.setattr(access, "open_store", lambda where, run: store)
+
+        async def play() -> None:
+            for _ in range(20):  # the follower says nothing when it begins to listen
+                await run_one(store)
+                await asyncio.sleep(0.01)
+            await store.close()
+
+        others = threading.Thread(target=lambda: asyncio.run(play()))
+        others.start()
+        output = CliRunner().invoke(cli, [what, "follow", *options], catch_exceptions=False).stdout
+        others.join()
+        return output
+
+    assert shown in follow()
+    lines = follow("--json").splitlines()
+    assert lines
+    assert all(fields <= json.loads(line).keys() for line in lines)
+
+
+def test_following_ends_with_ctrl_c_and_exit_code_130(place: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-u", "-m", "agentlightning", *arguments, "--store", str(place)],
+        [sys.executable, "-u", "-m", "agentlightning", "rollouts", "follow", "--store", str(place)],
         stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
         text=True,
     )
     assert process.stdout is not None
@@ -163,21 +208,38 @@ def follow(place: Path, arguments: list[str], act: Callable[[agl.LightningStore]
     async def play() -> None:
         store = agl.create_store(f"sqlite:///{place / 'store.db'}")
         deadline = time.monotonic() + 30
-        while not lines and time.monotonic() < deadline:  # the follower says nothing when it begins to listen
-            await act(store)
+        while not lines and time.monotonic() < deadline:
+            await store.enqueue_rollout({"n": 9})
             await asyncio.sleep(0.3)
         await store.close()
 
     asyncio.run(play())
-    process.terminate()
-    process.wait(10)
-    reader.join(10)
+    process.send_signal(signal.SIGINT)
+    reader.join(20)
     process.stdout.close()
-    return "".join(lines)
+    assert process.wait(20) == 130
+    assert any("rollout_enqueued" in line for line in lines)
 
 
-def test_following_rollouts_prints_what_other_processes_do(place: Path) -> None:
-    assert "rollout_enqueued" in follow(place, ["rollouts", "follow"], lambda store: store.enqueue_rollout({"n": 9}))
+def test_every_command_speaks_json() -> None:
+    groups = {name: cli.commands[name] for name in ("rollouts", "spans", "resources", "workers")}
+    for name, group in groups.items():
+        assert isinstance(group, click.Group)
+        for action, command in group.commands.items():
+            options = {option for parameter in command.params for option in parameter.opts}
+            assert "--json" in options, f"agl {name} {action}"
+
+
+def test_what_was_done_is_said_as_json(place: Path) -> None:
+    waiting, failed, succeeded = (rollout["rollout_id"] for rollout in listed(place, "rollouts", "list"))
+    assert listed(place, "rollouts", "cancel", waiting) == [{"rollout_id": waiting, "status": "cancelled"}]
+    mixed = json.loads(run(place, "rollouts", "retry", succeeded, failed, "--json", code=1).stdout)
+    assert [set(outcome) for outcome in mixed] == [{"rollout_id", "error"}, {"rollout_id", "status"}]
+    assert listed(place, "rollouts", "delete", waiting, "--yes") == {"deleted": 1}
+    assert listed(place, "workers", "end", "w-1") == {"ended": 0}
+    (update, _) = listed(place, "resources", "list")
+    assert listed(place, "resources", "rollback", update["resources_id"], "1")["version"] == 3
+    assert listed(place, "resources", "promote", f"{update['resources_id']}@2")["resources"]["llm"]["api_key"] is None
 
 
 def test_a_store_that_is_not_there_is_said(tmp_path: Path) -> None:

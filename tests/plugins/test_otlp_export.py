@@ -23,6 +23,7 @@ from agentlightning.tracer import OtelTracer
 from agentlightning.types import AttemptedRollout
 from agentlightning_plugins import otlp_export
 from agentlightning_plugins.memory_store import InMemoryLightningStore
+from tests.http_site import serving
 
 
 class Receiver:
@@ -53,15 +54,9 @@ class Receiver:
 @pytest.fixture
 async def receiver() -> AsyncIterator[Receiver]:
     receiver = Receiver()
-    app = web.Application()
-    app.router.add_post("/v1/traces", receiver.take)
-    app.router.add_post("/elsewhere", receiver.take)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    receiver.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    yield receiver
-    await runner.cleanup()
+    async with serving(web.post("/v1/traces", receiver.take), web.post("/elsewhere", receiver.take)) as url:
+        receiver.url = url
+        yield receiver
 
 
 async def act(tracer: OtelTracer, store: InMemoryLightningStore) -> AttemptedRollout:

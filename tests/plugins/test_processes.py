@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -71,8 +72,12 @@ def test_an_agent_that_no_runner_can_load_ends_the_run_at_once_with_one_sentence
     assert run.status == "failed"
 
 
-def test_with_main_process_runner_the_agent_runs_here_and_the_algorithm_elsewhere() -> None:
-    algorithm_pid = []
+def test_with_main_process_runner_the_agent_runs_here_and_the_algorithm_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logger = logging.getLogger("agentlightning")
+    monkeypatch.setattr(logger, "handlers", [logging.NullHandler()])
+    monkeypatch.setattr(logger, "level", logging.INFO)
 
     class Elsewhere(agl.Baseline):
         async def run(self, *args: Any, **kwargs: Any) -> None:
@@ -92,6 +97,7 @@ def test_with_main_process_runner_the_agent_runs_here_and_the_algorithm_elsewher
     rewards, algorithm_pid = asyncio.run(read())
     assert rewards == {float(os.getpid())}
     assert algorithm_pid != float(os.getpid())
+    assert "INFO agentlightning: epoch 1 of 1: " in capsys.readouterr().err, "it logs as this process does"
 
 
 def test_an_algorithm_that_fails_in_its_own_process_fails_the_run() -> None:

@@ -106,8 +106,10 @@ def test_an_agent_that_no_actor_can_load_ends_the_run_at_once_with_one_sentence(
 
 def slow_agent(task: dict[str, Any]) -> float:
     node_id = ray.get_runtime_context().get_node_id()
-    (Path(task["folder"]) / f"{task['number']}-{node_id}-{os.getpid()}").touch()
-    time.sleep(0.3)
+    folder = Path(task["folder"])
+    (folder / f"{task['number']}-{node_id}-{os.getpid()}").touch()
+    while [path.stem for path in folder.glob("*.lost")] in ([], [node_id]):  # nobody ends before a node is lost
+        time.sleep(0.05)
     return float(task["number"])
 
 
@@ -116,7 +118,7 @@ def test_killing_a_node_mid_run_loses_nothing(tmp_path: Path) -> None:
     tasks = [{"number": number, "folder": str(tmp_path)} for number in range(40)]
 
     def begun() -> list[str]:
-        return [path.name for path in tmp_path.iterdir()]
+        return [path.name for path in tmp_path.iterdir() if path.suffix != ".lost"]
 
     with ray_cluster(0, 1, 1, 1) as cluster:
 
@@ -134,6 +136,7 @@ def test_killing_a_node_mid_run_loses_nothing(tmp_path: Path) -> None:
                 at_work = {name.split("-")[1] for name in begun()}
             victim = next(node for node in cluster.worker_nodes if node.node_id in at_work)
             await asyncio.to_thread(cluster.remove_node, victim, allow_graceful=False)
+            (tmp_path / f"{victim.node_id}.lost").touch()
             await store.wait_for_rollouts(ids, timeout=60)
 
         trainer_store = agl.InMemoryLightningStore(lease_s=600.0)  # only Ray tells of the loss in time

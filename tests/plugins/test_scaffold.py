@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.plugins.agl_here import run_here
+
 
 def run(folder: Path, *command: str, code: int = 0, **environment: str) -> str:
     done = subprocess.run(
@@ -25,14 +27,14 @@ def run(folder: Path, *command: str, code: int = 0, **environment: str) -> str:
 
 
 def test_a_new_agent_trains_as_it_is(tmp_path: Path) -> None:
-    run(tmp_path, "agentlightning", "new", "agent", "word-adder")
+    assert run_here(tmp_path, "new", "agent", "word-adder").code == 0
     assert "run succeeded" in run(tmp_path / "word-adder", "agentlightning", "train", "config.yaml", "strategy=shm")
     assert "@" not in (tmp_path / "word-adder" / "config.yaml").read_text()
 
 
 @pytest.mark.slow
 def test_a_new_plugin_installs_is_listed_and_passes_its_own_test(tmp_path: Path) -> None:
-    run(tmp_path, "agentlightning", "new", "plugin", "reward-file")
+    assert run_here(tmp_path, "new", "plugin", "reward-file").code == 0
     folder = tmp_path / "reward-file"
     run(
         folder,
@@ -53,19 +55,21 @@ def test_a_new_plugin_installs_is_listed_and_passes_its_own_test(tmp_path: Path)
 
 @pytest.mark.parametrize("name", ["Upper", "1st", "a b", "../up", "a--b", ""])
 def test_a_name_that_is_no_name_is_refused(tmp_path: Path, name: str) -> None:
-    assert "a name is lower-case letters" in run(tmp_path, "agentlightning", "new", "agent", name, code=2)
+    refused = run_here(tmp_path, "new", "agent", name)
+    assert (refused.code, "a name is lower-case letters" in refused.stderr) == (2, True)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "agent.py").write_text("precious")
-    assert "is there already" in run(tmp_path, "agentlightning", "new", "agent", "mine", code=2)
+    refused = run_here(tmp_path, "new", "agent", "mine")
+    assert (refused.code, "is there already" in refused.stderr) == (2, True)
     assert (tmp_path / "mine" / "agent.py").read_text() == "precious"
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_is_for_each_shell(tmp_path: Path, shell: str) -> None:
-    assert f"_AGL_COMPLETE={shell}_complete" in run(tmp_path, "agentlightning", "completion", shell)
+def test_completion_is_for_each_shell(tmp_path: Path) -> None:
+    for shell in ("bash", "zsh", "fish"):
+        assert f"_AGL_COMPLETE={shell}_complete" in run_here(tmp_path, "completion", shell).stdout
     words = {"_AGL_COMPLETE": "bash_complete", "COMP_WORDS": "agl roll", "COMP_CWORD": "1"}
     assert "rollouts" in run(tmp_path, "agentlightning", **words)

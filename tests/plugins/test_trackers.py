@@ -19,7 +19,7 @@ import pytest
 from rich.console import Console
 
 import agentlightning as agl
-from agentlightning.event import AttemptFinished, StepFinished
+from agentlightning.event import AttemptFinished, RolloutFinished, RunFinished, StepFinished
 from agentlightning.types import Run
 from agentlightning_plugins import console_tracker
 
@@ -212,3 +212,20 @@ def test_without_a_terminal_a_line_of_output_is_one_line(monkeypatch: pytest.Mon
     assert "seconds 1.5" in lines[1]
     assert lines[2].startswith("rollout ro-1 failed: ValueError: [x] no")
     assert len(lines[2]) > 150
+
+
+def test_it_says_when_rewards_are_missing_and_when_nothing_succeeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    silent = StepFinished(run_id="run", step=1, values={"reward": 0.0, "rollouts_without_reward": 3.0})
+    lines = console_output([silent, silent], monkeypatch, [0.0] * 3)
+    assert [line for line in lines if "no reward" in line] == [
+        "3 x no reward, which counts as 0: return a number from the agent, or call agl.emit_reward"
+    ]
+    failed = RolloutFinished(run_id="run", rollout_id="ro-1", status="failed")
+    finished = RunFinished(run_id="run", status="succeeded")
+    last = "no rollout succeeded; `agl doctor AGENT` runs one and says which link is broken"
+    lines = console_output(
+        [failed, silent.model_copy(update={"values": {"rollouts_without_reward": 1}}), finished], monkeypatch, [0.0] * 5
+    )
+    assert lines == ["run [a]", "step    1  ", last, "run succeeded"]
+    succeeded = failed.model_copy(update={"status": "succeeded"})
+    assert last not in console_output([failed, succeeded, finished], monkeypatch, [0.0] * 5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -11,12 +12,21 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
+from click.testing import CliRunner
 
 import agentlightning as agl
-from agentlightning_plugins.train.command import choose_directory
+from agentlightning.errors import StoreError
+from agentlightning.plugins import get_manager
+from agentlightning_plugins.train import assembly
+from agentlightning_plugins.train.command import choose_directory, command
+from agentlightning_plugins.train.config import read_config
+from agentlightning_plugins.train.document import read_document
+from agentlightning_plugins.train.runner_command import command as runner_command
+from tests.plugins.agl_here import run_here
 
 AGENT = """
 import os, time
@@ -59,7 +69,7 @@ def write(folder: Path, changes: dict[str, Any] | None = None, name: str = "conf
     return path
 
 
-def agl_command(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def agl_command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "agentlightning", *arguments],
         check=False,
@@ -67,16 +77,15 @@ def agl_command(folder: Path, *arguments: str, **environment: str) -> subprocess
         capture_output=True,
         text=True,
         timeout=100,
-        env={**os.environ, **environment},
     )
 
 
-def refused(folder: Path, *arguments: str, **environment: str) -> str:
-    result = agl_command(folder, "train", *arguments, **environment)
-    assert result.returncode == 2, result.stderr
-    assert "Traceback" not in result.stderr
+def refused(folder: Path, *arguments: str) -> str:
+    code, _, said = run_here(folder, "train", *arguments)
+    assert code == 2, said
+    assert "Traceback" not in said
     assert not (folder / "runs").exists()
-    return result.stderr
+    return said
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -88,12 +97,82 @@ def test_a_file_and_overrides_make_a_run_with_a_directory_of_its_own(folder: Pat
     for number in ("config", "config-2"):
         result = agl_command(folder, "train", "config.yaml", "algorithm.n_epochs=2")
         assert result.returncode == 0, result.stderr
+        assert "INFO agentlightning: epoch 2 of 2: " in result.stderr
         *epochs, last = metrics(folder / "runs" / number)
         assert [line["reward"] for line in epochs] == pytest.approx([0.2, 0.2])
         assert last["status"] == "succeeded"
         kept = yaml.safe_load((folder / "runs" / number / "config.yaml").read_text())
         assert kept["algorithm"] == {"name": "baseline", "train_split": 1.0, "n_epochs": 2}
     assert (folder / "runs" / "config" / "store.db").is_file()
+
+
+def test_a_run_that_fails_has_another_exit_code_than_one_that_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(folder)
+    for error, code in ((StoreError("gone"), 1), (agl.ConfigError("taken"), 2)):
+        monkeypatch.setattr(assembly, "fit", Mock(side_effect=error))
+        said = run_here(folder, "train", "config.yaml")
+        assert (said.code, "Traceback" in said.stderr, str(error) in said.stderr) == (code, code == 1, True)
+
+
+def test_a_run_leaves_a_report_and_agl_report_makes_it_of_any_run(folder: Path) -> None:
+    agent = "\n".join(["def agent(task, prompt_template):", "    return 1.0 / (task['n'] - 2)"])
+    (folder / "my_agents.py").write_text(agent)
+    write(folder, {"resources": {"prompt": "Say {n}."}, "seed": 5})
+    assert run_here(folder, "train", "config.yaml", "--run-dir", "r").code == 0
+    written = (folder / "r" / "report.md").read_text()
+    assert written.startswith("# r: succeeded\n")
+    for line in (
+        "- rollouts: 3 (1 failed, 2 succeeded)",
+        "- seed: 5",
+        "- 1 times ZeroDivisionError: float division by",
+    ):
+        assert line in written
+    assert "| success_rate | 0.6667 | 0.6667 | 0.6667 | 0.6667 |" in written
+    assert written.endswith("### prompt\n\n```\nSay {n}.\n```\n")
+    assert run_here(folder, "report", "r").stdout == written
+    said = json.loads(run_here(folder, "report", "r", "--json").stdout)
+    assert (said["run"]["status"], said["rollouts"]["failed"], said["metrics"]["rollouts"]["last"]) == (
+        "succeeded",
+        1,
+        3,
+    )
+    assert "nowhere holds no run" in run_here(folder, "report", "nowhere").stderr
+    (folder / "r" / "store.db").unlink()
+    assert "says no store; see r/report.md" in run_here(folder, "report", "r").stderr
+    write(folder / "r", {"store": "http://127.0.0.1:9"})
+    late = run_here(folder, "report", "r")
+    assert (late.stdout, "cannot reach a store" in late.stderr) == (written, True)
+
+
+@pytest.mark.parametrize(("store", "run"), [("http://127.0.0.1:1", "mine"), (None, "default")])
+def test_the_half_that_runs_no_agent_says_how_its_runners_are_started(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, store: str | None, run: str
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(assembly, "fit", lambda trainer, parts: None)
+    strategy = {"name": "cs", "role": "algorithm", "server_port": 4750}
+    write(folder, {"agent": "my_agents.py:agent", "strategy": strategy} | ({"store": store} if store else {}))
+    said = CliRunner().invoke(command, ["config.yaml", "--run-dir", "runs/mine"], catch_exceptions=False).stderr
+    (line,) = (line.split() for line in said.splitlines() if line.startswith("    agl runner"))
+    asked = runner_command.make_context("runner", line[2:]).params
+    assert asked["agent"] == "config.yaml"
+    assert asked["store"] == (store or "http://127.0.0.1:4750")
+    assert (asked["run"] or "default") == run
+
+
+def test_runners_and_port_reach_the_strategy_however_it_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    for strategy in ("cs", {"name": "cs", "server_host": "127.0.0.2"}, None):
+        changes = {"agent": "my_agents.py:agent", "n_runners": 3, "port": 5000, "strategy": strategy}
+        document = read_document(write(folder, changes))
+        checked = read_config(document)
+        trainer = assembly.make_trainer(checked, assembly.load_parts(checked, document), folder / "run", resume=False)
+        assert isinstance(trainer.strategy, agl.ClientServerExecutionStrategy)
+        assert (trainer.strategy.n_runners, trainer.strategy.server_port) == (3, 5000)
+        assert trainer.store is not None
+        asyncio.run(trainer.store.close())
 
 
 def test_toml_reads_the_same_and_names_its_lines(folder: Path) -> None:
@@ -127,6 +206,8 @@ def test_toml_reads_the_same_and_names_its_lines(folder: Path) -> None:
         ({"trackers": ["jsonl", "consol"]}, "line 11: no tracker named 'consol'"),
         ({"hooks": ["my_agents:agent"]}, "is a function, not an agl.Hook"),
         ({"n_runners": 0}, "n_runners = 0"),
+        ({"n_runners": 2, "strategy": {"name": "cs", "n_runners": 3}}, "n_runners is given twice; the strategy has"),
+        ({"port": 5000}, "config.yaml, line 11: the strategy 'shm' has no use for port; leave it out"),
         ({"name": "../up"}, "name = '../up'"),
         ({"resources": {"llm": {"resource_type": "lm"}}}, "line 11: resource 'llm': unknown resource_type 'lm'"),
         ({"gateway": {"name": "gateway", "model_list": [{"model": "m", "api_key": "sk-secret-1"}]}}, "holds a secret"),
@@ -148,12 +229,13 @@ def test_what_is_wrong_is_said_with_file_line_key_and_what_was_meant(
     ("arguments", "complaint"),
     [
         ((), "name a configuration file"),
-        (("missing.yaml",), "cannot be read"),
+        (("missing.yaml",), "missing.yaml does not exist (working directory: "),
         (("my_agents.py",), "ends in .yaml, .yml or .toml"),
         (("config.yaml", "algorithm"), "written key=value"),
         (("config.yaml", "n_runners.x=1"), "command line, n_runners.x=1"),
         (("config.yaml", "algorithm.n_epoch=1"), "command line, algorithm.n_epoch=1"),
         (("--resume", "nowhere"), "holds no run"),
+        (("--resume", "config.yaml"), "config.yaml is a file; name the directory of a run"),
     ],
 )
 def test_wrong_arguments_are_refused(folder: Path, arguments: tuple[str, ...], complaint: str) -> None:
@@ -176,22 +258,43 @@ def test_a_file_that_is_no_configuration_is_refused(folder: Path, text: str, com
 
 def test_print_config_shows_the_overrides_and_never_a_secret(folder: Path) -> None:
     write(folder, {"store": "http://host:1/${SECRET}"})
-    result = agl_command(folder, "train", "config.yaml", "algorithm.n_epochs=1e0", "--print-config", SECRET="hunter2")
-    printed = yaml.safe_load(result.stdout)
+    code, shown, _ = run_here(folder, "train", "config.yaml", "algorithm.n_epochs=1e0", "--print-config")
+    assert code == 0
+    printed = yaml.safe_load(shown)
     assert printed["algorithm"]["n_epochs"] == 1.0
     assert printed["store"] == "http://host:1/${SECRET}"
+
+
+def test_print_config_shows_what_an_algorithm_composes_from_its_settings(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Composing(agl.Algorithm):
+        def __init__(self, config: dict[str, Any]) -> None:
+            self.config = {"lr": 0.1, **config, "url": f"https://{config['key']}@host"}
+
+        def print_config(self) -> str:
+            return yaml.safe_dump(self.config)
+
+    monkeypatch.setattr(get_manager(), "get", lambda kind, name: Composing)
+    monkeypatch.setenv("SECRET", "hunter2")
+    write(folder, {"algorithm": {"name": "composing", "config": {"key": "${SECRET}"}}})
+    _, shown, _ = run_here(folder, "train", "config.yaml", "algorithm.config.steps=3", "--print-config")
+    given, composed = yaml.safe_load_all(shown)
+    assert given["algorithm"]["config"] == {"key": "${SECRET}", "steps": 3}
+    assert composed == {"lr": 0.1, "steps": 3, "key": "${SECRET}", "url": "https://${SECRET}@host"}
+    assert "hunter2" not in shown
 
 
 def test_a_dry_run_checks_endpoints_and_writes_nothing(folder: Path) -> None:
     endpoint = "http://127.0.0.1:9/v1"
     write(folder, {"resources": {"llm": {"resource_type": "llm", "endpoint": endpoint, "model": "m"}}})
-    result = agl_command(folder, "train", "config.yaml", "--dry-run")
-    assert result.returncode == 2
-    assert "ok    data.train   3 tasks; the first: {'n': 1}" in result.stdout
-    assert "WRONG resources.llm" in result.stdout
-    assert "cannot be reached" in result.stdout
+    code, said, _ = run_here(folder, "train", "config.yaml", "--dry-run")
+    assert code == 2
+    assert "ok    data.train   3 tasks; the first: {'n': 1}" in said
+    assert "WRONG resources.llm" in said
+    assert "cannot be reached" in said
     write(folder)
-    assert agl_command(folder, "train", "config.yaml", "--dry-run").returncode == 0
+    assert run_here(folder, "train", "config.yaml", "--dry-run")[0] == 0
     assert not (folder / "runs").exists()
     assert not (folder / "ran.txt").exists()
 
@@ -284,7 +387,7 @@ def test_a_killed_run_is_resumed_without_running_a_finished_task_again(folder: P
 def test_the_schema_accepts_what_the_command_accepts(folder: Path) -> None:
     import jsonschema
 
-    schema = json.loads(agl_command(folder, "config", "schema").stdout)
+    schema = json.loads(run_here(folder, "config", "schema")[1])
     jsonschema.Draft202012Validator.check_schema(schema)
     jsonschema.validate(CONFIG, schema)
     for wrong in ({"agents": 1}, {"algorithm": {"name": "baseline", "n_epoch": 1}}, {"algorithm": "baselin"}):
@@ -301,6 +404,5 @@ def test_runs_begun_together_never_choose_the_same_directory(tmp_path: Path, mon
 
 def test_a_file_where_the_run_is_to_be_is_one_sentence(folder: Path) -> None:
     (folder / "taken").touch()
-    refused = agl_command(folder, "train", str(write(folder)), "--run-dir", "taken/run")
-    assert refused.returncode == 2
-    assert "taken/run cannot be the directory of a run: Not a directory" in refused.stderr
+    said = refused(folder, str(write(folder)), "--run-dir", "taken/run")
+    assert "taken/run cannot be the directory of a run: Not a directory" in said

@@ -72,6 +72,8 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
         except ValueError:
             allowed = ", ".join(RewardMatchPolicy)
             raise ConfigError(f"reward_match = {reward_match!r}; it is one of: {allowed}") from None
+        self._told: set[str] = set()
+        """Reasons for traces without triplets that were logged as warnings: what goes wrong once goes wrong always."""
         self.credit: CreditRule | None = None if credit is None else create_credit(credit)
 
     def adapt(self, source: Sequence[Span], /) -> list[Triplet]:
@@ -86,7 +88,7 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
         nodes = build_tree(source, repair=self.repair_hierarchy)
         calls, left_out = self._choose(nodes)
         if not calls:
-            _log_nothing(source, left_out)
+            self._log_nothing(source, left_out)
             return []
         rewards = match_rewards(nodes, calls, self.reward_match, is_exclusive=self.credit is None)
         if self.credit is None:
@@ -94,6 +96,24 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
         triplets = [list(_to_triplets(call, None)) for call in calls]
         credited = assign_credit(self.credit, nodes, calls, triplets, rewards, find_final_reward(source))
         return [triplet for own in credited for triplet in own]
+
+    def _log_nothing(self, spans: Sequence[Span], left_out: Counter[str]) -> None:
+        if not spans:
+            logger.warning("a trace without spans gives no triplets")
+            return
+        if not left_out:
+            why = f"none of its {len(spans)} spans is a model call"
+        else:
+            why = "its model calls were left out: " + "; ".join(f"{n} {reason}" for reason, n in left_out.items())
+        attempt = f"attempt {spans[0].attempt_id} of rollout {spans[0].rollout_id}"
+        failure = _find_failure(spans)
+        if failure is not None:  # which is recorded on the attempt, and the reason for what is missing here
+            logger.info("%s failed (%s) and gives no triplets: %s", attempt, failure, why)
+        elif why in self._told:
+            logger.info("%s gives no triplets: %s", attempt, why)
+        else:
+            self._told.add(why)
+            logger.warning("%s gives no triplets: %s. `agl doctor AGENT` says how to mend it", attempt, why)
 
     def explain_left_out(self, source: Sequence[Span], /) -> dict[str, int]:
         """Why model calls of an attempt give no triplet, and how many for each reason."""
@@ -211,22 +231,6 @@ def _compile(name: str, pattern: str | None) -> re.Pattern[str] | None:
         return re.compile(pattern)
     except re.error as error:
         raise ConfigError(f"{name} = {pattern!r} is not a regular expression: {error}") from error
-
-
-def _log_nothing(spans: Sequence[Span], left_out: Counter[str]) -> None:
-    if not spans:
-        logger.warning("a trace without spans gives no triplets")
-        return
-    if not left_out:
-        why = f"none of its {len(spans)} spans is a model call"
-    else:
-        why = "its model calls were left out: " + "; ".join(f"{n} {reason}" for reason, n in left_out.items())
-    attempt = f"attempt {spans[0].attempt_id} of rollout {spans[0].rollout_id}"
-    failure = _find_failure(spans)
-    if failure is None:
-        logger.warning("%s gives no triplets: %s", attempt, why)
-    else:  # which is recorded on the attempt, and the reason for what is missing here
-        logger.info("%s failed (%s) and gives no triplets: %s", attempt, failure, why)
 
 
 def _find_failure(spans: Sequence[Span]) -> str | None:

@@ -42,6 +42,10 @@ class Algorithm:
         """Whether ``run`` is awaited; a synchronous one gets a thread."""
         return inspect.iscoroutinefunction(self.run)
 
+    def print_config(self) -> str:
+        """What it makes of its settings, as YAML, for ``agl train --print-config``. Empty: no more than they say."""
+        return ""
+
     def save_state(self, directory: Path) -> None:
         """Writes what ``load_state`` needs to continue; called between steps. The base has nothing to save."""
 

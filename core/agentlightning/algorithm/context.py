@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -45,6 +45,11 @@ class Gateway(Protocol):
 
     async def resume(self, weight_version: int | None = None) -> None:
         """Lets calls go on; they are recorded with this version of the weights."""
+        ...
+
+    @property
+    def model_list(self) -> Sequence[Mapping[str, Any]]:
+        """The models and backends that it serves, as ``update_model_list`` takes them."""
         ...
 
     def update_model_list(self, model_list: list[dict[str, Any]]) -> None:

@@ -8,9 +8,9 @@ import inspect
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
-from agentlightning.errors import ConfigError
+from agentlightning.errors import ConfigError, RolloutError
 from agentlightning.hookspecs import WrapOptions
-from agentlightning.litagent.agent import LitAgent, RewardFunction, check_agent
+from agentlightning.litagent.agent import LitAgent, RewardFunction, check_agent, check_result
 from agentlightning.litagent.framework import FrameworkAgent
 from agentlightning.litagent.function import FunctionalLitAgent
 from agentlightning.plugins import get_manager
@@ -37,6 +37,8 @@ class RewardedAgent(LitAgent[Any]):
         if isinstance(agent, RewardedAgent):  # what is said last counts
             reward, task_to_input = reward or agent._reward, task_to_input or agent._task_to_input
             agent = agent.agent
+        if reward is not None:
+            _check_reward_function(reward)
         self.agent = agent
         self._reward = reward
         self._task_to_input = task_to_input
@@ -50,7 +52,7 @@ class RewardedAgent(LitAgent[Any]):
         if self._reward is None:
             return self._without_reward(output)
         reward = self._reward(task, output, rollout)
-        return asyncio.run(_awaited(reward)) if inspect.isawaitable(reward) else reward
+        return self._judged(asyncio.run(_awaited(reward)) if inspect.isawaitable(reward) else reward)
 
     async def rollout_async(self, task: Any, resources: NamedResources, rollout: Rollout) -> RolloutRawResult:
         training = rollout.mode == "train"
@@ -59,13 +61,35 @@ class RewardedAgent(LitAgent[Any]):
         if self._reward is None:
             return self._without_reward(output)
         reward = self._reward(task, output, rollout)
-        return await reward if inspect.isawaitable(reward) else reward
+        return self._judged(await reward if inspect.isawaitable(reward) else reward)
+
+    def _judged(self, reward: Any) -> RolloutRawResult:
+        """The reward as a number; the error names the function, so that nobody looks for the mistake in the agent."""
+        if isinstance(reward, (str, list, tuple, Mapping)):
+            raise RolloutError(f"the reward function {_name(self._reward)} returned {reward!r:.200}; return a number")
+        return check_result(reward)
 
     def _input(self, task: Any) -> Any:
         return task if self._task_to_input is None else self._task_to_input(task)
 
     def _without_reward(self, output: RolloutRawResult) -> RolloutRawResult:
         return None if isinstance(self.agent, FrameworkAgent) else output
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__qualname__", None) or repr(function)
+
+
+def _check_reward_function(function: Any) -> None:
+    if not callable(function):
+        raise ConfigError(f"reward = {function!r}: a function is needed, as in: def reward(task, output, rollout)")
+    try:
+        inspect.signature(function).bind("task", "output", "rollout")
+    except TypeError as error:
+        where = f"{_name(function)}{inspect.signature(function)}"
+        raise ConfigError(f"the reward function {where} is called with (task, output, rollout): {error}") from None
+    except ValueError:  # a builtin that does not tell its signature
+        return
 
 
 async def _awaited(value: Awaitable[float]) -> float:

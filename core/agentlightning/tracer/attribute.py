@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import BaseModel
+
+from agentlightning.errors import format_error
 
 _SCALARS = (str, bool, int, float)
 
@@ -34,7 +35,7 @@ def exception_attributes(error: BaseException) -> dict[str, str]:
     return {
         "exception.type": type(error).__qualname__,
         "exception.message": str(error),
-        "exception.stacktrace": "".join(traceback.format_exception(error))[-16000:],
+        "exception.stacktrace": format_error(error),
     }
 
 

@@ -51,7 +51,8 @@ class Tail(asyncio.Protocol):
     async def finish(self) -> None:
         """Takes what is still in the pipe, and closes it."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._ended.wait(), _DRAIN_S)
+            async with asyncio.timeout(_DRAIN_S):
+                await self._ended.wait()
         self.close()
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ import click
 
 from agentlightning.errors import PluginError
 
-_NEEDED = ("torch", "transformers", "safetensors", "openai")
+_NEEDED = ("torch", "transformers", "peft", "safetensors", "openai")
 
 
 @click.command("demo")

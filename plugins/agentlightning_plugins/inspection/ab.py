@@ -7,16 +7,17 @@ from typing import Any
 
 import click
 
+from agentlightning.cli import print_table
 from agentlightning.comparison import compare_rollouts
 from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.inspection.access import with_store
-from agentlightning_plugins.inspection.output import print_json, print_table
+from agentlightning_plugins.inspection.output import json_option, print_json
 
 
 @click.command("ab")
 @click.argument("control")
 @click.argument("treatment")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 @with_store
 async def compare(store: LightningStore, control: str, treatment: str, as_json: bool) -> None:
     """Compare the rewards of two groups of rollouts.

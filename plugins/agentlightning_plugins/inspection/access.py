@@ -11,7 +11,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import click
 
-from agentlightning.errors import NotFoundError
+from agentlightning.errors import NotFoundError, StoreError
 from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import PaginatedResult
@@ -39,7 +39,12 @@ def with_store(command: Callable[Concatenate[LightningStore, P], Coroutine[Any, 
             finally:
                 await store.close()
 
-        asyncio.run(main())
+        try:
+            asyncio.run(main())
+        except StoreError as error:
+            if type(error) is StoreError and where is None and "AGL_STORE" not in os.environ:
+                raise StoreError(f"{error} To look elsewhere: --store URL, or --store runs/NAME") from error
+            raise
 
     return wrapper
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from agentlightning.errors import ConfigError
 
 _BATCH = 1000
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 def to_json(record: BaseModel) -> Any:
@@ -26,18 +27,17 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2, ensure_ascii=False))
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Prints rows in columns, ids first; what does not fit is folded, never cut."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+def print_line(value: Any) -> None:
+    """Prints a record of a stream as one line of JSON, at once."""
+    click.echo(json.dumps(value, ensure_ascii=False))
 
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for index, column in enumerate(columns):
-        table.add_column(column, overflow="fold", no_wrap=index == 0)
-    for row in rows:
-        table.add_row(*(Text("" if cell is None else str(cell)) for cell in row))
-    Console(highlight=False).print(table)
+
+def print_result(as_json: bool, value: dict[str, Any], text: str) -> None:
+    """Prints what a command has done, as JSON or in words."""
+    if as_json:
+        print_json(value)
+    else:
+        click.echo(text)
 
 
 def print_fields(record: dict[str, Any]) -> None:
@@ -64,8 +64,8 @@ def shorten(value: Any, length: int = 60) -> str:
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
-async def export(records: AsyncIterator[BaseModel], path: Path) -> int:
-    """Writes records to a .jsonl or .parquet file; returns how many.
+async def export(records: AsyncIterator[BaseModel], path: Path, what: str, as_json: bool) -> None:
+    """Writes records to a .jsonl or .parquet file, and prints how many.
 
     The file appears when it is complete. In Parquet, values that are mappings or lists are JSON text.
 
@@ -82,7 +82,7 @@ async def export(records: AsyncIterator[BaseModel], path: Path) -> int:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from error
     finally:
         draft.unlink(missing_ok=True)
-    return count
+    print_result(as_json, {"path": str(path), "count": count}, f"{count} {what} in {path}")
 
 
 async def _write_lines(records: AsyncIterator[BaseModel], path: Path) -> int:

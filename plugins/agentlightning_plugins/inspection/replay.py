@@ -18,6 +18,7 @@ from agentlightning.reward import find_final_reward
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Rollout, Span
 from agentlightning_plugins.inspection.access import found, with_store
+from agentlightning_plugins.inspection.output import json_option, print_result
 
 if TYPE_CHECKING:
     from agentlightning.testing.script import Answer, RecordedRequest
@@ -28,8 +29,11 @@ if TYPE_CHECKING:
 @click.argument("rollout_id")
 @click.option("--attempt", default="latest", metavar="ID", help="Whose model answers; default is the latest one's.")
 @click.option("--reward", metavar="MODULE:ATTRIBUTE", help="reward(task, output, rollout), if the agent says none.")
+@json_option
 @with_store
-async def command(store: LightningStore, agent: str, rollout_id: str, attempt: str, reward: str | None) -> None:
+async def command(
+    store: LightningStore, agent: str, rollout_id: str, attempt: str, reward: str | None, as_json: bool
+) -> None:
     """Run AGENT on a recorded rollout's task with its recorded model answers.
 
     AGENT is module:attribute, file.py:attribute, or a configuration file of `agl train`. Nothing is written to the
@@ -60,9 +64,11 @@ async def command(store: LightningStore, agent: str, rollout_id: str, attempt: s
     error = replayed.attempt.error if isinstance(replayed, AttemptedRollout) else None
     if error is not None:
         click.echo(error.traceback.rstrip(), err=True)
-    click.echo(f"{replayed.status}, reward {rewards}, {len(requests)} of {len(calls)} recorded model calls")
-    for difference in differences:
-        click.echo(f"differs: {difference}")
+    counts = {"calls": len(requests), "recorded_calls": len(calls)}
+    found_out = {"status": replayed.status, "reward": rewards, "recorded_reward": before, **counts}
+    said = f"{replayed.status}, reward {rewards}, {len(requests)} of {len(calls)} recorded model calls"
+    text = "\n".join([said, *(f"differs: {difference}" for difference in differences)])
+    print_result(as_json, {**found_out, "differences": differences}, text)
     if differences:
         raise SystemExit(1)
 

@@ -9,14 +9,19 @@ from typing import Any
 import click
 from pydantic import BaseModel
 
+from agentlightning.cli import print_table
+from agentlightning.event import ResourcesPublished
 from agentlightning.resources import LLM, ResourcesUpdate
 from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.inspection.access import every, found, with_store
 from agentlightning_plugins.inspection.output import (
     export,
+    json_option,
     print_fields,
     print_json,
-    print_table,
+    print_line,
+    print_result,
+    shorten,
     show_time,
     to_json,
 )
@@ -24,12 +29,12 @@ from agentlightning_plugins.inspection.output import (
 
 @click.group("resources")
 def resources() -> None:
-    """List, show, promote, roll back and export what was published."""
+    """List, show, follow, promote, roll back and export what was published."""
 
 
 @resources.command("list")
 @click.option("--limit", default=20, show_default=True, type=click.IntRange(min=1), help="The newest so many.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 @with_store
 async def list_resources(store: LightningStore, limit: int, as_json: bool) -> None:
     """List snapshots in all their versions, the newest first."""
@@ -56,7 +61,7 @@ async def list_resources(store: LightningStore, limit: int, as_json: bool) -> No
 @resources.command("show")
 @click.argument("resources_id", default="latest")
 @click.option("--version", type=click.IntRange(min=1), help="Default is the newest one.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 @with_store
 async def show_resources(store: LightningStore, resources_id: str, version: int | None, as_json: bool) -> None:
     """Show a snapshot: RESOURCES_ID, or the latest."""
@@ -72,36 +77,54 @@ async def show_resources(store: LightningStore, resources_id: str, version: int 
         print_fields(resource)
 
 
+@resources.command("follow")
+@json_option
+@with_store
+async def follow_resources(store: LightningStore, as_json: bool) -> None:
+    """Print what is published as it is published, until Ctrl-C."""
+    async for event in store.subscribe(["resources_published"]):
+        if isinstance(event, ResourcesPublished):
+            update = await store.get_resources_by_id(event.resources_id, event.version)
+            if as_json and update is not None:
+                print_line(_plain(update))
+            elif update is not None:
+                shown = shorten(_plain(update)["resources"], 120)
+                click.echo(f"{show_time(event.time)} {event.resources_id} {event.version} {shown}")
+
+
 @resources.command("promote")
 @click.argument("resources_id")
+@json_option
 @with_store
-async def promote_resources(store: LightningStore, resources_id: str) -> None:
+async def promote_resources(store: LightningStore, resources_id: str, as_json: bool) -> None:
     """Make RESOURCES_ID, a snapshot or one version of it (rs-1@3), the latest resources of the run."""
     update = await store.promote(resources_id)
-    click.echo(f"{resources_id} is the latest now, as {update.version_id}")
+    print_result(as_json, _plain(update), f"{resources_id} is the latest now, as {update.version_id}")
 
 
 @resources.command("rollback")
 @click.argument("resources_id")
 @click.argument("version", type=click.IntRange(min=1))
+@json_option
 @with_store
-async def rollback_resources(store: LightningStore, resources_id: str, version: int) -> None:
+async def rollback_resources(store: LightningStore, resources_id: str, version: int, as_json: bool) -> None:
     """Make an earlier VERSION of a snapshot the newest one again."""
     update = await store.rollback(resources_id, version)
-    click.echo(f"{resources_id}: version {update.version} is version {version} again")
+    print_result(as_json, _plain(update), f"{resources_id}: version {update.version} is version {version} again")
 
 
 @resources.command("export")
 @click.argument("path", type=click.Path(path_type=Path, dir_okay=False))
+@json_option
 @with_store
-async def export_resources(store: LightningStore, path: Path) -> None:
+async def export_resources(store: LightningStore, path: Path, as_json: bool) -> None:
     """Write all versions of all snapshots, without keys, to PATH (.jsonl or .parquet)."""
 
     async def records() -> AsyncIterator[BaseModel]:
         async for update in every(store.query_resources):
             yield _without_keys(update)
 
-    click.echo(f"{await export(records(), path)} snapshots in {path}")
+    await export(records(), path, "snapshots", as_json)
 
 
 def _without_keys(update: ResourcesUpdate) -> ResourcesUpdate:

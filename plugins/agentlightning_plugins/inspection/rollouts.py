@@ -10,6 +10,7 @@ from typing import Any, get_args
 import click
 from pydantic import BaseModel
 
+from agentlightning.cli import print_table
 from agentlightning.errors import StoreError
 from agentlightning.reward import find_final_reward
 from agentlightning.store.protocol import LightningStore
@@ -17,9 +18,11 @@ from agentlightning.types import AttemptedRollout, Rollout, RolloutStatus
 from agentlightning_plugins.inspection.access import every, found, with_store
 from agentlightning_plugins.inspection.output import (
     export,
+    json_option,
     print_fields,
     print_json,
-    print_table,
+    print_line,
+    print_result,
     shorten,
     show_time,
     to_json,
@@ -37,7 +40,7 @@ def rollouts() -> None:
 @click.option("--status", multiple=True, type=_STATUS, help="Only these; may be repeated.")
 @click.option("--step", type=int, help="Of an algorithm's step.")
 @click.option("--limit", default=20, show_default=True, type=click.IntRange(min=1), help="The newest so many.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 @with_store
 async def list_rollouts(
     store: LightningStore, status: tuple[RolloutStatus, ...], step: int | None, limit: int, as_json: bool
@@ -61,7 +64,7 @@ async def list_rollouts(
 
 @rollouts.command("show")
 @click.argument("rollout_id")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 @with_store
 async def show_rollout(store: LightningStore, rollout_id: str, as_json: bool) -> None:
     """Show a rollout with its attempts and spans."""
@@ -98,10 +101,14 @@ async def show_rollout(store: LightningStore, rollout_id: str, as_json: bool) ->
 
 
 @rollouts.command("follow")
+@json_option
 @with_store
-async def follow_rollouts(store: LightningStore) -> None:
+async def follow_rollouts(store: LightningStore, as_json: bool) -> None:
     """Print what happens to rollouts as it happens, until Ctrl-C."""
     async for event in store.subscribe():
+        if as_json:
+            print_line(to_json(event))
+            continue
         values = {key: value for key, value in to_json(event).items() if key not in ("run_id", "time", "kind")}
         shown = " ".join(f"{key}={shorten(value)}" for key, value in values.items() if value is not None)
         click.echo(f"{show_time(event.time)} {event.kind:<20} {shown}")
@@ -109,18 +116,20 @@ async def follow_rollouts(store: LightningStore) -> None:
 
 @rollouts.command("cancel")
 @click.argument("rollout_ids", nargs=-1, required=True)
+@json_option
 @with_store
-async def cancel_rollouts(store: LightningStore, rollout_ids: tuple[str, ...]) -> None:
+async def cancel_rollouts(store: LightningStore, rollout_ids: tuple[str, ...], as_json: bool) -> None:
     """Cancel rollouts; those that run are stopped."""
-    await _each(store.cancel_rollout, rollout_ids)
+    await _each(store.cancel_rollout, rollout_ids, as_json)
 
 
 @rollouts.command("retry")
 @click.argument("rollout_ids", nargs=-1, required=True)
+@json_option
 @with_store
-async def retry_rollouts(store: LightningStore, rollout_ids: tuple[str, ...]) -> None:
+async def retry_rollouts(store: LightningStore, rollout_ids: tuple[str, ...], as_json: bool) -> None:
     """Queue failed or cancelled rollouts again."""
-    await _each(store.retry_rollout, rollout_ids)
+    await _each(store.retry_rollout, rollout_ids, as_json)
 
 
 @rollouts.command("delete")
@@ -129,6 +138,7 @@ async def retry_rollouts(store: LightningStore, rollout_ids: tuple[str, ...]) ->
 @click.option("--older-than", type=click.FloatRange(min=0), metavar="DAYS", help="Only those that ended before that.")
 @click.option("--keep", type=click.IntRange(min=0), metavar="N", help="All but the newest N.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
+@json_option
 @with_store
 async def delete_rollouts(
     store: LightningStore,
@@ -137,6 +147,7 @@ async def delete_rollouts(
     older_than: float | None,
     keep: int | None,
     yes: bool,
+    as_json: bool,
 ) -> None:
     """Delete rollouts that have ended, with their attempts and spans."""
     conditions: dict[str, Any] = {}
@@ -148,9 +159,9 @@ async def delete_rollouts(
         conditions["keep"] = keep
     if not yes:
         what = f"{len(rollout_ids)} rollouts" if rollout_ids else "every rollout that meets these conditions"
-        click.confirm(f"Delete {what}, with attempts and spans?", abort=True)
+        click.confirm(f"Delete {what}, with attempts and spans?", abort=True, err=as_json)
     deleted = await store.delete_rollouts(list(rollout_ids) or None, **conditions)
-    click.echo(f"{deleted} deleted")
+    print_result(as_json, {"deleted": deleted}, f"{deleted} deleted")
 
 
 @rollouts.command("export")
@@ -165,9 +176,10 @@ async def delete_rollouts(
     help="openai-sft: the conversations of rollouts that succeeded, for fine-tuning.",
 )
 @click.option("--min-reward", default=1.0, show_default=True, help="Of openai-sft: only rollouts with this reward.")
+@json_option
 @with_store
 async def export_rollouts(
-    store: LightningStore, path: Path, status: tuple[RolloutStatus, ...], form: str, min_reward: float
+    store: LightningStore, path: Path, status: tuple[RolloutStatus, ...], form: str, min_reward: float, as_json: bool
 ) -> None:
     """Write rollouts, each with its latest attempt, to PATH (.jsonl or .parquet)."""
     if form == "openai-sft":
@@ -175,27 +187,31 @@ async def export_rollouts(
 
         if status or path.suffix != ".jsonl":
             raise click.UsageError("--format openai-sft takes succeeded rollouts and writes a .jsonl file")
-        click.echo(f"{await export(select_examples(store, min_reward), path)} conversations in {path}")
+        await export(select_examples(store, min_reward), path, "conversations", as_json)
         return
 
     async def records() -> AsyncIterator[BaseModel]:
         async for rollout in every(store.query_rollouts, status_in=status or None):
             yield rollout
 
-    click.echo(f"{await export(records(), path)} rollouts in {path}")
+    await export(records(), path, "rollouts", as_json)
 
 
-async def _each(action: Any, rollout_ids: tuple[str, ...]) -> None:
-    failed = 0
+async def _each(action: Any, rollout_ids: tuple[str, ...], as_json: bool) -> None:
+    outcomes: list[dict[str, str]] = []
     for rollout_id in rollout_ids:
         try:
             rollout: Rollout = await action(rollout_id)
         except StoreError as error:
-            click.echo(f"{rollout_id}: {error}", err=True)
-            failed += 1
+            outcomes.append({"rollout_id": rollout_id, "error": str(error)})
         else:
-            click.echo(f"{rollout_id}: {rollout.status}")
-    if failed:
+            outcomes.append({"rollout_id": rollout_id, "status": rollout.status})
+        if not as_json:
+            rollout_id, outcome = outcomes[-1].values()
+            click.echo(f"{rollout_id}: {outcome}", err="error" in outcomes[-1])
+    if as_json:
+        print_json(outcomes)
+    if any("error" in outcome for outcome in outcomes):
         raise SystemExit(1)
 
 

@@ -8,13 +8,15 @@ from pathlib import Path
 import click
 from pydantic import BaseModel
 
+from agentlightning.cli import print_table
 from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.inspection.access import every, found, with_store
 from agentlightning_plugins.inspection.output import (
     export,
+    json_option,
     print_fields,
     print_json,
-    print_table,
+    print_line,
     shorten,
     show_time,
     to_json,
@@ -31,7 +33,7 @@ def spans() -> None:
 @click.option("--attempt", metavar="ID", help="Of one attempt, or of the `latest`.")
 @click.option("--name", help="Only spans whose name contains this.")
 @click.option("--limit", default=50, show_default=True, type=click.IntRange(min=1), help="At most so many.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 @with_store
 async def list_spans(
     store: LightningStore, rollout_id: str | None, attempt: str | None, name: str | None, limit: int, as_json: bool
@@ -64,7 +66,7 @@ async def list_spans(
 @spans.command("show")
 @click.argument("rollout_id")
 @click.argument("span_id")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 @with_store
 async def show_span(store: LightningStore, rollout_id: str, span_id: str, as_json: bool) -> None:
     """Show one span of a rollout with all its attributes."""
@@ -80,13 +82,17 @@ async def show_span(store: LightningStore, rollout_id: str, span_id: str, as_jso
 
 @spans.command("follow")
 @click.argument("rollout_id", required=False)
+@json_option
 @with_store
-async def follow_spans(store: LightningStore, rollout_id: str | None) -> None:
+async def follow_spans(store: LightningStore, rollout_id: str | None, as_json: bool) -> None:
     """Print the spans of each attempt as it ends, of ROLLOUT_ID or of all rollouts, until Ctrl-C."""
     async for event in store.subscribe(["attempt_finished"]):
         if event.kind != "attempt_finished" or rollout_id not in (None, event.rollout_id):
             continue
         async for span in every(store.query_spans, event.rollout_id, event.attempt_id):
+            if as_json:
+                print_line(to_json(span))
+                continue
             shown = shorten(dict(span.attributes), 100)
             click.echo(f"{show_time(span.end_time)} {span.rollout_id} {span.sequence_id} {span.name} {shown}")
 
@@ -94,12 +100,13 @@ async def follow_spans(store: LightningStore, rollout_id: str | None) -> None:
 @spans.command("export")
 @click.argument("path", type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--rollout", "rollout_id", metavar="ID", help="Of one rollout; default is all.")
+@json_option
 @with_store
-async def export_spans(store: LightningStore, path: Path, rollout_id: str | None) -> None:
+async def export_spans(store: LightningStore, path: Path, rollout_id: str | None, as_json: bool) -> None:
     """Write spans to PATH (.jsonl or .parquet)."""
 
     async def records() -> AsyncIterator[BaseModel]:
         async for span in every(store.query_spans, rollout_id):
             yield span
 
-    click.echo(f"{await export(records(), path)} spans in {path}")
+    await export(records(), path, "spans", as_json)

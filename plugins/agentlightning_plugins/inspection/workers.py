@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import time
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 import click
+from pydantic import BaseModel
 
+from agentlightning.cli import print_table
+from agentlightning.event import AttemptFinished, RolloutStarted
 from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.inspection.access import found, with_store
-from agentlightning_plugins.inspection.output import print_fields, print_json, print_table, to_json
+from agentlightning_plugins.inspection.output import (
+    export,
+    json_option,
+    print_fields,
+    print_json,
+    print_line,
+    print_result,
+    show_time,
+    to_json,
+)
 
 
 @click.group("workers")
 def workers() -> None:
-    """List, show and end workers."""
+    """List, show, follow, end and export workers."""
 
 
 @workers.command("list")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 @with_store
 async def list_workers(store: LightningStore, as_json: bool) -> None:
     """List workers, those heard of last first."""
@@ -33,7 +47,7 @@ async def list_workers(store: LightningStore, as_json: bool) -> None:
 
 @workers.command("show")
 @click.argument("worker_id")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 @with_store
 async def show_worker(store: LightningStore, worker_id: str, as_json: bool) -> None:
     """Show a worker."""
@@ -41,13 +55,49 @@ async def show_worker(store: LightningStore, worker_id: str, as_json: bool) -> N
     (print_json if as_json else print_fields)(worker)
 
 
+@workers.command("follow")
+@json_option
+@with_store
+async def follow_workers(store: LightningStore, as_json: bool) -> None:
+    """Print each worker that takes or ends work, until Ctrl-C."""
+    async for event in store.subscribe(["rollout_started", "attempt_finished"]):
+        if not isinstance(event, RolloutStarted | AttemptFinished):
+            continue
+        attempt = await store.get_latest_attempt(event.rollout_id)
+        if attempt is None or attempt.worker_id is None:
+            continue
+        worker = await store.get_worker_by_id(attempt.worker_id)
+        if worker is None:
+            continue
+        if as_json:
+            print_line(to_json(worker))
+        else:
+            click.echo(f"{show_time(event.time)} {worker.worker_id} {worker.status} {worker.current_rollout_id or ''}")
+
+
 @workers.command("end")
 @click.argument("worker_id")
+@json_option
 @with_store
-async def end_worker(store: LightningStore, worker_id: str) -> None:
+async def end_worker(store: LightningStore, worker_id: str, as_json: bool) -> None:
     """Say that a worker is dead: what it ran is run again, or failed, without waiting for its lease."""
     found(await store.get_worker_by_id(worker_id), "worker", worker_id)
-    click.echo(f"{await store.end_worker(worker_id)} attempts ended")
+    ended = await store.end_worker(worker_id)
+    print_result(as_json, {"ended": ended}, f"{ended} attempts ended")
+
+
+@workers.command("export")
+@click.argument("path", type=click.Path(path_type=Path, dir_okay=False))
+@json_option
+@with_store
+async def export_workers(store: LightningStore, path: Path, as_json: bool) -> None:
+    """Write workers to PATH (.jsonl or .parquet)."""
+
+    async def records() -> AsyncIterator[BaseModel]:
+        for worker in await store.query_workers():
+            yield worker
+
+    await export(records(), path, "workers", as_json)
 
 
 def _ago(instant: float | None) -> str:

@@ -23,7 +23,8 @@ def new_plugin(name: str, into: Path | None) -> None:
     """Write a plugin package: a tracker, with a test that installs and uses it."""
     folder = _write("plugin", name, into)
     click.echo(
-        f"{folder}: a plugin that works. Next:\n\n    cd {folder}\n    pip install -e .\n    agl plugins\n    pytest"
+        f"{folder}: a plugin that works. Next:\n\n"
+        f"    cd {folder}\n    pip install -e . pytest\n    agl plugins\n    pytest"
     )
 
 

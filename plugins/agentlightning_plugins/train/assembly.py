@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import yaml
+
+from agentlightning.algorithm.algorithm import Algorithm
 from agentlightning.config import bind_settings
 from agentlightning.errors import ConfigError, LightningError, PluginError
 from agentlightning.hook import Hook
@@ -23,7 +27,7 @@ from agentlightning.store.protocol import LightningStore
 from agentlightning.trainer import Trainer
 from agentlightning.types import Dataset
 from agentlightning_plugins.train.attribute import load_attribute
-from agentlightning_plugins.train.config import AgentConfig, CommandConfig, DatasetConfig, TrainConfig
+from agentlightning_plugins.train.config import AgentConfig, CommandConfig, ComponentSpec, DatasetConfig, TrainConfig
 from agentlightning_plugins.train.dataset import load_dataset
 from agentlightning_plugins.train.document import Document, KeyPath
 
@@ -34,6 +38,7 @@ _KINDS: dict[str, ComponentKind] = {
     "strategy": "strategy",
     "gateway": "gateway",
 }
+_REFERENCE: Final = r"\$\{(\w+)\}"
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ def load_parts(config: TrainConfig, document: Document) -> Parts:
         components={},
     )
     for key, kind in _KINDS.items():
-        spec = getattr(config, key)
+        spec = _complete_strategy(config, document) if key == "strategy" else getattr(config, key)
         if spec is not None:
             parts.components[key] = _component(document, (key,), kind, spec)
     if config.trackers is not None:
@@ -74,6 +79,24 @@ def load_parts(config: TrainConfig, document: Document) -> Parts:
             _at(document, ("hooks", index), _load_hook, target) for index, target in enumerate(config.hooks)
         ]
     return parts
+
+
+def compose_algorithm(config: TrainConfig, document: Document) -> Any:
+    """What the algorithm makes of its settings, as plain values; None where that is no more than they say.
+
+    What comes from the environment is written as in the file, for it may be a secret.
+
+    Raises:
+        LightningError: the algorithm is not installed, or refuses its settings.
+    """
+    if config.algorithm is None:
+        return None
+    cls = _find_class(document, ("algorithm",), "algorithm", config.algorithm)
+    if cls.print_config is Algorithm.print_config:
+        return None
+    algorithm = _component(document, ("algorithm",), "algorithm", config.algorithm)
+    names = set(re.findall(_REFERENCE, repr(config.algorithm)))
+    return _hide(yaml.safe_load(algorithm.print_config()), {f"${{{name}}}": os.environ[name] for name in names})
 
 
 def make_trainer(config: TrainConfig, parts: Parts, directory: Path, *, resume: bool) -> Trainer:
@@ -90,6 +113,7 @@ def make_trainer(config: TrainConfig, parts: Parts, directory: Path, *, resume: 
         port=config.port,
         run_dir=directory,
         resume=resume,
+        seed=config.seed,
         **components,
     )
 
@@ -141,7 +165,19 @@ def expand(value: Any) -> Any:
         return {key: expand(child) for key, child in value.items()}
     if isinstance(value, (list, tuple)):
         return [expand(child) for child in value]
-    return re.sub(r"\$\{(\w+)\}", _from_environment, value) if isinstance(value, str) else value
+    return re.sub(_REFERENCE, _from_environment, value) if isinstance(value, str) else value
+
+
+def _hide(value: Any, references: Mapping[str, str]) -> Any:
+    """Undoes ``expand`` in whatever an algorithm has made of its result."""
+    if isinstance(value, dict):
+        return {key: _hide(child, references) for key, child in value.items()}
+    if isinstance(value, list):
+        return [_hide(child, references) for child in value]
+    for reference, known in references.items():
+        if isinstance(value, str) and known:
+            value = value.replace(known, reference)
+    return value
 
 
 def _from_environment(match: re.Match[str]) -> str:
@@ -161,20 +197,41 @@ def _at(document: Document, path: KeyPath, load: Any, value: Any) -> Any:
 
 
 def _component(document: Document, path: KeyPath, kind: ComponentKind, spec: str | dict[str, Any]) -> Any:
-    name, settings = (
-        (spec, {}) if isinstance(spec, str) else (spec["name"], {k: v for k, v in spec.items() if k != "name"})
-    )
-    manager = get_manager()
-    try:
-        cls = manager.get(kind, name)
-    except PluginError as error:
-        raise PluginError(f"{document.place((*path, 'name') if settings else path)}: {error}") from error
+    cls = _find_class(document, path, kind, spec)
+    settings = {} if isinstance(spec, str) else {key: value for key, value in spec.items() if key != "name"}
+    name = spec if isinstance(spec, str) else spec["name"]
     try:
         return cls(**bind_settings(cls, expand(settings), f"{kind} {name!r}"))
     except ConfigError as error:
         setting = getattr(error, "setting", None)
         place = document.place(path if setting is None else (*path, setting))
         raise ConfigError(f"{place}: {error}") from error
+
+
+def _find_class(document: Document, path: KeyPath, kind: ComponentKind, spec: str | dict[str, Any]) -> Any:
+    name, place = (spec, path) if isinstance(spec, str) else (spec["name"], (*path, "name"))
+    try:
+        return get_manager().get(kind, name)
+    except PluginError as error:
+        raise PluginError(f"{document.place(place)}: {error}") from error
+
+
+def _complete_strategy(config: TrainConfig, document: Document) -> ComponentSpec | None:
+    """The strategy with those of its settings that stand at the top; the trainer chooses where none is named."""
+    if config.strategy is None:
+        return None
+    spec = {"name": config.strategy} if isinstance(config.strategy, str) else dict(config.strategy)
+    known = inspect.signature(_find_class(document, ("strategy",), "strategy", config.strategy)).parameters
+    for key, setting in (("n_runners", "n_runners"), ("port", "server_port")):
+        if key not in config.model_fields_set:
+            continue
+        place = document.place((key,))
+        if setting not in known:
+            raise ConfigError(f"{place}: the strategy {spec['name']!r} has no use for {key}; leave it out")
+        if setting in spec:
+            raise ConfigError(f"{place}: {key} is given twice; the strategy has {setting} = {spec[setting]!r}")
+        spec[setting] = getattr(config, key)
+    return spec
 
 
 def _load_data(spec: str | DatasetConfig) -> Dataset[Any]:

@@ -24,7 +24,7 @@ def load_attribute(target: str) -> Any:
     if name.endswith(".py"):
         file = Path(name).resolve()
         if not file.is_file():
-            raise ConfigError(f"{target!r}: there is no file {file}")
+            raise ConfigError(f"{target!r}: there is no file {file}; paths start at the working directory")
         folder, name = file.parent, file.stem
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))

@@ -5,20 +5,23 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import traceback
 from pathlib import Path
 from typing import Any, Final
 
 import click
 
-from agentlightning.errors import ConfigError, LightningError
+from agentlightning.errors import ConfigError, LightningError, PluginError
+from agentlightning.logging import setup_logging
 from agentlightning.run_directory import RECORD_NAME, make_directory
+from agentlightning.types import DEFAULT_RUN_ID
 
 CONFIG_NAME: Final = "config.yaml"
 
 EXIT_CODES: Final = """
 \b
 Exit codes:
-  0    the run succeeded (or the check passed)
+  0    the run succeeded (or what was to be checked or printed is in order)
   1    the algorithm failed; its traceback is above
   2    the configuration, the data or an argument is wrong; nothing was run
   130  stopped by Ctrl-C; 143 by SIGTERM. Continue with --resume.
@@ -30,7 +33,7 @@ Exit codes:
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Directory of the run; default runs/<name>.")
 @click.option("--resume", type=click.Path(path_type=Path), metavar="RUN_DIR", help="Continue an interrupted run.")
-@click.option("--print-config", is_flag=True, help="Print the configuration with the overrides, and stop.")
+@click.option("--print-config", is_flag=True, help="Print what the run would be configured with, and stop.")
 @click.option("--dry-run", is_flag=True, help="Check agent, data, plugins and endpoints, and stop.")
 def command(
     config: Path | None,
@@ -65,7 +68,7 @@ def command(
     if checked.algorithm is None:
         raise ConfigError(f"{document.name}: algorithm is missing; say what learns, as in algorithm: baseline")
     if print_config:
-        click.echo(_dump(document.values), nl=False)
+        _print_config(checked, document)
         return
     parts = load_parts(checked, document)
     if dry_run:
@@ -87,6 +90,9 @@ def command(
     trainer.run_config = document.values
     if resume is None:
         _keep(document.values, directory)
+    setup_logging()
+    if getattr(trainer.strategy, "role", "both") == "algorithm":
+        _show_runner_command(trainer, checked.store, config)
     _fit(trainer, parts, directory)
 
 
@@ -103,14 +109,37 @@ def schema_command() -> None:
     click.echo(json.dumps(config_schema(), indent=2))
 
 
+def _print_config(checked: Any, document: Any) -> None:
+    """Prints the configuration, and as a second document what the algorithm composes from its settings, if it does."""
+    from agentlightning_plugins.train.assembly import compose_algorithm
+
+    click.echo(_dump(document.values), nl=False)
+    composed = compose_algorithm(checked, document)
+    if composed is not None:
+        click.echo(f"---  # what the algorithm gets\n{_dump(composed)}", nl=False)
+
+
+def _show_runner_command(trainer: Any, store: str | None, config: Path) -> None:
+    """Says how the other half is started: a run whose runners look elsewhere waits for ever."""
+    strategy = trainer.strategy
+    url = store or f"http://{strategy.server_host}:{strategy.server_port}"
+    run = "" if trainer.store.run_id == DEFAULT_RUN_ID else f" --run {trainer.store.run_id}"
+    click.echo(f"no agent runs here; start runners with:\n\n    agl runner {config} --store {url}{run}\n", err=True)
+
+
 def _fit(trainer: Any, parts: Any, directory: Path) -> None:
     from agentlightning_plugins.train.assembly import fit
 
     try:
         fit(trainer, parts)
-    except (KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit) as stop:
         click.echo(f"\nstopped; continue with:\n\n    agl train --resume {directory}\n", err=True)
+        raise SystemExit(130 if isinstance(stop, KeyboardInterrupt) else stop.code) from None
+    except (ConfigError, PluginError):
         raise
+    except LightningError as error:  # of a run that was under way: no mistake in the configuration
+        traceback.print_exc()
+        raise SystemExit(1) from error
     click.echo(f"done: {directory}", err=True)
 
 

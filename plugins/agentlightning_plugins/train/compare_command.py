@@ -26,6 +26,12 @@ class _Contestant:
     rollouts: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
+    def takes(self, setting: str) -> bool:
+        """Whether its algorithm has this setting."""
+        from agentlightning.plugins import get_manager
+
+        return setting in inspect.signature(get_manager().get("algorithm", self.spec["name"])).parameters
+
     def by_task(self) -> list[list[float]]:
         """Rewards of each task, of all seeds and repetitions."""
         return [[reward for seed in task for reward in seed] for task in zip(*self.rewards, strict=True)]
@@ -73,12 +79,16 @@ def command(
     document.override(overrides)
     check_secrets(document)
     contestants = [_Contestant(_to_spec(text)) for text in algorithms]
-    directory = run_dir or choose_directory(None, "compare")
     tasks = None if test is None else load_dataset(test)
     try:
         chosen_seeds = [int(text) for text in seeds.split(",")]
     except ValueError:
         raise click.UsageError(f"--seeds {seeds}: numbers separated by commas are needed, as in 0,1,2") from None
+    for contestant in contestants:  # a mistake in the last one is known before the first one has trained
+        _, parts = _load(document, contestant, chosen_seeds[0])
+        if tasks is None and parts.val is None:
+            raise ConfigError("comparing needs test tasks: data.val in the configuration, or --test SOURCE")
+    directory = run_dir or choose_directory(None, "compare")
     for number, contestant in enumerate(contestants):
         for seed in chosen_seeds:
             place = directory / f"{number}-{contestant.spec['name']}-{seed}"
@@ -103,6 +113,17 @@ def _to_spec(text: str) -> dict[str, Any]:
     return spec
 
 
+def _load(document: Any, contestant: _Contestant, seed: int) -> tuple[Any, Any]:
+    """The configuration of one run, and what it names."""
+    from agentlightning_plugins.train.assembly import load_parts
+    from agentlightning_plugins.train.config import read_config
+
+    seeded = {"seed": seed} if contestant.takes("seed") else {}
+    document.values["algorithm"] = {**contestant.spec, **seeded}
+    checked = read_config(document)
+    return checked, load_parts(checked, document)
+
+
 def _run_one(
     document: Any,
     contestant: _Contestant,
@@ -114,22 +135,14 @@ def _run_one(
     *,
     quiet: bool,
 ) -> None:
-    from agentlightning.plugins import get_manager
-    from agentlightning_plugins.train.assembly import fit, load_parts, make_trainer
+    from agentlightning_plugins.train.assembly import fit, make_trainer
     from agentlightning_plugins.train.budget import Budgeted
-    from agentlightning_plugins.train.config import read_config
     from agentlightning_plugins.train.eval_command import evaluate
 
-    cls = get_manager().get("algorithm", contestant.spec["name"])
-    takes = inspect.signature(cls).parameters
-    document.values["algorithm"] = {**contestant.spec, **({"seed": seed} if "seed" in takes else {})}
-    checked = read_config(document)
-    parts = load_parts(checked, document)
+    checked, parts = _load(document, contestant, seed)
     test = tasks if tasks is not None else parts.val
-    if test is None:
-        raise ConfigError("comparing needs test tasks: data.val in the configuration, or --test SOURCE")
     algorithm = parts.components["algorithm"]
-    keeps_model = "test_dataset" in takes  # its model is gone when it is done, so it evaluates by itself
+    keeps_model = contestant.takes("test_dataset")  # its model is gone when it is done, so it evaluates by itself
     if keeps_model:
         algorithm.test_dataset = [test[index] for index in range(len(test)) for _ in range(repetitions)]
     limited = Budgeted(algorithm, budget)
@@ -173,7 +186,7 @@ def _show(contestants: list[_Contestant], as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
-    from agentlightning_plugins.inspection.output import print_table
+    from agentlightning.cli import print_table
 
     print_table(
         ("algorithm", "reward", "95 % interval", "difference", "p", "rollouts", "seconds"),

@@ -107,6 +107,8 @@ class TrainConfig(_Section):
     """Each runner ends after so many."""
     port: int | None = Field(default=None, ge=0, le=65535)
     """Of the served store; default is a free one."""
+    seed: int = 0
+    """What algorithms draw with that are given none of their own."""
     trackers: list[ComponentSpec] | None = None
     """Where metrics go; default ``console`` and ``jsonl``."""
     hooks: list[str] | None = None

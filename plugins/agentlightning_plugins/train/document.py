@@ -86,8 +86,11 @@ def read_document(path: Path) -> Document:
     """
     try:
         text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist (working directory: {Path.cwd()})") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{path} cannot be read: {reason}") from error
     if path.suffix == ".toml":
         return _read_toml(path, text)
     if path.suffix not in (".yaml", ".yml"):

@@ -92,7 +92,7 @@ def evaluate(
 
     components = {key: value for key, value in parts.components.items() if key not in ("algorithm", "trackers")}
     algorithm = get_manager().create("algorithm", {"name": "evaluation", **settings})
-    components |= {"algorithm": algorithm, "trackers": [] if quiet else ["console"]}
+    components |= {"algorithm": algorithm, "trackers": [] if quiet else [{"name": "console", "brief": True}]}
     resources = {**(parts.resources or {}), **(read_learned(learned) if learned is not None else {})}
     own = Parts(parts.agent, None, dataset, resources or None, components)
     fit(make_trainer(checked, own, directory, resume=False), own)

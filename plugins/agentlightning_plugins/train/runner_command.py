@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from pathlib import Path
 
 import click
@@ -60,8 +61,10 @@ def command(
     async def serve() -> None:
         opened = create_store(store, run=run, token=token)
         try:
+            whose = f"run {opened.run_id} of {re.sub('(?<=://)[^/@]*@', '', store)}"  # no password at the terminal
+            click.echo(f"Looking for {whose}")
             await opened.statistics()  # a store that is not there is known before processes are started
-            click.echo(f"Running {agent} for {store}: {n_runners} x {max_concurrency} rollouts at once.")
+            click.echo(f"Running {agent} for {whose}: {n_runners} x {max_concurrency} rollouts at once.")
             await Supervisor(RunnerProcesses(job, store, token, opened.run_id), opened, n_runners).run()
         finally:
             await opened.close()

@@ -1,0 +1,41 @@
+"""`agl` in this process: what takes a tenth of the time of a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from agentlightning.cli import main
+
+
+class Said(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
+def run_here(folder: Path, *arguments: str, module: str = "my_agents") -> Said:
+    """Runs a command in ``folder``; ``module``, the user's, is imported afresh."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", ["agl", *arguments])
+        patch.setattr(sys, "path", [*sys.path])
+        patch.setattr(sys, "dont_write_bytecode", True)
+        patch.setattr(os, "environ", os.environ.copy())
+        sys.modules.pop(module, None)
+        try:
+            main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        finally:
+            sys.modules.pop(module, None)
+    return Said(code, out.getvalue(), err.getvalue())
