@@ -6,11 +6,15 @@ that cannot live together with it. ``pytest.mark.environment("main", "newest")``
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+pytest.register_assert_rewrite("tests.integrations.team")
 
 for name in [name for name in os.environ if name.startswith(("AGL_", "OPENAI_"))]:
     del os.environ[name]  # a developer's own settings and keys must not reach a test
@@ -20,6 +24,16 @@ os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELIS
 
 ENVIRONMENTS = ("main", "newest", "verl")
 _FOLDER = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def log_as_it_was() -> Iterator[None]:
+    """Undoes what a test, or a command in it, sets up of our log: else the next one's ``caplog`` stays empty."""
+    logger = logging.getLogger("agentlightning")
+    handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
+    yield
+    logger.handlers[:], logger.propagate = handlers, propagate
+    logger.setLevel(level)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -88,6 +88,12 @@ def test_every_relative_link_of_a_page_resolves(page: Path) -> None:
     assert broken == []
 
 
+def test_the_readme_leads_to_every_page() -> None:
+    text = (REPO / "README.md").read_text(encoding="utf-8")
+    pages = [page.relative_to(REPO).as_posix() for page in PAGES if page.name != "README.md"]
+    assert [page for page in pages if not re.search(rf"\]\({re.escape(page)}[)#]", text)] == []
+
+
 def _commands() -> set[str]:
     PluginManager().hook.add_commands(cli=cli)
     return set(cli.list_commands(click.Context(cli)))

@@ -41,6 +41,11 @@ def test_all_is_the_union_of_what_can_live_together() -> None:
     assert set(extras["all"]) == {line for lines in parts for line in lines}
 
 
+def test_the_extra_of_the_demo_holds_what_its_algorithm_and_its_agent_need() -> None:
+    extras = _project()["optional-dependencies"]
+    assert set(extras["demo"]) >= {*extras["grpo"], *extras["openai"]}
+
+
 def test_every_requirement_has_a_lower_bound_and_no_other() -> None:
     wrong = [str(r) for r in _requirements() if [clause.operator for clause in r.specifier] != [">="]]
     assert wrong == []

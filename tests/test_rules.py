@@ -29,7 +29,7 @@ CORE_ORDER = """
     version errors frozen attempt_token types resources semconv config event lifecycle hookspecs
     plugins facade logging thread stop_event
     store tracer emitter reward significance comparison live adapter litagent hook algorithm tracker
-    runner execution run_directory trainer cli __main__ testing
+    runner execution run_directory report trainer cli __main__ testing
 """.split()
 
 # Names of the contract that look back, for the type checker only.

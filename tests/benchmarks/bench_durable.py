@@ -20,13 +20,16 @@ from pathlib import Path
 
 import asyncpg
 
-from agentlightning.store.backend import Put
 from agentlightning.store.engine import BackendStore
 from agentlightning.types import Attempt, Rollout
 from agentlightning_plugins.postgresql_store import PostgresLightningStore
 from agentlightning_plugins.postgresql_store.backend import PostgresBackend
+from agentlightning_plugins.sql_store.document import encode
 from agentlightning_plugins.sqlite_store import SqliteLightningStore
 from agentlightning_plugins.sqlite_store.backend import SqliteBackend
+from agentlightning_plugins.store_server.events import EventStreams
+from agentlightning_plugins.store_server.metrics import ServerMetrics
+from agentlightning_plugins.store_server.polling import Polls
 from tests.benchmarks.bench_store import make_spans, measure_store
 from tests.postgresql import PostgresServer, running_server
 
@@ -110,35 +113,67 @@ def transactions_of(store: BackendStore) -> int:
     return backend.transactions
 
 
+FILL_SQLITE = (
+    """WITH RECURSIVE n(i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM n WHERE i + 1 < :rollouts),
+    named AS (SELECT i, printf('ro-%016x', i * 2654435761 % 1099511627776) AS id FROM n)
+    INSERT INTO rollout (rollout_id, run_id, status, start_time, group_id, step, revision, record)
+    SELECT id, 'default', 'succeeded', i * 1.0, i / 8, i / 512, 1,
+        replace(replace(replace(replace(:rollout, 'ro-', id), '1111111', i), '2222222', i / 8), '3333333', i / 512)
+    FROM named""",
+    """INSERT INTO attempt (rollout, attempt_id, sequence_id, worker_id, revision, record)
+    SELECT position, printf('at-%016x', position), 1, 'runner', 1,
+        replace(replace(replace(:attempt, 'ro-', rollout_id), 'at-', printf('at-%016x', position)), '1111111', position)
+    FROM rollout""",
+    "INSERT INTO tally VALUES ('rollouts', 'default', 'succeeded', :rollouts), ('attempts', 'default', '', :rollouts)",
+)
+FILL_POSTGRESQL = (
+    """INSERT INTO agl.rollout (rollout_id, run_id, status, start_time, group_id, step, revision, record)
+    SELECT id, 'default', 'succeeded', i, 'n' || i / 8, 'n' || i / 512, 1,
+        replace(replace(replace(replace($2, 'ro-', id), '1111111', i::text), '2222222', (i / 8)::text),
+            '3333333', (i / 512)::text)
+    FROM (SELECT i, 'ro-' || lpad(to_hex(i * 2654435761 % 1099511627776), 16, '0') AS id
+        FROM generate_series(0, $1::bigint - 1) AS i) AS named ORDER BY i""",
+    """INSERT INTO agl.attempt (rollout, attempt_id, sequence_id, status, live, worker_id, revision, record)
+    SELECT position, 'at-' || lpad(to_hex(position), 16, '0'), 1, 'succeeded', false, 'runner', 1,
+        replace(replace(replace($1, 'ro-', rollout_id), 'at-', 'at-' || lpad(to_hex(position), 16, '0')),
+            '1111111', position::text)
+    FROM agl.rollout ORDER BY position""",
+    """INSERT INTO agl.tally VALUES
+        ('rollouts', 'default', 'succeeded', $1::bigint), ('attempts', 'default', '', $1::bigint)""",
+)
+
+
 async def fill(store: BackendStore, rollouts: int) -> None:
-    """Stores finished rollouts with an attempt each, as fast as the backend takes them."""
+    """Stores finished rollouts with an attempt each in an empty database, as fast as the database makes them itself."""
+    times = {"start_time": 1111111.0, "end_time": 1111111.0}
+    metadata = {"group": 2222222, "step": 3333333}
+    rollout = encode(
+        Rollout.model_validate(
+            {"rollout_id": "ro-", "input": 1111111, "status": "succeeded", "metadata": metadata, **times}
+        )
+    )
+    attempt = encode(
+        Attempt.model_validate(
+            {"rollout_id": "ro-", "attempt_id": "at-", "sequence_id": 1, "status": "succeeded", **times}
+        )
+    )
     backend = store._database.backend
-    for start in range(0, rollouts, 2000):
-        writes = []
-        for number in range(start, min(start + 2000, rollouts)):
-            rollout = Rollout(
-                rollout_id=f"ro-{number * 2654435761 % 2**40:016x}",
-                input={"question": number},
-                start_time=float(number),
-                end_time=number + 1.0,
-                status="succeeded",
-                metadata={"group": number // 8, "step": number // 512},
-            )
-            attempt = Attempt(
-                rollout_id=rollout.rollout_id,
-                attempt_id=f"at-{number:016x}",
-                sequence_id=1,
-                start_time=float(number),
-                status="succeeded",
-                worker_id="runner",
-            )
-            writes += [Put(rollout), Put(attempt)]
-        await backend.commit(writes)
+    if isinstance(backend, SqliteBackend):
+        values = {"rollouts": rollouts, "rollout": rollout, "attempt": attempt}
+        for statement in FILL_SQLITE:
+            await backend.writer.submit(lambda transaction, sql=statement: transaction._execute(sql, values))  # type: ignore[misc] # the loop's value
+        return
+    assert isinstance(backend, PostgresBackend)
+    connection = await backend._link.server.connect()
+    for statement, values_of in zip(FILL_POSTGRESQL, ((rollouts, rollout), (attempt,), (rollouts,)), strict=True):
+        await connection.execute(statement, *values_of)
+    await connection.close()
 
 
 async def measure_steps(store: BackendStore, rounds: int = 200) -> dict[str, float]:
     """Median milliseconds of each step with one runner: mostly the fsync."""
     took: dict[str, list[float]] = {}
+    metrics = ServerMetrics(store, Polls(), EventStreams(store.with_run))
 
     def note(step: str, start: float) -> float:
         now = time.perf_counter()
@@ -166,7 +201,9 @@ async def measure_steps(store: BackendStore, rounds: int = 200) -> dict[str, flo
         await store.query_rollouts(metadata={"group": 3}, limit=10)
         clock = note("group", clock)
         await store.statistics()
-        note("count", clock)
+        clock = note("count", clock)
+        await metrics.render()
+        note("scrape", clock)
     return {step: statistics.median(times) * 1e3 for step, times in took.items()}
 
 

@@ -1,7 +1,9 @@
 """What the policy server gains: ``python tests/benchmarks/bench_sampling.py [--rounds 3] [--hidden 256] [--layers 6]``.
 
 1. Tokens a second of 64 requests at once, with replies of 64 tokens, against one request at a time, over HTTP.
-2. Conversations of 6 turns, 16 at a time, each turn adding 64 tokens: seconds with the prefix cache against seconds
+2. The same 64 requests in this process, without HTTP: our running batch against transformers' continuous batching
+   (paged attention, log-probabilities on), in tokens per second of CPU.
+3. Conversations of 6 turns, 16 at a time, each turn adding 64 tokens: seconds with the prefix cache against seconds
    without it, and the share of prompt tokens that were not run again.
 
 Rounds are interleaved and medians are printed. The model has random weights and never ends by itself, so that every
@@ -24,9 +26,13 @@ from typing import Any
 import aiohttp
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
+from agentlightning_algorithms.grpo.policy import load_policy
 from agentlightning_algorithms.grpo.policy_process import PolicyServer
+from agentlightning_algorithms.grpo.sampler import Sampler
+from agentlightning_algorithms.grpo.sampling import SamplingParams
 
 REPLY_TOKENS = 64
 CONCURRENT = 64
@@ -98,6 +104,36 @@ async def measure_conversations(session: aiohttp.ClientSession, server: PolicySe
     return seconds, (after["reused_tokens"] - before["reused_tokens"]) / prompted
 
 
+def compare_with_transformers(folder: str, rounds: int) -> tuple[float, float]:
+    """Tokens per second of CPU of our running batch, and of transformers' continuous batching."""
+    torch.set_num_threads(1)
+    rng = random.Random(0)
+    prompts = [[rng.randrange(VOCABULARY) for _ in range(32)] for _ in range(CONCURRENT)]
+    sampler = Sampler(load_policy(folder), max_batch_size=CONCURRENT, seed=0)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="float32", attn_implementation="sdpa")
+    generation = GenerationConfig(max_new_tokens=REPLY_TOKENS, do_sample=True, eos_token_id=-1, pad_token_id=0)
+    batching = ContinuousBatchingConfig(return_logprobs=True, num_blocks=512, max_batch_tokens=4096)
+
+    def ours() -> list[int]:
+        params = SamplingParams(max_tokens=REPLY_TOKENS)
+        return [len(f.result().token_ids) for f in [sampler.submit(prompt, params) for prompt in prompts]]
+
+    def theirs() -> list[int]:
+        answers = model.generate_batch(
+            inputs=prompts, generation_config=generation, continuous_batching_config=batching, progress_bar=False
+        )
+        return [len(answer.generated_tokens) for answer in answers.values()]
+
+    speeds: list[list[float]] = [[], []]
+    for _ in range(rounds + 1):  # the first round warms up
+        for run, found in zip((ours, theirs), speeds, strict=True):
+            started = time.process_time()
+            assert run() == [REPLY_TOKENS] * CONCURRENT
+            found.append(CONCURRENT * REPLY_TOKENS / (time.process_time() - started))
+    sampler.close()
+    return statistics.median(speeds[0][1:]), statistics.median(speeds[1][1:])
+
+
 async def main(rounds: int, hidden: int, layers: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         size = save_model(Path(folder), hidden, layers)
@@ -120,6 +156,9 @@ async def main(rounds: int, hidden: int, layers: int) -> None:
         print(f"model of {size / 1e6:.1f}M weights, 1 thread")
         print(f"one at a time    {single:9.0f} tokens/s")
         print(f"{CONCURRENT} at once       {batched:9.0f} tokens/s   {batched / single:.1f} times")
+        mine, theirs = compare_with_transformers(folder, rounds)
+        print(f"running batch, in process       {mine:9.0f} tokens/s of CPU   {mine / theirs:.1f} times")
+        print(f"transformers' continuous batch  {theirs:9.0f} tokens/s of CPU")
         with_cache, without = (statistics.median(seconds for seconds, _ in talk[1:]) for talk in talks)
         reused = statistics.median(share for _, share in talks[0][1:])
         print(f"{TURNS} turns without prefix cache {without:7.2f} s")

@@ -490,16 +490,18 @@ def test_an_unknown_policy_is_refused_with_those_there_are() -> None:
 
 
 def test_no_triplets_is_never_a_mystery(trace: Recorder, caplog: pytest.LogCaptureFixture) -> None:
-    assert TraceToTriplet().adapt([]) == []
+    adapter = TraceToTriplet(agent_match="solver")
+    assert adapter.adapt([]) == []
     trace.add("tool")
-    assert trace.adapt() == []
+    assert [trace.adapt(adapter), trace.adapt(adapter)] == [[], []], "the second time in silence"
     trace.client("r1")
-    assert trace.adapt(TraceToTriplet(agent_match="solver")) == []
+    assert trace.adapt(adapter) == []
+    advice = ". `agl doctor AGENT` says how to mend it"
     assert [record.getMessage() for record in caplog.records] == [
         "a trace without spans gives no triplets",
-        "attempt at-1 of rollout ro-1 gives no triplets: none of its 1 spans is a model call",
+        "attempt at-1 of rollout ro-1 gives no triplets: none of its 1 spans is a model call" + advice,
         "attempt at-1 of rollout ro-1 gives no triplets: its model calls were left out: 1 made by agent None, which "
-        "agent_match='solver' does not want",
+        "agent_match='solver' does not want" + advice,
     ]
 
 
@@ -552,13 +554,11 @@ def _seconds(n_calls: int) -> float:
         gc.enable()
 
 
-def test_the_time_is_linear_in_the_calls() -> None:
-    assert _seconds(8000) < 20 * min(_seconds(1000) for _ in range(3))
-
-
-def test_10_000_calls_take_about_a_second() -> None:
-    """Half of it on an idle machine; the bound leaves room for a busy one."""
-    assert _seconds(10_000) < 3.0
+def test_10_000_calls_take_about_a_second_and_the_time_is_linear_in_the_calls() -> None:
+    """Half a second on an idle machine; the bounds leave room for a busy one."""
+    took = _seconds(10_000)
+    assert took < 3.0
+    assert took < 25 * min(_seconds(1000) for _ in range(3))
 
 
 # The other adapters.

@@ -406,6 +406,21 @@ class TestAFrameworksObject:
         assert seen == [({"question": "hi", "answer": "ho"}, "hi")]
 
 
+@pytest.mark.parametrize("reward", [lambda task, output: 1.0, "exact_match", 1.0])
+def test_a_reward_function_that_cannot_be_called_is_refused_at_once(reward: Any) -> None:
+    with pytest.raises(agl.ConfigError, match=r"\(task, output, rollout\)"):
+        agl.wrap(lambda task: task, reward=reward)
+
+
+@pytest.mark.parametrize("value", ["good", [1.0], {"reward": 1.0}])
+def test_a_reward_that_is_no_number_is_blamed_on_the_reward_function(value: Any) -> None:
+    def judge(task: Any, output: Any, rollout: agl.Rollout) -> Any:
+        return value
+
+    with pytest.raises(agl.RolloutError, match=r"the reward function .*judge returned .*; return a number"):
+        run(agl.wrap(lambda task: task, reward=judge), {}, "hi")
+
+
 def test_a_reward_that_is_given_again_replaces_the_first() -> None:
     first = agl.wrap(lambda task: task + "!", reward=lambda *_: 0.25, task_to_input=str.upper)
     assert run(agl.wrap(first, reward=lambda task, output, rollout: float(output == "HI!")), {}, "hi") == 1.0

@@ -138,7 +138,9 @@ def test_a_missing_extra_is_found_without_importing(monkeypatch: pytest.MonkeyPa
 def test_agl_plugins_prints_what_is_there() -> None:
     agl = [sys.executable, "-m", "agentlightning"]
     table = subprocess.run([*agl, "plugins"], capture_output=True, text=True, check=True).stdout
-    assert "baseline" in table
+    (line,) = (line for line in table.splitlines() if line.split()[1] == "baseline")
+    assert line.split()[2:4] == ["ready", "lightning"]
+    assert line.rstrip().endswith("runs the agent over the data"), "a line is one line where nobody has a width"
     rows = json.loads(subprocess.run([*agl, "plugins", "--json"], capture_output=True, text=True, check=True).stdout)
     offers = {(offer["kind"], offer["name"]) for row in rows for offer in row["offers"]}
     assert {("store", "memory"), ("algorithm", "grpo"), ("tracer", "otel"), ("strategy", "cs")} <= offers

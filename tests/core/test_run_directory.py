@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +14,14 @@ import agentlightning as agl
 from agentlightning.run_directory import RunDirectory, read_record
 
 
-def test_a_resumed_run_keeps_its_key_and_says_when_it_was_resumed(tmp_path: Path) -> None:
-    with contextlib.closing(RunDirectory.open(tmp_path / "run")) as begun:
+def test_a_resumed_run_keeps_its_key_and_seed_and_says_when_it_was_resumed(tmp_path: Path) -> None:
+    with contextlib.closing(RunDirectory.open(tmp_path / "run", seed=7)) as begun:
         key = begun.key
     with contextlib.closing(RunDirectory.open(tmp_path / "run", resume=True)) as resumed:
-        assert resumed.key == key
-    assert len(read_record(tmp_path / "run")["resumed_at"]) == 1
+        assert (resumed.key, resumed.seed) == (key, 7)
+    record = read_record(tmp_path / "run")
+    assert len(record["resumed_at"]) == 1
+    assert record["versions"]["pydantic"] == importlib.metadata.version("pydantic")
 
 
 def test_a_directory_belongs_to_one_run(tmp_path: Path) -> None:
