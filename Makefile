@@ -97,4 +97,4 @@ $(NEWEST)/.complete-$(HASH):
 
 $(VERL)/.complete-$(HASH):
 	@rm -rf $(filter-out $(VERL),$(wildcard .venvs/verl-*))
-	$(call environment,$(VERL),verl$(comma)dev,verl,$(TORCH))
+	$(call environment,$(VERL),openai$(comma)verl$(comma)dev,verl,$(TORCH))

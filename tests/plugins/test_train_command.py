@@ -116,7 +116,9 @@ def test_a_run_that_fails_has_another_exit_code_than_one_that_is_refused(
         assert (said.code, "Traceback" in said.stderr, str(error) in said.stderr) == (code, code == 1, True)
 
 
-def test_a_run_leaves_a_report_and_agl_report_makes_it_of_any_run(folder: Path) -> None:
+def test_a_run_leaves_a_report_and_agl_report_makes_it_of_any_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     agent = "\n".join(["def agent(task, prompt_template):", "    return 1.0 / (task['n'] - 2)"])
     (folder / "my_agents.py").write_text(agent)
     write(folder, {"resources": {"prompt": "Say {n}."}, "seed": 5})
@@ -142,8 +144,10 @@ def test_a_run_leaves_a_report_and_agl_report_makes_it_of_any_run(folder: Path) 
     (folder / "r" / "store.db").unlink()
     assert "says no store; see r/report.md" in run_here(folder, "report", "r").stderr
     write(folder / "r", {"store": "http://127.0.0.1:9"})
+    monkeypatch.setitem(agl.LightningStoreClient.__init__.__kwdefaults__, "retry_s", 1.5)
     late = run_here(folder, "report", "r")
     assert (late.stdout, "cannot reach a store" in late.stderr) == (written, True)
+    assert "Trying again for 1.5 s" in late.stderr
 
 
 @pytest.mark.parametrize(("store", "run"), [("http://127.0.0.1:1", "mine"), (None, "default")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import logging
 import os
 import random
 import threading
@@ -20,6 +21,8 @@ from yarl import URL
 
 from agentlightning.errors import ConfigError, LightningError, StoreError
 from agentlightning_plugins.store_message import ERROR_TYPES, FEATURES_HEADER, PREFIX, RUN_HEADER
+
+logger = logging.getLogger("agentlightning")
 
 _ANSWER_S: Final = 60.0
 """How long a server may take for an answer, waiting by request not counted."""
@@ -52,6 +55,7 @@ class StoreConnection:
         self.retry_s = retry_s
         self.features: frozenset[str] | None = None
         """Capabilities of the store behind the server; None until it has answered once."""
+        self._is_out_of_reach = False
         self._opening: set[asyncio.Future[None]] = set()
         headers = {"authorization": f"Bearer {token}"} if token else {}
         if parts.hostname in _THIS_MACHINE:
@@ -92,12 +96,14 @@ class StoreConnection:
             try:
                 async with session.request(method, url, data=data, headers=headers, timeout=timeout) as response:
                     answer = await response.read()
+                    self._is_out_of_reach = False
             except _BROKEN as error:
                 if not repeatable and not isinstance(error, _NEVER_SENT):
                     raise StoreError(
                         f"the connection to {self.url} broke during {method} {path}, "
                         f"so whether the store has done it is not known ({_describe(error)})"
                     ) from error
+                self._tell(error)
                 await retry.pause(self._unreachable(error), error)
                 continue
             if self.features is None and FEATURES_HEADER in response.headers:
@@ -132,6 +138,7 @@ class StoreConnection:
                             raise _error_of(self.url, response.status, await response.read())
                         if response.status < 300:
                             self._has_opened(opened)
+                            self._is_out_of_reach = False
                             retry = _Retry(self.retry_s)
                             async for event in _read_events(response.content):
                                 if event.get("id"):
@@ -140,6 +147,7 @@ class StoreConnection:
                                 elif event["event"] == b"overflow":
                                     raise StoreError(from_json(event["data"])["message"])
                 except _BROKEN as error:
+                    self._tell(error)
                     await retry.pause(self._unreachable(error), error)
                 else:
                     await retry.pause(f"{self.url} ends every stream of events", None)
@@ -160,6 +168,12 @@ class StoreConnection:
     async def close(self) -> None:
         """Closes the sessions of all loops; a later request opens new ones."""
         await self._pool.close()
+
+    def _tell(self, error: BaseException) -> None:
+        """Says once that the server is away, to a person who would else look at nothing for half a minute."""
+        if isinstance(error, _NEVER_SENT) and not self._is_out_of_reach and self.retry_s > 1:
+            self._is_out_of_reach = True
+            logger.warning("%s Trying again for %g s.", self._unreachable(error), self.retry_s)
 
     def _unreachable(self, error: BaseException) -> str:
         return f"cannot reach a store at {self.url} ({_describe(error)}); is `agl store` running there?"
