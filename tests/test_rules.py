@@ -27,7 +27,7 @@ from tests.source import REPO, ROOTS, SourceFile, all_test_files, pyproject, pyt
 # Inside core a file imports only from names to its left; a package counts as its name.
 CORE_ORDER = """
     version errors frozen attempt_token types resources semconv config event lifecycle hookspecs
-    plugins facade logging thread stop_event
+    plugins facade logging collector thread stop_event
     store tracer emitter reward significance comparison live adapter litagent hook algorithm tracker
     runner execution run_directory report trainer cli __main__ testing
 """.split()

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 from agentlightning.adapter.adapter import TraceAdapter
 from agentlightning.algorithm.algorithm import Algorithm, FastAlgorithm
 from agentlightning.algorithm.context import Gateway, RunContext
+from agentlightning.collector import relaxed_collector
 from agentlightning.errors import ConfigError, LightningError
 from agentlightning.execution import RUNNERS_FAILED, ExecutionStrategy
 from agentlightning.hook import Hook
@@ -197,7 +198,7 @@ class Trainer:
         adapter = self.adapter
         if adapter is None and algorithm.default_adapter is not None:
             adapter = get_manager().create("adapter", algorithm.default_adapter)
-        with contextlib.ExitStack() as stack:
+        with relaxed_collector(), contextlib.ExitStack() as stack:
             store = self.store
             if store is None:
                 store = create_store("memory://")

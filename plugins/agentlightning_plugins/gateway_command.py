@@ -163,10 +163,10 @@ async def _serve(
     host: str | None,
     port: int | None,
 ) -> None:
+    from agentlightning.collector import relax_collector
     from agentlightning.config import bind_settings
     from agentlightning.store.factory import create_store
     from agentlightning_plugins.gateway import LLMProxy
-    from agentlightning_plugins.gateway.collector import relax_collector
 
     relax_collector()
     settings = _read_settings(config)

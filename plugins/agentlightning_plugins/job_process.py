@@ -18,6 +18,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple
 
+from agentlightning.collector import relax_collector
 from agentlightning.logging import setup_logging
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def main() -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201 # the parent quotes this line
         return UNLOADABLE_EXIT_CODE
     threading.Thread(target=_watch_parent, args=(pipe, stop), daemon=True).start()
+    relax_collector()
     if role == "algorithm":
         return asyncio.run(_run_algorithm(job, target, stop))
     return 0 if asyncio.run(run_runner(job, target, name, stop)) else RECYCLE_EXIT_CODE

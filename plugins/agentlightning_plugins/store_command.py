@@ -23,6 +23,9 @@ def command(
 
     Algorithms, runners and gateways on any machine share the store that this command serves.
     """
+    from agentlightning.collector import relax_collector
+
+    relax_collector()
     asyncio.run(_serve(host, port, backend, token, keep_days, keep_rollouts))
 
 

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import sqlite3
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -30,6 +31,9 @@ from agentlightning_plugins.sqlite_store.backend import SqliteBackend
 from agentlightning_plugins.store_server.events import EventStreams
 from agentlightning_plugins.store_server.metrics import ServerMetrics
 from agentlightning_plugins.store_server.polling import Polls
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from tests.benchmarks.bench_store import make_spans, measure_store
 from tests.postgresql import PostgresServer, running_server
 

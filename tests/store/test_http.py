@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import io
 import multiprocessing
 import os
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -643,3 +645,20 @@ async def test_agl_store_serves_a_file_in_its_folder_and_keeps_of_it_what_its_op
         await client.close()
     assert "sqlite:///agl.db" in line
     assert [rollout.rollout_id for rollout in left] == ["ro-queued", "ro-3", "ro-4", "ro-5"]
+
+
+async def test_a_store_that_is_served_no_more_is_freed() -> None:
+    store = InMemoryLightningStore()
+    gone = weakref.ref(store)
+    async with LightningStoreServer(store, port=0) as server:
+        client = LightningStoreClient(server.endpoint)
+        await client.enqueue_rollout("t")
+        await client.close()
+    await store.close()
+    del store, server, client
+    for _ in range(50):  # a thread may still be on its way out
+        gc.collect()
+        if gone() is None:
+            return
+        await asyncio.sleep(0.05)
+    pytest.fail("somebody holds the store")

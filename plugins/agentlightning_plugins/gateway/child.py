@@ -11,8 +11,8 @@ import signal
 import sys
 from multiprocessing.connection import Connection
 
+from agentlightning.collector import relax_collector
 from agentlightning.store.protocol import LightningStore
-from agentlightning_plugins.gateway.collector import relax_collector
 from agentlightning_plugins.gateway.launch import COMMANDS
 from agentlightning_plugins.gateway.server import GatewayServer
 from agentlightning_plugins.gateway.settings import Settings

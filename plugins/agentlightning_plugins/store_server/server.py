@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Final, Self
 
-from aiohttp import web
+from aiohttp import web, web_app
 
 from agentlightning.errors import ConfigError, ConflictError
 from agentlightning.store.protocol import LightningStore
@@ -142,6 +142,7 @@ class LightningStoreServer:
             await served.stop(_FINISH_REQUESTS_S)
             await runner.cleanup()
             too_late.cancel()
+            _forget_handlers()
 
     def _cannot_listen(self, error: OSError) -> ConfigError:
         where = f"port {self.port} of {self.host}"
@@ -156,3 +157,10 @@ def _cut_off(runner: web.AppRunner) -> None:
     for connection in [] if server is None else server.connections:
         if connection.transport is not None:
             connection.transport.abort()
+
+
+def _forget_handlers() -> None:
+    """Empties aiohttp's cache of handlers with middlewares, which would keep each store that was ever served alive."""
+    cached = getattr(web_app, "_cached_build_middleware", None)  # no public name
+    if hasattr(cached, "cache_clear"):
+        cached.cache_clear()
