@@ -21,6 +21,7 @@ from pathlib import Path
 
 import asyncpg
 
+from agentlightning.collector import relax_collector
 from agentlightning.store.engine import BackendStore
 from agentlightning.types import Attempt, Rollout
 from agentlightning_plugins.postgresql_store import PostgresLightningStore
@@ -246,6 +247,7 @@ async def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--flat", type=int, nargs="+", metavar="N")
     arguments = parser.parse_args()
+    relax_collector()  # as `agl store` does
     with contextlib.ExitStack() as stack:
         places: dict[str, SqlitePlace | PostgresPlace] = {}
         if arguments.only != "postgresql":

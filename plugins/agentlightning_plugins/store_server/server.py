@@ -161,6 +161,6 @@ def _cut_off(runner: web.AppRunner) -> None:
 
 def _forget_handlers() -> None:
     """Empties aiohttp's cache of handlers with middlewares, which would keep each store that was ever served alive."""
-    cached = getattr(web_app, "_cached_build_middleware", None)  # no public name
-    if hasattr(cached, "cache_clear"):
-        cached.cache_clear()
+    clear = getattr(getattr(web_app, "_cached_build_middleware", None), "cache_clear", None)  # no public name
+    if clear is not None:
+        clear()
