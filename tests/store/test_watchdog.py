@@ -253,13 +253,14 @@ async def test_closing_ends_the_thread_and_an_idle_store_has_none() -> None:
 
 
 async def test_an_abandoned_store_is_collected_with_its_thread() -> None:
+    gc.collect()  # what tests before left
     before = len(watchdogs())
     store = InMemoryLightningStore()
     await store.start_rollout("a")
     assert len(watchdogs()) == before + 1
     del store
     gc.collect()
-    await until(lambda: len(watchdogs()) == before)
+    await until(lambda: len(watchdogs()) <= before)  # one of another test may go meanwhile
 
 
 async def test_only_live_attempts_are_looked_at() -> None:
