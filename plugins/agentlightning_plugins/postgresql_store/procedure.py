@@ -32,7 +32,11 @@ CREATE FUNCTION agl.write(
 DECLARE
     s record;
     before record;
-    home record;                    -- the attempt that spans are being appended to
+    -- The rollout and the attempt that the last step was about, as they are now: the steps of one caller, and often of
+    -- several, are about the same, and under the lock nobody else changes them. Without a position there is none.
+    rollout_now text; rollout_position bigint; rollout_revision bigint; rollout_run text; rollout_status text;
+    rollout_queue bigint;
+    attempt_now text; attempt_position bigint; attempt_revision bigint; attempt_span bigint;
     parent bigint;
     found_revision bigint;
     place bigint;
@@ -51,37 +55,47 @@ BEGIN
     PERFORM pg_advisory_xact_lock(x'41474C02'::int);
     FOR s IN SELECT * FROM unnest(steps) LOOP
         CONTINUE WHEN s.item = failed;
+        IF s.id IS DISTINCT FROM rollout_now AND s.step IN ('guard rollout', 'guard attempt', 'need rollout',
+            'need attempt', 'open attempt', 'put rollout', 'put attempt')
+        THEN
+            SELECT position, revision, run_id, status, queue_position
+            INTO rollout_position, rollout_revision, rollout_run, rollout_status, rollout_queue
+            FROM agl.rollout WHERE rollout_id = s.id;
+            rollout_now := s.id; attempt_now := NULL;
+        END IF;
+        IF s.second IS DISTINCT FROM attempt_now AND s.step IN ('guard attempt', 'need attempt', 'open attempt') THEN
+            SELECT position, revision, last_span INTO attempt_position, attempt_revision, attempt_span
+            FROM agl.attempt WHERE rollout = rollout_position AND attempt_id = s.second;
+            attempt_now := s.second;
+        END IF;
         CASE s.step
         WHEN 'append spans' THEN  -- of one attempt, all with a number or all without, no two with the same id
             WITH asked AS (
                 SELECT u.*, p.position IS NULL AS is_new
                 FROM unnest(spans[s.number:s.number + s.first::int - 1])
                 WITH ORDINALITY AS u (span_id, number, start_time, name, trace_id, parent_id, record, n)
-                LEFT JOIN agl.span p ON p.attempt = home.position AND p.span_id = u.span_id
+                LEFT JOIN agl.span p ON p.attempt = attempt_position AND p.span_id = u.span_id
             ), numbered AS (
                 SELECT *, CASE WHEN NOT is_new THEN NULL WHEN number <> 0 THEN number
-                    ELSE home.last_span + count(*) FILTER (WHERE is_new) OVER (ORDER BY n) END AS slot
+                    ELSE attempt_span + count(*) FILTER (WHERE is_new) OVER (ORDER BY n) END AS slot
                 FROM asked
             ), added AS (
                 INSERT INTO agl.span (attempt, span_id, sequence_id, run_id, start_time, name, trace_id, parent_id,
                     revision, record)
-                SELECT home.position, span_id, slot, home.run_id, start_time, name, trace_id, parent_id, 1, record
+                SELECT attempt_position, span_id, slot, rollout_run, start_time, name, trace_id, parent_id, 1, record
                 FROM numbered WHERE is_new ORDER BY n
             )
-            SELECT given || array_agg(slot ORDER BY n), count(slot), greatest(home.last_span, max(slot))
+            SELECT given || array_agg(slot ORDER BY n), count(slot), greatest(attempt_span, max(slot))
             INTO given, parent, place FROM numbered;
-            home.last_span := place;
-            names := names || 'spans'::text; owners := owners || home.run_id; states := states || ''::text;
+            attempt_span := place;
+            names := names || 'spans'::text; owners := owners || rollout_run; states := states || ''::text;
             changes := changes || parent::int;
         WHEN 'guard rollout' THEN
-            SELECT revision INTO found_revision FROM agl.rollout WHERE rollout_id = s.id;
-            IF coalesce(found_revision, 0) <> s.number THEN
+            IF coalesce(rollout_revision, 0) <> s.number THEN
                 failed := s.item; verdicts[failed + 1] := 'refused';
             END IF;
         WHEN 'guard attempt' THEN
-            SELECT a.revision INTO found_revision FROM agl.rollout r JOIN agl.attempt a ON a.rollout = r.position
-            WHERE r.rollout_id = s.id AND a.attempt_id = s.second;
-            IF coalesce(found_revision, 0) <> s.number THEN
+            IF coalesce(attempt_revision, 0) <> s.number THEN
                 failed := s.item; verdicts[failed + 1] := 'refused';
             END IF;
         WHEN 'guard span' THEN
@@ -98,61 +112,69 @@ BEGIN
                 failed := s.item; verdicts[failed + 1] := 'refused';
             END IF;
         WHEN 'need rollout' THEN
-            IF NOT EXISTS (SELECT FROM agl.rollout WHERE rollout_id = s.id) THEN
+            IF rollout_position IS NULL THEN
                 failed := s.item; verdicts[failed + 1] := 'no rollout ' || s.id;
             END IF;
         WHEN 'need attempt' THEN
-            SELECT position INTO parent FROM agl.rollout WHERE rollout_id = s.id;
-            IF NOT FOUND THEN
+            IF rollout_position IS NULL THEN
                 failed := s.item; verdicts[failed + 1] := 'no rollout ' || s.id;
-            ELSIF NOT EXISTS (SELECT FROM agl.attempt WHERE rollout = parent AND attempt_id = s.second) THEN
+            ELSIF attempt_position IS NULL THEN
                 failed := s.item; verdicts[failed + 1] := 'no attempt ' || s.number;
             END IF;
         WHEN 'put rollout' THEN
-            SELECT position, status, queue_position INTO before FROM agl.rollout WHERE rollout_id = s.id;
-            IF NOT FOUND THEN
+            IF rollout_position IS NULL THEN
                 INSERT INTO agl.rollout (rollout_id, run_id, status, start_time, task_id, group_id, step,
                     queue_position, revision, record)
                 VALUES (s.id, s.run, s.status, s.time, s.first, s.other, s.last,
-                    CASE WHEN s.status IN ('queuing', 'requeuing') THEN nextval('agl.queue') END, 1, s.record);
+                    CASE WHEN s.status IN ('queuing', 'requeuing') THEN nextval('agl.queue') END, 1, s.record)
+                RETURNING position, queue_position INTO rollout_position, rollout_queue;
+                rollout_revision := 1; rollout_run := s.run; rollout_status := s.status;
                 names := names || 'rollouts'::text; owners := owners || s.run; states := states || s.status;
                 changes := changes || 1;
             ELSE
                 UPDATE agl.rollout SET status = s.status, start_time = s.time, task_id = s.first,
                     group_id = s.other, step = s.last, revision = revision + 1, record = s.record,
                     queue_position = CASE WHEN s.status IN ('queuing', 'requeuing')
-                        THEN coalesce(before.queue_position, nextval('agl.queue')) END
-                WHERE position = before.position;
-                IF before.status <> s.status THEN
+                        THEN coalesce(rollout_queue, nextval('agl.queue')) END
+                WHERE position = rollout_position
+                RETURNING revision, queue_position INTO rollout_revision, rollout_queue;
+                IF rollout_status <> s.status THEN
                     names := names || ARRAY['rollouts', 'rollouts']; owners := owners || ARRAY[s.run, s.run];
-                    states := states || ARRAY[s.status, before.status]; changes := changes || ARRAY[1, -1];
+                    states := states || ARRAY[s.status, rollout_status]; changes := changes || ARRAY[1, -1];
+                    rollout_status := s.status;
                 END IF;
             END IF;
         WHEN 'put attempt' THEN
-            SELECT position, run_id INTO before FROM agl.rollout WHERE rollout_id = s.id;
-            UPDATE agl.attempt SET sequence_id = s.number, status = s.status,
-                live = s.status IN ('preparing', 'running'), worker_id = s.first, last_heartbeat_time = s.time,
-                revision = revision + 1, record = s.record
-            WHERE rollout = before.position AND attempt_id = s.second;
-            IF NOT FOUND THEN
-                INSERT INTO agl.attempt (rollout, attempt_id, sequence_id, status, live, worker_id,
+            IF s.second = attempt_now AND attempt_position IS NOT NULL THEN
+                UPDATE agl.attempt SET sequence_id = s.number, status = s.status,
+                    live = s.status IN ('preparing', 'running'), worker_id = s.first, last_heartbeat_time = s.time,
+                    revision = revision + 1, record = s.record
+                WHERE position = attempt_position RETURNING revision INTO attempt_revision;
+            ELSE
+                INSERT INTO agl.attempt AS a (rollout, attempt_id, sequence_id, status, live, worker_id,
                     last_heartbeat_time, revision, record)
-                VALUES (before.position, s.second, s.number, s.status, s.status IN ('preparing', 'running'),
-                    s.first, s.time, 1, s.record);
-                names := names || 'attempts'::text; owners := owners || before.run_id; states := states || ''::text;
-                changes := changes || 1;
+                VALUES (rollout_position, s.second, s.number, s.status, s.status IN ('preparing', 'running'),
+                    s.first, s.time, 1, s.record)
+                ON CONFLICT (rollout, attempt_id) DO UPDATE SET sequence_id = excluded.sequence_id,
+                    status = excluded.status, live = excluded.live, worker_id = excluded.worker_id,
+                    last_heartbeat_time = excluded.last_heartbeat_time, revision = a.revision + 1,
+                    record = excluded.record
+                RETURNING position, revision, last_span INTO attempt_position, attempt_revision, attempt_span;
+                attempt_now := s.second;
+                IF attempt_revision = 1 THEN
+                    names := names || 'attempts'::text; owners := owners || rollout_run; states := states || ''::text;
+                    changes := changes || 1;
+                END IF;
             END IF;
         WHEN 'tell' THEN
             tellings := tellings || s.record;
             kept_events := s.number;
         WHEN 'open attempt' THEN
-            SELECT a.position, a.last_span, r.run_id INTO home
-            FROM agl.rollout r JOIN agl.attempt a ON a.rollout = r.position
-            WHERE r.rollout_id = s.id AND a.attempt_id = s.second;
+            NULL;  -- the attempt of the steps that follow
         WHEN 'close attempt' THEN
-            UPDATE agl.attempt SET last_span = home.last_span, last_heartbeat_time =
+            UPDATE agl.attempt SET last_span = attempt_span, last_heartbeat_time =
                 CASE WHEN live AND s.time IS NOT NULL THEN s.time ELSE last_heartbeat_time END
-            WHERE position = home.position;
+            WHERE position = attempt_position;
         WHEN 'put document' THEN
             UPDATE agl.document SET run_id = s.run, revision = revision + 1, record = s.record
             WHERE kind = s.second AND id = s.id AND number = s.number;
@@ -165,18 +187,20 @@ BEGIN
         WHEN 'put span' THEN
             UPDATE agl.span SET sequence_id = s.number, start_time = s.time, name = s.first, trace_id = s.other,
                 parent_id = s.last, revision = revision + 1, record = s.record
-            WHERE attempt = home.position AND span_id = s.third;
+            WHERE attempt = attempt_position AND span_id = s.third;
             IF NOT FOUND THEN
                 INSERT INTO agl.span (attempt, span_id, sequence_id, run_id, start_time, name, trace_id, parent_id,
                     revision, record)
-                VALUES (home.position, s.third, s.number, home.run_id, s.time, s.first, s.other, s.last, 1, s.record);
-                names := names || 'spans'::text; owners := owners || home.run_id; states := states || ''::text;
+                VALUES (attempt_position, s.third, s.number, rollout_run, s.time, s.first, s.other, s.last, 1,
+                    s.record);
+                names := names || 'spans'::text; owners := owners || rollout_run; states := states || ''::text;
                 changes := changes || 1;
             END IF;
         WHEN 'take number' THEN
-            home.last_span := home.last_span + 1;
-            given := given || home.last_span;
+            attempt_span := attempt_span + 1;
+            given := given || attempt_span;
         WHEN 'delete rollout' THEN
+            rollout_now := NULL;
             DELETE FROM agl.rollout WHERE rollout_id = s.id RETURNING position, run_id, status INTO before;
             IF FOUND THEN
                 DELETE FROM agl.span
@@ -190,6 +214,7 @@ BEGIN
                 changes := changes || ARRAY[-1, -parent::int, -place::int];
             END IF;
         WHEN 'delete attempt' THEN
+            rollout_now := NULL;
             DELETE FROM agl.attempt a USING agl.rollout r
             WHERE r.rollout_id = s.id AND a.rollout = r.position AND a.attempt_id = s.second
             RETURNING a.position, r.run_id INTO before;

@@ -105,8 +105,9 @@ _FIRST: Final = (
     ) WITH (fillfactor = 20)""",
     CLAIM,
 )
-_SECOND: Final = ("DROP FUNCTION IF EXISTS agl.write", STEP, NEW_SPAN, WRITE)
-MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (_FIRST, _SECOND)
+_SECOND: Final = (STEP, NEW_SPAN)
+_THIRD: Final = ("DROP FUNCTION IF EXISTS agl.write", WRITE)
+MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (_FIRST, _SECOND, _THIRD)
 """What makes each version of the schema from the one before. A released one is never changed."""
 
 
