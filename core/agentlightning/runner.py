@@ -22,7 +22,7 @@ from agentlightning.litagent import LitAgent, check_result
 from agentlightning.resources import Resource, with_attempt_key
 from agentlightning.stop_event import STOP_CHECK_S, StopEvent, is_set, until_set
 from agentlightning.store.protocol import LightningStore
-from agentlightning.thread import ThreadStopped, give_groups_their_work, run_in_thread, threads_of_its_own
+from agentlightning.thread import ThreadStopped, install_group_executor, run_in_thread, thread_group
 from agentlightning.tracer.tracer import Tracer
 from agentlightning.types import (
     UNSET,
@@ -131,7 +131,7 @@ class LitAgentRunner(Runner[T]):
         self._revoked: set[str] = set()
         self._freed = asyncio.Event()
         """Set when a rollout ends."""
-        self._attendants: list[asyncio.Task[None]] = []
+        self._background_tasks: list[asyncio.Task[None]] = []
 
     @contextlib.contextmanager
     def run_context(
@@ -149,7 +149,7 @@ class LitAgentRunner(Runner[T]):
         try:
             yield self
         finally:
-            self._dismiss()
+            self._stop_background_tasks()
             self.tracer.teardown_worker(self.worker_id)
             self.tracer.teardown()
             self._agent = self._store = None
@@ -158,7 +158,7 @@ class LitAgentRunner(Runner[T]):
         store = self._given()[1]
         taken = 0
         self._freed = asyncio.Event()  # of this loop; the runner may be used in several, one after the other
-        self._attend()
+        self._start_background_tasks()
         try:
             while not is_set(event) and not self.is_worn_out:
                 limit = min(self.max_concurrency - len(self._running), _CLAIM_AT_ONCE)
@@ -185,7 +185,7 @@ class LitAgentRunner(Runner[T]):
             for task in list(self._running.values()):
                 task.cancel()
             await asyncio.gather(*self._running.values(), return_exceptions=True)
-            self._dismiss()
+            self._stop_background_tasks()
 
     async def step(
         self,
@@ -205,7 +205,7 @@ class LitAgentRunner(Runner[T]):
         rollout = await store.start_rollout(
             input, mode=mode, resources_id=resources_id, metadata=metadata, worker_id=self.worker_id
         )
-        self._attend()
+        self._start_background_tasks()
         await until_set(self._begin(rollout), event)
         finished = await store.get_rollout_by_id(rollout.rollout_id)
         if finished is None:
@@ -243,7 +243,6 @@ class LitAgentRunner(Runner[T]):
     async def _execute(self, rollout: AttemptedRollout) -> None:
         agent, store = self._given()
         attempt_id = rollout.attempt.attempt_id
-        await self._call_hooks("on_rollout_start", agent=agent, runner=self, rollout=rollout)
         status: AttemptStatus = "succeeded"
         failure: AttemptFailure | None = None
         spans: Sequence[Span] = ()
@@ -251,6 +250,7 @@ class LitAgentRunner(Runner[T]):
         stopped: asyncio.CancelledError | None = None
         limit = asyncio.timeout(rollout.config.timeout_seconds)
         try:
+            await self._call_hooks("on_rollout_start", agent=agent, runner=self, rollout=rollout)
             async with self.tracer.trace_context(
                 rollout_id=rollout.rollout_id, attempt_id=attempt_id, store=store
             ) as trace:
@@ -266,11 +266,8 @@ class LitAgentRunner(Runner[T]):
                         "on_trace_end", agent=agent, runner=self, tracer=self.tracer, rollout=rollout
                     )
         except asyncio.CancelledError as error:
-            status, failure, stopped = (
-                "failed",
-                AttemptFailure(type="Cancelled", message="the runner stopped it"),
-                error,
-            )
+            failure = AttemptFailure(type="Cancelled", message="the runner stopped it")
+            status, stopped = "failed", error
         except Exception as error:  # isolation point: what an agent raises is data about its attempt
             status, failure = "failed", AttemptFailure.from_exception(error)
             if limit.expired():  # named as the store names it, which may notice first
@@ -302,8 +299,11 @@ class LitAgentRunner(Runner[T]):
         training = rollout.mode == "train"
         if agent.is_async():
             method = agent.training_rollout_async if training else agent.validation_rollout_async
-            with threads_of_its_own(on_abandoned=self._abandoned.extend):  # for tools and nodes that do not await
-                return await method(task, resources, rollout)
+            with thread_group(on_abandoned=self._abandoned.extend):  # for tools and nodes that do not await
+                try:
+                    return await method(task, resources, rollout)
+                except SystemExit as error:  # it would end the event loop, and with it everybody's rollouts
+                    raise RuntimeError(f"SystemExit: {error}") from error
         function = agent.training_rollout if training else agent.validation_rollout
         try:
             return await run_in_thread(
@@ -334,23 +334,24 @@ class LitAgentRunner(Runner[T]):
             except Exception:  # isolation point: a user's hook must not fail the rollout
                 logger.exception("hook %s.%s failed", type(hook).__name__, name)
 
-    def _attend(self) -> None:
+    def _start_background_tasks(self) -> None:
         """Begins to send heartbeats and to obey the store, in the running event loop, unless that is being done."""
         loop = asyncio.get_running_loop()
-        if any(not task.done() and task.get_loop() is loop for task in self._attendants):
+        if any(not task.done() and task.get_loop() is loop for task in self._background_tasks):
             return
-        give_groups_their_work()
-        self._attendants = [loop.create_task(self._beat()), loop.create_task(self._obey_revocations())]
-        for task in self._attendants:
+        install_group_executor()
+        work = (self._send_heartbeats(), self._follow_revocations())
+        self._background_tasks = [loop.create_task(one) for one in work]
+        for task in self._background_tasks:
             task.add_done_callback(_report_failure)
 
-    def _dismiss(self) -> None:
-        for task in self._attendants:
+    def _stop_background_tasks(self) -> None:
+        for task in self._background_tasks:
             if not task.get_loop().is_closed():
                 task.cancel()
-        self._attendants = []
+        self._background_tasks = []
 
-    async def _beat(self) -> None:
+    async def _send_heartbeats(self) -> None:
         store = self._given()[1]
         while True:
             stats = {"running": len(self._running), "abandoned_threads": self._count_abandoned()}
@@ -365,7 +366,7 @@ class LitAgentRunner(Runner[T]):
                     self._revoke(attempt_id, "the store does not know it as running")
             await asyncio.sleep(self.heartbeat_interval)
 
-    async def _obey_revocations(self) -> None:
+    async def _follow_revocations(self) -> None:
         async for event in self._given()[1].subscribe(["attempt_revoked"]):
             if isinstance(event, AttemptRevoked):
                 self._revoke(event.attempt_id, event.reason)

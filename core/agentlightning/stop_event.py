@@ -31,6 +31,7 @@ async def until_set(work: Awaitable[T], event: StopEvent | None) -> T | None:
         while not task.done():
             if is_set(event):
                 task.cancel()
+                event = None  # once: a second time would break off what it does at its end
             await asyncio.wait([task], timeout=None if event is None else STOP_CHECK_S)
     except asyncio.CancelledError:
         task.cancel()

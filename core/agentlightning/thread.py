@@ -26,7 +26,7 @@ class ThreadStopped(BaseException):
 class ThreadGroup:
     """The threads that work for one caller, and for nobody else, so that they can be stopped when the caller is.
 
-    What the caller gives to its event loop's default executor runs here (``give_groups_their_work``): synchronous tools
+    What the caller gives to its event loop's default executor runs here (``install_group_executor``): synchronous tools
     and graph nodes, in most frameworks. A call that hangs takes a thread from its own caller only.
     """
 
@@ -71,7 +71,7 @@ class ThreadGroup:
                 try:
                     result = function()
                 except BaseException as error:  # isolation point: whatever the function raised belongs to the caller
-                    future.set_exception(error)
+                    future.set_exception(_make_awaitable(error))
                 else:
                     future.set_result(result)
 
@@ -107,7 +107,7 @@ class _GroupExecutor(concurrent.futures.ThreadPoolExecutor):
 
 
 @contextlib.contextmanager
-def threads_of_its_own(on_abandoned: Callable[[list[threading.Thread]], None]) -> Iterator[None]:
+def thread_group(on_abandoned: Callable[[list[threading.Thread]], None]) -> Iterator[None]:
     """Gives the block, and the tasks that it starts, a thread group, which is stopped when the block raises.
 
     Args:
@@ -124,7 +124,7 @@ def threads_of_its_own(on_abandoned: Callable[[list[threading.Thread]], None]) -
         _group.reset(token)
 
 
-def give_groups_their_work() -> None:
+def install_group_executor() -> None:
     """Has the running event loop give what a group puts to its default executor to the group's own threads.
 
     An executor that the loop has already goes on doing everybody else's: the program that steps an agent chose it.
@@ -158,21 +158,18 @@ async def run_in_thread(
             return
         if error is None:
             future.set_result(result)
-        elif isinstance(error, (StopIteration, KeyboardInterrupt, SystemExit)):  # a future cannot carry these
-            future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
         else:
-            future.set_exception(error)
+            future.set_exception(_make_awaitable(error))
 
     def work() -> None:
-        result, error = None, None
-        try:
-            result = context.run(function)
-        except BaseException as caught:  # isolation point: whatever the function raised belongs to the caller
-            error = caught
-        try:
-            loop.call_soon_threadsafe(deliver, result, error)
-        except RuntimeError:  # the loop is closed: nobody waits any more
-            return
+        with contextlib.suppress(ThreadStopped):  # it may come when the function has returned
+            result, error = None, None
+            try:
+                result = context.run(function)
+            except BaseException as caught:  # isolation point: whatever the function raised belongs to the caller
+                error = caught
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(deliver, result, error)
 
     thread = threading.Thread(target=work, name=name, daemon=True)
     thread.start()
@@ -217,6 +214,13 @@ def run_beside_loop(function: Callable[[], T]) -> T:
             _raise_in(thread, KeyboardInterrupt)
             thread.join()
         raise
+
+
+def _make_awaitable(error: BaseException) -> BaseException:
+    """What a future can carry: a StopIteration would wake nobody up, and the other two would end the event loop."""
+    if isinstance(error, (StopIteration, KeyboardInterrupt, SystemExit)):
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def _raise_in(thread: threading.Thread, error: type[BaseException]) -> None:

@@ -107,9 +107,9 @@ async def serve_store(_: None) -> AsyncIterator[str]:
 
 
 async def serve_gateway(upstream: str, store_url: str = "memory://") -> AsyncIterator[str]:
+    from agentlightning.collector import relax_collector
     from agentlightning.store.factory import create_store
     from agentlightning_plugins.gateway import LLMProxy
-    from agentlightning_plugins.gateway.collector import relax_collector
 
     relax_collector()  # as `agl gateway` and launch_mode="process" do
     store = create_store(store_url)

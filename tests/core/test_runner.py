@@ -10,6 +10,7 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.reward import find_final_reward
+from agentlightning.stop_event import STOP_CHECK_S, until_set
 from agentlightning.types import AttemptedRollout
 
 
@@ -143,10 +144,10 @@ async def test_cancelling_a_rollout_stops_its_agent(store: agl.LightningStore) -
     runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer(), max_rollouts=1)
     with runner.run_context(agent=agl.wrap(agent), store=store):
         running = asyncio.create_task(runner.iter())
-        await asyncio.wait_for(started.wait(), 5)
+        await asyncio.wait_for(started.wait(), 60)
         await store.cancel_rollout(rollout.rollout_id)
-        await asyncio.wait_for(cancelled.wait(), 5)
-        await asyncio.wait_for(running, 5)
+        await asyncio.wait_for(cancelled.wait(), 60)
+        await asyncio.wait_for(running, 60)
     ended = await store.get_rollout_by_id(rollout.rollout_id)
     assert ended is not None
     assert ended.status == "cancelled"
@@ -159,7 +160,7 @@ async def test_sixty_four_rollouts_run_at_once_and_never_mix(store: agl.Lightnin
     everybody = asyncio.Event()
 
     def sync_agent(task: int) -> float:
-        together.wait(timeout=20)
+        together.wait(timeout=60)
         agl.emit_message(f"message {task}")
         return float(task)
 
@@ -229,7 +230,7 @@ async def test_a_runner_stops_soon_after_its_event_is_set_and_drains(store: agl.
     await store.enqueue_rollout("task")
     runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer(), poll_interval=60)
     with runner.run_context(agent=agl.wrap(agent), store=store):
-        await asyncio.wait_for(runner.iter(stop), 5)
+        await asyncio.wait_for(runner.iter(stop), 30)  # half of what it would sleep
     (rollout,) = (await store.query_rollouts()).items
     assert rollout.status == "succeeded"
 
@@ -263,6 +264,49 @@ async def test_hooks_are_called_in_order_with_live_objects_and_may_fail(
         "end ['agent', 'rollout', 'runner'] True",
     ]
     assert "hook Recorder.on_trace_start failed" in caplog.text
+
+
+async def test_an_attempt_that_is_stopped_in_its_first_hook_is_reported(store: agl.LightningStore) -> None:
+    reached = asyncio.Event()
+
+    class Slow(agl.Hook):
+        async def on_rollout_start(self, **given: Any) -> None:
+            reached.set()
+            await asyncio.sleep(60)
+
+    runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer())
+    with runner.run_context(agent=agl.wrap(lambda task: 1.0), store=store, hooks=[Slow()]):
+        rollout = await runner.step("task", event=reached)
+    assert rollout.status == "failed"
+
+
+async def test_an_agent_that_exits_fails_its_own_rollout_only(store: agl.LightningStore) -> None:
+    async def agent(task: int) -> float:
+        if task == 0:
+            raise SystemExit(3)
+        return 1.0
+
+    rollouts = await run_all(store, agent, [0, 1])
+    assert [rollout.status for rollout in rollouts] == ["failed", "succeeded"]
+    error = rollouts[0].attempt.error
+    assert error is not None
+    assert error.message == "SystemExit: 3"
+
+
+async def test_what_is_stopped_has_its_time_to_clean_up() -> None:
+    cleaned = asyncio.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(3 * STOP_CHECK_S)
+            cleaned.set()
+
+    stop = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.05, stop.set)
+    await until_set(work(), stop)
+    assert cleaned.is_set()
 
 
 async def test_a_heartbeat_says_what_the_worker_does(store: agl.LightningStore) -> None:
@@ -306,15 +350,15 @@ async def test_a_runner_that_missed_a_revocation_learns_of_it_by_its_heartbeat()
     async def miss_everything(self: Any) -> None:
         await asyncio.sleep(60)
 
-    runner._obey_revocations = miss_everything.__get__(runner)  # type: ignore[method-assign] # its stream is broken
+    runner._follow_revocations = miss_everything.__get__(runner)  # type: ignore[method-assign] # its stream is broken
     rollout = await store.enqueue_rollout(1)
     with runner.run_context(agent=agl.wrap(agent), store=store, worker_id="worker"):
         running = asyncio.create_task(runner.iter())
-        await asyncio.wait_for(begun.wait(), 10)
+        await asyncio.wait_for(begun.wait(), 60)
         await asyncio.sleep(0.2)
         assert not stopped.is_set()
         await store.cancel_rollout(rollout.rollout_id)
-        await asyncio.wait_for(running, 10)
+        await asyncio.wait_for(running, 50)
     assert stopped.is_set()
     await store.close()
 

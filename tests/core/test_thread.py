@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import agentlightning as agl
-from agentlightning.thread import ThreadGroup, ThreadStopped, give_groups_their_work, threads_of_its_own
+from agentlightning.thread import ThreadGroup, ThreadStopped, install_group_executor, thread_group
 
 PATIENCE_S = 30.0
 
@@ -113,7 +113,7 @@ async def test_calls_that_hang_take_no_thread_from_other_attempts_and_wear_the_r
 
 
 async def test_a_group_makes_more_calls_than_it_has_threads_each_in_the_context_of_its_caller() -> None:
-    give_groups_their_work()
+    install_group_executor()
     name: ContextVar[int] = ContextVar("name")
     most = 0
     at_work = 0
@@ -136,11 +136,21 @@ async def test_a_group_makes_more_calls_than_it_has_threads_each_in_the_context_
     async def fail() -> None:
         await asyncio.to_thread(int, "no number")
 
-    with threads_of_its_own(on_abandoned=lambda threads: None):
+    with thread_group(on_abandoned=lambda threads: None):
         assert await asyncio.gather(*(call(number) for number in range(100))) == list(range(100))
         with pytest.raises(ValueError, match="no number"):
             await fail()
     assert 1 < most <= 32
+
+
+@pytest.mark.parametrize("error", [StopIteration, SystemExit])
+async def test_what_no_future_can_carry_is_an_error_of_the_caller(error: type[BaseException]) -> None:
+    def fail() -> None:
+        raise error(3)
+
+    install_group_executor()
+    with thread_group(on_abandoned=lambda threads: None), pytest.raises(RuntimeError, match=f"{error.__name__}: 3"):
+        await asyncio.wait_for(asyncio.to_thread(fail), PATIENCE_S)
 
 
 def test_a_group_that_was_stopped_calls_nothing_more() -> None:
@@ -177,10 +187,10 @@ def test_stopping_at_any_moment_leaves_no_thread_and_no_noise() -> None:
 async def test_the_executor_that_a_program_chose_goes_on_doing_everybody_elses_work() -> None:
     with ThreadPoolExecutor(1, thread_name_prefix="chosen") as chosen:
         asyncio.get_running_loop().set_default_executor(chosen)
-        give_groups_their_work()
-        give_groups_their_work()
+        install_group_executor()
+        install_group_executor()
         assert (await asyncio.to_thread(threading.current_thread)).name.startswith("chosen")
-        with threads_of_its_own(on_abandoned=lambda threads: None):
+        with thread_group(on_abandoned=lambda threads: None):
             assert (await asyncio.to_thread(threading.current_thread)).name.startswith("agent-call")
         await asyncio.get_running_loop().shutdown_default_executor()
         with pytest.raises(RuntimeError, match="after shutdown"):

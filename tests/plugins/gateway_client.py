@@ -1,4 +1,4 @@
-"""Agents as users write them: ``python -m tests.plugins.gateway_client NAME BASE_URL`` prints what they were told.
+"""Agents as users write them: ``python -m tests.plugins.gateway_client NAME BASE_URL FILE`` writes what they were told.
 
 Each is a process of its own, because the frameworks start slowly and change their process in ways of their own.
 """
@@ -9,6 +9,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 HELLO: list[Any] = [{"role": "user", "content": "Say hello."}]
@@ -163,4 +164,5 @@ CLIENTS: dict[str, Callable[[str], list[Any]]] = {
 
 
 if __name__ == "__main__":
-    print("\nSAID " + json.dumps(CLIENTS[sys.argv[1]](sys.argv[2])))
+    _, name, base_url, result = sys.argv
+    Path(result).write_text(json.dumps(CLIENTS[name](base_url)), encoding="utf-8")

@@ -66,7 +66,7 @@ class Case:
 
     async def eventual_span(self, rollout: AttemptedRollout) -> Span:
         """The span of a call whose end nobody can wait for."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while True:
                 for span in await self.spans(rollout):
                     return span
@@ -99,7 +99,7 @@ async def gateway(
         await store.close()
 
 
-async def until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: float = 20.0) -> None:
+async def until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: float = 60.0) -> None:
     """Waits for something that tells nobody when it happens."""
     async with asyncio.timeout(timeout_s):
         while True:

@@ -1,4 +1,4 @@
-"""A gateway with the ``litellm`` provider at work: ``python -m tests.plugins.litellm_gateway`` prints what came of it.
+"""A gateway with the ``litellm`` provider at work: ``python -m tests.plugins.litellm_gateway FILE``.
 
 It is a process of its own because litellm takes seconds to import and changes its process in ways of its own.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -26,7 +27,8 @@ SCRIPT = [
 ]
 
 
-async def main() -> None:
+async def main() -> dict[str, Any]:
+    """What came of it."""
     async with ScriptedOpenAI(SCRIPT, api_key=PROVIDER_KEY) as server:
         params = {"model": "anthropic/claude-x", "api_base": server.endpoint.removesuffix("/v1")}
         entry = {"model_name": "m", "provider": "litellm", "litellm_params": params | {"api_key": PROVIDER_KEY}}
@@ -46,14 +48,13 @@ async def main() -> None:
         requests = [
             [request.path, request.headers.get("x-api-key"), request.body["model"]] for request in server.requests
         ]
-    outcome = {
+    return {
         "said": said,
         "spans": spans,
         "requests": requests,
         "leaks": PROVIDER_KEY in text + str(said),
         "is_lazy": "litellm" not in before,
     }
-    print("\nOUTCOME " + json.dumps(outcome))
 
 
 async def talk(case: Case, client: openai.AsyncOpenAI) -> list[Any]:
@@ -77,4 +78,4 @@ async def talk(case: Case, client: openai.AsyncOpenAI) -> list[Any]:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    Path(sys.argv[1]).write_text(json.dumps(asyncio.run(main())), encoding="utf-8")

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -13,21 +14,15 @@ import openai
 import pytest
 
 from agentlightning.errors import ConfigError
-from agentlightning.event import AttemptFinished, RolloutFinished, RolloutStarted
+from agentlightning.event import AttemptFinished, Event, RolloutFinished, RolloutStarted
 from agentlightning.resources import LLM, ProxyLLM
 from agentlightning.testing.openai_server import Answer, ScriptedOpenAI
 from agentlightning_plugins.gateway import LLMProxy
 from agentlightning_plugins.gateway.backend import ModelTable
-from agentlightning_plugins.gateway.ended import EndedAttempts
+from agentlightning_plugins.gateway.ended_attempt import EndedAttempts
 from agentlightning_plugins.memory_store import InMemoryLightningStore
-from tests.plugins.gateway_setup import HELLO, PROVIDER_KEY, entry, gateway
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+from tests.plugins.gateway_setup import HELLO, PROVIDER_KEY, entry, gateway, until
+from tests.port import reserve_port
 
 
 async def read_stream(client: openai.AsyncOpenAI, pieces: list[str]) -> None:
@@ -92,7 +87,7 @@ async def test_without_retries_the_first_failure_is_the_agents() -> None:
 
 async def test_calls_fail_over_to_a_backend_that_lives() -> None:
     async with ScriptedOpenAI([Answer(status=500)]) as broken, ScriptedOpenAI() as sound:
-        dead = entry(f"http://127.0.0.1:{free_port()}/v1")
+        dead = entry(f"http://127.0.0.1:{reserve_port()}/v1")
         models = [dead, entry(broken.endpoint), entry(sound.endpoint)]
         async with gateway(model_list=models, num_retries=0) as case:
             for _ in range(6):
@@ -112,7 +107,7 @@ def test_a_backend_that_has_just_failed_is_tried_last() -> None:
 
 
 async def test_an_unreachable_backend_is_named_in_an_openai_error() -> None:
-    endpoint = f"http://127.0.0.1:{free_port()}/v1"
+    endpoint = f"http://127.0.0.1:{reserve_port()}/v1"
     async with gateway(model_list=[entry(endpoint)], num_retries=0) as case:
         rollout, client = await case.start()
         with pytest.raises(openai.InternalServerError, match=endpoint) as caught:
@@ -209,14 +204,16 @@ async def test_calls_of_one_rollout_stay_together_and_rollouts_are_spread() -> N
 
 
 async def test_a_new_model_list_holds_from_the_next_call_on() -> None:
-    slow, fast = ScriptedOpenAI([Answer("old", delay_s=0.3)]), ScriptedOpenAI([Answer("new")])
+    release = asyncio.Event()
+    slow, fast = ScriptedOpenAI([Answer("old", until=release)]), ScriptedOpenAI([Answer("new")])
     async with slow, fast, gateway(slow) as case:
         _, client = await case.start()
         in_flight = asyncio.create_task(client.chat.completions.create(model="m", messages=HELLO))
-        await asyncio.sleep(0.1)
+        await until(lambda: bool(slow.requests))
         case.proxy.update_model_list([entry(fast.endpoint)])
         answer = await client.chat.completions.create(model="m", messages=HELLO)
         assert answer.choices[0].message.content == "new"
+        release.set()
         assert (await in_flight).choices[0].message.content == "old"
         with pytest.raises(ConfigError, match=r"no key 'endpint'.*'endpoint'"):
             case.proxy.update_model_list([{"model": "m", "endpint": "http://x/v1"}])
@@ -244,7 +241,7 @@ async def test_names_and_forced_sampling_reach_the_backend() -> None:
 
 async def test_calls_of_an_attempt_that_is_over_are_refused() -> None:
     async def call_until_refused(client: openai.AsyncOpenAI) -> openai.APIStatusError:
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(30):
             while True:
                 try:
                     await client.chat.completions.create(model="m", messages=HELLO)
@@ -284,6 +281,27 @@ def test_what_is_known_of_ended_attempts_is_bounded() -> None:
     assert not ended.is_over(("ro-49", "at-2"))
     assert not ended.is_over(("ro-0", "at-1"))
     assert len(ended._attempts) == len(ended._rollouts) == 10
+
+
+async def test_events_are_followed_whatever_the_store_raises(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Strange:
+        turn = 0
+
+        async def subscribe(self, kinds: Any) -> AsyncIterator[Event]:
+            self.turn += 1
+            if self.turn == 1:
+                raise LookupError("no such kind")
+            yield AttemptFinished(rollout_id="ro-1", attempt_id="at-1", status="failed")
+
+    monkeypatch.setattr("agentlightning_plugins.gateway.ended_attempt._RECONNECT_S", 0.01)
+    ended, store = EndedAttempts(), Strange()
+    following = asyncio.create_task(ended.follow(store))  # type: ignore[arg-type] # it needs no more of a store
+    await until(lambda: ended.is_over(("ro-1", "at-1")))
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    assert "no such kind" in caplog.text
 
 
 async def test_resources_say_where_the_gateway_is() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections import Counter
 from typing import Any
 
@@ -14,7 +13,9 @@ from agentlightning.errors import ConfigError
 from agentlightning.testing.openai_server import Answer, ScriptedOpenAI
 from agentlightning_plugins.gateway.backend import ModelTable
 from agentlightning_plugins.gateway.health import HealthCheck
+from agentlightning_plugins.gateway.provider import OpenAICompatible
 from tests.plugins.gateway_setup import HELLO, entry, gateway, until
+from tests.port import reserve_port
 
 ROLLOUTS = [f"ro-{number:06x}" for number in range(4000)]
 
@@ -66,9 +67,7 @@ def test_weights_and_prices_that_make_no_sense_are_refused() -> None:
 def server_to_come() -> ScriptedOpenAI:
     """A model server that does not listen yet, but whose address is known."""
     server = ScriptedOpenAI()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        server._port = probe.getsockname()[1]
+    server._port = reserve_port()
     return server
 
 
@@ -110,6 +109,26 @@ async def test_a_backend_that_is_busy_is_down_only_after_three_looks() -> None:
         check.cancel()
         await asyncio.gather(check, return_exceptions=True)
     assert "did not answer for 0.5 s, 3 times" in (backend.failure or "")
+
+
+async def test_a_provider_that_cannot_be_looked_at_does_not_end_the_look_at_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Strange(OpenAICompatible):
+        def url(self, endpoint: str, path: str) -> str:
+            raise LookupError(f"no {path} here")
+
+    models = table("127.0.0.1:1", "127.0.0.1:2")
+    strange, gone = models.backends
+    strange.provider = Strange()
+    check = asyncio.create_task(HealthCheck(lambda: models.backends, interval_s=0.01).run())
+    await until(lambda: not gone.is_up)
+    gone.mark(None)
+    await until(lambda: not gone.is_up)
+    check.cancel()
+    await asyncio.gather(check, return_exceptions=True)
+    assert strange.is_up, "nothing is known of it"
+    assert caplog.text.count("no models here") == 1
 
 
 async def test_a_backend_that_cannot_be_reached_is_down_until_it_answers_again() -> None:

@@ -10,7 +10,7 @@ import pytest
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning.testing.openai_server import Answer, ScriptedOpenAI, encode, render_prompt
 from agentlightning_plugins.gateway import LLMProxy
-from agentlightning_plugins.gateway.budget import Budget, Purses, Spent, read_spent
+from agentlightning_plugins.gateway.budget import Budget, BudgetLedger, Usage, read_usage
 from tests.plugins.gateway_setup import HELLO, entry, gateway
 
 ASKED: dict[str, Any] = {"model": "m", "messages": HELLO}
@@ -71,13 +71,13 @@ async def test_a_gateway_that_is_started_anew_knows_what_was_spent_before() -> N
             await case.proxy.stop()
             attempt = rollout.rollout_id, rollout.attempt.attempt_id
             tokens = len(encode(render_prompt({"messages": HELLO}))) + len(encode("five!")) + 1
-            assert await read_spent(case.store, attempt) == Spent(calls=1, tokens=tokens, cost=6.0)
+            assert await read_usage(case.store, attempt) == Usage(calls=1, tokens=tokens, cost=6.0)
             await case.proxy.start()
             with pytest.raises(openai.APIStatusError, match="has used 6 of its 6 cost"):
                 await client.chat.completions.create(**ASKED)
             assert len(server.requests) == 1
             await case.proxy.flush()
-            assert (await read_spent(case.store, attempt)).calls == 1, "one that was refused costs nothing"
+            assert (await read_usage(case.store, attempt)).calls == 1, "one that was refused costs nothing"
 
 
 async def test_a_store_that_does_not_answer_stops_no_agent(caplog: pytest.LogCaptureFixture) -> None:
@@ -111,12 +111,13 @@ async def test_the_agent_is_told_in_the_dialect_that_it_speaks() -> None:
         assert len(await case.spans(rollout)) == 2
 
 
-def test_purses_forget_the_attempt_that_called_longest_ago() -> None:
-    purses = Purses(Budget(calls=2), limit=2)
+def test_a_ledger_forgets_the_attempt_that_called_longest_ago() -> None:
+    ledger = BudgetLedger(Budget(calls=2), limit=2)
     for attempt in ("a", "b", "a", "c"):
-        assert purses.begin(("r", attempt)) is None
-    assert purses.begin(("r", "a")) is not None
-    assert purses.spent(("r", "b")).calls == 0
+        assert ledger.begin(("r", attempt)) is None
+    assert ledger.begin(("r", "a")) is not None
+    ledger.charge(("r", "b"), 5, 0.5)
+    assert not ledger.knows(("r", "b")), "what it has used is read from its spans again"
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from agentlightning.types import AttemptedRollout, Span, Triplet
 from tests.plugins.gateway_client import CLIENTS, KEY
 from tests.plugins.gateway_setup import PROVIDER_KEY, Case, gateway
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # seven processes start at once
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # seven processes start at once
 
 CALL = 'add{"a": 1, "b": 2}'
 TOLD_TO_ADD = ["<call>", "3, I think."]
@@ -70,7 +70,7 @@ class Outcome:
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     """What became of every client; they run at the same time, in a home of their own, against one gateway."""
-    return asyncio.run(run_all(tmp_path_factory.mktemp("home")))
+    return asyncio.run(run_all(tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("results")))
 
 
 async def live(case: Case, rollout: AttemptedRollout) -> None:
@@ -81,23 +81,23 @@ async def live(case: Case, rollout: AttemptedRollout) -> None:
         await asyncio.sleep(5)
 
 
-async def run_all(home: Path) -> dict[str, Outcome]:
+async def run_all(home: Path, results: Path) -> dict[str, Outcome]:
     async with ScriptedOpenAI(answer, api_key=PROVIDER_KEY) as server, gateway(server) as case:
 
         async def run(name: str) -> Outcome:
             rollout, client = await case.start()
-            url = str(client.base_url).removesuffix("/")
+            url, result = str(client.base_url).removesuffix("/"), results / name
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-W", "ignore", "-m", "tests.plugins.gateway_client", name, url,
+                sys.executable, "-W", "ignore", "-m", "tests.plugins.gateway_client", name, url, str(result),
                 env={**os.environ, **QUIET, "HOME": str(home), "XDG_DATA_HOME": str(home)},
                 stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
             )  # fmt: skip
             heartbeat = asyncio.create_task(live(case, rollout))  # all of them may outlast its lease
             output = (await process.communicate())[0].decode()
             heartbeat.cancel()
-            said = [line.removeprefix("SAID ") for line in output.splitlines() if line.startswith("SAID ")]
+            said = json.loads(result.read_text(encoding="utf-8")) if result.exists() else []
             spans = await case.spans(rollout)
-            return Outcome(json.loads(said[0]) if said else [], spans, TraceToTriplet().adapt(spans), output)
+            return Outcome(said, spans, TraceToTriplet().adapt(spans), output)
 
         return dict(zip(CLIENTS, await asyncio.gather(*map(run, CLIENTS)), strict=True))
 

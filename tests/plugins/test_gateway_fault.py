@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import aiohttp
 import openai
 import pytest
 
 from agentlightning.testing.openai_server import Answer, ScriptedOpenAI
 from agentlightning_plugins.gateway.provider import OpenAICompatible
-from tests.plugins.gateway_setup import HELLO, Case, entry, gateway, until
+from tests.plugins.gateway_setup import HELLO, PROVIDER_KEY, Case, entry, gateway, until
 
 Misbehaviour = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 ASKED: dict[str, Any] = {"model": "m", "messages": HELLO}
@@ -78,7 +79,7 @@ def sends(*pieces: bytes, then_resets: bool = True) -> Misbehaviour:
         for piece in pieces:
             writer.write(piece)
             await writer.drain()
-            await asyncio.sleep(0.02)  # else the reset overtakes what was sent
+            await asyncio.sleep(0.1)  # else the reset overtakes what was sent
         if then_resets:
             writer.transport.abort()
 
@@ -118,6 +119,16 @@ NOT_STREAMED: dict[str, tuple[Misbehaviour, int, str]] = {
         502,
         "is not one of",
     ),
+    "tells token ids that are none": (
+        sends(body(b'{"id": "x", "choices": [], "prompt_token_ids": 5}'), then_resets=False),
+        502,
+        "is not one of",
+    ),
+    "quotes its key where an excerpt ends": (
+        sends(body(b"x" * 190 + PROVIDER_KEY.encode()), then_resets=False),
+        502,
+        "is not one of",
+    ),
     "sends a page": (
         sends(b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 6\r\n\r\n<html>", then_resets=False),
         502,
@@ -139,6 +150,15 @@ STREAMED: dict[str, tuple[Misbehaviour, str]] = {
         sends(STREAM_HEAD + chunk(EVENT + b'data: {"error": {"message": "out of memory"}}\n\n') + chunk(b"")),
         "out of memory",
     ),
+    "quotes its key in an error at the end of a stream": (
+        sends(
+            STREAM_HEAD
+            + chunk(EVENT + b'data: {"error": {"message": "bad key %b"}}' % PROVIDER_KEY.encode())
+            + chunk(b""),
+            then_resets=False,
+        ),
+        "bad key",
+    ),
 }
 
 
@@ -146,14 +166,16 @@ STREAMED: dict[str, tuple[Misbehaviour, str]] = {
 @pytest.mark.parametrize("name", NOT_STREAMED)
 async def test_a_server_that(name: str, stream: bool) -> None:
     misbehave, status, says = NOT_STREAMED[name]
+    patience_s = 0.3 if misbehave is stalls else 30.0
     async with raw_server(misbehave) as server:
-        async with gateway(model_list=[entry(server.endpoint)], num_retries=0, read_timeout_s=0.3) as case:
+        async with gateway(model_list=[entry(server.endpoint)], num_retries=0, read_timeout_s=patience_s) as case:
             rollout, client = await case.start()
             with pytest.raises(openai.APIStatusError, match=says) as caught:
                 await ask(client, stream)
             assert caught.value.status_code == status
             error: Any = caught.value.response.json()["error"]
             assert set(error) == {"message", "type", "param", "code"}
+            assert PROVIDER_KEY[:6] not in error["message"]
             await assert_incomplete(case, rollout)
         await until(lambda: server.connections == 0)
 
@@ -161,11 +183,13 @@ async def test_a_server_that(name: str, stream: bool) -> None:
 @pytest.mark.parametrize("name", STREAMED)
 async def test_a_server_that_streams_and(name: str) -> None:
     misbehave, says = STREAMED[name]
+    patience_s = 0.3 if misbehave is stalls_in_a_stream else 30.0
     async with raw_server(misbehave) as server:
-        async with gateway(model_list=[entry(server.endpoint)], num_retries=0, read_timeout_s=0.3) as case:
+        async with gateway(model_list=[entry(server.endpoint)], num_retries=0, read_timeout_s=patience_s) as case:
             rollout, client = await case.start()
-            with pytest.raises(openai.APIError, match=says):
+            with pytest.raises(openai.APIError, match=says) as caught:
                 await ask(client, True)
+            assert PROVIDER_KEY[:6] not in str(caught.value)
             await assert_incomplete(case, rollout)
         await until(lambda: server.connections == 0)
 
@@ -174,6 +198,7 @@ async def assert_incomplete(case: Case, rollout: Any) -> None:
     span = await case.eventual_span(rollout)  # an agent may leave at the first error in a stream, before its end
     assert span.attributes["agentlightning.gateway.complete"] is False
     assert span.status.status_code == "ERROR"
+    assert PROVIDER_KEY[:6] not in span.model_dump_json()
 
     async def is_idle() -> bool:
         return (await case.proxy.status())["in_flight"] == 0
@@ -238,6 +263,96 @@ async def test_a_storm_of_429_is_weathered_by_waiting_and_by_failing_over() -> N
             _, client = await case.start()
             assert await ask(client, False) == "calm"
         assert len(storm.requests) <= 1, "one that asks to be left alone for an hour is left alone"
+
+
+async def floods(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(STREAM_HEAD)
+    while True:
+        writer.write(chunk(EVENT * 200))
+        await writer.drain()
+
+
+async def ends_with_much(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    choice = {"index": 0, "delta": {"content": "x" * 8_000_000}, "finish_reason": "stop"}
+    last = json.dumps({**CHUNK, "choices": [choice]}).encode()
+    writer.write(STREAM_HEAD + chunk(b"data: " + last + b"\n\ndata: [DONE]\n\n") + chunk(b""))
+    await writer.drain()
+
+
+@pytest.mark.parametrize("misbehave", [floods, ends_with_much])
+async def test_an_agent_that_stops_reading_does_not_hold_up_a_change_of_weights(misbehave: Misbehaviour) -> None:
+    async with raw_server(misbehave) as server:
+        models = [entry(server.endpoint)]
+        async with gateway(model_list=models, read_timeout_s=1.0) as case:
+            rollout, client = await case.start()
+            _, writer = await begin_stream(str(client.base_url))
+            await until(lambda: server.requests == 1)
+            await case.proxy.pause()
+            assert await case.proxy.drain(timeout=30)
+            writer.transport.abort()
+            assert len(await case.spans(rollout)) == 1
+
+
+async def test_a_stream_that_nobody_reads_ends_with_its_attempt() -> None:
+    async with raw_server(floods) as server, gateway(model_list=[entry(server.endpoint)]) as case:
+        rollout, client = await case.start()
+        reader, writer = await begin_stream(str(client.base_url))
+        await until(lambda: server.requests == 1)
+        await asyncio.sleep(0.5)  # until nothing more fits on the way to the agent
+        await case.store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status="failed")
+        assert await case.proxy.drain(timeout=30)
+        text = b""
+        with contextlib.suppress(ConnectionResetError):
+            while piece := await reader.read(1 << 20):
+                text = text[-200:] + piece
+                assert b"HTTP/1.1 410" not in text, "an answer within another"
+        writer.transport.abort()
+        span = await case.span(rollout)
+        assert (span.attributes["error.type"], span.attributes["agentlightning.gateway.complete"]) == ("_OTHER", False)
+
+
+async def test_an_attempt_that_ends_while_its_request_is_read_makes_no_call() -> None:
+    async with ScriptedOpenAI() as server, gateway(server) as case:
+        rollout, client = await case.start()
+        url = urlsplit(str(client.base_url))
+        reader, writer = await asyncio.open_connection(url.hostname, url.port)
+        text = json.dumps(ASKED).encode()
+        head = f"POST {url.path}chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(text)}\r\n"
+        writer.write(head.encode() + b"Expect: 100-continue\r\n\r\n")
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        await case.store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status="failed")
+
+        async def is_over() -> bool:
+            with contextlib.suppress(openai.APIStatusError):
+                await ask(client, False)
+                return False
+            return True
+
+        await until(is_over)
+        asked = len(server.requests)
+        writer.write(text)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 410")
+        assert len(server.requests) == asked
+        writer.transport.abort()
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "code"),
+    [
+        (b"[" * 100_000, 400, "invalid_json"),
+        (b'{"model": "m", "input": "%b"}' % (b"x" * 5000), 413, "request_too_large"),
+    ],
+)
+async def test_an_agent_that_sends_nonsense_is_told_so_in_its_dialect(
+    monkeypatch: pytest.MonkeyPatch, text: bytes, status: int, code: str
+) -> None:
+    if status == 413:
+        monkeypatch.setattr("agentlightning_plugins.gateway.request.MAX_BODY_BYTES", 1000)
+    async with ScriptedOpenAI() as server, gateway(server) as case, aiohttp.ClientSession() as session:
+        _, client = await case.start()
+        async with session.post(f"{client.base_url}responses", data=text) as response:
+            assert (response.status, (await response.json())["error"]["code"]) == (status, code)
+    assert not server.requests
 
 
 async def test_a_slow_agent_holds_back_its_backend_and_nobody_else() -> None:
@@ -322,7 +437,7 @@ async def test_agents_that_vanish_and_servers_that_break_leave_nothing_behind() 
                 await until(lambda: server.connections == 0)
                 gc.collect()
                 files = open_files()
-                sizes.append((len(asyncio.all_tasks(loop)), files, len(launched._server._flights._by_attempt)))
+                sizes.append((len(asyncio.all_tasks(loop)), files, len(launched._server._in_flight._by_attempt)))
             await case.proxy.flush()
             spans = (await case.store.statistics())["spans"]
     assert sizes[2][0] <= sizes[0][0], f"tasks grow: {sizes}"

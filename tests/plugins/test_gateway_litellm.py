@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,14 +14,15 @@ from tests.plugins.gateway_setup import PROVIDER_KEY
 pytestmark = pytest.mark.slow
 
 
-async def test_litellm_reaches_a_server_that_speaks_no_dialect_of_openai() -> None:
+async def test_litellm_reaches_a_server_that_speaks_no_dialect_of_openai(tmp_path: Path) -> None:
+    result = tmp_path / "outcome"
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-W", "ignore", "-m", "tests.plugins.litellm_gateway",
+        sys.executable, "-W", "ignore", "-m", "tests.plugins.litellm_gateway", str(result),
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
     )  # fmt: skip
     output = (await process.communicate())[0].decode()
     assert process.returncode == 0, output
-    outcome = json.loads(output.rpartition("OUTCOME ")[2])
+    outcome = json.loads(result.read_text(encoding="utf-8"))
     whole, pieces, call, response, limited, broken = outcome["said"]
     assert (whole, pieces, call, response) == ("Hello!", ["Hell", "o!"], ["add", '{"a": 1}'], "Hello!")
     assert "slow down" in limited

@@ -8,12 +8,12 @@ from typing import Any
 
 import aiohttp
 import pytest
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, RateLimitError
 
 from agentlightning.errors import ConflictError
 from agentlightning.testing.openai_server import Answer, ScriptedOpenAI
 from agentlightning_plugins.gateway import LLMProxy
-from agentlightning_plugins.gateway.gate import Gate
+from agentlightning_plugins.gateway.admission import Admission
 from agentlightning_plugins.memory_store import InMemoryLightningStore
 from agentlightning_plugins.store_client import LightningStoreClient
 from agentlightning_plugins.store_server import LightningStoreServer
@@ -142,30 +142,41 @@ async def test_a_call_that_is_given_up_while_it_waits_is_forgotten() -> None:
         assert (await case.span(rollout)).attributes["agentlightning.gateway.complete"] is False
 
 
-async def test_a_gate_refuses_beyond_its_bound_and_after_its_patience() -> None:
-    gate = Gate(max_waiting=1, max_wait_s=0.05)
-    gate.pause()
-    patient = asyncio.create_task(gate.enter())
+async def test_admission_is_refused_beyond_a_number_of_calls_and_after_a_time() -> None:
+    admission = Admission(max_waiting=1, pause_wait_s=0.05)
+    admission.pause()
+    patient = asyncio.create_task(admission.enter())
     await asyncio.sleep(0)
-    assert not await gate.enter()  # too many
+    assert not await admission.enter()  # too many
     assert not await patient  # too long
-    assert (gate.waiting, gate.in_flight) == (0, 0)
-    gate.resume(None)
-    assert await gate.enter()
-    assert not await gate.drain(0.01)
-    gate.leave()
-    assert await gate.drain(0.01)
+    assert (admission.waiting, admission.in_flight) == (0, 0)
+    admission.resume(None)
+    assert await admission.enter()
+    assert not await admission.drain(0.01)
+    admission.leave()
+    assert await admission.drain(0.01)
 
 
-async def test_too_many_waiting_calls_get_429_with_retry_after(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentlightning_plugins.gateway.server.Gate", lambda: Gate(max_waiting=0))
-    async with ScriptedOpenAI() as server, gateway(server) as case:
+async def test_calls_that_are_not_to_wait_get_429_with_retry_after() -> None:
+    async with ScriptedOpenAI() as server, gateway(server, pause_wait_s=0) as case:
         await case.proxy.pause()
         _, client = await case.start()
         with pytest.raises(Exception, match="paused") as caught:
             await client.chat.completions.create(model="m", messages=HELLO)
         response: Any = caught.value.response
         assert (response.status_code, response.headers["Retry-After"]) == (429, "5")
+
+
+async def test_calls_that_wait_when_the_gateway_stops_reach_no_model() -> None:
+    async with ScriptedOpenAI() as server, gateway(server) as case:
+        await case.proxy.pause()
+        _, client = await case.start()
+        call = asyncio.create_task(client.chat.completions.create(model="m", messages=HELLO))
+        await until(lambda: waiting(case.proxy))
+        await case.proxy.stop()
+        with pytest.raises(RateLimitError, match="paused"):
+            await call
+        assert not server.requests
 
 
 async def test_a_gateway_that_does_not_serve_cannot_be_paused() -> None:

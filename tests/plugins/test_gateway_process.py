@@ -19,7 +19,9 @@ from agentlightning_plugins.store_server import LightningStoreServer
 from tests.plugins.gateway_setup import HELLO, entry
 
 
-async def test_a_gateway_process_records_into_a_served_store_and_dies_with_notice() -> None:
+async def test_a_gateway_process_records_into_a_served_store_and_dies_with_notice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     store = InMemoryLightningStore()
     served = LightningStoreServer(store, port=0, token="a-secret")
     await served.start()
@@ -39,6 +41,10 @@ async def test_a_gateway_process_records_into_a_served_store_and_dies_with_notic
                 await store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status="succeeded")
                 with pytest.raises(openai.APIStatusError, match="is over"):
                     await call_on(client)
+            monkeypatch.setenv("KEY_OF_THE_PARENT_ONLY", "any")
+            with pytest.raises(ConfigError, match="KEY_OF_THE_PARENT_ONLY, which is not set"):
+                proxy.update_model_list([{**entry(server.endpoint), "api_key": "os.environ/KEY_OF_THE_PARENT_ONLY"}])
+            assert (await proxy.status())["backends"][0]["endpoint"] == server.endpoint, "it goes on as it was"
             os.kill(_pid(proxy), signal.SIGKILL)
             with pytest.raises(StoreError, match="died with exit code -9"):
                 await proxy.flush()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentlightning_plugins.gateway.call import Call, Trace
+from agentlightning_plugins.gateway.call import Call, TraceContext
 from agentlightning_plugins.gateway.dialect import Asked, Completion, Dialect
 from agentlightning_plugins.gateway.openai_dialect import ChatCompletions
 from agentlightning_plugins.gateway.stream import StreamReader
@@ -58,7 +58,7 @@ STREAMS: dict[str, list[dict[str, Any]]] = {
 def read(dialect: Dialect, asked: Asked, pieces: list[bytes]) -> tuple[list[Any], Completion, bool]:
     """What the agent gets, event by event, and what is recorded."""
     body = {"logprobs": asked.logprobs, "return_token_ids": asked.token_ids}
-    call = Call(("r", "a"), dialect, b"{}", body, "m", Trace.from_header(None))
+    call = Call(("r", "a"), dialect, b"{}", body, "m", TraceContext.from_header(None))
     reader = StreamReader(call)
     shown = b"".join([*map(reader.feed, pieces), reader.close(None)])
     assert shown.endswith(b"\n\n")
@@ -79,7 +79,7 @@ def test_events_that_come_together_are_read_as_if_they_came_one_by_one(name: str
 
 
 def test_what_nothing_was_taken_out_of_passes_to_the_byte() -> None:
-    call = Call(("r", "a"), ChatCompletions(), b"{}", {}, "m", Trace.from_header(None))
+    call = Call(("r", "a"), ChatCompletions(), b"{}", {}, "m", TraceContext.from_header(None))
     plain = b'data: {"id":"x", "choices":[{"index":0,"delta":{"content":"\\u00e9 1e-05"}} ]}\n\n'
     assert StreamReader(call).feed(plain * 3) == plain * 3
     assert call.completion.choices[0].text == "é 1e-05" * 3

@@ -14,7 +14,7 @@ from yarl import URL
 
 from agentlightning.errors import ConfigError, PluginError, suggest
 from agentlightning.plugins import get_manager
-from agentlightning_plugins.gateway.balance import Turns, rank
+from agentlightning_plugins.gateway.balance import RoundRobin, rank
 from agentlightning_plugins.gateway.budget import Price, read_price
 from agentlightning_plugins.gateway.provider import Provider
 
@@ -81,8 +81,8 @@ class Backend:
         """Whether it has an address to ask."""
         return bool(self.endpoint)
 
-    def hide_key(self, text: bytes) -> bytes:
-        """Blacks out this endpoint's key: some servers quote the one that they do not like."""
+    def redact_key(self, text: bytes) -> bytes:
+        """Blacks out this endpoint's key."""
         return text if self.api_key is None else text.replace(self.api_key.encode(), b"***")
 
     def mark(self, failure: str | None) -> None:
@@ -113,7 +113,7 @@ class Backend:
         return headers if self.api_key is None else {**headers, **self.provider.authorize(self.api_key)}
 
 
-def why(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """What went wrong with a connection, in a few words."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
@@ -133,7 +133,7 @@ class ModelTable:
             ConfigError: an entry with an unknown or missing key.
         """
         self._backends: dict[str, list[Backend]] = {}
-        self._turns: dict[str, Turns] = {}
+        self._round_robin: dict[str, RoundRobin] = {}
         known = {backend.identity: backend for backend in previous.backends} if previous is not None else {}
         for position, entry in enumerate(model_list):
             backend = _read_entry(entry, f"model_list[{position}]")
@@ -167,7 +167,7 @@ class ModelTable:
         if backends is None or len(backends) == 1:
             return backends or []
         if rollout_id is None:
-            order = self._turns.setdefault(model, Turns()).order(backends)
+            order = self._round_robin.setdefault(model, RoundRobin()).order(backends)
         else:
             order = rank(backends, rollout_id)
         return sorted(order, key=lambda backend: not backend.is_up or backend.retry_at > now)

@@ -44,16 +44,18 @@ def _score(key: bytes, backend: Weighted) -> float:
     return math.inf if uniform >= 1.0 else -backend.weight / math.log(uniform)
 
 
-class Turns:
-    """Gives backends their turns by weight, evenly mixed: nginx's smooth weighted round-robin."""
+class RoundRobin:
+    """Weighted round-robin, evenly mixed as in nginx's smooth one."""
 
     def __init__(self) -> None:
-        self._credit: dict[bytes, float] = {}
+        self._current_weights: dict[bytes, float] = {}
 
     def order(self, backends: Sequence[B]) -> list[B]:
         """All backends; the first is the one whose turn it is."""
-        credit = {backend.identity: self._credit.get(backend.identity, 0.0) + backend.weight for backend in backends}
-        order = sorted(backends, key=lambda backend: credit[backend.identity], reverse=True)
-        credit[order[0].identity] -= sum(backend.weight for backend in backends)
-        self._credit = credit
+        weights = {
+            backend.identity: self._current_weights.get(backend.identity, 0.0) + backend.weight for backend in backends
+        }
+        order = sorted(backends, key=lambda backend: weights[backend.identity], reverse=True)
+        weights[order[0].identity] -= sum(backend.weight for backend in backends)
+        self._current_weights = weights
         return order

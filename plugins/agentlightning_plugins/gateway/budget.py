@@ -41,21 +41,21 @@ class Budget:
 
 
 @dataclass(slots=True)
-class Spent:
-    """What an attempt has spent so far."""
+class Usage:
+    """What an attempt has used so far."""
 
     calls: int = 0
     tokens: int = 0
     cost: float = 0.0
 
 
-class Purses:
-    """What the attempts of late have spent; the one that called longest ago is forgotten first."""
+class BudgetLedger:
+    """What attempts have used of their budget; the one that called longest ago is forgotten first."""
 
     def __init__(self, budget: Budget, limit: int = _MAX_REMEMBERED) -> None:
         self._limits = [(name, value) for name, value in _items(budget) if value is not None]
         self._limit = limit
-        self._spent: dict[tuple[str, str], Spent] = {}
+        self._spent: dict[tuple[str, str], Usage] = {}
 
     @property
     def is_limited(self) -> bool:
@@ -66,13 +66,15 @@ class Purses:
         """Whether an attempt has called of late, or what it spent before was recalled."""
         return attempt in self._spent
 
-    def recall(self, attempt: tuple[str, str], spent: Spent) -> None:
+    def recall(self, attempt: tuple[str, str], spent: Usage) -> None:
         """Takes over what an attempt has spent before; what is known of it already goes first."""
         self._spent.setdefault(attempt, spent)
 
     def begin(self, attempt: tuple[str, str]) -> str | None:
         """Counts a call that begins. When something is used up: what, and the call is not to be made."""
-        spent = self._spent.pop(attempt, None) or Spent()
+        if not self._limits:
+            return None
+        spent = self._spent.pop(attempt, None) or Usage()
         self._spent[attempt] = spent
         if len(self._spent) > self._limit:
             del self._spent[next(iter(self._spent))]
@@ -84,23 +86,24 @@ class Purses:
         return None
 
     def charge(self, attempt: tuple[str, str], tokens: int, cost: float) -> None:
-        """Adds what a call has used."""
-        spent = self._spent.setdefault(attempt, Spent())
-        spent.tokens += tokens
-        spent.cost += cost
+        """Adds what a call has used; nothing to an attempt that was forgotten, whose spans tell it."""
+        spent = self._spent.get(attempt)
+        if spent is not None:
+            spent.tokens += tokens
+            spent.cost += cost
 
-    def spent(self, attempt: tuple[str, str]) -> Spent:
+    def spent(self, attempt: tuple[str, str]) -> Usage:
         """What an attempt has spent; nothing for one that is not known."""
-        return self._spent.get(attempt, Spent())
+        return self._spent.get(attempt, Usage())
 
 
-async def read_spent(store: LightningStore, attempt: tuple[str, str]) -> Spent:
+async def read_usage(store: LightningStore, attempt: tuple[str, str]) -> Usage:
     """What an attempt has spent by the spans of its calls, which outlive the gateway that recorded them.
 
     Raises:
         StoreError: the store cannot be reached.
     """
-    spent = Spent()
+    spent = Usage()
     for span in await store.query_spans(*attempt):
         if BACKEND in span.attributes:
             numbers = (semconv.GEN_AI_INPUT_TOKENS, semconv.GEN_AI_OUTPUT_TOKENS, COST)

@@ -49,7 +49,7 @@ _SAMPLING: Final = {
 _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(?:-|$)")
 
 
-class Trace(NamedTuple):
+class TraceContext(NamedTuple):
     """Where a call's span belongs: under the agent's own span if the request names one, else at the root of a trace."""
 
     trace_id: str
@@ -58,7 +58,7 @@ class Trace(NamedTuple):
     flags: str
 
     @classmethod
-    def from_header(cls, traceparent: str | None) -> Trace:
+    def from_header(cls, traceparent: str | None) -> TraceContext:
         """Reads W3C's ``traceparent``; a missing or malformed one begins a trace."""
         match = _TRACEPARENT.match(traceparent) if traceparent else None
         span_id = f"{random.getrandbits(64):016x}"
@@ -84,7 +84,7 @@ class Call:
     body: dict[str, Any]
     """The same, parsed."""
     model: str
-    trace: Trace
+    trace: TraceContext
     query: str = ""
     """Of the agent's URL, without the question mark."""
     wire: Dialect = field(init=False)
@@ -104,7 +104,7 @@ class Call:
     completion: Completion = field(default_factory=Completion)
     is_complete: bool = False
     """Whether the backend's answer arrived whole."""
-    used_up: str | None = None
+    exceeded_budget: str | None = None
     """What of the attempt's budget was used up before this call, which is why it was not made."""
     http_status: int | None = None
     """Of the answer to the agent, when that is an error."""
@@ -113,7 +113,7 @@ class Call:
     def __post_init__(self) -> None:
         self._speak(self.dialect)
 
-    def aim(self, backend: Backend) -> None:
+    def prepare_for(self, backend: Backend) -> None:
         """Makes the call ready for a backend, in a dialect that this one speaks.
 
         Raises:
@@ -133,6 +133,10 @@ class Call:
                     f"{', '.join(sorted(spoken))}; set the entry's 'provider' if it does, or to 'litellm'"
                 )
             self._speak(CHAT, translation)
+
+    def redact_key(self, text: bytes) -> bytes:
+        """Blacks out the key of the backend that was asked: some servers quote the one that they do not like."""
+        return text if self.backend is None else self.backend.redact_key(text)
 
     @property
     def path(self) -> str:
@@ -186,8 +190,8 @@ def call_to_span(call: Call) -> Span:
             attributes[_SAMPLING[key]] = [value] if key == "stop" and isinstance(value, str) else value
     if call.first_time:
         attributes[semconv.GEN_AI_TIME_TO_FIRST_CHUNK] = call.first_time - call.start_time
-    if call.used_up is not None:
-        attributes["agentlightning.gateway.budget_exceeded"] = call.used_up
+    if call.exceeded_budget is not None:
+        attributes["agentlightning.gateway.budget_exceeded"] = call.exceeded_budget
     if call.http_status is not None:
         attributes["http.response.status_code"] = call.http_status
     if call.error is not None:

@@ -10,8 +10,10 @@ import contextlib
 import signal
 import sys
 from multiprocessing.connection import Connection
+from typing import Any
 
 from agentlightning.collector import relax_collector
+from agentlightning.errors import LightningError
 from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.gateway.launch import COMMANDS
 from agentlightning_plugins.gateway.server import GatewayServer
@@ -36,15 +38,23 @@ async def _serve(connection: Connection, store: LightningStore, settings: Settin
     except OSError as error:
         connection.send(error)
         return
-    with contextlib.suppress(EOFError):
+    with contextlib.suppress(EOFError, OSError):  # the parent is gone
         while (command := await asyncio.to_thread(connection.recv)) != "stop":
-            name, *arguments = command
-            assert name in COMMANDS, name
-            connection.send(await getattr(server, name)(*arguments))
+            connection.send(await _obey(server, command))
     await server.stop()
     await store.close()
     with contextlib.suppress(OSError):  # nobody may be there to hear it
         connection.send(None)
+
+
+async def _obey(server: GatewayServer, command: tuple[Any, ...]) -> Any:
+    """What a command gives, or the error that it raised, which is the parent's: calls go on."""
+    name, *arguments = command
+    assert name in COMMANDS, name
+    try:
+        return await getattr(server, name)(*arguments)
+    except (LightningError, OSError) as error:
+        return error
 
 
 if __name__ == "__main__":

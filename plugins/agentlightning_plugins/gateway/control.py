@@ -7,9 +7,9 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from agentlightning_plugins.gateway.gate import Gate
+from agentlightning_plugins.gateway.admission import Admission
 from agentlightning_plugins.gateway.json_text import dump_json, parse_json
-from agentlightning_plugins.gateway.key import KeyRing
+from agentlightning_plugins.gateway.key import Authenticator
 from agentlightning_plugins.gateway.metric import GatewayMetrics
 from agentlightning_plugins.gateway.openai_dialect import CHAT
 from agentlightning_plugins.prometheus import CONTENT_TYPE
@@ -24,18 +24,22 @@ class Controls:
     """Answers requests to ``PATHS``."""
 
     def __init__(
-        self, keys: KeyRing, gate: Gate, metrics: GatewayMetrics, status: Callable[[], Awaitable[dict[str, Any]]]
+        self,
+        authenticator: Authenticator,
+        admission: Admission,
+        metrics: GatewayMetrics,
+        status: Callable[[], Awaitable[dict[str, Any]]],
     ) -> None:
-        self._keys = keys
-        self._gate = gate
+        self._authenticator = authenticator
+        self._admission = admission
         self._metrics = metrics
         self._status = status
 
     async def answer(self, request: web.BaseRequest, path: str) -> web.Response:
         """The answer to a request, whose path is one of ``PATHS``."""
         if path == "health":
-            return json_response({"status": "paused" if self._gate.is_paused else "ok"})
-        is_allowed = self._keys.is_owner(request.headers, always=path in _CHANGES)
+            return json_response({"status": "paused" if self._admission.is_paused else "ok"})
+        is_allowed = self._authenticator.is_operator(request.headers, always=path in _CHANGES)
         if not is_allowed:
             return _refuse(401, f"/{path} wants the token of the gateway's store", "wrong_key")
         if path == "status":
@@ -56,14 +60,14 @@ class Controls:
             timeout_s = wanted.get("timeout_s", _DRAIN_S)
             if not isinstance(timeout_s, (int, float)) or not 0 <= timeout_s <= _MAX_DRAIN_S:
                 raise ValueError(f"timeout_s is {timeout_s!r}; give seconds from 0 to {_MAX_DRAIN_S:g}")
-            return json_response({"drained": await self._gate.drain(timeout_s)})
+            return json_response({"drained": await self._admission.drain(timeout_s)})
         if path == "pause":
-            self._gate.pause()
+            self._admission.pause()
         else:
             version = wanted.get("weight_version")
             if version is not None and (not isinstance(version, int) or isinstance(version, bool)):
                 raise ValueError(f"weight_version is {version!r}; give a whole number, or leave it out")
-            self._gate.resume(version)
+            self._admission.resume(version)
         return json_response(await self._status())
 
 

@@ -10,7 +10,7 @@ from typing import Final
 
 import aiohttp
 
-from agentlightning_plugins.gateway.backend import Backend, why
+from agentlightning_plugins.gateway.backend import Backend, describe_error
 
 logger = logging.getLogger("agentlightning")
 
@@ -44,6 +44,8 @@ class HealthCheck:
         self._timeout_s = timeout_s
         self._silences: Counter[bytes] = Counter()
         self._next_look: dict[bytes, float] = {}
+        self._broken: set[bytes] = set()
+        """Those whose provider failed to look."""
 
     async def run(self) -> None:
         """Looks until cancelled."""
@@ -71,12 +73,17 @@ class HealthCheck:
                 if answer.status >= 500:
                     failure = f"GET {url} answered {answer.status}"
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            failure = why(error)
+            failure = describe_error(error)
             if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ConnectionTimeoutError):
                 self._silences[backend.identity] += 1
                 if self._silences[backend.identity] < _MAX_SILENCES:
                     return
                 failure = f"it did not answer for {self._timeout_s:g} s, {_MAX_SILENCES} times in a row"
+        except Exception:  # isolation point: a provider may be somebody else's code, and others are still to be asked
+            if backend.identity not in self._broken:
+                self._broken.add(backend.identity)
+                logger.exception("backend %s of model %r cannot be looked at", backend.endpoint, backend.model)
+            return
         else:
             self._silences.pop(backend.identity, None)
         backend.mark(failure)

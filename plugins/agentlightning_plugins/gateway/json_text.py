@@ -20,7 +20,10 @@ def parse_json(text: bytes) -> Any:
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:
-        return json.loads(text)
+        try:
+            return json.loads(text)
+        except RecursionError as error:
+            raise ValueError("it is nested too deeply") from error
 
 
 def dump_json(value: Any) -> bytes:

@@ -24,11 +24,11 @@ class KeyRefused(LightningError):
         self.status = status
 
 
-class KeyRing:
-    """Reads the keys that agents show: attempt tokens, signed with the token of the gateway's store."""
+class Authenticator:
+    """Checks API keys: attempt tokens, signed with the token of the gateway's store."""
 
     def __init__(self, store: LightningStore, *, is_required: bool) -> None:
-        """Reads keys.
+        """Prepares to check keys.
 
         Args:
             store: whose ``token`` signs; it is looked up when it is needed, because a store may be served later.
@@ -38,7 +38,7 @@ class KeyRing:
         self._store = store
         self._known: dict[str, attempt_token.AttemptToken] = {}
 
-    def attribute(self, headers: Mapping[str, str], named: Attempt | None) -> Attempt | None:
+    def authenticate(self, headers: Mapping[str, str], named: Attempt | None) -> Attempt | None:
         """The attempt of a call; None when nobody says: such a call is relayed and not recorded.
 
         Args:
@@ -48,7 +48,7 @@ class KeyRing:
         Raises:
             KeyRefused: the key belongs to another attempt, or a key is required and this one is not good.
         """
-        key = shown_key(headers)
+        key = read_key(headers)
         if key is None or not key.startswith(attempt_token.PREFIX):
             if self.is_required:
                 what = "shows no key" if key is None else "shows a key that is none of an attempt"
@@ -66,14 +66,14 @@ class KeyRing:
             raise KeyRefused(403, f"the key is good for attempt {attempt[1]}, and the URL names {named[1]}")
         return attempt
 
-    def is_owner(self, headers: Mapping[str, str], *, always: bool = False) -> bool:
+    def is_operator(self, headers: Mapping[str, str], *, always: bool = False) -> bool:
         """Whether a request shows the store's token; anyone is welcome where none is asked for.
 
         Args:
             headers: of the request.
             always: ask for it wherever the store has one, not just where keys are required.
         """
-        key, token = shown_key(headers), self._store.token
+        key, token = read_key(headers), self._store.token
         if not self.is_required and (token is None or not always):
             return True
         return key is not None and token is not None and hmac.compare_digest(key.encode(), token.encode())
@@ -88,7 +88,7 @@ class KeyRing:
         return claim
 
 
-def shown_key(headers: Mapping[str, str]) -> str | None:
+def read_key(headers: Mapping[str, str]) -> str | None:
     """The API key of a request, as OpenAI's, Anthropic's and Azure's clients send it."""
     bearer = headers.get("Authorization")
     if bearer is not None:

@@ -27,7 +27,7 @@ COMMANDS: Final = frozenset({"set_models", "flush", "pause", "drain", "resume", 
 _EXIT_S: Final = 5.0
 
 
-class Launched(Protocol):
+class ServerHandle(Protocol):
     """A gateway server that somebody else can steer."""
 
     def start(self) -> int:
@@ -39,6 +39,7 @@ class Launched(Protocol):
 
         Raises:
             StoreError: the server's process is gone.
+            Exception: what the method raised.
         """
         ...
 
@@ -148,7 +149,10 @@ class ServerProcess:
         with self._lock:  # one question, one answer
             with contextlib.suppress(BrokenPipeError):  # receiving says it better
                 self._connection.send(command)
-            return self._receive()
+            answer = self._receive()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     def _receive(self) -> object:
         try:

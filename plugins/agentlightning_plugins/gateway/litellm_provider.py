@@ -61,7 +61,7 @@ class LiteLLM(Provider):
         except Exception as error:  # isolation point: each provider behind litellm has errors of its own
             return _tell(error, backend.api_key)
         if request.get("stream"):
-            return _Answer(200, "text/event-stream", _events(answer), backend.api_key)
+            return _Answer(200, "text/event-stream", _events(answer), backend.api_key, answer)
         return _Answer(200, "application/json", _once(dump_json(answer.model_dump(mode="json"))))
 
 
@@ -69,7 +69,12 @@ class _Answer:
     """An answer that never was HTTP, in the form of one."""
 
     def __init__(
-        self, status: int, content_type: str, pieces: AsyncIterator[bytes], api_key: str | None = None
+        self,
+        status: int,
+        content_type: str,
+        pieces: AsyncIterator[bytes],
+        api_key: str | None = None,
+        source: object = None,
     ) -> None:
         self.status = status
         self.content_type = content_type
@@ -77,6 +82,7 @@ class _Answer:
         self.content = self
         self._pieces = pieces
         self._api_key = api_key
+        self._source = source
         self._is_over = False
 
     async def readany(self) -> bytes:
@@ -99,9 +105,10 @@ class _Answer:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        close = getattr(self._pieces, "aclose", None)  # a generator's, which ends the stream behind it
-        if close is not None:
-            await close()
+        for stream in (self._pieces, self._source):  # a generator does not close what it iterates over
+            close = getattr(stream, "aclose", None)
+            if close is not None:
+                await close()
 
 
 def _tell(error: Exception, api_key: str | None) -> _Answer:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from agentlightning.store.span_writer import SpanWriter
+from agentlightning_plugins.gateway.admission import Admission
 from agentlightning_plugins.gateway.backend import ModelTable
 from agentlightning_plugins.gateway.call import Call, used_tokens
-from agentlightning_plugins.gateway.gate import Gate
 from agentlightning_plugins.prometheus import Labels, Registry
 
 _NO_MODEL: Final = ""
@@ -22,7 +22,7 @@ class GatewayMetrics:
     def __init__(
         self,
         models: Callable[[], ModelTable],
-        gate: Gate,
+        admission: Admission,
         writer: SpanWriter,
         running: Callable[[], Iterable[Call]],
     ) -> None:
@@ -42,13 +42,15 @@ class GatewayMetrics:
         self._incomplete = registry.counter(
             "agl_gateway_incomplete_total", "Calls whose answer did not arrive whole.", "model"
         )
-        registry.gauge("agl_gateway_in_flight", "Calls under way.", read=lambda: [((), gate.in_flight)])
+        registry.gauge("agl_gateway_in_flight", "Calls under way.", read=lambda: [((), admission.in_flight)])
         registry.gauge(
-            "agl_gateway_waiting", "Calls that wait for the end of a pause.", read=lambda: [((), gate.waiting)]
+            "agl_gateway_waiting", "Calls that wait for the end of a pause.", read=lambda: [((), admission.waiting)]
         )
-        registry.gauge("agl_gateway_paused", "1 while new calls wait.", read=lambda: [((), float(gate.is_paused))])
+        registry.gauge("agl_gateway_paused", "1 while new calls wait.", read=lambda: [((), float(admission.is_paused))])
         registry.gauge(
-            "agl_gateway_weight_version", "Of the weights that calls get.", read=lambda: _known(gate.weight_version)
+            "agl_gateway_weight_version",
+            "Of the weights that calls get.",
+            read=lambda: _known(admission.weight_version),
         )
         registry.gauge("agl_gateway_backend_up", "1 if it answers.", "model", "backend", read=self._read_up)
         registry.gauge(

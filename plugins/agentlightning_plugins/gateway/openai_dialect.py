@@ -145,13 +145,19 @@ def _read_envelope(answer: Mapping[str, Any], completion: Completion) -> None:
     if completion.id is None:
         completion.id, completion.model = answer.get("id"), answer.get("model")
     if completion.prompt_token_ids is None:
-        completion.prompt_token_ids = answer.get("prompt_token_ids")
+        completion.prompt_token_ids = _read_ids(answer.get("prompt_token_ids"))
     if completion.weight_version is None:
         completion.weight_version = read_version(answer.get("weight_version"))
     usage = answer.get("usage")
     if usage:
         completion.input_tokens = usage.get("prompt_tokens")
         completion.output_tokens = usage.get("completion_tokens")
+
+
+def _read_ids(value: Any) -> list[int] | None:
+    if value is not None and not isinstance(value, list):
+        raise TypeError(f"prompt_token_ids is {value!r}, no list")
+    return value
 
 
 def _take_choices(
@@ -188,7 +194,7 @@ def _take_choices(
         if finish_reason:
             choice.finish_reason = finish_reason
         if "prompt_token_ids" in data:
-            choice.prompt_token_ids = choice.prompt_token_ids or data["prompt_token_ids"]
+            choice.prompt_token_ids = choice.prompt_token_ids or _read_ids(data["prompt_token_ids"])
             if not wants_ids:
                 del data["prompt_token_ids"]
                 is_changed = True

@@ -13,10 +13,11 @@ from agentlightning import attempt_token
 from agentlightning.errors import ConfigError, ConflictError, suggest
 from agentlightning.resources import ATTEMPT_KEY, LLM, ProxyLLM
 from agentlightning.store.protocol import LightningStore
+from agentlightning_plugins.gateway.admission import PAUSE_WAIT_S
 from agentlightning_plugins.gateway.backend import ModelTable
 from agentlightning_plugins.gateway.budget import Budget, read_budget
 from agentlightning_plugins.gateway.health import INTERVAL_S
-from agentlightning_plugins.gateway.launch import Launched, ServerProcess, ServerThread
+from agentlightning_plugins.gateway.launch import ServerHandle, ServerProcess, ServerThread
 from agentlightning_plugins.gateway.settings import READ_TIMEOUT_S, Settings
 
 LaunchMode = Literal["thread", "process"]
@@ -48,6 +49,7 @@ class LLMProxy:
         budget: Mapping[str, Any] | Budget | None = None,
         read_timeout_s: float = READ_TIMEOUT_S,
         health_interval_s: float = INTERVAL_S,
+        pause_wait_s: float = PAUSE_WAIT_S,
     ) -> None:
         """Prepares the gateway; ``start`` opens it.
 
@@ -68,6 +70,8 @@ class LLMProxy:
             budget: what each attempt may spend: any of ``calls``, ``tokens``, and ``cost`` by the models' prices.
             read_timeout_s: how long a backend may be silent.
             health_interval_s: between two looks at each backend.
+            pause_wait_s: how long a call waits while the gateway is paused, before it gets status 429 with Retry-After;
+                0 answers so at once.
 
         Raises:
             ConfigError: an entry of ``model_list`` or another value is not understood.
@@ -79,6 +83,8 @@ class LLMProxy:
         for name, value in (("read_timeout_s", read_timeout_s), ("health_interval_s", health_interval_s)):
             if not value > 0:
                 raise ConfigError(f"{name} is {value}; give a number above 0")
+        if not pause_wait_s >= 0:
+            raise ConfigError(f"pause_wait_s is {pause_wait_s}; give 0 or more")
         self.store = store
         self._bind_host = host or "127.0.0.1"
         self._port = port
@@ -88,9 +94,10 @@ class LLMProxy:
         self._budget = read_budget(budget)
         self._read_timeout_s = read_timeout_s
         self._health_interval_s = health_interval_s
+        self._pause_wait_s = pause_wait_s
         self._weight_version: int | None = None
         self._model_list: list[Mapping[str, Any]] = []
-        self._launched: Launched | None = None
+        self._launched: ServerHandle | None = None
         self.update_model_list(model_list or [])
 
     @property
@@ -140,10 +147,11 @@ class LLMProxy:
             budget=self._budget,
             read_timeout_s=self._read_timeout_s,
             health_interval_s=self._health_interval_s,
+            pause_wait_s=self._pause_wait_s,
             weight_version=self._weight_version,
         )
         launch = ServerThread if self._launch_mode == "thread" else ServerProcess
-        launched: Launched = launch(self.store, settings)
+        launched: ServerHandle = launch(self.store, settings)
         try:
             self._port = await asyncio.to_thread(launched.start)
         except OSError as error:
@@ -164,7 +172,8 @@ class LLMProxy:
     async def pause(self) -> None:
         """Makes new calls wait, so that the weights of the models can change; calls in flight go on.
 
-        A call waits for up to five minutes, with ten thousand others; beyond that it gets status 429 with Retry-After.
+        A call waits for up to ``pause_wait_s``, with ten thousand others; beyond that it gets status 429 with
+        Retry-After.
 
         Raises:
             ConflictError: the gateway does not serve.
@@ -216,10 +225,10 @@ class LLMProxy:
         Raises:
             ConfigError: an entry is not understood; nothing changes.
         """
-        self._names = ModelTable(model_list).names
-        self._model_list = list(model_list)
+        names = ModelTable(model_list).names
         if self._launched is not None:
-            self._launched.ask("set_models", self._model_list)
+            self._launched.ask("set_models", list(model_list))
+        self._names, self._model_list = names, list(model_list)
 
     def as_resource(
         self,

@@ -16,23 +16,24 @@ from aiohttp import web
 from agentlightning.errors import StoreError
 from agentlightning.store.protocol import LightningStore
 from agentlightning.store.span_writer import SpanWriter
-from agentlightning_plugins.gateway.backend import Backend, ModelTable
-from agentlightning_plugins.gateway.budget import Purses, read_spent
-from agentlightning_plugins.gateway.call import Call, Trace, call_to_span, used_tokens
+from agentlightning_plugins.gateway.admission import Admission
+from agentlightning_plugins.gateway.backend import Backend, ModelTable, describe_error
+from agentlightning_plugins.gateway.budget import BudgetLedger, read_usage
+from agentlightning_plugins.gateway.call import Call, call_to_span, used_tokens
 from agentlightning_plugins.gateway.control import PATHS as CONTROLS
 from agentlightning_plugins.gateway.control import Controls, json_response
 from agentlightning_plugins.gateway.dialect import Completion, Dialect, load_dialects
-from agentlightning_plugins.gateway.ended import EndedAttempts
-from agentlightning_plugins.gateway.flight import Flight, Flights
-from agentlightning_plugins.gateway.gate import Gate
+from agentlightning_plugins.gateway.ended_attempt import EndedAttempts
 from agentlightning_plugins.gateway.health import HealthCheck
+from agentlightning_plugins.gateway.idle_timeout import IdleTimeout
+from agentlightning_plugins.gateway.in_flight import InFlightCall, InFlightCalls
 from agentlightning_plugins.gateway.json_text import dump_json, parse_json
-from agentlightning_plugins.gateway.key import Attempt, KeyRefused, KeyRing
+from agentlightning_plugins.gateway.key import Attempt, Authenticator, KeyRefused
 from agentlightning_plugins.gateway.metric import GatewayMetrics
 from agentlightning_plugins.gateway.model_list import list_models
 from agentlightning_plugins.gateway.openai_dialect import CHAT, read_version
-from agentlightning_plugins.gateway.patience import Patience
 from agentlightning_plugins.gateway.provider import BackendAnswer
+from agentlightning_plugins.gateway.request import make_request, read_call
 from agentlightning_plugins.gateway.settings import Settings
 from agentlightning_plugins.gateway.status import describe
 from agentlightning_plugins.gateway.stream import StreamReader
@@ -41,12 +42,11 @@ from agentlightning_plugins.gateway.upstream import Reply, Upstream, refuse, rel
 logger = logging.getLogger("agentlightning")
 
 _PATH: Final = re.compile(r"(?:/rollout/([^/]+)/attempt/([^/]+))?/(.+?)/?")
-_MAX_BODY_BYTES: Final = 1 << 28
 _SHUTDOWN_S: Final = 2.0
 _TAIL_S: Final = 0.1
 _GONE: Final = "the agent disconnected before the answer was complete"
 _GONE_STATUS: Final = 499  # nginx's; for the metrics, since nobody is there to see it
-_CUT_S: Final = 1.0  # how long a call that is cut may take to say so
+_LAST_WORD_S: Final = 1.0  # how long it may take to tell an agent that its stream is over
 _PAUSED_RETRY_S: Final = 5
 _UNREAD: Final = (AttributeError, KeyError, TypeError, ValueError)  # what reading a wrong answer raises
 
@@ -62,16 +62,19 @@ class GatewayServer:
         """
         self._store = store
         self._settings = settings
+        self._dialects = load_dialects()
         self._models = ModelTable(settings.model_list)
-        self._keys = KeyRing(store, is_required=settings.requires_keys)
-        self._purses = Purses(settings.budget)
-        self._gate = Gate()
-        self._gate.weight_version = settings.weight_version
-        self._flights = Flights()
-        self._ended = EndedAttempts(on_attempt=self._flights.cut, on_rollout=self._flights.cut_rollout)
+        self._authenticator = Authenticator(store, is_required=settings.requires_keys)
+        self._ledger = BudgetLedger(settings.budget)
+        self._admission = Admission(pause_wait_s=settings.pause_wait_s)
+        self._admission.weight_version = settings.weight_version
+        self._in_flight = InFlightCalls()
+        self._ended = EndedAttempts(
+            on_attempt=self._in_flight.cancel_attempt, on_rollout=self._in_flight.cancel_rollout
+        )
         self._writer = SpanWriter.shared(store)  # so that whoever waits for an attempt's spans waits for ours too
-        self._metrics = GatewayMetrics(lambda: self._models, self._gate, self._writer, lambda: self._flights)
-        self._controls = Controls(self._keys, self._gate, self._metrics, self.status)
+        self._metrics = GatewayMetrics(lambda: self._models, self._admission, self._writer, lambda: self._in_flight)
+        self._controls = Controls(self._authenticator, self._admission, self._metrics, self.status)
         self._warned: set[str] = set()
 
     async def start(self) -> int:
@@ -81,9 +84,8 @@ class GatewayServer:
             OSError: the address cannot be bound.
         """
         settings = self._settings
-        self._dialects = load_dialects()
         self._upstream = Upstream(settings.num_retries, settings.read_timeout_s)
-        server = web.Server(self._handle, request_factory=_make_request, handler_cancellation=True, access_log=None)
+        server = web.Server(self._handle, request_factory=make_request, handler_cancellation=True, access_log=None)
         self._runner = web.ServerRunner(server, shutdown_timeout=_SHUTDOWN_S)
         await self._runner.setup()
         try:
@@ -103,7 +105,7 @@ class GatewayServer:
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
-        self._gate.resume(None)  # else those who wait would hold up the rest
+        self._admission.close()
         await self._runner.cleanup()
         await self._upstream.close()
         await self.flush()
@@ -119,19 +121,19 @@ class GatewayServer:
 
     async def pause(self) -> None:
         """Makes new calls wait; those in flight go on."""
-        self._gate.pause()
+        self._admission.pause()
 
     async def drain(self, timeout_s: float | None) -> bool:
         """Waits until no call is in flight; False when the time ran out."""
-        return await self._gate.drain(timeout_s)
+        return await self._admission.drain(timeout_s)
 
     async def resume(self, weight_version: int | None) -> None:
         """Lets calls go on, with the version of the weights that they get from now on."""
-        self._gate.resume(weight_version)
+        self._admission.resume(weight_version)
 
     async def status(self) -> dict[str, Any]:
         """How the gateway does: plain JSON."""
-        return describe(self._models, self._gate, self._flights, self._writer)
+        return describe(self._models, self._admission, self._in_flight, self._writer)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         target = _PATH.fullmatch(request.path)
@@ -141,12 +143,10 @@ class GatewayServer:
             return await self._handle_other(request, path)
         named = (target[1], target[2]) if target[1] is not None else None
         try:
-            attempt = self._keys.attribute(request.headers, named)
+            attempt = self._authenticator.authenticate(request.headers, named)
         except KeyRefused as error:
             return self._refuse(dialect, error.status, str(error), "wrong_key")
-        if attempt is not None and self._ended.is_over(attempt):
-            return self._refuse(dialect, 410, _over(attempt), "attempt_over")
-        call = await _read_call(request, dialect, attempt)
+        call = await read_call(request, dialect, attempt)
         if isinstance(call, Reply):
             self._metrics.refuse(call.status)
             return _respond(call)
@@ -154,56 +154,58 @@ class GatewayServer:
         if not backends:
             message = f"no model {call.model!r}; models: {', '.join(self._models.names) or 'none yet'}"
             return self._fail(call, refuse(dialect, 404, message, "model_not_found"))
-        if attempt is not None and self._purses.is_limited:
-            if not self._purses.knows(attempt):
+        if attempt is not None:
+            if self._ledger.is_limited and not self._ledger.knows(attempt):
                 await self._recall(attempt)
-            call.used_up = self._purses.begin(attempt)
-            if call.used_up is not None:  # not 429: clients would try again, and so would frameworks around them
+            if self._ended.is_over(attempt):  # asked last: it may have ended while the request was read
+                return self._refuse(dialect, 410, _over(attempt), "attempt_over")
+            call.exceeded_budget = self._ledger.begin(attempt)
+            if call.exceeded_budget is not None:  # not 429: clients, and frameworks around them, would try again
                 never = {"x-should-retry": "false"}
-                return self._fail(call, refuse(dialect, 402, call.used_up, "budget_exceeded", never))
-        flight = self._flights.begin(call)
+                return self._fail(call, refuse(dialect, 402, call.exceeded_budget, "budget_exceeded", never))
+        in_flight = self._in_flight.add(call)
         try:
-            return await self._serve(call, backends, request, flight)
+            return await self._serve(call, backends, request, in_flight)
         except asyncio.CancelledError:  # what the server does to a handler whose client is gone
-            if not flight.is_cut:
+            if not in_flight.is_attempt_over:
                 self._finish(call, _GONE_STATUS, _GONE)
                 raise
-            flight.task.uncancel()
+            in_flight.task.uncancel()
             assert attempt is not None
             return self._fail(call, refuse(dialect, 410, _over(attempt), "attempt_over"))
         except Exception as error:  # isolation point: a dialect or provider may be somebody else's code
             logger.exception("a call of model %r failed inside the gateway", call.model)
             message = f"the gateway failed: {type(error).__name__}"
-            if flight.is_streaming:
+            if in_flight.is_streaming:
                 self._finish(call, 500, message)
                 raise
             return self._fail(call, refuse(dialect, 500, message, "internal_error"))
         finally:
-            self._flights.end(flight)
+            self._in_flight.remove(in_flight)
 
     async def _recall(self, attempt: Attempt) -> None:
         """Learns what an attempt spent before this gateway began."""
         try:
-            self._purses.recall(attempt, await read_spent(self._store, attempt))
+            self._ledger.recall(attempt, await read_usage(self._store, attempt))
         except (StoreError, OSError, aiohttp.ClientError) as error:
             logger.warning("what attempt %s has spent cannot be read, so it counts from now on: %s", attempt[1], error)
 
     async def _serve(
-        self, call: Call, backends: list[Backend], request: web.BaseRequest, flight: Flight
+        self, call: Call, backends: list[Backend], request: web.BaseRequest, in_flight: InFlightCall
     ) -> web.StreamResponse:
-        if not await self._gate.enter():
-            message = "the gateway is paused while the model's weights change, and too many calls wait; try again"
+        if not await self._admission.enter():
+            message = "the gateway is paused while the model's weights change; try again"
             retry = {"Retry-After": str(_PAUSED_RETRY_S)}
             return self._fail(call, refuse(call.dialect, 429, message, "paused", retry))
         try:
-            version = self._gate.weight_version
+            version = self._admission.weight_version
             outcome = await self._upstream.send(call, backends, request.headers)
             if isinstance(outcome, Reply):
                 return self._relay(call, outcome, version)
             async with outcome:
-                return await self._relay_stream(call, outcome, request, version, flight)
+                return await self._relay_stream(call, outcome, request, version, in_flight)
         finally:
-            self._gate.leave()
+            self._admission.leave()
 
     async def _handle_other(self, request: web.BaseRequest, path: str) -> web.Response:
         models = list_models(path, self._models.names)
@@ -240,7 +242,7 @@ class GatewayServer:
                 is_changed = call.wire.restore(answer, call.asked)
         except _UNREAD as error:
             call.completion = Completion()
-            excerpt = reply.body[:200].decode(errors="replace")
+            excerpt = call.redact_key(reply.body)[:200].decode(errors="replace")
             message = f"the backend's answer is not one of {call.wire.path} ({error!r}): {excerpt}"
             return self._fail(call, refuse(call.dialect, 502, message, "bad_gateway"))
         _read_version(call, reply.headers, version)
@@ -250,64 +252,61 @@ class GatewayServer:
         return _respond(reply._replace(body=dump_json(answer)) if is_changed else reply)
 
     async def _relay_stream(
-        self, call: Call, upstream: BackendAnswer, request: web.BaseRequest, version: int | None, flight: Flight
+        self,
+        call: Call,
+        upstream: BackendAnswer,
+        request: web.BaseRequest,
+        version: int | None,
+        in_flight: InFlightCall,
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers=relayed_headers(upstream.headers))
         _read_version(call, upstream.headers, None)
         reader, failure, shown = StreamReader(call), None, b""
+        limit_s = self._settings.read_timeout_s
         try:
             await response.prepare(request)
-            flight.is_streaming = True
+            in_flight.is_streaming = True
             try:
-                with Patience(self._settings.read_timeout_s) as patience:
+                with IdleTimeout(limit_s) as idle:
                     while not reader.is_done:
                         try:
                             piece = await upstream.content.readany()
                         except (aiohttp.ClientError, OSError) as error:
-                            failure = f"the backend broke off its answer: {error!r}"
+                            failure = f"the backend broke off its answer: {describe_error(error)}"
                             break
                         if not piece:
                             break
                         shown = reader.feed(piece)
                         if call.error is not None:
-                            shown = _hide_key(call, shown)
+                            shown = _redact_key(call, shown)
                         if shown and not reader.is_done:
                             await response.write(shown)
-                        patience.seen()
+                        idle.reset()
             except TimeoutError as error:
-                failure = f"the answer stood still: {error}"
+                failure, limit_s = f"the answer stood still: {error}", _LAST_WORD_S
             last = shown if reader.is_done else reader.close(failure)
+            if call.error is not None:
+                last = _redact_key(call, last)
             if call.completion.weight_version is None:
                 call.completion.weight_version = version
             self._finish(call, 200 if call.is_complete else 502)
-            await response.write_eof(last)
+            await _end_stream(request, response, last, limit_s)
+            if not upstream.content.at_eof():  # else the connection could not be used again
+                with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+                    async with asyncio.timeout(_TAIL_S):
+                        await upstream.content.readany()
         except ConnectionResetError:
             self._finish(call, _GONE_STATUS, _GONE)
-            return response
         except asyncio.CancelledError:
-            if not flight.is_cut:
+            if not in_flight.is_attempt_over:
                 raise
-            flight.task.uncancel()
-            await self._cut_stream(call, request, response)
-            return response
-        if not upstream.content.at_eof():  # else the connection could not be used again
-            with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
-                async with asyncio.timeout(_TAIL_S):
-                    await upstream.content.readany()
+            in_flight.task.uncancel()
+            assert call.attempt is not None
+            message, is_open = _over(call.attempt), not call.end_time
+            self._finish(call, 410, message)
+            last = call.dialect.error_event(410, message, "attempt_over") if is_open else b""
+            await _end_stream(request, response, last, _LAST_WORD_S)
         return response
-
-    async def _cut_stream(self, call: Call, request: web.BaseRequest, response: web.StreamResponse) -> None:
-        """Ends a stream whose attempt is over with an error, if the agent still listens."""
-        assert call.attempt is not None
-        message = _over(call.attempt)
-        is_open = not call.end_time
-        self._finish(call, 410, message)
-        try:
-            async with asyncio.timeout(_CUT_S):
-                await response.write_eof(call.dialect.error_event(410, message, "attempt_over") if is_open else b"")
-        except (TimeoutError, ConnectionResetError):
-            if request.transport is not None:
-                request.transport.abort()
 
     def _finish(self, call: Call, status: int, error: str | None = None) -> None:
         """Counts a finished call and hands it to the span writer, once.
@@ -322,9 +321,9 @@ class GatewayServer:
         self._metrics.count(call, str(status))
         if call.attempt is None:
             return
-        if self._purses.is_limited and call.backend is not None:
+        if self._ledger.is_limited and call.backend is not None:
             used, price = used_tokens(call), call.backend.price
-            self._purses.charge(call.attempt, sum(used), price.cost(*used) if price is not None else 0.0)
+            self._ledger.charge(call.attempt, sum(used), price.cost(*used) if price is not None else 0.0)
         self._writer.put(call_to_span(call))
         if call.is_complete and call.model not in self._warned:
             self._check_token_ids(call)
@@ -341,33 +340,6 @@ class GatewayServer:
         )
 
 
-async def _read_call(request: web.BaseRequest, dialect: Dialect, attempt: tuple[str, str] | None) -> Call | Reply:
-    if request.method != "POST":
-        return refuse(dialect, 405, f"{request.path} takes POST, not {request.method}", "method_not_allowed")
-    text = await request.read()
-    try:
-        body = parse_json(text)
-    except ValueError as error:
-        return refuse(dialect, 400, f"the request is not JSON: {error}", "invalid_json")
-    model = body.get("model") if isinstance(body, dict) else None
-    if not isinstance(model, str):
-        return refuse(dialect, 400, "the request is not an object with a 'model'", "invalid_request")
-    return Call(
-        attempt=attempt,
-        dialect=dialect,
-        text=text,
-        body=body,
-        model=model,
-        trace=Trace.from_header(request.headers.get("traceparent")),
-        query=request.query_string,
-    )
-
-
-def _make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: asyncio.Task[None]) -> web.BaseRequest:
-    loop = asyncio.get_running_loop()
-    return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=_MAX_BODY_BYTES)
-
-
 def _read_version(call: Call, headers: Mapping[str, str], version: int | None) -> None:
     """The version of the weights that answered: the body says it, else a header, else whoever owns the gateway."""
     if call.completion.weight_version is None:
@@ -375,11 +347,20 @@ def _read_version(call: Call, headers: Mapping[str, str], version: int | None) -
         call.completion.weight_version = version if stated is None else stated
 
 
-def _hide_key(call: Call, shown: bytes) -> bytes:
+def _redact_key(call: Call, shown: bytes) -> bytes:
     """Blacks out the backend's key in the error that its stream told, and in what the agent sees of it."""
-    assert call.backend is not None
-    call.error = call.backend.hide_key((call.error or "").encode()).decode()
-    return call.backend.hide_key(shown)
+    call.error = call.redact_key((call.error or "").encode()).decode()
+    return call.redact_key(shown)
+
+
+async def _end_stream(request: web.BaseRequest, response: web.StreamResponse, last: bytes, limit_s: float) -> None:
+    """Writes the end of a stream; an agent that does not read it in time loses its connection, and holds up nobody."""
+    try:
+        async with asyncio.timeout(limit_s):
+            await response.write_eof(last)
+    except (TimeoutError, ConnectionResetError, asyncio.CancelledError):  # aiohttp's, after a write that was cancelled
+        if request.transport is not None:
+            request.transport.abort()
 
 
 def _over(attempt: Attempt) -> str:

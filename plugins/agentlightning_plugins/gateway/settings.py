@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentlightning_plugins.gateway.admission import PAUSE_WAIT_S
 from agentlightning_plugins.gateway.budget import Budget
 from agentlightning_plugins.gateway.health import INTERVAL_S
 
@@ -26,5 +27,7 @@ class Settings:
     read_timeout_s: float = READ_TIMEOUT_S
     """How long a backend may be silent."""
     health_interval_s: float = INTERVAL_S
+    pause_wait_s: float = PAUSE_WAIT_S
+    """How long a call waits for the end of a pause before it gets 429."""
     weight_version: int | None = None
     """Of the weights that the first calls get."""

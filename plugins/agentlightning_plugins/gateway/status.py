@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from agentlightning.store.span_writer import SpanWriter
+from agentlightning_plugins.gateway.admission import Admission
 from agentlightning_plugins.gateway.backend import ModelTable
 from agentlightning_plugins.gateway.call import Call
-from agentlightning_plugins.gateway.gate import Gate
 from agentlightning_plugins.gateway.metric import count_by_backend
 
 
-def describe(models: ModelTable, gate: Gate, running: Iterable[Call], writer: SpanWriter) -> dict[str, Any]:
+def describe(models: ModelTable, admission: Admission, running: Iterable[Call], writer: SpanWriter) -> dict[str, Any]:
     """The state of a gateway; no keys in it."""
     counts = count_by_backend(running)
     return {
@@ -29,10 +29,10 @@ def describe(models: ModelTable, gate: Gate, running: Iterable[Call], writer: Sp
             }
             for backend in models.backends
         ],
-        "paused": gate.is_paused,
-        "in_flight": gate.in_flight,
-        "waiting": gate.waiting,
-        "weight_version": gate.weight_version,
+        "paused": admission.is_paused,
+        "in_flight": admission.in_flight,
+        "waiting": admission.waiting,
+        "weight_version": admission.weight_version,
         "spans_queued": writer.queued,
         "spans_lost": writer.lost,
     }

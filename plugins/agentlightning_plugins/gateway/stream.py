@@ -94,7 +94,8 @@ class StreamReader:
         return self._end(event) if call.completion.is_ended else event
 
     def _refuse(self, data: bytes, error: Exception) -> bytes:
-        call, excerpt = self._call, data[:200].decode(errors="replace")
+        call = self._call
+        excerpt = call.redact_key(data)[:200].decode(errors="replace")
         call.error = f"the backend streamed what is no chunk of {call.wire.path} ({error!r}): {excerpt}"
         return self._error_event(call.error)
 

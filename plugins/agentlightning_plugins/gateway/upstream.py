@@ -12,11 +12,11 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import aiohttp
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from agentlightning_plugins.gateway.backend import Backend, why
+from agentlightning_plugins.gateway.backend import Backend, describe_error
 from agentlightning_plugins.gateway.call import Call
 from agentlightning_plugins.gateway.dialect import Dialect, Untranslatable
+from agentlightning_plugins.gateway.idle_timeout import IdleTimeout
 from agentlightning_plugins.gateway.json_text import dump_json, parse_json, set_fields
-from agentlightning_plugins.gateway.patience import Patience
 from agentlightning_plugins.gateway.provider import BackendAnswer
 
 RETRIED_STATUS: Final = frozenset({408, 409, 429, 500, 502, 503, 504, 529})
@@ -24,7 +24,7 @@ _CONNECT_TIMEOUT_S: Final = 10.0
 _IDLE_S: Final = 4.0  # less than uvicorn's 5 s, so that we rarely send into a connection that it is closing
 _FIRST_BACKOFF_S: Final = 0.25
 _MAX_WAIT_S: Final = 30.0
-_AVOID_S: Final = 1.0  # how long a backend that failed is tried last
+_COOLDOWN_S: Final = 1.0  # how long a backend that failed is tried last
 
 _HOP_BY_HOP: Final = frozenset(
     "connection keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding upgrade".split()
@@ -101,7 +101,7 @@ class Upstream:
                 await asyncio.sleep(wait_s)
             for backend in backends:
                 try:
-                    call.aim(backend)
+                    call.prepare_for(backend)
                 except Untranslatable as error:
                     return refuse(call.dialect, 400, str(error), error.code)
                 except (AttributeError, KeyError, TypeError) as error:  # what a request of the wrong shape raises
@@ -113,7 +113,7 @@ class Upstream:
                 if outcome.status not in RETRIED_STATUS:
                     return outcome
                 failure = outcome
-                backend.retry_at = time.monotonic() + (_retry_after_s(outcome) or _AVOID_S)
+                backend.retry_at = time.monotonic() + (_retry_after_s(outcome) or _COOLDOWN_S)
                 if outcome.is_final:
                     return outcome
         assert failure is not None
@@ -142,9 +142,9 @@ class Upstream:
         else:
             body = dump_json({**call.sent_body, **fields})
         try:
-            with Patience(self._read_timeout_s) as patience:
+            with IdleTimeout(self._read_timeout_s) as idle:
                 response = await backend.provider.send(self._session, backend, call.path, body, headers)
-                patience.seen()
+                idle.reset()
                 if response.status == 200 and response.content_type == "text/event-stream":
                     return response
                 async with response:
@@ -158,8 +158,9 @@ class Upstream:
                 message = f"{backend.endpoint} did not answer in time: {error}"
                 return refuse(call.dialect, 504, message, "backend_timeout")._replace(is_final=True)
             if cannot_connect:
-                backend.mark(why(error))
-            message = f"{backend.endpoint} cannot be reached: {error!r}"
+                backend.mark(describe_error(error))
+            # Not its repr, which may have the headers that we sent, and so the key.
+            message = f"{backend.endpoint} cannot be reached: {describe_error(error)}"
             return refuse(call.dialect, 502, message, "backend_unreachable")
 
 
@@ -175,7 +176,7 @@ def relayed_headers(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
 
 
 def _read_error(call: Call, backend: Backend, status: int, headers: Mapping[str, str], body: bytes) -> Reply:
-    body = backend.hide_key(body)
+    body = backend.redact_key(body)
     try:
         answer = parse_json(body)
         error = answer.get("error", answer)

@@ -1,4 +1,4 @@
-"""A limit on silence."""
+"""A time limit that every sign of life puts off."""
 
 from __future__ import annotations
 
@@ -7,43 +7,43 @@ from types import TracebackType
 from typing import Self
 
 
-class Patience:
-    """Raises TimeoutError in the block once nothing has been ``seen`` for too long.
+class IdleTimeout:
+    """Raises TimeoutError in the block once it has not been ``reset`` for too long.
 
-    One timer for the whole block, however often something is seen: one for each piece of a stream, as aiohttp's
+    One timer for the whole block, however often it is reset: one for each piece of a stream, as aiohttp's
     ``sock_read`` sets, shows in the CPU time of a call. It works for providers that use no aiohttp, too.
     """
 
-    __slots__ = ("_cancelling", "_has_ended", "_limit_s", "_loop", "_seen_at", "_task", "_timer")
+    __slots__ = ("_cancelling", "_is_expired", "_limit_s", "_loop", "_reset_at", "_task", "_timer")
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
 
-    def seen(self) -> None:
-        """There is life."""
-        self._seen_at = self._loop.time()
+    def reset(self) -> None:
+        """Begins the time anew."""
+        self._reset_at = self._loop.time()
 
     def __enter__(self) -> Self:
         task = asyncio.current_task()
         assert task is not None
         self._task, self._cancelling = task, task.cancelling()
         self._loop = asyncio.get_running_loop()
-        self._has_ended = False
-        self._seen_at = self._loop.time()
-        self._timer = self._loop.call_at(self._seen_at + self._limit_s, self._check)
+        self._is_expired = False
+        self._reset_at = self._loop.time()
+        self._timer = self._loop.call_at(self._reset_at + self._limit_s, self._check)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._timer.cancel()
-        if self._has_ended and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
+        if self._is_expired and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
             raise TimeoutError(f"it was silent for {self._limit_s:g} s") from error
 
     def _check(self) -> None:
-        due = self._seen_at + self._limit_s
+        due = self._reset_at + self._limit_s
         if self._loop.time() < due:
             self._timer = self._loop.call_at(due, self._check)
         else:
-            self._has_ended = True
+            self._is_expired = True
             self._task.cancel()

@@ -1,4 +1,4 @@
-"""What holds calls back while the weights of a model change."""
+"""Admission of calls to the models, which is paused while their weights change."""
 
 from __future__ import annotations
 
@@ -8,27 +8,34 @@ from typing import Final
 
 MAX_WAITING: Final = 10_000
 """Calls that may wait at once; more get 429."""
-MAX_WAIT_S: Final = 300.0
-"""For how long a call waits; then it gets 429. Below the 600 s after which official clients give up."""
+PAUSE_WAIT_S: Final = 300.0
+"""For how long a call waits by default; then it gets 429. Below the 600 s after which official clients give up."""
 
 
-class Gate:
-    """Lets calls through, or makes them wait; counts those inside. Belongs to one event loop."""
+class Admission:
+    """Admits calls, or makes them wait; counts those that are in flight. Belongs to one event loop."""
 
     weight_version: int | None = None
     """Of the weights that calls get now, as far as the owner of the gateway said."""
 
-    def __init__(self, max_waiting: int = MAX_WAITING, max_wait_s: float = MAX_WAIT_S) -> None:
+    def __init__(self, max_waiting: int = MAX_WAITING, pause_wait_s: float = PAUSE_WAIT_S) -> None:
+        """Admits calls from now on.
+
+        Args:
+            max_waiting: how many calls may wait at once.
+            pause_wait_s: for how long a call may wait; 0: none waits.
+        """
         self._max_waiting = max_waiting
-        self._max_wait_s = max_wait_s
+        self._pause_wait_s = pause_wait_s
+        self._is_closed = False
         self._is_open = asyncio.Event()
         self._is_open.set()
         self._is_empty = asyncio.Event()
         self._is_empty.set()
         self.in_flight = 0
-        """Calls that are inside."""
+        """Calls that were admitted and have not ended."""
         self.waiting = 0
-        """Calls that wait to be let in."""
+        """Calls that wait to be admitted."""
 
     @property
     def is_paused(self) -> bool:
@@ -36,40 +43,42 @@ class Gate:
         return not self._is_open.is_set()
 
     async def enter(self) -> bool:
-        """Waits until the gate is open, and goes in. False: too many wait already, or it took too long.
+        """Waits until the call is admitted. False: too many wait already, it took too long, or the gateway stops.
 
         Every True needs one ``leave``.
         """
         if self.is_paused:
             if self.waiting >= self._max_waiting:
                 return False
-            deadline = time.monotonic() + self._max_wait_s
+            deadline = time.monotonic() + self._pause_wait_s
             self.waiting += 1
             try:
-                while self.is_paused:  # it may have been closed again before our turn came
+                while self.is_paused:  # it may have been paused again before our turn came
                     async with asyncio.timeout(deadline - time.monotonic()):
                         await self._is_open.wait()
             except TimeoutError:
                 return False
             finally:
                 self.waiting -= 1
+        if self._is_closed:
+            return False
         self.in_flight += 1
         if self.in_flight == 1:
             self._is_empty.clear()
         return True
 
     def leave(self) -> None:
-        """Comes out."""
+        """Says that an admitted call has ended."""
         self.in_flight -= 1
         if not self.in_flight:
             self._is_empty.set()
 
     def pause(self) -> None:
-        """Makes new calls wait; those inside go on."""
+        """Makes new calls wait; those in flight go on."""
         self._is_open.clear()
 
     def resume(self, weight_version: int | None) -> None:
-        """Lets calls in again, those that waited first.
+        """Admits calls again.
 
         Args:
             weight_version: of the weights that they get; None leaves it as it is.
@@ -78,8 +87,13 @@ class Gate:
             self.weight_version = weight_version
         self._is_open.set()
 
+    def close(self) -> None:
+        """Admits no call any more, nor those that wait: while weights change, nobody could say which they got."""
+        self._is_closed = True
+        self._is_open.set()
+
     async def drain(self, timeout_s: float | None) -> bool:
-        """Waits until nobody is inside; False when the time ran out."""
+        """Waits until no call is in flight; False when the time ran out."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._is_empty.wait()

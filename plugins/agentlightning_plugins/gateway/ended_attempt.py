@@ -7,9 +7,6 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
-import aiohttp
-
-from agentlightning.errors import StoreError
 from agentlightning.event import AttemptFinished, Event, RolloutFinished, RolloutStarted
 from agentlightning.store.protocol import LightningStore
 
@@ -77,7 +74,7 @@ class EndedAttempts:
             try:
                 async for event in store.subscribe(_KINDS):
                     self.note(event)
-            except (StoreError, OSError, aiohttp.ClientError) as error:
+            except Exception as error:  # isolation point: whatever the store raises, later events are to be noted
                 if not has_warned:
                     logger.warning(
                         "the gateway lost the store's events (%s) and tries again; until then it lets calls of ended "

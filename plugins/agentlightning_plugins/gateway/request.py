@@ -1,0 +1,50 @@
+"""An agent's HTTP request, and the call that it asks for."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final
+
+from aiohttp import HttpVersion11, web
+
+from agentlightning_plugins.gateway.call import Call, TraceContext
+from agentlightning_plugins.gateway.dialect import Dialect
+from agentlightning_plugins.gateway.json_text import parse_json
+from agentlightning_plugins.gateway.upstream import Reply, refuse
+
+MAX_BODY_BYTES: Final = 1 << 28
+_CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+def make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: asyncio.Task[None]) -> web.BaseRequest:
+    """What ``aiohttp.web.Server`` makes requests by."""
+    loop = asyncio.get_running_loop()
+    return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=MAX_BODY_BYTES)
+
+
+async def read_call(request: web.BaseRequest, dialect: Dialect, attempt: tuple[str, str] | None) -> Call | Reply:
+    """The call of a request, or what to tell the agent that sent none."""
+    if request.method != "POST":
+        return refuse(dialect, 405, f"{request.path} takes POST, not {request.method}", "method_not_allowed")
+    if request.headers.get("Expect", "").lower() == "100-continue" and request.version == HttpVersion11:
+        await request.writer.write(_CONTINUE)  # curl, for one, holds back a body of a megabyte until it gets this
+        request.writer.output_size = 0
+    try:
+        text = await request.read()
+        body = parse_json(text)
+    except web.HTTPRequestEntityTooLarge:
+        return refuse(dialect, 413, f"the request is larger than {MAX_BODY_BYTES} bytes", "request_too_large")
+    except ValueError as error:
+        return refuse(dialect, 400, f"the request is not JSON: {error}", "invalid_json")
+    model = body.get("model") if isinstance(body, dict) else None
+    if not isinstance(model, str):
+        return refuse(dialect, 400, "the request is not an object with a 'model'", "invalid_request")
+    return Call(
+        attempt=attempt,
+        dialect=dialect,
+        text=text,
+        body=body,
+        model=model,
+        trace=TraceContext.from_header(request.headers.get("traceparent")),
+        query=request.query_string,
+    )
