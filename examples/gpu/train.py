@@ -132,7 +132,9 @@ def warm_start(directory: Path, size: dict[str, Any], device: str, dtype: torch.
     return {"parameters": parameters, "loss": loss.item(), "seconds": time.monotonic() - started}
 
 
-def train(name: str, directory: Path, model: Path, size: dict[str, Any], device: str, dtype: str) -> dict[str, Any]:
+def train(
+    name: str, directory: Path, model: Path, size: dict[str, Any], device: str, dtype: str, backend: str
+) -> dict[str, Any]:
     """Trains from ``model`` with one of the corrections; returns its curve, step by step."""
     settings = dict(size["training"])
     update = {"lr": settings.pop("lr"), "betas": (0.9, 0.99), "minibatches": 4, **CORRECTIONS[name]}
@@ -144,6 +146,7 @@ def train(name: str, directory: Path, model: Path, size: dict[str, Any], device:
             "update": update,
             "device": device,
             "dtype": dtype,
+            "backend": backend,
             "max_batch_size": 512,
             "rollout_timeout_s": 120.0,
             **settings,
@@ -189,10 +192,11 @@ def describe(device: str) -> dict[str, str]:
 
 def to_markdown(report: dict[str, Any]) -> str:
     """The report as a page."""
-    machine, start, runs = report["machine"], report["warm_start"], report["runs"]
+    machine, runs = report["machine"], report["runs"]
     names = list(runs)
+    size = f"{report['warm_start']['parameters'] / 1e6:.0f}M parameters, " if "warm_start" in report else ""
     lines = [
-        f"# {start['parameters'] / 1e6:.0f}M parameters, {report['dtype']}, {machine['gpu']}",
+        f"# {size}{report['dtype']}, {report['backend']}, {machine['gpu']}",
         "",
         ", ".join(f"{key} {value}" for key, value in machine.items()),
         "",
@@ -226,16 +230,22 @@ def main() -> None:
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--steps", type=int, help="updates of each training")
+    parser.add_argument("--start", type=Path, help="begin with this model, OUT/start of an earlier run")
+    parser.add_argument(
+        "--backend", default="transformers", help="where agents' calls are sampled: or vllm, see README"
+    )
     options = parser.parse_args()
     size = SIZES["tiny" if options.tiny else "full"]
     if options.steps:
         size = {**size, "training": {**size["training"], "steps": options.steps}}
     options.out.mkdir(parents=True)
-    report: dict[str, Any] = {"machine": describe(options.device), "dtype": options.dtype}
-    report["warm_start"] = warm_start(options.out / "start", size, options.device, getattr(torch, options.dtype))
+    report: dict[str, Any] = {"machine": describe(options.device), "dtype": options.dtype, "backend": options.backend}
+    start = options.start or options.out / "start"
+    if options.start is None:
+        report["warm_start"] = warm_start(start, size, options.device, getattr(torch, options.dtype))
     report["runs"] = {}
     for name in CORRECTIONS:
-        report["runs"][name] = train(name, options.out, options.out / "start", size, options.device, options.dtype)
+        report["runs"][name] = train(name, options.out, start, size, options.device, options.dtype, options.backend)
         (options.out / "report.json").write_text(json.dumps(report, indent=2))
     (options.out / "report.md").write_text(to_markdown(report))
     print(to_markdown(report))

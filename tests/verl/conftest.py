@@ -26,6 +26,8 @@ from verl_agent import TIMEOUT_S  # noqa: E402 # as above
 
 START_S = 600.0
 """More than verl needs to start on a machine that does four other things."""
+PATIENCE_S = 300.0
+"""For rollouts of agents that do not hang."""
 
 
 @dataclass
@@ -172,26 +174,27 @@ def trained(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Training:
 
 @pytest.fixture(scope="session")
 def variants(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, Training]:
-    """One real step each of what else verl can do."""
+    """A real step each of what else verl can do; of LoRA three, the first of which has nothing to train on."""
     base = tmp_path_factory.mktemp("verl-variants")
-    configs: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-        "ppo": ({"algorithm.adv_estimator": "gae"}, {}),
-        "rloo": (
-            {"algorithm.adv_estimator": "rloo", "actor_rollout_ref.actor.use_kl_loss": True},
-            {"rows": "transition"},
-        ),
-        "reinforce": (
-            {
-                "algorithm.adv_estimator": "reinforce_plus_plus",
-                "algorithm.rollout_correction": {
-                    "bypass_mode": True,
-                    "rollout_rs": "token_k1",
-                    "rollout_rs_threshold": "0.5_2.0",
-                },
-                "trainer.v1.trainer_mode": "colocate_async",
+    tools = [task("tool", "say a", 3), task("tool", "say b"), task("tool", "say c"), task("tool", "say d")]
+    nothing = [task("nothing", "say e"), task("nothing", "say f")]
+    configs: dict[str, dict[str, Any]] = {
+        "ppo": {"algorithm.adv_estimator": "gae"},
+        "rloo": {"algorithm.adv_estimator": "rloo", "actor_rollout_ref.actor.use_kl_loss": True},
+        "reinforce": {
+            "algorithm.adv_estimator": "reinforce_plus_plus",
+            "algorithm.rollout_correction": {
+                "bypass_mode": True,
+                "rollout_rs": "token_k1",
+                "rollout_rs_threshold": "0.5_2.0",
             },
-            {},
-        ),
+            "trainer.v1.trainer_mode": "colocate_async",
+        },
+        "lora": {
+            "actor_rollout_ref.model.lora_rank": 4,
+            "algorithm.use_kl_in_reward": True,
+            "trainer.total_training_steps": 3,
+        },
     }
     one_step = {
         "trainer.total_training_steps": 1,
@@ -199,10 +202,15 @@ def variants(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str,
         "actor_rollout_ref.rollout.n": 3,
         "actor_rollout_ref.actor.ppo_mini_batch_size": 1,
     }
-    train = [task("tool", "say a", 3), task("tool", "say b"), task("tool", "say c"), task("tool", "say d")]
     jobs = [
-        job(base / name, model, train, {**one_step, **config}, settings=settings)
-        for name, (config, settings) in configs.items()
+        job(
+            base / name,
+            model,
+            nothing + tools if name == "lora" else tools,
+            {**one_step, **config},
+            settings={"rollout_timeout_s": PATIENCE_S, **({"rows": "transition"} if name == "rloo" else {})},
+        )
+        for name, config in configs.items()
     ]
     log = base / "variants.log"
     run(jobs, log)

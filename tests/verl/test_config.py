@@ -53,6 +53,11 @@ def test_every_default_of_ours_is_a_key_of_verls() -> None:
         ({"data.train_files": "x.parquet"}, "data.train_files is not yours to set: the tasks are the trainer's"),
         ({"trainer.v1.trainer_mode": "separate_async"}, "supported: sync, colocate_async"),
         ({"data.train_batch_size": 33}, "train_batch_size = 33 is no multiple"),
+        (
+            {"algorithm.adv_estimator": "gae", "critic.ppo_mini_batch_size": 24},
+            "train_batch_size = 32 is no multiple of critic.ppo_mini_batch_size = 24",
+        ),
+        ({"actor_rollout_ref.rollout.n": 0}, "rollout.n = 0: a task needs at least one rollout"),
         ({"actor_rollout_ref.rollout.temperature": 0.0}, "temperature must be above 0"),
         (
             {"actor_rollout_ref": {"rollout.name": "transformers", "model.custom_chat_template": "{{ x }}"}},
@@ -131,3 +136,16 @@ def test_a_verl_that_is_not_supported_says_which_is(monkeypatch: pytest.MonkeyPa
 def test_settings_of_ours_are_checked(settings: dict[str, Any]) -> None:
     with pytest.raises(agl.ConfigError, match=next(iter(settings))):
         agl.VERL({}, **settings)
+
+
+def test_the_runs_seed_takes_the_place_of_seeds_that_are_not_given(tmp_path: Path) -> None:
+    batch = {"data.train_batch_size": 2, "actor_rollout_ref.actor.ppo_mini_batch_size": 2}
+    algorithm = agl.VERL({**batch, "actor_rollout_ref.rollout.seed": 5})
+    algorithm.context = agl.RunContext(seed=7)
+    config = algorithm._complete(["a", "b"], None, tmp_path)
+    assert (config.data.seed, config.actor_rollout_ref.actor.data_loader_seed, config.critic.data_loader_seed) == (
+        7,
+        7,
+        7,
+    )
+    assert config.actor_rollout_ref.rollout.seed == 5

@@ -227,7 +227,7 @@ def test_metrics_tell_how_the_rollouts_went(trained: Training) -> None:
         assert trained.metrics[step]["drift"] == 0.0
 
 
-@pytest.mark.soak  # three more runs of verl
+@pytest.mark.soak  # four more runs of verl
 @pytest.mark.parametrize("name", ["ppo", "rloo", "reinforce"])
 def test_other_estimators_take_a_real_step(variants: dict[str, Training], name: str) -> None:
     training = variants[name]
@@ -239,24 +239,24 @@ def test_other_estimators_take_a_real_step(variants: dict[str, Training], name: 
     assert any(first_advantage(row) for row in rows_of(training, 1))
 
 
-@pytest.mark.soak  # three more runs of verl
+@pytest.mark.soak  # four more runs of verl
 def test_ppo_trains_its_critic_too(variants: dict[str, Training]) -> None:
     metrics = variants["ppo"].metrics[1]
     assert metrics["critic/grad_norm"] > 0
     assert math.isfinite(metrics["critic/vf_loss"])
 
 
-@pytest.mark.soak  # three more runs of verl
+@pytest.mark.soak  # four more runs of verl
 def test_rejections_are_seen_by_the_loss_in_bypass_mode(variants: dict[str, Training]) -> None:
     assert "actor/rollout_corr/rollout_rs_masked_fraction" in variants["reinforce"].metrics[1]
 
 
-@pytest.mark.soak  # three more runs of verl
+@pytest.mark.soak  # four more runs of verl
 def test_a_reference_model_holds_the_policy(variants: dict[str, Training]) -> None:
     assert "actor/kl_loss" in variants["rloo"].metrics[1]
 
 
-@pytest.mark.soak  # three more runs of verl
+@pytest.mark.soak  # four more runs of verl
 def test_rloo_compares_rollouts_and_not_their_rows(variants: dict[str, Training]) -> None:
     groups = by_group(rows_of(variants["rloo"], 1))
     assert any(len(session) > 1 for sessions in groups.values() for session in sessions.values())
@@ -268,7 +268,29 @@ def test_rloo_compares_rollouts_and_not_their_rows(variants: dict[str, Training]
                 assert first_advantage(row) == pytest.approx(rewards[name] - sum(others) / len(others), abs=1e-6)
 
 
-@pytest.mark.soak  # three more runs of verl
+@pytest.mark.soak  # four more runs of verl
 def test_transitions_give_a_row_for_every_call(variants: dict[str, Training]) -> None:
     metrics = variants["rloo"].metrics[1]
     assert metrics["rows"] == metrics["calls"] == 3 * (3 + 1)
+
+
+@pytest.mark.soak  # four more runs of verl
+def test_a_batch_with_nothing_to_train_on_is_skipped_and_the_next_is_trained_on(variants: dict[str, Training]) -> None:
+    metrics = variants["lora"].metrics
+    assert [metrics[step]["skipped"] for step in STEPS] == [1, 0, 0]
+    assert metrics[1]["rollouts_without_rows"] == metrics[1]["rollouts"] == 6
+    assert [metrics[step]["optimizer_steps"] for step in STEPS] == [0, 2, 2]
+
+
+@pytest.mark.soak  # four more runs of verl
+def test_adapters_are_merged_into_what_samples_without_rounding(variants: dict[str, Training]) -> None:
+    metrics = variants["lora"].metrics
+    assert all(metrics[step]["actor/grad_norm"] > 0 for step in (2, 3))
+    assert all(metrics[step]["training/rollout_probs_diff_max"] < 1e-5 for step in (2, 3))
+
+
+@pytest.mark.soak  # four more runs of verl
+def test_distance_from_the_model_without_its_adapter_is_taken_from_the_reward(variants: dict[str, Training]) -> None:
+    metrics = variants["lora"].metrics
+    assert metrics[2]["actor/reward_kl_penalty"] == pytest.approx(0.0, abs=1e-6)
+    assert abs(metrics[3]["actor/reward_kl_penalty"]) > 1e-6

@@ -9,7 +9,7 @@ import openai
 
 import agentlightning as agl
 
-TIMEOUT_S = 15.0
+TIMEOUT_S = 20.0
 """What the tests give a rollout: long for one that works, short for one that hangs."""
 TOOLS: Any = [{"type": "function", "function": {"name": "count", "parameters": {"type": "object", "properties": {}}}}]
 
@@ -24,7 +24,7 @@ async def agent(task: dict[str, Any], llm: agl.LLM) -> float | None:
         prompt = task["text"] * {"overlong": 25}.get(kind, 1)
         messages: list[Any] = [{"role": "user", "content": prompt}]
         for _ in range(task["turns"]):
-            message = await ask(client, llm.model, messages, stream=kind == "stream")
+            message = await ask(client, llm, messages, stream=kind == "stream")
             said += message.get("content") or ""
             if kind != "fresh":  # such an agent begins every conversation anew
                 messages += [message, {"role": "tool", "content": f"plain = {count_plain(said)}"}]
@@ -33,13 +33,13 @@ async def agent(task: dict[str, Any], llm: agl.LLM) -> float | None:
             if kind == "hang":
                 await asyncio.sleep(3600)
         if kind == "overlong":  # the first was more than is trained on, this is more than the model takes
-            await ask(client, llm.model, [{"role": "user", "content": prompt * 9}])
+            await ask(client, llm, [{"role": "user", "content": prompt * 9}])
     return count_plain(said) / max(1, len(said))
 
 
-async def ask(client: openai.AsyncOpenAI, model: str, messages: list[Any], *, stream: bool = False) -> dict[str, Any]:
+async def ask(client: openai.AsyncOpenAI, llm: agl.LLM, messages: list[Any], *, stream: bool = False) -> dict[str, Any]:
     """One answer, as a message of the conversation."""
-    request = {"model": model, "messages": messages, "tools": TOOLS, "max_tokens": 6}
+    request = {"model": llm.model, "messages": messages, "tools": TOOLS, "max_tokens": 6, **llm.sampling_parameters}
     if not stream:
         answer = await client.chat.completions.create(**request)
         return answer.choices[0].message.model_dump(exclude_none=True, include={"role", "content", "tool_calls"})

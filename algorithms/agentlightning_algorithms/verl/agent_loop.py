@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
-from agentlightning_algorithms.verl.rollout import Conductor, Episode, Mode
+from agentlightning_algorithms.verl.rollout import Episode, Mode, RolloutController
 from agentlightning_algorithms.verl.row import row_to_fields, weight_range
 
 _Worker: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
@@ -23,14 +23,14 @@ _Worker: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_cla
 class RolloutWorker(_Worker):  # type: ignore[misc] # verl's classes are untyped
     """Runs each session of a prompt as one rollout."""
 
-    conductor: Conductor
+    controller: RolloutController
 
     async def _run_agent_loop(
         self, sampling_params: dict[str, Any], trajectory: dict[str, Any], *, trace: bool = True, **kwargs: Any
     ) -> None:
         mode: Mode = "val" if trajectory["validate"] else "train"
         step = int(kwargs["global_steps"])
-        episode = await self.conductor.roll_out(mode, int(kwargs["index"]), str(kwargs["uid"]), step)
+        episode = await self.controller.roll_out(mode, int(kwargs["index"]), str(kwargs["uid"]), step)
         outputs = episode_to_outputs(episode, step if mode == "val" else step - 1)
         await self._agent_loop_postprocess(outputs, trajectory["validate"], **kwargs)
 
@@ -38,25 +38,25 @@ class RolloutWorker(_Worker):  # type: ignore[misc] # verl's classes are untyped
 class RolloutManager(AgentLoopManagerTQ):  # type: ignore[misc] # verl's classes are untyped
     """Hands verl's prompts to the worker, on the event loop of store and gateway."""
 
-    conductor: Conductor
+    controller: RolloutController
 
     async def _init_agent_loop_workers(self) -> None:
         """There is one, and ``attach`` makes it."""
 
-    def attach(self, conductor: Conductor) -> None:
+    def attach(self, controller: RolloutController) -> None:
         """Makes the worker; called once, before prompts come."""
-        self.conductor = conductor
+        self.controller = controller
         self.worker = RolloutWorker(self.config, self.llm_client, self.teacher_client, self.reward_loop_worker_handles)
-        self.worker.conductor = conductor
+        self.worker.controller = controller
 
     def generate_sequences(self, prompts: TensorDict) -> None:
         """Begins the rollouts of a batch of prompts and returns."""
-        self.conductor.call(self.worker.generate_sequences(prompts))
+        self.controller.call(self.worker.generate_sequences(prompts))
 
     def cancel(self) -> None:
         """Forgets rollouts whose results nobody will read."""
         for task in list(self.worker.background_tasks):
-            self.conductor.loop.call_soon_threadsafe(cast("asyncio.Task[None]", task).cancel)
+            self.controller.loop.call_soon_threadsafe(cast("asyncio.Task[None]", task).cancel)
 
 
 def episode_to_outputs(episode: Episode, current: int) -> list[AgentLoopOutput]:

@@ -13,9 +13,9 @@ import contextlib
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Final, cast, get_args
 
-from omegaconf import open_dict
+from omegaconf import OmegaConf, open_dict
 
 from agentlightning.adapter.adapter import TraceAdapter
 from agentlightning.algorithm.algorithm import Algorithm
@@ -26,11 +26,21 @@ from agentlightning.thread import run_in_thread
 from agentlightning.types import Dataset, Triplet
 from agentlightning_algorithms.verl.config import compose_config, dump_config
 from agentlightning_algorithms.verl.environment import start_ray
-from agentlightning_algorithms.verl.rollout import Conductor, Mode, RolloutSettings, cancel_open
+from agentlightning_algorithms.verl.preflight import check_run
+from agentlightning_algorithms.verl.rollout import Mode, RolloutController, RolloutSettings, cancel_open
 from agentlightning_algorithms.verl.row import RowKind
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+
+_SEEDS: Final = (
+    "data.seed",
+    "actor_rollout_ref.actor.data_loader_seed",
+    "critic.data_loader_seed",
+    "actor_rollout_ref.rollout.seed",
+)
+"""Of the order of tasks, of minibatches, and of sampling. The run's seed takes the place of verl's 42."""
 
 
 class VERL(Algorithm):
@@ -97,6 +107,8 @@ class VERL(Algorithm):
             if directory is None:
                 directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agl-verl-")))
             config = self._complete(train_dataset, val_dataset, directory.absolute())
+            adapter = cast(TraceAdapter[Sequence[Triplet]], self.get_adapter())
+            await asyncio.to_thread(check_run, config)
             gateway = self.get_llm_proxy()
             if gateway is None:
                 gateway = cast(Gateway, get_manager().get("gateway", "gateway")(store=self.get_store()))
@@ -106,16 +118,16 @@ class VERL(Algorithm):
                 stack.push_async_callback(asyncio.to_thread, _stop_ray)
             from agentlightning_algorithms.verl.training import train
 
-            conductor = Conductor(
+            controller = RolloutController(
                 store=self.get_store(),
                 gateway=gateway,
-                adapter=cast(TraceAdapter[Sequence[Triplet]], self.get_adapter()),
+                adapter=adapter,
                 tasks={"train": train_dataset or [], "val": val_dataset or []},
                 initial_resources=self.context.initial_resources or {},
                 settings=self._settings(config),
                 loop=asyncio.get_running_loop(),
             )
-            await run_in_thread(lambda: train(config, conductor), name="verl")
+            await run_in_thread(lambda: train(config, controller), name="verl")
 
     def _complete(self, train: Dataset[Any] | None, val: Dataset[Any] | None, directory: Path) -> DictConfig:
         """The configuration with what this run adds: its tasks, its directory, where to resume."""
@@ -140,6 +152,9 @@ class VERL(Algorithm):
                     config.trainer.save_freq = 10
                 if "trainer.max_actor_ckpt_to_keep" not in given:
                     config.trainer.max_actor_ckpt_to_keep = config.trainer.max_critic_ckpt_to_keep = 2
+            for seed in _SEEDS:
+                if seed not in given:
+                    OmegaConf.update(config, seed, self.context.seed)
             if self._is_resumed:
                 config.trainer.resume_mode = "auto"
             if not n_val:

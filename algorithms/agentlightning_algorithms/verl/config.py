@@ -229,16 +229,24 @@ def _check(composed: DictConfig) -> None:
             f"verl's trainer.v1.trainer_mode = {mode!r}; supported: {', '.join(_MODES)}. (In verl 0.9.1 separate_async "
             "hands agents' requests to servers past the gateway.)"
         )
-    tasks, mini = composed.data.train_batch_size, composed.actor_rollout_ref.actor.ppo_mini_batch_size
-    if tasks % mini:
-        raise ConfigError(
-            f"verl's data.train_batch_size = {tasks} is no multiple of actor_rollout_ref.actor.ppo_mini_batch_size = "
-            f"{mini}: their quotient is the number of optimizer steps of a batch"
-        )
-    if composed.actor_rollout_ref.rollout.temperature <= 0:
+    tasks = composed.data.train_batch_size
+    mini_batches = {"actor_rollout_ref.actor": composed.actor_rollout_ref.actor.ppo_mini_batch_size}
+    if composed.algorithm.adv_estimator == "gae":
+        mini_batches["critic"] = composed.critic.ppo_mini_batch_size
+    for role, mini in mini_batches.items():
+        if mini < 1 or tasks < 1 or tasks % mini:
+            raise ConfigError(
+                f"verl's data.train_batch_size = {tasks} is no multiple of {role}.ppo_mini_batch_size = {mini}: their "
+                "quotient is the number of optimizer steps of a batch"
+            )
+    rollout = composed.actor_rollout_ref.rollout
+    for key, n in (("n", rollout.n), ("val_kwargs.n", rollout.val_kwargs.n)):
+        if n < 1:
+            raise ConfigError(f"verl's actor_rollout_ref.rollout.{key} = {n}: a task needs at least one rollout")
+    if rollout.temperature <= 0:
         raise ConfigError("verl's actor_rollout_ref.rollout.temperature must be above 0: greedy rollouts are all alike")
     model = composed.actor_rollout_ref.model
-    if composed.actor_rollout_ref.rollout.name == "transformers":
+    if rollout.name == "transformers":
         for name in ("custom_chat_template", "trust_remote_code"):
             if model.get(name):
                 raise ConfigError(

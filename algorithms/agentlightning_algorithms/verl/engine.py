@@ -10,38 +10,38 @@ import asyncio
 import os
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
+from agentlightning.algorithm.policy_backend import PolicyBackend, PolicySetup
 from agentlightning.plugins import get_manager
 
 
 class InferenceEngine:
     """Serves the OpenAI API on loopback, streaming and tool calls included, from weights that verl replaces."""
 
-    def __init__(self, *, model: str, dtype: str, max_length: int, visible_devices: str) -> None:
+    def __init__(self, *, model: str, dtype: str, max_length: int, seed: int, visible_devices: str) -> None:
         """Takes what is served.
 
         Args:
             model: directory written by ``save_pretrained``, or a hub name.
             dtype: of the weights.
             max_length: tokens of a prompt and its answer together.
+            seed: of calls that bring none.
             visible_devices: the trainer's GPU, which this engine shares; empty for none.
         """
         if visible_devices:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices
         self._folder = tempfile.TemporaryDirectory(prefix="agl-verl-engine-")
-        self._backend: Any = get_manager().create("policy_backend", {"name": "transformers", "max_length": max_length})
-        self._setup = SimpleNamespace(  # the fields of a PolicySetup, which is another algorithm's
+        spec = {"name": "transformers", "max_length": max_length}
+        self._backend = cast(PolicyBackend, get_manager().create("policy_backend", spec))
+        self._setup = PolicySetup(
             model=model,
             model_name="policy",
             directory=Path(self._folder.name),
             dtype=dtype,
             device="cuda:0" if visible_devices else "cpu",
-            threads=None,
-            max_batch_size=64,
-            seed=None,
+            seed=seed,
         )
         self._version = 0
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, Final
 
+from agentlightning.errors import ConfigError
+
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
@@ -34,6 +36,9 @@ def start_ray(config: DictConfig) -> bool:
     """Connects to Ray as ``config.ray_kwargs.ray_init`` says; False when this process is connected already.
 
     verl's ``run_ppo`` does the same, but moves the trainer to another process, out of reach of store and gateway.
+
+    Raises:
+        ConfigError: the cluster has fewer GPUs than verl would take.
     """
     import ray
     from omegaconf import OmegaConf
@@ -63,4 +68,13 @@ def start_ray(config: DictConfig) -> bool:
                 raise
         else:
             break
+    if config.trainer.device == "cuda":
+        needed = config.trainer.nnodes * config.trainer.n_gpus_per_node
+        found = int(ray.cluster_resources().get("GPU", 0))
+        if found < needed:
+            ray.shutdown()
+            raise ConfigError(
+                f"verl's trainer.nnodes * trainer.n_gpus_per_node = {needed} GPUs, and Ray has {found}: "
+                "ray_kwargs.ray_init.address names another cluster, trainer.device = 'cpu' needs no GPU"
+            )
     return True

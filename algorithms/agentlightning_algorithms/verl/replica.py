@@ -20,6 +20,7 @@ from verl.workers.rollout.replica import RolloutReplica
 
 from agentlightning.errors import ConfigError
 from agentlightning_algorithms.verl.engine import InferenceEngine
+from agentlightning_algorithms.verl.lora import merge_adapter
 
 _NAME: Final = "agentlightning_replica_{rank}"
 
@@ -34,6 +35,7 @@ class TransformersReplica(RolloutReplica):  # type: ignore[misc] # verl's classe
             model=self.model_config.path,
             dtype=self.config.dtype,
             max_length=self.config.max_model_len or self.config.prompt_length + self.config.response_length,
+            seed=self.config.seed + self.replica_rank,
             visible_devices=await self.workers[0].__ray_call__.remote(_visible_devices),
         )
         self.servers = [handle]
@@ -54,6 +56,8 @@ class TransformersAdapter(BaseRollout):  # type: ignore[misc] # verl's classes a
         per_replica = self.config.tensor_model_parallel_size * self.config.data_parallel_size
         self.replica_rank = replica_rank if replica_rank >= 0 else rank // per_replica
         self.is_leader_rank = rank % per_replica == 0
+        self._base: dict[str, torch.Tensor] | None = None
+        """The weights that a LoRA adapter is for; they come once."""
 
     async def resume(self, tags: list[str]) -> None:
         """There is no memory to take back."""
@@ -66,18 +70,14 @@ class TransformersAdapter(BaseRollout):  # type: ignore[misc] # verl's classes a
         weights: Iterable[tuple[str, torch.Tensor]] | AsyncIterator[tuple[str, torch.Tensor]],
         global_steps: int | None = None,
         wire_format: str = "named_tensors",
-        peft_config: Any = None,
+        peft_config: dict[str, Any] | None = None,
+        base_sync_done: bool = True,
         **_: Any,
     ) -> None:
         if wire_format != "named_tensors":
             raise ConfigError(
                 f"checkpoint_engine sends {wire_format!r}; the rollout backend transformers takes whole tensors: leave "
                 "actor_rollout_ref.rollout.checkpoint_engine.backend at naive"
-            )
-        if peft_config is not None:
-            raise ConfigError(
-                "the rollout backend transformers takes no adapters apart from their model: set "
-                "actor_rollout_ref.model.lora.merge to true"
             )
         own: dict[str, torch.Tensor] = {}
         if isinstance(weights, AsyncIterator):
@@ -87,6 +87,13 @@ class TransformersAdapter(BaseRollout):  # type: ignore[misc] # verl's classes a
             for name, tensor in weights:  # every rank takes part: sharded tensors are gathered on the way
                 own[name] = _copy(tensor)
         if self.is_leader_rank:
+            if peft_config is not None:
+                if not base_sync_done:
+                    self._base = own
+                    return
+                if self._base is None:
+                    raise ConfigError("LoRA needs actor_rollout_ref.rollout.load_format = 'dummy', verl's own value")
+                own = merge_adapter(self._base, own, peft_config)
             server = ray.get_actor(_NAME.format(rank=self.replica_rank))
             file = await asyncio.to_thread(save, own)
             await server.load_weights.remote(ray.put(file), global_steps)

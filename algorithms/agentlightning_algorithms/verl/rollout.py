@@ -12,8 +12,8 @@ from typing import Any, Final, Literal, TypeVar
 import aiohttp
 
 from agentlightning.adapter.adapter import TraceAdapter
-from agentlightning.algorithm.context import Gateway
-from agentlightning.errors import AdapterError, ConflictError
+from agentlightning.algorithm.context import Gateway, serve_models
+from agentlightning.errors import AdapterError, ConfigError, ConflictError
 from agentlightning.resources import Resource
 from agentlightning.reward import find_final_reward
 from agentlightning.store.protocol import LightningStore
@@ -27,13 +27,15 @@ Mode = Literal["train", "val"]
 
 MODEL_NAMES: Final[Mapping[Mode, str]] = {"train": "policy", "val": "policy-val"}
 """What agents call the model, by what their rollout is for: the gateway forces each one's sampling."""
+_OF_AGENTS: Final = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+"""Of the sampling, what agents are told: OpenAI's client takes no other names; the gateway forces all of it."""
 _OPEN: Final = ("queuing", "preparing", "running", "requeuing")
 _READY_S: Final = 600.0
 
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    """What the conductor does with every rollout; ``VERL`` explains each."""
+    """What the controller does with every rollout; ``VERL`` explains each."""
 
     rows: RowKind
     failed_reward: float
@@ -58,7 +60,7 @@ class Episode:
 
 
 @dataclass
-class Conductor:
+class RolloutController:
     """Joins verl's trainer, which runs in a thread, with store and gateway, which belong to an event loop."""
 
     store: LightningStore
@@ -80,7 +82,8 @@ class Conductor:
     def check(self) -> None:
         """Raises the first error that was ours: verl would count it as the agent's and go on."""
         if self.failure is not None:
-            raise RuntimeError("a rollout could not be run, and it was not its agent's fault") from self.failure
+            message = f"a rollout could not be run, and it was not its agent's fault: {self.failure}"
+            raise RuntimeError(message) from self.failure
 
     async def register(self, addresses: Sequence[str]) -> None:
         """Makes inference replicas (``host:port``) the backends of the gateway's models."""
@@ -95,13 +98,7 @@ class Conductor:
             for mode in MODEL_NAMES
             for address, name in zip(addresses, names, strict=True)
         ]
-        names_of_ours = set(MODEL_NAMES.values())
-        others = [
-            dict(entry)
-            for entry in self.gateway.model_list
-            if entry.get("model_name", entry.get("model")) not in names_of_ours
-        ]
-        self.gateway.update_model_list([*ours, *others])
+        serve_models(self.gateway, ours)
 
     async def pause(self) -> None:
         """Makes agents' new calls wait and lets those in flight end, so that replicas can sleep."""
@@ -117,9 +114,8 @@ class Conductor:
     async def publish(self, version: int) -> None:
         """Lets calls go on with new weights, and publishes the resources of rollouts that begin from now on."""
         for mode in ("val", "train"):  # the newest resources are those for training
-            resource = self.gateway.as_resource(
-                model=MODEL_NAMES[mode], sampling_parameters=self.settings.sampling[mode]
-            )
+            sampling = {name: value for name, value in self.settings.sampling[mode].items() if name in _OF_AGENTS}
+            resource = self.gateway.as_resource(model=MODEL_NAMES[mode], sampling_parameters=sampling)
             resources = {**self.initial_resources, self.settings.resource_name: resource}
             self._resources[mode] = (await self.store.add_resources(resources)).resources_id
         await self.gateway.resume(version)
@@ -164,6 +160,11 @@ class Conductor:
         except AdapterError as adapter_error:
             logger.warning("rollout %s has nothing to train on: %s", rollout.rollout_id, adapter_error)
             error = error or "AdapterError"
+        if triplets and not isinstance(triplets[0], Triplet):
+            raise ConfigError(
+                f"the adapter {type(self.adapter).__name__} makes {type(triplets[0]).__name__}, and verl trains on "
+                "triplets: leave the trainer's adapter out"
+            )
         if triplets is None:
             error, reward, triplets = error or "SpansDropped", None, []
         built = build_rows(

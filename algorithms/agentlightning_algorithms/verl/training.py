@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -18,19 +19,29 @@ from verl.workers.utils.padding import response_to_nested
 from agentlightning_algorithms.verl.advantage import OF_GROUPS, rollout_advantages
 from agentlightning_algorithms.verl.agent_loop import RolloutManager
 from agentlightning_algorithms.verl.gpu import GPUMonitor
-from agentlightning_algorithms.verl.rollout import Conductor
+from agentlightning_algorithms.verl.rollout import RolloutController
+
+logger = logging.getLogger("agentlightning")
+
+
+class _NothingToTrainOn(Exception):
+    """No rollout of a batch left a token that the model sampled; no error, but how its step is left."""
+
+    def __init__(self, batch: Any) -> None:
+        super().__init__()
+        self.batch = batch
 
 
 class _AgentTraining:
     """What both trainers do besides verl's own; stands before one of them in the order of bases."""
 
-    conductor: Conductor
+    controller: RolloutController
     gpu_monitor: GPUMonitor
 
     def on_init_end(self: Any) -> None:
         super().on_init_end()  # type: ignore[misc] # verl's trainer comes after
-        self.conductor.call(self.conductor.register(self.llm_server_manager.get_addresses()))
-        self.conductor.call(self.conductor.publish(self.global_steps))
+        self.controller.call(self.controller.register(self.llm_server_manager.get_addresses()))
+        self.controller.call(self.controller.publish(self.global_steps))
         steps = _Steps(self)
         self.actor_rollout_wg = _Group(self.actor_rollout_wg, "update_actor", steps.actor, steps.count)
         if self.use_critic:
@@ -38,15 +49,28 @@ class _AgentTraining:
         self.steps = steps
 
     def on_sample_end(self: Any) -> None:
-        self.conductor.check()
-        self.conductor.call(self.conductor.pause())
+        self.controller.check()
+        self.controller.call(self.controller.pause())
         super().on_sample_end()  # type: ignore[misc] # as above
 
     def on_step_end(self: Any) -> None:
         super().on_step_end()  # type: ignore[misc] # as above
-        self.conductor.call(self.conductor.publish(self.global_steps))
+        self.controller.call(self.controller.publish(self.global_steps))
+
+    def _step_once(self: Any, metrics: dict[str, Any], *args: Any) -> Any:
+        """Trains on a batch; one with nothing to train on, which verl cannot take, leaves the weights as they are."""
+        self.is_skipped = False
+        try:
+            return super()._step_once(metrics, *args)  # type: ignore[misc] # as above
+        except _NothingToTrainOn as nothing:
+            self.is_skipped = True
+            logger.warning("step %d is skipped: none of its rollouts left anything to train on", self.global_steps)
+            return nothing.batch
 
     def _balance_batch(self: Any, batch: Any, metrics: dict[str, Any], **kwargs: Any) -> Any:
+        masks = transfer_queue.kv_batch_get(batch.keys, batch.partition_id, ["response_mask"])["response_mask"]
+        if not any(bool(mask.any()) for mask in masks.unbind()):
+            raise _NothingToTrainOn(batch)
         self.steps.plan(len(batch))
         metrics["rows_padded"] = self.steps.total - len(batch)
         return super()._balance_batch(batch, metrics, **kwargs)  # type: ignore[misc] # as above
@@ -71,8 +95,12 @@ class _AgentTraining:
         return batch
 
     def _compute_metrics(self: Any, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        super()._compute_metrics(batch, metrics, *args, **kwargs)  # type: ignore[misc] # as above
-        metrics.update(self.conductor.metrics.take("train"))
+        metrics["skipped"] = float(self.is_skipped)
+        if self.is_skipped:
+            metrics["training/global_step"] = self.global_steps
+        else:
+            super()._compute_metrics(batch, metrics, *args, **kwargs)  # type: ignore[misc] # as above
+        metrics.update(self.controller.metrics.take("train"))
         metrics.update(self.gpu_monitor.take())
         metrics["optimizer_steps"], self.steps.taken = self.steps.taken, 0
         for name, tokens, phase in (
@@ -87,13 +115,13 @@ class _AgentTraining:
 
     def _validate(self: Any) -> dict[str, Any]:
         metrics: dict[str, Any] = super()._validate()  # type: ignore[misc] # as above
-        self.conductor.check()
-        metrics.update({f"val_{name}": value for name, value in self.conductor.metrics.take("val").items()})
+        self.controller.check()
+        metrics.update({f"val_{name}": value for name, value in self.controller.metrics.take("val").items()})
         self._report(metrics)
         return metrics
 
     def _report(self: Any, metrics: Mapping[str, Any]) -> None:
-        self.conductor.call(self.conductor.store.add_metrics(self.global_steps, numbers_of(metrics)))
+        self.controller.call(self.controller.store.add_metrics(self.global_steps, numbers_of(metrics)))
 
 
 class SyncTraining(_AgentTraining, PPOTrainerSync):  # type: ignore[misc] # verl's classes are untyped
@@ -175,19 +203,15 @@ class _Group:
         return update
 
 
-def train(config: DictConfig, conductor: Conductor) -> None:
-    """Trains to the end; blocks. Ray must run, and the conductor's loop in another thread."""
-    from verl.trainer.ppo.utils import need_critic, need_reference_policy
-    from verl.utils.config import validate_config
-
-    validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
+def train(config: DictConfig, controller: RolloutController) -> None:
+    """Trains to the end; blocks. Ray must run, and the controller's loop in another thread."""
     transfer_queue.init(config.transfer_queue)
     trainer: Any = None
     monitor = GPUMonitor()
     succeeded = False
     try:
         trainer = TRAINERS[config.trainer.v1.trainer_mode](config)
-        trainer.conductor, trainer.gpu_monitor = conductor, monitor
+        trainer.controller, trainer.gpu_monitor = controller, monitor
         trainer.replay_buffer.poll_interval = _POLL_S
         trainer.init()
         manager = RolloutManager.create(
@@ -196,7 +220,7 @@ def train(config: DictConfig, conductor: Conductor) -> None:
             teacher_client=trainer.get_teacher_client(),
             reward_loop_worker_handles=trainer.get_reward_handles(),
         )
-        manager.attach(conductor)
+        manager.attach(controller)
         try:
             trainer.fit(manager)
         finally:

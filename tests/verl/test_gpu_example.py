@@ -1,0 +1,39 @@
+"""The script that a machine with a GPU runs, on a machine without."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "gpu"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_gpu_script_trains_by_verl_and_reports_it(tmp_path: Path, device: str) -> None:
+    out = tmp_path / "out"
+    command = [sys.executable, str(EXAMPLE / "train_verl.py"), "--out", str(out), "--tiny", "--steps", "1"]
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        done = subprocess.run([*command, "--device", device], stdout=file, stderr=file, cwd=tmp_path, check=False)
+    assert done.returncode == 0, log.read_text()[-3000:]
+    run = json.loads((out / "report.json").read_text())["run"]
+    assert run["status"] == "succeeded"
+    (step,) = [entry for entry in run["curve"] if "reward" in entry]
+    assert min(step["sampled_tokens_per_s"], step["trained_tokens_per_s"], step["step_s"]) > 0
+    assert step["gap_of_probabilities"] < (1e-5 if device == "cpu" else 0.5)  # bfloat16 rounds, and no more than that
+    assert "| 1 |" in (out / "report.md").read_text()
+
+
+def test_the_wheels_for_a_machine_without_an_index_are_those_that_are_tested() -> None:
+    lines = (EXAMPLE / "wheels_verl.txt").read_text().splitlines()
+    wheels = [Requirement(line) for line in lines if not line.startswith("#")]
+    assert len(wheels) > 10
+    assert [str(wheel) for wheel in wheels if not wheel.specifier.contains(metadata.version(wheel.name), True)] == []
