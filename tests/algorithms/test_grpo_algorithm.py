@@ -43,7 +43,7 @@ def unreliable_agent(task: dict[str, Any], llm: agl.LLM) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_training_goes_on_whatever_agents_do(tmp_path: Path) -> None:
     store = agl.create_store("memory://")
     trainer = agl.Trainer(
@@ -79,7 +79,7 @@ def criticised_agent(task: dict[str, Any], llm: agl.LLM, request: agl.PromptTemp
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_every_step_publishes_weights_and_explains_its_rows_which_are_those_of_one_agent(tmp_path: Path) -> None:
     store = agl.create_store("memory://")
     gateway = agl.LLMProxy(model_list=[{"model": "other", "endpoint": "http://127.0.0.1:9/v1"}])
@@ -131,7 +131,7 @@ def test_every_step_publishes_weights_and_explains_its_rows_which_are_those_of_o
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_lora_on_merged_rows_one_step_off_trains_and_exports(tmp_path: Path) -> None:
     """What a large model needs, together: additions only, joined calls, sampling while training, bfloat16, refill."""
     store = agl.create_store("memory://")

@@ -11,10 +11,11 @@ import pytest
 from openai import AsyncOpenAI
 
 import agentlightning as agl
+from agentlightning.algorithm.context import serve_models
+from agentlightning.algorithm.policy_backend import PolicyBackend, PolicySetup, publish_weights
 from agentlightning.errors import ConfigError, LightningError
 from agentlightning.plugins import PluginManager
 from agentlightning.testing.openai_server import Answer, ScriptedOpenAI
-from agentlightning_algorithms.grpo.policy_backend import PolicyBackend, PolicySetup, publish_weights
 from agentlightning_algorithms.grpo.policy_process import TransformersBackend
 from agentlightning_algorithms.grpo.vllm_backend import VLLMBackend
 from tests.algorithms.vllm_server import WIRE, FakeVLLM
@@ -173,6 +174,15 @@ async def test_tokens_and_logprobs_of_a_vllm_tool_call_are_recorded(stream: bool
 
 
 # Publishing through the gateway
+
+
+def test_the_models_of_an_algorithm_take_the_place_of_their_namesakes_only() -> None:
+    old = {"model_name": "policy", "model": "old", "endpoint": "http://127.0.0.1:9/v1"}
+    other = {"model": "other", "endpoint": "http://127.0.0.1:9/v1"}
+    new = [{"model": "policy", "endpoint": f"http://127.0.0.1:{port}/v1"} for port in (7, 8)]
+    gateway = agl.LLMProxy(model_list=[old, other])
+    serve_models(gateway, new)
+    assert list(gateway.model_list) == [*new, other]
 
 
 class Recorder:

@@ -9,7 +9,7 @@ from agentlightning_algorithms.grpo.completion import Answer, Completions
 from agentlightning_algorithms.grpo.completion_request import ChatRequest, RequestError, TextRequest, parse_request
 from agentlightning_algorithms.grpo.conversation import Prompt
 from agentlightning_algorithms.grpo.policy import Policy
-from agentlightning_algorithms.grpo.sampler import Generation, Token
+from agentlightning_algorithms.grpo.sampling import Generation, Token
 from agentlightning_algorithms.grpo.tool_call import ToolCall, ToolCallReader
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "ü"}}\n</tool_call>'

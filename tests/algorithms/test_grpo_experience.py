@@ -14,7 +14,7 @@ from agentlightning_algorithms.grpo.algorithm import GRPO
 from agentlightning_algorithms.grpo.episode import Episode, describe_episodes, read_episode
 from agentlightning_algorithms.grpo.experience import Selection, build_experience, training_spans
 from agentlightning_algorithms.grpo.row import Row
-from agentlightning_algorithms.grpo.session import draw_tasks
+from agentlightning_algorithms.grpo.session import SessionSettings, draw_tasks
 from agentlightning_algorithms.grpo.setting import UpdateSettings
 
 
@@ -279,6 +279,7 @@ def test_tasks_are_drawn_without_repetition_and_as_a_function_of_the_position() 
         ({"staleness": 1, "update": UpdateSettings(old_logprobs="trainer")}, "nothing corrects for the older weights"),
         ({"checkpoint_every": 0}, "checkpoint_every = 0"),
         ({"sampling": {"top_p": 0.9}}, "needs the whole distribution"),
+        ({"sampling": {"seed": 1}}, "seed = 1 would give all rollouts of a task the same answers"),
     ],
 )
 def test_numbers_that_make_no_sense_are_refused(settings: dict[str, Any], complaint: str) -> None:
@@ -287,6 +288,25 @@ def test_numbers_that_make_no_sense_are_refused(settings: dict[str, Any], compla
 
 
 def test_the_schedule_spans_the_steps_and_the_temperature_is_that_of_sampling() -> None:
-    algorithm = GRPO(model="nowhere", steps=40, sampling={"temperature": 0.7}, seed=3)
-    assert (algorithm.update.total_updates, algorithm.update.temperature, algorithm.update.seed) == (40, 0.7, 3)
+    algorithm = GRPO(model="nowhere", steps=40, sampling={"temperature": 0.7})
+    assert (algorithm.update.total_updates, algorithm.update.temperature) == (40, 0.7)
     assert algorithm.eval_sampling["temperature"] == 0.0
+
+
+@pytest.mark.parametrize(("own", "expected"), [(None, 7), (0, 0), (3, 3)])
+async def test_everything_is_drawn_with_the_runs_seed_unless_it_has_its_own(
+    own: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened_with: list[Any] = []
+
+    async def open_session(*arguments: Any) -> None:
+        opened_with.extend(arguments)
+        raise agl.ConfigError("far enough")
+
+    monkeypatch.setattr("agentlightning_algorithms.grpo.algorithm.open_session", open_session)
+    algorithm = GRPO(model="nowhere", seed=own)
+    algorithm.context = agl.RunContext(adapter=agl.TraceToTriplet(), seed=7)
+    with pytest.raises(agl.ConfigError, match="far enough"):
+        await algorithm.run(["task"])
+    seeds = [value.seed for value in opened_with if isinstance(value, (SessionSettings, UpdateSettings))]
+    assert seeds == [expected, expected]

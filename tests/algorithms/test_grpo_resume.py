@@ -70,7 +70,7 @@ def weights(directory: Path) -> torch.Tensor:
 
 
 def wait_for(condition: object, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 200
     while not condition():  # type: ignore[operator] # a function of no arguments
         assert process.poll() is None, log.read_text()[-3000:]
         assert time.monotonic() < deadline, log.read_text()[-3000:]

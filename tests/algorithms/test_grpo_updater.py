@@ -69,7 +69,9 @@ def weights(policy: Policy) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in policy.model.state_dict().items()}
 
 
-same_policy = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+same_policy = settings(
+    max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 
 
 EVERYTHING = [

@@ -2,12 +2,12 @@
 
 1. Tokens a second of 64 requests at once, with replies of 64 tokens, against one request at a time, over HTTP.
 2. The same 64 requests in this process, without HTTP: our running batch against transformers' continuous batching
-   (paged attention, log-probabilities on), in tokens per second of CPU.
+   (paged attention, log-probabilities on), in tokens per second of CPU; on a GPU, of wall time.
 3. Conversations of 6 turns, 16 at a time, each turn adding 64 tokens: seconds with the prefix cache against seconds
    without it, and the share of prompt tokens that were not run again.
 
 Rounds are interleaved and medians are printed. The model has random weights and never ends by itself, so that every
-reply has its full length.
+reply has its full length. On a GPU: ``--device cuda:0 --dtype bfloat16 --hidden 1024 --layers 24``.
 
 Target (issue 8): 64 at once reach at least 5 times the tokens a second of one at a time.
 """
@@ -104,13 +104,14 @@ async def measure_conversations(session: aiohttp.ClientSession, server: PolicySe
     return seconds, (after["reused_tokens"] - before["reused_tokens"]) / prompted
 
 
-def compare_with_transformers(folder: str, rounds: int) -> tuple[float, float]:
-    """Tokens per second of CPU of our running batch, and of transformers' continuous batching."""
+def compare_with_transformers(folder: str, rounds: int, device: str, dtype: str) -> tuple[float, float]:
+    """Tokens per second of our running batch, and of transformers' continuous batching."""
     torch.set_num_threads(1)
+    clock = time.process_time if device == "cpu" else time.perf_counter
     rng = random.Random(0)
     prompts = [[rng.randrange(VOCABULARY) for _ in range(32)] for _ in range(CONCURRENT)]
-    sampler = Sampler(load_policy(folder), max_batch_size=CONCURRENT, seed=0)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="float32", attn_implementation="sdpa")
+    sampler = Sampler(load_policy(folder, dtype=dtype, device=device), max_batch_size=CONCURRENT, seed=0)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").to(device)
     generation = GenerationConfig(max_new_tokens=REPLY_TOKENS, do_sample=True, eos_token_id=-1, pad_token_id=0)
     batching = ContinuousBatchingConfig(return_logprobs=True, num_blocks=512, max_batch_tokens=4096)
 
@@ -127,19 +128,21 @@ def compare_with_transformers(folder: str, rounds: int) -> tuple[float, float]:
     speeds: list[list[float]] = [[], []]
     for _ in range(rounds + 1):  # the first round warms up
         for run, found in zip((ours, theirs), speeds, strict=True):
-            started = time.process_time()
+            started = clock()
             assert run() == [REPLY_TOKENS] * CONCURRENT
-            found.append(CONCURRENT * REPLY_TOKENS / (time.process_time() - started))
+            found.append(CONCURRENT * REPLY_TOKENS / (clock() - started))
     sampler.close()
     return statistics.median(speeds[0][1:]), statistics.median(speeds[1][1:])
 
 
-async def main(rounds: int, hidden: int, layers: int) -> None:
+async def main(rounds: int, hidden: int, layers: int, device: str, dtype: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         size = save_model(Path(folder), hidden, layers)
         servers = [
             PolicyServer(
-                folder, log_path=Path(folder, f"{mb}.log"), options={"threads": 1, "seed": 0, "prefix_cache_mb": mb}
+                folder,
+                log_path=Path(folder, f"{mb}.log"),
+                options={"threads": 1, "seed": 0, "device": device, "dtype": dtype, "prefix_cache_mb": mb},
             )
             for mb in (512, 0)
         ]
@@ -153,12 +156,14 @@ async def main(rounds: int, hidden: int, layers: int) -> None:
                 for server, talk in zip(servers, talks, strict=True):
                     talk.append(await measure_conversations(session, server, number))
         single, batched = statistics.median(one[1:]), statistics.median(many[1:])
-        print(f"model of {size / 1e6:.1f}M weights, 1 thread")
+        where = "1 thread" if device == "cpu" else torch.cuda.get_device_name(device)
+        print(f"model of {size / 1e6:.1f}M weights, {dtype}, {where}")
         print(f"one at a time    {single:9.0f} tokens/s")
         print(f"{CONCURRENT} at once       {batched:9.0f} tokens/s   {batched / single:.1f} times")
-        mine, theirs = compare_with_transformers(folder, rounds)
-        print(f"running batch, in process       {mine:9.0f} tokens/s of CPU   {mine / theirs:.1f} times")
-        print(f"transformers' continuous batch  {theirs:9.0f} tokens/s of CPU")
+        mine, theirs = compare_with_transformers(folder, rounds, device, dtype)
+        unit = "tokens/s of CPU" if device == "cpu" else "tokens/s"
+        print(f"running batch, in process       {mine:9.0f} {unit}   {mine / theirs:.1f} times")
+        print(f"transformers' continuous batch  {theirs:9.0f} {unit}")
         with_cache, without = (statistics.median(seconds for seconds, _ in talk[1:]) for talk in talks)
         reused = statistics.median(share for _, share in talks[0][1:])
         print(f"{TURNS} turns without prefix cache {without:7.2f} s")
@@ -171,5 +176,7 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--device", default="cpu", help="such as cpu or cuda:0")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     options = parser.parse_args()
-    asyncio.run(main(options.rounds, options.hidden, options.layers))
+    asyncio.run(main(options.rounds, options.hidden, options.layers, options.device, options.dtype))

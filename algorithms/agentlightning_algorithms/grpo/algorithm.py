@@ -72,7 +72,7 @@ class GRPO(Algorithm):
         train_threads: int | None = None,
         sample_threads: int = 1,
         max_batch_size: int = 64,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         """Sets up the training; the model is loaded when it runs.
 
@@ -111,7 +111,7 @@ class GRPO(Algorithm):
             train_threads: of torch in the trainer; default is torch's own.
             sample_threads: of torch in the policy server.
             max_batch_size: calls that the policy server samples at once.
-            seed: of task order, sampling and minibatches.
+            seed: of task order, sampling and minibatches; default is the run's.
 
         Raises:
             ConfigError: a number or a combination that makes no sense, an unknown key of ``sampling``, or a ``model``
@@ -148,7 +148,6 @@ class GRPO(Algorithm):
             update,
             temperature=float(self.sampling["temperature"]),
             total_updates=update.total_updates or steps,
-            seed=seed,
         )
         self.selection = Selection(
             rows=rows,
@@ -174,8 +173,8 @@ class GRPO(Algorithm):
             train_threads=train_threads,
             sample_threads=sample_threads,
             max_batch_size=max_batch_size,
-            seed=seed,
         )
+        self.seed = seed
         self.staleness = staleness
         self.eval_every = eval_every
         self.target_reward = target_reward
@@ -206,9 +205,11 @@ class GRPO(Algorithm):
         """Trains until ``steps`` or ``target_reward`` is reached."""
         if train_dataset is None or not len(train_dataset):
             raise ConfigError("grpo needs a train_dataset with at least one task")
+        seed = self.context.seed if self.seed is None else self.seed
+        settings, update = replace(self.settings, seed=seed), replace(self.update, seed=seed)
         async with contextlib.AsyncExitStack() as stack:
             self._session = await open_session(
-                stack, self.context, self.get_adapter(), self.settings, self.update, self._resume_from
+                stack, self.context, self.get_adapter(), settings, update, self._resume_from
             )
             self._session.resumed = self._resuming
             try:

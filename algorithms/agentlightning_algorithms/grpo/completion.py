@@ -26,8 +26,7 @@ from agentlightning_algorithms.grpo.completion_request import (
 from agentlightning_algorithms.grpo.conversation import Conversations, Prompt
 from agentlightning_algorithms.grpo.policy import Policy
 from agentlightning_algorithms.grpo.reply import ReplyReader
-from agentlightning_algorithms.grpo.sampler import Generation, Token
-from agentlightning_algorithms.grpo.sampling import SamplingParams
+from agentlightning_algorithms.grpo.sampling import Generation, SamplingParams, Token
 
 Json = dict[str, Any]
 TopLogprobs = list[tuple[int, float]]

@@ -14,8 +14,8 @@ from typing import IO, Any
 
 import aiohttp
 
+from agentlightning.algorithm.policy_backend import PolicySetup
 from agentlightning.errors import ConfigError, LightningError
-from agentlightning_algorithms.grpo.policy_backend import PolicySetup
 
 _LOG_TAIL_BYTES = 4000
 

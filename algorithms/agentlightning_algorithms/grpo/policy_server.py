@@ -42,8 +42,8 @@ from agentlightning_algorithms.grpo.completion_request import (
 )
 from agentlightning_algorithms.grpo.conversation import Prompt
 from agentlightning_algorithms.grpo.policy import Policy, load_policy
-from agentlightning_algorithms.grpo.sampler import Sampler, Token
-from agentlightning_algorithms.grpo.sampling import SamplingParams
+from agentlightning_algorithms.grpo.sampler import Sampler
+from agentlightning_algorithms.grpo.sampling import SamplingParams, Token
 
 logger = logging.getLogger("agentlightning")
 

@@ -20,50 +20,27 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from agentlightning_algorithms.grpo.policy import Policy, batch_by_tokens
 from agentlightning_algorithms.grpo.prefix_cache import PrefixCache
-from agentlightning_algorithms.grpo.sampling import SamplingParams, draw_tokens
+from agentlightning_algorithms.grpo.sampling import FinishReason, Generation, SamplingParams, Token, draw_tokens
 from agentlightning_algorithms.grpo.slot_cache import BLOCK, SlotCache, check_attention
 
 logger = logging.getLogger("agentlightning")
 
-FinishReason = Literal["stop", "length"]
 T = TypeVar("T")
-
-
-class Generation(NamedTuple):
-    """A sampled response. The log-probabilities are those of the distribution it was drawn from, filters included."""
-
-    token_ids: list[int]
-    """With the stop token, where one ended it."""
-    logprobs: list[float]
-    top_logprobs: list[list[tuple[int, float]]]
-    """Per token, (token id, log-probability), likeliest first; empty unless asked for."""
-    finish_reason: FinishReason
-    weight_version: int
-    cached_tokens: int = 0
-    """Tokens of the prompt that did not have to be run."""
-
-
-class Token(NamedTuple):
-    """One token of a response, as it is sampled."""
-
-    token_id: int
-    logprob: float
-    top_logprobs: list[tuple[int, float]]
-    weight_version: int
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
     prompt_ids: Sequence[int]
     params: SamplingParams
-    random: random.Random
+    random: random.Random | None
+    """Its own, where it brings a seed."""
     on_token: Callable[[Token], None] | None
     future: Future[Generation] = field(default_factory=Future)
     token_ids: list[int] = field(default_factory=list)
@@ -116,7 +93,8 @@ class Sampler:
             max_prefill_tokens: prompt tokens, padding included, that pass through the model at once.
             prefix_cache_bytes: memory for the keys and values of sequences that later prompts may begin with; it is
                 taken as it is needed.
-            seed: of requests that bring none; with it, the same requests in the same order get the same responses.
+            seed: of requests that bring none; with it, the same requests in the same order get the same responses. What
+                is drawn begins anew with every version of the weights, so that it does not depend on earlier ones.
             weight_version: of the weights as loaded.
 
         Raises:
@@ -127,7 +105,8 @@ class Sampler:
         self.weight_version = weight_version
         self._max_batch_size = max_batch_size
         self._max_prefill_tokens = max_prefill_tokens
-        self._random = random.Random(seed)
+        self._seed = seed
+        self._random = _generator(seed, weight_version)
         self._inbox: queue.SimpleQueue[_Request | _Swap | None] = queue.SimpleQueue()
         self._waiting: deque[_Request | _Swap] = deque()
         self._rows: list[_Request] = []  # row i lives in slot i
@@ -157,7 +136,7 @@ class Sampler:
         """
         if not self.alive:
             raise RuntimeError("the sampler is closed.")
-        own = self._random if params.seed is None else random.Random(params.seed)
+        own = None if params.seed is None else random.Random(params.seed)
         request = _Request(prompt_ids, params, own, on_token)
         self._inbox.put(request)
         return request.future
@@ -262,6 +241,7 @@ class Sampler:
             _settle(swap.future, error)
             return
         self.weight_version = swap.version
+        self._random = _generator(self._seed, swap.version)
         self._prefixes.clear()
         self._counts["swaps"] += 1
         _settle(swap.future, None)
@@ -331,7 +311,9 @@ class Sampler:
         self._leave(lambda request: request.future.done())
 
     def _draw(self, logits_nV: Tensor, requests: Sequence[_Request]) -> None:
-        drawn = draw_tokens(logits_nV, [r.params for r in requests], [r.random.random() for r in requests])
+        shared = self._random  # greedy rows take nothing of it: evaluating must not change what is sampled after it
+        uniform_n = [(r.random or shared).random() if r.params.temperature else 0.0 for r in requests]
+        drawn = draw_tokens(logits_nV, [r.params for r in requests], uniform_n)
         tops = max(request.params.top_logprobs for request in requests)
         if tops:
             values, tokens = drawn.logprobs_nV.topk(min(tops, logits_nV.shape[-1]))
@@ -387,6 +369,11 @@ class Sampler:
 
     def _tensor(self, values: list[int] | list[list[int]]) -> Tensor:
         return torch.tensor(values, device=self.policy.device)
+
+
+def _generator(seed: int | None, weight_version: int) -> random.Random:
+    """What requests without a seed are drawn with while the weights have this version."""
+    return random.Random() if seed is None else random.Random(f"{seed}/{weight_version}")
 
 
 def _settle(future: Future[T], outcome: T | Exception) -> None:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,29 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     seed: int | str | None = None
     top_logprobs: int = 0
+
+
+class Generation(NamedTuple):
+    """A sampled response. The log-probabilities are those of the distribution it was drawn from, filters included."""
+
+    token_ids: list[int]
+    """With the stop token, where one ended it."""
+    logprobs: list[float]
+    top_logprobs: list[list[tuple[int, float]]]
+    """Per token, (token id, log-probability), likeliest first; empty unless asked for."""
+    finish_reason: FinishReason
+    weight_version: int
+    cached_tokens: int = 0
+    """Tokens of the prompt that did not have to be run."""
+
+
+class Token(NamedTuple):
+    """One token of a response, as it is sampled."""
+
+    token_id: int
+    logprob: float
+    top_logprobs: list[tuple[int, float]]
+    weight_version: int
 
 
 class Draw(NamedTuple):

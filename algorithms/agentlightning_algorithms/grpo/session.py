@@ -18,7 +18,8 @@ from typing import Any, cast
 import torch
 
 from agentlightning.adapter.adapter import TraceAdapter
-from agentlightning.algorithm.context import Gateway, RunContext
+from agentlightning.algorithm.context import Gateway, RunContext, serve_models
+from agentlightning.algorithm.policy_backend import PolicyBackend, PolicySetup, publish_weights
 from agentlightning.errors import ConfigError
 from agentlightning.plugins import get_manager
 from agentlightning.store.protocol import LightningStore
@@ -28,7 +29,6 @@ from agentlightning_algorithms.grpo.collapse import CollapseWatch
 from agentlightning_algorithms.grpo.episode import Episode, describe_episodes, gather_episodes
 from agentlightning_algorithms.grpo.experience import Selection, build_experience, training_spans
 from agentlightning_algorithms.grpo.policy import load_policy
-from agentlightning_algorithms.grpo.policy_backend import PolicyBackend, PolicySetup, publish_weights
 from agentlightning_algorithms.grpo.setting import LoraSettings, UpdateSettings
 from agentlightning_algorithms.grpo.updater import Updater
 
@@ -59,7 +59,7 @@ class SessionSettings:
     train_threads: int | None
     sample_threads: int
     max_batch_size: int
-    seed: int
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -321,8 +321,7 @@ async def open_session(
         gateway = cast(Gateway, get_manager().get("gateway", "gateway")(store=store))
         await gateway.start()
         stack.push_async_callback(gateway.stop)
-    others = [dict(entry) for entry in gateway.model_list if entry.get("model_name", entry.get("model")) != MODEL_NAME]
-    gateway.update_model_list([dict(backend.model_entry), *others])
+    serve_models(gateway, [backend.model_entry])
     session = Session(settings, context, store, adapter, gateway, backend, updater, directory)
     if resume_from is not None:
         session.restore(updater.load(resume_from))

@@ -180,6 +180,11 @@ def check_sampling(name: str, sampling: Mapping[str, Any]) -> None:
     if name == "sampling":
         if temperature == 0:
             raise ConfigError("sampling: temperature = 0 always gives the same answer; a group then has no spread.")
+        if sampling.get("seed") is not None:
+            raise ConfigError(
+                f"sampling: seed = {sampling['seed']!r} would give all rollouts of a task the same answers; set the "
+                "algorithm's own, or the run's."
+            )
         if sampling.get("top_p", 1) != 1 or (sampling.get("top_k") or 0) > 0 or sampling.get("min_p"):
             raise ConfigError(
                 f"sampling = {dict(sampling)}: training needs the whole distribution; leave top_p and top_k out"

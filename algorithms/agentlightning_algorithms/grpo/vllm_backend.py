@@ -22,8 +22,8 @@ from typing import Any
 import aiohttp
 import orjson
 
+from agentlightning.algorithm.policy_backend import PolicySetup
 from agentlightning.errors import ConfigError, LightningError
-from agentlightning_algorithms.grpo.policy_backend import PolicySetup
 
 
 class VLLMBackend:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from agentlightning.adapter.adapter import TraceAdapter
 from agentlightning.algorithm.context import Gateway, RunContext
 from agentlightning.errors import ConfigError
-from agentlightning.resources import NamedResources, Resource, read_resources
+from agentlightning.resources import LLM, NamedResources, Resource, read_resources
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import Dataset
 
@@ -41,6 +41,20 @@ class Algorithm:
     def is_async(self) -> bool:
         """Whether ``run`` is awaited; a synchronous one gets a thread."""
         return inspect.iscoroutinefunction(self.run)
+
+    def check_setup(self, context: RunContext) -> Sequence[LLM]:
+        """Refuses a run that cannot work, before anything of it is made. The base refuses nothing.
+
+        Args:
+            context: what the run would be given; without a store where it would begin with an empty one.
+
+        Returns:
+            The endpoints that the algorithm itself calls, which ``agl train --dry-run`` tries.
+
+        Raises:
+            ConfigError: something is missing, or does not fit.
+        """
+        return ()
 
     def print_config(self) -> str:
         """What it makes of its settings, as YAML, for ``agl train --print-config``. Empty: no more than they say."""

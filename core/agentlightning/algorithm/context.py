@@ -67,6 +67,17 @@ class Gateway(Protocol):
         ...
 
 
+def serve_models(gateway: Gateway, entries: Sequence[Mapping[str, Any]]) -> None:
+    """Makes these entries of a model list the only backends of the models that they name; other models stay."""
+
+    def name(entry: Mapping[str, Any]) -> Any:
+        return entry.get("model_name", entry.get("model"))
+
+    own = {name(entry) for entry in entries}
+    others = [entry for entry in gateway.model_list if name(entry) not in own]
+    gateway.update_model_list([dict(entry) for entry in (*entries, *others)])
+
+
 @dataclass
 class RunContext:
     """One run: where its rollouts and results live. The trainer fills it; ``Algorithm.set_*`` write to it too."""
