@@ -6,12 +6,14 @@ import asyncio
 import logging
 import statistics
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from agentlightning.algorithm.algorithm import FastAlgorithm
+from agentlightning.algorithm.context import RunContext
 from agentlightning.config import require_least
 from agentlightning.errors import ConfigError
+from agentlightning.resources import LLM
 from agentlightning.reward import find_final_reward
 from agentlightning.types import (
     AttemptedRollout,
@@ -64,10 +66,17 @@ class Baseline(FastAlgorithm):
         self.span_verbosity = span_verbosity
         self._reported: set[tuple[str, str]] = set()
 
+    def check_setup(self, context: RunContext) -> Sequence[LLM]:
+        """Refuses a run without data."""
+        _require_data(context.train_dataset, context.val_dataset)
+        return ()
+
     async def run(self, train_dataset: Dataset[Any] | None = None, val_dataset: Dataset[Any] | None = None) -> None:
         """Runs all tasks and records, for each epoch, the mean reward, the success rate and the errors by type."""
-        if train_dataset is None and val_dataset is None:
-            raise ConfigError("baseline needs a train_dataset or a val_dataset")
+        _require_data(train_dataset, val_dataset)
+        if self.context.adapter is not None:
+            unread = type(self.context.adapter).__name__
+            logger.warning("the adapter %s has no effect: baseline learns nothing; leave adapter out", unread)
         store = self.get_store()
         for epoch in range(self.n_epochs):
             tasks = self._tasks(train_dataset, val_dataset)
@@ -132,6 +141,11 @@ class Baseline(FastAlgorithm):
         if (error.type, error.message) not in self._reported:
             self._reported.add((error.type, error.message))
             logger.warning("rollout %s failed:\n%s", rollout_id, error.traceback.rstrip())
+
+
+def _require_data(train_dataset: Dataset[Any] | None, val_dataset: Dataset[Any] | None) -> None:
+    if train_dataset is None and val_dataset is None:
+        raise ConfigError("baseline needs a train_dataset or a val_dataset")
 
 
 def _describe(span: Span, *, values: bool) -> object:

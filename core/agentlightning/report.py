@@ -60,7 +60,7 @@ class Report(NamedTuple):
         lines = [
             f"# {self.run.name}: {self.run.status}\n",
             f"- algorithm: {algorithm['name'] if isinstance(algorithm, Mapping) else algorithm}",
-            f"- begun: {begun}" + f", resumed {resumed} times" * bool(resumed),
+            f"- begun: {begun}" + f", resumed {'once' if resumed == 1 else f'{resumed} times'}" * bool(resumed),
             f"- rollouts: {total}" + f" ({counts})" * bool(counts),
             f"- steps: {self.steps}",
             f"- seed: {self.record.get('seed', 0)}",
@@ -70,7 +70,7 @@ class Report(NamedTuple):
             lines += ["\n## Metrics\n", "| | first | last | lowest | highest |", "|---|---|---|---|---|"]
             lines += [f"| {name} | {' | '.join(f'{v:.4g}' for v in course)} |" for name, course in self.metrics.items()]
         if self.errors:
-            lines += ["\n## Errors\n", *(f"- {count} times {error}" for error, count in self.errors.items())]
+            lines += ["\n## Errors\n", *(f"- {count} x {error}" for error, count in self.errors.items())]
         if self.learned:
             lines += ["\n## Latest resources"]
             lines += [f"\n### {name}\n\n```\n{text}\n```" for name, text in self.learned.items()]

@@ -144,8 +144,9 @@ class Trainer:
             The run, with its final status.
 
         Raises:
-            ConfigError: there is no algorithm, or a dataset is none.
-            Exception: whatever the algorithm raised. What the agent raises is recorded, and raised nowhere.
+            ConfigError: there is no algorithm, a dataset is none, or the algorithm cannot work with what it is given.
+            Exception: whatever the algorithm raised. What the agent raises is recorded, and raised nowhere; a run in
+                which every rollout failed has the status ``failed``.
         """
         if self.algorithm is None:
             names = ", ".join(get_manager().components("algorithm"))
@@ -198,22 +199,24 @@ class Trainer:
         adapter = self.adapter
         if adapter is None and algorithm.default_adapter is not None:
             adapter = get_manager().create("adapter", algorithm.default_adapter)
+        context = RunContext(
+            store=self.store,
+            adapter=adapter,
+            llm_proxy=self.llm_proxy,
+            train_dataset=train_dataset,
+            val_dataset=val_dataset,
+            initial_resources=first_resources(agent, self.initial_resources),
+            trainer=self,
+            directory=self.run_dir,
+            seed=self.seed,
+        )
+        if getattr(self.strategy, "role", "both") != "runner":
+            algorithm.check_setup(context)
         with relaxed_collector(), contextlib.ExitStack() as stack:
-            store = self.store
+            store = context.store
             if store is None:
-                store = create_store("memory://")
+                store = context.store = create_store("memory://")
                 stack.callback(_close, store)
-            context = RunContext(
-                store=store,
-                adapter=adapter,
-                llm_proxy=self.llm_proxy,
-                train_dataset=train_dataset,
-                val_dataset=val_dataset,
-                initial_resources={**initial_prompts(agent), **(self.initial_resources or {})} or None,
-                trainer=self,
-                directory=self.run_dir,
-                seed=self.seed,
-            )
             if self.run_dir is not None:
                 opened = RunDirectory.open(self.run_dir, resume=self.resume, seed=self.seed)
                 directory = stack.enter_context(contextlib.closing(opened))
@@ -227,6 +230,11 @@ class Trainer:
             if context.run.status == "running":  # the algorithm ran in another process
                 context.run = asyncio.run(_find_run(store)) or context.run
         return context.run
+
+
+def first_resources(agent: LitAgent[Any], given: Mapping[str, Resource] | None) -> Mapping[str, Resource] | None:
+    """What a run begins with: what is given, over the prompts that the agent itself has; None if there are none."""
+    return {**initial_prompts(agent), **(given or {})} or None
 
 
 async def _find_run(store: LightningStore) -> Run | None:
@@ -295,7 +303,7 @@ class TrainerJob:
                     gateway.store = store
                 await gateway.start()
             await self._run_algorithm()
-            status = "succeeded"
+            status = "failed" if await _has_only_failed(store) else "succeeded"
         except (asyncio.CancelledError, KeyboardInterrupt) as stop:
             if RUNNERS_FAILED not in stop.args:
                 status = "interrupted"
@@ -328,6 +336,13 @@ class TrainerJob:
                 await work
         else:
             await run_in_thread(run, name="algorithm")
+
+
+async def _has_only_failed(store: LightningStore) -> bool:
+    """Whether rollouts were run and none succeeded, which no mean of rewards would tell."""
+    if (await store.query_rollouts(status_in=["succeeded"], limit=1)).total:
+        return False
+    return (await store.query_rollouts(status_in=["failed"], limit=1)).total > 0
 
 
 @dataclass(frozen=True)

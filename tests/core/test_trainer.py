@@ -285,7 +285,7 @@ def test_ctrl_c_cancels_the_algorithm_and_ends_the_run_as_interrupted(tmp_path: 
     assert process.stdout is not None
     assert process.stdout.readline() == "running\n"
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=100)
     assert output == "saved\ninterrupted\n"
     assert process.returncode == 0
 

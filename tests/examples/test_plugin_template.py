@@ -24,7 +24,7 @@ def run(folder: Path, *command: str, site: Path | None = None) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_plugin_template_builds_installs_is_found_and_passes_its_own_tests(tmp_path: Path) -> None:
     package, site = tmp_path / "package", tmp_path / "site"
     shutil.copytree(TEMPLATE, package)  # building writes beside the sources

@@ -27,7 +27,7 @@ def test_a_short_demo_that_is_stopped_with_ctrl_c_goes_on_where_it_stopped_learn
         assert process.poll() is None
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    _, output = process.communicate(timeout=60)
+    _, output = process.communicate(timeout=100)
     assert process.returncode == 130
     assert f"agl demo --resume {directory}" in output.replace("\n", "")
     assert "Traceback" not in output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import subprocess
@@ -316,6 +317,30 @@ async def test_an_agent_that_makes_no_call_is_found_out(agents: str) -> None:
     assert broken(links) == ["calls", "triplets"]
     assert links["calls"].text == "the agent made no model call"
     assert links["triplets"].text == "no triplets: no span is a model call"
+
+
+async def test_prompts_are_tuned_without_model_calls(agents: str) -> None:
+    links = await check(agents, "calls_nobody", trains_weights=False)
+    assert broken(links) == []
+    assert (links["calls"].state, links["triplets"].state) == ("unchecked", "unchecked")
+
+
+async def test_a_configuration_names_agent_resources_task_and_what_is_tuned(
+    agents: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ScriptedOpenAI(answer_request) as server:
+        (tmp_path / "c.yaml").write_text(
+            f"agent: {agents}:good\ndata: {{train: tasks.json}}\nalgorithm: apo\n"
+            f"resources: {{llm: {{resource_type: llm, endpoint: {server.endpoint}, model: scripted}}}}\n"
+        )
+        (tmp_path / "tasks.json").write_text('["first", "second"]')
+        monkeypatch.chdir(tmp_path)
+        done = await asyncio.to_thread(CliRunner().invoke, command, ["c.yaml"], catch_exceptions=False)
+        asked = [request.body["model"] for request in server.requests if request.body]
+    assert done.exit_code == 0, done.output
+    assert "the agent ran on the task 'first'" in done.output
+    assert "logprobs     not needed to tune prompts" in done.output
+    assert set(asked) == {"scripted"}
 
 
 async def test_a_server_that_answers_no_call_is_found_out(agents: str) -> None:

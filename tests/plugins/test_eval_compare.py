@@ -74,7 +74,7 @@ def run(folder: Path, *arguments: str, code: int = 0) -> Any:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
         env={**os.environ, "PYTHONPATH": str(folder)},
     )
     assert done.returncode == code, done.stderr

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from click.testing import CliRunner, Result
 import agentlightning as agl
 from agentlightning.cli import cli
 from agentlightning.errors import LightningError
+from agentlightning.event import Event
 from agentlightning.plugins import get_manager
 from agentlightning.types import Span
 from agentlightning_plugins.inspection import access
@@ -173,14 +176,22 @@ def test_following_prints_what_others_do_as_it_happens(
 ) -> None:
     def follow(*options: str) -> str:
         store = agl.create_store("memory://")
-        monkeypatch.setattr(access, "open_store", lambda where, run: store)
+        enough, subscribe = threading.Event(), store.subscribe
+
+        async def subscribe_for_a_while(kinds: Sequence[str] | None = None) -> AsyncIterator[Event]:
+            async with contextlib.aclosing(subscribe(kinds)) as events:  # type: ignore[type-var] # it is a generator
+                for _ in range(20):
+                    yield await anext(events)
+            enough.set()
 
         async def play() -> None:
-            for _ in range(20):  # the follower says nothing when it begins to listen
+            while not enough.is_set():  # the follower says nothing when it begins to listen
                 await run_one(store)
                 await asyncio.sleep(0.01)
             await store.close()
 
+        monkeypatch.setattr(store, "subscribe", subscribe_for_a_while)
+        monkeypatch.setattr(access, "open_store", lambda where, run: store)
         others = threading.Thread(target=lambda: asyncio.run(play()))
         others.start()
         output = CliRunner().invoke(cli, [what, "follow", *options], catch_exceptions=False).stdout

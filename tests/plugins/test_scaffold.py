@@ -19,7 +19,7 @@ def run(folder: Path, *command: str, code: int = 0, **environment: str) -> str:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
         env={**os.environ, **environment},
     )
     assert done.returncode == code, done.stdout + done.stderr
@@ -57,6 +57,13 @@ def test_a_new_plugin_installs_is_listed_and_passes_its_own_test(tmp_path: Path)
 def test_a_name_that_is_no_name_is_refused(tmp_path: Path, name: str) -> None:
     refused = run_here(tmp_path, "new", "agent", name)
     assert (refused.code, "a name is lower-case letters" in refused.stderr) == (2, True)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["class", "json"])
+def test_a_name_that_python_uses_is_refused(tmp_path: Path, name: str) -> None:
+    refused = run_here(tmp_path, "new", "plugin", name)
+    assert (refused.code, f"choose another, as my-{name}" in refused.stderr) == (2, True)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -76,7 +76,7 @@ def agl_command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[st
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
     )
 
 
@@ -116,6 +116,46 @@ def test_a_run_that_fails_has_another_exit_code_than_one_that_is_refused(
         assert (said.code, "Traceback" in said.stderr, str(error) in said.stderr) == (code, code == 1, True)
 
 
+def test_a_run_in_which_every_rollout_failed_has_failed(folder: Path) -> None:
+    (folder / "my_agents.py").write_text("def agent(task):\n    return task['missing']\n")
+    write(folder)
+    said = run_here(folder, "train", "config.yaml", "--run-dir", "r")
+    assert said.code == 1
+    assert "failed: no rollout of r succeeded; agl report r says which errors they had" in said.stderr
+    report = (folder / "r" / "report.md").read_text()
+    assert report.startswith("# r: failed\n")
+    assert "- 3 x KeyError: 'missing'" in report
+    (folder / "my_agents.py").write_text("def agent(task):\n    return 1 / (task['n'] - 2)\n")
+    assert run_here(folder, "train", "config.yaml", "--run-dir", "s").code == 0, "two of three succeeded"
+
+
+def test_what_an_algorithm_would_refuse_is_known_before_there_is_a_directory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    write(folder, {"data": {}})
+    assert "baseline needs a train_dataset or a val_dataset" in refused(folder, "config.yaml")
+    write(folder, {"algorithm": "apo"})
+    assert "there is no prompt to tune" in refused(folder, "config.yaml")
+    write(folder, {"algorithm": "apo", "resources": {"prompt": "Say {n}."}})
+    assert "set OPENAI_API_KEY" in refused(folder, "config.yaml")
+    dry = run_here(folder, "train", "config.yaml", "--dry-run")
+    assert (dry.code, "WRONG algorithm: " in dry.stdout, "set OPENAI_API_KEY" in dry.stdout) == (2, True, True)
+    monkeypatch.setenv("OPENAI_API_KEY", "any")
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
+    dry = run_here(folder, "train", "config.yaml", "--dry-run")
+    assert dry.code == 2
+    assert "WRONG algorithm    http://127.0.0.1:9/v1/: cannot be reached" in dry.stdout
+    assert not (folder / "runs").exists()
+
+
+def test_an_adapter_that_nobody_reads_is_said(folder: Path) -> None:
+    write(folder, {"adapter": "triplet"})
+    said = run_here(folder, "train", "config.yaml")
+    assert said.code == 0
+    assert "the adapter TraceToTriplet has no effect: baseline learns nothing; leave adapter out" in said.stderr
+
+
 def test_a_run_leaves_a_report_and_agl_report_makes_it_of_any_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,7 +168,7 @@ def test_a_run_leaves_a_report_and_agl_report_makes_it_of_any_run(
     for line in (
         "- rollouts: 3 (1 failed, 2 succeeded)",
         "- seed: 5",
-        "- 1 times ZeroDivisionError: float division by",
+        "- 1 x ZeroDivisionError: float division by",
     ):
         assert line in written
     assert "| success_rate | 0.6667 | 0.6667 | 0.6667 | 0.6667 |" in written
@@ -155,7 +195,7 @@ def test_the_half_that_runs_no_agent_says_how_its_runners_are_started(
     folder: Path, monkeypatch: pytest.MonkeyPatch, store: str | None, run: str
 ) -> None:
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(assembly, "fit", lambda trainer, parts: None)
+    monkeypatch.setattr(assembly, "fit", lambda trainer, parts: agl.Run())
     strategy = {"name": "cs", "role": "algorithm", "server_port": 4750}
     write(folder, {"agent": "my_agents.py:agent", "strategy": strategy} | ({"store": store} if store else {}))
     said = CliRunner().invoke(command, ["config.yaml", "--run-dir", "runs/mine"], catch_exceptions=False).stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -13,6 +14,8 @@ from agentlightning.errors import ConfigError
 from agentlightning.types import Dataset
 from agentlightning_algorithms.live.proposal import Proposer, load_proposer
 from agentlightning_algorithms.live.session import Session
+
+logger = logging.getLogger("agentlightning")
 
 
 class LiveLearning(Algorithm):
@@ -102,6 +105,9 @@ class LiveLearning(Algorithm):
             ConfigError: nothing to improve was published in the run.
             ConflictError: another learner works on the run.
         """
+        if self.context.adapter is not None:
+            unread = type(self.context.adapter).__name__
+            logger.warning("the adapter %s has no effect: live learning reads rewards; leave adapter out", unread)
         session = Session(self, self.get_store())
         following = [asyncio.create_task(session.feed.follow()), asyncio.create_task(session.beat())]
         try:

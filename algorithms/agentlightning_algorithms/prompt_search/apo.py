@@ -24,10 +24,11 @@ from agentlightning_algorithms.prompt_search.candidate import Candidate
 from agentlightning_algorithms.prompt_search.critique import (
     EDIT_PROMPTS,
     GRADIENT_PROMPTS,
+    read_templates,
     show_rollouts,
 )
 from agentlightning_algorithms.prompt_search.placeholder import show_placeholders
-from agentlightning_algorithms.prompt_search.search import PromptSearch, choose_prompts, read_templates
+from agentlightning_algorithms.prompt_search.search import PromptSearch, choose_prompts
 from agentlightning_algorithms.prompt_search.trial import RolloutResult, mean_score, read_result
 
 logger = logging.getLogger("agentlightning")
@@ -103,6 +104,7 @@ class APO(PromptSearch):
         require_least(1, beam_width=beam_width, branch_factor=branch_factor, beam_rounds=beam_rounds, patience=patience)
         super().__init__(
             async_openai_client,
+            models=(gradient_model, apply_edit_model),
             prompts=prompts,
             rollout_batch_timeout=rollout_batch_timeout,
             target_score=target_score,
@@ -110,7 +112,6 @@ class APO(PromptSearch):
             budget=Budget(max_calls, max_tokens, max_cost, prices or {}),
             llm_attempts=llm_attempts,
         )
-        self.budget.require_prices(gradient_model, apply_edit_model)
         self.gradient_model = gradient_model
         self.apply_edit_model = apply_edit_model
         self.diversity_temperature = diversity_temperature
@@ -137,7 +138,6 @@ class APO(PromptSearch):
             beam, n_children = await self._select(number, beam, train, val)
             if self.chat.failed and not self.chat.answered:
                 self.stopped_because = "model_calls_failed"
-                logger.error("no model call of round %d succeeded: %s", number, next(iter(self.chat.failed.values())))
                 break
             self._ledger.give_up(self.chat.failed)
             beam[0] = await self._check(number, beam[0], val)

@@ -9,8 +9,9 @@ from typing import Any, Final
 
 # A client imports this when it is used first: half a second within a round, and in two threads at once a deadlock.
 import openai.resources.chat  # noqa: F401 # for the effect
-from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient, OpenAIError
 
+from agentlightning.errors import ConfigError
 from agentlightning_algorithms.prompt_search.budget import Budget, Usage
 from agentlightning_algorithms.prompt_search.ledger import Ledger, PaidCall
 
@@ -42,7 +43,7 @@ class PaidChat:
             max_concurrency: calls at once.
 
         Raises:
-            OpenAIError: there is no key in the environment.
+            ConfigError: there is no key in the environment.
         """
         self._given = client
         self._client = private_copy(client)
@@ -146,10 +147,16 @@ def private_copy(client: AsyncOpenAI | None) -> AsyncOpenAI:
     ``http_client``, or of another class, is used as it is.
 
     Raises:
-        OpenAIError: there is no key in the environment.
+        ConfigError: there is no key in the environment.
     """
     if client is None:
-        return AsyncOpenAI(max_retries=0)
+        try:
+            return AsyncOpenAI(max_retries=0)
+        except OpenAIError as error:
+            raise ConfigError(
+                "a search for prompts asks a model for better ones: set OPENAI_API_KEY (and OPENAI_BASE_URL for "
+                "another endpoint than OpenAI's), or give async_openai_client=AsyncOpenAI(...)"
+            ) from error
     if type(getattr(client, "_client", None)).__name__ == "AsyncHttpxClientWrapper":
         return client.copy(http_client=DefaultAsyncHttpxClient())
     return client

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from agentlightning.adapter.message import ChatHistory, drop_prefixes
+from agentlightning.errors import ConfigError
 from agentlightning.resources import PromptTemplate
 from agentlightning_algorithms.prompt_search.trial import RolloutResult
 
@@ -120,3 +121,19 @@ def _show_message(message: dict[str, Any]) -> str:
 
 def _to_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def read_templates(
+    name: str, given: str | PromptTemplate | Sequence[str | PromptTemplate] | None, default: Sequence[PromptTemplate]
+) -> tuple[PromptTemplate, ...]:
+    """What a user gave instead of our prompts; a plain str is an f-string template.
+
+    Raises:
+        ConfigError: an empty sequence, or something else.
+    """
+    if given is None:
+        return tuple(default)
+    several = [given] if isinstance(given, (str, PromptTemplate)) else list(given)
+    if not several or not all(isinstance(each, (str, PromptTemplate)) for each in several):
+        raise ConfigError(f"{name} = {given!r}: give a prompt template, or several of which one is drawn each time")
+    return tuple(PromptTemplate(each) if isinstance(each, str) else each for each in several)

@@ -88,6 +88,7 @@ class GEPA(PromptSearch):
         require_least(1, minibatch_size=minibatch_size, max_rollouts=max_rollouts)
         super().__init__(
             async_openai_client,
+            models=(reflection_model,),
             prompts=prompts,
             rollout_batch_timeout=rollout_batch_timeout,
             target_score=target_score,
@@ -95,7 +96,6 @@ class GEPA(PromptSearch):
             budget=Budget(max_calls, max_tokens, max_cost, prices or {}),
             llm_attempts=llm_attempts,
         )
-        self.budget.require_prices(reflection_model)
         try:
             InstructionProposalSignature.validate_prompt_template(reflection_prompt)
         except ValueError as error:
@@ -199,8 +199,6 @@ class _Evolution:
             search.stopped_because = "target_score"
         elif self._failed_in_a_row >= _FAILED_IN_A_ROW:
             search.stopped_because = "model_calls_failed"
-            reason = next(iter(search.chat.failed.values()), "no edit could be used")
-            logger.error("%d proposals failed in a row: %s", self._failed_in_a_row, reason)
         return search.is_spent() or search.stopped_because is not None
 
     def _propose(

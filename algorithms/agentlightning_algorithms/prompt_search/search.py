@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from agentlightning.adapter.message import TraceToMessages
 from agentlightning.algorithm.algorithm import Algorithm
+from agentlightning.algorithm.context import RunContext
 from agentlightning.config import require_least
-from agentlightning.errors import ConfigError
-from agentlightning.resources import PromptTemplate, Resource
+from agentlightning.errors import ConfigError, LightningError
+from agentlightning.resources import LLM, PromptTemplate, Resource
 from agentlightning.types import Dataset, RolloutMode
 from agentlightning_algorithms.prompt_search.budget import Budget
 from agentlightning_algorithms.prompt_search.candidate import CANDIDATE_NAME, Candidate
-from agentlightning_algorithms.prompt_search.chat import PaidChat
+from agentlightning_algorithms.prompt_search.chat import PaidChat, private_copy
 from agentlightning_algorithms.prompt_search.critique import REPAIR_PROMPT, read_prompt
 from agentlightning_algorithms.prompt_search.ledger import FILE_NAME, Ledger
 from agentlightning_algorithms.prompt_search.placeholder import find_placeholders, fit, show_placeholders
@@ -42,6 +43,7 @@ class PromptSearch(Algorithm):
         self,
         async_openai_client: AsyncOpenAI | None,
         *,
+        models: Sequence[str],
         prompts: Sequence[str] | str | None,
         rollout_batch_timeout: float,
         target_score: float | None,
@@ -52,7 +54,9 @@ class PromptSearch(Algorithm):
         if not rollout_batch_timeout > 0:
             raise ConfigError(f"rollout_batch_timeout = {rollout_batch_timeout}: seconds above 0 are needed")
         require_least(1, llm_attempts=llm_attempts)
+        budget.require_prices(*models)
         self.async_openai_client = async_openai_client
+        self.models = models
         self.prompts = (prompts,) if isinstance(prompts, str) else prompts
         self.rollout_batch_timeout = rollout_batch_timeout
         self.target_score = target_score
@@ -99,16 +103,30 @@ class PromptSearch(Algorithm):
         """What the search changed: a unified diff from the seed to the best prompts; empty when nothing is better."""
         return self.get_best().diff(self.history[0])
 
+    def check_setup(self, context: RunContext) -> Sequence[LLM]:
+        """Refuses what ``run`` would: no task, no prompt to tune, no key."""
+        check_datasets(context.train_dataset, context.val_dataset)
+        if context.store is None:
+            choose_prompts(context.initial_resources or {}, self.prompts)
+        client = private_copy(self.async_openai_client)
+        return [LLM(endpoint=str(client.base_url), model=model, api_key=client.api_key) for model in self.models]
+
     async def run(self, train_dataset: Dataset[Any] | None = None, val_dataset: Dataset[Any] | None = None) -> None:
         """Searches until a limit is reached, and leaves the best prompts as the latest resources.
 
         Raises:
             ConfigError: there is no task, or no prompt to tune.
+            LightningError: model calls failed, and nothing was learned.
         """
         train, val = check_datasets(train_dataset, val_dataset)
+        if self.context.adapter is not None and not isinstance(self.context.adapter, TraceToMessages):
+            unread, name = type(self.context.adapter).__name__, type(self).__name__
+            logger.warning("the adapter %s has no effect: %s reads messages; leave adapter out", unread, name)
         try:
             await self.search(await self.begin(), train, val)
             self.report()
+            if self.stopped_because == "model_calls_failed":
+                self._report_failed_calls()
         finally:
             await self.close_chat()
 
@@ -312,16 +330,14 @@ class PromptSearch(Algorithm):
             "cost": self.budget.cost,
         }
 
-    def _open_chat(self) -> PaidChat:
-        from openai import OpenAIError
+    def _report_failed_calls(self) -> None:
+        reason = next(iter(self.chat.failed.values()), "no edit could be used")
+        if len(self.history) == 1:
+            raise LightningError(f"{type(self).__name__} learned nothing, for its model calls failed: {reason}")
+        logger.error("%s ended early, for its model calls failed: %s", type(self).__name__, reason)
 
-        try:
-            return PaidChat(self.async_openai_client, self._ledger, self.budget, attempts=self.llm_attempts)
-        except OpenAIError as error:
-            raise ConfigError(
-                f"{type(self).__name__} needs a model for its critic: set OPENAI_API_KEY (and OPENAI_BASE_URL for "
-                "another endpoint than OpenAI's), or give async_openai_client=AsyncOpenAI(...)"
-            ) from error
+    def _open_chat(self) -> PaidChat:
+        return PaidChat(self.async_openai_client, self._ledger, self.budget, attempts=self.llm_attempts)
 
     def _snapshot_id(self, name: str) -> str:
         return self.context.rollout_id("resources", name).replace("ro-", "rs-", 1)
@@ -360,22 +376,6 @@ def check_datasets(
     if train is None or val is None or not len(train):
         raise ConfigError("a search for prompts needs tasks: give a train_dataset, and a val_dataset to judge by")
     return train, val
-
-
-def read_templates(
-    name: str, given: str | PromptTemplate | Sequence[str | PromptTemplate] | None, default: Sequence[PromptTemplate]
-) -> tuple[PromptTemplate, ...]:
-    """What a user gave instead of our prompts; a plain str is an f-string template.
-
-    Raises:
-        ConfigError: an empty sequence, or something else.
-    """
-    if given is None:
-        return tuple(default)
-    several = [given] if isinstance(given, (str, PromptTemplate)) else list(given)
-    if not several or not all(isinstance(each, (str, PromptTemplate)) for each in several):
-        raise ConfigError(f"{name} = {given!r}: give a prompt template, or several of which one is drawn each time")
-    return tuple(PromptTemplate(each) if isinstance(each, str) else each for each in several)
 
 
 def choose_prompts(resources: Mapping[str, Resource], wanted: Sequence[str] | None) -> dict[str, PromptTemplate]:

@@ -66,7 +66,6 @@ def run_demo(directory: Path, *, seed: int, steps: int | None = None, resume: bo
         algorithm={
             **GRPO_SETTINGS,
             "model": str(CHECKPOINT),
-            "seed": settings["seed"],
             "steps": settings["steps"],
             "target_reward": TARGET_REWARD,
             "test_dataset": make_problems("test", N_TEST),
@@ -75,6 +74,7 @@ def run_demo(directory: Path, *, seed: int, steps: int | None = None, resume: bo
         run_dir=directory,
         resume=resume,
         max_concurrency=64,
+        seed=settings["seed"],
     )
     try:
         trainer.fit(calculator_agent, make_problems("train", 4096, seed=settings["seed"]), make_problems("val", N_VAL))

@@ -12,7 +12,7 @@ from agentlightning.adapter import TraceToTriplet
 from agentlightning.errors import LightningError
 from agentlightning.litagent import LitAgent, initial_prompts, wrap
 from agentlightning.plugins import get_manager
-from agentlightning.resources import Resource, read_resources
+from agentlightning.resources import LLM, Resource, read_resources
 from agentlightning.runner import LitAgentRunner
 from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
@@ -21,7 +21,9 @@ from agentlightning_plugins.doctor.endpoint import answer_request, check_endpoin
 from agentlightning_plugins.doctor.environment import check_environment
 from agentlightning_plugins.doctor.finding import Finding, describe_failure
 from agentlightning_plugins.doctor.link import NAMES, Link, broken, ok, one_line, unchecked
+from agentlightning_plugins.train.assembly import load_agent
 from agentlightning_plugins.train.attribute import load_attribute
+from agentlightning_plugins.train.config import AgentConfig, CommandConfig
 
 if TYPE_CHECKING:
     from agentlightning.tracer.tracer import Tracer
@@ -36,8 +38,8 @@ NO_TASK: Final = object()
 class Order:
     """What is to be checked."""
 
-    agent: str
-    """``module:attribute``, ``path/to/file.py:attribute`` or ``demo``."""
+    agent: str | AgentConfig | CommandConfig
+    """``module:attribute``, ``path/to/file.py:attribute`` or ``demo``; or as a configuration says it."""
     endpoint: str | None = None
     """Base URL of an OpenAI-compatible server; None uses a scripted one."""
     model: str | None = None
@@ -46,8 +48,8 @@ class Order:
     task: Any = NO_TASK
     reward: str | None = None
     """``module:function``."""
-    resources: Mapping[str, str] = field(default_factory=dict)
-    """Prompts, by the name of their resource."""
+    resources: Mapping[str, Resource | str] = field(default_factory=dict)
+    """What the agent is given, by name; calls to any ``LLM`` go through the gateway."""
     tracer: str = "otel"
     agent_match: str | None = None
     trains_weights: bool = True
@@ -92,10 +94,10 @@ def _fill(links: list[Link]) -> list[Link]:
 
 
 def _load_agent(order: Order) -> tuple[LitAgent[Any] | None, Link]:
-    target = "agentlightning_plugins.demo.agent:calculator_agent" if order.agent == _DEMO else order.agent
+    spec = "agentlightning_plugins.demo.agent:calculator_agent" if order.agent == _DEMO else order.agent
     try:
-        found = load_attribute(target)
         reward = None if order.reward is None else load_attribute(order.reward)
+        found = load_attribute(spec) if isinstance(spec, str) else load_agent(spec)
         agent = wrap(found, reward)
         TraceToTriplet(agent_match=order.agent_match)
         get_manager().create("tracer", order.tracer)
@@ -104,7 +106,8 @@ def _load_agent(order: Order) -> tuple[LitAgent[Any] | None, Link]:
         return None, broken(
             "agent", one_line(error), mend if "importing" in str(error) else "the message says what it has to be"
         )
-    return agent, ok("agent", f"{order.agent} is {_describe(found, agent)}")
+    name = spec if isinstance(spec, str) else getattr(spec, "target", "the command")
+    return agent, ok("agent", f"{name} is {_describe(found, agent)}")
 
 
 def _describe(found: Any, agent: LitAgent[Any]) -> str:
@@ -128,7 +131,9 @@ async def _roll_out(
 ) -> tuple[AttemptedRollout | None, Link]:
     try:
         tracer: Tracer = get_manager().create("tracer", order.tracer)
-        resources = read_resources({**initial_prompts(agent), **order.resources, "llm": llm})
+        given = read_resources({**initial_prompts(agent), **order.resources})
+        models = [name for name, resource in given.items() if isinstance(resource, LLM)]
+        resources = {**given, **dict.fromkeys(models or ["llm"], llm)}
         task = _choose_task(order)
     except LightningError as error:
         return None, broken("rollout", one_line(error), "the message says it")

@@ -61,6 +61,8 @@ class Finding:
             return unchecked("calls", "the rollout failed before it made one")
         if not recorded:
             elsewhere = [span for span in self.spans if semconv.is_llm_call(span)]
+            if not self.trains_weights:
+                return _prompt_calls(elsewhere)
             if elsewhere:
                 said = f"the agent made {_count(elsewhere, 'model call')}, none of them through the rollout's endpoint"
             else:
@@ -147,6 +149,8 @@ class Finding:
         left_out = self.adapter.explain_left_out(self.spans)
         if not left_out and self.rollout.status != "succeeded":
             return [], unchecked("triplets", "the rollout failed before it made a model call")
+        if not self.trains_weights:
+            return [], unchecked("triplets", "not needed to tune prompts")
         if not left_out:
             return [], broken("triplets", "no triplets: no span is a model call", _USE_LLM)
         reasons = "; ".join(f"{count} {reason}" for reason, count in left_out.items())
@@ -180,6 +184,13 @@ class Finding:
             return unchecked("template", "no call goes on with the conversation of another")
         begin = "begins" if joined == 1 else "begin"
         return ok("template", f"{_count(joined, 'call')} {begin} exactly with the tokens of the one before")
+
+
+def _prompt_calls(traced: Sequence[Span]) -> Link:
+    """Calls around the rollout's endpoint do for a critic of prompts: it reads what is traced."""
+    if traced:
+        return ok("calls", f"{_count(traced, 'model call')}, none through the rollout's endpoint, as prompts allow")
+    return unchecked("calls", "the agent made no model call that is traced: critics would read tasks and rewards only")
 
 
 def describe_failure(rollout: AttemptedRollout) -> str:

@@ -6,13 +6,14 @@ import json
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 from pydantic import BaseModel
 
 from agentlightning.errors import ConfigError
 
+M = TypeVar("M", bound=BaseModel)
 _BATCH = 1000
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
@@ -64,7 +65,7 @@ def shorten(value: Any, length: int = 60) -> str:
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
-async def export(records: AsyncIterator[BaseModel], path: Path, what: str, as_json: bool) -> None:
+async def export(records: AsyncIterator[M], path: Path, what: str, as_json: bool) -> None:
     """Writes records to a .jsonl or .parquet file, and prints how many.
 
     The file appears when it is complete. In Parquet, values that are mappings or lists are JSON text.

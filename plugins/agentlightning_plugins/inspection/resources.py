@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import click
-from pydantic import BaseModel
 
 from agentlightning.cli import print_table
 from agentlightning.event import ResourcesPublished
@@ -119,12 +117,7 @@ async def rollback_resources(store: LightningStore, resources_id: str, version: 
 @with_store
 async def export_resources(store: LightningStore, path: Path, as_json: bool) -> None:
     """Write all versions of all snapshots, without keys, to PATH (.jsonl or .parquet)."""
-
-    async def records() -> AsyncIterator[BaseModel]:
-        async for update in every(store.query_resources):
-            yield _without_keys(update)
-
-    await export(records(), path, "snapshots", as_json)
+    await export((_without_keys(update) async for update in every(store.query_resources)), path, "snapshots", as_json)
 
 
 def _without_keys(update: ResourcesUpdate) -> ResourcesUpdate:

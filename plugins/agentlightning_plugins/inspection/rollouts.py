@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, get_args
 
 import click
-from pydantic import BaseModel
 
 from agentlightning.cli import print_table
 from agentlightning.errors import StoreError
@@ -189,12 +187,7 @@ async def export_rollouts(
             raise click.UsageError("--format openai-sft takes succeeded rollouts and writes a .jsonl file")
         await export(select_examples(store, min_reward), path, "conversations", as_json)
         return
-
-    async def records() -> AsyncIterator[BaseModel]:
-        async for rollout in every(store.query_rollouts, status_in=status or None):
-            yield rollout
-
-    await export(records(), path, "rollouts", as_json)
+    await export(every(store.query_rollouts, status_in=status or None), path, "rollouts", as_json)
 
 
 async def _each(action: Any, rollout_ids: tuple[str, ...], as_json: bool) -> None:

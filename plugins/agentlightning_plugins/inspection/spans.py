@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import click
-from pydantic import BaseModel
 
 from agentlightning.cli import print_table
 from agentlightning.store.protocol import LightningStore
@@ -104,9 +102,4 @@ async def follow_spans(store: LightningStore, rollout_id: str | None, as_json: b
 @with_store
 async def export_spans(store: LightningStore, path: Path, rollout_id: str | None, as_json: bool) -> None:
     """Write spans to PATH (.jsonl or .parquet)."""
-
-    async def records() -> AsyncIterator[BaseModel]:
-        async for span in every(store.query_spans, rollout_id):
-            yield span
-
-    await export(records(), path, "spans", as_json)
+    await export(every(store.query_spans, rollout_id), path, "spans", as_json)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import click
-from pydantic import BaseModel
 
 from agentlightning.cli import print_table
 from agentlightning.event import AttemptFinished, RolloutStarted
 from agentlightning.store.protocol import LightningStore
-from agentlightning_plugins.inspection.access import found, with_store
+from agentlightning_plugins.inspection.access import every, found, with_store
 from agentlightning_plugins.inspection.output import (
     export,
     json_option,
@@ -92,12 +90,7 @@ async def end_worker(store: LightningStore, worker_id: str, as_json: bool) -> No
 @with_store
 async def export_workers(store: LightningStore, path: Path, as_json: bool) -> None:
     """Write workers to PATH (.jsonl or .parquet)."""
-
-    async def records() -> AsyncIterator[BaseModel]:
-        for worker in await store.query_workers():
-            yield worker
-
-    await export(records(), path, "workers", as_json)
+    await export(every(store.query_workers), path, "workers", as_json)
 
 
 def _ago(instant: float | None) -> str:

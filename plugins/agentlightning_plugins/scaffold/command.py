@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import keyword
 import re
+import sys
 from pathlib import Path
 from typing import Final
 
@@ -58,10 +60,12 @@ def completion(context: click.Context, shell: str) -> None:
 def _write(kind: str, name: str, into: Path | None) -> Path:
     if re.fullmatch(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*", name) is None:
         raise click.UsageError(f"{name!r}: a name is lower-case letters, digits and hyphens, as in my-{kind}")
+    module = name.replace("-", "_")
+    if keyword.iskeyword(module) or module in sys.stdlib_module_names:
+        raise click.UsageError(f"{name!r}: Python has something of this name; choose another, as my-{name}")
     folder = into or Path(name)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise click.UsageError(f"{folder} is there already; name another folder with --into")
-    module = name.replace("-", "_")
     class_name = "".join(part.capitalize() for part in module.split("_"))
     for source in sorted((_TEMPLATES / kind).rglob("*.in")):
         target = folder / str(source.relative_to(_TEMPLATES / kind)).removesuffix(".in").replace("MODULE", module)

@@ -147,7 +147,7 @@ class LightningStoreServer:
     def _cannot_listen(self, error: OSError) -> ConfigError:
         where = f"port {self.port} of {self.host}"
         if error.errno == errno.EADDRINUSE:
-            return ConfigError(f"{where} is in use; choose another port (--port), or 0 for a free one")
+            return ConfigError(f"{where} is in use; choose another port, or 0 for a free one")
         return ConfigError(f"cannot listen on {where}: {error.strerror or error}")
 
 

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -14,18 +14,19 @@ from typing import Any, Final
 import yaml
 
 from agentlightning.algorithm.algorithm import Algorithm
+from agentlightning.algorithm.context import RunContext
 from agentlightning.config import bind_settings
 from agentlightning.errors import ConfigError, LightningError, PluginError
 from agentlightning.hook import Hook
 from agentlightning.hookspecs import ComponentKind
 from agentlightning.litagent import LitAgent, wrap
 from agentlightning.plugins import get_manager
-from agentlightning.resources import Resource, read_resources
+from agentlightning.resources import LLM, Resource, read_resources
 from agentlightning.run_directory import make_directory
 from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
-from agentlightning.trainer import Trainer
-from agentlightning.types import Dataset
+from agentlightning.trainer import Trainer, first_resources
+from agentlightning.types import Dataset, Run
 from agentlightning_plugins.train.attribute import load_attribute
 from agentlightning_plugins.train.config import AgentConfig, CommandConfig, ComponentSpec, DatasetConfig, TrainConfig
 from agentlightning_plugins.train.dataset import load_dataset
@@ -61,8 +62,8 @@ def load_parts(config: TrainConfig, document: Document) -> Parts:
     """
     parts = Parts(
         agent=_at(document, ("agent",), load_agent, config.agent),
-        train=_at(document, ("data", "train"), _load_data, config.data.train),
-        val=_at(document, ("data", "val"), _load_data, config.data.val),
+        train=_at(document, ("data", "train"), load_data, config.data.train),
+        val=_at(document, ("data", "val"), load_data, config.data.val),
         resources=_at(document, ("resources",), _load_resources, config.resources),
         components={},
     )
@@ -118,10 +119,32 @@ def make_trainer(config: TrainConfig, parts: Parts, directory: Path, *, resume: 
     )
 
 
-def fit(trainer: Trainer, parts: Parts) -> None:
+def check_setup(config: TrainConfig, parts: Parts) -> Sequence[LLM]:
+    """Lets the algorithm refuse what it cannot work with; returns the endpoints that it calls itself.
+
+    Raises:
+        ConfigError: something is missing, or does not fit.
+    """
+    if getattr(parts.components.get("strategy"), "role", "both") == "runner":  # the algorithm runs elsewhere
+        return ()
+    algorithm: Algorithm = parts.components["algorithm"]
+    context = RunContext(
+        # Another one stands for a store that is named: opening that may make a file.
+        store=None if config.store is None else create_store("memory://"),
+        adapter=parts.components.get("adapter"),
+        llm_proxy=parts.components.get("gateway"),
+        train_dataset=parts.train,
+        val_dataset=parts.val,
+        initial_resources=first_resources(parts.agent, parts.resources),
+        seed=config.seed,
+    )
+    return algorithm.check_setup(context)
+
+
+def fit(trainer: Trainer, parts: Parts) -> Run:
     """Runs a trainer of ``make_trainer`` and closes its store."""
     try:
-        trainer.fit(parts.agent, parts.train, parts.val)
+        return trainer.fit(parts.agent, parts.train, parts.val)
     finally:
         if trainer.store is not None:
             asyncio.run(trainer.store.close())
@@ -153,6 +176,17 @@ def load_agent(spec: str | AgentConfig | CommandConfig) -> LitAgent[Any]:
         return agl.CommandAgent(**bind_settings(agl.CommandAgent, settings, "a command agent"))
     task_to_input = None if spec.task_to_input is None else load_attribute(spec.task_to_input)
     return wrap(load_attribute(spec.target), reward, task_to_input, spec.prompts)
+
+
+def load_data(spec: str | DatasetConfig) -> Dataset[Any]:
+    """The tasks that a configuration names.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    if isinstance(spec, str):
+        return load_dataset(expand(spec))
+    return load_dataset(expand(spec.source), split=spec.split, limit=spec.limit, shuffle_seed=spec.shuffle_seed)
 
 
 def expand(value: Any) -> Any:
@@ -232,12 +266,6 @@ def _complete_strategy(config: TrainConfig, document: Document) -> ComponentSpec
             raise ConfigError(f"{place}: {key} is given twice; the strategy has {setting} = {spec[setting]!r}")
         spec[setting] = getattr(config, key)
     return spec
-
-
-def _load_data(spec: str | DatasetConfig) -> Dataset[Any]:
-    if isinstance(spec, str):
-        return load_dataset(expand(spec))
-    return load_dataset(expand(spec.source), split=spec.split, limit=spec.limit, shuffle_seed=spec.shuffle_seed)
 
 
 def _load_resources(resources: dict[str, Any]) -> dict[str, Resource]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from agentlightning.algorithm.algorithm import Algorithm
 from agentlightning.algorithm.context import RunContext
 from agentlightning.event import ResourcesPublished, RolloutEnqueued
+from agentlightning.resources import LLM
 from agentlightning.reward import find_final_reward
 from agentlightning.thread import run_in_thread
 from agentlightning.types import Dataset
@@ -43,6 +45,9 @@ class Budgeted(Algorithm):
     @context.setter
     def context(self, context: RunContext) -> None:
         self.algorithm.context = context
+
+    def check_setup(self, context: RunContext) -> Sequence[LLM]:
+        return self.algorithm.check_setup(context)
 
     def save_state(self, directory: Path) -> None:
         self.algorithm.save_state(directory)

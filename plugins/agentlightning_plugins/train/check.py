@@ -9,7 +9,7 @@ from typing import Any
 from agentlightning.errors import LightningError
 from agentlightning.resources import LLM
 from agentlightning.types import Dataset
-from agentlightning_plugins.train.assembly import Parts, expand
+from agentlightning_plugins.train.assembly import Parts, check_setup, expand
 from agentlightning_plugins.train.config import TrainConfig
 
 _TIMEOUT_S = 5.0
@@ -42,6 +42,13 @@ def _problems(config: TrainConfig, parts: Parts) -> Iterator[tuple[str, str | No
     for name, resource in (parts.resources or {}).items():
         if isinstance(resource, LLM):
             yield f"resources.{name:<13}{resource.endpoint}", _try_endpoint(resource.endpoint, resource.api_key)
+    try:
+        called = check_setup(config, parts)
+    except LightningError as error:
+        yield "algorithm", str(error)
+        return
+    for endpoint, key in dict.fromkeys((each.endpoint, each.api_key) for each in called):
+        yield f"algorithm    {endpoint}", _try_endpoint(endpoint, key)
 
 
 def _try_store(url: str) -> str | None:

@@ -22,7 +22,7 @@ EXIT_CODES: Final = """
 \b
 Exit codes:
   0    the run succeeded (or what was to be checked or printed is in order)
-  1    the algorithm failed; its traceback is above
+  1    the algorithm failed, or every rollout did; why is said above
   2    the configuration, the data or an argument is wrong; nothing was run
   130  stopped by Ctrl-C; 143 by SIGTERM. Continue with --resume.
 """
@@ -47,7 +47,7 @@ def command(
 
     KEY=VALUE changes the configuration for this run: algorithm.steps=20.
     """
-    from agentlightning_plugins.train.assembly import load_parts, make_trainer
+    from agentlightning_plugins.train.assembly import check_setup, load_parts, make_trainer
     from agentlightning_plugins.train.config import read_config
     from agentlightning_plugins.train.document import check_secrets, read_document
 
@@ -77,6 +77,7 @@ def command(
         if not check_run(checked, parts, click.echo):
             raise SystemExit(2)
         return
+    check_setup(checked, parts)  # before there is a directory
     directory = resume or run_dir or choose_directory(checked.run_dir, checked.name or config.stem)
     if resume is None and (directory / RECORD_NAME).exists():
         raise ConfigError(f"{directory} holds a run already; continue it with: agl train --resume {directory}")
@@ -131,7 +132,7 @@ def _fit(trainer: Any, parts: Any, directory: Path) -> None:
     from agentlightning_plugins.train.assembly import fit
 
     try:
-        fit(trainer, parts)
+        run = fit(trainer, parts)
     except (KeyboardInterrupt, SystemExit) as stop:
         click.echo(f"\nstopped; continue with:\n\n    agl train --resume {directory}\n", err=True)
         raise SystemExit(130 if isinstance(stop, KeyboardInterrupt) else stop.code) from None
@@ -140,6 +141,11 @@ def _fit(trainer: Any, parts: Any, directory: Path) -> None:
     except LightningError as error:  # of a run that was under way: no mistake in the configuration
         traceback.print_exc()
         raise SystemExit(1) from error
+    if run.status == "failed":
+        click.echo(
+            f"failed: no rollout of {directory} succeeded; agl report {directory} says which errors they had", err=True
+        )
+        raise SystemExit(1)
     click.echo(f"done: {directory}", err=True)
 
 

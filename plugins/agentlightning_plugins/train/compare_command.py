@@ -71,6 +71,7 @@ def command(
     Each algorithm learns from data.train and data.val; what it published is judged on the test tasks. p is that of a
     paired permutation test over tasks against the first algorithm.
     """
+    from agentlightning_plugins.train.assembly import check_setup
     from agentlightning_plugins.train.command import choose_directory
     from agentlightning_plugins.train.dataset import load_dataset
     from agentlightning_plugins.train.document import check_secrets, read_document
@@ -85,7 +86,8 @@ def command(
     except ValueError:
         raise click.UsageError(f"--seeds {seeds}: numbers separated by commas are needed, as in 0,1,2") from None
     for contestant in contestants:  # a mistake in the last one is known before the first one has trained
-        _, parts = _load(document, contestant, chosen_seeds[0])
+        checked, parts = _load(document, contestant, chosen_seeds[0])
+        check_setup(checked, parts)
         if tasks is None and parts.val is None:
             raise ConfigError("comparing needs test tasks: data.val in the configuration, or --test SOURCE")
     directory = run_dir or choose_directory(None, "compare")
@@ -119,7 +121,7 @@ def _load(document: Any, contestant: _Contestant, seed: int) -> tuple[Any, Any]:
     from agentlightning_plugins.train.config import read_config
 
     seeded = {"seed": seed} if contestant.takes("seed") else {}
-    document.values["algorithm"] = {**contestant.spec, **seeded}
+    document.values |= {"algorithm": {**contestant.spec, **seeded}, "seed": seed}
     checked = read_config(document)
     return checked, load_parts(checked, document)
 
