@@ -9,6 +9,7 @@ endif
 # `make demo TORCH='torch==2.13.0 --index-url <index of CPU builds>'`.
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
+RERUN := --reruns 1 --rerun-show-tracebacks
 # uv reads no pip configuration; this much it should know.
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 
@@ -46,11 +47,11 @@ define environment
 	@touch $(1)/.complete-$(HASH)
 endef
 
-# $(call pytest,options): what tests/conftest.py assigns to each environment.
+# $(call pytest,options): what tests/conftest.py assigns to each environment. What fails is run once more, and then named.
 define pytest
-	@$(BIN)/python -m pytest $(1) $(PYTEST_ARGS)
-	@$(NEWEST)/bin/python -m pytest --environment newest $(1) $(PYTEST_ARGS)
-	@$(VERL)/bin/python -m pytest --environment verl $(1) $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest $(RERUN) $(1) $(PYTEST_ARGS)
+	@$(NEWEST)/bin/python -m pytest --environment newest $(RERUN) $(1) $(PYTEST_ARGS)
+	@$(VERL)/bin/python -m pytest --environment verl $(RERUN) $(1) $(PYTEST_ARGS)
 endef
 
 help:  ## show this

@@ -9,21 +9,31 @@ from __future__ import annotations
 import logging
 import os
 import re
+import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 pytest.register_assert_rewrite("tests.integrations.team")
+# Hypothesis measures how long an example takes, and a machine with other work to do takes longer.
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")
 
 for name in [name for name in os.environ if name.startswith(("AGL_", "OPENAI_"))]:
     del os.environ[name]  # a developer's own settings and keys must not reach a test
 # Set before anything imports them, and inherited by the processes that tests start.
 os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell has it for what it runs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # else what tests start ignores Ctrl-C too
 
 
 ENVIRONMENTS = ("main", "newest", "verl")
 _FOLDER = Path(__file__).parent
+_TIMEOUT = pytest.StashKey[Any]()
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +64,26 @@ def environments_of(path: Path) -> set[str]:
         return set().union(*map(environments_of, path.rglob("test_*.py")))
     mark = re.search(r"pytest\.mark\.environment\(([^)]*)\)", path.read_text(encoding="utf-8"))
     return set(re.findall(r"\w+", mark[1])) if mark else {"main"}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> None:
+    """Keeps what pytest-timeout was told of a test, for a second run of it."""
+    item.stash[_TIMEOUT] = settings
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Gives a test that pytest-rerunfailures runs again its whole time: the first failure stopped the clock."""
+    if getattr(item, "execution_count", 1) > 1 and _TIMEOUT in item.stash:
+        item.ihook.pytest_timeout_set_timer(item=item, settings=item.stash[_TIMEOUT])
+
+
+def pytest_sessionfinish() -> None:
+    """Closes the client that the demo's agent keeps for as long as its process runs."""
+    agent = sys.modules.get("agentlightning_plugins.demo.agent")
+    if agent is not None:
+        agent.CLIENT.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,12 +8,13 @@ import itertools
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from tests.port import reserve_port
 
 USER = "postgres"
 PASSWORD = "of-the-tests"
@@ -54,7 +55,7 @@ class PostgresServer:
                 self.folder.chmod(0o755)
                 shutil.copytree(self._binaries.parent, self.folder / "install")
                 self._binaries = self.folder / "install" / "bin"
-        self.port = _free_port()
+        self.port = reserve_port()
         self._numbers = itertools.count(1)
         self._free: dict[bool, list[str]] = {True: [], False: []}
         self._process: subprocess.Popen[bytes] | None = None
@@ -167,10 +168,3 @@ def running_server(parent: Path = Path("/tmp")) -> Iterator[PostgresServer]:  # 
         yield server
     finally:
         server.remove()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

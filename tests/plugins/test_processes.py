@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -114,53 +114,67 @@ def test_an_algorithm_that_fails_in_its_own_process_fails_the_run() -> None:
     assert run.status == "failed"
 
 
-_STOPPED_PROGRAM = """
-import asyncio, signal, time, agentlightning as agl
+_STOPPED_AGENT = """
+import asyncio, pathlib, signal, time, agentlightning as agl
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
 def agent(task):
-    print("begun", flush=True)
-    time.sleep(task["seconds"])
+    print("the agent prints", flush=True)
+    pathlib.Path("begun").touch()
+    while not pathlib.Path("told").exists():
+        time.sleep(0.01)
     return 1.0
+"""
+_STOPPED_PROGRAM = f"""{_STOPPED_AGENT}
 store = agl.create_store("memory://")
 try:
-    trainer = agl.Trainer(algorithm="baseline", store=store, trackers=[], tracer="dummy", strategy="STRATEGY")
-    trainer.fit(agent, [{"seconds": SECONDS}])
+    agl.Trainer(algorithm="baseline", store=store, trackers=[], tracer="dummy", strategy="STRATEGY").fit(agent, [1])
 finally:
     rollout = asyncio.run(store.query_rollouts()).items[0]
-    print(asyncio.run(store.query_runs()).items[0].status, rollout.status, flush=True)
+    pathlib.Path("ended").write_text(f"{{asyncio.run(store.query_runs()).items[0].status}} {{rollout.status}}")
 """
 
 
-def run_and_stop(
-    tmp_path: Path, seconds: float, signals: list[signal.Signals], strategy: str = "cs"
-) -> tuple[int, str, float]:
-    script = tmp_path / "program.py"
-    script.write_text(_STOPPED_PROGRAM.replace("SECONDS", str(seconds)).replace("STRATEGY", strategy))
-    process = subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "begun\n"
-    started = time.monotonic()
-    for number in signals:
+def run_and_stop(folder: Path, program: str, signals: list[signal.Signals]) -> int:
+    """Runs a program, sends it a signal while its agent runs, and once it has said that it stops, the others.
+
+    What it runs may end only when no other signal is to follow. Returns the exit code; the file ``ended`` has the rest.
+    """
+    (folder / "program.py").write_text(program)
+    log = folder / "log"
+    with log.open("w") as output:
+        process = subprocess.Popen([sys.executable, "program.py"], cwd=folder, stdout=output, stderr=output)
+    first, *others = signals
+    wait_for((folder / "begun").exists, process, log)
+    process.send_signal(first)
+    wait_for(lambda: "stopping: " in log.read_text(), process, log)
+    for number in others:
         process.send_signal(number)
-        time.sleep(0.5)
-    output, _ = process.communicate(timeout=60)
-    return process.returncode, output, time.monotonic() - started
+    if not others:
+        (folder / "told").touch()
+    process.wait(60)
+    assert "the agent prints" in log.read_text()
+    return process.returncode
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("strategy", ["shm", "cs"])
 def test_sigterm_stops_in_order_and_lets_what_runs_finish(tmp_path: Path, strategy: str) -> None:
-    code, output, _ = run_and_stop(tmp_path, 1.0, [signal.SIGTERM], strategy)
-    assert output == "interrupted succeeded\n"
+    code = run_and_stop(tmp_path, _STOPPED_PROGRAM.replace("STRATEGY", strategy), [signal.SIGTERM])
     assert code == 128 + signal.SIGTERM
+    assert (tmp_path / "ended").read_text() == "interrupted succeeded"
 
 
 def test_a_second_ctrl_c_does_not_wait_for_what_runs(tmp_path: Path) -> None:
-    code, output, seconds = run_and_stop(tmp_path, 60.0, [signal.SIGINT, signal.SIGINT])
-    assert "interrupted" in output
-    assert code != 0
-    assert seconds < 15.0
+    assert run_and_stop(tmp_path, _STOPPED_PROGRAM.replace("STRATEGY", "cs"), [signal.SIGINT, signal.SIGINT]) != 0
+    status, _, _ = (tmp_path / "ended").read_text().partition(" ")
+    assert status == "interrupted"
 
 
 @pytest.mark.parametrize("strategy", ["shm", "cs"])

@@ -141,12 +141,14 @@ import agentlightning as agl
 
 async def main():
     store = agl.create_store(sys.argv[1])
+    first = await store.dequeue_rollout()  # each has one, however slow it is then
     print("ready", flush=True)
     sys.stdin.readline()
+    print(first.rollout_id, flush=True)
     async def claim_all():
         while (claimed := await store.dequeue_rollout(timeout=0.2)) is not None:
             print(claimed.rollout_id, flush=True)
-            await asyncio.sleep(0.005)  # leaves some to the other
+            await asyncio.sleep(0.005)  # leaves most to others
     await asyncio.gather(*(claim_all() for _ in range(4)))
     await store.close()
 

@@ -7,7 +7,6 @@ import contextlib
 import json
 import random
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from agentlightning.types import Rollout, RolloutConfig, Span
 from agentlightning_plugins.sqlite_store import SqliteLightningStore
 from agentlightning_plugins.store_client import LightningStoreClient
 from agentlightning_plugins.store_server import LightningStoreServer
+from tests.port import reserve_port
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -71,8 +71,7 @@ class Server:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.port = reserve_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._process: subprocess.Popen[str] | None = None
 
@@ -92,7 +91,7 @@ class Server:
         if stopping is None:
             return 0
         stopping.send_signal(number)
-        await asyncio.to_thread(stopping.communicate, timeout=30)
+        await asyncio.to_thread(stopping.communicate, timeout=60)
         return stopping.returncode
 
 
@@ -354,7 +353,7 @@ async def test_a_paused_server_is_waited_for(server: Server) -> None:
     assert stopped is not None
     stopped.send_signal(signal.SIGSTOP)
     calls = [asyncio.create_task(client.enqueue_rollout(number)) for number in range(5)]
-    taking = asyncio.create_task(client.dequeue_rollout("worker", timeout=5))
+    taking = asyncio.create_task(client.dequeue_rollout("worker", timeout=60))
     await asyncio.sleep(1)
     stopped.send_signal(signal.SIGCONT)
     assert len({item.rollout_id for item in await asyncio.gather(*calls)}) == 5

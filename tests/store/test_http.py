@@ -303,7 +303,7 @@ async def test_a_server_that_stays_away_is_an_error_and_not_an_endless_wait() ->
     for call in (client.statistics(), client.enqueue_rollout(1), client.dequeue_rollout(timeout=60)):
         with pytest.raises(StoreError, match="is `agl store` running there"):
             await call
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 25
     await client.close()
 
 
@@ -359,12 +359,12 @@ async def test_a_claim_whose_answer_was_lost_is_given_again_and_not_twice(
     async with proxy.listen() as url:
         client = LightningStoreClient(url)
         proxy.answers_to_lose = 2
-        claimed = await client.dequeue_rollout("worker", timeout=5)
+        claimed = await client.dequeue_rollout("worker", timeout=30)
         assert claimed is not None
         assert claimed.input == 0
         assert proxy.lost == 2
         assert [rollout.status for rollout in await store.query_rollouts()] == ["preparing", "queuing", "queuing"]
-        following = await client.dequeue_rollout("worker", timeout=5)
+        following = await client.dequeue_rollout("worker", timeout=30)
         assert following is not None
         assert following.input == 1
         await client.close()
@@ -421,7 +421,7 @@ async def test_who_dies_while_waiting_takes_nothing_along(
     dying.close()
     await asyncio.sleep(0.1)
     await client.enqueue_rollout("task")
-    claimed = await client.dequeue_rollout("staying", timeout=5)
+    claimed = await client.dequeue_rollout("staying", timeout=30)
     assert claimed is not None
     assert claimed.attempt.sequence_id == 1
 
@@ -463,7 +463,7 @@ async def test_stopping_answers_those_who_wait_at_once(store: LightningStore) ->
         await server.stop()
         assert await asking == (200, [])
         assert (await listening).count(b"event: step_finished") == 8
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15
 
 
 async def test_stopping_finishes_the_requests_in_flight(store: LightningStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -498,7 +498,7 @@ async def test_a_subscriber_sees_what_its_own_client_does_next(server: Lightning
         coming = asyncio.ensure_future(anext(events))
         await asyncio.sleep(0)
         await client.enqueue_rollout("task")
-        assert (await asyncio.wait_for(coming, 5)).kind == "rollout_enqueued"
+        assert (await asyncio.wait_for(coming, 60)).kind == "rollout_enqueued"
         await events.aclose()  # type: ignore[attr-defined] # it is a generator
         await client.close()
 
@@ -609,7 +609,7 @@ def agl_store(folder: Path, *options: str) -> Iterator[str]:
         yield process.stdout.readline()
     finally:
         process.send_signal(signal.SIGTERM)
-        output, errors = process.communicate(timeout=20)
+        output, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     assert "Stopping" in output
     assert errors == ""

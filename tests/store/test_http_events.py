@@ -29,7 +29,7 @@ class Stream:
         """The fields of the next frame; a comment has the field '', the end none."""
         text = b""
         while not text.endswith(b"\n\n"):
-            line = await asyncio.wait_for(self._content.readline(), 10)
+            line = await asyncio.wait_for(self._content.readline(), 60)
             if not line:
                 return {}
             text += line
@@ -119,14 +119,14 @@ async def test_our_client_raises_when_it_is_too_slow_and_goes_on_where_a_stream_
         client = LightningStoreClient(server.endpoint)
         stream = client.subscribe(["rollout_enqueued"])
         coming = asyncio.ensure_future(anext(stream))
-        await asyncio.sleep(0.1)
+        await until_one(server, "agl_store_event_subscribers")
         await store.enqueue_rollout(0)
         await coming
         session = client._connection._pool.session()
         for connection in [*session.connector._acquired]:  # type: ignore[union-attr] # to break the stream
             connection.transport.abort()
         ids = [(await store.enqueue_rollout(number)).rollout_id for number in range(3)]
-        assert [(await asyncio.wait_for(anext(stream), 10)).rollout_id for _ in ids] == ids  # type: ignore[union-attr] # an enqueue event
+        assert [(await asyncio.wait_for(anext(stream), 60)).rollout_id for _ in ids] == ids  # type: ignore[union-attr] # an enqueue event
         await stream.aclose()  # type: ignore[attr-defined] # it is a generator
         await client.close()
 
@@ -157,6 +157,12 @@ def _samples(text: str) -> dict[str, dict[tuple[str, ...], float]]:
     return samples
 
 
+async def until_one(server: LightningStoreServer, gauge: str) -> None:
+    async with asyncio.timeout(60):
+        while _samples((await ask(server, "GET", "/metrics"))[1].decode())[gauge][()] != 1:  # noqa: ASYNC110 # nobody tells
+            await asyncio.sleep(0.02)
+
+
 async def test_prometheus_reads_how_the_store_and_its_requests_stand() -> None:
     async with serve() as (server, store), subscribe(server):
         await store.with_run("some-run").create_run("named")
@@ -169,8 +175,8 @@ async def test_prometheus_reads_how_the_store_and_its_requests_stand() -> None:
             assert (await ask(server, "GET", path))[0] == 200
         assert (await ask(server, "GET", path + "0"))[0] == 404
         assert (await ask(server, "GET", "/elsewhere"))[0] == 404
-        asking = asyncio.create_task(ask(server, "POST", "/v1/agl/queues/rollouts/dequeue", {"timeout": 5}))
-        await asyncio.sleep(0.1)
+        asking = asyncio.create_task(ask(server, "POST", "/v1/agl/queues/rollouts/dequeue", {"timeout": 30}))
+        await until_one(server, "agl_store_waiting_requests")
 
         status, content = await ask(server, "GET", "/metrics")
         assert status == 200

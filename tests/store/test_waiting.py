@@ -121,10 +121,10 @@ class FailsOnce(MemoryBackend):
 
 async def test_a_claim_that_fails_leaves_the_rollout_to_the_next_in_line() -> None:
     store = BackendStore(FailsOnce())
-    claims = [asyncio.create_task(store.dequeue_rollout(timeout=10)) for _ in range(2)]
+    claims = [asyncio.create_task(store.dequeue_rollout(timeout=60)) for _ in range(2)]
     await asyncio.sleep(0.05)
     await store.enqueue_rollout("a")
-    unlucky, lucky = await asyncio.wait_for(asyncio.gather(*claims, return_exceptions=True), 5)
+    unlucky, lucky = await asyncio.wait_for(asyncio.gather(*claims, return_exceptions=True), 60)
     assert isinstance(unlucky, ConnectionError)
     assert isinstance(lucky, AttemptedRollout)
     await store.close()

@@ -25,8 +25,8 @@ R = TypeVar("R", bound=Record)
 
 @pytest.fixture
 async def store() -> AsyncIterator[BackendStore]:
-    """A store whose workers have to be heard every 0.6 s."""
-    store = BackendStore(MemoryBackend(), lease_s=0.6, watchdog_interval_s=0.05)
+    """A store whose workers have to be heard every 1.2 s."""
+    store = BackendStore(MemoryBackend(), lease_s=1.2, watchdog_interval_s=0.05)
     yield store
     await store.close()
 
@@ -49,16 +49,16 @@ def watchdogs() -> set[threading.Thread]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(400):
+    for _ in range(2400):
         if condition():
             return
         await asyncio.sleep(0.025)
-    raise AssertionError("it did not happen within 10 s")
+    raise AssertionError("it did not happen within 60 s")
 
 
 async def test_a_rollout_whose_claimer_died_before_it_began_goes_to_another_worker(store: BackendStore) -> None:
     lost = await claim(store, "dead")
-    again = await store.dequeue_rollout("alive", timeout=10)
+    again = await store.dequeue_rollout("alive", timeout=60)
     assert again is not None
     assert (again.rollout_id, again.attempt.sequence_id) == (lost.rollout_id, 2)
     first, _ = await store.query_attempts(lost.rollout_id)
@@ -66,9 +66,10 @@ async def test_a_rollout_whose_claimer_died_before_it_began_goes_to_another_work
     assert first.error is not None
     assert "'dead'" in first.error.message
     assert first.last_heartbeat_time == first.start_time  # the verdict is no sign of life
-    worker = await store.get_worker_by_id("dead")
-    assert worker is not None
-    assert (worker.status, worker.current_attempt_id) == ("unknown", None)
+    async with asyncio.timeout(60):  # what it means for the worker is written next
+        while (worker := await store.get_worker_by_id("dead")) is None or worker.status != "unknown":  # noqa: ASYNC110 # nobody tells
+            await asyncio.sleep(0.01)
+    assert worker.current_attempt_id is None
 
 
 @pytest.mark.parametrize(("retry", "status"), [([], "failed"), (["unresponsive"], "requeuing")])
@@ -88,7 +89,7 @@ async def test_the_config_decides_about_an_attempt_that_had_begun(
 
 async def test_heartbeats_of_the_worker_renew_the_leases_of_all_its_attempts(store: BackendStore) -> None:
     claims = [await claim(store, "worker-1") for _ in range(3)]
-    for _ in range(12):
+    for _ in range(16):
         await asyncio.sleep(0.1)
         await store.update_worker("worker-1")
     assert [(await latest(store, item)).attempt.status for item in claims] == ["preparing"] * 3
@@ -96,7 +97,7 @@ async def test_heartbeats_of_the_worker_renew_the_leases_of_all_its_attempts(sto
 
 async def test_spans_renew_the_lease(store: BackendStore) -> None:
     claimed = await claim(store, "worker-1")
-    for _ in range(12):
+    for _ in range(16):
         await asyncio.sleep(0.1)
         span = Span.from_attributes(attributes={}, rollout_id=claimed.rollout_id, attempt_id=claimed.attempt.attempt_id)
         await store.add_span(span)
@@ -105,7 +106,7 @@ async def test_spans_renew_the_lease(store: BackendStore) -> None:
 
 async def test_an_attempt_without_a_worker_has_a_lease_that_its_own_heartbeats_renew(store: BackendStore) -> None:
     silent, beating = await claim(store, None), await claim(store, None)
-    for _ in range(12):
+    while (await latest(store, silent)).status == "preparing":
         await asyncio.sleep(0.1)
         await store.update_attempt(beating.rollout_id, "latest", last_heartbeat_time=time.time())
     assert (await latest(store, beating)).attempt.status == "preparing"
@@ -117,7 +118,7 @@ async def test_an_attempt_without_a_worker_has_a_lease_that_its_own_heartbeats_r
 
 async def test_a_worker_that_names_its_attempts_keeps_only_these(store: BackendStore) -> None:
     known, unheard = await claim(store, "worker-1"), await claim(store, "worker-1")  # the answer to one was lost
-    for _ in range(12):
+    while (await latest(store, unheard)).status == "preparing":
         await asyncio.sleep(0.1)
         await store.update_worker("worker-1", attempt_ids=[known.attempt.attempt_id])
     assert (await latest(store, known)).attempt.status == "preparing"
@@ -186,9 +187,9 @@ async def test_a_deadline_is_met_long_before_the_next_regular_look() -> None:
     await claim(store, None, RolloutConfig(timeout_seconds=50))
     await asyncio.sleep(0.05)
     hasty = await claim(store, None, RolloutConfig(timeout_seconds=0.1))
-    (ended,) = await store.wait_for_rollouts([hasty.rollout_id], timeout=10)
+    (ended,) = await store.wait_for_rollouts([hasty.rollout_id], timeout=40)
     assert ended.end_time is not None
-    assert 0.1 <= ended.end_time - hasty.attempt.start_time < 5
+    assert 0.1 <= ended.end_time - hasty.attempt.start_time < 25
     await store.close()
 
 
@@ -197,9 +198,9 @@ async def test_two_owners_of_one_database_end_an_attempt_once() -> None:
     seen: list[Event] = []
     backend.watch(lambda events: seen.extend(events))
     stores = [BackendStore(backend, watchdog_interval_s=0.01) for _ in range(2)]
-    await claim(stores[0], None, RolloutConfig(timeout_seconds=0.1))
-    await claim(stores[1], None, RolloutConfig(timeout_seconds=0.1))
-    await asyncio.sleep(0.4)
+    claimed = [await claim(store, None, RolloutConfig(timeout_seconds=0.1)) for store in stores]
+    await stores[0].wait_for_rollouts([one.rollout_id for one in claimed], timeout=60)
+    await asyncio.sleep(0.2)  # in which the other looks again and again
     kinds = [event.kind for event in seen]
     assert (kinds.count("attempt_finished"), kinds.count("rollout_finished")) == (2, 2)
     for store in stores:
@@ -222,7 +223,7 @@ async def test_the_watch_survives_a_database_that_is_away(caplog: pytest.LogCapt
     backend = FlakyBackend()
     store = BackendStore(backend, watchdog_interval_s=0.02)
     claimed = await claim(store, None, RolloutConfig(timeout_seconds=0.05))
-    (ended,) = await store.wait_for_rollouts([claimed.rollout_id], timeout=10)
+    (ended,) = await store.wait_for_rollouts([claimed.rollout_id], timeout=60)
     assert (ended.status, backend.failures) == ("failed", 0)
     assert "tries again" in caplog.text
     await store.close()
@@ -278,7 +279,7 @@ async def test_only_live_attempts_are_looked_at() -> None:
         await store.update_attempt(claimed.rollout_id, "latest", status="succeeded")
     live: Sequence[AttemptedRollout] = [await claim(store, "worker-1") for _ in range(3)]
     looked.clear()
-    await asyncio.sleep(0.2)
+    await until(lambda: len(looked) >= 9)
     assert len(live) == 3
     assert set(looked) == {3, 1}  # three attempts, three rollouts, one worker
     await store.close()
