@@ -183,10 +183,34 @@ async def run_in_thread(
         raise
 
 
+class _Interruption:
+    """How what ``run_beside_loop`` has called is stopped in order."""
+
+    stop: Callable[[], object] | None = None
+
+
+_interruption: contextvars.ContextVar[_Interruption | None] = contextvars.ContextVar(
+    "agentlightning_interruption", default=None
+)
+
+
+def stop_on_interrupt(stop: Callable[[], object]) -> None:
+    """Says what a Ctrl-C does to the running event loop, where ``run_beside_loop`` has put it into a thread.
+
+    Elsewhere this does nothing: there the signal itself arrives.
+
+    Args:
+        stop: called in the loop; a second Ctrl-C is raised in it.
+    """
+    interruption = _interruption.get()
+    if interruption is not None:
+        interruption.stop = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, stop)
+
+
 def run_beside_loop(function: Callable[[], T]) -> T:
     """Calls a function that runs an event loop of its own: here, or in a thread where one is running here already.
 
-    That is so in notebooks. A Ctrl-C goes on to the thread, and its loop is cancelled as it would be here.
+    That is so in notebooks. A Ctrl-C goes on to the thread, and does there what ``stop_on_interrupt`` was told.
     """
     try:
         asyncio.get_running_loop()
@@ -197,7 +221,9 @@ def run_beside_loop(function: Callable[[], T]) -> T:
     if not running:  # outside the handler: what the function raises has nothing to do with the absent loop
         return function()
     outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+    interruption = _Interruption()
     context = contextvars.copy_context()
+    context.run(_interruption.set, interruption)
 
     def work() -> None:
         try:
@@ -210,7 +236,14 @@ def run_beside_loop(function: Callable[[], T]) -> T:
     try:
         return outcome.result()
     except KeyboardInterrupt:
-        if thread.is_alive():
+        try:
+            if interruption.stop is None:
+                _raise_in(thread, KeyboardInterrupt)
+            else:
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    interruption.stop()
+            thread.join()
+        except KeyboardInterrupt:
             _raise_in(thread, KeyboardInterrupt)
             thread.join()
         raise

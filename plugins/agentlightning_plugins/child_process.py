@@ -20,6 +20,7 @@ import cloudpickle
 
 from agentlightning.execution import RunnerJob
 from agentlightning_plugins.job_process import RECYCLE_EXIT_CODE, UNLOADABLE_EXIT_CODE, JobTarget
+from agentlightning_plugins.stopping import until_hurried
 from agentlightning_plugins.supervisor import Ending
 
 logger = logging.getLogger("agentlightning")
@@ -50,7 +51,7 @@ class ChildProcesses:
     async def run(self, name: str) -> tuple[int, str]:
         """Runs one process to its end; returns its exit code and the last line it wrote to stderr.
 
-        Cancelling it asks the process to finish what it has begun; cancelling it once more kills the process.
+        Cancelling it asks the process to finish what it has begun; cancelling it once more, or a hurry, kills it.
         """
         read_fd, write_fd = os.pipe()
         try:
@@ -71,7 +72,7 @@ class ChildProcesses:
         except asyncio.CancelledError:
             process.terminate()
             try:
-                await self._in_thread(_drain, process)
+                await until_hurried(self._in_thread(_drain, process))
             finally:
                 process.kill()  # harmless when it has ended
             raise

@@ -21,7 +21,7 @@ from agentlightning.execution import AlgorithmJob, ExecutionStrategy, RunnerJob
 from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.client_server import served
 from agentlightning_plugins.job_process import JobTarget, load_job, run_runner
-from agentlightning_plugins.stopping import until_sigterm
+from agentlightning_plugins.stopping import until_hurried, until_sigterm
 from agentlightning_plugins.supervisor import Ending, Supervisor, run_both
 
 _QUIET: Final = {
@@ -198,8 +198,8 @@ class RunnerActors:
         except asyncio.CancelledError:
             if ready.done():
                 actor.stop.remote()
-                _, late = await asyncio.wait([ending], timeout=_DRAIN_S)
-                if late:
+                waited = await until_hurried(asyncio.wait([ending], timeout=_DRAIN_S))
+                if waited is not None and not ending.done():
                     logger.warning("%s did not drain within %.0f s and is killed", worker_id, _DRAIN_S)
             raise
         except RuntimeEnvSetupError as error:

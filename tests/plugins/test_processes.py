@@ -189,36 +189,28 @@ async def failing() -> None:
     raise ZeroDivisionError("in the algorithm")
 
 
-_NOTEBOOK_PROGRAM = """
-import asyncio, signal, time, agentlightning as agl
-signal.signal(signal.SIGINT, signal.default_int_handler)
-def agent(task):
-    print("begun", flush=True)
-    time.sleep(1.0)
-    return 1.0
+_NOTEBOOK_PROGRAM = f"""{_STOPPED_AGENT}
 async def cell():
     store = agl.create_store("memory://")
     try:
         agl.Trainer(algorithm="baseline", store=store, trackers=[], tracer="dummy", strategy="STRATEGY").fit(agent, [1])
     except KeyboardInterrupt:
         rollout = (await store.query_rollouts()).items[0]
-        print((await store.query_runs()).items[0].status, rollout.status, flush=True)
+        pathlib.Path("ended").write_text(f"{{(await store.query_runs()).items[0].status}} {{rollout.status}}")
 asyncio.new_event_loop().run_until_complete(cell())
 """
 
 
 @pytest.mark.parametrize("strategy", ["shm", "cs"])
 def test_interrupting_a_notebook_lets_what_runs_finish(tmp_path: Path, strategy: str) -> None:
-    script = tmp_path / "program.py"
-    script.write_text(_NOTEBOOK_PROGRAM.replace("STRATEGY", strategy))
-    process = subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "begun\n"
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
-    assert output == "interrupted succeeded\n"
+    assert run_and_stop(tmp_path, _NOTEBOOK_PROGRAM.replace("STRATEGY", strategy), [signal.SIGINT]) == 0
+    assert (tmp_path / "ended").read_text() == "interrupted succeeded"
+
+
+def test_interrupting_a_notebook_twice_does_not_wait_for_what_runs(tmp_path: Path) -> None:
+    program = _NOTEBOOK_PROGRAM.replace("STRATEGY", "cs")
+    assert run_and_stop(tmp_path, program, [signal.SIGINT, signal.SIGINT]) == 0
+    assert (tmp_path / "ended").read_text().startswith("interrupted ")
 
 
 class NeverRunners:
