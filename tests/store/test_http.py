@@ -200,7 +200,7 @@ async def test_a_port_in_use_is_an_error_that_names_the_fix(
     server: LightningStoreServer, store: LightningStore
 ) -> None:
     second = LightningStoreServer(store, port=server.port)
-    with pytest.raises(ConfigError, match=f"port {server.port} .* in use.*--port"):
+    with pytest.raises(ConfigError, match=f"port {server.port} .* in use; choose another port"):
         await second.start()
     await second.stop()
     with pytest.raises(ConflictError, match="already"):
