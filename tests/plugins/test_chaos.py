@@ -173,15 +173,15 @@ async def check(folder: Path, steps: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(420)
 def test_a_run_whose_processes_are_killed_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
-    kills = run_chaos(tmp_path, steps=12, steps_between=3, limit_s=400.0, seed=1)
-    assert kills >= 4
-    asyncio.run(check(tmp_path, 12))
+    kills = run_chaos(tmp_path, steps=54, steps_between=3, limit_s=400.0, seed=1)
+    assert kills >= 16
+    asyncio.run(check(tmp_path, 54))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", [2, 3])
 def test_a_run_whose_processes_are_killed_for_minutes_ends_as_an_undisturbed_one(tmp_path: Path, seed: int) -> None:
-    kills = run_chaos(tmp_path, steps=120, steps_between=4, limit_s=800.0, seed=seed)
-    assert kills >= 25
-    asyncio.run(check(tmp_path, 120))
+    kills = run_chaos(tmp_path, steps=450, steps_between=5, limit_s=850.0, seed=seed)
+    assert kills >= 80
+    asyncio.run(check(tmp_path, 450))
