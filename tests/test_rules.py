@@ -163,8 +163,12 @@ def test_the_trainer_costs_at_most_a_quarter_second_over_bare_python() -> None:
     _cpu_seconds(code)  # compiles what is new
     rounds = []
     while len(rounds) < 8:  # a busy machine inflates CPU time too, so one good round of eight counts
-        rounds.append(statistics.median(_cpu_seconds(code) - _cpu_seconds("pass") for _ in range(5)))
-        if rounds[-1] <= 0.25:
+        costs = {"pass": 0.0, code: 0.0, "import asyncio, pydantic; pydantic.BaseModel": 0.0}
+        for each in costs:
+            costs[each] = statistics.median(_cpu_seconds(each) for _ in range(5))
+        bare, ours, pydantic = costs.values()
+        rounds.append(ours - bare)
+        if rounds[-1] <= max(0.25, 2.5 * (pydantic - bare)):  # the latter is 0.23 s on the machine that 0.25 s is for
             return
     pytest.fail(f"{min(rounds):.3f} s; `python -X importtime -c '{code}'` shows where it goes")
 

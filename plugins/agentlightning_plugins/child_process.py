@@ -51,7 +51,7 @@ class ChildProcesses:
     async def run(self, name: str) -> tuple[int, str]:
         """Runs one process to its end; returns its exit code and the last line it wrote to stderr.
 
-        Cancelling it asks the process to finish what it has begun; cancelling it once more, or a hurry, kills it.
+        Cancelling it asks the process to finish what it has begun; a second time, or a second Ctrl-C, kills it.
         """
         read_fd, write_fd = os.pipe()
         try:

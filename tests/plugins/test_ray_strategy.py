@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from ray.cluster_utils import Cluster
 
 import agentlightning as agl
 from agentlightning.types import EnqueueRolloutRequest, RolloutConfig
+from tests.process import wait_for
 
 TASKS = [{"number": number} for number in range(8)]
 
@@ -174,14 +175,6 @@ finally:
     rollout = asyncio.run(store.query_rollouts()).items[0]
     (folder / "ended").write_text(f"{asyncio.run(store.query_runs()).items[0].status} {rollout.status}")
 """
-
-
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.01)
 
 
 @pytest.mark.slow

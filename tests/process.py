@@ -1,0 +1,17 @@
+"""Programs that tests run and watch."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
+    """Waits until something is so; fails with the program's output when it ends before, or takes a minute."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.01)
