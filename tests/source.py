@@ -69,15 +69,6 @@ class SourceFile:
     def imports(self) -> list[Import]:
         return list(_imports(self.tree, at_import=True, type_only=False))
 
-    @functools.cached_property
-    def is_lazy_facade(self) -> bool:
-        """Its names resolve on first use; what it imports for type checkers is never imported."""
-        return any(_assigns(node, "__getattr__") for node in self.tree.body)
-
-
-def _assigns(node: ast.stmt, name: str) -> bool:
-    return isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets)
-
 
 def _imports(node: ast.AST, *, at_import: bool, type_only: bool) -> Iterator[Import]:
     if isinstance(node, ast.Import):

@@ -11,7 +11,7 @@ import click
 import pytest
 
 from agentlightning.cli import cli
-from agentlightning.plugins import PluginManager
+from agentlightning.plugin.registry import PluginManager
 from tests.source import REPO, pyproject, run_python
 
 PAGES = [*sorted(REPO.glob("*.md")), *sorted((REPO / "docs").rglob("*.md")), *sorted((REPO / "examples").rglob("*.md"))]

@@ -20,23 +20,41 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.errors import PluginError
-from agentlightning.plugins import GROUP, PluginManager
+from agentlightning.plugin.registry import GROUP, PluginManager
 from tests.conftest import ENVIRONMENTS, environments_of
 from tests.source import REPO, ROOTS, SourceFile, all_test_files, pyproject, python_files, run_python, source_files
 
 # Inside core a file imports only from names to its left; a package counts as its name.
 CORE_ORDER = """
-    version errors frozen attempt_token types resources semconv config event lifecycle hookspecs
-    plugins facade logging collector thread stop_event
-    store tracer emitter reward significance comparison live adapter litagent hook algorithm tracker
-    runner execution run_directory report trainer cli __main__ testing
+    version errors frozen types resources semconv event lifecycle plugin logging
+    store tracer emitter reward adapter litagent run algorithm runner execution trainer cli __main__ testing
 """.split()
+
+# Code that several plugins share, and who may import it. A plugin imports ``agentlightning`` and these, never the
+# inside of another plugin.
+LIBRARIES: dict[str, set[str]] = {
+    "agentlightning_algorithms.live_resources": {"algorithms.apo", "algorithms.live"},
+    "agentlightning_algorithms.policy_backend": {"algorithms.grpo", "algorithms.verl"},
+    "agentlightning_algorithms.prompt_search": {"algorithms.apo", "algorithms.gepa"},
+    "agentlightning_integrations.framework": {"integrations.*"},
+    "agentlightning_plugins.commands.configuration": {"commands.*"},
+    "agentlightning_plugins.commands.terminal": {"commands.*"},
+    "agentlightning_plugins.garbage_collection": {"gateway", "stores.http", "strategies.processes"},
+    "agentlightning_plugins.prometheus": {"gateway", "stores.http"},
+    "agentlightning_plugins.scripted_model": {"commands.doctor", "commands.replay", "agentlightning.testing"},
+    "agentlightning_plugins.statistics": {"algorithms.evaluation", "commands.ab"},
+    "agentlightning_plugins.stores.condition": {"stores.*"},
+    "agentlightning_plugins.stores.sql": {"stores.postgresql", "stores.sqlite"},
+    "agentlightning_plugins.strategies.processes": {"strategies.*", "commands.runner"},
+    "agentlightning_plugins.tracers.opentelemetry": {"tracers.*"},
+    "agentlightning_plugins.trajectories": {"adapters.trajectory", "algorithms.grpo", "algorithms.verl"},
+}
 
 # Names of the contract that look back, for the type checker only.
 BACK_REFERENCES = {
     ("algorithm", "trainer"): "Algorithm.get_trainer() returns the Trainer",
-    ("hook", "runner"): "a Hook is handed its Runner",
-    ("hookspecs", "litagent"): "wrap_agent makes a LitAgent",
+    ("plugin", "litagent"): "wrap_agent makes a LitAgent",
+    ("run", "runner"): "a Hook is handed its Runner",
 }
 
 # Nobody pays for these before asking for a component that needs them.
@@ -76,33 +94,92 @@ def test_the_order_of_core_names_every_module_once() -> None:
     assert present - set(CORE_ORDER) == set(), "say in CORE_ORDER what these may import"
 
 
-def test_a_file_imports_only_what_its_arrow_allows() -> None:
+def test_a_file_of_core_imports_only_what_its_arrow_allows() -> None:
+    wrong = []
+    for file in python_files(ROOTS["agentlightning"]):
+        mine = _core_name(file)
+        for item in file.imports:
+            theirs = item.name.split(".")
+            if theirs[0] != "agentlightning" or mine == "__init__" or len(theirs) == 1:
+                continue
+            backwards = theirs[1] in CORE_ORDER and CORE_ORDER.index(theirs[1]) > CORE_ORDER.index(mine)
+            if backwards and not (item.type_only and (mine, theirs[1]) in BACK_REFERENCES):
+                wrong.append(f"{file.shown}:{item.line}: {mine} imports {theirs[1]}, which is to its right")
+    assert wrong == []
+
+
+PLUGINS: dict[str, str] = {
+    module.removesuffix(".plugin"): name for name, module in pyproject()["project"]["entry-points"][GROUP].items()
+}
+"""The name of each plugin, by the package or module that holds it."""
+
+
+def _unit(module: str) -> str | None:
+    """The plugin or library that a module belongs to: the name of a plugin, the dotted name of a library."""
+    parts = module.split(".")
+    for length in range(len(parts), 1, -1):
+        place = ".".join(parts[:length])
+        if place in PLUGINS or place in LIBRARIES:
+            return PLUGINS.get(place, place)
+    return "agentlightning.testing" if module.startswith("agentlightning.testing") else None
+
+
+def test_every_module_of_the_plugin_roots_belongs_to_one_plugin_or_library() -> None:
+    homeless = [
+        file.shown
+        for file in source_files()
+        if not file.path.is_relative_to(ROOTS["agentlightning"])
+        if file.path.name != "__init__.py" and _unit(file.module) is None
+    ]
+    assert homeless == [], "give it a plugin.py with an entry point, or name it in LIBRARIES"
+
+
+def test_every_entry_point_is_named_after_its_folder() -> None:
+    prefixes = {"agentlightning_plugins": "", "agentlightning_integrations": "integrations."}
+    for place, name in PLUGINS.items():
+        root, _, folder = place.partition(".")
+        assert name == prefixes.get(root, "algorithms.") + folder
+
+
+def test_every_plugin_folder_has_an_entry_point() -> None:
+    declared = set(pyproject()["project"]["entry-points"][GROUP].values())
+    found = {
+        file.module
+        for file in source_files()
+        if file.path.name == "plugin.py" or re.search(r"^@hookimpl$", file.text, re.MULTILINE)
+    }
+    assert found == declared
+
+
+def test_a_plugin_imports_only_agentlightning_and_its_libraries() -> None:
     wrong = []
     for file in source_files():
-        root = next(name for name, folder in ROOTS.items() if file.path.is_relative_to(folder))
+        mine = _unit(file.module)
         for item in file.imports:
-            other = item.name.split(".", 1)[0]
-            if other not in ROOTS or (item.type_only and file.is_lazy_facade):
+            theirs = _unit(item.name)
+            if item.name.split(".")[0] not in set(ROOTS) - {"agentlightning"} or theirs == mine:
                 continue
-            if other not in (root, "agentlightning"):
-                wrong.append(f"{file.shown}:{item.line}: {root} imports {item.name}")
-            elif root == "agentlightning" and file.path != ROOTS[root] / "__init__.py":
-                mine, theirs = _core_name(file), item.name.split(".")[1]
-                backwards = CORE_ORDER.index(theirs) > CORE_ORDER.index(mine)
-                if backwards and not (item.type_only and (mine, theirs) in BACK_REFERENCES):
-                    wrong.append(f"{file.shown}:{item.line}: {mine} imports {theirs}, which is to its right")
+            users = LIBRARIES.get(theirs or "", set())
+            if mine is None or (not users & {mine, mine.partition(".")[0] + ".*"} and mine not in LIBRARIES):
+                wrong.append(f"{file.shown}:{item.line}: {mine or 'core'} imports {item.name}")
+            elif mine in LIBRARIES and theirs not in LIBRARIES:
+                wrong.append(f"{file.shown}:{item.line}: the library {mine} imports {item.name}")
     assert wrong == []
 
 
-def test_an_algorithm_imports_no_sibling() -> None:
-    root = ROOTS["agentlightning_algorithms"]
-    wrong = []
-    for file in python_files(root):
-        mine = file.path.relative_to(root).parts[0].removesuffix(".py")
-        named = {item.name.split(".")[1] for item in file.imports if item.name.startswith(f"{root.name}.")}
-        if mine != "plugin":  # which offers them all
-            wrong += [f"{file.shown}: {other}" for other in sorted(named - {mine})]
-    assert wrong == []
+def test_every_library_has_the_users_that_it_is_open_to() -> None:
+    users: dict[str, set[str]] = {library: set() for library in LIBRARIES}
+    for file in source_files():
+        mine = _unit(file.module) or "core"
+        for item in file.imports:
+            theirs = _unit(item.name)
+            if theirs in users and theirs != mine:
+                users[theirs].add(mine)
+    for component in (c for plugin in PluginManager().plugins.values() for c in plugin.offers):
+        theirs = _unit(component.target.partition(":")[0])
+        if theirs in users:
+            users[theirs].add(component.kind)
+    assert {library for library, found in users.items() if not found} == set(), "it has no user"
 
 
 def _is_light(file: SourceFile) -> bool:
@@ -136,7 +213,7 @@ def test_importing_agentlightning_loads_nothing_heavy() -> None:
 
 
 def test_loading_every_plugin_loads_nothing_heavy() -> None:
-    assert _heavy_among(_loaded_after("from agentlightning.plugins import get_manager; get_manager()")) == set()
+    assert _heavy_among(_loaded_after("from agentlightning.plugin.registry import get_manager; get_manager()")) == set()
 
 
 def test_importing_agentlightning_scans_no_entry_points() -> None:
@@ -197,17 +274,17 @@ def test_every_public_class_and_function_says_what_its_type_cannot() -> None:
     assert sorted(n for n, o in ours.items() if not o.__doc__ or n in inherited) == []
 
 
-def test_a_facade_offers_what_it_shows_to_type_checkers() -> None:
-    facades = [file for file in source_files() if file.is_lazy_facade]
-    assert facades
-    for file in facades:
-        module = importlib.import_module(file.module)
-        shown = {item.name.rsplit(".", 1)[1] for item in file.imports if item.type_only}
-        offered = {name for name in module.__all__ if not name.startswith("__")}
-        defined = {node.name for node in file.tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
-        eager = {item.name.rsplit(".", 1)[1] for item in file.imports if item.at_import}
-        assert offered <= shown | defined | eager, f"{file.shown}: type checkers miss these"
-        assert shown <= offered, f"{file.shown}: __all__ misses these"
+def test_every_name_of_a_stub_resolves_to_what_the_stub_says() -> None:
+    stubs = sorted(ROOTS["agentlightning"].rglob("*.pyi"))
+    assert stubs
+    for stub in stubs:
+        module = importlib.import_module(SourceFile(stub.with_suffix(".py")).module)
+        shown = {item.name.rpartition(".") for item in SourceFile(stub).imports}
+        assert set(module.__all__) == {name for _, _, name in shown}
+        for home, _, name in shown:
+            with contextlib.suppress(PluginError, ModuleNotFoundError):  # its extra is not installed here
+                there = importlib.import_module(home)
+                assert getattr(module, name) is getattr(there, name, there)
 
 
 def _marked(files: Iterable[SourceFile], mark: str) -> dict[str, ast.FunctionDef]:
@@ -221,7 +298,7 @@ def _marked(files: Iterable[SourceFile], mark: str) -> dict[str, ast.FunctionDef
     }
 
 
-HOOKS = _marked([SourceFile(ROOTS["agentlightning"] / "hookspecs.py")], "hookspec")
+HOOKS = _marked([SourceFile(ROOTS["agentlightning"] / "plugin" / "hookspecs.py")], "hookspec")
 
 
 @pytest.mark.parametrize("hook", HOOKS)

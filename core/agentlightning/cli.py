@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from agentlightning.errors import LightningError
-from agentlightning.plugins import Plugin, PluginManager, get_manager
+from agentlightning.plugin.registry import Plugin, PluginManager, get_manager
 from agentlightning.version import __version__
 
 logger = logging.getLogger("agentlightning")

@@ -17,12 +17,12 @@ from agentlightning.emitter import emit_reward
 from agentlightning.errors import ConfigError, NotFoundError, StoreError
 from agentlightning.event import AttemptRevoked
 from agentlightning.frozen import thaw
-from agentlightning.hook import Hook
 from agentlightning.litagent import LitAgent, check_result
 from agentlightning.resources import Resource, with_attempt_key
-from agentlightning.stop_event import STOP_CHECK_S, StopEvent, is_set, until_set
+from agentlightning.run.hook import Hook
+from agentlightning.run.stop_event import STOP_CHECK_S, StopEvent, is_set, until_set
+from agentlightning.run.thread import ThreadStopped, install_group_executor, run_in_thread, thread_group
 from agentlightning.store.protocol import LightningStore
-from agentlightning.thread import ThreadStopped, install_group_executor, run_in_thread, thread_group
 from agentlightning.tracer.tracer import Tracer
 from agentlightning.types import (
     UNSET,
@@ -291,7 +291,7 @@ class LitAgentRunner(Runner[T]):
 
     async def _call_agent(self, agent: LitAgent[T], store: LightningStore, rollout: AttemptedRollout) -> Any:
         attempt_id, timeout_s = rollout.attempt.attempt_id, rollout.config.timeout_seconds
-        from agentlightning import attempt_token  # its libraries are not needed to set a runner up
+        from agentlightning.run import attempt_token  # its libraries are not needed to set a runner up
 
         key = attempt_token.issue(store.token, rollout.rollout_id, attempt_id, timeout_s)
         resources = with_attempt_key(await _resources_of(store, rollout), key)

@@ -15,22 +15,20 @@ from typing import Any, TypeAlias
 from agentlightning.adapter.adapter import TraceAdapter
 from agentlightning.algorithm.algorithm import Algorithm, FastAlgorithm
 from agentlightning.algorithm.context import Gateway, RunContext
-from agentlightning.collector import relaxed_collector
 from agentlightning.errors import ConfigError, LightningError
 from agentlightning.execution import RUNNERS_FAILED, ExecutionStrategy
-from agentlightning.hook import Hook
 from agentlightning.litagent import LitAgent, RewardFunction, initial_prompts, wrap
-from agentlightning.plugins import get_manager
-from agentlightning.report import REPORT_NAME, write_report
+from agentlightning.plugin.registry import get_manager
 from agentlightning.resources import Resource, read_resources
-from agentlightning.run_directory import RunDirectory
+from agentlightning.run.directory import RunDirectory
+from agentlightning.run.hook import Hook
+from agentlightning.run.stop_event import StopEvent
+from agentlightning.run.thread import run_beside_loop, run_in_thread
+from agentlightning.run.tracker import Tracker, follow
 from agentlightning.runner import LitAgentRunner, Runner
-from agentlightning.stop_event import StopEvent
 from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
-from agentlightning.thread import run_beside_loop, run_in_thread
 from agentlightning.tracer.tracer import Tracer
-from agentlightning.tracker import Tracker, follow
 from agentlightning.types import Dataset, Run
 
 Spec: TypeAlias = str | Mapping[str, Any]
@@ -212,7 +210,7 @@ class Trainer:
         )
         if getattr(self.strategy, "role", "both") != "runner":
             algorithm.check_setup(context)
-        with relaxed_collector(), contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack:
             store = context.store
             if store is None:
                 store = context.store = create_store("memory://")
@@ -319,13 +317,7 @@ class TrainerJob:
                 logger.error("the trackers could not follow the run to its end: %s", error)
             following.cancel()
             if directory is not None:
-                await self._report(store, directory)
-
-    async def _report(self, store: LightningStore, directory: Path) -> None:
-        try:
-            await write_report(store, directory)
-        except (LightningError, OSError) as error:  # the run is over, and ends as it ended
-            logger.warning("%s could not be written: %s", directory / REPORT_NAME, error)
+                await _write_reports(store, directory)
 
     async def _run_algorithm(self) -> None:
         algorithm, context = self.algorithm, self.context
@@ -336,6 +328,15 @@ class TrainerJob:
                 await work
         else:
             await run_in_thread(run, name="algorithm")
+
+
+async def _write_reports(store: LightningStore, directory: Path) -> None:
+    manager = get_manager()
+    for name in manager.components("report"):
+        try:
+            await manager.get("report", name)(store, directory)
+        except (LightningError, OSError) as error:  # a missing report must not change how the run ended
+            logger.warning("the report %r of %s could not be written: %s", name, directory, error)
 
 
 async def _has_only_failed(store: LightningStore) -> bool:

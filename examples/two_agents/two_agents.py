@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import agentlightning as agl
-from agentlightning_algorithms.grpo.policy_process import PolicyServer
+from agentlightning_algorithms.grpo.server.process import PolicyServer
 
 SPECIAL = ("<pad>", "<end>", "<user>", "<assistant>")
 CHAT_TEMPLATE = (

@@ -10,7 +10,7 @@ import pytest
 from tests.algorithms.tiny_model import save_tiny_model
 
 if TYPE_CHECKING:
-    from agentlightning_algorithms.grpo.policy import Policy
+    from agentlightning_algorithms.grpo.model.policy import Policy
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +26,7 @@ def tiny_policy(tiny_model: Path) -> Policy:
     """A fresh policy over :func:`tiny_model`."""
     import torch
 
-    from agentlightning_algorithms.grpo.policy import load_policy
+    from agentlightning_algorithms.grpo.model.policy import load_policy
 
     torch.set_num_threads(1)
     return load_policy(tiny_model)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import agentlightning as agl
-from agentlightning.live import LiveState, read_live_history, read_live_state
 from agentlightning_algorithms.live.result import Feed, Results
 from agentlightning_algorithms.live.sequential import MeanBound, SequentialTest
+from agentlightning_algorithms.live_resources import LiveState, read_live_history, read_live_state
 from tests.algorithms.live_service import BEGIN, GOOD, WORSE, Service, run_checks, running, serving, until
 
 QUICK: dict[str, Any] = {

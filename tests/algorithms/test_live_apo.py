@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import agentlightning as agl
-from agentlightning.live import Experience, Result, read_live_history
-from agentlightning.testing.openai_server import Answer, RecordedRequest
+from agentlightning_algorithms.live_resources import Experience, Result, read_live_history
+from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest
 from tests.algorithms.live_service import BEGIN, GOOD, run_checks, running, serving
 from tests.algorithms.prompt_lab import Server, client, is_critic
 

@@ -21,17 +21,17 @@ from pathlib import Path
 
 import asyncpg
 
-from agentlightning.collector import relax_collector
 from agentlightning.store.engine import BackendStore
 from agentlightning.types import Attempt, Rollout
-from agentlightning_plugins.postgresql_store import PostgresLightningStore
-from agentlightning_plugins.postgresql_store.backend import PostgresBackend
-from agentlightning_plugins.sql_store.document import encode
-from agentlightning_plugins.sqlite_store import SqliteLightningStore
-from agentlightning_plugins.sqlite_store.backend import SqliteBackend
-from agentlightning_plugins.store_server.events import EventStreams
-from agentlightning_plugins.store_server.metrics import ServerMetrics
-from agentlightning_plugins.store_server.polling import Polls
+from agentlightning_plugins.garbage_collection import relax_collector
+from agentlightning_plugins.stores.http.server.events import EventStreams
+from agentlightning_plugins.stores.http.server.metrics import ServerMetrics
+from agentlightning_plugins.stores.http.server.polling import Polls
+from agentlightning_plugins.stores.postgresql.backend import PostgresBackend
+from agentlightning_plugins.stores.postgresql.store import PostgresLightningStore
+from agentlightning_plugins.stores.sql.document import encode
+from agentlightning_plugins.stores.sqlite.backend import SqliteBackend
+from agentlightning_plugins.stores.sqlite.store import SqliteLightningStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 

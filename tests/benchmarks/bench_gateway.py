@@ -99,17 +99,17 @@ async def serve_bare(upstream: str) -> AsyncIterator[str]:
 
 
 async def serve_store(_: None) -> AsyncIterator[str]:
-    from agentlightning_plugins.memory_store import InMemoryLightningStore
-    from agentlightning_plugins.store_server import LightningStoreServer
+    from agentlightning_plugins.stores.http.server import LightningStoreServer
+    from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 
     async with LightningStoreServer(InMemoryLightningStore(), port=0) as server:
         yield server.endpoint
 
 
 async def serve_gateway(upstream: str, store_url: str = "memory://") -> AsyncIterator[str]:
-    from agentlightning.collector import relax_collector
     from agentlightning.store.factory import create_store
-    from agentlightning_plugins.gateway import LLMProxy
+    from agentlightning_plugins.garbage_collection import relax_collector
+    from agentlightning_plugins.gateway.proxy import LLMProxy
 
     relax_collector()  # as `agl gateway` and launch_mode="process" do
     store = create_store(store_url)

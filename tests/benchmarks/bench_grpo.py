@@ -25,10 +25,10 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
-from agentlightning_algorithms.grpo.policy import Policy
-from agentlightning_algorithms.grpo.row import Row
-from agentlightning_algorithms.grpo.setting import UpdateSettings
-from agentlightning_algorithms.grpo.updater import Updater
+from agentlightning_algorithms.grpo.learning.row import Row
+from agentlightning_algorithms.grpo.learning.setting import UpdateSettings
+from agentlightning_algorithms.grpo.learning.updater import Updater
+from agentlightning_algorithms.grpo.model.policy import Policy
 
 VOCABULARY = 8192
 

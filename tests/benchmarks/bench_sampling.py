@@ -29,10 +29,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from agentlightning_algorithms.grpo.policy import load_policy
-from agentlightning_algorithms.grpo.policy_process import PolicyServer
-from agentlightning_algorithms.grpo.sampler import Sampler
-from agentlightning_algorithms.grpo.sampling import SamplingParams
+from agentlightning_algorithms.grpo.model.policy import load_policy
+from agentlightning_algorithms.grpo.server.process import PolicyServer
+from agentlightning_algorithms.grpo.server.sampler import Sampler
+from agentlightning_algorithms.grpo.server.sampling import SamplingParams
 
 REPLY_TOKENS = 64
 CONCURRENT = 64

@@ -27,7 +27,7 @@ from aiohttp import web
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from agentlightning.store.protocol import LightningStore
-from agentlightning_plugins.store_client import LightningStoreClient
+from agentlightning_plugins.stores.http.client import LightningStoreClient
 from tests.benchmarks.bench_store import RUNNERS, SPANS, make_spans, run_one
 
 

@@ -19,7 +19,7 @@ from agentlightning.adapter import (
 )
 from agentlightning.adapter.tree import Node, build_tree
 from agentlightning.errors import AdapterError, ConfigError
-from agentlightning.plugins import get_manager
+from agentlightning.plugin.registry import get_manager
 from agentlightning.reward import find_final_reward
 from agentlightning.types import Attempt, TraceStatus, Triplet
 from tests.core.trace_recorder import Recorder

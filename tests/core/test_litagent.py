@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import agentlightning as agl
-from agentlightning.hookspecs import WrapOptions, hookimpl
 from agentlightning.litagent import FrameworkAgent, FunctionalLitAgent, check_result, initial_prompts, wrapping
-from agentlightning.plugins import PluginManager
+from agentlightning.plugin.hookspecs import WrapOptions, hookimpl
+from agentlightning.plugin.registry import PluginManager
 from agentlightning.types import Attempt
 
 ROLLOUT = agl.AttemptedRollout(

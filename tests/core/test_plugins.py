@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from agentlightning.errors import ConfigError, PluginError
-from agentlightning.hookspecs import Component, hookimpl
-from agentlightning.plugins import PluginManager, get_manager
+from agentlightning.plugin.hookspecs import Component, hookimpl
+from agentlightning.plugin.registry import PluginManager, get_manager
 
 
 class Tuned:
@@ -105,7 +105,7 @@ def test_a_hook_that_is_wrong_breaks_its_plugin_with_a_clear_reason(
     source: str, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = tmp_path / f"wrong_plugin_{abs(hash(source))}.py"
-    module.write_text("from agentlightning.hookspecs import Component, hookimpl\n" + source)
+    module.write_text("from agentlightning.plugin.hookspecs import Component, hookimpl\n" + source)
     monkeypatch.syspath_prepend(tmp_path)
     plugin = PluginManager([entry_point(module)]).plugins["third"]
     assert plugin.state == "broken"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import agentlightning as agl
-from agentlightning.run_directory import RunDirectory, read_record
+from agentlightning.run.directory import RunDirectory, read_record
 
 
 def test_a_resumed_run_keeps_its_key_and_seed_and_says_when_it_was_resumed(tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_a_directory_belongs_to_one_process_until_that_one_ends(tmp_path: Path) 
             sys.executable,
             "-c",
             "import sys, pathlib\n"
-            "from agentlightning.run_directory import RunDirectory\n"
+            "from agentlightning.run.directory import RunDirectory\n"
             "held = RunDirectory.open(pathlib.Path(sys.argv[1]))\n"
             "print('held', flush=True)\n"
             "sys.stdin.read()\n",

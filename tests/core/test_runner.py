@@ -10,7 +10,7 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.reward import find_final_reward
-from agentlightning.stop_event import STOP_CHECK_S, until_set
+from agentlightning.run.stop_event import STOP_CHECK_S, until_set
 from agentlightning.types import AttemptedRollout
 
 

@@ -16,7 +16,7 @@ from agentlightning.store.protocol import StoreCapabilities
 from agentlightning.store.span_writer import SpanWriter
 from agentlightning.tracer import DummyTracer
 from agentlightning.types import AttemptedRollout, Span
-from agentlightning_plugins.memory_store import InMemoryLightningStore
+from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 
 
 class FaultyStore(InMemoryLightningStore):

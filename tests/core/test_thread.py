@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import agentlightning as agl
-from agentlightning.thread import ThreadGroup, ThreadStopped, install_group_executor, thread_group
+from agentlightning.run.thread import ThreadGroup, ThreadStopped, install_group_executor, thread_group
 
 PATIENCE_S = 30.0
 

@@ -19,12 +19,12 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from agentlightning import semconv
 from agentlightning.emitter import emit_message
 from agentlightning.errors import PluginError
-from agentlightning.plugins import get_manager
+from agentlightning.plugin.registry import get_manager
 from agentlightning.testing.tracer import TracerConformance
 from agentlightning.tracer import DummyTracer, OtelTracer, Tracer, get_active_tracer
 from agentlightning.types import AttemptedRollout, Span
-from agentlightning_plugins.memory_store import InMemoryLightningStore
-from agentlightning_plugins.otel_pipeline import pipeline
+from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
+from agentlightning_plugins.tracers.opentelemetry.pipeline import pipeline
 
 PIPELINE = pipeline
 
@@ -278,7 +278,7 @@ class Instrumenting:
         self.providers: list[Any] = []
         self._error = error
 
-        from agentlightning.hookspecs import hookimpl
+        from agentlightning.plugin.hookspecs import hookimpl
 
         @hookimpl
         def instrument(tracer_provider: Any) -> Any:

@@ -16,7 +16,7 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.event import RunFinished, StepFinished
-from agentlightning.plugins import PluginManager
+from agentlightning.plugin.registry import PluginManager
 from agentlightning.types import AttemptedRollout
 
 TASKS = [{"number": number} for number in range(6)]
@@ -209,7 +209,7 @@ def test_plugins_observe_every_event_of_a_run_and_a_failing_one_does_not_stop_it
     manager = PluginManager()
     manager.register(Broken(), "broken")
     manager.register(Observer(), "observer")
-    monkeypatch.setattr("agentlightning.tracker.get_manager", lambda: manager)
+    monkeypatch.setattr("agentlightning.run.tracker.get_manager", lambda: manager)
     with caplog.at_level(logging.DEBUG, "agentlightning.event"):
         trainer(strategy="shm").fit(halving_agent, TASKS)
     kinds = [event.kind for event in seen]

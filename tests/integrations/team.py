@@ -10,7 +10,7 @@ import pytest
 import agentlightning as agl
 from agentlightning.testing.agent import AGENT_NAME, Lab, answer, ask
 from agentlightning.testing.agent.conformance import go_on
-from agentlightning.testing.openai_server import Answer, RecordedRequest
+from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest
 
 WRITER = "You write what the calculator found."
 THE_END = "the end"

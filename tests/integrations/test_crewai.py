@@ -10,7 +10,7 @@ import pytest
 import agentlightning as agl
 from agentlightning.testing.agent import AGENT_NAME, MODEL, AgentConformance, Lab, ask
 from agentlightning.testing.agent.conformance import is_tool_span
-from agentlightning.testing.openai_server import Answer
+from agentlightning_plugins.scripted_model.server import Answer
 from tests.integrations.framework_agent import NOWHERE, PROMPTS, make_crewai_agent
 from tests.integrations.team import THE_END, WRITER, TeamTests, names_and_texts, run
 
@@ -176,7 +176,7 @@ def test_undo_leaves_the_event_bus_as_it_was() -> None:
     from crewai.events.event_bus import CrewAIEventsBus
     from opentelemetry.sdk.trace import TracerProvider
 
-    from agentlightning_integrations import crewai as crewai_integration
+    from agentlightning_integrations.crewai import agent as crewai_integration
 
     before = CrewAIEventsBus.emit
     undo = crewai_integration.instrument(TracerProvider())

@@ -11,7 +11,7 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.testing.agent import INSTRUCTIONS, Lab, answer, ask
-from agentlightning.testing.openai_server import Answer, RecordedRequest
+from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest
 from tests.algorithms.prompt_lab import Server, client, is_critic, prompt_in
 from tests.integrations import framework_agent
 from tests.integrations.framework_agent import AGENTS, PROMPTS, make_openai_client

@@ -19,8 +19,8 @@ from pydantic import BaseModel, SecretStr
 import agentlightning as agl
 from agentlightning.testing.agent import AGENT_NAME, INSTRUCTIONS, MODEL, AgentConformance, Lab, add, ask
 from agentlightning.testing.agent.conformance import is_tool_span
-from agentlightning.testing.openai_server import Answer
 from agentlightning.tracer import OtelTracer
+from agentlightning_plugins.scripted_model.server import Answer
 from tests.integrations.framework_agent import NOWHERE, PROMPTS, make_langchain_agent
 
 pytestmark = pytest.mark.environment("main", "newest")

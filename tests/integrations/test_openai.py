@@ -20,13 +20,13 @@ from pydantic import BaseModel
 
 import agentlightning as agl
 from agentlightning import semconv
+from agentlightning.run.thread import run_in_thread
 from agentlightning.testing.agent import AGENT_NAME, MODEL, AgentConformance, Lab, add
-from agentlightning.testing.openai_server import Answer, ScriptedOpenAI, decode
-from agentlightning.thread import run_in_thread
 from agentlightning.tracer import OtelTracer
 from agentlightning.types import Span
-from agentlightning_integrations import openai as openai_integration
-from agentlightning_plugins.memory_store import InMemoryLightningStore
+from agentlightning_integrations.openai import client as openai_integration
+from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI, decode
+from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 from tests.integrations.framework_agent import NOWHERE, make_openai_agent
 
 pytestmark = pytest.mark.environment("main", "newest")

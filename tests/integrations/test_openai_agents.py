@@ -22,9 +22,9 @@ from agents.tracing.processors import BackendSpanExporter, BatchTraceProcessor
 import agentlightning as agl
 from agentlightning.testing.agent import AGENT_NAME, INSTRUCTIONS, AgentConformance, Lab, add, ask
 from agentlightning.testing.agent.conformance import is_tool_span
-from agentlightning.testing.openai_server import Answer, RecordedRequest
 from agentlightning.tracer import OtelTracer
-from agentlightning_integrations.openai_agents import _processors
+from agentlightning_integrations.openai_agents.agent import _processors
+from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest
 from tests.integrations.framework_agent import PROMPTS, make_openai_agents_agent
 
 pytestmark = pytest.mark.environment("main", "newest")

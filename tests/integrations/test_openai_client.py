@@ -10,8 +10,8 @@ import openai
 import pytest
 
 import agentlightning as agl
-from agentlightning.testing.openai_server import Answer, RecordedRequest, ScriptedOpenAI
-from agentlightning_integrations.openai_client import sync_client
+from agentlightning_integrations.framework.openai_client import sync_client
+from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
 
 pytestmark = pytest.mark.environment("main", "newest")
 

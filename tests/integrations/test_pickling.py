@@ -11,7 +11,7 @@ import pytest
 from openai import AsyncAzureOpenAI, AsyncOpenAI, OpenAI
 
 from agentlightning.litagent.pickling import dump, load
-from agentlightning_integrations.openai_client import carry_clients
+from agentlightning_integrations.framework.openai_client import carry_clients
 
 MISSING = object()
 """As frameworks mark what is not there: compared by identity."""

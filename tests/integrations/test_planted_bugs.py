@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
-from agentlightning.hookspecs import WrapOptions
 from agentlightning.litagent import FrameworkAgent
+from agentlightning.plugin.hookspecs import WrapOptions
 from agentlightning.resources import LLM
 from agentlightning.testing.agent import AGENT_NAME, INSTRUCTIONS, AgentConformance, Lab, add
 from agentlightning.testing.agent.conformance import AgentConformance as Kit

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import agentlightning as agl
+from agentlightning.run.thread import run_in_thread
 from agentlightning.testing.agent import ask
-from agentlightning.thread import run_in_thread
 from tests.algorithms.tiny_model import save_tiny_model
 from tests.integrations.framework_agent import AGENTS
 

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 import agentlightning as agl
-from agentlightning.plugins import get_manager
+from agentlightning.plugin.registry import get_manager
 from agentlightning.testing.agent import AGENT_NAME, INSTRUCTIONS, answer, ask, read_sum
 from agentlightning.testing.agent.conformance import is_tool_span
-from agentlightning.testing.openai_server import Answer, RecordedRequest, ScriptedOpenAI
 from agentlightning_integrations import plugin
+from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
 from tests.algorithms.prompt_lab import Server
 from tests.integrations.framework_agent import AGENTS, make_langchain_agent, make_openai_agents_agent
 

@@ -18,14 +18,14 @@ from agentops.sdk.decorators import agent, operation, tool
 from agentlightning import semconv
 from agentlightning.adapter import TraceToMessages, TraceToTriplet
 from agentlightning.emitter import emit_reward
-from agentlightning.plugins import get_manager
+from agentlightning.plugin.registry import get_manager
 from agentlightning.resources import ProxyLLM
-from agentlightning.testing.openai_server import EOS, Answer, ScriptedOpenAI, encode, logprob
 from agentlightning.testing.tracer import TracerConformance
 from agentlightning.tracer import AgentOpsTracer, Tracer
 from agentlightning.types import AttemptedRollout, Span
-from agentlightning_plugins.gateway import LLMProxy
-from agentlightning_plugins.memory_store import InMemoryLightningStore
+from agentlightning_plugins.gateway.proxy import LLMProxy
+from agentlightning_plugins.scripted_model.server import EOS, Answer, ScriptedOpenAI, encode, logprob
+from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 
 ADD: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 

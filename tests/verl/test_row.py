@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 import agentlightning as agl
-from agentlightning_algorithms.verl.metric import Outcome, summarize
-from agentlightning_algorithms.verl.rollout import Episode
-from agentlightning_algorithms.verl.row import Row, build_rows, cut_row, drift, placeholder_row, weight_range
+from agentlightning_algorithms.verl.rollout.metric import Outcome, summarize
+from agentlightning_algorithms.verl.rollout.rollout import Episode
+from agentlightning_algorithms.verl.rollout.row import Row, build_rows, cut_row, drift, placeholder_row, weight_range
 
 
 def call(prompt: list[int], response: list[int], *, version: int = 0, reward: float | None = None) -> agl.Triplet:
@@ -91,7 +91,7 @@ def test_rollouts_that_give_nothing_count_in_every_mean() -> None:
 
 @pytest.mark.filterwarnings("ignore")  # those of verl while it is imported
 def test_what_the_agent_said_of_each_call_goes_with_its_row() -> None:
-    from agentlightning_algorithms.verl.agent_loop import episode_to_outputs
+    from agentlightning_algorithms.verl.rollout.agent_loop import episode_to_outputs
 
     rows = build_rows(CHAIN, kind="transition", max_prompt=9, max_response=9).rows
     outputs = episode_to_outputs(Episode(rows, reward=1.0, calls=2), current=1)

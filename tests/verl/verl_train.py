@@ -18,7 +18,7 @@ def record_advantages(path: Path) -> None:
     """Makes the trainers write, for every row, its key, reward, mask and advantages, as verl left them in its queue."""
     import transfer_queue
 
-    from agentlightning_algorithms.verl import training
+    from agentlightning_algorithms.verl.training import training
 
     def recording(cls: Any) -> Any:
         class Recording(cls):

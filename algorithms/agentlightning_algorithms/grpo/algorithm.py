@@ -22,11 +22,11 @@ from typing import Any, ClassVar, Literal
 from agentlightning.algorithm.algorithm import Algorithm
 from agentlightning.errors import ConfigError
 from agentlightning.types import Dataset, RolloutMode
-from agentlightning_algorithms.grpo.advantage import Estimator
-from agentlightning_algorithms.grpo.checkpoint import atomic_directory, recover_directory
-from agentlightning_algorithms.grpo.experience import RowKind, Selection
+from agentlightning_algorithms.grpo.learning.advantage import Estimator
+from agentlightning_algorithms.grpo.learning.experience import RowKind, Selection
+from agentlightning_algorithms.grpo.learning.setting import LoraSettings, UpdateSettings, check_sampling
+from agentlightning_algorithms.grpo.model.checkpoint import atomic_directory, recover_directory
 from agentlightning_algorithms.grpo.session import Batch, Session, SessionSettings, open_session
-from agentlightning_algorithms.grpo.setting import LoraSettings, UpdateSettings, check_sampling
 
 logger = logging.getLogger("agentlightning")
 

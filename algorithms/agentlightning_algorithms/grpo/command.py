@@ -17,10 +17,10 @@ DIRECTORY = click.Path(path_type=Path)
 @click.option("--which", type=click.Choice(["best", "last"]), help="Best on the validation set (default), or last.")
 def export(run_dir: Path, out: Path, merge: bool, which: str | None) -> None:
     """Writes the model that a run trained to OUT, for from_pretrained and for model servers."""
-    from agentlightning.plugins import get_manager
+    from agentlightning.plugin.registry import get_manager
 
     get_manager().get("algorithm", "grpo")  # an extra that is missing is an error that says how to install it
-    from agentlightning_algorithms.grpo.export import export_model
+    from agentlightning_algorithms.grpo.model.export import export_model
 
     source = export_model(run_dir, out, merge=merge, which=cast("Literal['best', 'last'] | None", which))
     click.echo(f"{source} -> {out}")

@@ -19,18 +19,18 @@ import torch
 
 from agentlightning.adapter.adapter import TraceAdapter
 from agentlightning.algorithm.context import Gateway, RunContext, serve_models
-from agentlightning.algorithm.policy_backend import PolicyBackend, PolicySetup, publish_weights
 from agentlightning.errors import ConfigError
-from agentlightning.plugins import get_manager
+from agentlightning.plugin.registry import get_manager
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import Dataset, EnqueueRolloutRequest, RolloutConfig, RolloutMode, Triplet
-from agentlightning_algorithms.grpo.advantage import zero_spread_groups
-from agentlightning_algorithms.grpo.collapse import CollapseWatch
-from agentlightning_algorithms.grpo.episode import Episode, describe_episodes, gather_episodes
-from agentlightning_algorithms.grpo.experience import Selection, build_experience, training_spans
-from agentlightning_algorithms.grpo.policy import load_policy
-from agentlightning_algorithms.grpo.setting import LoraSettings, UpdateSettings
-from agentlightning_algorithms.grpo.updater import Updater
+from agentlightning_algorithms.grpo.learning.advantage import zero_spread_groups
+from agentlightning_algorithms.grpo.learning.collapse import CollapseWatch
+from agentlightning_algorithms.grpo.learning.episode import Episode, describe_episodes, gather_episodes
+from agentlightning_algorithms.grpo.learning.experience import Selection, build_experience, training_spans
+from agentlightning_algorithms.grpo.learning.setting import LoraSettings, UpdateSettings
+from agentlightning_algorithms.grpo.learning.updater import Updater
+from agentlightning_algorithms.grpo.model.policy import load_policy
+from agentlightning_algorithms.policy_backend import PolicyBackend, PolicySetup, publish_weights
 
 logger = logging.getLogger("agentlightning")
 
@@ -334,7 +334,7 @@ def _load_updater(settings: SessionSettings, update: UpdateSettings) -> Updater:
         settings.model, dtype=settings.dtype if settings.lora is not None else "float32", device=settings.device
     )
     if settings.lora is not None:
-        from agentlightning_algorithms.grpo.lora import add_lora  # peft takes seconds to import
+        from agentlightning_algorithms.grpo.model.lora import add_lora  # peft takes seconds to import
 
         torch.manual_seed(settings.seed)
         add_lora(policy.model, settings.lora)

@@ -7,11 +7,11 @@ import logging
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from agentlightning import live
 from agentlightning.algorithm.algorithm import Algorithm
-from agentlightning.config import require_least
 from agentlightning.errors import ConfigError
+from agentlightning.plugin.settings import require_least
 from agentlightning.types import Dataset
+from agentlightning_algorithms import live_resources as live
 from agentlightning_algorithms.live.proposal import Proposer, load_proposer
 from agentlightning_algorithms.live.session import Session
 

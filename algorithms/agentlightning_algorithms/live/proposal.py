@@ -9,9 +9,9 @@ from importlib.metadata import EntryPoint
 from typing import Any, TypeAlias
 
 from agentlightning.errors import ConfigError
-from agentlightning.live import Experience
-from agentlightning.plugins import get_manager
+from agentlightning.plugin.registry import get_manager
 from agentlightning.resources import Resource, read_resources
+from agentlightning_algorithms.live_resources import Experience
 
 Proposal: TypeAlias = Mapping[str, Resource | str] | None
 Proposer: TypeAlias = Callable[[Experience], Proposal | Awaitable[Proposal]]

@@ -11,10 +11,10 @@ from typing import Final
 
 from agentlightning.errors import StoreError
 from agentlightning.event import RolloutFinished
-from agentlightning.live import Result
 from agentlightning.reward import find_final_reward
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import Rollout
+from agentlightning_algorithms.live_resources import Result
 
 logger = logging.getLogger("agentlightning")
 

@@ -12,7 +12,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from agentlightning.errors import ConfigError, ConflictError, StoreError
-from agentlightning.live import (
+from agentlightning.resources import split_version_id
+from agentlightning.store.protocol import LightningStore
+from agentlightning.types import EnqueueRolloutRequest, Rollout, RolloutConfig
+from agentlightning_algorithms.live.proposal import make_candidate
+from agentlightning_algorithms.live.result import Feed, Results, read_reward
+from agentlightning_algorithms.live.sequential import SequentialTest
+from agentlightning_algorithms.live_resources import (
     STATE_NAME,
     Experience,
     LivePlace,
@@ -21,12 +27,6 @@ from agentlightning.live import (
     read_live_history,
     read_live_state,
 )
-from agentlightning.resources import split_version_id
-from agentlightning.store.protocol import LightningStore
-from agentlightning.types import EnqueueRolloutRequest, Rollout, RolloutConfig
-from agentlightning_algorithms.live.proposal import make_candidate
-from agentlightning_algorithms.live.result import Feed, Results, read_reward
-from agentlightning_algorithms.live.sequential import SequentialTest
 
 if TYPE_CHECKING:
     from agentlightning_algorithms.live.algorithm import LiveLearning

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from agentlightning.adapter.message import TraceToMessages
 from agentlightning.algorithm.algorithm import Algorithm
 from agentlightning.algorithm.context import RunContext
-from agentlightning.config import require_least
 from agentlightning.errors import ConfigError, LightningError
+from agentlightning.plugin.settings import require_least
 from agentlightning.resources import LLM, PromptTemplate, Resource
 from agentlightning.types import Dataset, RolloutMode
 from agentlightning_algorithms.prompt_search.budget import Budget

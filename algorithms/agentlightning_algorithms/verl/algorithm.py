@@ -21,14 +21,14 @@ from agentlightning.adapter.adapter import TraceAdapter
 from agentlightning.algorithm.algorithm import Algorithm
 from agentlightning.algorithm.context import Gateway
 from agentlightning.errors import ConfigError
-from agentlightning.plugins import get_manager
-from agentlightning.thread import run_in_thread
+from agentlightning.plugin.registry import get_manager
+from agentlightning.run.thread import run_in_thread
 from agentlightning.types import Dataset, Triplet
 from agentlightning_algorithms.verl.config import compose_config, dump_config
 from agentlightning_algorithms.verl.environment import start_ray
 from agentlightning_algorithms.verl.preflight import check_run
-from agentlightning_algorithms.verl.rollout import Mode, RolloutController, RolloutSettings, cancel_open
-from agentlightning_algorithms.verl.row import RowKind
+from agentlightning_algorithms.verl.rollout.rollout import Mode, RolloutController, RolloutSettings, cancel_open
+from agentlightning_algorithms.verl.rollout.row import RowKind
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -116,7 +116,7 @@ class VERL(Algorithm):
                 stack.push_async_callback(gateway.stop)
             if await asyncio.to_thread(start_ray, config):
                 stack.push_async_callback(asyncio.to_thread, _stop_ray)
-            from agentlightning_algorithms.verl.training import train
+            from agentlightning_algorithms.verl.training.training import train
 
             controller = RolloutController(
                 store=self.get_store(),

@@ -11,7 +11,7 @@ from typing import TypeAlias
 from agentlightning.adapter.call import Call
 from agentlightning.adapter.tree import Node
 from agentlightning.errors import AdapterError, ConfigError
-from agentlightning.plugins import get_manager
+from agentlightning.plugin.registry import get_manager
 from agentlightning.types import Span, Triplet
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
 from agentlightning.errors import ConfigError, suggest
-from agentlightning.hookspecs import WrapOptions
 from agentlightning.litagent.agent import LitAgent
+from agentlightning.plugin.hookspecs import WrapOptions
 from agentlightning.resources import LLM, NamedResources, PromptTemplate, scope_to_attempt
 from agentlightning.types import Rollout
 

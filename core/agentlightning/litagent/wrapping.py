@@ -9,11 +9,11 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 from agentlightning.errors import ConfigError, RolloutError
-from agentlightning.hookspecs import WrapOptions
 from agentlightning.litagent.agent import LitAgent, RewardFunction, check_agent, check_result
 from agentlightning.litagent.framework import FrameworkAgent
 from agentlightning.litagent.function import FunctionalLitAgent
-from agentlightning.plugins import get_manager
+from agentlightning.plugin.hookspecs import WrapOptions
+from agentlightning.plugin.registry import get_manager
 from agentlightning.resources import NamedResources, PromptTemplate
 from agentlightning.types import Rollout, RolloutRawResult
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agentlightning.errors import ConfigError, PluginError
-from agentlightning.plugins import get_manager
+from agentlightning.plugin.registry import get_manager
 from agentlightning.store.engine import BackendStore
 from agentlightning.store.protocol import LightningStore
 from agentlightning.store.retention import Retention

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from agentlightning.hookspecs import hookimpl
+from agentlightning.plugin.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     import click

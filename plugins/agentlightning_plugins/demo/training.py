@@ -14,7 +14,7 @@ from rich.table import Table
 from agentlightning import semconv
 from agentlightning.errors import ConfigError
 from agentlightning.reward import find_final_reward
-from agentlightning.run_directory import make_directory
+from agentlightning.run.directory import make_directory
 from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
 from agentlightning.trainer import Trainer

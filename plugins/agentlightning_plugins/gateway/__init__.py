@@ -1,5 +1,1 @@
 """The LLM gateway: an OpenAI-compatible reverse proxy that records what a model was asked and what it answered."""
-
-from agentlightning_plugins.gateway.proxy import LLMProxy
-
-__all__ = ["LLMProxy"]

@@ -12,9 +12,9 @@ import sys
 from multiprocessing.connection import Connection
 from typing import Any
 
-from agentlightning.collector import relax_collector
 from agentlightning.errors import LightningError
 from agentlightning.store.protocol import LightningStore
+from agentlightning_plugins.garbage_collection import relax_collector
 from agentlightning_plugins.gateway.launch import COMMANDS
 from agentlightning_plugins.gateway.server import GatewayServer
 from agentlightning_plugins.gateway.settings import Settings

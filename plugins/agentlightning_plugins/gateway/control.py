@@ -7,11 +7,11 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from agentlightning_plugins.gateway.admission import Admission
-from agentlightning_plugins.gateway.json_text import dump_json, parse_json
-from agentlightning_plugins.gateway.key import Authenticator
-from agentlightning_plugins.gateway.metric import GatewayMetrics
-from agentlightning_plugins.gateway.openai_dialect import CHAT
+from agentlightning_plugins.gateway.dialects.json_text import dump_json, parse_json
+from agentlightning_plugins.gateway.dialects.openai import CHAT
+from agentlightning_plugins.gateway.limits.admission import Admission
+from agentlightning_plugins.gateway.limits.key import Authenticator
+from agentlightning_plugins.gateway.recording.metric import GatewayMetrics
 from agentlightning_plugins.prometheus import CONTENT_TYPE
 
 PATHS: Final = ("health", "metrics", "status", "pause", "drain", "resume")

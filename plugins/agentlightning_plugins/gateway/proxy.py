@@ -9,15 +9,15 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, get_args
 
-from agentlightning import attempt_token
 from agentlightning.errors import ConfigError, ConflictError, suggest
 from agentlightning.resources import ATTEMPT_KEY, LLM, ProxyLLM
+from agentlightning.run import attempt_token
 from agentlightning.store.protocol import LightningStore
-from agentlightning_plugins.gateway.admission import PAUSE_WAIT_S
-from agentlightning_plugins.gateway.backend import ModelTable
-from agentlightning_plugins.gateway.budget import Budget, read_budget
-from agentlightning_plugins.gateway.health import INTERVAL_S
+from agentlightning_plugins.gateway.backends.backend import ModelTable
+from agentlightning_plugins.gateway.backends.health import INTERVAL_S
 from agentlightning_plugins.gateway.launch import ServerHandle, ServerProcess, ServerThread
+from agentlightning_plugins.gateway.limits.admission import PAUSE_WAIT_S
+from agentlightning_plugins.gateway.limits.budget import Budget, read_budget
 from agentlightning_plugins.gateway.settings import READ_TIMEOUT_S, Settings
 
 LaunchMode = Literal["thread", "process"]

@@ -7,10 +7,10 @@ from typing import Any, Final
 
 from aiohttp import HttpVersion11, web
 
-from agentlightning_plugins.gateway.call import Call, TraceContext
-from agentlightning_plugins.gateway.dialect import Dialect
-from agentlightning_plugins.gateway.json_text import parse_json
-from agentlightning_plugins.gateway.upstream import Reply, refuse
+from agentlightning_plugins.gateway.backends.upstream import Reply, refuse
+from agentlightning_plugins.gateway.dialects.dialect import Dialect
+from agentlightning_plugins.gateway.dialects.json_text import parse_json
+from agentlightning_plugins.gateway.recording.call import Call, TraceContext
 
 MAX_BODY_BYTES: Final = 1 << 28
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"

@@ -16,28 +16,28 @@ from aiohttp import web
 from agentlightning.errors import StoreError
 from agentlightning.store.protocol import LightningStore
 from agentlightning.store.span_writer import SpanWriter
-from agentlightning_plugins.gateway.admission import Admission
-from agentlightning_plugins.gateway.backend import Backend, ModelTable, describe_error
-from agentlightning_plugins.gateway.budget import BudgetLedger, read_usage
-from agentlightning_plugins.gateway.call import Call, call_to_span, used_tokens
+from agentlightning_plugins.gateway.backends.backend import Backend, ModelTable, describe_error
+from agentlightning_plugins.gateway.backends.health import HealthCheck
+from agentlightning_plugins.gateway.backends.idle_timeout import IdleTimeout
+from agentlightning_plugins.gateway.backends.provider import BackendAnswer
+from agentlightning_plugins.gateway.backends.upstream import Reply, Upstream, refuse, relayed_headers
 from agentlightning_plugins.gateway.control import PATHS as CONTROLS
 from agentlightning_plugins.gateway.control import Controls, json_response
-from agentlightning_plugins.gateway.dialect import Completion, Dialect, load_dialects
-from agentlightning_plugins.gateway.ended_attempt import EndedAttempts
-from agentlightning_plugins.gateway.health import HealthCheck
-from agentlightning_plugins.gateway.idle_timeout import IdleTimeout
-from agentlightning_plugins.gateway.in_flight import InFlightCall, InFlightCalls
-from agentlightning_plugins.gateway.json_text import dump_json, parse_json
-from agentlightning_plugins.gateway.key import Attempt, Authenticator, KeyRefused
-from agentlightning_plugins.gateway.metric import GatewayMetrics
-from agentlightning_plugins.gateway.model_list import list_models
-from agentlightning_plugins.gateway.openai_dialect import CHAT, read_version
-from agentlightning_plugins.gateway.provider import BackendAnswer
+from agentlightning_plugins.gateway.dialects.dialect import Completion, Dialect, load_dialects
+from agentlightning_plugins.gateway.dialects.json_text import dump_json, parse_json
+from agentlightning_plugins.gateway.dialects.model_list import list_models
+from agentlightning_plugins.gateway.dialects.openai import CHAT, read_version
+from agentlightning_plugins.gateway.limits.admission import Admission
+from agentlightning_plugins.gateway.limits.budget import BudgetLedger, read_usage
+from agentlightning_plugins.gateway.limits.ended_attempt import EndedAttempts
+from agentlightning_plugins.gateway.limits.in_flight import InFlightCall, InFlightCalls
+from agentlightning_plugins.gateway.limits.key import Attempt, Authenticator, KeyRefused
+from agentlightning_plugins.gateway.recording.call import Call, call_to_span, used_tokens
+from agentlightning_plugins.gateway.recording.metric import GatewayMetrics
+from agentlightning_plugins.gateway.recording.status import describe
+from agentlightning_plugins.gateway.recording.stream import StreamReader
 from agentlightning_plugins.gateway.request import make_request, read_call
 from agentlightning_plugins.gateway.settings import Settings
-from agentlightning_plugins.gateway.status import describe
-from agentlightning_plugins.gateway.stream import StreamReader
-from agentlightning_plugins.gateway.upstream import Reply, Upstream, refuse, relayed_headers
 
 logger = logging.getLogger("agentlightning")
 

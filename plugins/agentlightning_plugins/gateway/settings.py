@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentlightning_plugins.gateway.admission import PAUSE_WAIT_S
-from agentlightning_plugins.gateway.budget import Budget
-from agentlightning_plugins.gateway.health import INTERVAL_S
+from agentlightning_plugins.gateway.backends.health import INTERVAL_S
+from agentlightning_plugins.gateway.limits.admission import PAUSE_WAIT_S
+from agentlightning_plugins.gateway.limits.budget import Budget
 
 READ_TIMEOUT_S = 600.0
 """What the openai client allows."""

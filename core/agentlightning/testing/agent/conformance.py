@@ -27,8 +27,8 @@ from agentlightning.testing.agent.lab import (
     answer,
     ask,
 )
-from agentlightning.testing.openai_server import EOS, Answer, RecordedRequest, decode, encode, logprob
 from agentlightning.types import AttemptedRollout, Span
+from agentlightning_plugins.scripted_model.server import EOS, Answer, RecordedRequest, decode, encode, logprob
 
 
 def is_tool_span(span: Span) -> bool:

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from agentlightning.litagent import LitAgent, Prompts, wrap
-from agentlightning.plugins import get_manager
+from agentlightning.plugin.registry import get_manager
 from agentlightning.resources import LLM, Resource
 from agentlightning.runner import LitAgentRunner
 from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
-from agentlightning.testing.openai_server import Answer, RecordedRequest, ScriptedOpenAI
 from agentlightning.types import AttemptedRollout, EnqueueRolloutRequest, Rollout, RolloutConfig, Span
+from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
 
 AGENT_NAME: Final = "calculator"
 INSTRUCTIONS: Final = "Add the numbers with the tool, then say the sum."

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from agentlightning import Component, LitAgent, hookimpl
-from agentlightning.hookspecs import WrapOptions
+from agentlightning.plugin.hookspecs import WrapOptions
 
 
 @hookimpl

@@ -1,0 +1,1 @@
+"""What is learned from rollouts: advantages, loss, weight updates."""

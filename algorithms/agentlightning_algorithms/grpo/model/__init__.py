@@ -1,0 +1,1 @@
+"""The policy: its weights, checkpoints and export."""

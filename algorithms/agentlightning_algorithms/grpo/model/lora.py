@@ -1,0 +1,83 @@
+"""Low-rank additions to a policy's weights (Hu et al. 2021, arXiv:2106.09685), by peft."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from agentlightning.errors import ConfigError
+from agentlightning_algorithms.grpo.learning.setting import LoraSettings
+
+_ADAPTER_FILE = "adapter_model.safetensors"
+
+
+def add_lora(model: nn.Module, settings: LoraSettings) -> None:
+    """Gives a transformers model additions, which begin as zero; they are all of it that is trained from then on.
+
+    Raises:
+        ConfigError: none of its layers has such a name.
+    """
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=cast(int, settings.alpha),  # a float is accepted, and scaled by
+        target_modules=settings.target_modules,
+        lora_dropout=0.0,  # dropout would train another policy than the one that sampled
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=str(getattr(model.config, "_name_or_path", "")),
+    )
+    try:
+        cast(Any, model).add_adapter(config)
+    except ValueError as error:
+        raise ConfigError(f"lora: target_modules = {settings.target_modules!r}: {error}") from error
+    model.eval()
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # an optimizer's step is smaller than the resolution of bfloat16
+            parameter.data = parameter.data.float()
+
+
+def read_lora(model: nn.Module, directory: Path) -> None:
+    """Gives a model additions of the shape of those saved in ``directory``."""
+    config = LoraConfig.from_pretrained(str(directory))
+    config.inference_mode = False
+    cast(Any, model).add_adapter(config)
+    model.eval()
+
+
+def merge_state(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the weights of a model without additions that computes the same; the model's own stay apart.
+
+    Merging in place and back would leave rounding errors in the base weights each time.
+    """
+    state = dict(model.state_dict())
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            prefix = f"{name}."
+            weight = state[f"{prefix}base_layer.weight"]
+            with torch.no_grad():
+                layer = cast(Any, module)  # peft's annotations do not know it
+                delta = sum(layer.get_delta_weight(adapter).float() for adapter in layer.active_adapters)
+                state[f"{prefix}base_layer.weight"] = (weight.float() + delta).to(weight.dtype)
+    return {name.replace(".base_layer.", "."): value for name, value in state.items() if ".lora_" not in name}
+
+
+def load_adapter(model: nn.Module, directory: Path) -> None:
+    """Puts the additions saved in ``directory`` in the place of the model's.
+
+    Raises:
+        ConfigError: there are none, or they are of another shape.
+    """
+    file = directory / _ADAPTER_FILE
+    if not file.is_file():
+        raise ConfigError(f"{file} is missing: that checkpoint was made without lora; resume with the same settings.")
+    loaded = load_file(file)
+    own = {name: tuple(value.shape) for name, value in get_peft_model_state_dict(cast(Any, model)).items()}
+    stripped = {name.removeprefix("base_model.model."): value for name, value in loaded.items()}
+    if own != {name: tuple(value.shape) for name, value in stripped.items()}:
+        raise ConfigError(f"{file} has other additions than the settings ask for; resume with the same lora settings.")
+    set_peft_model_state_dict(cast(Any, model), stripped)

@@ -1,0 +1,343 @@
+"""The policy: a causal language model with its tokenizer, and the log-probabilities it gives to tokens.
+
+    B   rows of a batch
+    L   tokens of a row, prompt and response, padded on the right to the longest
+    T   sampled tokens of a row, padded on the right to the longest
+    N   sampled tokens of all rows, without padding
+    V   vocabulary
+
+Log-probabilities are natural, in float32 whatever the weights are in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from agentlightning.errors import ConfigError
+
+
+class TokenRow(Protocol):
+    """What the policy was shown, and what it is said to have answered. Both have at least one token.
+
+    Where there is a ``mask``, response tokens at which it is 0 were given to the policy: attended to, not scored.
+    """
+
+    @property
+    def prompt_ids(self) -> Sequence[int]: ...
+
+    @property
+    def response_ids(self) -> Sequence[int]: ...
+
+    @property
+    def mask(self) -> Sequence[int] | None: ...
+
+
+class TokenBatch(NamedTuple):
+    """Rows as tensors, padded on the right.
+
+    Causal attention never looks right, so the padding needs no attention mask and no position ids, and the fastest
+    attention kernel applies. What comes out at padding is never read.
+    """
+
+    input_BL: Tensor
+    predictor_N: Tensor
+    """Where, in the flattened ``input_BL``, the token before each sampled token stands."""
+    target_N: Tensor
+    """The sampled tokens themselves, row by row."""
+    mask_BT: Tensor
+    """True on sampled tokens, which stand side by side."""
+
+
+class Policy:
+    """A causal language model and its tokenizer.
+
+    Attributes:
+        model: always in eval mode, in training too: dropout would train another policy than the one that sampled.
+        tokenizer: turns messages into the model's tokens.
+        max_length: positions the model has, prompt and response together.
+        stop_ids: tokens that end a response.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        config = model.config
+        if getattr(config, "is_encoder_decoder", False):
+            raise ConfigError(f"{config.model_type!r} is an encoder-decoder; a policy must be a causal language model.")
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.max_length = int(getattr(config, "max_position_embeddings", None) or 2**20)
+        self.stop_ids = _stop_ids(model, tokenizer)
+        self._head = _plain_head(model)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return cast(torch.device, self.model.device)
+
+    @property
+    def has_lora(self) -> bool:
+        """Whether there are low-rank additions, which then are all that is trained."""
+        return bool(getattr(self.model, "_hf_peft_config_loaded", False))
+
+    def logits(self, input_BL: Tensor, positions: Tensor | None = None, **options: Any) -> Tensor:
+        """Returns logits ``[N, V]`` in float32, at some positions of the flattened input or at all of them.
+
+        The vocabulary is by far the widest layer of a small model, and a prompt's own logits are of no use: only the
+        chosen positions pass through it.
+
+        Args:
+            input_BL: token ids.
+            positions: indices into ``input_BL.flatten()``; None: all.
+            options: what else the decoder takes: cache, mask, position ids.
+        """
+        if self._head is None:
+            logits = self.model(input_ids=input_BL, **options).logits.flatten(0, 1)
+            return cast(Tensor, (logits if positions is None else logits[positions]).float())
+        hidden = self.model.base_model(input_ids=input_BL, **options).last_hidden_state.flatten(0, 1)
+        if positions is not None:
+            hidden = hidden.index_select(0, positions)
+        return cast(Tensor, self._head(hidden).float())
+
+    def token_logprobs(
+        self, batch: TokenBatch, temperature: float = 1.0, *, entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Returns log-probabilities (with gradient) and entropies of the sampled tokens, each ``[B, T]``.
+
+        Args:
+            batch: see :func:`collate`.
+            temperature: that of sampling; log-probabilities are those of the distribution after it. 0 (greedy) counts
+                as 1, as it does in the sampler.
+            entropy_gradient: whether the entropies have a gradient too.
+        """
+        logits_NV = self.logits(batch.input_BL, batch.predictor_N, use_cache=False) / (temperature or 1.0)
+        logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
+        logprob_N = logprobs_NV.gather(1, batch.target_N[:, None]).squeeze(1)
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+            entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
+        empty_BT = torch.zeros(batch.mask_BT.shape, dtype=logprob_N.dtype, device=logprob_N.device)
+        return empty_BT.masked_scatter(batch.mask_BT, logprob_N), empty_BT.masked_scatter(batch.mask_BT, entropy_N)
+
+    def score(self, rows: Sequence[TokenRow], temperature: float = 1.0, *, max_tokens: int = 8192) -> list[list[float]]:
+        """Returns the log-probability of every response token, without gradient, rows in the order given.
+
+        Where a token was given and not sampled, it is 0.
+        """
+        scores: list[list[float]] = [[] for _ in rows]
+        with torch.inference_mode():
+            for indices in batch_by_tokens([row_length(row) for row in rows], max_tokens):
+                batch = collate([rows[i] for i in indices], self.device)
+                logprob_BT, _ = self.token_logprobs(batch, temperature)
+                for i, values in zip(indices, logprob_BT.tolist(), strict=True):
+                    mask = rows[i].mask
+                    if mask is None:
+                        scores[i] = values[: len(rows[i].response_ids)]
+                    else:
+                        following = iter(values)
+                        scores[i] = [next(following) if sampled else 0.0 for sampled in mask]
+        return scores
+
+    def save(self, directory: Path) -> None:
+        """Writes weights, configuration and tokenizer so that ``AutoModelForCausalLM.from_pretrained`` reads them.
+
+        LoRA additions are merged into the weights written.
+        """
+        model, state = self.model, None
+        if self.has_lora:
+            from agentlightning_algorithms.grpo.model.lora import merge_state  # peft, which the server has no use for
+
+            state = merge_state(model)
+            with torch.device("meta"):  # only for its name and configuration
+                model = type(model)(model.config)
+            model.generation_config = self.model.generation_config
+        with _quiet():
+            model.save_pretrained(directory, state_dict=state)
+        self.tokenizer.save_pretrained(str(directory))
+
+    def save_trained(self, directory: Path) -> None:
+        """Writes what training changes: LoRA additions only, where there are any, or as :meth:`save`."""
+        if not self.has_lora:
+            self.save(directory)
+            return
+        with _quiet():
+            self.model.save_pretrained(directory)
+        self.tokenizer.save_pretrained(str(directory))
+
+    def load_trained(self, directory: Path) -> None:
+        """Takes back what :meth:`save_trained` wrote.
+
+        Raises:
+            ConfigError: nothing there, or of another model or other settings.
+        """
+        if self.has_lora:
+            from agentlightning_algorithms.grpo.model.lora import load_adapter  # as above
+
+            load_adapter(self.model, Path(directory))
+        else:
+            self.load_weights(directory)
+
+    def read_weights(self, directory: Path) -> dict[str, Tensor]:
+        """Reads the weights in ``directory`` and checks that they are this model's. Changes nothing.
+
+        Raises:
+            ConfigError: no safetensors there, or those of another model.
+        """
+        files = sorted(Path(directory).glob("*.safetensors"))
+        if not files:
+            raise ConfigError(f"no *.safetensors in {str(directory)!r}; give a directory written by save_pretrained.")
+        loaded: dict[str, Tensor] = {}
+        for file in files:
+            try:
+                loaded.update(load_file(file))
+            except SafetensorError as error:
+                raise ConfigError(f"{str(file)!r} is damaged: {error}.") from error
+        own = self.model.state_dict()
+        # Tied weights are one storage under several names, of which a file holds one.
+        covered = {own[name].data_ptr() for name in loaded if name in own}
+        wrong = [name for name in loaded if name not in own or own[name].shape != loaded[name].shape]
+        missing = [name for name, value in own.items() if value.data_ptr() not in covered]
+        if wrong or missing:
+            raise ConfigError(
+                f"the weights in {str(directory)!r} are not this model's: unknown or of another shape {wrong[:3]}, "
+                f"missing {missing[:3]}."
+            )
+        return loaded
+
+    def copy_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Copies what :meth:`read_weights` gave over this policy's own weights."""
+        own = self.model.state_dict()
+        with torch.no_grad():
+            for name, value in weights.items():
+                own[name].copy_(value)
+
+    def load_weights(self, directory: Path) -> None:
+        """Copies the weights in ``directory`` over this policy's own; when it raises, nothing has changed.
+
+        Raises:
+            ConfigError: as :meth:`read_weights`.
+        """
+        self.copy_weights(self.read_weights(directory))
+
+
+def load_policy(path: str | Path, *, dtype: str = "float32", device: str = "cpu") -> Policy:
+    """Loads a model and its tokenizer from a directory or by its name on the hub.
+
+    Args:
+        path: a directory written by ``save_pretrained``, or a hub name. A directory is never looked up on the hub.
+        dtype: ``float32``, ``bfloat16`` or ``float16``; the stored weights are converted.
+        device: where the weights go.
+
+    Raises:
+        ConfigError: an unknown dtype, no such model, or one that is no causal language model.
+    """
+    kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype not in kinds:
+        raise ConfigError(f"dtype = {dtype!r}; allowed: {', '.join(kinds)}.")
+    local = Path(path).is_dir()
+    try:
+        with _quiet():
+            model = AutoModelForCausalLM.from_pretrained(
+                str(path), dtype=kinds[dtype], attn_implementation="sdpa", local_files_only=local
+            )
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=local)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot load a causal language model from {str(path)!r}: {error}") from error
+    return Policy(cast(PreTrainedModel, cast(Any, model).to(device)), cast(PreTrainedTokenizerBase, tokenizer))
+
+
+def row_length(row: TokenRow) -> int:
+    """Returns the number of tokens of a row, prompt and response."""
+    return len(row.prompt_ids) + len(row.response_ids)
+
+
+def batch_by_tokens(lengths: Sequence[int], max_tokens: int, *, max_padding: int = 256) -> list[list[int]]:
+    """Cuts items into batches of similar length: at most ``max_tokens`` tokens each, padding included.
+
+    Args:
+        lengths: tokens of each item.
+        max_tokens: bound on memory.
+        max_padding: padding tokens at which a further batch, which costs some fixed time, is the cheaper choice.
+
+    Returns:
+        Indices into ``lengths``, the longest items first; each index in exactly one batch. An item longer than
+        ``max_tokens`` gets a batch of its own.
+    """
+    batches: list[list[int]] = []
+    width = padding = 0
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        padding += width - lengths[i]
+        if not batches or padding > max_padding or (len(batches[-1]) + 1) * width > max_tokens:
+            batches.append([])
+            width, padding = lengths[i], 0
+        batches[-1].append(i)
+    return batches
+
+
+def collate(rows: Sequence[TokenRow], device: torch.device | str = "cpu") -> TokenBatch:
+    """Turns rows into a batch of tensors on ``device``."""
+    lengths = [row_length(row) for row in rows]
+    width = max(lengths)
+    padded = [[*row.prompt_ids, *row.response_ids] + [0] * (width - n) for row, n in zip(rows, lengths, strict=True)]
+    predictors: list[int] = []
+    targets: list[int] = []
+    counts: list[int] = []
+    for i, row in enumerate(rows):
+        first = i * width + len(row.prompt_ids) - 1
+        here = range(first, first + len(row.response_ids))
+        before = len(targets)
+        if row.mask is None:
+            predictors.extend(here)
+            targets.extend(row.response_ids)
+        else:
+            predictors.extend(place for place, sampled in zip(here, row.mask, strict=True) if sampled)
+            targets.extend(token for token, sampled in zip(row.response_ids, row.mask, strict=True) if sampled)
+        counts.append(len(targets) - before)
+    return TokenBatch(
+        input_BL=torch.tensor(padded).to(device),
+        predictor_N=torch.tensor(predictors).to(device),
+        target_N=torch.tensor(targets).to(device),
+        mask_BT=(torch.arange(max(counts)) < torch.tensor(counts)[:, None]).to(device),
+    )
+
+
+def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    generation_config = getattr(model, "generation_config", None)
+    found: set[int] = set()
+    for value in (getattr(generation_config, "eos_token_id", None), tokenizer.eos_token_id):
+        found.update(value if isinstance(value, Iterable) else () if value is None else (value,))
+    return frozenset(found)
+
+
+def _plain_head(model: PreTrainedModel) -> nn.Module | None:
+    """Returns the model's output layer if it is all that stands between hidden states and logits, else None.
+
+    Some models scale or cap their logits afterwards; the difference shows on any input, so one is tried.
+    """
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Module):
+        return None
+    with torch.inference_mode():
+        tokens = torch.tensor([[0, 1, 2]], device=model.device) % int(model.config.vocab_size)
+        whole = model(input_ids=tokens, use_cache=False).logits
+        parts = head(model.base_model(input_ids=tokens, use_cache=False).last_hidden_state)
+    return head if torch.equal(whole, parts) else None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps transformers' progress bars out of ours."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()

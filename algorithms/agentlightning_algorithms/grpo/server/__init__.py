@@ -1,0 +1,1 @@
+"""The policy server: sampling behind an OpenAI-compatible endpoint."""

@@ -1,0 +1,273 @@
+"""OpenAI's chat and text completions: requests tokenized, and responses turned into answers, whole or as a stream.
+
+Token ids are answered as in vLLM (0.10.2 and later): ``return_token_ids`` brings ``prompt_token_ids`` and each choice's
+``token_ids``. Ours are ``weight_version``, the version of the weights that sampled the answer, and, in
+``usage.prompt_tokens_details`` beside ``cached_tokens``, ``continued_tokens``: tokens that were taken over as they were
+sampled.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+from jinja2 import TemplateError
+
+from agentlightning_algorithms.grpo.model.policy import Policy
+from agentlightning_algorithms.grpo.server.completion_request import (
+    ChatRequest,
+    RequestError,
+    TextRequest,
+    read_message,
+)
+from agentlightning_algorithms.grpo.server.conversation import Conversations, Prompt
+from agentlightning_algorithms.grpo.server.reply import ReplyReader
+from agentlightning_algorithms.grpo.server.sampling import Generation, SamplingParams, Token
+
+Json = dict[str, Any]
+TopLogprobs = list[tuple[int, float]]
+
+# JSON has no infinity; OpenAI and vLLM report impossible tokens with this.
+_LOWEST = -9999.0
+
+
+class Completions:
+    """Turns requests into tokens and settings, and responses into answers, with one policy's tokenizer.
+
+    Attributes:
+        conversations: what was answered, by its tokens.
+    """
+
+    def __init__(self, policy: Policy, model_name: str, max_length: int) -> None:
+        """Takes a policy, what requests call it, and the tokens that a prompt and its response may have together."""
+        self.model_name = model_name
+        self.max_length = max_length
+        self.conversations = Conversations(policy.tokenizer, policy.stop_ids)
+        self.tokenizer = policy.tokenizer
+        self._vocabulary = int(policy.model.config.vocab_size)
+        self.token_text = lru_cache(maxsize=None)(self._read_token)
+
+    def chat_prompt(self, request: ChatRequest) -> Prompt:
+        """Returns the conversation as tokens, as the model's chat template renders it.
+
+        Raises:
+            RequestError: messages the template does not take, or a model without a chat template.
+        """
+        messages = [read_message(i, message) for i, message in enumerate(request.messages)]
+        try:
+            return self.conversations.prompt(messages, request.offered_tools)
+        except (TemplateError, ValueError, TypeError, KeyError) as error:
+            raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
+
+    def text_prompt(self, request: TextRequest) -> Prompt:
+        """Returns the prompt as tokens.
+
+        Raises:
+            RequestError: a token id outside the vocabulary.
+        """
+        if isinstance(request.prompt, str):
+            return Prompt(self.conversations.encode(request.prompt, special_tokens=True))
+        for token in request.prompt:
+            if not 0 <= token < self._vocabulary:
+                raise RequestError(f"token id {token} is not in 0 to {self._vocabulary - 1}.", param="prompt")
+        return Prompt(request.prompt)
+
+    def sampling_params(self, request: ChatRequest | TextRequest, prompt_length: int) -> list[SamplingParams]:
+        """Returns the settings of each of the ``n`` responses.
+
+        Raises:
+            RequestError: the response does not fit behind the prompt.
+        """
+        room = self.max_length - prompt_length
+        asked = request.max_tokens
+        if isinstance(request, ChatRequest):
+            asked = request.max_completion_tokens or asked
+            tops = (request.top_logprobs or 0) if request.logprobs else 0
+        else:
+            tops = request.logprobs or 0
+        if not prompt_length:
+            raise RequestError("the prompt is empty.", param="prompt")
+        if room < (asked or 1):
+            raise RequestError(
+                f"the prompt has {prompt_length} tokens and the answer may have {asked or 1}, but the model has room "
+                f"for {self.max_length} together; shorten the messages or lower max_tokens.",
+                param="messages" if isinstance(request, ChatRequest) else "prompt",
+                code="context_length_exceeded",
+            )
+        if "" in request.stops:
+            raise RequestError("stop: an empty string would end every answer.", param="stop")
+        return [
+            SamplingParams(
+                max_tokens=asked or room,
+                temperature=1.0 if request.temperature is None else request.temperature,
+                top_p=request.top_p or 1.0,
+                top_k=max(0, request.top_k or 0),
+                stop=request.stops,
+                seed=None if request.seed is None else f"{request.seed}/{i}",
+                top_logprobs=tops,
+            )
+            for i in range(request.n or 1)
+        ]
+
+    def _read_token(self, token: int) -> Json:
+        text = str(self.tokenizer.decode([token]))
+        return {"token": text, "bytes": list(text.encode())}
+
+
+class Answer:
+    """The answer to one request, of responses that are there, or chunk by chunk of their tokens as they come."""
+
+    def __init__(self, completions: Completions, request: ChatRequest | TextRequest, prompt: Prompt) -> None:
+        """Takes the request and its prompt."""
+        self._completions = completions
+        self._request = request
+        self._prompt = prompt
+        self._chat = isinstance(request, ChatRequest)
+        tools = isinstance(request, ChatRequest) and bool(request.offered_tools)
+        self._readers = [ReplyReader(completions.tokenizer, request.stops, tools=tools) for _ in range(request.n or 1)]
+        self._begun: set[int] = set()
+        self._offsets = [0] * len(self._readers)
+        self._head: Json = {
+            "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "object": "chat.completion" if self._chat else "text_completion",
+            "created": int(time.time()),
+            "model": completions.model_name,
+        }
+
+    def whole(self, generations: Sequence[Generation]) -> Json:
+        """Returns the body of an answer that is not streamed."""
+        choices: list[Json] = []
+        for index, (reader, generation) in enumerate(zip(self._readers, generations, strict=True)):
+            reader.feed(generation.token_ids)
+            reader.finish()
+            choice = self._choice(index, generation.token_ids, generation.logprobs, generation.top_logprobs)
+            choice["finish_reason"] = self._finish_reason(index, generation)
+            if self._chat:
+                choice["message"] = reader.message()
+            else:
+                choice["text"] = reader.text
+            if self._request.return_token_ids and not self._chat:
+                choice["prompt_token_ids"] = self._prompt.token_ids
+            choices.append(choice)
+        self._remember(generations)
+        version = generations[0].weight_version
+        answer = {**self._head, "choices": choices, "usage": self._usage(generations), "weight_version": version}
+        if self._request.return_token_ids and self._chat:
+            answer["prompt_token_ids"] = self._prompt.token_ids
+        return answer
+
+    def begin(self, weight_version: int) -> Iterator[Json]:
+        """Yields the chunks that a stream begins with: who speaks, to what."""
+        self._head["object"] = "chat.completion.chunk" if self._chat else "text_completion"
+        self._head["weight_version"] = weight_version
+        if self._request.include_usage:
+            self._head["usage"] = None
+        if self._chat:
+            opening = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+            first = self._chunk([{"index": index, **opening} for index in range(len(self._readers))])
+            if self._request.return_token_ids:
+                first["prompt_token_ids"] = self._prompt.token_ids
+            yield first
+
+    def feed(self, index: int, tokens: Sequence[Token]) -> Json:
+        """Returns the chunk for more tokens of a choice. It may be without text: what is not certain is held back."""
+        said, calls = self._readers[index].feed([token.token_id for token in tokens])
+        choice = self._choice(
+            index,
+            [token.token_id for token in tokens],
+            [token.logprob for token in tokens],
+            [token.top_logprobs for token in tokens],
+        )
+        if index not in self._begun and self._request.return_token_ids and not self._chat:
+            choice["prompt_token_ids"] = self._prompt.token_ids
+        self._begun.add(index)
+        return self._chunk([{**choice, **self._said(index, said, calls)}])
+
+    def end(self, index: int, generation: Generation) -> Json:
+        """Returns the last chunk of a choice: what was held back, and how it ended."""
+        said, calls = self._readers[index].finish()
+        choice: Json = {"index": index, "logprobs": None, "finish_reason": self._finish_reason(index, generation)}
+        return self._chunk([{**choice, **self._said(index, said, calls)}])
+
+    def close(self, generations: Sequence[Generation]) -> Iterator[Json]:
+        """Yields what comes after the last choice."""
+        self._remember(generations)
+        if self._request.include_usage:
+            yield {**self._chunk([]), "usage": self._usage(generations)}
+
+    def _chunk(self, choices: list[Json]) -> Json:
+        return {**self._head, "choices": choices}
+
+    def _said(self, index: int, said: str, calls: list[Json]) -> Json:
+        if not self._chat:
+            return {"text": said}
+        delta: Json = {"content": said} if said else {}
+        if calls:
+            before = len(self._readers[index].calls) - len(calls)
+            delta["tool_calls"] = [{"index": before + i, **call} for i, call in enumerate(calls)]
+        return {"delta": delta}
+
+    def _finish_reason(self, index: int, generation: Generation) -> str:
+        return "tool_calls" if self._readers[index].calls else generation.finish_reason
+
+    def _choice(
+        self, index: int, token_ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[TopLogprobs]
+    ) -> Json:
+        choice: Json = {"index": index, "finish_reason": None, "logprobs": None}
+        if self._request.return_token_ids:
+            choice["token_ids"] = list(token_ids)
+        if isinstance(self._request, ChatRequest):
+            if self._request.logprobs:
+                choice["logprobs"] = {"content": self._chat_logprobs(token_ids, logprobs, tops)}
+        elif self._request.logprobs is not None:
+            choice["logprobs"] = self._text_logprobs(index, token_ids, logprobs, tops)
+        return choice
+
+    def _chat_logprobs(
+        self, token_ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[TopLogprobs]
+    ) -> list[Json]:
+        text = self._completions.token_text
+        content = [
+            {**text(token), "logprob": logprob, "top_logprobs": []}
+            for token, logprob in zip(token_ids, logprobs, strict=True)
+        ]
+        for entry, likeliest in zip(content, tops, strict=False):
+            entry["top_logprobs"] = [{**text(token), "logprob": max(value, _LOWEST)} for token, value in likeliest]
+        return content
+
+    def _text_logprobs(
+        self, index: int, token_ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[TopLogprobs]
+    ) -> Json:
+        text = self._completions.token_text
+        texts = [text(token)["token"] for token in token_ids]
+        offsets = [*itertools.accumulate(map(len, texts), initial=self._offsets[index])]
+        self._offsets[index] = offsets.pop()
+        return {
+            "tokens": texts,
+            "text_offset": offsets,
+            "token_logprobs": list(logprobs),
+            "top_logprobs": [
+                {text(token)["token"]: max(value, _LOWEST) for token, value in likeliest} for likeliest in tops
+            ],
+        }
+
+    def _usage(self, generations: Sequence[Generation]) -> Json:
+        prompt_tokens, sampled = len(self._prompt.token_ids), sum(len(g.token_ids) for g in generations)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": sampled,
+            "total_tokens": prompt_tokens + sampled,
+            "prompt_tokens_details": {
+                "cached_tokens": min(generation.cached_tokens for generation in generations),
+                "continued_tokens": self._prompt.continued,
+            },
+        }
+
+    def _remember(self, generations: Sequence[Generation]) -> None:
+        if self._prompt.digest:
+            for reader, generation in zip(self._readers, generations, strict=True):
+                self._completions.conversations.remember(self._prompt, reader.message(), generation.token_ids)

@@ -1,0 +1,1 @@
+"""Rollouts for verl."""

@@ -1,0 +1,84 @@
+"""Where verl asks for rollouts: an agent loop manager whose one worker lives in the trainer's own process.
+
+verl's worker does the rest: it groups, counts sessions, and writes rows to TransferQueue. Nothing here computes, so
+there is no reason to spread it over Ray processes, which would each need a way to store and gateway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+from tensordict import TensorDict
+from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
+
+from agentlightning_algorithms.verl.rollout.rollout import Episode, Mode, RolloutController
+from agentlightning_algorithms.verl.rollout.row import row_to_fields, weight_range
+
+_Worker: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
+"""verl's worker without Ray's wrapping, found as verl's own ``single_controller`` finds such classes."""
+
+
+class RolloutWorker(_Worker):  # type: ignore[misc] # verl's classes are untyped
+    """Runs each session of a prompt as one rollout."""
+
+    controller: RolloutController
+
+    async def _run_agent_loop(
+        self, sampling_params: dict[str, Any], trajectory: dict[str, Any], *, trace: bool = True, **kwargs: Any
+    ) -> None:
+        mode: Mode = "val" if trajectory["validate"] else "train"
+        step = int(kwargs["global_steps"])
+        episode = await self.controller.roll_out(mode, int(kwargs["index"]), str(kwargs["uid"]), step)
+        outputs = episode_to_outputs(episode, step if mode == "val" else step - 1)
+        await self._agent_loop_postprocess(outputs, trajectory["validate"], **kwargs)
+
+
+class RolloutManager(AgentLoopManagerTQ):  # type: ignore[misc] # verl's classes are untyped
+    """Hands verl's prompts to the worker, on the event loop of store and gateway."""
+
+    controller: RolloutController
+
+    async def _init_agent_loop_workers(self) -> None:
+        """There is one, and ``attach`` makes it."""
+
+    def attach(self, controller: RolloutController) -> None:
+        """Makes the worker; called once, before prompts come."""
+        self.controller = controller
+        self.worker = RolloutWorker(self.config, self.llm_client, self.teacher_client, self.reward_loop_worker_handles)
+        self.worker.controller = controller
+
+    def generate_sequences(self, prompts: TensorDict) -> None:
+        """Begins the rollouts of a batch of prompts and returns."""
+        self.controller.call(self.worker.generate_sequences(prompts))
+
+    def cancel(self) -> None:
+        """Forgets rollouts whose results nobody will read."""
+        for task in list(self.worker.background_tasks):
+            self.controller.loop.call_soon_threadsafe(cast("asyncio.Task[None]", task).cancel)
+
+
+def episode_to_outputs(episode: Episode, current: int) -> list[AgentLoopOutput]:
+    """Makes what verl's agent loops return of an episode.
+
+    Args:
+        episode: a finished rollout.
+        current: the version of the weights, for rollouts that sampled nothing.
+    """
+    oldest, newest = weight_range(episode.rows, current)
+    return [
+        AgentLoopOutput(
+            **row_to_fields(row),
+            reward_score=episode.reward,
+            num_turns=episode.calls,
+            metrics=AgentLoopMetrics(),
+            extra_fields={
+                "reward_extra_info": {},  # must be there where a run has several rows
+                "rewards": row.rewards,
+                "min_global_steps": oldest,
+                "max_global_steps": newest,
+            },
+        )
+        for row in episode.rows
+    ]

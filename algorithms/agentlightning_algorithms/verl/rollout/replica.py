@@ -1,0 +1,104 @@
+"""The rollout backend ``transformers``, for tests, laptops and small models, as verl knows it.
+
+verl starts one replica per inference engine; each is a Ray actor with a policy server. The adapter lives in verl's
+training process and brings the weights over through Ray's object store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterable
+from typing import Any, Final
+
+import ray
+import torch
+from safetensors.torch import save
+from verl.utils.device import get_visible_devices_keyword
+from verl.workers.rollout.base import BaseRollout
+from verl.workers.rollout.replica import RolloutReplica
+
+from agentlightning.errors import ConfigError
+from agentlightning_algorithms.verl.rollout.engine import InferenceEngine
+from agentlightning_algorithms.verl.training.lora import merge_adapter
+
+_NAME: Final = "agentlightning_replica_{rank}"
+
+
+class TransformersReplica(RolloutReplica):  # type: ignore[misc] # verl's classes are untyped
+    """One server for each inference engine of verl's configuration."""
+
+    async def launch_servers(self) -> None:
+        options = {"name": _NAME.format(rank=self.replica_rank), "num_cpus": 0.1, "max_concurrency": 256}
+        server: Any = ray.remote(InferenceEngine).options(**options)
+        handle = server.remote(
+            model=self.model_config.path,
+            dtype=self.config.dtype,
+            max_length=self.config.max_model_len or self.config.prompt_length + self.config.response_length,
+            seed=self.config.seed + self.replica_rank,
+            visible_devices=await self.workers[0].__ray_call__.remote(_visible_devices),
+        )
+        self.servers = [handle]
+        self._server_handle, self._server_address = handle, await handle.launch.remote()
+
+
+def _visible_devices(_: Any) -> str:
+    """The GPUs of the process that this runs in; empty where it has none."""
+    return os.environ.get(get_visible_devices_keyword(), "") if torch.cuda.is_available() else ""
+
+
+class TransformersAdapter(BaseRollout):  # type: ignore[misc] # verl's classes are untyped
+    """The end of the weights' way that lives in verl's training process."""
+
+    def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1) -> None:
+        super().__init__(config, model_config, device_mesh)
+        rank = int(os.environ.get("RANK", "0"))
+        per_replica = self.config.tensor_model_parallel_size * self.config.data_parallel_size
+        self.replica_rank = replica_rank if replica_rank >= 0 else rank // per_replica
+        self.is_leader_rank = rank % per_replica == 0
+        self._base: dict[str, torch.Tensor] | None = None
+        """The weights that a LoRA adapter is for; they come once."""
+
+    async def resume(self, tags: list[str]) -> None:
+        """There is no memory to take back."""
+
+    async def release(self) -> None:
+        """There is no memory to give back."""
+
+    async def update_weights(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]] | AsyncIterator[tuple[str, torch.Tensor]],
+        global_steps: int | None = None,
+        wire_format: str = "named_tensors",
+        peft_config: dict[str, Any] | None = None,
+        base_sync_done: bool = True,
+        **_: Any,
+    ) -> None:
+        if wire_format != "named_tensors":
+            raise ConfigError(
+                f"checkpoint_engine sends {wire_format!r}; the rollout backend transformers takes whole tensors: leave "
+                "actor_rollout_ref.rollout.checkpoint_engine.backend at naive"
+            )
+        own: dict[str, torch.Tensor] = {}
+        if isinstance(weights, AsyncIterator):
+            async for name, tensor in weights:
+                own[name] = _copy(tensor)
+        else:
+            for name, tensor in weights:  # every rank takes part: sharded tensors are gathered on the way
+                own[name] = _copy(tensor)
+        if self.is_leader_rank:
+            if peft_config is not None:
+                if not base_sync_done:
+                    self._base = own
+                    return
+                if self._base is None:
+                    raise ConfigError("LoRA needs actor_rollout_ref.rollout.load_format = 'dummy', verl's own value")
+                own = merge_adapter(self._base, own, peft_config)
+            server = ray.get_actor(_NAME.format(rank=self.replica_rank))
+            file = await asyncio.to_thread(save, own)
+            await server.load_weights.remote(ray.put(file), global_steps)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """What is sent next may be written to the same place."""
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)

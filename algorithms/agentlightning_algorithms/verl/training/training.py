@@ -1,0 +1,249 @@
+"""verl's trainers, with agents: they stop the gateway while weights change, and take the optimizer steps asked for."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import numpy
+import transfer_queue
+from omegaconf import DictConfig
+from tensordict import TensorDict
+from verl.protocol import DataProto
+from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.workers.utils.padding import response_to_nested
+
+from agentlightning_algorithms.verl.rollout.agent_loop import RolloutManager
+from agentlightning_algorithms.verl.rollout.rollout import RolloutController
+from agentlightning_algorithms.verl.training.advantage import OF_GROUPS, rollout_advantages
+from agentlightning_algorithms.verl.training.gpu import GPUMonitor
+
+logger = logging.getLogger("agentlightning")
+
+
+class _NothingToTrainOn(Exception):
+    """No rollout of a batch left a token that the model sampled; no error, but how its step is left."""
+
+    def __init__(self, batch: Any) -> None:
+        super().__init__()
+        self.batch = batch
+
+
+class _AgentTraining:
+    """What both trainers do besides verl's own; stands before one of them in the order of bases."""
+
+    controller: RolloutController
+    gpu_monitor: GPUMonitor
+
+    def on_init_end(self: Any) -> None:
+        super().on_init_end()  # type: ignore[misc] # verl's trainer comes after
+        self.controller.call(self.controller.register(self.llm_server_manager.get_addresses()))
+        self.controller.call(self.controller.publish(self.global_steps))
+        steps = _Steps(self)
+        self.actor_rollout_wg = _Group(self.actor_rollout_wg, "update_actor", steps.actor, steps.count)
+        if self.use_critic:
+            self.critic_wg = _Group(self.critic_wg, "train_mini_batch", steps.critic)
+        self.steps = steps
+
+    def on_sample_end(self: Any) -> None:
+        self.controller.check()
+        self.controller.call(self.controller.pause())
+        super().on_sample_end()  # type: ignore[misc] # as above
+
+    def on_step_end(self: Any) -> None:
+        super().on_step_end()  # type: ignore[misc] # as above
+        self.controller.call(self.controller.publish(self.global_steps))
+
+    def _step_once(self: Any, metrics: dict[str, Any], *args: Any) -> Any:
+        """Trains on a batch; one with nothing to train on, which verl cannot take, leaves the weights as they are."""
+        self.is_skipped = False
+        try:
+            return super()._step_once(metrics, *args)  # type: ignore[misc] # as above
+        except _NothingToTrainOn as nothing:
+            self.is_skipped = True
+            logger.warning("step %d is skipped: none of its rollouts left anything to train on", self.global_steps)
+            return nothing.batch
+
+    def _balance_batch(self: Any, batch: Any, metrics: dict[str, Any], **kwargs: Any) -> Any:
+        masks = transfer_queue.kv_batch_get(batch.keys, batch.partition_id, ["response_mask"])["response_mask"]
+        if not any(bool(mask.any()) for mask in masks.unbind()):
+            raise _NothingToTrainOn(batch)
+        self.steps.plan(len(batch))
+        metrics["rows_padded"] = self.steps.total - len(batch)
+        return super()._balance_batch(batch, metrics, **kwargs)  # type: ignore[misc] # as above
+
+    def _get_required_batch_multiple(self: Any, dp_size: int) -> int:
+        return int(self.steps.total)
+
+    def _compute_advantage(self: Any, batch: Any, metrics: dict[str, Any]) -> Any:
+        batch = super()._compute_advantage(batch, metrics)  # type: ignore[misc] # as above
+        config = self.config.algorithm
+        if config.adv_estimator in OF_GROUPS:
+            rewards = "token_level_rewards" if config.use_kl_in_reward else "rm_scores"
+            where = {"keys": batch.keys, "partition_id": batch.partition_id}
+            rows = transfer_queue.kv_batch_get(**where, select_fields=["uid", "response_mask", rewards])
+            mask = rows["response_mask"]
+            data = DataProto(batch=rows.to_padded_tensor())
+            data.batch["token_level_rewards"] = data.batch[rewards]
+            data.non_tensor_batch["uid"] = numpy.array(data.batch.pop("uid").tolist(), dtype=object)
+            advantages = rollout_advantages(data, batch.keys, config.adv_estimator, config)
+            nested = {name: response_to_nested(advantages, mask) for name in ("advantages", "returns")}
+            batch = transfer_queue.kv_batch_put(**where, fields=TensorDict(nested, batch_size=len(batch)))
+        return batch
+
+    def _compute_metrics(self: Any, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        metrics["skipped"] = float(self.is_skipped)
+        if self.is_skipped:
+            metrics["training/global_step"] = self.global_steps
+        else:
+            super()._compute_metrics(batch, metrics, *args, **kwargs)  # type: ignore[misc] # as above
+        metrics.update(self.controller.metrics.take("train"))
+        metrics.update(self.gpu_monitor.take())
+        metrics["optimizer_steps"], self.steps.taken = self.steps.taken, 0
+        for name, tokens, phase in (
+            ("sample_tokens_per_s", "sampled_tokens", "gen"),
+            ("train_tokens_per_s", "perf/total_num_tokens", "update_actor"),
+        ):
+            seconds = metrics.get(f"timing_s/{phase}", 0.0)
+            if seconds > 0:
+                metrics[name] = metrics.get(tokens, 0.0) / seconds
+        metrics["progress"] = self.global_steps / max(1, self.total_training_steps)
+        self._report(metrics)
+
+    def _validate(self: Any) -> dict[str, Any]:
+        metrics: dict[str, Any] = super()._validate()  # type: ignore[misc] # as above
+        self.controller.check()
+        metrics.update({f"val_{name}": value for name, value in self.controller.metrics.take("val").items()})
+        self._report(metrics)
+        return metrics
+
+    def _report(self: Any, metrics: Mapping[str, Any]) -> None:
+        self.controller.call(self.controller.store.add_metrics(self.global_steps, numbers_of(metrics)))
+
+
+class SyncTraining(_AgentTraining, PPOTrainerSync):  # type: ignore[misc] # verl's classes are untyped
+    """Samples, then trains, then samples from the new weights."""
+
+
+class ColocateAsyncTraining(_AgentTraining, PPOTrainerColocateAsync):  # type: ignore[misc] # as above
+    """Rollouts go on where they were when the weights have changed; between two turns, never within one."""
+
+
+_POLL_S: Final = 0.5
+"""Between two looks at whether a batch is complete; verl's 2 s are long where a step takes as many."""
+TRAINERS: Final = {"sync": SyncTraining, "colocate_async": ColocateAsyncTraining}
+
+
+class _Steps:
+    """How the rows of a batch are divided among optimizer steps.
+
+    verl pads the rows to a multiple of the rollouts of a mini batch, so that agents with more turns get more optimizer
+    steps. Here a batch gets ``train_batch_size / ppo_mini_batch_size`` of them whatever its rows, and the loss of each
+    is divided by its rollouts, as verl has it (``global_batch_size``).
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        config = trainer.config
+        tasks = config.data.train_batch_size // trainer.parameter_sync_step
+        actor = config.actor_rollout_ref.actor
+        self._of_actor: int = max(1, tasks // actor.ppo_mini_batch_size)
+        mapping = trainer.actor_rollout_wg._query_dispatch_info("actor")
+        unit = max(mapping) + 1  # rows are dealt evenly to data-parallel ranks
+        if not actor.use_dynamic_bsz:
+            unit *= actor.ppo_micro_batch_size_per_gpu
+        self._unit = unit * self._of_actor
+        self._of_critic = 1
+        if trainer.use_critic:
+            self._of_critic = max(1, tasks // config.critic.ppo_mini_batch_size)
+            self._unit = math.lcm(self._unit, unit * self._of_critic)
+        self.total = 0
+        """Rows of the batch, with padding."""
+        self.taken = 0
+        """Optimizer steps of the actor on the batch, as its workers report them."""
+
+    def plan(self, rows: int) -> None:
+        self.total = math.ceil(rows / self._unit) * self._unit
+
+    def actor(self) -> int:
+        return self.total // self._of_actor
+
+    def critic(self) -> int:
+        return self.total // self._of_critic
+
+    def count(self, output: Any) -> None:
+        self.taken += len(output["metrics"]["grad_norm"])
+
+
+class _Group:
+    """A worker group, one of whose methods gets another ``mini_batch_size``; ``watch`` sees what it answers."""
+
+    def __init__(
+        self, group: Any, method: str, mini_batch_size: Callable[[], int], watch: Callable[[Any], None] | None = None
+    ) -> None:
+        self._group = group
+        self._method = method
+        self._mini_batch_size = mini_batch_size
+        self._watch = watch
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._group, name)
+        if name != self._method:
+            return found
+
+        def update(batch: Any) -> Any:
+            batch.extra_info["mini_batch_size"] = self._mini_batch_size()
+            output = found(batch)
+            if self._watch is not None:
+                self._watch(output)
+            return output
+
+        return update
+
+
+def train(config: DictConfig, controller: RolloutController) -> None:
+    """Trains to the end; blocks. Ray must run, and the controller's loop in another thread."""
+    transfer_queue.init(config.transfer_queue)
+    trainer: Any = None
+    monitor = GPUMonitor()
+    succeeded = False
+    try:
+        trainer = TRAINERS[config.trainer.v1.trainer_mode](config)
+        trainer.controller, trainer.gpu_monitor = controller, monitor
+        trainer.replay_buffer.poll_interval = _POLL_S
+        trainer.init()
+        manager = RolloutManager.create(
+            config=config,
+            llm_client=trainer.get_llm_client(),
+            teacher_client=trainer.get_teacher_client(),
+            reward_loop_worker_handles=trainer.get_reward_handles(),
+        )
+        manager.attach(controller)
+        try:
+            trainer.fit(manager)
+        finally:
+            manager.cancel()
+        succeeded = True
+    finally:
+        monitor.stop()
+        tracking = getattr(trainer, "logger", None)
+        if tracking is not None:
+            tracking.finish(exit_code=0 if succeeded else 1)
+        transfer_queue.close()
+
+
+def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The finite numbers among metrics, as plain floats."""
+    numbers = {}
+    for name, value in metrics.items():
+        if isinstance(value, (str, bytes, bool)) or value is None:
+            continue
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            continue
+        if math.isfinite(number):
+            numbers[name] = number
+    return numbers

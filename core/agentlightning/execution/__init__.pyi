@@ -1,0 +1,12 @@
+"""Execution strategies: how an algorithm and its runners share threads, processes or machines."""
+
+from agentlightning.execution.strategy import RUNNERS_FAILED as RUNNERS_FAILED
+from agentlightning.execution.strategy import AlgorithmJob as AlgorithmJob
+from agentlightning.execution.strategy import ExecutionStrategy as ExecutionStrategy
+from agentlightning.execution.strategy import RunnerJob as RunnerJob
+from agentlightning_plugins.strategies.client_server.strategy import (
+    ClientServerExecutionStrategy as ClientServerExecutionStrategy,
+)
+from agentlightning_plugins.strategies.shared_memory.strategy import (
+    SharedMemoryExecutionStrategy as SharedMemoryExecutionStrategy,
+)

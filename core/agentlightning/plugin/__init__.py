@@ -1,0 +1,1 @@
+"""The plugin host: hooks, components and the registry of what is installed."""

@@ -1,0 +1,45 @@
+"""Names that are imported on first use, so that importing a package loads only what its user needs."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_IMPORT = re.compile(r"^from ([\w.]+) import \(?\s*(\w+) as \2\b", re.MULTILINE)
+
+
+def lazy_names(package: str, file: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """Makes ``__all__``, ``__getattr__`` and ``__dir__`` of a package from its stub file, the one list of its names.
+
+    Each line of the stub is ``from module import Name as Name``. A name whose module belongs to a plugin is looked up
+    among the installed components, so that a missing extra is reported with the command that installs it.
+
+    Args:
+        package: the package's ``__name__``.
+        file: the package's ``__file__``; the stub lies beside it.
+    """
+    stub = Path(file).with_suffix(".pyi").read_text(encoding="utf-8")
+    homes = {name: module for module, name in _IMPORT.findall(stub)}
+
+    def __getattr__(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = _resolve(package, homes[name], name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return sorted(homes), __getattr__, lambda: sorted({*vars(sys.modules[package]), *homes})
+
+
+def _resolve(package: str, module: str, name: str) -> Any:
+    if module == package:
+        return importlib.import_module(f"{module}.{name}")
+    if module.partition(".")[0] == "agentlightning":
+        return getattr(importlib.import_module(module), name)
+    from agentlightning.plugin.registry import get_manager
+
+    return get_manager().get_target(f"{module}:{name}")

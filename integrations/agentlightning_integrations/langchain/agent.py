@@ -1,0 +1,225 @@
+"""LangChain and LangGraph: runnables, ``create_agent`` and compiled graphs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from typing import Any, Final, cast
+
+from langchain_core.language_models.chat_models import BaseChatModel
+from langchain_core.messages import BaseMessage, SystemMessage
+from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
+from langchain_core.runnables import Runnable
+from wrapt import wrap_function_wrapper  # type: ignore[import-untyped] # wrapt has no types
+
+from agentlightning.errors import ConfigError
+from agentlightning.litagent import FrameworkAgent
+from agentlightning.plugin.hookspecs import WrapOptions
+from agentlightning.resources import LLM
+from agentlightning_integrations.framework.span_tree import leave_ended
+from agentlightning_integrations.langchain.trace import instrument as instrument
+
+_MODEL_METHODS: Final = (
+    "generate",
+    "agenerate",
+    "stream",
+    "astream",
+    "_chat_model_stream_v3",
+    "_achat_model_stream_v3",
+)
+"""Where every call of a chat model passes."""
+
+
+def wrap_agent(agent: Any, options: WrapOptions) -> LangChainAgent | None:
+    """See the hook of this name."""
+    if not isinstance(agent, Runnable):
+        return None
+    with contextlib.suppress(ImportError):  # there are LangChain models of other makers
+        from agentlightning_integrations.framework.openai_client import carry_clients
+
+        carry_clients()
+    return LangChainAgent(agent, options)
+
+
+class LangChainAgent(FrameworkAgent[Runnable[Any, Any]]):
+    """Runs a runnable with ``ainvoke``; the output is what it returns.
+
+    A graph may reach its models in any way, as nodes that use a global do, so the endpoint of a rollout is not put into
+    a copy of the graph: chat models ask on each call, in the context of the rollout, whether another one answers.
+    """
+
+    def texts(self) -> Mapping[str, str]:
+        """System prompts of ``create_agent``, as ``writer.system_prompt``, and the messages of prompt templates.
+
+        An agent without a name has ``system_prompt``; a subgraph has the name of its node. Prompt templates outside
+        graphs are ``prompt.system``, ``prompt.human`` or just ``prompt``, the next ones ``prompt2.system`` and so on.
+        """
+        return {path: text for path, (text, _) in _find_texts(self.agent).items()}
+
+    async def run_async(self, task: Any, llm: LLM | None, texts: Mapping[str, str]) -> Any:
+        """Runs the runnable on what it takes as input; a text becomes the user's message where it is a graph."""
+        found = _find_texts(self.agent)
+        changed = [(*found[path], text) for path, text in texts.items()]
+        if isinstance(task, str) and _is_message_graph(self.agent):
+            task = {"messages": [("user", task)]}
+        _ask_on_each_call()
+        async with contextlib.AsyncExitStack() as stack:
+            clients = None
+            if llm is not None:
+                from agentlightning_integrations.framework.openai_client import async_client, sync_client
+
+                clients = stack.enter_context(sync_client(llm)), await stack.enter_async_context(async_client(llm))
+            token = _current.set(_Change(llm, clients, changed))
+            try:
+                return await self.agent.ainvoke(task)
+            finally:
+                _current.reset(token)
+                leave_ended()  # LangChain ends its runs in tasks of their own
+
+
+class _Change:
+    """What one rollout changes: whose models answer, and which texts are said."""
+
+    def __init__(self, llm: LLM | None, clients: tuple[Any, Any] | None, texts: list[tuple[str, Any, str]]) -> None:
+        self._llm = llm
+        self._clients = clients
+        self._messages = {old: new for old, template, new in texts if template is None}
+        self._templates = {id(template): new for _, template, new in texts if template is not None}
+        self._models: dict[int, tuple[Any, Any]] = {}
+        self._tuned: dict[int, SystemMessage] = {}
+
+    def model(self, model: BaseChatModel) -> BaseChatModel:
+        """The model that answers for another."""
+        if self._llm is None or self._clients is None:
+            return model
+        _, found = self._models.get(id(model), (None, None))
+        if found is None:
+            found = _point_at(model, self._llm, *self._clients)
+            self._models[id(model)] = model, found  # both are kept, so that their ids stay theirs
+            self._models[id(found)] = found, found
+        return cast(BaseChatModel, found)
+
+    def parameters(self) -> Mapping[str, Any]:
+        """What each call is to sample with."""
+        return {} if self._llm is None else self._llm.sampling_parameters
+
+    def messages(self, messages: list[BaseMessage]) -> list[BaseMessage]:
+        """The messages with the tuned system prompts in place of the object's."""
+        return [self._tune(message) if isinstance(message, SystemMessage) else message for message in messages]
+
+    def _tune(self, message: SystemMessage) -> SystemMessage:
+        if isinstance(message.content, str) and id(message) not in self._tuned:  # one call passes here several times
+            for old, new in self._messages.items():
+                if old in message.content:  # a middleware may have added to it
+                    message = message.model_copy(update={"content": message.content.replace(old, new)})
+                    self._tuned[id(message)] = message
+                    break
+        return message
+
+    def template(self, template: PromptTemplate) -> PromptTemplate:
+        """The tuned form of a template."""
+        new = self._templates.get(id(template))
+        return template if new is None else template.model_copy(update={"template": new})
+
+
+_current: ContextVar[_Change | None] = ContextVar("agentlightning_langchain_change", default=None)
+
+
+def _point_at(model: BaseChatModel, llm: LLM, client: Any, async_client: Any) -> BaseChatModel:
+    from langchain_openai.chat_models.base import BaseChatOpenAI
+
+    if not isinstance(model, BaseChatOpenAI):
+        raise ConfigError(
+            f"the graph calls {type(model).__name__}, which does not speak OpenAI's protocol: its calls cannot go to "
+            f"{llm.model!r} of this rollout; use ChatOpenAI, or give no LLM resource to tune prompts only"
+        )
+    return model.model_copy(
+        update={
+            "client": client.chat.completions,
+            "async_client": async_client.chat.completions,
+            "root_client": client,
+            "root_async_client": async_client,
+            "model_name": llm.model,
+            "cache": False,  # an answer of another rollout is no sample of this one
+        }
+    )
+
+
+@functools.cache
+def _ask_on_each_call() -> None:
+    """Has chat models and prompt templates ask whether a rollout changes them; outside rollouts nothing changes."""
+
+    def call_model(wrapped: Callable[..., Any], model: BaseChatModel, args: Any, kwargs: dict[str, Any]) -> Any:
+        change = _current.get()
+        if change is None:
+            return wrapped(*args, **kwargs)
+        name = "messages" if wrapped.__name__ in ("generate", "agenerate") else "input"
+        given = args[0] if args else kwargs.pop(name)
+        if name == "messages":
+            given = [change.messages(messages) for messages in given]
+        else:
+            given = change.messages(model._convert_input(given).to_messages())
+        chosen = change.model(model)
+        call = wrapped if chosen is model else getattr(chosen, wrapped.__name__)
+        return call(given, *args[1:], **{**kwargs, **change.parameters()})
+
+    def format_template(wrapped: Callable[..., Any], template: PromptTemplate, args: Any, kwargs: Any) -> Any:
+        change = _current.get()
+        chosen = template if change is None else change.template(template)
+        return wrapped(*args, **kwargs) if chosen is template else chosen.format(*args, **kwargs)
+
+    for name in _MODEL_METHODS:
+        if hasattr(BaseChatModel, name):
+            wrap_function_wrapper(BaseChatModel, name, call_model)
+    wrap_function_wrapper(PromptTemplate, "format", format_template)
+
+
+def _find_texts(runnable: Runnable[Any, Any]) -> dict[str, tuple[str, PromptTemplate | None]]:
+    """The tunable texts by path, each with its prompt template; None for a system prompt of ``create_agent``."""
+    found: dict[str, tuple[str, PromptTemplate | None]] = {}
+    graph = _graph_of(runnable)
+    if graph is not None:
+        _add_system_prompts(graph, "", found)
+        return found
+    prompts = [prompt for prompt in runnable.get_prompts() if isinstance(prompt, (ChatPromptTemplate, PromptTemplate))]
+    for number, prompt in enumerate(prompts, start=1):
+        path = "prompt" if number == 1 else f"prompt{number}"
+        if isinstance(prompt, PromptTemplate):
+            found[path] = prompt.template, prompt
+            continue
+        for message in prompt.messages:
+            template = getattr(message, "prompt", None)
+            if isinstance(template, PromptTemplate):
+                role = type(message).__name__.removesuffix("MessagePromptTemplate").lower()
+                key, again = f"{path}.{role}", 2
+                while key in found:
+                    key, again = f"{path}.{role}{again}", again + 1
+                found[key] = template.template, template
+    return found
+
+
+def _add_system_prompts(graph: Any, prefix: str, found: dict[str, tuple[str, PromptTemplate | None]]) -> None:
+    name = ((graph.config or {}).get("metadata") or {}).get("lc_agent_name") or prefix
+    node = graph.nodes.get("model")
+    function = getattr(getattr(node, "bound", None), "func", None)
+    if inspect.isfunction(function):
+        message = inspect.getclosurevars(function).nonlocals.get("system_message")
+        if isinstance(message, SystemMessage) and isinstance(message.content, str):
+            found[f"{name}.system_prompt" if name else "system_prompt"] = message.content, None
+    for node_name, inner in graph.get_subgraphs():
+        _add_system_prompts(inner, node_name, found)
+
+
+def _graph_of(runnable: Any) -> Any:
+    """The graph that a runnable is or has bound; None where there is none."""
+    while runnable is not None and not (hasattr(runnable, "nodes") and hasattr(runnable, "get_subgraphs")):
+        runnable = getattr(runnable, "bound", None)
+    return runnable
+
+
+def _is_message_graph(runnable: Any) -> bool:
+    graph = _graph_of(runnable)
+    return graph is not None and "messages" in graph.channels

@@ -1,0 +1,19 @@
+"""LangChain and LangGraph: see ``agent.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from agentlightning.plugin.hookspecs import Component, hookimpl
+from agentlightning_integrations.framework.hooks import Framework
+
+_framework = Framework(
+    package="langchain_core", module="agentlightning_integrations.langchain.agent", extra="langchain"
+)
+wrap_agent, instrument = _framework.wrap_agent, _framework.instrument
+
+
+@hookimpl
+def components() -> Iterable[Component]:
+    target = "agentlightning_integrations.langchain.trace:handler_of"
+    return [Component("handler", "langchain", target, extra="langchain", summary="LangChain's runs as spans")]

@@ -1,0 +1,192 @@
+"""LangChain's callbacks as spans: graphs, their nodes, tools and model calls."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any
+from uuid import UUID
+
+from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.messages import BaseMessage, convert_to_openai_messages
+from langchain_core.outputs import ChatGeneration, LLMResult
+from langchain_core.tracers import context as langchain_context
+from opentelemetry import trace as otel
+
+from agentlightning import semconv
+from agentlightning.tracer.attribute import to_json
+from agentlightning_integrations.framework.span_tree import (
+    AGENT_NAME,
+    OPERATION,
+    TOOL_ARGUMENTS,
+    TOOL_CALL_ID,
+    TOOL_NAME,
+    TOOL_RESULT,
+    SpanTree,
+    to_text,
+)
+
+
+def instrument(tracer_provider: Any) -> Callable[[], None]:
+    """Attaches a handler to every run of a runnable, in the way LangChain has for it; returns what detaches it."""
+    handler = handler_of(tracer_provider)
+    everywhere: ContextVar[Any] = ContextVar("agentlightning_langchain_handler", default=handler)
+    langchain_context.register_configure_hook(everywhere, inheritable=True)
+
+    def undo() -> None:
+        hooks = langchain_context._configure_hooks
+        hooks[:] = [hook for hook in hooks if hook[0] is not everywhere]
+        handler.clear()
+
+    return undo
+
+
+@functools.cache
+def handler_of(tracer_provider: Any) -> SpanHandler:
+    """The handler that records with a provider; there is one of each, which LangChain attaches to a run only once."""
+    return SpanHandler(otel.get_tracer("agentlightning.langchain", tracer_provider=tracer_provider))
+
+
+class SpanHandler(BaseCallbackHandler):
+    """Makes spans of LangChain's runs. Prompts, parsers and sequences have none: they are steps, no actors.
+
+    An agent is a named ``create_agent``, or a node of any other graph, or else the graph itself.
+    """
+
+    run_inline = True  # in the caller's context, so that what runs inside comes under the span
+
+    def __init__(self, tracer: otel.Tracer) -> None:
+        self._spans = SpanTree(tracer)
+
+    def clear(self) -> None:
+        """Ends what was left open."""
+        self._spans.clear()
+
+    def on_chain_start(
+        self,
+        serialized: dict[str, Any],
+        inputs: Any,
+        *,
+        run_id: UUID,
+        parent_run_id: UUID | None = None,
+        tags: list[str] | None = None,
+        metadata: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Begins a graph or a node."""
+        name, metadata = str(kwargs.get("name") or ""), metadata or {}
+        agent_name = metadata.get("lc_agent_name")
+        if name in ("__start__", "__end__"):
+            self._spans.pass_over(run_id, parent_run_id)
+        elif any(tag.startswith("graph:step:") for tag in tags or ()) and metadata.get("langgraph_node") == name:
+            is_agent = metadata.get("ls_integration") != "langchain_create_agent"
+            attributes = {"langchain.chain.type": name} if is_agent else {}
+            self._spans.begin(run_id, f"node {name}", attributes, parent_run_id)
+        elif name and (name == agent_name or name == "LangGraph"):
+            attributes = {OPERATION: "invoke_agent", AGENT_NAME: name}
+            self._spans.begin(run_id, f"invoke_agent {name}", attributes, parent_run_id)
+        else:
+            self._spans.pass_over(run_id, parent_run_id)
+
+    def on_chain_end(self, outputs: Any, *, run_id: UUID, **kwargs: Any) -> None:
+        """Ends a graph or a node."""
+        self._spans.end(run_id)
+
+    def on_chain_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
+        """Ends a graph or a node that raised."""
+        self._spans.end(run_id, error=error)
+
+    def on_tool_start(
+        self,
+        serialized: dict[str, Any],
+        input_str: str,
+        *,
+        run_id: UUID,
+        parent_run_id: UUID | None = None,
+        inputs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Begins a tool."""
+        name = str((serialized or {}).get("name") or kwargs.get("name") or "tool")
+        attributes = {
+            OPERATION: "execute_tool",
+            TOOL_NAME: name,
+            TOOL_CALL_ID: kwargs.get("tool_call_id"),
+            TOOL_ARGUMENTS: input_str if inputs is None else to_json(inputs),
+        }
+        self._spans.begin(run_id, f"execute_tool {name}", attributes, parent_run_id)
+
+    def on_tool_end(self, output: Any, *, run_id: UUID, **kwargs: Any) -> None:
+        """Ends a tool."""
+        content = getattr(output, "content", output)
+        self._spans.end(run_id, {TOOL_RESULT: to_text(content)})
+
+    def on_tool_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
+        """Ends a tool that raised."""
+        self._spans.end(run_id, error=error)
+
+    def on_chat_model_start(
+        self,
+        serialized: dict[str, Any],
+        messages: list[list[BaseMessage]],
+        *,
+        run_id: UUID,
+        parent_run_id: UUID | None = None,
+        metadata: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Begins a call of a chat model."""
+        attributes = {
+            OPERATION: "chat",
+            semconv.GEN_AI_REQUEST_MODEL: (metadata or {}).get("ls_model_name"),
+            semconv.GEN_AI_INPUT_MESSAGES: to_json(_to_messages(messages[0] if messages else ())),
+        }
+        self._spans.begin(run_id, "chat", attributes, parent_run_id)
+
+    def on_llm_start(
+        self,
+        serialized: dict[str, Any],
+        prompts: list[str],
+        *,
+        run_id: UUID,
+        parent_run_id: UUID | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Begins a call of a completion model."""
+        messages = [{"role": "user", "content": prompt} for prompt in prompts]
+        attributes = {OPERATION: "text_completion", semconv.GEN_AI_INPUT_MESSAGES: to_json(messages)}
+        self._spans.begin(run_id, "text_completion", attributes, parent_run_id)
+
+    def on_llm_end(self, response: LLMResult, *, run_id: UUID, **kwargs: Any) -> None:
+        """Ends a model call."""
+        self._spans.end(run_id, _answer_attributes(response))
+
+    def on_llm_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
+        """Ends a model call that failed."""
+        self._spans.end(run_id, error=error)
+
+
+def _answer_attributes(response: LLMResult) -> Mapping[str, Any]:
+    generations = response.generations[0] if response.generations else []
+    messages = [generation.message for generation in generations if isinstance(generation, ChatGeneration)]
+    said = (
+        _to_messages(messages)
+        if messages
+        else [{"role": "assistant", "content": generation.text} for generation in generations]
+    )
+    about = dict(messages[0].response_metadata) if messages else dict(response.llm_output or {})
+    usage = getattr(messages[0], "usage_metadata", None) or {} if messages else {}
+    reasons = [message.response_metadata.get("finish_reason") for message in messages]
+    return {
+        semconv.GEN_AI_OUTPUT_MESSAGES: to_json(said),
+        semconv.GEN_AI_RESPONSE_ID: about.get("id"),
+        semconv.GEN_AI_RESPONSE_MODEL: about.get("model_name"),
+        semconv.GEN_AI_FINISH_REASONS: [reason for reason in reasons if reason] or None,
+        semconv.GEN_AI_INPUT_TOKENS: usage.get("input_tokens"),
+        semconv.GEN_AI_OUTPUT_TOKENS: usage.get("output_tokens"),
+    }
+
+
+def _to_messages(messages: Sequence[BaseMessage]) -> list[Any]:
+    return [convert_to_openai_messages(message) for message in messages]

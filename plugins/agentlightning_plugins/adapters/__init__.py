@@ -1,0 +1,1 @@
+"""Adapters besides the triplets of core."""

@@ -1,0 +1,157 @@
+"""A process group of its own: started, listened to, and stopped as a whole."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from agentlightning.errors import RolloutError
+from agentlightning.run.thread import run_in_thread
+
+_DRAIN_S: Final = 2.0
+"""How long output may still come after the whole group is gone: a process that left the group can hold the pipe."""
+
+
+class Tail(asyncio.Protocol):
+    """The last bytes of a stream."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.dropped = 0
+        """How many bytes came before those that are kept."""
+        self._max_bytes = max_bytes
+        self._data = bytearray()
+        self._transport: asyncio.BaseTransport | None = None
+        self._ended = asyncio.Event()
+
+    @property
+    def text(self) -> str:
+        """What is kept; bytes that are no UTF-8 are replaced."""
+        return self._data.decode(errors="replace")
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._data += data
+        excess = len(self._data) - self._max_bytes
+        if excess > 0:
+            del self._data[:excess]
+            self.dropped += excess
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._ended.set()
+
+    async def finish(self) -> None:
+        """Takes what is still in the pipe, and closes it."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DRAIN_S):
+                await self._ended.wait()
+        self.close()
+
+    def close(self) -> None:
+        """Closes the pipe at once."""
+        if self._transport is not None:
+            self._transport.close()
+
+
+async def run_group(
+    arguments: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    cwd: str | None,
+    stdin: Path,
+    stdout: Tail,
+    stderr: Tail,
+    kill_after_s: float,
+) -> int:
+    """Runs a command in a process group of its own until it exits; then whatever it left in the group is killed.
+
+    When the caller is cancelled, the group is told to terminate, and killed after ``kill_after_s``.
+
+    Args:
+        arguments: the program and its arguments.
+        env: the whole environment.
+        cwd: working directory; None is ours.
+        stdin: a file.
+        stdout: takes what the command prints; has it also when this raises.
+        stderr: as ``stdout``.
+        kill_after_s: seconds between SIGTERM and SIGKILL.
+
+    Returns:
+        The exit code; -n when signal n ended it.
+
+    Raises:
+        RolloutError: the command cannot be started.
+    """
+    loop = asyncio.get_running_loop()
+    process = _start(arguments, env, cwd, stdin)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    ended = asyncio.create_task(run_in_thread(functools.partial(_await_end, process), name=f"command-{process.pid}"))
+    try:
+        await loop.connect_read_pipe(lambda: stdout, process.stdout)
+        await loop.connect_read_pipe(lambda: stderr, process.stderr)
+        await asyncio.wait({ended})
+        await asyncio.gather(stdout.finish(), stderr.finish())
+        return ended.result()
+    finally:
+        try:
+            if not ended.done():
+                await _stop(process, ended, kill_after_s)
+        finally:  # also when we are cancelled once more
+            stdout.close()
+            stderr.close()
+
+
+def _start(arguments: Sequence[str], env: Mapping[str, str], cwd: str | None, stdin: Path) -> subprocess.Popen[bytes]:
+    try:
+        with stdin.open("rb") as task:
+            return subprocess.Popen(
+                arguments,
+                env=env,
+                cwd=cwd,
+                stdin=task,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+    except (OSError, ValueError) as error:  # ValueError: a null byte in an argument
+        hint = ""
+        if isinstance(error, OSError) and error.errno == 7:  # E2BIG
+            hint = "; a task this long fits in stdin only: task_via='stdin'"
+        raise RolloutError(f"the command {arguments[0]!r} cannot be started: {error}{hint}") from error
+
+
+def _await_end(process: subprocess.Popen[bytes]) -> int:
+    """Waits for the first process of the group, kills the others, and returns the first one's exit code.
+
+    The first process is reaped last: as long as it is not, nobody else can be given the number of its group.
+    """
+    if hasattr(os, "waitid"):  # not on every macOS
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    else:
+        process.wait()
+    _signal(process, signal.SIGKILL)
+    return process.wait()
+
+
+async def _stop(process: subprocess.Popen[bytes], ended: asyncio.Task[int], kill_after_s: float) -> None:
+    _signal(process, signal.SIGTERM)
+    try:
+        await asyncio.wait({ended}, timeout=kill_after_s)
+    finally:  # also when we are cancelled while we wait
+        if not ended.done():
+            _signal(process, signal.SIGKILL)
+    await asyncio.wait({ended})
+
+
+def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left; macOS refuses for the dead
+        os.killpg(process.pid, number)

@@ -1,0 +1,1 @@
+"""Subcommands of ``agl``, and the libraries that they share."""

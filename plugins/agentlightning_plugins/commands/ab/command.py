@@ -1,0 +1,67 @@
+"""``agl ab``."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from agentlightning.cli import print_table
+from agentlightning.store.protocol import LightningStore
+from agentlightning_plugins.commands.terminal.access import with_store
+from agentlightning_plugins.commands.terminal.output import json_option, print_json
+from agentlightning_plugins.statistics.comparison import compare_rollouts
+
+
+@click.command("ab")
+@click.argument("control")
+@click.argument("treatment")
+@json_option
+@with_store
+async def compare(store: LightningStore, control: str, treatment: str, as_json: bool) -> None:
+    """Compare the rewards of two groups of rollouts.
+
+    CONTROL and TREATMENT are each the group of that name (`group` of the metadata), other metadata as in
+    `variant=b`, or resources: a snapshot or one version of it, as in `rs-1@3`. Failed rollouts count as 0.
+    """
+    found = await compare_rollouts(store, _read(control), _read(treatment))
+    if as_json:
+        sides = {
+            name: {
+                "name": group.name,
+                "mean": group.mean,
+                "n": group.n,
+                "tasks": len(group.rewards),
+                "failed": group.failed,
+                "unrated": group.unrated,
+                "unfinished": group.unfinished,
+            }
+            for name, group in (("control", found.control), ("treatment", found.treatment))
+        }
+        numbers = {name: getattr(found, name) for name in ("difference", "low", "high", "p_value", "paired")}
+        print_json({**sides, **numbers})
+        return
+    print_table(
+        ("", "rollouts", "mean reward", "n", "failed", "without reward", "not finished"),
+        [
+            (name, group.name, f"{group.mean:.3f}", group.n, group.failed, group.unrated, group.unfinished)
+            for name, group in (("control", found.control), ("treatment", found.treatment))
+        ],
+    )
+    how = "paired by task" if found.paired else "independent groups"
+    click.echo(
+        f"\ndifference {found.difference:+.3f}  95 % interval [{found.low:+.3f}, {found.high:+.3f}]  "
+        f"p = {found.p_value:.2g}  ({how})"
+    )
+
+
+def _read(text: str) -> str | dict[str, Any]:
+    """A group as it was typed: values of metadata are JSON where they can be, so that ``step=3`` is a number."""
+    key, sign, value = text.partition("=")
+    if not sign:
+        return text
+    try:
+        return {key: json.loads(value)}
+    except ValueError:
+        return {key: value}

@@ -1,0 +1,1 @@
+"""Library: configuration files, and the parts of a run made from them."""

@@ -1,0 +1,286 @@
+"""From a checked configuration to the parts of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from agentlightning.algorithm.algorithm import Algorithm
+from agentlightning.algorithm.context import RunContext
+from agentlightning.errors import ConfigError, LightningError, PluginError
+from agentlightning.litagent import LitAgent, wrap
+from agentlightning.plugin.hookspecs import ComponentKind
+from agentlightning.plugin.registry import get_manager
+from agentlightning.plugin.settings import bind_settings
+from agentlightning.resources import LLM, Resource, read_resources
+from agentlightning.run.directory import make_directory
+from agentlightning.run.hook import Hook
+from agentlightning.store.factory import create_store
+from agentlightning.store.protocol import LightningStore
+from agentlightning.trainer import Trainer, first_resources
+from agentlightning.types import Dataset, Run
+from agentlightning_plugins.commands.configuration.attribute import load_attribute
+from agentlightning_plugins.commands.configuration.config import (
+    AgentConfig,
+    CommandConfig,
+    ComponentSpec,
+    DatasetConfig,
+    TrainConfig,
+)
+from agentlightning_plugins.commands.configuration.dataset import load_dataset
+from agentlightning_plugins.commands.configuration.document import Document, KeyPath
+
+_KINDS: dict[str, ComponentKind] = {
+    "algorithm": "algorithm",
+    "adapter": "adapter",
+    "tracer": "tracer",
+    "strategy": "strategy",
+    "gateway": "gateway",
+}
+_REFERENCE: Final = r"\$\{(\w+)\}"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of, checked and loaded."""
+
+    agent: LitAgent[Any]
+    train: Dataset[Any] | None
+    val: Dataset[Any] | None
+    resources: dict[str, Resource] | None
+    components: dict[str, Any]
+    """By the Trainer's argument; those that the configuration does not name are absent."""
+
+
+def load_parts(config: TrainConfig, document: Document) -> Parts:
+    """Loads everything that a configuration names. Starts nothing and writes nothing.
+
+    Raises:
+        LightningError: something does not load; the message begins with where the configuration says it.
+    """
+    parts = Parts(
+        agent=_at(document, ("agent",), load_agent, config.agent),
+        train=_at(document, ("data", "train"), load_data, config.data.train),
+        val=_at(document, ("data", "val"), load_data, config.data.val),
+        resources=_at(document, ("resources",), _load_resources, config.resources),
+        components={},
+    )
+    for key, kind in _KINDS.items():
+        spec = _complete_strategy(config, document) if key == "strategy" else getattr(config, key)
+        if spec is not None:
+            parts.components[key] = _component(document, (key,), kind, spec)
+    if config.trackers is not None:
+        parts.components["trackers"] = [
+            _component(document, ("trackers", index), "tracker", spec) for index, spec in enumerate(config.trackers)
+        ]
+    if config.hooks is not None:
+        parts.components["hooks"] = [
+            _at(document, ("hooks", index), _load_hook, target) for index, target in enumerate(config.hooks)
+        ]
+    return parts
+
+
+def compose_algorithm(config: TrainConfig, document: Document) -> Any:
+    """What the algorithm makes of its settings, as plain values; None where that is no more than they say.
+
+    What comes from the environment is written as in the file, for it may be a secret.
+
+    Raises:
+        LightningError: the algorithm is not installed, or refuses its settings.
+    """
+    if config.algorithm is None:
+        return None
+    cls = _find_class(document, ("algorithm",), "algorithm", config.algorithm)
+    if cls.print_config is Algorithm.print_config:
+        return None
+    algorithm = _component(document, ("algorithm",), "algorithm", config.algorithm)
+    names = set(re.findall(_REFERENCE, repr(config.algorithm)))
+    return _hide(yaml.safe_load(algorithm.print_config()), {f"${{{name}}}": os.environ[name] for name in names})
+
+
+def make_trainer(config: TrainConfig, parts: Parts, directory: Path, *, resume: bool) -> Trainer:
+    """The trainer of a run in ``directory``."""
+    components = dict(parts.components)
+    return Trainer(
+        algorithm=components.pop("algorithm"),
+        llm_proxy=components.pop("gateway", None),
+        store=open_store(config, directory),
+        initial_resources=parts.resources,
+        n_runners=config.n_runners,
+        max_concurrency=config.max_concurrency,
+        max_rollouts=config.max_rollouts,
+        port=config.port,
+        run_dir=directory,
+        resume=resume,
+        seed=config.seed,
+        **components,
+    )
+
+
+def check_setup(config: TrainConfig, parts: Parts) -> Sequence[LLM]:
+    """Lets the algorithm refuse what it cannot work with; returns the endpoints that it calls itself.
+
+    Raises:
+        ConfigError: something is missing, or does not fit.
+    """
+    if getattr(parts.components.get("strategy"), "role", "both") == "runner":  # the algorithm runs elsewhere
+        return ()
+    algorithm: Algorithm = parts.components["algorithm"]
+    context = RunContext(
+        # Another one stands for a store that is named: opening that may make a file.
+        store=None if config.store is None else create_store("memory://"),
+        adapter=parts.components.get("adapter"),
+        llm_proxy=parts.components.get("gateway"),
+        train_dataset=parts.train,
+        val_dataset=parts.val,
+        initial_resources=first_resources(parts.agent, parts.resources),
+        seed=config.seed,
+    )
+    return algorithm.check_setup(context)
+
+
+def fit(trainer: Trainer, parts: Parts) -> Run:
+    """Runs a trainer of ``make_trainer`` and closes its store."""
+    try:
+        return trainer.fit(parts.agent, parts.train, parts.val)
+    finally:
+        if trainer.store is not None:
+            asyncio.run(trainer.store.close())
+
+
+def open_store(config: TrainConfig, directory: Path) -> LightningStore:
+    """The store of a run; one that others use too is scoped to the run by its directory's name."""
+    if config.store is None:
+        make_directory(directory)
+        return create_store(f"sqlite:///{directory}/store.db")
+    return create_store(expand(config.store), run=directory.name, token=os.environ.get("AGL_TOKEN"))
+
+
+def load_agent(spec: str | AgentConfig | CommandConfig) -> LitAgent[Any]:
+    """The agent that a configuration names.
+
+    Raises:
+        ConfigError: it cannot be imported, or is nothing that can be an agent.
+    """
+    if isinstance(spec, str):
+        return wrap(load_attribute(spec))
+    reward = None if spec.reward is None else load_attribute(spec.reward)
+    if isinstance(spec, CommandConfig):
+        import agentlightning as agl
+
+        settings = {**expand(spec.model_extra or {}), "command": spec.command}
+        if reward is not None:
+            settings["reward"] = reward
+        return agl.CommandAgent(**bind_settings(agl.CommandAgent, settings, "a command agent"))
+    task_to_input = None if spec.task_to_input is None else load_attribute(spec.task_to_input)
+    return wrap(load_attribute(spec.target), reward, task_to_input, spec.prompts)
+
+
+def load_data(spec: str | DatasetConfig) -> Dataset[Any]:
+    """The tasks that a configuration names.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    if isinstance(spec, str):
+        return load_dataset(expand(spec))
+    return load_dataset(expand(spec.source), split=spec.split, limit=spec.limit, shuffle_seed=spec.shuffle_seed)
+
+
+def expand(value: Any) -> Any:
+    """Replaces ``${NAME}`` in strings, however deep, by the environment variable.
+
+    Raises:
+        ConfigError: the variable is not set.
+    """
+    if isinstance(value, Mapping):
+        return {key: expand(child) for key, child in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [expand(child) for child in value]
+    return re.sub(_REFERENCE, _from_environment, value) if isinstance(value, str) else value
+
+
+def _hide(value: Any, references: Mapping[str, str]) -> Any:
+    """Undoes ``expand`` in whatever an algorithm has made of its result."""
+    if isinstance(value, dict):
+        return {key: _hide(child, references) for key, child in value.items()}
+    if isinstance(value, list):
+        return [_hide(child, references) for child in value]
+    for reference, known in references.items():
+        if isinstance(value, str) and known:
+            value = value.replace(known, reference)
+    return value
+
+
+def _from_environment(match: re.Match[str]) -> str:
+    value = os.environ.get(match[1])
+    if value is None:
+        raise ConfigError(f"the environment variable {match[1]} is not set, and the configuration asks for it")
+    return value
+
+
+def _at(document: Document, path: KeyPath, load: Any, value: Any) -> Any:
+    if value is None:
+        return None
+    try:
+        return load(value)
+    except LightningError as error:
+        raise type(error)(f"{document.place(path)}: {error}") from error
+
+
+def _component(document: Document, path: KeyPath, kind: ComponentKind, spec: str | dict[str, Any]) -> Any:
+    cls = _find_class(document, path, kind, spec)
+    settings = {} if isinstance(spec, str) else {key: value for key, value in spec.items() if key != "name"}
+    name = spec if isinstance(spec, str) else spec["name"]
+    try:
+        return cls(**bind_settings(cls, expand(settings), f"{kind} {name!r}"))
+    except ConfigError as error:
+        setting = getattr(error, "setting", None)
+        place = document.place(path if setting is None else (*path, setting))
+        raise ConfigError(f"{place}: {error}") from error
+
+
+def _find_class(document: Document, path: KeyPath, kind: ComponentKind, spec: str | dict[str, Any]) -> Any:
+    name, place = (spec, path) if isinstance(spec, str) else (spec["name"], (*path, "name"))
+    try:
+        return get_manager().get(kind, name)
+    except PluginError as error:
+        raise PluginError(f"{document.place(place)}: {error}") from error
+
+
+def _complete_strategy(config: TrainConfig, document: Document) -> ComponentSpec | None:
+    """The strategy with those of its settings that stand at the top; the trainer chooses where none is named."""
+    if config.strategy is None:
+        return None
+    spec = {"name": config.strategy} if isinstance(config.strategy, str) else dict(config.strategy)
+    known = inspect.signature(_find_class(document, ("strategy",), "strategy", config.strategy)).parameters
+    for key, setting in (("n_runners", "n_runners"), ("port", "server_port")):
+        if key not in config.model_fields_set:
+            continue
+        place = document.place((key,))
+        if setting not in known:
+            raise ConfigError(f"{place}: the strategy {spec['name']!r} has no use for {key}; leave it out")
+        if setting in spec:
+            raise ConfigError(f"{place}: {key} is given twice; the strategy has {setting} = {spec[setting]!r}")
+        spec[setting] = getattr(config, key)
+    return spec
+
+
+def _load_resources(resources: dict[str, Any]) -> dict[str, Resource]:
+    return read_resources(expand(resources))
+
+
+def _load_hook(target: str) -> Hook:
+    hook = load_attribute(target)
+    hook = hook() if isinstance(hook, type) else hook
+    if not isinstance(hook, Hook):
+        raise ConfigError(f"{target!r} is a {type(hook).__name__}, not an agl.Hook")
+    return hook

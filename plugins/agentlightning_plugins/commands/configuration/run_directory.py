@@ -1,0 +1,22 @@
+"""The directory of a run that was started from the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from agentlightning.run.directory import make_directory
+
+CONFIG_NAME: Final = "config.yaml"
+"""The file in a run's directory that keeps the run's configuration."""
+
+
+def choose_directory(named: str | None, name: str) -> Path:
+    """The directory of a new run: the one that was named, or the first free of runs/name, runs/name-2, ..., made."""
+    if named is not None:
+        return Path(named)
+    root, number = Path("runs"), 1
+    # Made at once, so that two runs begun together do not choose the same.
+    while not make_directory(directory := root / (name if number == 1 else f"{name}-{number}")):
+        number += 1
+    return directory

@@ -1,0 +1,67 @@
+"""The first link: what is installed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Iterator
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from agentlightning.plugin.registry import GROUP, get_manager
+from agentlightning.version import __version__
+from agentlightning_plugins.commands.doctor.link import Link, broken, ok, one_line
+
+_OURS = "lightning"
+_OWN_PLACE = "the two cannot share an environment: make a new one, and install Lightning there from its checkout"
+
+
+def check_environment() -> Link:
+    """Looks for packages that cannot live with us, versions that do not work, and broken plugins."""
+    foreign = _find_foreign()
+    if foreign is not None:
+        return broken("environment", foreign, _OWN_PLACE)
+    wrong = list(_find_wrong_versions())
+    if wrong:
+        return broken("environment", "; ".join(sorted(set(wrong))), "install the versions that are needed")
+    plugins = get_manager().plugins.values()
+    faulty = [f"{plugin.name} of {plugin.origin}: {plugin.error}" for plugin in plugins if plugin.state == "broken"]
+    if faulty:
+        return broken(
+            "environment", one_line("plugins cannot be loaded: " + "; ".join(faulty)), "mend or uninstall them"
+        )
+    python = ".".join(map(str, sys.version_info[:3]))
+    return ok("environment", f"Python {python}, Lightning {__version__}, {len(plugins)} plugins")
+
+
+def _find_foreign() -> str | None:
+    """The other distribution of our name, which is PyTorch Lightning."""
+    for distribution in importlib.metadata.distributions():
+        name = distribution.metadata["Name"]
+        if name and canonicalize_name(name) == _OURS and not any(p.group == GROUP for p in distribution.entry_points):
+            return f"PyTorch Lightning (distribution lightning {distribution.version}) is installed here"
+    if importlib.util.find_spec(_OURS) is not None:
+        return "a module named lightning, which is not ours, can be imported here; it is PyTorch Lightning's"
+    return None
+
+
+def _find_wrong_versions() -> Iterator[str]:
+    """What is installed and is not what we, or an extra of ours, need."""
+    manager = get_manager()
+    ours = next((p.distribution for p in manager.plugins.values() if p.name == "builtin"), None)
+    for line in (ours.requires if ours is not None else None) or ():
+        requirement = Requirement(line)
+        extras = ("", *(ours.metadata.get_all("Provides-Extra") or ())) if ours is not None else ("",)
+        if requirement.marker is not None and not any(requirement.marker.evaluate({"extra": e}) for e in extras):
+            continue
+        is_base = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        try:
+            version = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            if is_base:
+                yield f"{requirement.name} is missing"
+            continue
+        if not requirement.specifier.contains(version, prereleases=True):
+            yield f"{requirement.name} {version} is installed, and {requirement.specifier} is needed"

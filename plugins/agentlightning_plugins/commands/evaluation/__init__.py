@@ -1,0 +1,1 @@
+"""``agl eval`` and ``agl compare``."""

@@ -1,0 +1,104 @@
+"""An algorithm that may use so many rollouts and no more."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from agentlightning.algorithm.algorithm import Algorithm
+from agentlightning.algorithm.context import RunContext
+from agentlightning.event import ResourcesPublished, RolloutEnqueued
+from agentlightning.resources import LLM
+from agentlightning.reward import find_final_reward
+from agentlightning.run.thread import run_in_thread
+from agentlightning.types import Dataset
+
+
+class Budgeted(Algorithm):
+    """Runs another algorithm, counts its rollouts and stops it when they are more than it may use."""
+
+    def __init__(self, algorithm: Algorithm, budget: int | None) -> None:
+        """Wraps an algorithm.
+
+        Args:
+            algorithm: what learns. A synchronous one cannot be stopped, only counted.
+            budget: rollouts, those in mode ``test`` left out; None counts only.
+        """
+        self.algorithm = algorithm
+        self.budget = budget
+        self.rollouts = 0
+        self.has_published = False
+        self.test_rewards: list[float] = []
+        """Of the algorithm's own last evaluation in mode ``test``, by task."""
+
+    @property
+    def default_adapter(self) -> str | None:  # type: ignore[override] # the wrapped one's, known with the instance
+        return self.algorithm.default_adapter
+
+    @property
+    def context(self) -> RunContext:
+        return self.algorithm.context
+
+    @context.setter
+    def context(self, context: RunContext) -> None:
+        self.algorithm.context = context
+
+    def check_setup(self, context: RunContext) -> Sequence[LLM]:
+        return self.algorithm.check_setup(context)
+
+    def save_state(self, directory: Path) -> None:
+        self.algorithm.save_state(directory)
+
+    def load_state(self, directory: Path) -> None:
+        self.algorithm.load_state(directory)
+
+    def is_async(self) -> bool:
+        return True
+
+    async def run(self, train_dataset: Dataset[Any] | None = None, val_dataset: Dataset[Any] | None = None) -> None:
+        """Runs the algorithm to its end or to the end of its budget."""
+        work = asyncio.ensure_future(self._work(train_dataset, val_dataset))
+        counting = asyncio.create_task(self._count(work))
+        await asyncio.sleep(0)  # lets it subscribe before the first rollout
+        try:
+            await work
+        except asyncio.CancelledError:
+            if self.budget is None or self.rollouts <= self.budget:
+                raise
+        finally:
+            counting.cancel()
+            await asyncio.gather(counting, work, return_exceptions=True)
+        await self._read_tests()
+
+    async def _work(self, train_dataset: Dataset[Any] | None, val_dataset: Dataset[Any] | None) -> None:
+        algorithm = self.algorithm
+        if not algorithm.is_async():
+            await run_in_thread(lambda: algorithm.run(train_dataset, val_dataset), name="algorithm")
+        elif (work := algorithm.run(train_dataset, val_dataset)) is not None:
+            await work
+
+    async def _count(self, work: asyncio.Future[None]) -> None:
+        store = self.get_store()
+        async for event in store.subscribe(["rollout_enqueued", "resources_published"]):
+            self.has_published = self.has_published or isinstance(event, ResourcesPublished)
+            if isinstance(event, RolloutEnqueued):
+                rollout = await store.get_rollout_by_id(event.rollout_id)
+                self.rollouts += rollout is None or rollout.mode != "test"
+                if self.budget is not None and self.rollouts > self.budget:
+                    work.cancel()
+
+    async def _read_tests(self) -> None:
+        store = self.get_store()
+        by_step: dict[int, dict[int, float]] = {}
+        with contextlib.suppress(KeyError, TypeError):
+            for rollout in (await store.query_rollouts(sort_by="start_time")).items:
+                if rollout.mode == "test" and rollout.metadata is not None:
+                    spans = await store.query_spans(rollout.rollout_id, "latest")
+                    reward = find_final_reward(spans.items) or 0.0
+                    by_step.setdefault(rollout.metadata["step"], {})[rollout.metadata["task_id"]] = reward
+        if by_step:
+            last = by_step[max(by_step)]
+            self.test_rewards = [last[index] for index in sorted(last)]

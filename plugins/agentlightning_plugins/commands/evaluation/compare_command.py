@@ -1,0 +1,207 @@
+"""``agl compare``: several algorithms on the same agent, data, seeds and budget."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from agentlightning.errors import ConfigError
+
+
+@dataclass
+class _Contestant:
+    """One algorithm's results, by seed."""
+
+    spec: dict[str, Any]
+    rewards: list[Sequence[Sequence[float]]] = field(default_factory=list)
+    """By seed, by task, by repetition: of the test tasks, after training."""
+    rollouts: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def takes(self, setting: str) -> bool:
+        """Whether its algorithm has this setting."""
+        from agentlightning.plugin.registry import get_manager
+
+        return setting in inspect.signature(get_manager().get("algorithm", self.spec["name"])).parameters
+
+    def by_task(self) -> list[list[float]]:
+        """Rewards of each task, of all seeds and repetitions."""
+        return [[reward for seed in task for reward in seed] for task in zip(*self.rewards, strict=True)]
+
+
+@click.command("compare")
+@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option(
+    "--algorithm",
+    "-a",
+    "algorithms",
+    multiple=True,
+    required=True,
+    metavar="YAML",
+    help="A name, or '{name: ..., setting: ...}'; repeat it. The first is what the others are compared with.",
+)
+@click.option("--seeds", default="0", show_default=True, help="As in 0,1,2: each algorithm is run with each.")
+@click.option("--repetitions", "-n", default=1, show_default=True, type=click.IntRange(min=1), help="Of a test task.")
+@click.option("--budget", type=click.IntRange(min=1), metavar="N", help="Rollouts an algorithm may use to learn.")
+@click.option("--test", "test", metavar="SOURCE", help="Tasks to judge by; default is data.val.")
+@click.option("--run-dir", type=click.Path(path_type=Path), help="Keep the runs there; default runs/compare-<n>.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(
+    config: Path,
+    overrides: tuple[str, ...],
+    algorithms: tuple[str, ...],
+    seeds: str,
+    repetitions: int,
+    budget: int | None,
+    test: str | None,
+    run_dir: Path | None,
+    as_json: bool,
+) -> None:
+    """Train the agent of CONFIG with several algorithms and compare what they learned.
+
+    Each algorithm learns from data.train and data.val; what it published is judged on the test tasks. p is that of a
+    paired permutation test over tasks against the first algorithm.
+    """
+    from agentlightning_plugins.commands.configuration.assembly import check_setup
+    from agentlightning_plugins.commands.configuration.dataset import load_dataset
+    from agentlightning_plugins.commands.configuration.document import check_secrets, read_document
+    from agentlightning_plugins.commands.configuration.run_directory import choose_directory
+
+    document = read_document(config)
+    document.override(overrides)
+    check_secrets(document)
+    contestants = [_Contestant(_to_spec(text)) for text in algorithms]
+    tasks = None if test is None else load_dataset(test)
+    try:
+        chosen_seeds = [int(text) for text in seeds.split(",")]
+    except ValueError:
+        raise click.UsageError(f"--seeds {seeds}: numbers separated by commas are needed, as in 0,1,2") from None
+    for contestant in contestants:  # a mistake in the last one is known before the first one has trained
+        checked, parts = _load(document, contestant, chosen_seeds[0])
+        check_setup(checked, parts)
+        if tasks is None and parts.val is None:
+            raise ConfigError("comparing needs test tasks: data.val in the configuration, or --test SOURCE")
+    directory = run_dir or choose_directory(None, "compare")
+    for number, contestant in enumerate(contestants):
+        for seed in chosen_seeds:
+            place = directory / f"{number}-{contestant.spec['name']}-{seed}"
+            if not as_json:
+                click.echo(f"== {contestant.spec['name']}, seed {seed}: {place}", err=True)
+            _run_one(document, contestant, seed, place, tasks, repetitions, budget, quiet=as_json)
+    _show(contestants, as_json)
+
+
+def _to_spec(text: str) -> dict[str, Any]:
+    import yaml
+
+    try:
+        spec = yaml.safe_load(text)
+    except yaml.YAMLError:
+        spec = None
+    spec = {"name": spec} if isinstance(spec, str) else spec
+    if not isinstance(spec, dict) or not isinstance(spec.get("name"), str):
+        raise click.UsageError(
+            f"--algorithm {text!r}: a name or a mapping with a name is needed, as in '{{name: apo}}'"
+        )
+    return spec
+
+
+def _load(document: Any, contestant: _Contestant, seed: int) -> tuple[Any, Any]:
+    """The configuration of one run, and what it names."""
+    from agentlightning_plugins.commands.configuration.assembly import load_parts
+    from agentlightning_plugins.commands.configuration.config import read_config
+
+    seeded = {"seed": seed} if contestant.takes("seed") else {}
+    document.values |= {"algorithm": {**contestant.spec, **seeded}, "seed": seed}
+    checked = read_config(document)
+    return checked, load_parts(checked, document)
+
+
+def _run_one(
+    document: Any,
+    contestant: _Contestant,
+    seed: int,
+    place: Path,
+    tasks: Any,
+    repetitions: int,
+    budget: int | None,
+    *,
+    quiet: bool,
+) -> None:
+    from agentlightning_plugins.commands.configuration.assembly import fit, make_trainer
+    from agentlightning_plugins.commands.evaluation.budget import Budgeted
+    from agentlightning_plugins.commands.evaluation.eval_command import evaluate
+
+    checked, parts = _load(document, contestant, seed)
+    test = tasks if tasks is not None else parts.val
+    algorithm = parts.components["algorithm"]
+    keeps_model = contestant.takes("test_dataset")  # its model is gone when it is done, so it evaluates by itself
+    if keeps_model:
+        algorithm.test_dataset = [test[index] for index in range(len(test)) for _ in range(repetitions)]
+    limited = Budgeted(algorithm, budget)
+    started = time.monotonic()
+    components = {**parts.components, "algorithm": limited, "trackers": [] if quiet else ["console"]}
+    own = type(parts)(parts.agent, parts.train, parts.val, parts.resources, components)
+    fit(make_trainer(checked, own, place, resume=False), own)
+    contestant.seconds.append(time.monotonic() - started)
+    contestant.rollouts.append(limited.rollouts)
+    if keeps_model:
+        rewards = limited.test_rewards
+        found = [rewards[start : start + repetitions] for start in range(0, len(rewards), repetitions)]
+    else:
+        settings = {"repetitions": repetitions}
+        learned = str(place) if limited.has_published else None
+        found = evaluate(checked, parts, test, place / "test", settings, learned, quiet=True).rewards
+    contestant.rewards.append(found)
+
+
+def _show(contestants: list[_Contestant], as_json: bool) -> None:
+    from agentlightning.plugin.registry import get_manager
+
+    make_score = get_manager().get("algorithm", "evaluation").Score
+    first = make_score(contestants[0].by_task())
+    rows: list[dict[str, Any]] = []
+    for contestant in contestants:
+        score = make_score(contestant.by_task())
+        low, high = score.interval()
+        rows.append(
+            {
+                "algorithm": contestant.spec["name"],
+                "reward": score.mean,
+                "low": low,
+                "high": high,
+                "difference": score.mean - first.mean,
+                "p": score.p_value(first) if rows else None,
+                "rollouts": statistics.fmean(contestant.rollouts),
+                "seconds": statistics.fmean(contestant.seconds),
+            }
+        )
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    from agentlightning.cli import print_table
+
+    print_table(
+        ("algorithm", "reward", "95 % interval", "difference", "p", "rollouts", "seconds"),
+        [
+            (
+                row["algorithm"],
+                f"{row['reward']:.3f}",
+                f"{row['low']:.3f} to {row['high']:.3f}",
+                "" if row["p"] is None else f"{row['difference']:+.3f}",
+                "" if row["p"] is None else f"{row['p']:.3f}",
+                f"{row['rollouts']:.0f}",
+                f"{row['seconds']:.1f}",
+            )
+            for row in rows
+        ],
+    )

@@ -1,0 +1,136 @@
+"""``agl eval``: one agent, one dataset."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+@click.command("eval")
+@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--data", metavar="val|train|SOURCE", help="Default is data.val, or data.train where there is no other.")
+@click.option("--repetitions", "-n", default=1, show_default=True, type=click.IntRange(min=1), help="Of each task.")
+@click.option("--success", default=1.0, show_default=True, type=float, help="A reward of at least this is a success.")
+@click.option("--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), help="Seconds for one rollout.")
+@click.option("--resources", "learned", metavar="RUN_DIR|URL", help="Take the latest resources of that store.")
+@click.option("--run-dir", type=click.Path(path_type=Path), help="Keep the rollouts there; default is nowhere.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(
+    config: Path,
+    overrides: tuple[str, ...],
+    data: str | None,
+    repetitions: int,
+    success: float,
+    timeout_s: float | None,
+    learned: str | None,
+    run_dir: Path | None,
+    as_json: bool,
+) -> None:
+    """Evaluate the agent of CONFIG: mean reward with its 95 % interval, pass@k, errors.
+
+    Exit code 0 whatever the score; 1 when no rollout succeeded.
+    """
+    from agentlightning_plugins.commands.configuration.assembly import load_parts
+    from agentlightning_plugins.commands.configuration.config import read_config
+    from agentlightning_plugins.commands.configuration.dataset import load_dataset
+    from agentlightning_plugins.commands.configuration.document import check_secrets, read_document
+
+    document = read_document(config)
+    document.override(overrides)
+    check_secrets(document)
+    document.values.pop("algorithm", None)  # what would train it has no say here
+    checked = read_config(document)
+    parts = load_parts(checked, document)
+    if data in (None, "val", "train"):
+        chosen = {"val": parts.val, "train": parts.train, None: parts.val if parts.val is not None else parts.train}[
+            data
+        ]
+        if chosen is None:
+            raise click.UsageError(f"{config} has no data.{data or 'val'}; add it, or give --data SOURCE")
+    else:
+        chosen = load_dataset(str(data))
+    settings = {"repetitions": repetitions, "success_threshold": success, "rollout_timeout_s": timeout_s}
+    with tempfile.TemporaryDirectory() as scratch:
+        score = evaluate(checked, parts, chosen, run_dir or Path(scratch) / "eval", settings, learned, quiet=as_json)
+    metrics = score.to_metrics()
+    if as_json:
+        click.echo(json.dumps(metrics, indent=2))
+    else:
+        show_score(metrics)
+    if score.errors.total() == metrics["rollouts"]:
+        raise SystemExit(1)
+
+
+def evaluate(
+    checked: Any,
+    parts: Any,
+    dataset: Any,
+    directory: Path,
+    settings: dict[str, Any],
+    learned: str | None,
+    *,
+    quiet: bool,
+) -> Any:
+    """Runs the algorithm ``evaluation`` and returns its score.
+
+    Args:
+        checked: the configuration.
+        parts: what it names.
+        dataset: the tasks.
+        directory: of the run.
+        settings: of the algorithm.
+        learned: whose latest resources to use instead of the configuration's; None for those.
+        quiet: print nothing on the way.
+    """
+    from agentlightning.plugin.registry import get_manager
+    from agentlightning_plugins.commands.configuration.assembly import Parts, fit, make_trainer
+
+    components = {key: value for key, value in parts.components.items() if key not in ("algorithm", "trackers")}
+    algorithm = get_manager().create("algorithm", {"name": "evaluation", **settings})
+    components |= {"algorithm": algorithm, "trackers": [] if quiet else [{"name": "console", "brief": True}]}
+    resources = {**(parts.resources or {}), **(read_learned(learned) if learned is not None else {})}
+    own = Parts(parts.agent, None, dataset, resources or None, components)
+    fit(make_trainer(checked, own, directory, resume=False), own)
+    return algorithm.score
+
+
+def read_learned(where: str) -> dict[str, Any]:
+    """The latest resources of a run's directory or store.
+
+    Raises:
+        NotFoundError: it has none.
+    """
+    import asyncio
+
+    from agentlightning.errors import NotFoundError
+    from agentlightning_plugins.commands.terminal.access import open_store
+
+    async def read() -> dict[str, Any]:
+        store = open_store(where, None)
+        try:
+            latest = await store.get_latest_resources()
+        finally:
+            await store.close()
+        if latest is None:
+            raise NotFoundError(f"{where} holds no resources")
+        return dict(latest.resources)
+
+    return asyncio.run(read())
+
+
+def show_score(metrics: dict[str, float]) -> None:
+    """Prints a score for people."""
+    interval = f"[{metrics['reward_low']:.3f}, {metrics['reward_high']:.3f}]"
+    click.echo(f"reward   {metrics['reward']:.3f}  95 % interval {interval}")
+    for name, value in metrics.items():
+        if name.startswith("pass@"):
+            click.echo(f"{name:<8} {value:.3f}")
+    click.echo(f"{metrics['tasks']:.0f} tasks, {metrics['rollouts']:.0f} rollouts")
+    for name, value in metrics.items():
+        if name.startswith("errors/"):
+            click.echo(f"{value:.0f} failed: {name.removeprefix('errors/')}")

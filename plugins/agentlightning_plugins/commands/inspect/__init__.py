@@ -1,0 +1,1 @@
+"""``agl rollouts``, ``agl spans``, ``agl resources`` and ``agl workers``."""

@@ -1,0 +1,69 @@
+"""Rollouts as examples for supervised fine-tuning, in the format of OpenAI's API."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Final
+
+from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
+
+from agentlightning.adapter.message import ChatHistory, TraceToMessages, drop_prefixes
+from agentlightning.frozen import thaw
+from agentlightning.reward import find_final_reward
+from agentlightning.store.protocol import LightningStore
+from agentlightning.types import AttemptedRollout
+from agentlightning_plugins.commands.terminal.access import every
+
+logger = logging.getLogger("agentlightning")
+_FIELDS: Final = ("role", "content", "name", "tool_calls", "tool_call_id", "refusal")
+
+
+class FineTuningExample(BaseModel):
+    """One conversation: a line of a fine-tuning file."""
+
+    messages: list[dict[str, Any]]
+    """The last is the answer that is learned."""
+    tools: list[dict[str, Any]] | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_empty(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in dump(self).items() if value is not None}
+
+
+async def select_examples(store: LightningStore, min_reward: float) -> AsyncIterator[FineTuningExample]:
+    """The conversations of rollouts that succeeded with at least ``min_reward``: rejection sampling.
+
+    A conversation of several model calls is one example. A rollout some of whose spans were lost is left out.
+    """
+    adapter = TraceToMessages()
+    async for rollout in every(store.query_rollouts, status_in=["succeeded"]):
+        spans = (await store.query_spans(rollout.rollout_id, "latest")).items
+        reward = find_final_reward(spans)
+        if reward is None or reward < min_reward:
+            continue
+        if isinstance(rollout, AttemptedRollout) and rollout.attempt.spans_dropped:
+            logger.warning("rollout %s lost spans and is left out", rollout.rollout_id)
+            continue
+        for example in to_examples(adapter.adapt(spans)):
+            yield example
+
+
+def to_examples(histories: Sequence[ChatHistory]) -> list[FineTuningExample]:
+    """Chat histories of one rollout as examples."""
+    return [
+        FineTuningExample(messages=[_clean(message) for message in history["messages"]], tools=thaw(_tools(history)))
+        for history in drop_prefixes(histories)
+    ]
+
+
+def _tools(history: ChatHistory) -> list[dict[str, Any]] | None:
+    return [dict(tool) for tool in history["tools"]] if history.get("tools") else None
+
+
+def _clean(message: dict[str, Any]) -> dict[str, Any]:
+    """What the API knows of a message; the content may be empty beside tool calls only."""
+    kept: dict[str, Any] = {name: thaw(message[name]) for name in _FIELDS if message.get(name) is not None}
+    if "content" not in kept and "tool_calls" not in kept:
+        kept["content"] = ""
+    return kept

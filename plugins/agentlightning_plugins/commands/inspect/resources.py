@@ -1,0 +1,143 @@
+"""``agl resources``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from agentlightning.cli import print_table
+from agentlightning.event import ResourcesPublished
+from agentlightning.resources import LLM, ResourcesUpdate
+from agentlightning.store.protocol import LightningStore
+from agentlightning_plugins.commands.terminal.access import every, found, with_store
+from agentlightning_plugins.commands.terminal.output import (
+    export,
+    json_option,
+    print_fields,
+    print_json,
+    print_line,
+    print_result,
+    shorten,
+    show_time,
+    to_json,
+)
+
+
+@click.group("resources")
+def resources() -> None:
+    """List, show, follow, promote, roll back and export what was published."""
+
+
+@resources.command("list")
+@click.option("--limit", default=20, show_default=True, type=click.IntRange(min=1), help="The newest so many.")
+@json_option
+@with_store
+async def list_resources(store: LightningStore, limit: int, as_json: bool) -> None:
+    """List snapshots in all their versions, the newest first."""
+    page = await store.query_resources(sort_by="update_time", sort_order="desc", limit=limit)
+    if as_json:
+        print_json([_plain(update) for update in page])
+        return
+    latest = await store.get_latest_resources()
+    print_table(
+        ("resources", "version", "updated", "", "contents"),
+        [
+            (
+                update.resources_id,
+                update.version,
+                show_time(update.update_time),
+                "latest" if latest is not None and update.resources_id == latest.resources_id else "",
+                ", ".join(f"{name} ({kind['resource_type']})" for name, kind in _plain(update)["resources"].items()),
+            )
+            for update in page
+        ],
+    )
+
+
+@resources.command("show")
+@click.argument("resources_id", default="latest")
+@click.option("--version", type=click.IntRange(min=1), help="Default is the newest one.")
+@json_option
+@with_store
+async def show_resources(store: LightningStore, resources_id: str, version: int | None, as_json: bool) -> None:
+    """Show a snapshot: RESOURCES_ID, or the latest."""
+    update = await _find(store, resources_id, version)
+    if as_json:
+        print_json(_plain(update))
+        return
+    shown = _plain(update)
+    contents = shown.pop("resources")
+    print_fields(shown)
+    for name, resource in contents.items():
+        click.echo(f"\n{name}")
+        print_fields(resource)
+
+
+@resources.command("follow")
+@json_option
+@with_store
+async def follow_resources(store: LightningStore, as_json: bool) -> None:
+    """Print what is published as it is published, until Ctrl-C."""
+    async for event in store.subscribe(["resources_published"]):
+        if isinstance(event, ResourcesPublished):
+            update = await store.get_resources_by_id(event.resources_id, event.version)
+            if as_json and update is not None:
+                print_line(_plain(update))
+            elif update is not None:
+                shown = shorten(_plain(update)["resources"], 120)
+                click.echo(f"{show_time(event.time)} {event.resources_id} {event.version} {shown}")
+
+
+@resources.command("promote")
+@click.argument("resources_id")
+@json_option
+@with_store
+async def promote_resources(store: LightningStore, resources_id: str, as_json: bool) -> None:
+    """Make RESOURCES_ID, a snapshot or one version of it (rs-1@3), the latest resources of the run."""
+    update = await store.promote(resources_id)
+    print_result(as_json, _plain(update), f"{resources_id} is the latest now, as {update.version_id}")
+
+
+@resources.command("rollback")
+@click.argument("resources_id")
+@click.argument("version", type=click.IntRange(min=1))
+@json_option
+@with_store
+async def rollback_resources(store: LightningStore, resources_id: str, version: int, as_json: bool) -> None:
+    """Make an earlier VERSION of a snapshot the newest one again."""
+    update = await store.rollback(resources_id, version)
+    print_result(as_json, _plain(update), f"{resources_id}: version {update.version} is version {version} again")
+
+
+@resources.command("export")
+@click.argument("path", type=click.Path(path_type=Path, dir_okay=False))
+@json_option
+@with_store
+async def export_resources(store: LightningStore, path: Path, as_json: bool) -> None:
+    """Write all versions of all snapshots, without keys, to PATH (.jsonl or .parquet)."""
+    await export((_without_keys(update) async for update in every(store.query_resources)), path, "snapshots", as_json)
+
+
+def _without_keys(update: ResourcesUpdate) -> ResourcesUpdate:
+    """A snapshot without keys to model endpoints, which belong on no screen and in no file."""
+    resources = {
+        name: resource.model_copy(update={"api_key": None}) if isinstance(resource, LLM) else resource
+        for name, resource in update.resources.items()
+    }
+    return update.model_copy(update={"resources": resources})
+
+
+def _plain(update: ResourcesUpdate) -> dict[str, Any]:
+    shown: dict[str, Any] = to_json(_without_keys(update))
+    return shown
+
+
+async def _find(store: LightningStore, resources_id: str, version: int | None) -> ResourcesUpdate:
+    if resources_id != "latest":
+        return found(await store.get_resources_by_id(resources_id, version), "resources", resources_id)
+    latest = found(await store.get_latest_resources(), "resources", "latest")
+    if version is None:
+        return latest
+    return found(await store.get_resources_by_id(latest.resources_id, version), "version", str(version))

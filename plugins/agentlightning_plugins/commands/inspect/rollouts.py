@@ -1,0 +1,224 @@
+"""``agl rollouts``."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+
+from agentlightning.cli import print_table
+from agentlightning.errors import StoreError
+from agentlightning.reward import find_final_reward
+from agentlightning.store.protocol import LightningStore
+from agentlightning.types import AttemptedRollout, Rollout, RolloutStatus
+from agentlightning_plugins.commands.terminal.access import every, found, with_store
+from agentlightning_plugins.commands.terminal.output import (
+    export,
+    json_option,
+    print_fields,
+    print_json,
+    print_line,
+    print_result,
+    shorten,
+    show_time,
+    to_json,
+)
+
+_STATUS = click.Choice(get_args(RolloutStatus))
+
+
+@click.group("rollouts")
+def rollouts() -> None:
+    """List, show, follow, cancel, retry, delete and export rollouts."""
+
+
+@rollouts.command("list")
+@click.option("--status", multiple=True, type=_STATUS, help="Only these; may be repeated.")
+@click.option("--step", type=int, help="Of an algorithm's step.")
+@click.option("--limit", default=20, show_default=True, type=click.IntRange(min=1), help="The newest so many.")
+@json_option
+@with_store
+async def list_rollouts(
+    store: LightningStore, status: tuple[RolloutStatus, ...], step: int | None, limit: int, as_json: bool
+) -> None:
+    """List rollouts, the newest first."""
+    page = await store.query_rollouts(
+        status_in=status or None,
+        metadata=None if step is None else {"step": step},
+        sort_by="start_time",
+        sort_order="desc",
+        limit=limit,
+    )
+    if as_json:
+        print_json([to_json(rollout) for rollout in page])
+        return
+    rows = [await _row(store, rollout) for rollout in page]
+    print_table(("rollout", "status", "mode", "attempt", "reward", "begun", "seconds", "input"), rows)
+    if page.total > len(page):
+        click.echo(f"{len(page)} of {page.total}; --limit shows more", err=True)
+
+
+@rollouts.command("show")
+@click.argument("rollout_id")
+@json_option
+@with_store
+async def show_rollout(store: LightningStore, rollout_id: str, as_json: bool) -> None:
+    """Show a rollout with its attempts and spans."""
+    rollout = found(await store.get_rollout_by_id(rollout_id), "rollout", rollout_id)
+    attempts = (await store.query_attempts(rollout_id)).items
+    spans = (await store.query_spans(rollout_id)).items
+    if as_json:
+        shown: dict[str, Any] = to_json(rollout)
+        shown.update(attempts=[to_json(attempt) for attempt in attempts], spans=[to_json(span) for span in spans])
+        print_json(shown)
+        return
+    print_fields({key: value for key, value in to_json(rollout).items() if key != "attempt"})
+    for attempt in attempts:
+        own = [span for span in spans if span.attempt_id == attempt.attempt_id]
+        click.echo(
+            f"\nattempt {attempt.sequence_id} {attempt.attempt_id}: {attempt.status}, worker {attempt.worker_id}"
+        )
+        if attempt.error is not None:
+            click.echo(attempt.error.traceback.rstrip() or f"{attempt.error.type}: {attempt.error.message}")
+        print_table(
+            ("", "span", "status", "ms", "id", "parent"),
+            [
+                (
+                    span.sequence_id,
+                    span.name,
+                    span.status.status_code,
+                    _milliseconds(span.start_time, span.end_time),
+                    span.span_id,
+                    span.parent_id,
+                )
+                for span in own
+            ],
+        )
+
+
+@rollouts.command("follow")
+@json_option
+@with_store
+async def follow_rollouts(store: LightningStore, as_json: bool) -> None:
+    """Print what happens to rollouts as it happens, until Ctrl-C."""
+    async for event in store.subscribe():
+        if as_json:
+            print_line(to_json(event))
+            continue
+        values = {key: value for key, value in to_json(event).items() if key not in ("run_id", "time", "kind")}
+        shown = " ".join(f"{key}={shorten(value)}" for key, value in values.items() if value is not None)
+        click.echo(f"{show_time(event.time)} {event.kind:<20} {shown}")
+
+
+@rollouts.command("cancel")
+@click.argument("rollout_ids", nargs=-1, required=True)
+@json_option
+@with_store
+async def cancel_rollouts(store: LightningStore, rollout_ids: tuple[str, ...], as_json: bool) -> None:
+    """Cancel rollouts; those that run are stopped."""
+    await _each(store.cancel_rollout, rollout_ids, as_json)
+
+
+@rollouts.command("retry")
+@click.argument("rollout_ids", nargs=-1, required=True)
+@json_option
+@with_store
+async def retry_rollouts(store: LightningStore, rollout_ids: tuple[str, ...], as_json: bool) -> None:
+    """Queue failed or cancelled rollouts again."""
+    await _each(store.retry_rollout, rollout_ids, as_json)
+
+
+@rollouts.command("delete")
+@click.argument("rollout_ids", nargs=-1)
+@click.option("--status", multiple=True, type=click.Choice(["succeeded", "failed", "cancelled"]), help="Only these.")
+@click.option("--older-than", type=click.FloatRange(min=0), metavar="DAYS", help="Only those that ended before that.")
+@click.option("--keep", type=click.IntRange(min=0), metavar="N", help="All but the newest N.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@json_option
+@with_store
+async def delete_rollouts(
+    store: LightningStore,
+    rollout_ids: tuple[str, ...],
+    status: tuple[RolloutStatus, ...],
+    older_than: float | None,
+    keep: int | None,
+    yes: bool,
+    as_json: bool,
+) -> None:
+    """Delete rollouts that have ended, with their attempts and spans."""
+    conditions: dict[str, Any] = {}
+    if status:
+        conditions["status_in"] = status
+    if older_than is not None:
+        conditions["ended_before"] = time.time() - older_than * 86400
+    if keep is not None:
+        conditions["keep"] = keep
+    if not yes:
+        what = f"{len(rollout_ids)} rollouts" if rollout_ids else "every rollout that meets these conditions"
+        click.confirm(f"Delete {what}, with attempts and spans?", abort=True, err=as_json)
+    deleted = await store.delete_rollouts(list(rollout_ids) or None, **conditions)
+    print_result(as_json, {"deleted": deleted}, f"{deleted} deleted")
+
+
+@rollouts.command("export")
+@click.argument("path", type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--status", multiple=True, type=_STATUS, help="Only these; may be repeated.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["records", "openai-sft"]),
+    default="records",
+    show_default=True,
+    help="openai-sft: the conversations of rollouts that succeeded, for fine-tuning.",
+)
+@click.option("--min-reward", default=1.0, show_default=True, help="Of openai-sft: only rollouts with this reward.")
+@json_option
+@with_store
+async def export_rollouts(
+    store: LightningStore, path: Path, status: tuple[RolloutStatus, ...], form: str, min_reward: float, as_json: bool
+) -> None:
+    """Write rollouts, each with its latest attempt, to PATH (.jsonl or .parquet)."""
+    if form == "openai-sft":
+        from agentlightning_plugins.commands.inspect.fine_tuning import select_examples
+
+        if status or path.suffix != ".jsonl":
+            raise click.UsageError("--format openai-sft takes succeeded rollouts and writes a .jsonl file")
+        await export(select_examples(store, min_reward), path, "conversations", as_json)
+        return
+    await export(every(store.query_rollouts, status_in=status or None), path, "rollouts", as_json)
+
+
+async def _each(action: Any, rollout_ids: tuple[str, ...], as_json: bool) -> None:
+    outcomes: list[dict[str, str]] = []
+    for rollout_id in rollout_ids:
+        try:
+            rollout: Rollout = await action(rollout_id)
+        except StoreError as error:
+            outcomes.append({"rollout_id": rollout_id, "error": str(error)})
+        else:
+            outcomes.append({"rollout_id": rollout_id, "status": rollout.status})
+        if not as_json:
+            rollout_id, outcome = outcomes[-1].values()
+            click.echo(f"{rollout_id}: {outcome}", err="error" in outcomes[-1])
+    if as_json:
+        print_json(outcomes)
+    if any("error" in outcome for outcome in outcomes):
+        raise SystemExit(1)
+
+
+async def _row(store: LightningStore, rollout: Rollout) -> tuple[Any, ...]:
+    attempt = rollout.attempt if isinstance(rollout, AttemptedRollout) else None
+    reward = None
+    if attempt is not None:
+        spans = await store.query_spans(rollout.rollout_id, "latest", name_contains="agentlightning.")
+        reward = find_final_reward(spans.items)
+    seconds = None if rollout.end_time is None else f"{rollout.end_time - rollout.start_time:.1f}"
+    number = None if attempt is None else attempt.sequence_id
+    begun = show_time(rollout.start_time)
+    return rollout.rollout_id, rollout.status, rollout.mode, number, reward, begun, seconds, shorten(rollout.input)
+
+
+def _milliseconds(start: float | None, end: float | None) -> str:
+    return "" if start is None or end is None else f"{(end - start) * 1e3:.1f}"

@@ -1,0 +1,170 @@
+"""``agl replay``: a recorded rollout again, with the model answers that were recorded."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from agentlightning import semconv
+from agentlightning.errors import ConfigError
+from agentlightning.frozen import thaw
+from agentlightning.resources import LLM, Resource
+from agentlightning.reward import find_final_reward
+from agentlightning.store.protocol import LightningStore
+from agentlightning.types import AttemptedRollout, Rollout, Span
+from agentlightning_plugins.commands.terminal.access import found, with_store
+from agentlightning_plugins.commands.terminal.output import json_option, print_result
+
+if TYPE_CHECKING:
+    from agentlightning_plugins.scripted_model.script import Answer, RecordedRequest
+
+
+@click.command("replay")
+@click.argument("agent")
+@click.argument("rollout_id")
+@click.option("--attempt", default="latest", metavar="ID", help="Whose model answers; default is the latest one's.")
+@click.option("--reward", metavar="MODULE:ATTRIBUTE", help="reward(task, output, rollout), if the agent says none.")
+@json_option
+@with_store
+async def command(
+    store: LightningStore, agent: str, rollout_id: str, attempt: str, reward: str | None, as_json: bool
+) -> None:
+    """Run AGENT on a recorded rollout's task with its recorded model answers.
+
+    AGENT is module:attribute, file.py:attribute, or a configuration file of `agl train`. Nothing is written to the
+    store. A debugger works: the agent runs in this process. Exit code 1 when the agent asks for other things than it
+    did then, or ends with another reward.
+    """
+    from agentlightning_plugins.commands.configuration.assembly import load_agent
+    from agentlightning_plugins.commands.configuration.config import AgentConfig, read_config
+    from agentlightning_plugins.commands.configuration.document import read_document
+    from agentlightning_plugins.scripted_model.server import ScriptedOpenAI
+
+    if Path(agent).suffix in (".yaml", ".yml", ".toml"):
+        what = load_agent(read_config(read_document(Path(agent))).agent)
+    else:
+        what = load_agent(AgentConfig(target=agent, reward=reward))
+    rollout = found(await store.get_rollout_by_id(rollout_id), "rollout", rollout_id)
+    spans = (await store.query_spans(rollout_id, attempt)).items
+    calls = _model_calls(spans)
+    answers = [_to_answer(call) for call in calls]
+    resources = await _resources_of(store, rollout)
+    async with ScriptedOpenAI(_Tape(answers)) as server:
+        replayed, rewards = await _run(what, rollout, resources, server.endpoint)
+        requests = server.requests
+    differences = list(_compare(calls, requests))
+    before = find_final_reward(spans)
+    if before != rewards:
+        differences.append(f"reward: {before} then, {rewards} now")
+    error = replayed.attempt.error if isinstance(replayed, AttemptedRollout) else None
+    if error is not None:
+        click.echo(error.traceback.rstrip(), err=True)
+    counts = {"calls": len(requests), "recorded_calls": len(calls)}
+    found_out = {"status": replayed.status, "reward": rewards, "recorded_reward": before, **counts}
+    said = f"{replayed.status}, reward {rewards}, {len(requests)} of {len(calls)} recorded model calls"
+    text = "\n".join([said, *(f"differs: {difference}" for difference in differences)])
+    print_result(as_json, {**found_out, "differences": differences}, text)
+    if differences:
+        raise SystemExit(1)
+
+
+class _Tape:
+    """Answers in the order of recording; one call more than was recorded is an error that says so."""
+
+    def __init__(self, answers: Sequence[Answer]) -> None:
+        self._answers = answers
+        self._next = 0
+
+    def __call__(self, request: RecordedRequest) -> Answer:
+        from agentlightning_plugins.scripted_model.script import Answer
+
+        index, self._next = self._next, self._next + 1
+        if index < len(self._answers):
+            return self._answers[index]
+        return Answer(status=400, error=f"the recording holds {len(self._answers)} model calls, and this is one more")
+
+
+async def _run(
+    agent: Any, rollout: Rollout, resources: Mapping[str, Resource], endpoint: str
+) -> tuple[Rollout, float | None]:
+    from agentlightning.plugin.registry import get_manager
+    from agentlightning.runner import LitAgentRunner
+    from agentlightning.store.factory import create_store
+
+    replaced = {
+        name: LLM(
+            endpoint=endpoint, model=resource.model, api_key="replay", sampling_parameters=resource.sampling_parameters
+        )
+        if isinstance(resource, LLM)
+        else resource
+        for name, resource in resources.items()
+    }
+    os.environ["OPENAI_BASE_URL"] = endpoint  # for agents that bring a client of their own
+    os.environ.setdefault("OPENAI_API_KEY", "replay")
+    scratch = create_store("memory://")
+    runner: LitAgentRunner[Any] = LitAgentRunner(get_manager().create("tracer", "otel"))
+    try:
+        with runner.run_context(agent=agent, store=scratch):
+            done = await runner.step(thaw(rollout.input), replaced, rollout.mode)
+            spans = (await scratch.query_spans(done.rollout_id, "latest")).items
+        return done, find_final_reward(spans)
+    finally:
+        await scratch.close()
+
+
+async def _resources_of(store: LightningStore, rollout: Rollout) -> Mapping[str, Resource]:
+    if rollout.resources_id is None:
+        return {}
+    update = await store.get_resources_by_id(rollout.resources_id)
+    return {} if update is None else update.resources
+
+
+def _model_calls(spans: Sequence[Span]) -> list[Span]:
+    """One span for each call: the gateway's where there is one, since the client's tells of the same call."""
+    calls = [span for span in spans if semconv.is_llm_call(span)]
+    recorded = [span for span in calls if semconv.GATEWAY_COMPLETE in span.attributes]
+    chosen = recorded or calls
+    if not chosen:
+        raise ConfigError("the attempt has no recorded model calls to answer with; see `agl spans list`")
+    return sorted(chosen, key=lambda span: (span.start_time or 0.0, span.sequence_id))
+
+
+def _to_answer(span: Span) -> Answer:
+    from agentlightning_plugins.scripted_model.script import Answer
+
+    message = next(iter(semconv.read_output_messages(span)), None)
+    if message is None:
+        return Answer(status=500, error=span.status.description or "this call failed when it was recorded")
+    calls = [
+        (call["function"]["name"], json.loads(call["function"]["arguments"] or "{}"))
+        for call in message.get("tool_calls") or ()
+    ]
+    return Answer(content=message.get("content"), tool_calls=calls)
+
+
+def _compare(calls: Sequence[Span], requests: Sequence[RecordedRequest]) -> Any:
+    """What the agent asked otherwise than it did when it was recorded, by call."""
+    for number, (call, request) in enumerate(zip(calls, requests, strict=False), 1):
+        then = [(m.get("role"), m.get("content")) for m in semconv.read_input_messages(call)]
+        now = [(m.get("role"), _text(m.get("content"))) for m in request.body.get("messages", ())]
+        if [(role, text or "") for role, text in then] != [(role, text or "") for role, text in now]:
+            changed = next(
+                (i for i, (a, b) in enumerate(zip(then, now, strict=False)) if a != b), min(len(then), len(now))
+            )
+            before = then[changed] if changed < len(then) else "nothing"
+            after = now[changed] if changed < len(now) else "nothing"
+            yield f"call {number}, message {changed + 1}: {before} then, {after} now"
+    if len(requests) != len(calls):
+        yield f"{len(calls)} model calls then, {len(requests)} now"
+
+
+def _text(content: Any) -> Any:
+    """Content as spans keep it: the text of its parts."""
+    if not isinstance(content, list):
+        return content
+    return "".join(part.get("text", "") for part in content if isinstance(part, dict))

@@ -1,0 +1,58 @@
+"""``agl report``: what a run has come to."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import click
+
+from agentlightning.errors import ConfigError, StoreError
+from agentlightning.store.factory import create_store
+from agentlightning.store.protocol import LightningStore
+from agentlightning_plugins.commands.report.report import REPORT_NAME, Report, read_report
+from agentlightning_plugins.commands.terminal.output import json_option, print_json
+
+
+@click.command("report")
+@click.argument("directory", type=click.Path(path_type=Path), metavar="RUN_DIR")
+@json_option
+def command(directory: Path, as_json: bool) -> None:
+    """Print the report of the run in RUN_DIR: rollouts, metrics, errors and what was learned, as of now."""
+    written = directory / REPORT_NAME
+    try:
+        report = asyncio.run(_read(directory))
+    except StoreError as error:
+        if as_json or not written.is_file():
+            raise
+        click.echo(f"{error}\nWhat was written when the run last ended:\n", err=True)
+        click.echo(written.read_text(encoding="utf-8"), nl=False)
+        return
+    if as_json:
+        print_json(report.to_json())
+    else:
+        click.echo(report.to_markdown(), nl=False)
+
+
+async def _read(directory: Path) -> Report:
+    store = _open_store(directory)
+    try:
+        return await read_report(store, directory)
+    finally:
+        await store.close()
+
+
+def _open_store(directory: Path) -> LightningStore:
+    from agentlightning.run.directory import read_record
+    from agentlightning_plugins.commands.configuration.assembly import open_store
+    from agentlightning_plugins.commands.configuration.config import read_config
+    from agentlightning_plugins.commands.configuration.document import read_document
+    from agentlightning_plugins.commands.configuration.run_directory import CONFIG_NAME
+
+    read_record(directory)
+    if (directory / "store.db").is_file():
+        return create_store(f"sqlite:///{directory / 'store.db'}")
+    config = directory / CONFIG_NAME
+    if config.is_file() and (checked := read_config(read_document(config))).store is not None:
+        return open_store(checked, directory.resolve())
+    raise ConfigError(f"{directory} says no store; see {directory / REPORT_NAME}, written when the run ended")

@@ -1,0 +1,137 @@
+"""The report of a run: what was done, what it came to, and what was learned, for people."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple, get_args
+
+from agentlightning.resources import LLM, PromptTemplate
+from agentlightning.run.directory import RECORD_NAME, read_record
+from agentlightning.store.protocol import LightningStore
+from agentlightning.types import AttemptedRollout, Metrics, RolloutStatus, Run
+
+REPORT_NAME: Final = "report.md"
+_MAX_ERRORS: Final = 10
+_MAX_FAILED: Final = 1000
+"""How many failed rollouts, the newest ones, are looked at for their errors."""
+
+
+class Course(NamedTuple):
+    """How one metric went."""
+
+    first: float
+    last: float
+    lowest: float
+    highest: float
+
+
+class Report(NamedTuple):
+    """A run in short."""
+
+    run: Run
+    record: Mapping[str, Any]
+    """``run.json``."""
+    rollouts: Mapping[str, int]
+    """By status."""
+    errors: Mapping[str, int]
+    """Of failed rollouts: how often which."""
+    steps: int
+    metrics: Mapping[str, Course]
+    learned: Mapping[str, str]
+    """The latest resources: prompts as their text, others in short and without keys."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        metrics = {name: course._asdict() for name, course in self.metrics.items()}
+        return {**self._asdict(), "run": self.run.model_dump(mode="json"), "metrics": metrics}
+
+    def to_markdown(self) -> str:
+        """As text."""
+        begun = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.run.created_at))
+        resumed = len(self.record.get("resumed_at", ()))
+        total = sum(self.rollouts.values())
+        counts = ", ".join(f"{count} {status}" for status, count in self.rollouts.items() if count)
+        versions = self.record.get("versions", {})
+        shown = ", ".join(f"{name} {versions[name]}" for name in ("lightning", "python") if name in versions)
+        algorithm = self.run.config.get("algorithm", "")
+        lines = [
+            f"# {self.run.name}: {self.run.status}\n",
+            f"- algorithm: {algorithm['name'] if isinstance(algorithm, Mapping) else algorithm}",
+            f"- begun: {begun}" + f", resumed {'once' if resumed == 1 else f'{resumed} times'}" * bool(resumed),
+            f"- rollouts: {total}" + f" ({counts})" * bool(counts),
+            f"- steps: {self.steps}",
+            f"- seed: {self.record.get('seed', 0)}",
+            f"- versions: {shown}; more in {RECORD_NAME}",
+        ]
+        if self.metrics:
+            lines += ["\n## Metrics\n", "| | first | last | lowest | highest |", "|---|---|---|---|---|"]
+            lines += [f"| {name} | {' | '.join(f'{v:.4g}' for v in course)} |" for name, course in self.metrics.items()]
+        if self.errors:
+            lines += ["\n## Errors\n", *(f"- {count} x {error}" for error, count in self.errors.items())]
+        if self.learned:
+            lines += ["\n## Latest resources"]
+            lines += [f"\n### {name}\n\n```\n{text}\n```" for name, text in self.learned.items()]
+        return "\n".join(lines) + "\n"
+
+
+async def read_report(store: LightningStore, directory: Path) -> Report:
+    """Makes the report of the run of a store from what is stored now.
+
+    Raises:
+        ConfigError: ``directory`` holds no run.
+    """
+    run = await store.get_run_by_id(store.run_id)
+    statuses: tuple[RolloutStatus, ...] = get_args(RolloutStatus)
+    counts: dict[str, int] = {
+        status: (await store.query_rollouts(status_in=[status], limit=1)).total for status in statuses
+    }
+    failed = await store.query_rollouts(
+        status_in=["failed"], sort_by="start_time", sort_order="desc", limit=_MAX_FAILED
+    )
+    errors = Counter(
+        f"{rollout.attempt.error.type}: {rollout.attempt.error.message}".splitlines()[0][:300]
+        for rollout in failed
+        if isinstance(rollout, AttemptedRollout) and rollout.attempt.error is not None
+    )
+    metrics = (await store.query_metrics()).items
+    latest = await store.get_latest_resources()
+    return Report(
+        run=run or Run(),
+        record=read_record(directory),
+        rollouts=counts,
+        errors=dict(errors.most_common(_MAX_ERRORS)),
+        steps=len(metrics),
+        metrics=_read_courses(metrics),
+        learned={} if latest is None else {name: _describe(value) for name, value in latest.resources.items()},
+    )
+
+
+async def write_report(store: LightningStore, directory: Path) -> Path:
+    """Writes the report into the directory of its run; returns the file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    file = directory / REPORT_NAME
+    file.write_text((await read_report(store, directory)).to_markdown(), encoding="utf-8")
+    return file
+
+
+def _read_courses(metrics: Sequence[Metrics]) -> dict[str, Course]:
+    by_name: dict[str, list[float]] = {}
+    for entry in metrics:
+        for name, value in entry.values.items():
+            by_name.setdefault(name, []).append(value)
+    return {name: Course(values[0], values[-1], min(values), max(values)) for name, values in sorted(by_name.items())}
+
+
+def _describe(resource: Any) -> str:
+    if isinstance(resource, PromptTemplate):
+        return resource.template
+    if isinstance(resource, LLM):
+        return f"{resource.model} at {resource.endpoint}"
+    text: str = resource.model_dump_json()
+    return text

@@ -1,0 +1,1 @@
+"""Library: opening a store from the command line, and printing at a terminal."""

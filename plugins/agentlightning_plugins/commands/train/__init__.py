@@ -1,0 +1,1 @@
+"""``agl train`` and ``agl config``."""

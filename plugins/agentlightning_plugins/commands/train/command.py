@@ -1,0 +1,176 @@
+"""``agl train`` and ``agl config``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import traceback
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from agentlightning.errors import ConfigError, LightningError, PluginError
+from agentlightning.logging import setup_logging
+from agentlightning.run.directory import RECORD_NAME, make_directory
+from agentlightning.types import DEFAULT_RUN_ID
+from agentlightning_plugins.commands.configuration.run_directory import CONFIG_NAME
+
+EXIT_CODES: Final = """
+\b
+Exit codes:
+  0    the run succeeded (or what was to be checked or printed is in order)
+  1    the algorithm failed, or every rollout did; why is said above
+  2    the configuration, the data or an argument is wrong; nothing was run
+  130  stopped by Ctrl-C; 143 by SIGTERM. Continue with --resume.
+"""
+
+
+@click.command("train", epilog=EXIT_CODES)
+@click.argument("config", required=False, type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--run-dir", type=click.Path(path_type=Path), help="Directory of the run; default runs/<name>.")
+@click.option("--resume", type=click.Path(path_type=Path), metavar="RUN_DIR", help="Continue an interrupted run.")
+@click.option("--print-config", is_flag=True, help="Print what the run would be configured with, and stop.")
+@click.option("--dry-run", is_flag=True, help="Check agent, data, plugins and endpoints, and stop.")
+def command(
+    config: Path | None,
+    overrides: tuple[str, ...],
+    run_dir: Path | None,
+    resume: Path | None,
+    print_config: bool,
+    dry_run: bool,
+) -> None:
+    """Train an agent as CONFIG (YAML or TOML) says.
+
+    KEY=VALUE changes the configuration for this run: algorithm.steps=20.
+    """
+    from agentlightning_plugins.commands.configuration.assembly import check_setup, load_parts, make_trainer
+    from agentlightning_plugins.commands.configuration.config import read_config
+    from agentlightning_plugins.commands.configuration.document import check_secrets, read_document
+    from agentlightning_plugins.commands.configuration.run_directory import choose_directory
+
+    if resume is not None:
+        if run_dir is not None:
+            raise click.UsageError("--resume names the directory already; leave --run-dir out")
+        overrides = (str(config), *overrides) if config is not None else overrides
+        if config is not None and "=" not in str(config):
+            raise click.UsageError(f"--resume takes the run's own configuration; leave {config} out")
+        resume = _enter(resume)
+        config = resume / CONFIG_NAME
+    if config is None:
+        raise click.UsageError("name a configuration file, or a run to continue: agl train --resume RUN_DIR")
+    document = read_document(config)
+    document.override(overrides)
+    check_secrets(document)
+    checked = read_config(document)
+    if checked.algorithm is None:
+        raise ConfigError(f"{document.name}: algorithm is missing; say what learns, as in algorithm: baseline")
+    if print_config:
+        _print_config(checked, document)
+        return
+    parts = load_parts(checked, document)
+    if dry_run:
+        from agentlightning_plugins.commands.train.check import check_run
+
+        if not check_run(checked, parts, click.echo):
+            raise SystemExit(2)
+        return
+    check_setup(checked, parts)  # before there is a directory
+    directory = resume or run_dir or choose_directory(checked.run_dir, checked.name or config.stem)
+    if resume is None and (directory / RECORD_NAME).exists():
+        raise ConfigError(f"{directory} holds a run already; continue it with: agl train --resume {directory}")
+    try:
+        trainer = make_trainer(checked, parts, directory, resume=resume is not None)
+    except LightningError:
+        with contextlib.suppress(OSError):  # nothing was run, so nothing empty is left
+            directory.rmdir()
+            directory.parent.rmdir()
+        raise
+    trainer.run_config = document.values
+    if resume is None:
+        _keep(document.values, directory)
+    setup_logging()
+    if getattr(trainer.strategy, "role", "both") == "algorithm":
+        _show_runner_command(trainer, checked.store, config)
+    _fit(trainer, parts, directory)
+
+
+@click.group("config")
+def config_command() -> None:
+    """What a configuration may say."""
+
+
+@config_command.command("schema")
+def schema_command() -> None:
+    """Print the JSON schema of the configuration, for editors."""
+    from agentlightning_plugins.commands.train.schema import config_schema
+
+    click.echo(json.dumps(config_schema(), indent=2))
+
+
+def _print_config(checked: Any, document: Any) -> None:
+    """Prints the configuration, and as a second document what the algorithm composes from its settings, if it does."""
+    from agentlightning_plugins.commands.configuration.assembly import compose_algorithm
+
+    click.echo(_dump(document.values), nl=False)
+    composed = compose_algorithm(checked, document)
+    if composed is not None:
+        click.echo(f"---  # what the algorithm gets\n{_dump(composed)}", nl=False)
+
+
+def _show_runner_command(trainer: Any, store: str | None, config: Path) -> None:
+    """Says how the other half is started: a run whose runners look elsewhere waits for ever."""
+    strategy = trainer.strategy
+    url = store or f"http://{strategy.server_host}:{strategy.server_port}"
+    run = "" if trainer.store.run_id == DEFAULT_RUN_ID else f" --run {trainer.store.run_id}"
+    click.echo(f"no agent runs here; start runners with:\n\n    agl runner {config} --store {url}{run}\n", err=True)
+
+
+def _fit(trainer: Any, parts: Any, directory: Path) -> None:
+    from agentlightning_plugins.commands.configuration.assembly import fit
+
+    try:
+        run = fit(trainer, parts)
+    except (KeyboardInterrupt, SystemExit) as stop:
+        click.echo(f"\nstopped; continue with:\n\n    agl train --resume {directory}\n", err=True)
+        raise SystemExit(130 if isinstance(stop, KeyboardInterrupt) else stop.code) from None
+    except (ConfigError, PluginError):
+        raise
+    except LightningError as error:  # of a run that was under way: no mistake in the configuration
+        traceback.print_exc()
+        raise SystemExit(1) from error
+    if run.status == "failed":
+        click.echo(
+            f"failed: no rollout of {directory} succeeded; agl report {directory} says which errors they had", err=True
+        )
+        raise SystemExit(1)
+    click.echo(f"done: {directory}", err=True)
+
+
+def _enter(directory: Path) -> Path:
+    """Goes to where the run was begun, because its configuration's paths start there."""
+    from agentlightning.run.directory import read_record
+
+    record = read_record(directory)
+    directory = directory.resolve()
+    began_in = Path(record["working_directory"])
+    if began_in.is_dir():
+        os.chdir(began_in)
+    return directory
+
+
+def _keep(values: dict[str, Any], directory: Path) -> None:
+    make_directory(directory)
+    try:
+        (directory / CONFIG_NAME).write_text(_dump(values), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{directory / CONFIG_NAME} cannot be written: {error.strerror or error}") from error
+
+
+def _dump(values: dict[str, Any]) -> str:
+    import yaml
+
+    text: str = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    return text

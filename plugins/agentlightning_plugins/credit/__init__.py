@@ -1,0 +1,1 @@
+"""Credit rules: how rewards are assigned to model calls."""

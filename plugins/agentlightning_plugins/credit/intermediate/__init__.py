@@ -1,0 +1,1 @@
+"""The credit rule ``intermediate``."""

@@ -1,0 +1,1 @@
+"""The credit rules ``identical``, ``nearest`` and ``discounted``."""

@@ -1,0 +1,133 @@
+"""Model servers that speak no dialect of ours, through the ``litellm`` library in this process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Mapping
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import aiohttp
+from multidict import CIMultiDict, CIMultiDictProxy
+
+from agentlightning_plugins.gateway.backends.provider import BackendAnswer, Provider
+from agentlightning_plugins.gateway.dialects.json_text import dump_json, parse_json
+from agentlightning_plugins.gateway.dialects.sse import DONE, to_event
+
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else the import fetches a list of prices
+
+import litellm  # it reads the variable when it is imported
+
+if TYPE_CHECKING:
+    from agentlightning_plugins.gateway.backends.backend import Backend
+
+litellm.suppress_debug_info = True
+
+_OURS: Final = ("return_token_ids",)  # providers behind it have none, and refuse what they do not know
+_NO_MCP: Final = {"_skip_mcp_handler": True}  # tools are the agent's; litellm's own would need another version of mcp
+_OWN: Final = ("model", "api_base", "api_key")
+
+
+class LiteLLM(Provider):
+    """Any provider that ``litellm`` knows: the entry's ``model`` has its prefix, as in ``bedrock/...``."""
+
+    name = "litellm"
+    dialects = frozenset({"openai-chat", "openai-embeddings"})
+    endpoint = ""
+
+    def url(self, endpoint: str, path: str) -> str:
+        return f"{endpoint or 'litellm:'}/{path}"
+
+    def authorize(self, api_key: str) -> Mapping[str, str]:
+        return {}
+
+    async def send(
+        self, session: aiohttp.ClientSession, backend: Backend, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> BackendAnswer:
+        request = {key: value for key, value in parse_json(body).items() if key not in _OURS}
+        settings = {key: value for key, value in backend.settings.items() if key not in _OWN}
+        call = litellm.aembedding if path == "embeddings" else litellm.acompletion
+        try:
+            answer = await call(
+                **{**request, **settings},
+                api_base=backend.endpoint or None,
+                api_key=backend.api_key,
+                drop_params=True,
+                num_retries=0,  # the gateway tries again itself
+                max_retries=0,
+                **_NO_MCP if path == "chat/completions" else {},
+            )
+        except litellm.exceptions.APIConnectionError as error:
+            raise aiohttp.ClientConnectionError(_first_line(error, backend.api_key)) from error
+        except Exception as error:  # isolation point: each provider behind litellm has errors of its own
+            return _tell(error, backend.api_key)
+        if request.get("stream"):
+            return _Answer(200, "text/event-stream", _events(answer), backend.api_key, answer)
+        return _Answer(200, "application/json", _once(dump_json(answer.model_dump(mode="json"))))
+
+
+class _Answer:
+    """An answer that never was HTTP, in the form of one."""
+
+    def __init__(
+        self,
+        status: int,
+        content_type: str,
+        pieces: AsyncIterator[bytes],
+        api_key: str | None = None,
+        source: object = None,
+    ) -> None:
+        self.status = status
+        self.content_type = content_type
+        self.headers = CIMultiDictProxy(CIMultiDict({"Content-Type": content_type}))
+        self.content = self
+        self._pieces = pieces
+        self._api_key = api_key
+        self._source = source
+        self._is_over = False
+
+    async def readany(self) -> bytes:
+        try:
+            return await anext(self._pieces)
+        except StopAsyncIteration:
+            self._is_over = True
+            return b""
+        except Exception as error:  # isolation point: as in LiteLLM.send
+            self._is_over = True
+            raise aiohttp.ClientPayloadError(_first_line(error, self._api_key)) from error
+
+    def at_eof(self) -> bool:
+        return self._is_over
+
+    async def read(self) -> bytes:
+        return b"".join([piece async for piece in self._pieces])
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        for stream in (self._pieces, self._source):  # a generator does not close what it iterates over
+            close = getattr(stream, "aclose", None)
+            if close is not None:
+                await close()
+
+
+def _tell(error: Exception, api_key: str | None) -> _Answer:
+    status, message = getattr(error, "status_code", 500), _first_line(error, api_key)
+    body = {"error": {"message": message, "type": type(error).__name__, "param": None, "code": None}}
+    return _Answer(status if isinstance(status, int) else 500, "application/json", _once(dump_json(body)))
+
+
+def _first_line(error: Exception, api_key: str | None) -> str:
+    """What an error says, without the traceback and the advice that litellm appends, and without the key."""
+    line = str(getattr(error, "message", None) or error).partition("\n")[0]
+    return line.replace(api_key, "***") if api_key else line
+
+
+async def _once(body: bytes) -> AsyncIterator[bytes]:
+    yield body
+
+
+async def _events(chunks: Any) -> AsyncIterator[bytes]:
+    async for chunk in chunks:
+        yield to_event(dump_json(chunk.model_dump(mode="json", exclude_none=True)))
+    yield to_event(DONE)

@@ -1,0 +1,145 @@
+"""Anthropic's Messages: passed through to backends that speak it, translated for the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Protocol
+
+from agentlightning_plugins.gateway.dialects.dialect import Choice, Completion, Dialect, ToolCall, Translation
+from agentlightning_plugins.gateway.dialects.json_text import dump_json
+from agentlightning_plugins.gateway.dialects.messages_request import to_chat_messages, to_chat_tools
+from agentlightning_plugins.gateway.dialects.messages_translation import CountTranslation, MessagesTranslation
+from agentlightning_plugins.gateway.dialects.openai import CHAT
+from agentlightning_plugins.gateway.dialects.sse import to_event
+
+_ERRORS: Final = {
+    401: "authentication_error",
+    402: "billing_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+_REASONS: Final = {
+    "end_turn": "stop",
+    "stop_sequence": "stop",
+    "max_tokens": "length",
+    "tool_use": "tool_calls",
+    "refusal": "content_filter",
+}
+"""Recorded in OpenAI's words, as the finish reasons of every dialect are."""
+
+
+class _Anthropic(Dialect, Protocol):
+    """What both endpoints have in common."""
+
+    def read_messages(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return CHAT.read_messages({"messages": to_chat_messages(body)})
+
+    def read_tools(self, body: Mapping[str, Any]) -> Sequence[Any]:
+        return CHAT.read_tools({"tools": to_chat_tools(body)})
+
+    def error_body(self, status: int, message: str, code: str | None) -> dict[str, Any]:
+        kind = _ERRORS.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
+        details = {} if code is None else {"details": {"error_code": code}}
+        return {"type": "error", "error": {"type": kind, "message": message, **details}}
+
+    def error_event(self, status: int, message: str, code: str | None) -> bytes:
+        return b"event: error\n" + to_event(dump_json(self.error_body(status, message, code)))
+
+
+class Messages(_Anthropic):
+    """Anthropic's Messages."""
+
+    name = "anthropic-messages"
+    routes = ("anthropic/v1/messages", "v1/messages")
+    path = "messages"
+    span_name = "messages"
+    operation = "chat"
+
+    def read_answer(self, answer: Mapping[str, Any], completion: Completion) -> None:
+        completion.id, completion.model = answer["id"], answer.get("model")
+        _read_usage(answer.get("usage") or {}, completion)
+        choice = completion.choice(0)
+        for position, block in enumerate(answer["content"]):
+            _read_block(block, position, choice)
+            if block["type"] == "tool_use":
+                choice.tool_calls[position].arguments = dump_json(block["input"]).decode()
+        choice.finish_reason = _read_reason(answer)
+
+    def read_chunk(self, chunk: Mapping[str, Any], completion: Completion) -> None:
+        kind = chunk["type"]
+        if kind == "content_block_delta":
+            _read_delta(chunk["delta"], chunk["index"], completion.choice(0))
+        elif kind == "content_block_start":
+            _read_block(chunk["content_block"], chunk["index"], completion.choice(0))
+        elif kind == "message_start":
+            message = chunk["message"]
+            completion.id, completion.model = message["id"], message.get("model")
+            _read_usage(message.get("usage") or {}, completion)
+        elif kind == "message_delta":
+            completion.choice(0).finish_reason = _read_reason(chunk["delta"])
+            _read_usage(chunk.get("usage") or {}, completion)
+        elif kind == "message_stop":
+            completion.is_ended = True
+        elif kind == "error":
+            completion.error = str(chunk["error"].get("message"))
+
+    def translate(self, body: Mapping[str, Any]) -> Translation | None:
+        return MessagesTranslation(body)
+
+
+class CountTokens(_Anthropic):
+    """Anthropic's counter of the tokens of a request."""
+
+    name = "anthropic-count-tokens"
+    routes = ("anthropic/v1/messages/count_tokens", "v1/messages/count_tokens")
+    path = "messages/count_tokens"
+    span_name = "messages.count_tokens"
+    operation = "count_tokens"
+
+    def read_answer(self, answer: Mapping[str, Any], completion: Completion) -> None:
+        completion.input_tokens = answer["input_tokens"]
+
+    def translate(self, body: Mapping[str, Any]) -> Translation | None:
+        return CountTranslation(body)
+
+
+def _read_reason(data: Mapping[str, Any]) -> str | None:
+    reason = data.get("stop_reason")
+    return _REASONS.get(str(reason), reason)
+
+
+def _read_usage(usage: Mapping[str, Any], completion: Completion) -> None:
+    """Anthropic counts what its cache wrote and read apart; OpenTelemetry's input tokens are all of them."""
+    if usage.get("input_tokens") is not None:
+        parts = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
+        completion.input_tokens = sum(usage.get(part) or 0 for part in parts)
+    if usage.get("output_tokens") is not None:
+        completion.output_tokens = usage["output_tokens"]
+
+
+def _read_block(block: Mapping[str, Any], position: int, choice: Choice) -> None:
+    match block["type"]:
+        case "text":
+            choice.text += block["text"]
+        case "thinking":
+            choice.reasoning += block["thinking"]
+        case "tool_use":
+            choice.tool_calls[position] = ToolCall(block["id"], block["name"])
+        case _:  # what Anthropic ran itself: its trace is in the text that follows
+            pass
+
+
+def _read_delta(delta: Mapping[str, Any], position: int, choice: Choice) -> None:
+    match delta["type"]:
+        case "text_delta":
+            choice.text += delta["text"]
+        case "thinking_delta":
+            choice.reasoning += delta["thinking"]
+        case "input_json_delta" if position in choice.tool_calls:
+            choice.tool_calls[position].arguments += delta["partial_json"]
+        case _:
+            pass

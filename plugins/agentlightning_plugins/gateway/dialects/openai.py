@@ -1,0 +1,255 @@
+"""OpenAI's Chat Completions and Completions, with the token ids of vLLM (``return_token_ids``).
+
+vLLM puts ``token_ids`` on each choice and ``prompt_token_ids`` on the answer (chat) or on each choice (completions). In
+a stream the prompt comes with the first chunk, and every chunk has the ids of its own tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
+from typing import Any, Final, Protocol
+
+from agentlightning_plugins.gateway.dialects.chunk_run import find_run
+from agentlightning_plugins.gateway.dialects.dialect import Asked, Choice, Completion, Dialect, ToolCall, tool_call_part
+from agentlightning_plugins.gateway.dialects.json_text import dump_json
+
+_ABSENT: Final = object()
+_MAX_RUNS: Final = 3
+"""Of what comes at once: the first chunk, those of a token each, the last. What has more is not worth the search."""
+_LOGPROB: Final = itemgetter("logprob")
+
+
+class OpenAIError(Dialect, Protocol):
+    """How OpenAI's APIs tell errors."""
+
+    def error_body(self, status: int, message: str, code: str | None) -> dict[str, Any]:
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+class _Sampled(OpenAIError, Protocol):
+    """Both endpoints: they differ in where the content is, which the keys tell."""
+
+    ask_logprobs: bool | int
+    """What asks for the log-probabilities of the sampled tokens here."""
+
+    def read_asked(self, body: Mapping[str, Any]) -> Asked:
+        logprobs = body.get("logprobs")  # a bool in chat; in completions a number, of which 0 asks too
+        return Asked(body.get("return_token_ids") is True, logprobs is not None and logprobs is not False)
+
+    def fields_to_ask(self, asked: Asked) -> Mapping[str, Any]:
+        fields: dict[str, Any] = {}
+        if not asked.token_ids:
+            fields["return_token_ids"] = True
+        if not asked.logprobs:
+            fields["logprobs"] = self.ask_logprobs
+        return fields
+
+    def read_messages(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+        if "messages" in body:
+            return [_read_message(message) for message in body["messages"]]
+        return read_texts(body.get("prompt"))
+
+    def read_tools(self, body: Mapping[str, Any]) -> Sequence[Any]:
+        tools = body.get("tools") or ()
+        return [{"type": tool["type"], **tool[tool["type"]]} if tool.get("type") in tool else tool for tool in tools]
+
+    def read_answer(self, answer: Mapping[str, Any], completion: Completion) -> None:
+        _read_envelope(answer, completion)
+        _take_choices(answer["choices"], completion, True, True)
+
+    def read_chunk(self, chunk: Mapping[str, Any], completion: Completion) -> None:
+        error = chunk.get("error")
+        if error:
+            completion.error = str(error)
+            return
+        _read_envelope(chunk, completion)
+        _take_choices(chunk.get("choices") or (), completion, True, True)
+
+    def relay_events(self, events: bytes, completion: Completion, asked: Asked) -> tuple[bytes, bytes]:
+        """Takes runs of events that differ in their only choice, as nearly all do, for one chunk of many choices.
+
+        That spares a stream most of its JSON: what is around a choice is read once, and written as it came.
+        """
+        shown: list[bytes] = []
+        wants_ids, wants_logprobs = asked
+        for _ in range(_MAX_RUNS):
+            run = find_run(events, is_alone=completion.id is None)
+            if run is None:
+                break
+            chunk, choices, size = run.chunk, run.chunk.get("choices") or (), len(run.chunk)
+            _read_envelope(chunk, completion)
+            is_changed = _take_choices(choices, completion, wants_ids, wants_logprobs)
+            if not wants_ids:
+                chunk.pop("prompt_token_ids", None)
+            if len(chunk) < size or is_changed:
+                shown.append(run.write(as_around=len(chunk) == size))
+            else:
+                shown.append(events[: len(events) - len(run.rest)])
+            events = run.rest
+        return b"".join(shown), events
+
+    def restore(self, answer: dict[str, Any], asked: Asked) -> bool:
+        changed = not asked.token_ids and answer.pop("prompt_token_ids", _ABSENT) is not _ABSENT
+        for choice in answer.get("choices") or ():
+            if not asked.token_ids:
+                changed |= choice.pop("token_ids", _ABSENT) is not _ABSENT
+                changed |= choice.pop("prompt_token_ids", _ABSENT) is not _ABSENT
+            if not asked.logprobs and choice.get("logprobs") is not None:
+                choice["logprobs"] = None  # what OpenAI and vLLM answer when nobody asked
+                changed = True
+        return changed
+
+
+class ChatCompletions(_Sampled):
+    """OpenAI's Chat Completions; what other dialects are translated to."""
+
+    name = "openai-chat"
+    routes = ("v1/chat/completions",)
+    path = "chat/completions"
+    span_name = "chat.completions"
+    operation = "chat"
+    ask_logprobs = True
+
+
+class Completions(_Sampled):
+    """OpenAI's Completions."""
+
+    name = "openai-completions"
+    routes = ("v1/completions",)
+    path = "completions"
+    span_name = "completions"
+    operation = "text_completion"
+    ask_logprobs = 1
+
+
+CHAT: Final[Dialect] = ChatCompletions()
+
+
+def read_version(value: object) -> int | None:
+    """A weight version as a backend tells it: a number, or one in digits; anything else is None."""
+    if isinstance(value, str) and value.isdecimal():
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def read_texts(value: Any) -> list[dict[str, Any]]:
+    """A text, several texts, token ids, or several lists of them, as messages of a user."""
+    several = value if isinstance(value, list) and value and not isinstance(value[0], int) else [value]
+    texts = [text if isinstance(text, str) else dump_json(text).decode() for text in several]
+    return [{"role": "user", "parts": [{"type": "text", "content": text}]} for text in texts]
+
+
+def _read_envelope(answer: Mapping[str, Any], completion: Completion) -> None:
+    if completion.id is None:
+        completion.id, completion.model = answer.get("id"), answer.get("model")
+    if completion.prompt_token_ids is None:
+        completion.prompt_token_ids = _read_ids(answer.get("prompt_token_ids"))
+    if completion.weight_version is None:
+        completion.weight_version = read_version(answer.get("weight_version"))
+    usage = answer.get("usage")
+    if usage:
+        completion.input_tokens = usage.get("prompt_tokens")
+        completion.output_tokens = usage.get("completion_tokens")
+
+
+def _read_ids(value: Any) -> list[int] | None:
+    if value is not None and not isinstance(value, list):
+        raise TypeError(f"prompt_token_ids is {value!r}, no list")
+    return value
+
+
+def _take_choices(
+    choices: Iterable[dict[str, Any]], completion: Completion, wants_ids: bool, wants_logprobs: bool
+) -> bool:
+    """Adds choices, or chunks of them, and takes out of them what was not asked for; False when there was no such.
+
+    One loop without calls: each token of a stream passes here.
+    """
+    is_changed = False
+    for data in choices:
+        index = data.get("index") or 0
+        choice = completion.choices.get(index) or completion.choice(index)
+        if "token_ids" in data:
+            token_ids = data["token_ids"]
+            if token_ids is not None:
+                if choice.token_ids is None:
+                    choice.token_ids = [*token_ids]  # the agent may get this list, and only this
+                else:
+                    choice.token_ids += token_ids
+            if not wants_ids:
+                del data["token_ids"]
+                is_changed = True
+        logprobs = data.get("logprobs")
+        if logprobs is not None:
+            if choice.logprobs is None:
+                choice.logprobs = []
+            sampled = logprobs.get("content") or logprobs.get("refusal")
+            choice.logprobs += map(_LOGPROB, sampled) if sampled else logprobs.get("token_logprobs") or ()
+            if not wants_logprobs:
+                data["logprobs"] = None  # what OpenAI and vLLM answer when nobody asked
+                is_changed = True
+        finish_reason = data.get("finish_reason")
+        if finish_reason:
+            choice.finish_reason = finish_reason
+        if "prompt_token_ids" in data:
+            choice.prompt_token_ids = choice.prompt_token_ids or _read_ids(data["prompt_token_ids"])
+            if not wants_ids:
+                del data["prompt_token_ids"]
+                is_changed = True
+        message = data.get("delta") or data.get("message")
+        if message is None:
+            choice.text += data.get("text") or ""
+            continue
+        content = message.get("content")
+        if content:
+            choice.text += content
+        if not content or len(message) > 1 + ("role" in message):  # chunks of a stream rarely say more
+            _read_more(message, choice)
+    return is_changed
+
+
+def _read_more(message: Mapping[str, Any], choice: Choice) -> None:
+    """Adds what a message has beside its text."""
+    choice.reasoning += message.get("reasoning_content") or message.get("reasoning") or ""
+    choice.refusal += message.get("refusal") or ""
+    for position, part in enumerate(message.get("tool_calls") or ()):
+        call = choice.tool_calls.setdefault(part.get("index", position), ToolCall())
+        function = part.get("function") or {}
+        call.id = part.get("id") or call.id
+        call.name += function.get("name") or ""
+        call.arguments += function.get("arguments") or ""
+
+
+def _read_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    role, content = message.get("role"), message.get("content")
+    if role == "tool":
+        return {
+            "role": role,
+            "parts": [{"type": "tool_call_response", "id": message.get("tool_call_id"), "response": content}],
+        }
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    parts: list[dict[str, Any]] = [{"type": "reasoning", "content": reasoning}] if reasoning else []
+    if isinstance(content, str):
+        parts.append({"type": "text", "content": content})
+    else:
+        parts += (_read_part(part) for part in content or ())
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") or {}
+        parts.append(tool_call_part(call.get("id"), function.get("name"), function.get("arguments")))
+    return {"role": role, "parts": parts}
+
+
+def _read_part(part: Mapping[str, Any]) -> dict[str, Any]:
+    kind = part.get("type")
+    if kind == "text":
+        return {"type": "text", "content": part.get("text")}
+    if kind == "image_url":
+        url = part["image_url"]["url"]
+        if not url.startswith("data:"):
+            return {"type": "uri", "modality": "image", "uri": url}
+        head, _, content = url.partition(",")
+        mime_type = head.removeprefix("data:").partition(";")[0]
+        return {"type": "blob", "modality": "image", "mime_type": mime_type, "content": content}
+    return dict(part)

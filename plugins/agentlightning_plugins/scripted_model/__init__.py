@@ -1,0 +1,1 @@
+"""Library: a model server with scripted answers, for tests, ``agl doctor`` and ``agl replay``."""

@@ -1,0 +1,76 @@
+"""Answers of a scripted server in the form of Anthropic's Messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from agentlightning_plugins.scripted_model.script import Answer, cut, encode
+
+_REASONS: Final = {"length": "max_tokens", "content_filter": "refusal"}
+
+
+class MessagesReply:
+    """One answer, whole or in events."""
+
+    def __init__(self, body: Mapping[str, Any], answer: Answer, reply_id: str) -> None:
+        self._body, self._answer, self._id = body, answer, f"msg_{reply_id}"
+
+    def whole(self) -> dict[str, Any]:
+        """The answer to a request without ``stream``."""
+        answer = self._answer
+        reason = "tool_use" if answer.tool_calls else "end_turn"
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._body["model"],
+            "content": self._blocks(),
+            "stop_reason": _REASONS.get(answer.finish_reason or "", reason),
+            "stop_sequence": None,
+            "usage": {"input_tokens": count_tokens(self._body), "output_tokens": answer.count_tokens()},
+            **answer.extra,
+        }
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """The events of a stream."""
+        whole = self.whole()
+        begun: dict[str, Any] = {"content": [], "stop_reason": None, "usage": {**whole["usage"], "output_tokens": 1}}
+        yield {"type": "message_start", "message": whole | begun}
+        yield {"type": "ping"}
+        for index, block in enumerate(whole["content"]):
+            kind, key, text = _delta_of(block)
+            blank: dict[str, Any] = {"input": {}} if block["type"] == "tool_use" else {key: ""}
+            yield {"type": "content_block_start", "index": index, "content_block": {**block, **blank}}
+            for piece in cut(text):
+                yield {"type": "content_block_delta", "index": index, "delta": {"type": kind, key: piece}}
+            yield {"type": "content_block_stop", "index": index}
+        delta = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+        yield {"type": "message_delta", "delta": delta, "usage": whole["usage"]}
+        yield {"type": "message_stop"}
+
+    def _blocks(self) -> list[dict[str, Any]]:
+        answer = self._answer
+        blocks: list[dict[str, Any]] = []
+        if answer.reasoning is not None:
+            blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": "signed"})
+        text = answer.text() if answer.refusal is None else answer.refusal
+        if text is not None:
+            blocks.append({"type": "text", "text": text})
+        for position, (name, arguments) in enumerate(answer.tool_calls):
+            tool = {"type": "tool_use", "id": f"toolu-{self._id}-{position}", "name": name, "input": dict(arguments)}
+            blocks.append(tool)
+        return blocks
+
+
+def count_tokens(body: Mapping[str, Any]) -> int:
+    """The input tokens that the server claims: the bytes of the messages as JSON."""
+    return len(encode(json.dumps(body["messages"])))
+
+
+def _delta_of(block: Mapping[str, Any]) -> tuple[str, str, str]:
+    if block["type"] == "tool_use":
+        return "input_json_delta", "partial_json", json.dumps(block["input"])
+    key = block["type"]
+    return f"{key}_delta", key, block[key]

@@ -1,0 +1,209 @@
+"""A scripted model server: real HTTP, no model.
+
+    async with ScriptedOpenAI([Answer(tool_calls=[("add", {"a": 1, "b": 2})]), Answer("3")]) as server:
+        client = AsyncOpenAI(base_url=server.endpoint, api_key="any")
+        ...
+        assert server.requests[0].body["tools"]
+
+Its tokens are the UTF-8 bytes of the text and one ``EOS``, so that a test can say which ids it expects (``encode``); a
+token's log-probability is a function of its id (``logprob``). Like vLLM it gives both when a chat or text completion
+asks for them; its Responses and Messages know neither, as those of OpenAI and Anthropic.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, Literal, TypeAlias
+
+from aiohttp import web
+
+from agentlightning_plugins.scripted_model.chat_reply import ChatReply, embed
+from agentlightning_plugins.scripted_model.messages_reply import MessagesReply, count_tokens
+from agentlightning_plugins.scripted_model.responses_reply import ResponsesReply
+from agentlightning_plugins.scripted_model.script import (
+    EOS,
+    Answer,
+    RecordedRequest,
+    decode,
+    encode,
+    logprob,
+    render_prompt,
+)
+
+__all__ = [
+    "EOS",
+    "Answer",
+    "RecordedRequest",
+    "Script",
+    "ScriptedOpenAI",
+    "decode",
+    "encode",
+    "logprob",
+    "render_prompt",
+]
+
+Script: TypeAlias = Callable[[RecordedRequest], Answer] | Sequence[Answer]
+_OK: Final = (Answer(),)
+
+
+class ScriptedOpenAI:
+    """A model server on a free port of 127.0.0.1 that says what a script tells it to.
+
+    It serves OpenAI's chat completions, completions, responses, embeddings and models, and Anthropic's messages.
+    ``async with`` starts and stops it on the running event loop.
+    """
+
+    requests: list[RecordedRequest]
+    """Every request to a model so far, in the order of arrival."""
+
+    def __init__(
+        self,
+        script: Script = _OK,
+        *,
+        models: Sequence[str] = ("scripted",),
+        token_ids: Literal["give", "ignore", "refuse"] = "give",
+        api_key: str | None = None,
+    ) -> None:
+        """Prepares the server.
+
+        Args:
+            script: answers in order, of which the last is repeated, or a function of the request.
+            models: names for ``/v1/models``; requests may name any.
+            token_ids: what a request for ``return_token_ids`` gets: ids, as from vLLM; none, as from a server that does
+                not know the field; or an error, as from OpenAI.
+            api_key: the only one that is let in; None lets everybody in.
+        """
+        self.requests = []
+        self._script = script
+        self._models = models
+        self._token_ids = token_ids
+        self._api_key = api_key
+        self._runner: web.AppRunner | None = None
+        self._port = 0
+
+    @property
+    def endpoint(self) -> str:
+        """Base URL as the ``openai`` client takes it."""
+        return f"http://127.0.0.1:{self._port}/v1"
+
+    async def __aenter__(self) -> ScriptedOpenAI:
+        app = web.Application(client_max_size=1 << 28)
+        for path in ("chat/completions", "completions", "responses", "messages"):
+            app.router.add_post(f"/v1/{path}", self._complete)
+        app.router.add_post("/v1/embeddings", self._embed)
+        app.router.add_post("/v1/messages/count_tokens", self._count_tokens)
+        app.router.add_get("/v1/models", self._list_models)
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self._port)
+        await site.start()
+        self._port = self._runner.addresses[0][1]
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _list_models(self, request: web.Request) -> web.Response:
+        data = [{"id": name, "object": "model", "created": 0, "owned_by": "scripted"} for name in self._models]
+        return web.json_response({"object": "list", "data": data})
+
+    async def _embed(self, request: web.Request) -> web.Response:
+        recorded = await self._record(request)
+        return self._refusal(request) or web.json_response(embed(recorded.body))
+
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        recorded = await self._record(request)
+        return self._refusal(request) or web.json_response({"input_tokens": count_tokens(recorded.body)})
+
+    async def _record(self, request: web.Request) -> RecordedRequest:
+        raw = await request.read()
+        recorded = RecordedRequest(request.path_qs, request.headers, raw, json.loads(raw))
+        self.requests.append(recorded)
+        return recorded
+
+    def _refusal(self, request: web.Request) -> web.Response | None:
+        headers, key = request.headers, self._api_key
+        if key is None or key in (headers.get("Authorization", "").removeprefix("Bearer "), headers.get("x-api-key")):
+            return None
+        return _error(request, 401, "incorrect API key provided")
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        turn = len(self.requests)
+        recorded = await self._record(request)
+        refusal = self._refusal(request)
+        if refusal is not None:
+            self.requests.remove(recorded)
+            return refusal
+        script = self._script
+        answer = script(recorded) if callable(script) else script[min(turn, len(script) - 1)]
+        await asyncio.sleep(answer.delay_s)
+        if answer.until is not None:
+            await answer.until.wait()
+        if answer.cut_after == 0:
+            return _hang_up(request)
+        if answer.body is not None:
+            headers = {**answer.headers, "Content-Type": answer.content_type}
+            return web.Response(status=answer.status, body=answer.body, headers=headers)
+        if answer.status >= 400:
+            return _error(request, answer.status, answer.error, answer.headers)
+        if self._token_ids == "refuse" and "return_token_ids" in recorded.body:
+            return _error(request, 400, "Unrecognized request argument supplied: return_token_ids")
+        reply = self._reply(recorded, answer, f"scripted-{turn}")
+        if recorded.body.get("stream"):
+            return await _stream(request, answer, _sent_events(reply))
+        if answer.cut_after is not None:
+            body = json.dumps(reply.whole()).encode()
+            half = web.StreamResponse(headers={"Content-Length": str(len(body)), "Content-Type": "application/json"})
+            await half.prepare(request)
+            await half.write(body[: len(body) // 2])
+            return _hang_up(request)
+        return web.json_response(reply.whole(), headers=answer.headers)
+
+    def _reply(
+        self, request: RecordedRequest, answer: Answer, reply_id: str
+    ) -> ChatReply | ResponsesReply | MessagesReply:
+        path = request.path.partition("?")[0]
+        if path == "/v1/responses":
+            return ResponsesReply(request.body, answer, reply_id)
+        if path == "/v1/messages":
+            return MessagesReply(request.body, answer, reply_id)
+        return ChatReply(request.body, answer, reply_id, give_ids=self._token_ids == "give")
+
+
+def _sent_events(reply: ChatReply | ResponsesReply | MessagesReply) -> Iterator[bytes]:
+    if not isinstance(reply, ChatReply):
+        for event in reply.events():
+            yield f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode()
+        return
+    for chunk in reply.chunks():
+        yield b"data: " + json.dumps(chunk).encode() + b"\n\n"
+    yield b"data: [DONE]\n\n"
+
+
+async def _stream(request: web.Request, answer: Answer, events: Iterator[bytes]) -> web.StreamResponse:
+    response = web.StreamResponse(headers={**answer.headers, "Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    for number, event in enumerate(events):
+        if number == answer.cut_after:
+            return _hang_up(request)
+        if number:
+            await asyncio.sleep(answer.chunk_delay_s)
+        await response.write(event)
+    return response
+
+
+def _error(request: web.Request, status: int, message: str, headers: Mapping[str, str] | None = None) -> web.Response:
+    error: dict[str, Any] = {"message": message, "type": "invalid_request_error" if status < 500 else "server_error"}
+    body: dict[str, Any] = {"error": error | {"code": None}}
+    if request.path.startswith("/v1/messages"):
+        body = {"type": "error", "error": error, "request_id": "req_scripted"}
+    return web.json_response(body, status=status, headers=headers)
+
+
+def _hang_up(request: web.Request) -> web.StreamResponse:
+    if request.transport is not None:
+        request.transport.abort()
+    return web.Response()

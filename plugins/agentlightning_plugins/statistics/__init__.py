@@ -1,0 +1,1 @@
+"""Library: intervals and tests for comparing rewards."""

@@ -1,0 +1,154 @@
+"""Compares the rewards of two groups of rollouts: a control and a treatment, or two versions of resources."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from agentlightning.errors import ConfigError, NotFoundError
+from agentlightning.resources import split_version_id
+from agentlightning.reward import find_final_reward
+from agentlightning.store.protocol import LightningStore
+from agentlightning.types import Rollout
+from agentlightning_plugins.statistics.significance import mean_interval, paired_p_value, unpaired_p_value
+
+RESOURCES_ID: Final = "resources_id"
+_PAGE: Final = 500
+
+
+@dataclass(frozen=True)
+class Group:
+    """One side. A failed rollout counts as 0; cancelled ones and those without a reward are left out."""
+
+    name: str
+    rewards: Mapping[str, Sequence[float]]
+    """By ``task_id`` of the metadata; by rollout id where there is none."""
+    failed: int = 0
+    unrated: int = 0
+    """Succeeded without a reward, so far."""
+    unfinished: int = 0
+
+    @property
+    def n(self) -> int:
+        """Rollouts that count."""
+        return sum(map(len, self.rewards.values()))
+
+    @property
+    def mean(self) -> float:
+        """Mean reward over tasks."""
+        return statistics.fmean(self.by_task())
+
+    def by_task(self) -> list[float]:
+        """Mean reward of each task: rollouts of one task are not independent."""
+        return [statistics.fmean(rewards) for rewards in self.rewards.values()]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What the treatment changes."""
+
+    control: Group
+    treatment: Group
+    difference: float
+    """Mean of the treatment minus mean of the control."""
+    low: float
+    high: float
+    """95 % interval of the difference: percentile bootstrap, Efron and Tibshirani 1993, chapter 13."""
+    p_value: float
+    """Two-sided, that there is no difference: a permutation test (Phipson and Smyth 2010, arXiv:1603.05766)."""
+    paired: bool
+    """Both groups ran the same tasks, which were compared one by one."""
+
+
+async def compare_rollouts(
+    store: LightningStore, control: str | Mapping[str, Any], treatment: str | Mapping[str, Any]
+) -> Comparison:
+    """Compares two groups of rollouts of the store's run.
+
+    Where both ran the same tasks, known by ``task_id`` of their metadata, the test is paired. Interval and p-value are
+    those of a fixed sample: looking again and again until they please finds differences that are not there.
+
+    Args:
+        store: of the run.
+        control: what the metadata of the rollouts says, as in ``{"group": "control"}``; the key ``resources_id``
+            is the rollout's. A str is a resources_id, such as ``rs-1@3``, or else the group of that name.
+        treatment: the others, alike.
+
+    Raises:
+        NotFoundError: a group has fewer than two rollouts with a reward.
+        ConfigError: a group is described by nothing.
+    """
+    groups = [await _read_group(store, which) for which in (control, treatment)]
+    for group in groups:
+        if group.n < 2:
+            raise NotFoundError(
+                f"{group.name}: {group.n} rollouts with a reward ({group.unrated} without, {group.unfinished} not "
+                "finished); at least 2 are needed"
+            )
+    return compare_groups(*groups)
+
+
+def compare_groups(control: Group, treatment: Group) -> Comparison:
+    """Compares rewards that were read or measured elsewhere; each group has at least two."""
+    paired = len(control.rewards) > 1 and control.rewards.keys() == treatment.rewards.keys()
+    if paired:
+        differences = [
+            statistics.fmean(rewards) - statistics.fmean(control.rewards[task])
+            for task, rewards in treatment.rewards.items()
+        ]
+        low, high = mean_interval(differences)
+        p_value = paired_p_value(differences)
+    else:
+        before, after = control.by_task(), treatment.by_task()
+        low, high = mean_interval(after, before)
+        p_value = unpaired_p_value(after, before)
+    return Comparison(control, treatment, treatment.mean - control.mean, low, high, p_value, paired)
+
+
+async def _read_group(store: LightningStore, which: str | Mapping[str, Any]) -> Group:
+    name = which if isinstance(which, str) else ", ".join(f"{key}={value}" for key, value in which.items())
+    if not which:
+        raise ConfigError("a group of rollouts is described by nothing; give its name, metadata or resources_id")
+    if isinstance(which, str):
+        is_resources = await store.get_resources_by_id(which) is not None
+        which = {RESOURCES_ID: which} if is_resources else {"group": which}
+    metadata = {key: value for key, value in which.items() if key != RESOURCES_ID}
+    resources_id = which.get(RESOURCES_ID)
+    rewards: dict[str, list[float]] = {}
+    counts = {"failed": 0, "unrated": 0, "unfinished": 0}
+    cursor: str | None = None
+    while True:
+        page = await store.query_rollouts(metadata=metadata or None, limit=_PAGE, cursor=cursor)
+        for rollout in page:
+            if resources_id is not None and not _ran_with(rollout, resources_id):
+                continue
+            reward, kind = await _read_reward(store, rollout)
+            if kind is not None:
+                counts[kind] += 1
+            if reward is not None:
+                task = (rollout.metadata or {}).get("task_id")
+                rewards.setdefault(rollout.rollout_id if task is None else f"task {task!r}", []).append(reward)
+        cursor = page.cursor
+        if cursor is None:
+            return Group(name, rewards, **counts)
+
+
+def _ran_with(rollout: Rollout, resources_id: str) -> bool:
+    """Whether a rollout was pinned to this version; or to any version, when the id names none."""
+    return rollout.resources_id is not None and resources_id in (
+        rollout.resources_id,
+        split_version_id(rollout.resources_id)[0],
+    )
+
+
+async def _read_reward(store: LightningStore, rollout: Rollout) -> tuple[float | None, str | None]:
+    if rollout.status == "cancelled":
+        return None, None
+    if rollout.status == "failed":
+        return 0.0, "failed"
+    if rollout.status != "succeeded":
+        return None, "unfinished"
+    reward = find_final_reward((await store.query_spans(rollout.rollout_id, "latest")).items)
+    return reward, "unrated" if reward is None else None

@@ -1,5 +1,0 @@
-"""The client of a served store: ``LightningStore`` over HTTP."""
-
-from agentlightning_plugins.store_client.client import LightningStoreClient
-
-__all__ = ["LightningStoreClient"]

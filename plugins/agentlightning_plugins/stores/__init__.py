@@ -1,0 +1,1 @@
+"""Stores, and the libraries that they share."""

@@ -1,0 +1,1 @@
+"""A store served over HTTP, and its client."""

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+
+import click
+
+
+@click.command("store")
+@click.option(
+    "--host", default="127.0.0.1", show_default=True, help="Address to listen on; beyond loopback needs a token."
+)
+@click.option("--port", default=4747, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
+@click.option("--backend", default="sqlite:///agl.db", show_default=True, metavar="URL", help="The store to serve.")
+@click.option("--token", envvar="AGL_TOKEN", show_envvar=True, help="What clients have to show.")
+@click.option("--keep-days", type=click.FloatRange(0, min_open=True), help="Delete rollouts that ended longer ago.")
+@click.option("--keep-rollouts", type=click.IntRange(0), help="Delete the oldest ended ones while there are more.")
+def command(
+    host: str, port: int, backend: str, token: str | None, keep_days: float | None, keep_rollouts: int | None
+) -> None:
+    """Serve a store over HTTP.
+
+    Algorithms, runners and gateways on any machine share the store that this command serves.
+    """
+    from agentlightning_plugins.garbage_collection import relax_collector
+
+    relax_collector()
+    asyncio.run(_serve(host, port, backend, token, keep_days, keep_rollouts))
+
+
+async def _serve(
+    host: str, port: int, backend: str, token: str | None, keep_days: float | None, keep_rollouts: int | None
+) -> None:
+    from agentlightning.store.factory import create_store
+    from agentlightning.store.retention import Retention
+    from agentlightning_plugins.stores.http.server import LightningStoreServer
+
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    retention = None
+    if keep_days is not None or keep_rollouts is not None:
+        retention = Retention(max_age_s=None if keep_days is None else keep_days * 86_400, max_rollouts=keep_rollouts)
+    store = create_store(backend, retention=retention)
+    try:
+        async with LightningStoreServer(store, host, port, token=token) as server:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(number, stop.set)
+            lifetime = "" if store.capabilities["durable"] else ", which keeps nothing when this process ends"
+            shown = re.sub(r"(?<=//)[^/@]*@", "", backend)  # not the password
+            click.echo(f"Serving {shown}{lifetime}, at {server.endpoint}")
+            await stop.wait()
+            for number in (signal.SIGINT, signal.SIGTERM):  # the second one does not wait for requests to finish
+                loop.remove_signal_handler(number)
+            click.echo("Stopping: requests in flight are finished, new ones refused.")
+    finally:
+        await store.close()

@@ -1,0 +1,42 @@
+"""The store ``http``, and the server that it talks to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from agentlightning.plugin.hookspecs import Component, hookimpl
+
+if TYPE_CHECKING:
+    import click
+
+
+@hookimpl
+def components() -> Iterable[Component]:
+    return [
+        Component(
+            "store",
+            "http",
+            "agentlightning_plugins.stores.http.client:LightningStoreClient",
+            summary="a store served by `agl store`",
+        ),
+        Component(
+            "store",
+            "https",
+            "agentlightning_plugins.stores.http.client:LightningStoreClient",
+            summary="the same, encrypted",
+        ),
+        Component(
+            "server",
+            "store",
+            "agentlightning_plugins.stores.http.server:LightningStoreServer",
+            summary="serves a store over HTTP",
+        ),
+    ]
+
+
+@hookimpl
+def add_commands(cli: click.Group) -> None:
+    from agentlightning_plugins.stores.http.command import command
+
+    cli.add_command(command)

@@ -1,0 +1,105 @@
+"""How requests are answered: results as JSON, and every exception as ``{code, message}``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Final
+
+from aiohttp import web
+from aiohttp.http_exceptions import BadHttpMessage
+from pydantic import ValidationError
+from pydantic_core import PydanticSerializationError, to_json
+
+from agentlightning.errors import ConflictError, NotFoundError, StoreError
+from agentlightning.types import PaginatedResult, Record
+from agentlightning_plugins.stores.http.message import ERROR_STATUS, MAX_BODY_BYTES, ErrorCode
+
+logger = logging.getLogger("agentlightning")
+
+_COMPRESS_FROM_BYTES: Final = 16 * 1024
+_JSON: Final = {"content-type": "application/json"}
+
+
+class RefusedError(Exception):
+    """A request that is answered with an error before it reaches the store."""
+
+    def __init__(self, code: ErrorCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def encode(result: Any) -> bytes:
+    """What a store method returned, as JSON."""
+    if isinstance(result, Record):
+        return result.__pydantic_serializer__.to_json(result)
+    if isinstance(result, PaginatedResult):
+        result = {field: getattr(result, field) for field in type(result).model_fields}
+    return to_json(result, inf_nan_mode="null")
+
+
+def json_response(body: bytes, status: int = 200) -> web.Response:
+    """An answer that is JSON already."""
+    response = web.Response(body=body, status=status, headers=_JSON)
+    if len(body) >= _COMPRESS_FROM_BYTES:
+        response.enable_compression()  # where the client says that it understands it
+    return response
+
+
+def describe_error(request: web.Request, error: Exception) -> tuple[ErrorCode, str, int]:
+    """What an exception means for the client: code, message and HTTP status. Logs what is a fault of ours."""
+    code, message = _explain(request, error)
+    status = error.status if code == "no_route" and isinstance(error, web.HTTPException) else ERROR_STATUS[code]
+    return code, message, status
+
+
+def error_response(request: web.Request, error: Exception) -> web.Response:
+    """The answer to a request that raised ``error``."""
+    code, message, status = describe_error(request, error)
+    response = json_response(to_json({"code": code, "message": message}), status)
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        response.headers["allow"] = ", ".join(sorted(error.allowed_methods))
+    return response
+
+
+def _explain(request: web.Request, error: Exception) -> tuple[ErrorCode, str]:
+    match error:
+        case RefusedError():
+            return error.code, str(error)
+        case web.HTTPRequestEntityTooLarge():
+            return "too_large", f"the body is larger than {MAX_BODY_BYTES} bytes; send less at once"
+        case web.HTTPMethodNotAllowed():
+            allowed = ", ".join(sorted(error.allowed_methods))
+            return "no_route", f"{request.method} {request.path}: allowed are {allowed}"
+        case web.HTTPException():
+            return "no_route", f"{request.method} {request.path}: {error.reason}"
+        case web.RequestPayloadError() | BadHttpMessage():
+            return "malformed", f"the body cannot be read: {error}"
+        case NotFoundError():
+            return "not_found", str(error)
+        case ConflictError():
+            return "conflict", str(error)
+        case StoreError():  # the database is full, locked or away: its message says which, and nothing was written
+            logger.error("%s %s: %s", request.method, request.path, error)
+            return "store_failed", str(error)
+        case ValidationError():
+            return _explain_invalid(error)
+        case PydanticSerializationError():
+            logger.error("%s %s: what is stored there is not JSON: %s", request.method, request.path, error)
+            return "internal", f"what is stored there cannot be sent, as it is not JSON: {error}"
+        case ValueError():
+            return "invalid", str(error)
+    logger.error("%s %s failed", request.method, request.path, exc_info=error)
+    return "internal", "the store failed; its log says why"
+
+
+def _explain_invalid(error: ValidationError) -> tuple[ErrorCode, str]:
+    """The first three complaints, each with where it is: ``rollouts.0.mode: Input should be ...``."""
+    problems: list[Mapping[str, Any]] = [*error.errors(include_url=False, include_context=False, include_input=False)]
+    if problems[0]["type"] == "json_invalid":
+        return "malformed", f"the body is not JSON: {problems[0]['msg']}. {JSON_RULES}"
+    shown = "; ".join(f"{'.'.join(map(str, problem['loc'])) or 'body'}: {problem['msg']}" for problem in problems[:3])
+    return "invalid", shown if len(problems) <= 3 else f"{shown}; and {len(problems) - 3} more"
+
+
+JSON_RULES: Final = "JSON is UTF-8 and has no NaN and no Infinity"

@@ -1,0 +1,248 @@
+"""OTLP over HTTP: OpenTelemetry's own export protocol, as protobuf and as JSON.
+
+The protocol is https://opentelemetry.io/docs/specs/otlp/#otlphttp: an answer has the encoding of its request, a request
+that cannot be read is 400, and spans that are refused one by one are counted in ``partial_success``.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+import orjson
+from google.protobuf.json_format import MessageToJson, ParseDict, ParseError
+from google.protobuf.message import DecodeError
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
+from opentelemetry.proto.trace.v1.trace_pb2 import Span as OtlpSpan
+
+from agentlightning import semconv
+from agentlightning.errors import NotFoundError
+from agentlightning.run.attempt_token import AttemptToken
+from agentlightning.store.protocol import LightningStore
+from agentlightning.types import Span, SpanContext, SpanEvent, SpanLink, SpanResource, TraceStatus
+from agentlightning_plugins.stores.http.message import MAX_ITEM_BYTES, ErrorCode
+from agentlightning_plugins.stores.http.server.answer import RefusedError
+
+PROTOBUF: Final = "application/x-protobuf"
+JSON: Final = "application/json"
+
+_STATUS_CODES: Final = {0: "UNSET", 1: "OK", 2: "ERROR"}
+_IS_REMOTE: Final = 0x200
+_RPC_CODES: Final[dict[ErrorCode, int]] = {"unauthorized": 16, "forbidden": 7, "too_large": 8, "store_failed": 14}
+"""google.rpc.Code by our own; 3 (invalid argument) and 13 (internal) for the others."""
+_ID_KEYS: Final = frozenset({"traceId", "spanId", "parentSpanId", "trace_id", "span_id", "parent_span_id"})
+
+
+def read_request(body: bytes, content_type: str) -> ExportTraceServiceRequest:
+    """Decodes an export request.
+
+    Raises:
+        RefusedError: the body is not one.
+    """
+    request = ExportTraceServiceRequest()
+    try:
+        if content_type == JSON:
+            content = _ids_to_base64(orjson.loads(body))
+            if not isinstance(content, dict):
+                raise ValueError("it is no JSON object")
+            ParseDict(content, request, ignore_unknown_fields=True)
+            return request
+        if content_type == PROTOBUF:
+            request.ParseFromString(body)
+            return request
+    except (DecodeError, ParseError, ValueError, TypeError, RecursionError) as error:
+        raise RefusedError("malformed", f"the body is no OTLP trace export as {content_type}: {error}") from error
+    raise RefusedError("malformed", f"content type {content_type!r}: OTLP traces are {PROTOBUF} or {JSON}")
+
+
+async def export_spans(
+    request: ExportTraceServiceRequest, store: LightningStore, token: AttemptToken | None
+) -> ExportTraceServiceResponse:
+    """Stores the spans of a request; those that cannot be stored are counted in the answer.
+
+    Args:
+        request: its spans name their rollout and attempt by their own or their resource's attributes.
+        store: takes them, whatever their run.
+        token: the only attempt that they may be of, and what those are of that name none; None allows any.
+
+    Raises:
+        RefusedError: a span of another attempt than the token's; none is stored.
+    """
+    converted = list(_convert(request, token))
+    spans = [item for item in converted if isinstance(item, Span)]
+    reasons = [item for item in converted if isinstance(item, str)]
+    if token is not None and any((s.rollout_id, s.attempt_id) != token[:2] for s in spans):
+        raise RefusedError("forbidden", f"this token is for attempt {token.attempt_id} only, and some spans are not")
+    reasons += await _store(spans, store)
+    response = ExportTraceServiceResponse()
+    if reasons:
+        response.partial_success.rejected_spans = len(reasons)
+        response.partial_success.error_message = "; ".join(itertools.islice(dict.fromkeys(reasons), 3))
+    return response
+
+
+def write_response(response: ExportTraceServiceResponse, content_type: str) -> bytes:
+    """The answer in the encoding of its request."""
+    content = MessageToJson(response, indent=None).encode() if content_type == JSON else response.SerializeToString()
+    return bytes(content)
+
+
+def write_status(code: ErrorCode, message: str, status: int) -> bytes:
+    """The ``google.rpc.Status`` that OTLP asks for with a 4xx or 5xx to a protobuf request."""
+    text = message.encode()
+    rpc_code = _RPC_CODES.get(code, 13 if status >= 500 else 3)
+    return bytes([0x08, rpc_code, 0x12]) + _varint(len(text)) + text
+
+
+def _varint(number: int) -> bytes:
+    parts = []
+    while number > 0x7F:
+        parts.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*parts, number])
+
+
+async def _store(spans: list[Span], store: LightningStore) -> list[str]:
+    """Stores what belongs to known attempts; says for each other span why it is refused."""
+    try:
+        await store.add_many_spans(spans)
+        return []
+    except NotFoundError:
+        reasons: list[str] = []
+        attempts: dict[tuple[str, str], list[Span]] = {}
+    for span in spans:
+        attempts.setdefault((span.rollout_id, span.attempt_id), []).append(span)
+    for own in attempts.values():
+        try:
+            await store.add_many_spans(own)
+        except NotFoundError as error:
+            reasons += [str(error)] * len(own)
+    return reasons
+
+
+def _ids_to_base64(value: Any) -> Any:
+    """OTLP's JSON writes ids in hex, protobuf's own in base64; attributes cannot hold such keys."""
+    if isinstance(value, list):
+        return [_ids_to_base64(item) for item in value]
+    if isinstance(value, dict):
+        return {
+            key: base64.b64encode(bytes.fromhex(item)).decode()
+            if key in _ID_KEYS and isinstance(item, str)
+            else _ids_to_base64(item)
+            for key, item in value.items()
+        }
+    return value
+
+
+def _convert(request: ExportTraceServiceRequest, token: AttemptToken | None) -> Iterator[Span | str]:
+    """Each span of a request, or why it is refused."""
+    for group in request.resource_spans:
+        resource = SpanResource(attributes=_attributes(group.resource.attributes), schema_url=group.schema_url)
+        for scope in group.scope_spans:
+            for span in scope.spans:
+                yield _convert_span(span, resource, token)
+
+
+def _convert_span(span: OtlpSpan, resource: SpanResource, token: AttemptToken | None) -> Span | str:
+    attributes = _attributes(span.attributes)
+
+    def find(name: str, default: Any) -> Any:
+        return attributes.get(name, resource.attributes.get(name, default))
+
+    rollout_id = find(semconv.ROLLOUT_ID, token and token.rollout_id)
+    attempt_id = find(semconv.ATTEMPT_ID, token and token.attempt_id)
+    sequence_id = find(semconv.SPAN_SEQUENCE_ID, 0)
+    if not (rollout_id and attempt_id and isinstance(rollout_id, str) and isinstance(attempt_id, str)):
+        return (
+            f"span {span.name!r} names no attempt: set the resource attributes {semconv.ROLLOUT_ID} and "
+            f"{semconv.ATTEMPT_ID} (OTEL_RESOURCE_ATTRIBUTES)"
+        )
+    if len(span.trace_id) != 16 or len(span.span_id) != 8 or not any(span.trace_id) or not any(span.span_id):
+        return f"span {span.name!r} has no valid ids: a trace id has 16 bytes, a span id 8, and not all are 0"
+    if len(span.parent_span_id) not in (0, 8):
+        return f"span {span.name!r} has a parent id of {len(span.parent_span_id)} bytes; it is 8 or none"
+    if span.ByteSize() > MAX_ITEM_BYTES:
+        return f"span {span.name!r} has {span.ByteSize()} bytes; {MAX_ITEM_BYTES} are allowed"
+    if not isinstance(sequence_id, int) or sequence_id < 0:
+        return f"span {span.name!r}: {semconv.SPAN_SEQUENCE_ID} = {sequence_id!r} is no number from 0 up"
+    trace_id = span.trace_id.hex()
+    parent_id = span.parent_span_id.hex() or None
+    parent = None
+    if parent_id is not None:
+        parent = SpanContext(trace_id=trace_id, span_id=parent_id, is_remote=bool(span.flags & _IS_REMOTE))
+    return Span(
+        rollout_id=rollout_id,
+        attempt_id=attempt_id,
+        sequence_id=sequence_id,
+        trace_id=trace_id,
+        span_id=span.span_id.hex(),
+        parent_id=parent_id,
+        name=span.name,
+        status=TraceStatus.model_validate(
+            {
+                "status_code": _STATUS_CODES.get(span.status.code, "UNSET"),
+                "description": span.status.message or None,
+            }
+        ),
+        attributes=attributes,
+        events=[
+            SpanEvent(
+                name=event.name, attributes=_attributes(event.attributes), timestamp=_seconds(event.time_unix_nano)
+            )
+            for event in span.events
+        ],
+        links=[_link(link) for link in span.links],
+        start_time=_seconds(span.start_time_unix_nano),
+        end_time=_seconds(span.end_time_unix_nano),
+        context=SpanContext(trace_id=trace_id, span_id=span.span_id.hex(), trace_state=_trace_state(span.trace_state)),
+        parent=parent,
+        resource=resource,
+    )
+
+
+def _event(event: OtlpSpan.Event) -> SpanEvent:
+    return SpanEvent(
+        name=event.name, attributes=_attributes(event.attributes), timestamp=_seconds(event.time_unix_nano)
+    )
+
+
+def _link(link: OtlpSpan.Link) -> SpanLink:
+    context = SpanContext(
+        trace_id=link.trace_id.hex(),
+        span_id=link.span_id.hex(),
+        is_remote=bool(link.flags & _IS_REMOTE),
+        trace_state=_trace_state(link.trace_state),
+    )
+    return SpanLink(context=context, attributes=_attributes(link.attributes))
+
+
+def _seconds(nanoseconds: int) -> float | None:
+    return nanoseconds / 1e9 if nanoseconds else None
+
+
+def _trace_state(text: str) -> dict[str, Any]:
+    pairs = (entry.strip().partition("=") for entry in text.split(","))
+    return {key: value for key, separator, value in pairs if separator}
+
+
+def _attributes(pairs: Iterable[KeyValue]) -> dict[str, Any]:
+    return {pair.key: _value(pair.value) for pair in pairs}
+
+
+def _value(value: AnyValue) -> Any:
+    kind = value.WhichOneof("value")
+    if kind is None:
+        return None
+    if kind == "array_value":
+        return [_value(item) for item in value.array_value.values]
+    if kind == "kvlist_value":
+        return _attributes(value.kvlist_value.values)
+    if kind == "bytes_value":
+        return base64.b64encode(value.bytes_value).decode()
+    return getattr(value, kind)

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import errno
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Final, Self
+
+from aiohttp import web, web_app
+
+from agentlightning.errors import ConfigError, ConflictError
+from agentlightning.store.protocol import LightningStore
+from agentlightning_plugins.stores.http.server.access import is_loopback
+from agentlightning_plugins.stores.http.server.application import OTLP_PATH, StoreApplication
+
+_FINISH_REQUESTS_S: Final = 10.0
+_KEEPALIVE_S: Final = 75.0
+"""Longer than clients keep idle connections, so that it is the client that closes them."""
+
+
+class LightningStoreServer:
+    """Serves a store over HTTP from a thread of its own: whoever blocks the caller's loop stalls no runner.
+
+    The store stays the caller's: it can be used beside the server, and outlives it.
+    """
+
+    def __init__(
+        self, store: LightningStore, host: str = "127.0.0.1", port: int = 4747, *, token: str | None = None
+    ) -> None:
+        """Prepares to serve; nothing listens yet.
+
+        Args:
+            store: must be thread-safe. Requests choose their run by the header ``agl-run``.
+            host: address to listen on. Anything but loopback needs a token.
+            port: 0 takes a free one; ``endpoint`` says which.
+            token: what every client has to show; None trusts this machine.
+
+        Raises:
+            ConfigError: a store that is not thread-safe, or an address beyond loopback without a token.
+        """
+        if not store.capabilities["thread_safe"]:
+            raise ConfigError(f"{type(store).__name__} is not thread-safe and cannot be served; use a store that is")
+        if token is not None and not token.strip():
+            raise ConfigError("token = '': give a secret that cannot be guessed, or None to serve this machine only")
+        if token is None and not is_loopback(host):
+            raise ConfigError(
+                f"host = {host!r} lets other machines in; set a token (--token or AGL_TOKEN), or listen on 127.0.0.1"
+            )
+        self.host = host
+        self.port = port
+        self._store = store
+        self._token = token
+        if token is not None:
+            store.token = token  # so that a gateway beside the server knows what attempt tokens are signed with
+        self._thread: threading.Thread | None = None
+        self._stop: Callable[[], None] = lambda: None
+
+    @property
+    def endpoint(self) -> str:
+        """The URL for clients on this machine; with port 0 it is known once the server has started."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)  # noqa: S104 # not a bind
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+    def otlp_traces_endpoint(self) -> str:
+        """The URL that takes OTLP/HTTP traces."""
+        return self.endpoint + OTLP_PATH
+
+    async def start(self) -> None:
+        """Listens; returns when requests are answered.
+
+        Raises:
+            ConfigError: the address cannot be listened on.
+            ConflictError: it has started already.
+        """
+        if self._thread is not None:
+            raise ConflictError(f"the store server at {self.endpoint} has started already")
+        loop, stopping = asyncio.new_event_loop(), asyncio.Event()
+        listening: concurrent.futures.Future[int] = concurrent.futures.Future()
+
+        def serve() -> None:
+            listening.set_running_or_notify_cancel()  # who waits for it may be cancelled, it may not
+            try:
+                with asyncio.Runner(loop_factory=lambda: loop) as runner:
+                    runner.run(self._serve(listening, stopping))
+            except BaseException as error:  # isolation point: the starter raises it
+                if listening.done():
+                    raise
+                listening.set_exception(error)
+
+        def stop() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: it could not listen
+                loop.call_soon_threadsafe(stopping.set)
+
+        self._stop = stop
+        self._thread = threading.Thread(target=serve, name="agl-store-server", daemon=True)
+        self._thread.start()
+        try:
+            self.port = await asyncio.wrap_future(listening)
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """Stops listening, ends waiting requests with what they have, and finishes the others. Twice is harmless."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._stop()
+            await asyncio.to_thread(thread.join)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def _serve(self, listening: concurrent.futures.Future[int], stopping: asyncio.Event) -> None:
+        served = StoreApplication(self._store, self._token)
+        runner = web.AppRunner(
+            served.application,
+            access_log=None,
+            handler_cancellation=True,  # a waiting request ends when its client leaves
+            keepalive_timeout=_KEEPALIVE_S,
+            shutdown_timeout=_FINISH_REQUESTS_S,
+        )
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, self.host, self.port).start()
+            listening.set_result(runner.addresses[0][1])
+            await stopping.wait()
+        except OSError as error:
+            listening.set_exception(self._cannot_listen(error))
+        finally:
+            for site in runner.sites:
+                await site.stop()  # nobody new is let in
+            too_late = asyncio.get_running_loop().call_later(_FINISH_REQUESTS_S, _cut_off, runner)
+            await served.stop(_FINISH_REQUESTS_S)
+            await runner.cleanup()
+            too_late.cancel()
+            _forget_handlers()
+
+    def _cannot_listen(self, error: OSError) -> ConfigError:
+        where = f"port {self.port} of {self.host}"
+        if error.errno == errno.EADDRINUSE:
+            return ConfigError(f"{where} is in use; choose another port, or 0 for a free one")
+        return ConfigError(f"cannot listen on {where}: {error.strerror or error}")
+
+
+def _cut_off(runner: web.AppRunner) -> None:
+    """Ends the connections that are left: their clients send no more of a body, or take in no more of an answer."""
+    server = runner.server
+    for connection in [] if server is None else server.connections:
+        if connection.transport is not None:
+            connection.transport.abort()
+
+
+def _forget_handlers() -> None:
+    """Empties aiohttp's cache of handlers with middlewares, which would keep each store that was ever served alive."""
+    clear = getattr(getattr(web_app, "_cached_build_middleware", None), "cache_clear", None)  # no public name
+    if clear is not None:
+        clear()

@@ -1,0 +1,264 @@
+"""The store ``memory://``: everything in this process, nothing on disk."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any, Final, NoReturn, Self, TypeVar, cast
+
+from agentlightning.errors import ConfigError, NotFoundError
+from agentlightning.event import Event
+from agentlightning.resources import ResourcesUpdate
+from agentlightning.store.backend import Claim, Delete, Guard, Key, Listener, Page, Put, Query, Write, key_of
+from agentlightning.store.engine import BackendStore
+from agentlightning.types import DEFAULT_RUN_ID, LIVE_ATTEMPT, Attempt, Metrics, Record, Rollout, Run, Span, Worker
+from agentlightning_plugins.stores.memory.table import Index, Log, Table
+
+logger = logging.getLogger("agentlightning")
+R = TypeVar("R", bound=Record)
+
+_QUEUED: Final = frozenset({"queuing", "requeuing"})
+
+
+class MemoryBackend:
+    """A backend of plain Python objects, for one process.
+
+    One lock, held for the time of a few dictionary operations. Records are immutable, so they are kept and handed out
+    as they are. Claiming, appending, waiting and lookups by id, status, run or rollout cost the same however much is
+    stored.
+    """
+
+    durable = False
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._rollouts = Table(
+            Rollout,
+            Index(("run_id", "status")),
+            Index(("metadata.task_id",)),
+            Index(("metadata.group",)),
+            Index(("metadata.step",)),
+            constant=("run_id",),
+        )
+        self._attempts = Table(
+            Attempt,
+            Index(("status",), only=LIVE_ATTEMPT),
+            Index(("worker_id", "status"), only=LIVE_ATTEMPT),
+            parent="rollout_id",
+        )
+        self._spans = Table(Span, parent="rollout_id", constant=("run_id",), derived={"run_id": self._run_of})
+        self._resources = Table(ResourcesUpdate, constant=("run_id", "resources_id"))
+        self._workers = Table(Worker)
+        self._tables: dict[type[Record], Table[Any]] = {
+            Run: Table(Run),
+            Rollout: self._rollouts,
+            Attempt: self._attempts,
+            Span: self._spans,
+            ResourcesUpdate: self._resources,
+            Worker: self._workers,
+            Metrics: Table(Metrics, constant=("run_id",)),
+        }
+        self._queues: dict[str, OrderedDict[str, None]] = {}
+        self._last_sequence_ids: dict[Key, int] = {}
+        self._listeners: tuple[Listener, ...] = ()
+        self._undelivered: deque[tuple[tuple[Listener, ...], Sequence[Event]]] = deque()
+        self._delivering = threading.Lock()
+
+    async def commit(self, writes: Sequence[Write], guards: Sequence[Guard] = (), events: Sequence[Event] = ()) -> bool:
+        with self._lock:
+            for guard in guards:
+                if self._tables[guard.kind].revision(guard.key) != guard.revision:
+                    return False
+            self._apply(writes, events)
+        self._deliver()
+        return True
+
+    async def claim(self, run_id: str, limit: int, decide: Claim) -> Sequence[Rollout]:
+        with self._lock:
+            queue = self._queues.get(run_id)
+            if not queue:
+                return []
+            rows = [self._rollouts.row(self._rollouts.positions[rollout_id,]) for rollout_id in islice(queue, limit)]
+            locked = [(row, self._attempts.count_children(row.record.rollout_id)) for row in rows if row is not None]
+            writes, events = decide(locked)
+            self._apply(writes, events)
+        self._deliver()
+        return [row.record for row, _ in locked]
+
+    async def select(self, query: Query[R]) -> Page[R]:
+        table = cast("Table[R]", self._tables[query.kind])
+        page = table.find(query)
+        if page is not None:
+            return page
+        with self._lock:
+            look = table.plan(query)
+        return look()
+
+    async def append_spans(self, spans: Sequence[Span], now: float) -> Sequence[Span | None]:
+        with self._lock:
+            attempts = {(span.rollout_id, span.attempt_id) for span in spans}
+            self._check_attempts(attempts)
+            logs: dict[str, list[Log]] = {}
+            result = [self._append(span, logs) for span in spans]
+            for key in attempts:
+                attempt = self._attempts.get(key)
+                if attempt is not None and attempt.status in LIVE_ATTEMPT:
+                    self._attempts.amend(key, attempt.model_copy(update={"last_heartbeat_time": now}))
+        return result
+
+    async def next_sequence_ids(self, attempts: Sequence[tuple[str, str]]) -> Sequence[int]:
+        with self._lock:
+            self._check_attempts(set(attempts))
+            result = []
+            for key in attempts:
+                self._last_sequence_ids[key] = self._last_sequence_ids.get(key, 0) + 1
+                result.append(self._last_sequence_ids[key])
+        return result
+
+    async def count(self) -> dict[str, int]:
+        with self._lock:
+            return {
+                "rollouts": len(self._rollouts),
+                "attempts": len(self._attempts),
+                "spans": len(self._spans),
+                "resources": len(self._resources),
+                "workers": len(self._workers),
+            }
+
+    def watch(self, listener: Listener) -> Callable[[], None]:
+        with self._lock:
+            self._listeners += (listener,)
+
+        def stop() -> None:
+            with self._lock:
+                self._listeners = tuple(other for other in self._listeners if other is not listener)
+
+        return stop
+
+    async def close(self) -> None:
+        """Nothing to release: the records live as long as this object."""
+
+    def _apply(self, writes: Sequence[Write], events: Sequence[Event]) -> None:
+        for write in writes:
+            if isinstance(write, Put):
+                self._put(write.record)
+            else:
+                self._delete(write)
+        if events and self._listeners:
+            self._undelivered.append((self._listeners, events))
+
+    def _put(self, record: Record) -> None:
+        table, key = self._tables[type(record)], key_of(record)
+        before = table.get(key)
+        if before is None:
+            table.insert(key, record)
+        else:
+            table.replace(key, record)
+        if type(record) is Rollout:
+            was_queued = before is not None and before.status in _QUEUED
+            if record.status in _QUEUED:
+                if not was_queued:
+                    self._queues.setdefault(record.run_id, OrderedDict())[record.rollout_id] = None
+            elif was_queued:
+                self._leave_queue(record)
+
+    def _delete(self, write: Delete) -> None:
+        if write.kind is Rollout:
+            (rollout_id,) = write.key
+            rollout = self._rollouts.get(write.key)
+            if rollout is not None:
+                self._leave_queue(rollout)
+            for span in self._spans.children(rollout_id):
+                self._spans.remove(key_of(span))
+            for attempt in self._attempts.children(rollout_id):
+                self._last_sequence_ids.pop(key_of(attempt), None)
+                self._attempts.remove(key_of(attempt))
+        self._tables[write.kind].remove(write.key)
+
+    def _leave_queue(self, rollout: Rollout) -> None:
+        queue = self._queues.get(rollout.run_id)
+        if queue is not None:
+            queue.pop(rollout.rollout_id, None)
+            if not queue:
+                del self._queues[rollout.run_id]
+
+    def _append(self, span: Span, logs: dict[str, list[Log]]) -> Span | None:
+        """Stores a span unless it is there; ``logs`` remembers, for one batch, where a rollout's spans go."""
+        key = (span.rollout_id, span.attempt_id, span.span_id)
+        if key in self._spans.positions:
+            return None
+        attempt = key[:2]
+        last = self._last_sequence_ids.get(attempt, 0)
+        if span.sequence_id == 0:
+            last += 1
+            span = Span.from_valid({**span.__dict__, "sequence_id": last})
+        elif span.sequence_id > last:
+            last = span.sequence_id
+        self._last_sequence_ids[attempt] = last
+        if span.rollout_id not in logs:
+            logs[span.rollout_id] = self._spans.logs_of(span)
+        self._spans.insert(key, span, logs[span.rollout_id])
+        return span
+
+    def _check_attempts(self, attempts: set[tuple[str, str]]) -> None:
+        for key in attempts:
+            if key not in self._attempts.positions:
+                if (key[0],) not in self._rollouts.positions:
+                    raise NotFoundError(f"no rollout {key[0]!r} in this store")
+                raise NotFoundError(f"rollout {key[0]!r} has no attempt {key[1]!r}")
+
+    def _run_of(self, span: Span) -> str | None:
+        rollout = self._rollouts.get((span.rollout_id,))
+        return None if rollout is None else rollout.run_id
+
+    def _deliver(self) -> None:
+        """Calls the listeners in commit order and outside the lock.
+
+        One thread delivers at a time; whoever finds another at it leaves its events to that one, which looks once more
+        after it has let go.
+        """
+        while self._undelivered and self._delivering.acquire(blocking=False):
+            try:
+                while self._undelivered:
+                    listeners, events = self._undelivered.popleft()
+                    for listener in listeners:
+                        try:
+                            listener(events)
+                        except Exception:  # isolation point: one watcher must not fail the writer or other watchers
+                            logger.exception("a watcher of the memory store failed")
+            finally:
+                self._delivering.release()
+
+
+class InMemoryLightningStore(BackendStore):
+    """The store in this process's memory: wakes waiters in every thread and loop, forgets everything at the end."""
+
+    def __init__(self, *, lease_s: float = 60.0) -> None:
+        """Makes an empty store.
+
+        Args:
+            lease_s: an attempt of a worker of which neither a span nor a heartbeat was seen for this long is lost.
+        """
+        super().__init__(MemoryBackend(), lease_s=lease_s)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a memory store lives in one process and cannot be sent to another; serve it with LightningStoreServer and "
+            "give the other process a LightningStoreClient"
+        )
+
+    @classmethod
+    def from_url(cls, url: str, *, run_id: str = DEFAULT_RUN_ID, token: str | None = None) -> Self:
+        """Makes an empty store of its own for each call.
+
+        Raises:
+            ConfigError: anything after ``memory://``, or a token.
+        """
+        if url.partition("://")[2]:
+            raise ConfigError(f"store {url!r}: a memory store has no name or path; write memory://")
+        if token is not None:
+            raise ConfigError("memory:// takes no token: nobody else can reach it")
+        return cls().with_run(run_id)

@@ -1,0 +1,150 @@
+"""Reads, over a few connections of their own; small ones that ask the same of different records share a round trip."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import lru_cache
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import asyncpg
+
+from agentlightning_plugins.stores.postgresql.condition import number_parameters
+from agentlightning_plugins.stores.postgresql.connection import Server, is_lost
+from agentlightning_plugins.stores.sql.batch import Item, settle
+from agentlightning_plugins.stores.sql.plan import Plan
+
+Look: TypeAlias = Callable[[asyncpg.Connection], Awaitable[Any]]
+"""One read: repeated from its beginning when the connection is lost."""
+
+READERS: Final = 4
+_TYPES: Final = {str: "text", int: "bigint", float: "float8"}
+_CUT: Final = " LIMIT ? OFFSET ?"
+
+
+class Lookup(NamedTuple):
+    """A read of few rows; those of the same statement are done together."""
+
+    sql: str
+    """With a ``?`` for each parameter."""
+    parameters: tuple[Any, ...]
+
+
+Work: TypeAlias = Look | Lookup
+
+
+def make_lookup(plan: Plan) -> Lookup | None:
+    """The plan as a read that others can join; None if it has to be done alone."""
+    sql, parameters = plan.sql, tuple(plan.parameters)
+    if sql.endswith(_CUT):
+        *others, limit, offset = parameters
+        limit_sql = "ALL" if limit is None else int(limit)
+        sql, parameters = f"{sql.removesuffix(_CUT)} LIMIT {limit_sql} OFFSET {int(offset)}", tuple(others)
+    is_plain = all(type(value) in _TYPES for value in parameters)
+    return Lookup(sql, parameters) if parameters and is_plain and sql.count("LIMIT") <= 1 else None
+
+
+class Readers:
+    """Does reads, a few at a time, for the event loop that it was made in."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._items: deque[Item[Work]] = deque()
+        self._lookups: dict[str, list[Item[Work]]] = {}
+        """Those that wait, by what they ask; each list is in ``_items`` by its first."""
+        self._done: list[Item[Work]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._connections: deque[asyncpg.Connection] = deque()
+
+    def take(self, items: Iterable[Item[Work]]) -> None:
+        """Has these read."""
+        for item in items:
+            if isinstance(item.work, Lookup):
+                waiting = self._lookups.get(item.work.sql)
+                if waiting is not None:
+                    waiting.append(item)
+                    continue
+                self._lookups[item.work.sql] = [item]
+            self._items.append(item)
+        while len(self._tasks) < READERS and len(self._tasks) < len(self._items):
+            task = asyncio.create_task(self._work())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Ends what was begun, and the connections."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+        while self._connections:
+            self._connections.pop().terminate()
+
+    async def _work(self) -> None:
+        while self._items:
+            item = self._items.popleft()
+            together = self._lookups.pop(item.work.sql) if isinstance(item.work, Lookup) else [item]
+            try:
+                await self._read(together)
+            except Exception as error:  # isolation point: it belongs to the callers
+                is_theirs = isinstance(error, (OSError, asyncpg.PostgresError, asyncpg.InterfaceError))
+                for one in together:
+                    one.error = self._server.explain(error) if is_theirs else error
+            self._settle_soon(together)
+
+    async def _read(self, items: Sequence[Item[Work]]) -> None:
+        while True:
+            connection = self._connections.pop() if self._connections else await self._server.reconnect()
+            try:
+                await _answer(connection, items)
+            except Exception as error:  # whatever it is: a connection that is gone is replaced, another error goes on
+                if not is_lost(connection, error):
+                    self._connections.append(connection)
+                    raise
+                connection.terminate()
+            else:
+                self._connections.append(connection)
+                return
+
+    def _settle_soon(self, items: Sequence[Item[Work]]) -> None:
+        """What is done in one turn of the loop is told together."""
+        if not self._done:
+            asyncio.get_running_loop().call_soon(self._settle)
+        self._done += items
+
+    def _settle(self) -> None:
+        done, self._done = self._done, []
+        settle(done)
+
+
+async def _answer(connection: asyncpg.Connection, items: Sequence[Item[Work]]) -> None:
+    """Does one read, or several of one statement."""
+    (first, *others), work = items, items[0].work
+    if not isinstance(work, Lookup):
+        first.result = await work(connection)
+    elif not others:
+        first.result = await connection.fetch(number_parameters(work.sql), *work.parameters)
+    else:
+        asked = [item.work.parameters for item in items if isinstance(item.work, Lookup)]
+        sql = _join(work.sql, tuple(map(type, work.parameters)))
+        for item in items:
+            item.result = []
+        for number, *values in await connection.fetch(sql, *map(list, zip(*asked, strict=True))):
+            items[number - 1].result.append(values)
+
+
+@lru_cache(maxsize=1000)
+def _join(sql: str, types: tuple[type, ...]) -> str:
+    """A statement that answers another for several sets of its parameters at once.
+
+    OFFSET keeps the planner from merging the inner query with the outer one, so that the index is used for each.
+    """
+    first, *rest = sql.split("?")
+    inner = first + "".join(f"asked.p{number}{part}" for number, part in enumerate(rest, 1))
+    if "OFFSET" not in inner:
+        inner += " OFFSET 0"
+    arrays = ", ".join(f"${number}::{_TYPES[kind]}[]" for number, kind in enumerate(types, 1))
+    names = ", ".join(f"p{number}" for number in range(1, len(types) + 1))
+    return (
+        f"SELECT asked.number, found.* FROM unnest({arrays}) WITH ORDINALITY AS asked ({names}, number) "  # noqa: S608 # names of ours
+        f"CROSS JOIN LATERAL ({inner}) AS found ORDER BY asked.number"
+    )

@@ -1,0 +1,161 @@
+"""What is in the database, and how older forms of it become the present one."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import asyncpg
+
+from agentlightning.errors import ConfigError
+from agentlightning_plugins.stores.postgresql.procedure import CLAIM, NEW_SPAN, STEP, WRITE
+
+SCHEMA: Final = "agl"
+"""The PostgreSQL schema that holds everything of ours, so that a database may hold other things too."""
+_MIGRATING: Final = 0x41474C01
+"""The advisory lock of whoever migrates."""
+KEPT_EVENTS: Final = 100_000
+"""Of how many commits the events are kept for other processes. One that is further behind looks at the records."""
+
+# Text is compared byte by byte (COLLATE "C"), which is the order of Python's strings. Attempts refer to rollouts, and
+# spans to attempts, by position: their indexes grow at the end only. Rows that are updated all the time have room
+# beside them (fillfactor), so that an update touches no index.
+_FIRST: Final = (
+    """CREATE TABLE agl.rollout (
+        position bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+        rollout_id text COLLATE "C" NOT NULL UNIQUE,
+        run_id text COLLATE "C" NOT NULL,
+        status text COLLATE "C" NOT NULL,
+        start_time double precision NOT NULL,
+        task_id text COLLATE "C", group_id text COLLATE "C", step text COLLATE "C",
+        queue_position bigint,
+        revision bigint NOT NULL,
+        record text NOT NULL
+    )""",
+    "CREATE INDEX rollout_run ON agl.rollout (run_id, position)",
+    "CREATE INDEX rollout_status ON agl.rollout (run_id, status, position)",
+    "CREATE INDEX rollout_queue ON agl.rollout (run_id, queue_position) WHERE queue_position IS NOT NULL",
+    "CREATE INDEX rollout_task ON agl.rollout (task_id, position) WHERE task_id IS NOT NULL",
+    "CREATE INDEX rollout_group ON agl.rollout (group_id, position) WHERE group_id IS NOT NULL",
+    "CREATE INDEX rollout_step ON agl.rollout (step, position) WHERE step IS NOT NULL",
+    "CREATE SEQUENCE agl.queue",
+    """CREATE TABLE agl.attempt (
+        position bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+        rollout bigint NOT NULL,
+        attempt_id text COLLATE "C" NOT NULL,
+        sequence_id bigint NOT NULL,
+        status text COLLATE "C" NOT NULL,
+        live boolean NOT NULL,
+        worker_id text COLLATE "C",
+        last_heartbeat_time double precision,
+        last_span bigint NOT NULL DEFAULT 0,
+        revision bigint NOT NULL,
+        record text NOT NULL,
+        UNIQUE (rollout, attempt_id)
+    ) WITH (fillfactor = 70)""",
+    "CREATE INDEX attempt_live ON agl.attempt (worker_id, position) WHERE live",
+    """CREATE TABLE agl.span (
+        position bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+        attempt bigint NOT NULL,
+        span_id text COLLATE "C" NOT NULL,
+        sequence_id bigint NOT NULL,
+        run_id text COLLATE "C" NOT NULL,
+        start_time double precision,
+        name text COLLATE "C", trace_id text COLLATE "C", parent_id text COLLATE "C",
+        revision bigint NOT NULL,
+        record text NOT NULL,
+        UNIQUE (attempt, span_id)
+    )""",
+    "CREATE INDEX span_run ON agl.span (run_id, position)",
+    # Runs, snapshots of resources, workers and metrics: each kind has a view with the names of its own fields.
+    """CREATE TABLE agl.document (
+        position bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+        kind text COLLATE "C" NOT NULL,
+        id text COLLATE "C" NOT NULL,
+        number bigint NOT NULL,
+        run_id text COLLATE "C",
+        revision bigint NOT NULL,
+        record text NOT NULL,
+        UNIQUE (kind, id, number)
+    ) WITH (fillfactor = 70)""",
+    "CREATE INDEX document_id ON agl.document (kind, id, position)",
+    "CREATE INDEX document_run ON agl.document (kind, run_id, position)",
+    """CREATE VIEW agl.run AS
+        SELECT position, id AS run_id, revision, record FROM agl.document WHERE kind = 'runs'""",
+    """CREATE VIEW agl.resources AS
+        SELECT position, id AS resources_id, number AS version, run_id, revision, record
+        FROM agl.document WHERE kind = 'resources'""",
+    """CREATE VIEW agl.worker AS
+        SELECT position, id AS worker_id, revision, record FROM agl.document WHERE kind = 'workers'""",
+    """CREATE VIEW agl.metrics AS
+        SELECT position, id AS run_id, number AS step, revision, record
+        FROM agl.document WHERE kind = 'metrics'""",
+    # How many there are, so that nobody needs to count; status is '' but for rollouts.
+    """CREATE TABLE agl.tally (
+        name text COLLATE "C" NOT NULL, run_id text COLLATE "C" NOT NULL, status text COLLATE "C" NOT NULL,
+        number bigint NOT NULL, PRIMARY KEY (name, run_id, status)
+    ) WITH (fillfactor = 20)""",
+    # The events of the last commits, for the other processes that have the database open.
+    """CREATE TABLE agl.event (
+        position bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, origin bigint NOT NULL, events text NOT NULL
+    )""",
+    # What each process did last: one that lost its connection learns whether that was committed, and what came of it.
+    """CREATE TABLE agl.writer (
+        origin bigint PRIMARY KEY, batch bigint NOT NULL, outcome jsonb NOT NULL,
+        seen timestamptz NOT NULL DEFAULT now()
+    ) WITH (fillfactor = 20)""",
+    CLAIM,
+)
+_SECOND: Final = (STEP, NEW_SPAN)
+_THIRD: Final = ("DROP FUNCTION IF EXISTS agl.write", WRITE)
+MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (_FIRST, _SECOND, _THIRD)
+"""What makes each version of the schema from the one before. A released one is never changed."""
+
+
+async def migrate(connection: asyncpg.Connection, shown: str) -> None:
+    """Makes the database ready: creates what is needed, or migrates it, or finds it as it should be.
+
+    Args:
+        connection: one of the database, in no transaction.
+        shown: the database as an error may name it.
+
+    Raises:
+        ConfigError: its schema ``agl`` is of another program, or of a newer version; it is left as it is.
+    """
+    if await _read_version(connection, shown) == len(MIGRATIONS):
+        return
+    async with connection.transaction():
+        await connection.execute("SELECT pg_advisory_xact_lock($1)", _MIGRATING)
+        version = await _read_version(connection, shown)  # another process may have been faster
+        if version == 0:
+            await connection.execute("CREATE SCHEMA agl")
+            await connection.execute("CREATE TABLE agl.schema_version (version int NOT NULL)")
+            await connection.execute("INSERT INTO agl.schema_version VALUES (0)")
+        for statements in MIGRATIONS[version:]:
+            for statement in statements:
+                await connection.execute(statement)
+        await connection.execute("UPDATE agl.schema_version SET version = $1", len(MIGRATIONS))
+
+
+async def _read_version(connection: asyncpg.Connection, shown: str) -> int:
+    """The version of the schema; 0 if there is none.
+
+    Raises:
+        ConfigError: it is of another program, or of a newer version.
+    """
+    there, versioned = await connection.fetchrow(
+        "SELECT EXISTS (SELECT FROM pg_namespace WHERE nspname = $1), to_regclass('agl.schema_version') IS NOT NULL",
+        SCHEMA,
+    )
+    if not there:
+        return 0
+    if not versioned:
+        raise ConfigError(
+            f"{shown} has a schema named {SCHEMA!r} that is not ours; choose another database for the store"
+        )
+    version: int = await connection.fetchval("SELECT version FROM agl.schema_version")
+    if version > len(MIGRATIONS):
+        raise ConfigError(
+            f"{shown} was written by a newer version of Lightning (its schema is {version}, this one knows "
+            f"{len(MIGRATIONS)}); upgrade Lightning, or choose another database"
+        )
+    return version

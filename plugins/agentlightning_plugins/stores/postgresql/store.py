@@ -1,0 +1,66 @@
+"""``PostgresLightningStore``: the engine over one PostgreSQL database."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from agentlightning.errors import ConfigError
+from agentlightning.store.engine import BackendStore
+from agentlightning.types import DEFAULT_RUN_ID
+from agentlightning_plugins.stores.postgresql.backend import PostgresBackend
+from agentlightning_plugins.stores.postgresql.connection import Server
+
+
+class PostgresLightningStore(BackendStore):
+    """The store in a PostgreSQL database, for processes on many machines.
+
+    What it acknowledged is durable as far as the server is (``fsync`` and ``synchronous_commit`` on, as they are by
+    default). Any number of stores, and servers of stores, may have the same database open. A server that restarts is
+    waited for, and nothing is written twice meanwhile.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        run_id: str = DEFAULT_RUN_ID,
+        *,
+        lease_s: float = 60.0,
+        watchdog_interval_s: float | None = 1.0,
+        connect_timeout_s: float = 10.0,
+        reconnect_s: float = 30.0,
+    ) -> None:
+        """Connects, and makes the schema ``agl`` if it is not there. One of an older version is migrated.
+
+        Args:
+            url: ``postgresql://user:password@host:5432/database``, as PostgreSQL's own tools take it; what is left out
+                comes from the environment (``PGHOST``, ``PGUSER``, ``PGPASSWORD``, ``~/.pgpass``).
+            run_id: the run that this object sees.
+            lease_s: an attempt of a worker of which neither a span nor a heartbeat was seen for this long is lost.
+            watchdog_interval_s: how late the end of an attempt may be enforced; None leaves enforcing to others.
+            connect_timeout_s: how long one attempt to connect may take.
+            reconnect_s: how long calls wait for a server that went away before they fail.
+
+        Raises:
+            ConfigError: the URL cannot be read, the server refuses us, or the schema is of a newer version.
+            StoreError: the server cannot be reached.
+        """
+        for name, value in (("connect_timeout_s", connect_timeout_s), ("reconnect_s", reconnect_s)):
+            if not value > 0:
+                raise ConfigError(f"{name}={value}; it must be above 0")
+        backend = PostgresBackend(Server(url, connect_timeout_s=connect_timeout_s, reconnect_s=reconnect_s))
+        try:
+            super().__init__(backend, run_id, lease_s=lease_s, watchdog_interval_s=watchdog_interval_s)
+        except BaseException:
+            backend.stop()
+            raise
+
+    @classmethod
+    def from_url(cls, url: str, *, run_id: str = DEFAULT_RUN_ID, token: str | None = None) -> Self:
+        """Opens ``postgresql://...``.
+
+        Raises:
+            ConfigError: as the constructor, or a token was given.
+        """
+        if token is not None:
+            raise ConfigError("postgresql:// takes no token: the server asks for the password in the URL")
+        return cls(url, run_id)

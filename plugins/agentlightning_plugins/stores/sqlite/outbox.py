@@ -1,0 +1,86 @@
+"""The events of other processes that have the same file open."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+import time
+from collections.abc import Iterable
+from typing import Final
+
+from pydantic import ValidationError
+
+from agentlightning.event import Event, RolloutEnqueued, RolloutFinished
+from agentlightning_plugins.stores.sql.document import decode_events
+
+_NEW: Final = "SELECT position, origin, events FROM event WHERE position > ? ORDER BY position"
+_NEWEST: Final = "SELECT coalesce(max(position), 0) FROM event"
+_OLDEST: Final = "SELECT coalesce(min(position), 0) FROM event"
+_WAITING: Final = "SELECT run_id, rollout_id FROM rollout WHERE queue_position IS NOT NULL"
+_ENDED: Final = (
+    "SELECT run_id, rollout_id, status, json_extract(record, '$.mode'), json_extract(record, '$.end_time') "
+    "FROM rollout WHERE json_extract(record, '$.end_time') >= ?"
+)
+_SLACK_S: Final = 60.0
+"""How far the clocks of those who end a rollout may lag behind ours."""
+
+logger = logging.getLogger("agentlightning")
+
+
+class Outbox:
+    """Reads what others committed, each event once and in commit order; for the thread that owns the connection."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self.origin = int.from_bytes(os.urandom(7))
+        """Tells our events from those of others."""
+        self._execute = connection.execute
+        self._version = self._data_version()
+        self.has_moved = False
+        """Whether the last ``read`` found that others had written."""
+        self._position: int = self._execute(_NEWEST).fetchone()[0]
+        self._up_to_date_at = time.time()
+
+    def read(self) -> list[list[Event]]:
+        """The events that others committed since the last time, a list for each of their transactions.
+
+        Costs a look at shared memory when there are none.
+        """
+        version = self._data_version()
+        self.has_moved = version != self._version
+        if not self.has_moved:
+            return []
+        heard: list[list[Event]] = []
+        oldest = self._execute(_OLDEST).fetchone()[0]
+        if oldest > self._position + 1:  # we slept for so long that some are gone
+            heard.append(list(self._reconstruct()))
+        for position, origin, text in self._execute(_NEW, (self._position,)).fetchall():
+            if origin != self.origin:
+                try:
+                    heard.append(decode_events(text))
+                except ValidationError:  # of a newer version, say; it must not keep this process from writing
+                    logger.exception("an event of another process cannot be read and is left out")
+            self._position = position
+        self._version = version
+        self._up_to_date_at = time.time()
+        return heard
+
+    def skip(self, position: int) -> None:
+        """Our own events are at this position, and all before it were read in the same transaction."""
+        self._position = position
+
+    def _reconstruct(self) -> Iterable[Event]:
+        """What waits for an event must hear of what is gone: the queue as it is, and what has ended since.
+
+        Some of it was told before, which wakes somebody for nothing and does no harm.
+        """
+        logger.warning("this process was away for so long that it missed events of the store; it catches up now")
+        for run_id, rollout_id in self._execute(_WAITING):
+            yield RolloutEnqueued(run_id=run_id, rollout_id=rollout_id)
+        for run_id, rollout_id, status, mode, end_time in self._execute(_ENDED, (self._up_to_date_at - _SLACK_S,)):
+            yield RolloutFinished(run_id=run_id, time=end_time, rollout_id=rollout_id, status=status, mode=mode)
+
+    def _data_version(self) -> int:
+        """Changes with every commit of another connection, and not with ours."""
+        version: int = self._execute("PRAGMA data_version").fetchone()[0]
+        return version

@@ -1,0 +1,62 @@
+# ruff: noqa: S608 # statements are made of our own names; values are parameters
+"""How this file answers a query, and whether that takes so little that the caller may wait for it."""
+
+from __future__ import annotations
+
+import sqlite3
+from typing import Final, TypeVar
+
+from agentlightning.store.backend import Page, Query
+from agentlightning.types import Attempt, Record, Span
+from agentlightning_plugins.stores.condition import choices
+from agentlightning_plugins.stores.sql.plan import Plan, Planner
+from agentlightning_plugins.stores.sqlite.condition import order_of, translate
+from agentlightning_plugins.stores.sqlite.statement import TABLES
+
+R = TypeVar("R", bound=Record)
+
+PLANNER: Final = Planner(TABLES, translate, order_of, tally="tally", no_limit=-1)
+FEW: Final = 64
+
+
+def is_short(connection: sqlite3.Connection, query: Query[R], plan: Plan) -> bool:
+    """Whether answering takes microseconds, however much is stored."""
+    if plan.is_lookup:
+        return True
+    if query.kind is Span and (query.limit >= 0 or query.offset):
+        return False
+    if not plan.is_done or query.count or not _is_narrow(query):
+        return False
+    if query.kind is not Span:
+        return True
+    few = f"SELECT count(*) FROM (SELECT 1 FROM span {plan.where}LIMIT {FEW})"
+    number: int = connection.execute(few, plan.parameters).fetchone()[0]
+    return number < FEW
+
+
+def run_plan(connection: sqlite3.Connection, query: Query[R], plan: Plan) -> Page[R]:
+    """Answers a query from one snapshot."""
+    if not plan.is_done:
+        cursor = connection.execute(plan.sql, plan.parameters)
+        try:
+            return PLANNER.finish(cursor, query)
+        finally:
+            cursor.close()
+    if plan.count_sql is None:
+        return PLANNER.make_page(query, connection.execute(plan.sql, plan.parameters).fetchall(), None)
+    connection.execute("BEGIN")
+    try:
+        total = connection.execute(plan.count_sql, plan.count_parameters).fetchone()[0] or 0
+        found = connection.execute(plan.sql, plan.parameters).fetchall()
+    finally:
+        connection.execute("COMMIT")
+    return PLANNER.make_page(query, found, total)
+
+
+def _is_narrow(query: Query[R]) -> bool:
+    for condition in query.where:
+        if condition.field in ("rollout_id", "resources_id") and condition.op in ("eq", "in"):
+            return len(choices(condition)) <= FEW
+        if query.kind is Attempt and condition.field == "worker_id" and condition.op == "eq":
+            return any(other.field == "status" and other.op == "in" for other in query.where)
+    return query.limit == 1 and query.sort_by is None and all(c.field == "run_id" for c in query.where)

@@ -1,0 +1,68 @@
+"""``SqliteLightningStore``: the engine over one SQLite file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Self
+
+from agentlightning.errors import ConfigError
+from agentlightning.store.engine import BackendStore
+from agentlightning.types import DEFAULT_RUN_ID
+from agentlightning_plugins.stores.sqlite.backend import SqliteBackend
+
+
+class SqliteLightningStore(BackendStore):
+    """The store in one file: what it acknowledged survives SIGKILL and power failure.
+
+    Several processes of one machine may open the same file. Not for network file systems, whose locks and shared memory
+    SQLite cannot rely on.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        run_id: str = DEFAULT_RUN_ID,
+        *,
+        lease_s: float = 60.0,
+        watchdog_interval_s: float | None = 1.0,
+        busy_timeout_s: float = 30.0,
+    ) -> None:
+        """Opens the file, or makes it with the folders above it. A file of an older version is migrated.
+
+        Args:
+            path: the file; SQLite keeps two more beside it (``-wal`` and ``-shm``) while it is open.
+            run_id: the run that this object sees.
+            lease_s: an attempt of a worker of which neither a span nor a heartbeat was seen for this long is lost.
+            watchdog_interval_s: how late the end of an attempt may be enforced; None leaves enforcing to others.
+            busy_timeout_s: how long a write waits for other processes before it fails.
+
+        Raises:
+            ConfigError: the file is something else, or was written by a newer version; it is left as it is.
+            StoreError: the file cannot be opened.
+        """
+        if not busy_timeout_s > 0:
+            raise ConfigError(f"busy_timeout_s={busy_timeout_s}; it must be above 0")
+        backend = SqliteBackend(Path(path), busy_timeout_s=busy_timeout_s)
+        try:
+            super().__init__(backend, run_id, lease_s=lease_s, watchdog_interval_s=watchdog_interval_s)
+        except BaseException:
+            backend.stop()
+            raise
+
+    @classmethod
+    def from_url(cls, url: str, *, run_id: str = DEFAULT_RUN_ID, token: str | None = None) -> Self:
+        """Opens ``sqlite:///relative/path`` or ``sqlite:////absolute/path``.
+
+        Raises:
+            ConfigError: no path, a host, or a token.
+        """
+        host, slash, path = url.partition("://")[2].partition("/")
+        if host or not slash or not path or path == ":memory:":
+            raise ConfigError(
+                f"store {url!r} names no file; write sqlite:///store.db for one in the working directory, "
+                "sqlite:////var/lib/store.db for an absolute path, or memory:// for none"
+            )
+        if token is not None:
+            raise ConfigError("sqlite:/// takes no token: whoever may read the file may read the store")
+        return cls(path, run_id)

@@ -1,0 +1,1 @@
+"""Execution strategies, and the library of processes that they share."""

@@ -1,0 +1,121 @@
+"""Strategy ``cs``: the store is served, every runner is a process that talks to it, and dead runners are replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from typing import Literal, cast
+
+from agentlightning.errors import ConfigError
+from agentlightning.execution import AlgorithmJob, ExecutionStrategy, RunnerJob
+from agentlightning.store.protocol import LightningStore
+from agentlightning_plugins.strategies.processes.child_process import ChildProcesses, RunnerProcesses
+from agentlightning_plugins.strategies.processes.serving import served
+from agentlightning_plugins.strategies.processes.stopping import until_sigterm
+from agentlightning_plugins.strategies.processes.supervisor import Supervisor, run_both
+
+Role = Literal["both", "algorithm", "runner"]
+
+
+class ClientServerExecutionStrategy(ExecutionStrategy):
+    """Processes: agents have cores of their own, and a crash takes one runner, not the run."""
+
+    def __init__(
+        self,
+        role: Role | None = None,
+        server_host: str | None = None,
+        server_port: int | None = None,
+        n_runners: int = 1,
+        main_process: Literal["algorithm", "runner"] = "algorithm",
+        managed_store: bool | None = None,
+    ) -> None:
+        """Chooses what runs here. Every None is read from the environment.
+
+        Args:
+            role: ``both``, or the half of a run that is spread over machines; AGL_CURRENT_ROLE, default both.
+            server_host: where the store is served; AGL_SERVER_HOST, default 127.0.0.1. Beyond loopback a token is
+                needed: AGL_TOKEN.
+            server_port: AGL_SERVER_PORT; default is a free one for both, 4747 for the halves.
+            n_runners: runner processes.
+            main_process: ``runner`` runs the only runner in this process, where debuggers work, and the algorithm in a
+                process of its own.
+            managed_store: whether we serve the store, rather than use one that is served already at that address;
+                AGL_MANAGED_STORE, default true. A trainer whose store is an ``http://`` one uses that, whatever this
+                says.
+
+        Raises:
+            ConfigError: a value that is not allowed.
+        """
+        role = cast(Role, role or os.environ.get("AGL_CURRENT_ROLE", "both"))
+        if role not in ("both", "algorithm", "runner"):
+            raise ConfigError(f"role = {role!r}; roles: both, algorithm, runner")
+        if n_runners < 1:
+            raise ConfigError(f"n_runners = {n_runners}: at least 1 is needed")
+        if main_process not in ("algorithm", "runner"):
+            raise ConfigError(f"main_process = {main_process!r}; one of: algorithm, runner")
+        if main_process == "runner" and (role != "both" or n_runners != 1):
+            raise ConfigError("main_process='runner' is for debugging: it needs role 'both' and 1 runner")
+        self.main_process = main_process
+        self.role: Role = role
+        self.n_runners = n_runners
+        self.server_host = server_host or os.environ.get("AGL_SERVER_HOST", "127.0.0.1")
+        port = server_port if server_port is not None else _port_from_environment()
+        self.server_port = port if port is not None else (0 if role == "both" else 4747)
+        if managed_store is None:
+            managed_store = os.environ.get("AGL_MANAGED_STORE", "true").strip().lower() not in ("0", "false", "no")
+        self.managed_store = managed_store
+
+    def execute(self, algorithm: AlgorithmJob, runner: RunnerJob, store: LightningStore) -> None:
+        """As the base says. SIGTERM stops in order, as Ctrl-C does, and raises SystemExit(143)."""
+        asyncio.run(until_sigterm(self._execute(algorithm, runner, store)))
+
+    async def _execute(self, algorithm: AlgorithmJob, runner: RunnerJob, store: LightningStore) -> None:
+        from agentlightning.store import LightningStoreClient
+
+        is_server = self.managed_store and self.role != "runner"
+        async with contextlib.AsyncExitStack() as stack:
+            if is_server or isinstance(store, LightningStoreClient):
+                url, token = await stack.enter_async_context(
+                    served(store, self.server_host, self.server_port, is_private=self.role == "both")
+                )
+            else:
+                url, token = f"http://{self.server_host}:{self.server_port}", os.environ.get("AGL_TOKEN")
+                store = LightningStoreClient(url, token=token, run_id=store.run_id)
+                stack.push_async_callback(store.close)
+            if self.role == "algorithm":
+                await algorithm(store)
+            elif self.main_process == "runner":
+                await _run_runner_here(algorithm, runner, store, url, token)
+            else:
+                processes = RunnerProcesses(runner, url, token, store.run_id)
+                supervisor = Supervisor(processes, store, self.n_runners)
+                await (supervisor.run() if self.role == "runner" else run_both(algorithm, store, supervisor))
+
+
+async def _run_runner_here(
+    algorithm: AlgorithmJob, runner: RunnerJob, store: LightningStore, url: str, token: str | None
+) -> None:
+    stop = threading.Event()
+    processes = ChildProcesses("algorithm", algorithm, url, token, store.run_id)
+    other = asyncio.create_task(processes.run("algorithm"))
+    other.add_done_callback(lambda _: stop.set())
+    try:
+        await runner(store, f"runner-{os.getpid()}", stop)
+        code, last_line = await other
+    finally:
+        other.cancel()
+        await asyncio.gather(other, return_exceptions=True)
+        processes.close()
+    if code != 0:
+        raise RuntimeError(f"the algorithm's process ended with exit code {code}: {last_line}; see its output above")
+
+
+def _port_from_environment() -> int | None:
+    text = os.environ.get("AGL_SERVER_PORT")
+    if text is None:
+        return None
+    if not text.isdigit() or int(text) > 65535:
+        raise ConfigError(f"AGL_SERVER_PORT = {text!r}: a port number from 0 to 65535 is needed")
+    return int(text)

@@ -1,0 +1,1 @@
+"""Library: runner processes, their supervision and their orderly end."""

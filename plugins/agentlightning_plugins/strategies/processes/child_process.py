@@ -1,0 +1,164 @@
+"""Processes of the strategy ``cs``: started from scratch with a job, watched, drained and killed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import IO, Any, Final, Literal, TypeVar
+
+import cloudpickle
+
+from agentlightning.execution import RunnerJob
+from agentlightning_plugins.strategies.processes.job_process import RECYCLE_EXIT_CODE, UNLOADABLE_EXIT_CODE, JobTarget
+from agentlightning_plugins.strategies.processes.stopping import until_hurried
+from agentlightning_plugins.strategies.processes.supervisor import Ending
+
+logger = logging.getLogger("agentlightning")
+T = TypeVar("T")
+_DRAIN_S: Final = 20.0
+_MAX_THREADS: Final = 65536
+
+
+class ChildProcesses:
+    """Starts processes that all get the same job and talk to the same store.
+
+    They are started from scratch, so the user's main module is not imported again and nothing is inherited.
+    """
+
+    def __init__(
+        self, role: Literal["runner", "algorithm"], job: Any, url: str, token: str | None, run_id: str
+    ) -> None:
+        self._role = role
+        self._target = json.dumps(JobTarget.of_this_process(url, token, run_id)).encode()
+        self._job = cloudpickle.dumps(job)
+        # One waits for each process, however many there are; threads are made as they are needed.
+        self._threads = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix=f"{role}-processes")
+
+    def close(self) -> None:
+        """Forgets the threads that waited for processes."""
+        self._threads.shutdown(wait=False)
+
+    async def run(self, name: str) -> tuple[int, str]:
+        """Runs one process to its end; returns its exit code and the last line it wrote to stderr.
+
+        Cancelling it asks the process to finish what it has begun; a second time, or a second Ctrl-C, kills it.
+        """
+        read_fd, write_fd = os.pipe()
+        try:
+            process = _start(self._role, name, read_fd)
+            assert process.stdout is not None
+            assert process.stderr is not None
+            pumps = [_Pump(process.stdout, "stdout"), _Pump(process.stderr, "stderr")]
+        except BaseException:
+            os.close(write_fd)
+            raise
+        finally:
+            os.close(read_fd)
+        try:
+            await self._in_thread(_write_all, write_fd, self._target, self._job)
+            code = await self._in_thread(process.wait)
+            await self._in_thread(_finish, pumps)
+            return code, pumps[1].last_line
+        except asyncio.CancelledError:
+            process.terminate()
+            try:
+                await until_hurried(self._in_thread(_drain, process))
+            finally:
+                process.kill()  # harmless when it has ended
+            raise
+        finally:
+            os.close(write_fd)
+
+    async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+
+
+class RunnerProcesses:
+    """Runners as processes of this machine."""
+
+    def __init__(self, job: RunnerJob, url: str, token: str | None, run_id: str) -> None:
+        self._processes = ChildProcesses("runner", job, url, token, run_id)
+
+    async def run(self, worker_id: str) -> Ending:
+        """See ``Runners``."""
+        code, last_line = await self._processes.run(worker_id)
+        if code == 0:
+            return Ending("done")
+        if code == RECYCLE_EXIT_CODE:
+            return Ending("worn out")
+        if code == UNLOADABLE_EXIT_CODE:
+            return Ending("unloadable", last_line)
+        return Ending("died", f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}")
+
+    def close(self) -> None:
+        """See ``Runners``."""
+        self._processes.close()
+
+
+class _Pump(threading.Thread):
+    """Passes on what a process prints, line by line, so that it does not tear a live display of this one apart."""
+
+    def __init__(self, source: IO[str], name: Literal["stdout", "stderr"]) -> None:
+        super().__init__(daemon=True)
+        self._source = source
+        self._name = name
+        self.last_line = ""
+        self.start()
+
+    def run(self) -> None:
+        with self._source:
+            for line in self._source:
+                self.last_line = line.strip() or self.last_line
+                stream: IO[str] = getattr(sys, self._name)  # as it is now: a live display replaces it
+                with contextlib.suppress(ValueError, OSError):  # closed, as at the end of this process
+                    stream.write(line)
+                    stream.flush()
+
+
+def _start(role: str, name: str, read_fd: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "agentlightning_plugins.strategies.processes.job_process", role, name, str(read_fd)],
+        stdin=subprocess.DEVNULL,
+        pass_fds=(read_fd,),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env={**os.environ, "PYTHONPATH": _python_path()},
+        start_new_session=True,  # a Ctrl-C reaches us, and we stop the children in order
+    )
+
+
+def _finish(pumps: list[_Pump]) -> None:
+    for pump in pumps:
+        pump.join(1.0)  # a process that the agent left behind may hold the pipe open
+
+
+def _write_all(fd: int, *parts: bytes) -> None:
+    with contextlib.suppress(BrokenPipeError), os.fdopen(os.dup(fd), "wb") as pipe:  # it died: wait() tells how
+        for part in parts:
+            pipe.write(len(part).to_bytes(8, "big") + part)
+
+
+def _drain(process: subprocess.Popen[str]) -> None:
+    try:
+        process.wait(_DRAIN_S)
+    except subprocess.TimeoutExpired:
+        logger.warning("a process (pid %s) did not drain within %.0f s and is killed", process.pid, _DRAIN_S)
+        process.kill()
+        process.wait()
+
+
+def _python_path() -> str:
+    here = str(Path(__file__).parent.parent)
+    return os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])

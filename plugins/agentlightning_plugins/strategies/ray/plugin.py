@@ -1,0 +1,20 @@
+"""The strategy ``ray``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from agentlightning.plugin.hookspecs import Component, hookimpl
+
+
+@hookimpl
+def components() -> Iterable[Component]:
+    return [
+        Component(
+            "strategy",
+            "ray",
+            "agentlightning_plugins.strategies.ray.strategy:RayExecutionStrategy",
+            extra="ray",
+            summary="runners are Ray actors, on one machine or many",
+        ),
+    ]

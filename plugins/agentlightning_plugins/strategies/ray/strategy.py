@@ -1,0 +1,241 @@
+"""Strategy ``ray``: runners are Ray actors, on this machine or many, and a lost node costs no rollout."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import cloudpickle
+
+from agentlightning.errors import ConfigError
+from agentlightning.execution import AlgorithmJob, ExecutionStrategy, RunnerJob
+from agentlightning.store.protocol import LightningStore
+from agentlightning_plugins.strategies.processes.job_process import JobTarget, load_job, run_runner
+from agentlightning_plugins.strategies.processes.serving import served
+from agentlightning_plugins.strategies.processes.stopping import until_hurried, until_sigterm
+from agentlightning_plugins.strategies.processes.supervisor import Ending, Supervisor, run_both
+
+_QUIET: Final = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS": "0",  # every line that an agent prints, when it prints it
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # what Ray is going to do, without the warning about it
+}
+for _name, _value in _QUIET.items():
+    os.environ.setdefault(_name, _value)
+
+import ray  # noqa: E402 # it reads the environment when it is imported
+from ray.exceptions import RayActorError, RayError, RuntimeEnvSetupError  # noqa: E402 # as above
+
+logger = logging.getLogger("agentlightning")
+
+_DRAIN_S: Final = 20.0
+_KNOCK_S: Final = 10.0
+_LOST_S: Final = 5.0
+"""How long a call of a killed actor may take to fail."""
+_PATIENCE_S: Final = 20.0
+"""After which an actor that has no place in the cluster yet is worth a warning."""
+_RESOURCES: Final = ("num_cpus", "num_gpus", "memory", "resources", "accelerator_type", "label_selector")
+
+
+class RayExecutionStrategy(ExecutionStrategy):
+    """Ray actors: each runner has an environment and resources of its own, on whatever node has room.
+
+    Algorithm and store stay in this process. A runner that dies, or whose node does, is replaced on a node that is
+    left, and its rollouts run again.
+    """
+
+    def __init__(
+        self,
+        n_runners: int = 1,
+        address: str | None = None,
+        resources_per_runner: Mapping[str, Any] | None = None,
+        runtime_env: Mapping[str, Any] | None = None,
+        server_host: str | None = None,
+        server_port: int | None = None,
+    ) -> None:
+        """Chooses the cluster and what a runner gets of it.
+
+        Args:
+            n_runners: actors.
+            address: of a cluster that runs already, as ``auto`` or ``host:6379``; default is RAY_ADDRESS, else a
+                cluster on this machine for as long as the run lasts. A program that has called ``ray.init`` keeps its
+                cluster.
+            resources_per_runner: ``num_cpus`` (default 1), ``num_gpus``, ``memory``, ``resources``,
+                ``accelerator_type``, ``label_selector`` as Ray's actors take them.
+            runtime_env: Ray's, as ``{"env_vars": {...}, "working_dir": ..., "pip": [...]}``. Nodes of a cluster know
+                nothing of this process's environment variables and files but what is said here.
+            server_host: where this process serves the store to runners; default is 127.0.0.1 for a cluster of our
+                own, else this node's address in the cluster. Runners need a token: AGL_TOKEN, or a random one.
+            server_port: default is a free one.
+
+        Raises:
+            ConfigError: a value that is not allowed.
+        """
+        if n_runners < 1:
+            raise ConfigError(f"n_runners = {n_runners}: at least 1 is needed")
+        wanted = dict(resources_per_runner or {})
+        if unknown := sorted(set(wanted).difference(_RESOURCES)):
+            raise ConfigError(f"resources_per_runner has {', '.join(unknown)}; it can have {', '.join(_RESOURCES)}")
+        self.n_runners = n_runners
+        self.address = address or os.environ.get("RAY_ADDRESS")
+        self.resources_per_runner = {"num_cpus": 1, **wanted}
+        self.runtime_env = None if runtime_env is None else dict(runtime_env)
+        self.server_host = server_host
+        self.server_port = server_port or 0
+        if self.address is not None and "://" in self.address and server_host is None:
+            raise ConfigError(
+                f"address = {self.address!r}: with Ray's client this process is no node of the cluster; say in "
+                "server_host at which address the nodes reach it"
+            )
+
+    def execute(self, algorithm: AlgorithmJob, runner: RunnerJob, store: LightningStore) -> None:
+        """As the base says. SIGTERM stops in order, as Ctrl-C does, and raises SystemExit(143)."""
+        with self._connected() as host:
+            asyncio.run(until_sigterm(self._execute(algorithm, runner, store, host)))
+
+    async def _execute(self, algorithm: AlgorithmJob, runner: RunnerJob, store: LightningStore, host: str) -> None:
+        async with served(store, host, self.server_port, is_private=True) as (url, token):
+            actors = RunnerActors(
+                runner, JobTarget.of_this_process(url, token, store.run_id), self.resources_per_runner, self.runtime_env
+            )
+            await run_both(algorithm, store, Supervisor(actors, store, self.n_runners))
+
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator[str]:
+        """Joins the cluster, or has one of our own; gives the address to serve the store at."""
+        if ray.is_initialized():
+            yield self.server_host or ray.util.get_node_ip_address()
+            return
+        quiet: dict[str, Any] = {"logging_level": logging.ERROR}
+        if self.address in (None, "local"):
+            # As many runners as were asked for, however few cores there are: as with the other strategies.
+            num_cpus = max(os.cpu_count() or 1, math.ceil(self.n_runners * self.resources_per_runner["num_cpus"]))
+            ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
+        else:
+            try:
+                _knock(self.address)
+                ray.init(address=self.address, **quiet)
+            except (OSError, RuntimeError, ValueError) as error:
+                reason = str(error).partition("\n")[0]
+                raise ConfigError(f"address = {self.address!r}: no Ray cluster was reached there: {reason}") from error
+        try:
+            is_ours = self.address in (None, "local")
+            yield self.server_host or ("127.0.0.1" if is_ours else ray.util.get_node_ip_address())
+        finally:
+            ray.shutdown()
+
+
+class RunnerActor:
+    """What is made a Ray actor: one runner, with an event loop of its own in a thread."""
+
+    def __init__(self) -> None:
+        self._stop = threading.Event()
+
+    def run(self, worker_id: str, target: JobTarget, pickled_job: bytes) -> Ending:
+        """Runs the job until it is done or ``stop`` is called."""
+        try:
+            job = load_job(pickled_job, target)
+        except Exception as error:  # isolation point: importing the user's modules may raise anything
+            return Ending("unloadable", f"{type(error).__name__}: {error}")
+        try:
+            return Ending("done" if asyncio.run(run_runner(job, target, worker_id, self._stop)) else "worn out")
+        except Exception as error:  # isolation point: what ends a runner is told, and its process replaced
+            traceback.print_exc()
+            return Ending("died", f"{type(error).__name__}: {error}")
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+
+    def stop(self) -> None:
+        """Lets rollouts in flight finish, and no more begin."""
+        self._stop.set()
+
+    def is_ready(self) -> bool:
+        """Answers once the actor has found a place."""
+        return True
+
+
+class RunnerActors:
+    """Runners as Ray actors."""
+
+    def __init__(
+        self,
+        job: RunnerJob,
+        target: JobTarget,
+        resources: Mapping[str, Any],
+        runtime_env: Mapping[str, Any] | None,
+    ) -> None:
+        self._target = target
+        self._job = ray.put(cloudpickle.dumps(job))  # once, however many runners there are
+        self._resources = dict(resources)
+        # Ray starts an actor again on its own if told so; we do, because its next life needs a name of its own.
+        self._actor: Any = ray.remote(RunnerActor).options(
+            **resources,
+            runtime_env=None if runtime_env is None else dict(runtime_env),
+            max_restarts=0,
+            max_concurrency=3,  # one for each method
+            scheduling_strategy="SPREAD",  # the fewer runners a lost node takes with it
+        )
+
+    async def run(self, worker_id: str) -> Ending:
+        """See ``Runners``."""
+        actor = self._actor.remote()
+        ready = _awaitable(actor.is_ready.remote())
+        ending = _awaitable(actor.run.remote(worker_id, self._target, self._job))
+        patience = asyncio.create_task(self._watch_start(worker_id, ready))
+        try:
+            await asyncio.wait([ending])
+            return Ending(*ending.result())
+        except asyncio.CancelledError:
+            if ready.done():
+                actor.stop.remote()
+                waited = await until_hurried(asyncio.wait([ending], timeout=_DRAIN_S))
+                if waited is not None and not ending.done():
+                    logger.warning("%s did not drain within %.0f s and is killed", worker_id, _DRAIN_S)
+            raise
+        except RuntimeEnvSetupError as error:
+            return Ending("unloadable", f"its runtime_env cannot be set up: {_in_short(error)}")
+        except RayError as error:
+            return Ending("died", _in_short(error))
+        finally:
+            patience.cancel()
+            ray.kill(actor)
+            await asyncio.wait([ending, ready, patience], timeout=_LOST_S)
+
+    def close(self) -> None:
+        """See ``Runners``."""
+
+    async def _watch_start(self, worker_id: str, ready: asyncio.Future[Any]) -> None:
+        if not (await asyncio.wait([ready], timeout=_PATIENCE_S))[0]:
+            free = {name: count for name, count in ray.available_resources().items() if ":" not in name}
+            logger.warning(
+                "%s waits for a place in the cluster: it needs %s; free: %s", worker_id, self._resources, free
+            )
+
+
+def _knock(address: str | None) -> None:
+    """Raises OSError at once where nobody listens; Ray itself would try for minutes."""
+    host, _, port = (address or "").rpartition("://")[2].rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), _KNOCK_S).close()
+
+
+def _awaitable(reference: Any) -> asyncio.Future[Any]:
+    future: asyncio.Future[Any] = asyncio.wrap_future(reference.future())
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may fail when nobody asks any more
+    return future
+
+
+def _in_short(error: RayError) -> str:
+    """The last line of Ray's long messages that says anything."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines and isinstance(error, RayActorError) else " ".join(lines)[:500]

@@ -1,0 +1,115 @@
+"""Strategy ``shm``: algorithm and runners are threads of this process, around the very same store object."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any, Literal
+
+from agentlightning.errors import ConfigError
+from agentlightning.execution import AlgorithmJob, ExecutionStrategy, RunnerJob
+from agentlightning.store.protocol import LightningStore
+from agentlightning_plugins.strategies.processes.stopping import until_sigterm
+
+_DRAIN_S = 30.0
+
+
+class _LoopThread(threading.Thread):
+    """A daemon thread that runs one coroutine in a loop of its own and keeps its outcome."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self._coroutine = coroutine
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        async def main() -> None:
+            self._loop = asyncio.get_running_loop()
+            self._task = asyncio.create_task(self._coroutine)
+            await self._task
+
+        try:
+            asyncio.run(main())
+        except asyncio.CancelledError:
+            return
+        except BaseException as error:  # isolation point: the thread that started us raises it
+            self.error = error
+
+    def cancel(self) -> None:
+        if self._loop is not None and self._task is not None and self.is_alive():
+            self._loop.call_soon_threadsafe(self._task.cancel)
+
+
+class SharedMemoryExecutionStrategy(ExecutionStrategy):
+    """Threads of one process: quick to start, easy to debug, one interpreter lock for all."""
+
+    def __init__(self, n_runners: int = 1, main_thread: Literal["runner", "algorithm"] = "algorithm") -> None:
+        """Chooses the threads.
+
+        Args:
+            n_runners: runner threads, each with an event loop of its own.
+            main_thread: which half stays in the calling thread, where debuggers and signal handlers work.
+
+        Raises:
+            ConfigError: several runners cannot share the main thread.
+        """
+        if n_runners < 1:
+            raise ConfigError(f"n_runners = {n_runners}: at least 1 is needed")
+        if main_thread == "runner" and n_runners != 1:
+            raise ConfigError(f"main_thread='runner' has room for 1 runner, not {n_runners}")
+        self.n_runners = n_runners
+        self.main_thread = main_thread
+
+    def execute(self, algorithm: AlgorithmJob, runner: RunnerJob, store: LightningStore) -> None:
+        """As the base says. SIGTERM stops in order, as Ctrl-C does, and raises SystemExit(143)."""
+        stop = threading.Event()
+        if self.main_thread == "algorithm":
+            runners = [
+                _LoopThread(_as_coroutine(runner, store, f"runner-{index}", stop), f"runner-{index}")
+                for index in range(self.n_runners)
+            ]
+            for thread in runners:
+                thread.start()
+            try:
+                asyncio.run(until_sigterm(_unless_runners_fail(algorithm, store, runners)))
+            finally:
+                stop.set()
+                for thread in runners:
+                    thread.join(_DRAIN_S)
+            return
+        worker = _LoopThread(algorithm(store), "algorithm")
+
+        def watch() -> None:
+            worker.join()
+            stop.set()
+
+        worker.start()
+        threading.Thread(target=watch, daemon=True).start()
+        try:
+            asyncio.run(_as_coroutine(runner, store, "runner-0", stop))
+        finally:
+            if not stop.is_set():
+                worker.cancel()
+            worker.join(_DRAIN_S)
+        if worker.error is not None:
+            raise worker.error
+
+
+async def _as_coroutine(runner: RunnerJob, store: LightningStore, worker_id: str, stop: threading.Event) -> None:
+    await runner(store, worker_id, stop)
+
+
+async def _unless_runners_fail(algorithm: AlgorithmJob, store: LightningStore, runners: list[_LoopThread]) -> None:
+    """Runs the algorithm, but not for ever when no runner is left to work for it."""
+    work = asyncio.ensure_future(algorithm(store))
+    while not work.done():
+        failed = [thread.error for thread in runners if thread.error is not None]
+        if len(failed) == len(runners):
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+            raise failed[0]
+        await asyncio.wait([work], timeout=0.2)
+    work.result()

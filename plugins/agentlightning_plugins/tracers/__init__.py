@@ -1,0 +1,1 @@
+"""Tracers, and the OpenTelemetry library that they share."""

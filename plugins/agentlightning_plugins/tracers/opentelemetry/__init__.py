@@ -1,0 +1,1 @@
+"""Library: the OpenTelemetry pipeline that several tracers share."""

@@ -1,0 +1,152 @@
+"""``OtelTracer``: records what OpenTelemetry instrumentation of any library sees, each span with its own attempt.
+
+All tracers of a process share one provider (``otel_pipeline``). Spans of OpenTelemetry's global provider arrive too:
+ours becomes the global one if there is none, else its spans are read beside its own exporters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from typing import Any
+
+from opentelemetry import trace as otel
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace import Span as SdkSpan
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.trace import StatusCode
+from opentelemetry.trace.status import Status
+
+from agentlightning import semconv
+from agentlightning.plugin.registry import get_manager
+from agentlightning.tracer.tracer import OpenSpan, Trace, Tracer, get_active_trace
+from agentlightning.types import Span, TraceStatus
+from agentlightning_plugins.tracers.opentelemetry.context_propagation import current_traceparent
+from agentlightning_plugins.tracers.opentelemetry.otlp_export import find_target
+from agentlightning_plugins.tracers.opentelemetry.pipeline import Undo, instrument_by_plugins, pipeline
+
+
+class OtelTracer(Tracer):
+    """The default tracer. Between ``init`` and ``teardown`` the libraries that plugins know are instrumented."""
+
+    def __init__(
+        self,
+        join_global_provider: bool = True,
+        *,
+        otlp_endpoint: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """Makes a tracer.
+
+        Args:
+            join_global_provider: whether to record spans made with OpenTelemetry's global provider as well. Ours takes
+                its place when the program has set none; the place cannot be given back, so a program that sets its own
+                later should say False.
+            otlp_endpoint: URL of an OTLP/HTTP endpoint that gets the same spans besides the store, as Jaeger, Phoenix
+                and Langfuse have one; ``/v1/traces`` is added to a URL without a path. Default is what the environment
+                says in ``OTEL_EXPORTER_OTLP_ENDPOINT`` and its companions; ``""`` is none.
+            headers: sent to ``otlp_endpoint``, such as ``{"authorization": ...}``.
+
+        Raises:
+            ConfigError: ``otlp_endpoint`` is no URL, or there are headers without it.
+            PluginError: the exporter is not installed.
+        """
+        self.join_global_provider = join_global_provider
+        self._target = find_target(otlp_endpoint, headers)
+
+    def init(self) -> None:
+        pipeline.acquire(self._source(), self._instrument, self._target, join_global_provider=self.join_global_provider)
+
+    def teardown(self) -> None:
+        pipeline.release(self._source(), self._target)
+
+    def get_traceparent(self) -> str | None:
+        """W3C's ``traceparent`` of what the caller does, for a header or a child's environment; None outside attempts.
+
+        Child processes and requests of the usual HTTP clients carry it by themselves.
+        """
+        return current_traceparent()
+
+    def get_langchain_handler(self) -> Any:
+        """See ``Tracer``. LangChain attaches it to every run by itself; to pass it as well is harmless."""
+        return get_manager().get("handler", "langchain")(pipeline.provider)
+
+    def _source(self) -> Hashable:
+        """Names what ``_instrument`` does: tracers with equal sources share it."""
+        return "plugins"
+
+    def _instrument(self, provider: TracerProvider) -> Iterable[Undo]:
+        """Has libraries report to a provider; gives the functions that undo it."""
+        return instrument_by_plugins(provider)
+
+    @contextlib.contextmanager
+    def root_context(self, trace: Trace, name: str) -> Iterator[OpenSpan]:
+        self.init()
+        try:
+            with super().root_context(trace, name) as span:
+                yield span
+        finally:
+            pipeline.router.close_route(trace)
+            self.teardown()
+
+    def start_span(
+        self,
+        name: str,
+        attributes: Mapping[str, Any] | None = None,
+        start_time: float | None = None,
+        *,
+        is_root: bool = False,
+    ) -> OpenSpan:
+        """See ``Tracer.start_span``."""
+        trace = get_active_trace()
+        span = pipeline.tracer.start_span(
+            name,
+            context=Context() if is_root else None,
+            attributes=attributes,
+            start_time=_to_ns(start_time),
+        )
+        if is_root and trace is not None:
+            exporter = pipeline.exporters.find(self._target)
+            pipeline.router.add_route(span.get_span_context().trace_id, trace, exporter)
+            if trace.rollout_id:
+                span.set_attributes({semconv.ROLLOUT_ID: trace.rollout_id, semconv.ATTEMPT_ID: trace.attempt_id})
+        return _OtelSpan(span, trace)
+
+
+class _OtelSpan(OpenSpan):
+    def __init__(self, span: otel.Span, trace: Trace | None) -> None:
+        assert isinstance(span, SdkSpan), "our provider records every span"
+        self._span = span
+        self._trace = trace
+
+    def active(self) -> contextlib.AbstractContextManager[None]:
+        return _use(self._span)
+
+    def set_attributes(self, attributes: Mapping[str, Any]) -> None:
+        self._span.set_attributes(attributes)
+
+    def record_exception(self, error: BaseException) -> None:
+        self._span.record_exception(error)
+        self._span.set_status(Status(StatusCode.ERROR, f"{type(error).__name__}: {error}"))
+
+    def end(self, status: TraceStatus | None = None, end_time: float | None = None) -> Span:
+        if status is not None and status.status_code != "UNSET":
+            self._span.set_status(Status(StatusCode[status.status_code], status.description))
+        self._span.end(_to_ns(end_time))
+        record = pipeline.router.take_last()  # made in the course of ending, unless nobody's trace is open
+        if record is not None and record.span_id == f"{self._span.context.span_id:016x}":
+            return record
+        trace = self._trace
+        return Span.from_opentelemetry(
+            self._span, trace.rollout_id if trace is not None else "", trace.attempt_id if trace is not None else ""
+        )
+
+
+@contextlib.contextmanager
+def _use(span: SdkSpan) -> Iterator[None]:
+    with otel.use_span(span, end_on_exit=False, record_exception=False, set_status_on_exception=False):
+        yield
+
+
+def _to_ns(time_s: float | None) -> int | None:
+    return None if time_s is None else int(time_s * 1e9)

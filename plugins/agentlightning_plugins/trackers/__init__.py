@@ -1,0 +1,1 @@
+"""Trackers: each writes the metrics of a run somewhere."""

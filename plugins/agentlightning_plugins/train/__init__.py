@@ -1,1 +1,0 @@
-"""``agl train``: a run from a configuration file."""

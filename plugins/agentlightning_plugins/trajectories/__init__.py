@@ -1,0 +1,1 @@
+"""Library: trajectories of tokens, built from consecutive model calls."""

@@ -1,0 +1,51 @@
+"""A small training on disk, for tests that kill it: ``python -m tests.algorithms.grpo.grpo_program RUN_DIR STEPS``.
+
+The first start begins the run, every further one resumes it. What the model says to a rollout depends on the rollout's
+id and the weights alone, so that two runs of one key can be compared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import agentlightning as agl
+from agentlightning_plugins.demo.agent import calculator_agent
+from agentlightning_plugins.demo.task import make_problems
+from agentlightning_plugins.demo.training import CHECKPOINT
+
+
+def seeded_agent(task: dict[str, Any], llm: agl.LLM, rollout: agl.Rollout) -> float:
+    """The demo's agent, which says what its luck is to be."""
+    seed = int(rollout.rollout_id.removeprefix("ro-")[:8], 16)
+    sampling = {**llm.sampling_parameters, "seed": seed}
+    return calculator_agent(task, llm.model_copy(update={"sampling_parameters": sampling}))
+
+
+def settings(steps: int, **more: Any) -> dict[str, Any]:
+    return {
+        "name": "grpo",
+        "model": str(CHECKPOINT),
+        "steps": steps,
+        "tasks_per_step": 3,
+        "rollouts_per_task": 4,
+        "eval_every": 2,
+        "sampling": {"temperature": 1.0, "max_tokens": 32},
+        "update": {"lr": 1e-4, "minibatches": 2},
+        "train_threads": 1,
+        **more,
+    }
+
+
+def main(directory: Path, steps: int) -> None:
+    resume = (directory / "run.json").is_file()
+    store = agl.create_store(f"sqlite:///{directory}/../{directory.name}.db")
+    trainer = agl.Trainer(algorithm=settings(steps), store=store, trackers=[], run_dir=directory, resume=resume)
+    trainer.fit(seeded_agent, make_problems("train", 8), make_problems("val", 4))
+    asyncio.run(store.close())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

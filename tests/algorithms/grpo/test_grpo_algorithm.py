@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import agentlightning as agl
+from agentlightning_algorithms.grpo.command import export
+from agentlightning_algorithms.grpo.model.export import export_model
+from agentlightning_plugins.demo.agent import CLIENT, calculator_agent
+from agentlightning_plugins.demo.task import make_problems
+from agentlightning_plugins.demo.training import CHECKPOINT
+
+SETTINGS = {
+    "name": "grpo",
+    "model": str(CHECKPOINT),
+    "steps": 2,
+    "tasks_per_step": 4,
+    "rollouts_per_task": 4,
+    "eval_every": 0,
+    "sampling": {"temperature": 1.0, "max_tokens": 32},
+    "update": {"lr": 1e-3, "minibatches": 2, "old_logprobs": "trainer"},
+    "train_threads": 1,
+}
+N_TASKS = 8
+
+
+def unreliable_agent(task: dict[str, Any], llm: agl.LLM) -> Any:
+    """The demo's agent, except that every other task goes wrong in a way of its own."""
+    calculator_agent(task, llm)
+    if task["index"] % 4 == 0:
+        raise LookupError("the tool is down")
+    if task["index"] % 4 == 1:
+        time.sleep(60)
+    if task["index"] % 4 == 2:
+        return "nonsense"
+    return calculator_agent(task, llm)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_training_goes_on_whatever_agents_do(tmp_path: Path) -> None:
+    store = agl.create_store("memory://")
+    trainer = agl.Trainer(
+        algorithm={**SETTINGS, "rollout_timeout_s": 2.0}, store=store, trackers=["jsonl"], run_dir=tmp_path
+    )
+    tasks = [{**problem, "index": index} for index, problem in enumerate(make_problems("train", N_TASKS))]
+    assert trainer.fit(unreliable_agent, tasks).status == "succeeded"
+    errors: dict[str, float] = {}
+    for step in asyncio.run(store.query_metrics()).items:
+        assert step.values.get("logprob_gap_max", 0.0) <= 1e-4
+        for name, value in step.values.items():
+            if name.startswith("errors/"):
+                errors[name] = errors.get(name, 0) + value
+    assert errors == {"errors/LookupError": 8.0, "errors/Timeout": 8.0, "errors/RolloutError": 8.0}
+    failed = asyncio.run(store.query_rollouts(status_in=["failed"])).items
+    assert {rollout.attempt.status for rollout in failed if isinstance(rollout, agl.AttemptedRollout)} == {
+        "failed",
+        "timeout",
+    }
+
+
+def criticised_agent(task: dict[str, Any], llm: agl.LLM, request: agl.PromptTemplate) -> float:
+    """The demo's agent, and another one that says something about its work; both ask the same model."""
+    names: list[Any] = [{"agent.name": "solver"}, {"agent.name": "critic"}]
+    with agl.operation(name="solver", **names[0]):
+        reward = calculator_agent(task, llm)
+    client = CLIENT.with_options(base_url=llm.get_base_url(), api_key=llm.api_key or "unused")
+    with agl.operation(name="critic", **names[1]):
+        client.chat.completions.create(
+            model=llm.model, messages=[{"role": "user", "content": request.format(reward=reward)}], max_tokens=2
+        )
+    return reward
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_step_publishes_weights_and_explains_its_rows_which_are_those_of_one_agent(tmp_path: Path) -> None:
+    store = agl.create_store("memory://")
+    gateway = agl.LLMProxy(model_list=[{"model": "other", "endpoint": "http://127.0.0.1:9/v1"}])
+    trainer = agl.Trainer(
+        algorithm=SETTINGS,
+        adapter={"name": "triplet", "agent_match": "^solver$"},
+        store=store,
+        llm_proxy=gateway,
+        initial_resources={"request": "How good is {reward}?"},
+        trackers=[],
+        run_dir=tmp_path,
+    )
+    trainer.fit(criticised_agent, make_problems("train", N_TASKS), make_problems("val", 4))
+    assert gateway.models == ["policy", "other"]
+
+    async def check() -> None:
+        spans = (await store.query_spans(None)).items
+        calls = [span for span in spans if agl.semconv.is_gateway_call(span)]
+        versions = {}
+        for rollout in (await store.query_rollouts()).items:
+            step = (rollout.metadata or {})["step"]
+            versions.setdefault((rollout.mode, step), set()).update(
+                span.attributes[agl.semconv.WEIGHT_VERSION] for span in calls if span.rollout_id == rollout.rollout_id
+            )
+        assert versions == {("val", 0): {0}, ("train", 0): {0}, ("train", 1): {1}, ("val", 2): {2}}
+        trained = [span for span in spans if span.name == "agentlightning.training"]
+        rows = [step.values.get("rows", 0.0) for step in (await store.query_metrics()).items]
+        assert len(trained) == sum(rows)
+        answered = {span.attributes["gen_ai.response.id"] for span in calls}
+        assert {span.attributes["gen_ai.response.id"] for span in trained} <= answered
+        # The critic's calls are recorded, with tokens, and nothing is learned from them: they have the last word.
+        asked_last = {span.rollout_id: span for span in sorted(calls, key=lambda span: span.start_time or 0.0)}
+        critics = {span.attributes["gen_ai.response.id"] for span in asked_last.values()}
+        assert all(span.attributes[agl.semconv.RESPONSE_TOKEN_IDS] for span in asked_last.values())
+        assert not critics & {span.attributes["gen_ai.response.id"] for span in trained}
+        assert trained
+        latest = await store.get_latest_resources()
+        assert latest is not None
+        assert isinstance(latest.resources["llm"], agl.ProxyLLM)
+        assert latest.resources["request"] == agl.PromptTemplate("How good is {reward}?", "f-string")
+
+    asyncio.run(check())
+    from transformers import AutoModelForCausalLM
+
+    before = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype="float32").state_dict()
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint").state_dict()
+    assert before.keys() == after.keys()
+    assert any(not before[name].equal(after[name]) for name in before)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_lora_on_merged_rows_one_step_off_trains_and_exports(tmp_path: Path) -> None:
+    """What a large model needs, together: additions only, joined calls, sampling while training, bfloat16, refill."""
+    store = agl.create_store("memory://")
+    run = tmp_path / "run"
+    settings = {
+        **SETTINGS,
+        "steps": 3,
+        "rows": "trajectories",
+        "lora": {"rank": 4, "target_modules": ["q_proj", "v_proj"]},
+        "dtype": "bfloat16",
+        "staleness": 1,
+        "refill_rounds": 1,
+        "update": {
+            "lr": 1e-3,
+            "old_logprobs": "trainer",
+            "importance_weights": "token",
+            "kl_coefficient": 0.01,
+            "kl_in": "reward",
+            "gradient_checkpointing": True,
+        },
+    }
+    trainer = agl.Trainer(algorithm=settings, store=store, trackers=[], run_dir=run)
+    assert trainer.fit(calculator_agent, make_problems("train", N_TASKS), make_problems("val", 4)).status == "succeeded"
+
+    async def check() -> None:
+        steps = [item.values for item in (await store.query_metrics()).items]
+        trained = [values for values in steps if "loss" in values]
+        assert [values["staleness"] for values in trained] == [0.0, 1.0, 1.0]
+        for values in trained:
+            assert 0 < values["importance_weight"] <= values["importance_weight_max"] <= 2.0
+            # A turn that goes on from the one before is not a row of its own.
+            assert values["rows"] < values["calls"] or values["rows"] == 0
+            assert {"reward", "success", "reward_penalty", "advantage_std", "entropy", "clip_fraction", "ratio",
+                    "response_length", "calls_per_rollout", "queue_wait_s", "sample_s", "train_s", "publish_s",
+                    "tokens_per_s", "train_tokens_per_s", "memory_gb", "drift/retokenisation", "refills",
+                    "wait_s", "group_reward_std", "groups_without_spread", "warnings"} <= values.keys()  # fmt: skip
+
+    asyncio.run(check())
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype="float32")
+    command = CliRunner().invoke(export, [str(run), str(tmp_path / "additions"), "--which", "last"])
+    assert command.exit_code == 0, command.output
+    assert (tmp_path / "additions" / "adapter_config.json").is_file()
+    assert not (tmp_path / "additions" / "model.safetensors").exists()
+    export_model(run, tmp_path / "merged", merge=True, which="last")
+    assert export_model(run, tmp_path / "best").name == "best"
+    ids = torch.tensor([[1, 2, 3, 4]])
+    with_additions = AutoModelForCausalLM.from_pretrained(tmp_path / "additions", dtype="float32")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="float32")
+    torch.testing.assert_close(merged(ids).logits, with_additions(ids).logits, atol=1e-4, rtol=1e-4)
+    assert not torch.equal(merged(ids).logits, base(ids).logits)
+    with pytest.raises(agl.ConfigError, match="merged exists"):
+        export_model(run, tmp_path / "merged")
+
+
+def test_exporting_from_where_no_model_is_says_what_there_is(tmp_path: Path) -> None:
+    with pytest.raises(agl.ConfigError, match="holds no trained model; it has: none"):
+        export_model(tmp_path, tmp_path / "out")
+    (tmp_path / "checkpoint").mkdir()
+    with pytest.raises(agl.ConfigError, match="holds no best model; it has: last"):
+        export_model(tmp_path, tmp_path / "out", which="best")

@@ -1,0 +1,247 @@
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from openai import AsyncOpenAI
+
+import agentlightning as agl
+from agentlightning.algorithm.context import serve_models
+from agentlightning.errors import ConfigError, LightningError
+from agentlightning.plugin.registry import PluginManager
+from agentlightning_algorithms.grpo.server.process import TransformersBackend
+from agentlightning_algorithms.grpo.server.vllm_backend import VLLMBackend
+from agentlightning_algorithms.policy_backend import PolicyBackend, PolicySetup, publish_weights
+from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
+from tests.algorithms.vllm_server import WIRE, FakeVLLM
+
+
+@pytest.fixture
+def setup(tmp_path: Path) -> PolicySetup:
+    return PolicySetup(model="unused", model_name="policy", directory=tmp_path)
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    directory = tmp_path / "weights"
+    directory.mkdir()
+    (directory / "model.safetensors").write_bytes(b"")
+    return directory
+
+
+def test_both_backends_are_components_with_checked_settings() -> None:
+    manager = PluginManager()
+    backends: list[PolicyBackend] = [
+        manager.create("policy_backend", "transformers"),
+        manager.create("policy_backend", {"name": "vllm", "endpoint": "http://127.0.0.1:9/v1", "served_model": "x"}),
+    ]
+    assert [type(backend) for backend in backends] == [TransformersBackend, VLLMBackend]
+    assert [backend.tells_versions for backend in backends] == [True, False]
+    with pytest.raises(ConfigError, match="endpont"):
+        manager.create("policy_backend", {"name": "vllm", "endpont": "x"})
+
+
+async def test_the_transformers_backend_is_a_server_of_its_own(tiny_model: Path, tmp_path: Path) -> None:
+    backend = TransformersBackend(prefix_cache_mb=1)
+    with pytest.raises(LightningError, match="not running"):
+        _ = backend.model_entry
+    await backend.start(
+        PolicySetup(model=str(tiny_model), model_name="mine", directory=tmp_path, threads=1, max_batch_size=3)
+    )
+    try:
+        entry = backend.model_entry
+        assert entry["model"] == "mine"
+        async with aiohttp.ClientSession() as session:
+            body = {"model": "mine", "prompt": [1, 2], "max_tokens": 2}
+            async with session.post(f"{entry['endpoint']}/completions", json=body) as response:
+                assert response.status == 200
+        await backend.load_weights(tiny_model, 5)
+        assert (await backend.statistics())["swaps"] == 1
+        backend.check()
+    finally:
+        await backend.stop()
+    with pytest.raises(LightningError, match="has ended"):
+        backend.check()
+
+
+async def test_vllm_reloads_weights_while_it_is_paused(setup: PolicySetup, weights: Path) -> None:
+    async with FakeVLLM() as server:
+        server.api_key = "secret"
+        backend = VLLMBackend(endpoint=server.endpoint, api_key="secret")
+        await backend.start(setup)
+        assert backend.model_entry == {
+            "model_name": "policy",
+            "model": "policy",
+            "endpoint": server.endpoint,
+            "provider": "vllm",
+            "api_key": "secret",
+        }
+        server.asked.clear()
+        await backend.load_weights(weights, 3)
+        kwargs = {"weights_path": str(weights), "is_checkpoint_format": True}
+        assert server.asked == [
+            ("/pause?mode=wait", None),
+            ("/collective_rpc", {"method": "reload_weights", "kwargs": kwargs}),
+            ("/resume", None),
+        ]
+        assert not server.paused
+
+
+async def test_vllm_goes_on_with_the_old_weights_when_new_ones_cannot_be_read(
+    setup: PolicySetup, tmp_path: Path
+) -> None:
+    async with FakeVLLM() as server:
+        backend = VLLMBackend(endpoint=server.endpoint)
+        await backend.start(setup)
+        with pytest.raises(
+            ConfigError, match=r"refused weights version 3 \(status 500\): Cannot find any model weights"
+        ):
+            await backend.load_weights(tmp_path / "nothing", 3)
+        assert not server.paused
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dev_mode": False}, "VLLM_SERVER_DEV_MODE=1"),
+        ({"processed": False}, "--logprobs-mode processed_logprobs"),
+        ({"token_ids": False}, "return_token_ids"),
+    ],
+)
+async def test_a_vllm_server_that_lacks_an_option_is_refused_by_its_name(
+    setup: PolicySetup, options: dict[str, Any], message: str
+) -> None:
+    async with FakeVLLM(**options) as server:
+        with pytest.raises(ConfigError, match=message):
+            await VLLMBackend(endpoint=server.endpoint).start(setup)
+
+
+async def test_a_vllm_server_with_another_model_is_refused(setup: PolicySetup) -> None:
+    async with FakeVLLM() as server:
+        with pytest.raises(ConfigError, match="has no model 'qwen'.* --served-model-name qwen, or set served_model"):
+            await VLLMBackend(endpoint=server.endpoint, served_model="qwen").start(setup)
+
+
+async def test_a_vllm_server_that_is_not_there_is_named(setup: PolicySetup) -> None:
+    with pytest.raises(LightningError, match=r"vLLM server at http://127.0.0.1:9/v1 does not answer /v1/models"):
+        await VLLMBackend(endpoint="http://127.0.0.1:9/v1").start(setup)
+
+
+async def test_a_vllm_server_that_was_left_paused_goes_on(setup: PolicySetup) -> None:
+    async with FakeVLLM() as server:
+        server.paused = True
+        await VLLMBackend(endpoint=server.endpoint).start(setup)
+        assert not server.paused
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tokens_and_logprobs_of_a_vllm_tool_call_are_recorded(stream: bool) -> None:
+    """In the stream most of them come with chunks that say nothing else: the tool parser is still waiting."""
+    store = agl.InMemoryLightningStore()
+    async with FakeVLLM() as server, AsyncOpenAI(api_key="x", base_url="http://unused", max_retries=0) as client:
+        model = {"model_name": "policy", "model": "policy", "endpoint": server.endpoint, "provider": "vllm"}
+        gateway = agl.LLMProxy(model_list=[model], store=store)
+        await gateway.start()
+        try:
+            rollout = await store.start_rollout({})
+            llm: Any = gateway.as_resource(rollout.rollout_id, rollout.attempt.attempt_id, model="policy")
+            chat = client.with_options(base_url=llm.get_base_url(), api_key=llm.api_key).chat.completions
+            messages: Any = [{"role": "user", "content": "Add 2 and 3."}]
+            if stream:
+                async for _ in await chat.create(model="policy", messages=messages, stream=True):
+                    pass
+            else:
+                await chat.create(model="policy", messages=messages)
+            await gateway.flush()
+            (span,) = (await store.query_spans(rollout.rollout_id)).items
+        finally:
+            await gateway.stop()
+    answer = WIRE["chat"]
+    (choice,) = answer["choices"]
+    (triplet,) = agl.TraceToTriplet().adapt([span])
+    assert triplet.prompt["token_ids"] == answer["prompt_token_ids"]
+    assert triplet.response["token_ids"] == choice["token_ids"]
+    assert triplet.response["logprobs"] == [token["logprob"] for token in choice["logprobs"]["content"]]
+    assert triplet.metadata["finish_reason"] == "tool_calls"
+    assert triplet.metadata["complete"] is True
+    (call,) = triplet.response["raw_content"][0]["tool_calls"]
+    assert (call["function"]["name"], call["function"]["arguments"]) == ("add", '{"a": 2, "b": 3}')
+
+
+# Publishing through the gateway
+
+
+def test_the_models_of_an_algorithm_take_the_place_of_their_namesakes_only() -> None:
+    old = {"model_name": "policy", "model": "old", "endpoint": "http://127.0.0.1:9/v1"}
+    other = {"model": "other", "endpoint": "http://127.0.0.1:9/v1"}
+    new = [{"model": "policy", "endpoint": f"http://127.0.0.1:{port}/v1"} for port in (7, 8)]
+    gateway = agl.LLMProxy(model_list=[old, other])
+    serve_models(gateway, new)
+    assert list(gateway.model_list) == [*new, other]
+
+
+class Recorder:
+    """A backend that notes when its weights change."""
+
+    def __init__(self, *, tells_versions: bool) -> None:
+        self.tells_versions = tells_versions
+        self.changed_at: list[float] = []
+
+    async def load_weights(self, path: Path, version: int) -> None:
+        self.changed_at.append(time.monotonic())
+        if version < 0:
+            raise ConfigError("not these")
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if holds():
+            return
+        await asyncio.sleep(0.01)
+    raise TimeoutError
+
+
+@pytest.mark.parametrize("tells_versions", [True, False])
+async def test_calls_are_held_back_only_for_a_backend_that_could_mix_versions(
+    tells_versions: bool, tmp_path: Path
+) -> None:
+    store = agl.InMemoryLightningStore()
+    async with ScriptedOpenAI([Answer("ok", delay_s=1.0)]) as model:
+        gateway = agl.LLMProxy(model_list=[{"model": "policy", "endpoint": model.endpoint}], store=store)
+        await gateway.start()
+        try:
+            rollout = await store.start_rollout({})
+            resource: Any = gateway.as_resource(rollout.rollout_id, rollout.attempt.attempt_id, model="policy")
+
+            async def call() -> None:
+                body = {"model": "policy", "messages": [{"role": "user", "content": "x"}]}
+                headers = {"Authorization": f"Bearer {resource.api_key}"}
+                async with (
+                    aiohttp.ClientSession(headers=headers) as session,
+                    session.post(f"{resource.get_base_url()}/chat/completions", json=body) as response,
+                ):
+                    assert response.status == 200
+                    await response.read()
+
+            backend: Any = Recorder(tells_versions=tells_versions)
+            task = asyncio.create_task(call())
+            await until(lambda: bool(model.requests))
+            asked_at = time.monotonic()
+            await publish_weights(backend, gateway, tmp_path, 4)
+            waited = backend.changed_at[0] - asked_at > 0.5  # the call takes a second
+            assert waited is not tells_versions
+            await task
+            with pytest.raises(ConfigError, match="not these"):
+                await publish_weights(backend, gateway, tmp_path, -1)
+            await call()  # nobody waits for ever after a failure
+            await gateway.flush()
+            spans = await store.query_spans(rollout.rollout_id)
+            versions = [span.attributes.get("agentlightning.weight_version") for span in spans.items]
+            assert versions == ([None, None] if tells_versions else [None, 4])
+        finally:
+            await gateway.stop()

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import pytest
+
+from agentlightning_algorithms.grpo.learning.collapse import CollapseWatch
+
+HEALTHY = {
+    "entropy": 1.0, "response_length": 50.0, "reward": 0.3, "success": 0.3, "groups_without_spread": 0.2,
+    "responses_cut_off": 0.0, "approx_kl": 0.01, "clip_fraction": 0.1, "logprob_gap_max": 1e-4, "optimizer_steps": 4.0,
+}  # fmt: skip
+
+
+def watched(*steps: dict[str, float]) -> list[list[str]]:
+    watch = CollapseWatch()
+    return [watch.observe({**HEALTHY, **step}) for step in ({}, {}, {}, *steps)][3:]
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        ({"entropy": 0.05}, "entropy collapsed: 0.05 nats per token, 1 at the beginning"),
+        ({"entropy": 4.0}, "entropy grew from 1 to 4 nats"),
+        ({"response_length": 120.0}, "answers grew from 50 to 120 tokens without earning more"),
+        ({"response_length": 10.0}, "answers shrank from 50 to 10 tokens"),
+        ({"groups_without_spread": 0.95, "reward": 0.0}, "95% of the groups have no spread (every rollout fails)"),
+        ({"responses_cut_off": 0.7}, "70% of the answers were cut off at max_tokens"),
+        ({"approx_kl": 0.5}, "approximate KL 0.5"),
+        ({"clip_fraction": 0.6}, "60% of the tokens clipped"),
+        ({"logprob_gap_max": 2.0}, "log-probabilities 2 apart"),
+    ],
+)
+def test_what_looks_bad_is_said_once_in_words(step: dict[str, float], words: str) -> None:
+    first, again, healthy, relapse = watched(step, step, {}, step)
+    assert words in first[0]
+    assert (len(first), again, healthy) == (1, [], [])
+    assert relapse == first
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        {},
+        {"entropy": 0.05, "success": 0.95, "reward": 0.95},  # has learned
+        {"response_length": 120.0, "reward": 0.6},  # earns more
+        {"logprob_gap_max": 2.0, "staleness": 1.0},  # older weights sampled
+    ],
+)
+def test_what_is_no_reason_to_worry_is_not_said(step: dict[str, float]) -> None:
+    assert watched(step, step) == [[], []]
+
+
+def test_a_training_reward_that_rises_while_validation_falls_is_a_sign_of_hacking() -> None:
+    good, worse = {"val_reward": 0.5, "reward": 0.4}, {"val_reward": 0.3, "reward": 0.7}
+    steps = watched(good, {"reward": 0.6}, worse, {"reward": 0.7}, worse)
+    assert [len(step) for step in steps] == [0, 0, 1, 0, 0]
+    assert "rose from 0.40 to 0.70 while the validation reward fell from 0.50 to 0.30" in steps[2][0]
+
+
+def test_a_resumed_watch_remembers_the_beginning() -> None:
+    watch = CollapseWatch()
+    for _ in range(3):
+        watch.observe(HEALTHY)
+    resumed = CollapseWatch()
+    resumed.restore(watch.state())
+    assert len(resumed.observe({**HEALTHY, "entropy": 0.01})) == 1
+    assert resumed.active == 1

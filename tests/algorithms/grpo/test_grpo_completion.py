@@ -1,0 +1,304 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from agentlightning_algorithms.grpo.model.policy import Policy
+from agentlightning_algorithms.grpo.server.completion import Answer, Completions
+from agentlightning_algorithms.grpo.server.completion_request import (
+    ChatRequest,
+    RequestError,
+    TextRequest,
+    parse_request,
+)
+from agentlightning_algorithms.grpo.server.conversation import Prompt
+from agentlightning_algorithms.grpo.server.sampling import Generation, Token
+from agentlightning_algorithms.grpo.server.tool_call import ToolCall, ToolCallReader
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "ü"}}\n</tool_call>'
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture
+def completions(tiny_policy: Policy) -> Completions:
+    return Completions(tiny_policy, "policy", 100)
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return parse_request(ChatRequest, json.dumps({"messages": HELLO, **fields}).encode(), "policy")
+
+
+def generation(completions: Completions, text: str) -> Generation:
+    tokens = [*completions.text_prompt(TextRequest(prompt=text)).token_ids, 258]  # <|im_end|>
+    return Generation(tokens, [-0.5] * len(tokens), [], "stop", 3)
+
+
+def whole(completions: Completions, request: ChatRequest | TextRequest, said: list[Generation]) -> dict[str, Any]:
+    return Answer(completions, request, Prompt([1, 2])).whole(said)
+
+
+def streamed(
+    completions: Completions, request: ChatRequest | TextRequest, said: list[Generation], step: int
+) -> list[dict[str, Any]]:
+    """The chunks when ``step`` tokens become known at a time."""
+    answer = Answer(completions, request, Prompt([1, 2]))
+    chunks = [*answer.begin(3)]
+    for index, one in enumerate(said):
+        tokens = [Token(t, p, [], 3) for t, p in zip(one.token_ids, one.logprobs, strict=True)]
+        chunks += [answer.feed(index, tokens[at : at + step]) for at in range(0, len(tokens), step)]
+        chunks.append(answer.end(index, one))
+    return [*chunks, *answer.close(said)]
+
+
+# Tool calls
+
+
+def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
+    """What is left of a whole text without its calls, and the calls in order."""
+    reader = ToolCallReader()
+    said, calls = reader.feed(text)
+    return said + reader.finish(), calls
+
+
+@pytest.mark.parametrize(
+    ("text", "rest", "calls"),
+    [
+        (CALL, "", [("add", {"a": 1, "b": "ü"})]),
+        (f"I add.\n{CALL}\n", "I add.", [("add", {"a": 1, "b": "ü"})]),
+        (CALL + CALL, "", [("add", {"a": 1, "b": "ü"})] * 2),
+        ('<tool_call>{"name": "f", "arguments": {"x": "</b> {"}}</tool_call>', "", [("f", {"x": "</b> {"})]),
+        (" no call ", " no call ", []),
+        (f"{CALL}\n\nthen {CALL} done", "then done", [("add", {"a": 1, "b": "ü"})] * 2),
+    ],
+)
+def test_tool_calls_are_taken_out_of_the_text(text: str, rest: str, calls: list[tuple[str, Any]]) -> None:
+    left, found = parse_tool_calls(text)
+    assert left == rest
+    assert [(call.name, json.loads(call.arguments)) for call in found] == calls
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        '{"name": "add", "arguments": {"a": 1}',
+        '{"name": "add"}',
+        '{"arguments": {}}',
+        '{"name": 1, "arguments": {}}',
+        '{"name": "add", "arguments": [1]}',
+        '{"name": "add", "arguments": {"a": NaN}}',
+        "add(1, 2)",
+        "[" * 100_000,
+        "",
+    ],
+)
+def test_what_is_no_call_stays_in_the_text(block: str) -> None:
+    text = f"<tool_call>{block}</tool_call>"
+    assert parse_tool_calls(text) == (text, [])
+    left, found = parse_tool_calls(text + CALL)
+    assert left == text
+    assert len(found) == 1
+
+
+def test_an_open_block_stays_in_the_text() -> None:
+    text = '<tool_call>\n{"name": "add", "arguments": {}}'
+    assert parse_tool_calls(text) == (text, [])
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 7, 50])
+@pytest.mark.parametrize(
+    "text",
+    [f"I add.\n{CALL}\n{CALL} so ", "<tool_call>no</tool_call>  <tool_call", f"a < b <tool {CALL}", " \n x \n"],
+)
+def test_calls_are_found_in_whatever_pieces_the_text_arrives(text: str, step: int) -> None:
+    reader = ToolCallReader()
+    pieces = [reader.feed(text[at : at + step]) for at in range(0, len(text), step)]
+    said = "".join(said for said, _ in pieces) + reader.finish()
+    assert (said, [call for _, calls in pieces for call in calls]) == parse_tool_calls(text)
+
+
+# Requests
+
+
+def test_the_prompt_is_what_the_chat_template_renders(completions: Completions, tiny_policy: Policy) -> None:
+    messages = [
+        *HELLO,
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}],
+        },
+        {
+            "role": "tool",
+            "tool_call_id": "1",
+            "content": [{"type": "text", "text": "on"}, {"type": "text", "text": "e"}],
+        },
+    ]
+    text = tiny_policy.tokenizer.decode(completions.chat_prompt(chat(messages=messages, tools=[TOOL])).token_ids)
+    assert text == (
+        f"<|im_start|>system\n{json.dumps(TOOL)}\n<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n"
+        '<|im_start|>assistant\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>tool\none<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_tools_are_hidden_from_the_model_when_the_choice_is_none(completions: Completions) -> None:
+    hidden = completions.chat_prompt(chat(tools=[TOOL], tool_choice="none"))
+    assert hidden.token_ids == completions.chat_prompt(chat()).token_ids
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"messages": []}, "messages", "at least 1 item"),
+        ({"messages": [{"content": "x"}]}, "messages.0.role", "has no role"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages.0.content", "must be a string"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content", "only text"),
+        ({"messages": [{"role": "refused", "content": ""}]}, "messages", "no such role"),
+        ({"temperature": -1}, "temperature", "greater than or equal to 0"),
+        ({"temperature": "hot"}, "temperature", "valid number"),
+        ({"top_p": 0}, "top_p", "greater than 0"),
+        ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        ({"n": 1000}, "n", "less than or equal to 128"),
+        ({"stop": ""}, "stop", "empty string"),
+        ({"presence_penalty": 0.5}, "presence_penalty", "not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        ({"tool_choice": "required"}, "tool_choice", "not supported"),
+        ({"max_tokens": 90}, "messages", "room for 100 together"),
+    ],
+)
+def test_a_bad_field_is_named(completions: Completions, fields: dict[str, Any], param: str, message: str) -> None:
+    def serve() -> None:
+        request = chat(**fields)
+        completions.sampling_params(request, len(completions.chat_prompt(request).token_ids))
+
+    with pytest.raises(RequestError, match=message) as caught:
+        serve()
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_an_unknown_model_is_not_found() -> None:
+    with pytest.raises(RequestError, match="'gpt-5' does not exist; this server has 'policy'") as caught:
+        chat(model="gpt-5")
+    assert (caught.value.status, caught.value.code) == (404, "model_not_found")
+
+
+def test_a_body_that_is_no_json_is_refused() -> None:
+    with pytest.raises(RequestError, match="Invalid JSON"):
+        parse_request(ChatRequest, b"{", "policy")
+
+
+def test_token_ids_outside_the_vocabulary_are_refused(completions: Completions) -> None:
+    assert completions.text_prompt(TextRequest(prompt=[0, 258])).token_ids == [0, 258]
+    with pytest.raises(RequestError, match="token id 259 is not in 0 to 258"):
+        completions.text_prompt(TextRequest(prompt=[259]))
+
+
+def test_null_and_absent_fields_mean_the_defaults(completions: Completions) -> None:
+    null = dict.fromkeys(("temperature", "top_p", "top_k", "stop", "seed", "n", "max_tokens", "logprobs", "tools"))
+    assert completions.sampling_params(chat(**null), 10) == completions.sampling_params(chat(), 10)
+    (params,) = completions.sampling_params(chat(), 10)
+    assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (1.0, 1.0, 0, 90)
+
+
+def test_every_choice_has_its_own_seed(completions: Completions) -> None:
+    params = completions.sampling_params(chat(n=3, seed=5, top_k=-1, stop="x", max_completion_tokens=7), 10)
+    assert len({p.seed for p in params}) == 3
+    assert {(p.top_k, p.stop, p.max_tokens) for p in params} == {(0, ("x",), 7)}
+
+
+# Answers
+
+
+def test_an_answer_with_a_tool_call_reads_as_openais(completions: Completions) -> None:
+    request = chat(tools=[TOOL], logprobs=True, return_token_ids=True)
+    said = generation(completions, f"I add. {CALL}")
+    answer = whole(completions, request, [said])
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "I add."
+    (call,) = choice["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"a": 1, "b": "ü"}
+    assert answer["prompt_token_ids"] == [1, 2]
+    assert choice["token_ids"] == said.token_ids
+    assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == said.logprobs
+    assert choice["logprobs"]["content"][-1]["token"] == "<|im_end|>"
+    assert answer["weight_version"] == 3
+    assert answer["usage"] == {
+        "prompt_tokens": 2,
+        "completion_tokens": len(said.token_ids),
+        "total_tokens": 2 + len(said.token_ids),
+        "prompt_tokens_details": {"cached_tokens": 0, "continued_tokens": 0},
+    }
+
+
+def test_without_tools_a_call_is_text(completions: Completions) -> None:
+    answer = whole(completions, chat(), [generation(completions, CALL)])
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": CALL}
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert "prompt_token_ids" not in answer
+    assert "token_ids" not in answer["choices"][0]
+
+
+def test_text_ends_before_the_stop_string(completions: Completions) -> None:
+    answer = whole(completions, chat(stop=["two", "three"]), [generation(completions, "one two")])
+    assert answer["choices"][0]["message"]["content"] == "one "
+
+
+@pytest.mark.parametrize("step", [1, 2, 5, 1000])
+def test_a_stream_says_what_the_whole_answer_says(completions: Completions, step: int) -> None:
+    fields: dict[str, Any] = {"tools": [TOOL], "logprobs": True, "return_token_ids": True, "n": 3, "stop": ["never"]}
+    request = chat(stream_options={"include_usage": True}, **fields)
+    said = [generation(completions, text) for text in ("plain wörds 🙂 nev", f"I add.\n{CALL} {CALL}", "x never y")]
+    answer = whole(completions, request, said)
+    chunks = streamed(completions, request, said, step)
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert chunks[0]["prompt_token_ids"] == [1, 2]
+    assert not any("prompt_token_ids" in chunk for chunk in chunks[1:])
+    assert [chunk["usage"] for chunk in chunks] == [None] * (len(chunks) - 1) + [answer["usage"]]
+    assert {chunk["weight_version"] for chunk in chunks} == {3}
+    for choice in answer["choices"]:
+        parts = [part for chunk in chunks for part in chunk["choices"] if part["index"] == choice["index"]]
+        assert parts[0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(part["delta"].get("content") or "" for part in parts) == (choice["message"]["content"] or "")
+        assert [token for part in parts for token in part.get("token_ids", [])] == choice["token_ids"]
+        entries = [entry for part in parts for entry in (part["logprobs"] or {"content": []})["content"]]
+        assert entries == choice["logprobs"]["content"]
+        assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + [choice["finish_reason"]]
+        calls = [call for part in parts for call in part["delta"].get("tool_calls", [])]
+        assert [call["index"] for call in calls] == [*range(len(calls))]
+        functions = [call["function"] for call in choice["message"].get("tool_calls", [])]
+        assert [call["function"] for call in calls] == functions
+
+
+def test_text_is_held_back_only_while_it_is_uncertain(completions: Completions) -> None:
+    said = generation(completions, "ab stoap üz")
+    chunks = streamed(completions, chat(stop="stop"), [said], 1)[1:]
+    deltas = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks]
+    assert deltas == ["a", "b", " ", "", "", "", "stoa", "p", " ", "", "ü", "z", "", ""]
+
+
+def test_text_completions_carry_ids_on_each_choice(completions: Completions) -> None:
+    request = TextRequest(prompt="x", logprobs=0, return_token_ids=True)
+    said = generation(completions, "héllo")
+    answer = whole(completions, request, [said])
+    (choice,) = answer["choices"]
+    assert choice["text"] == "héllo"
+    assert (choice["prompt_token_ids"], choice["token_ids"]) == ([1, 2], said.token_ids)
+    assert choice["logprobs"]["token_logprobs"] == said.logprobs
+    assert len(choice["logprobs"]["tokens"]) == len(choice["logprobs"]["text_offset"]) == len(said.token_ids)
+    assert choice["logprobs"]["text_offset"][:3] == [0, 1, 2]
+    chunks = [chunk["choices"][0] for chunk in streamed(completions, request, [said], 2)]
+    assert "".join(chunk["text"] for chunk in chunks) == "héllo"
+    offsets = [offset for chunk in chunks if chunk["logprobs"] for offset in chunk["logprobs"]["text_offset"]]
+    assert offsets == choice["logprobs"]["text_offset"]
+    assert ["prompt_token_ids" in chunk for chunk in chunks] == [True] + [False] * (len(chunks) - 1)
+
+
+def test_impossible_tokens_are_reported_in_json(completions: Completions) -> None:
+    said = Generation([1], [-0.1], [[(1, -0.1), (2, float("-inf"))]], "length", 0)
+    answer = whole(completions, chat(logprobs=True, top_logprobs=2), [said])
+    entries = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+    assert [entry["logprob"] for entry in entries] == [-0.1, -9999.0]

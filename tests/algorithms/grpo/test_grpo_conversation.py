@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from agentlightning_algorithms.grpo.model.policy import Policy
+from agentlightning_algorithms.grpo.server.conversation import Conversations, Prompt
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+ASK = {"role": "user", "content": "1 + 2?"}
+END = 258  # <|im_end|>
+
+
+@pytest.fixture
+def conversations(tiny_policy: Policy) -> Conversations:
+    return Conversations(tiny_policy.tokenizer, tiny_policy.stop_ids)
+
+
+def call(arguments: str) -> dict[str, Any]:
+    function = {"name": "add", "arguments": arguments}
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "c1", "type": "function", "function": function}],
+    }
+
+
+def sent(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as a client sends it back, and the server reads it."""
+    calls = [
+        {**c, "function": {**c["function"], "arguments": json.loads(c["function"]["arguments"])}}
+        for c in message.get("tool_calls") or []
+    ]
+    return {"refusal": None, **message, "content": message.get("content") or "", "tool_calls": calls}
+
+
+def answer(
+    conversations: Conversations, prompt: Prompt, message: dict[str, Any], text: str, *, end: bool = True
+) -> list[int]:
+    """Remembers an answer that was sampled as ``text``; returns its tokens and its prompt's."""
+    response = [*conversations.encode(text), *([END] if end else [])]
+    conversations.remember(prompt, message, response)
+    return [*prompt.token_ids, *response]
+
+
+def test_what_was_sampled_is_kept_although_the_template_writes_it_otherwise(conversations: Conversations) -> None:
+    first = conversations.prompt([ASK], [TOOL])
+    message = call('{"a":1,"b":2}')
+    said = '<tool_call>{"arguments":{"a":1,"b":2},"name":"add"}</tool_call>'
+    known = answer(conversations, first, message, said)
+    result = {"role": "tool", "tool_call_id": "c1", "content": "3"}
+    prompt = conversations.prompt([ASK, sent(message), result], [TOOL])
+    assert prompt.token_ids[: len(known)] == known
+    assert prompt.continued == len(known)
+    rest = "\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt.token_ids[len(known) :] == conversations.encode(rest)
+    assert said not in prompt.text
+    assert conversations.counts["drift_template"] == conversations.counts["prompts_continued"] == 1
+
+
+def test_the_same_text_in_other_tokens_is_counted_as_such(
+    conversations: Conversations, tiny_policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = conversations.prompt([ASK], None)
+    known = answer(conversations, first, {"role": "assistant", "content": "three"}, "three")
+    encode = tiny_policy.tokenizer.encode
+
+    def merge(text: str, **options: Any) -> list[int]:  # a tokenizer that would have used one token for "three"
+        return [7] if text == "three" else encode(text, **options)  # type: ignore[no-any-return]  # ids are ints
+
+    monkeypatch.setattr(tiny_policy.tokenizer, "encode", merge)
+    prompt = conversations.prompt([ASK, {"role": "assistant", "content": "three"}, ASK], None)
+    assert prompt.token_ids[: len(known)] == known
+    counts = conversations.counts
+    assert (counts["drift_tokens"], counts["drift_template"], counts["drift_none"]) == (1, 0, 0)
+
+
+def test_an_answer_that_was_cut_off_is_ended_as_the_template_does(conversations: Conversations) -> None:
+    first = conversations.prompt([ASK], None)
+    known = answer(conversations, first, {"role": "assistant", "content": "thr"}, "thr", end=False)
+    prompt = conversations.prompt([ASK, {"role": "assistant", "content": "thr"}, ASK], None)
+    assert prompt.token_ids == conversations.encode(prompt.text)
+    assert prompt.token_ids[: len(known) + 1] == [*known, END]
+    assert conversations.counts["drift_none"] == 1
+
+
+def test_every_turn_continues_the_one_before(conversations: Conversations) -> None:
+    messages: list[dict[str, Any]] = []
+    known: list[int] = []
+    for turn in range(5):
+        messages.append({"role": "user", "content": f"question {turn}"})
+        prompt = conversations.prompt(messages, None)
+        assert prompt.token_ids[: len(known)] == known
+        said = {"role": "assistant", "content": f"answer {turn}"}
+        known = answer(conversations, prompt, said, f"answer {turn} ")  # the agent strips it; the tokens stay
+        messages.append(said)
+    assert conversations.counts["prompts_continued"] == conversations.counts["drift_template"] == 4
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        [ASK, {"role": "assistant", "content": "edited"}, ASK],
+        [{"role": "user", "content": "another"}, {"role": "assistant", "content": "three"}, ASK],
+        [{"role": "system", "content": "new"}, ASK, {"role": "assistant", "content": "three"}, ASK],
+    ],
+)
+def test_a_history_that_was_changed_is_tokenized_as_it_stands(
+    conversations: Conversations, history: list[dict[str, Any]]
+) -> None:
+    answer(conversations, conversations.prompt([ASK], None), {"role": "assistant", "content": "three"}, "three")
+    prompt = conversations.prompt(history, None)
+    assert prompt.token_ids == conversations.encode(prompt.text)
+    assert (prompt.continued, conversations.counts["prompts_unknown"]) == (0, 1)
+
+
+def test_an_agents_own_words_after_a_known_answer_keep_what_is_known(conversations: Conversations) -> None:
+    first = conversations.prompt([ASK], None)
+    known = answer(conversations, first, {"role": "assistant", "content": "three"}, "three ")
+    own = {"role": "assistant", "content": "I said so."}
+    prompt = conversations.prompt([ASK, {"role": "assistant", "content": "three"}, ASK, own, ASK], None)
+    assert prompt.token_ids[: len(known)] == known
+    assert prompt.continued == len(known)
+
+
+def test_a_template_that_rewrites_what_was_before_is_noticed(conversations: Conversations, tiny_policy: Policy) -> None:
+    # As templates do that drop the thoughts of earlier turns.
+    tiny_policy.tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{{ m.content if loop.last or m.role != 'assistant' else m.content.split('</think>')[-1] }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    message = {"role": "assistant", "content": "<think>hm</think>three"}
+    answer(conversations, conversations.prompt([ASK], None), message, "<think>hm</think>three")
+    prompt = conversations.prompt([ASK, message, ASK], None)
+    assert prompt.token_ids == conversations.encode(prompt.text)
+    assert "hm" not in prompt.text
+    assert conversations.counts["prompts_rewritten"] == 1
+
+
+def test_other_tools_make_another_conversation(conversations: Conversations) -> None:
+    message = {"role": "assistant", "content": "three"}
+    answer(conversations, conversations.prompt([ASK], [TOOL]), message, "three")
+    assert conversations.prompt([ASK, message, ASK], None).continued == 0
+    assert conversations.prompt([ASK, message, ASK], [TOOL]).continued > 0
+
+
+def test_memory_is_bounded_and_what_was_not_used_for_longest_goes(tiny_policy: Policy) -> None:
+    conversations = Conversations(tiny_policy.tokenizer, tiny_policy.stop_ids, max_tokens=200)
+    message = {"role": "assistant", "content": "x" * 20}
+    questions = [{"role": "user", "content": f"{i}"} for i in range(10)]
+    for question in questions:
+        answer(conversations, conversations.prompt([question], None), message, "x" * 20)
+    continued = [conversations.prompt([q, message, q], None).continued > 0 for q in questions]
+    assert continued == sorted(continued)
+    assert 1 <= sum(continued) < 6

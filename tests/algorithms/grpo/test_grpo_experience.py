@@ -1,0 +1,312 @@
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+import agentlightning as agl
+from agentlightning.types import Attempt, AttemptFailure
+from agentlightning_algorithms.grpo.algorithm import GRPO
+from agentlightning_algorithms.grpo.learning.episode import Episode, describe_episodes, read_episode
+from agentlightning_algorithms.grpo.learning.experience import Selection, build_experience, training_spans
+from agentlightning_algorithms.grpo.learning.row import Row
+from agentlightning_algorithms.grpo.learning.setting import UpdateSettings
+from agentlightning_algorithms.grpo.session import SessionSettings, draw_tasks
+
+
+def rollout(group: str, index: int, **attempt: Any) -> agl.AttemptedRollout:
+    rollout_id, attempt_id = f"ro-{group}{index}", f"at-{group}{index}"
+    return agl.AttemptedRollout(
+        rollout_id=rollout_id,
+        input="task",
+        start_time=0.0,
+        status="failed" if attempt.get("error") else "succeeded",
+        metadata={"group": group},
+        attempt=Attempt(rollout_id=rollout_id, attempt_id=attempt_id, sequence_id=1, start_time=0.0, **attempt),
+    )
+
+
+def triplet(n_prompt: int = 3, n_response: int = 2, **response: Any) -> agl.Triplet:
+    ids = {"token_ids": list(range(n_response)), "logprobs": [-1.0] * n_response}
+    return agl.Triplet(
+        prompt={"token_ids": list(range(n_prompt))},
+        response={**ids, **response},
+        metadata={"response_id": "chatcmpl-1"},
+    )
+
+
+def episodes(group: str, rewards: Sequence[float | None], calls: int = 2) -> list[Episode]:
+    return [Episode(rollout(group, i), reward, [triplet()] * calls) for i, reward in enumerate(rewards)]
+
+
+def test_every_call_of_a_rollout_gets_the_advantage_of_its_rollout() -> None:
+    experience = build_experience(episodes("a", [1.0, 0.0]), max_length=100)
+    expected = 0.5 / (math.sqrt(0.5) + 1e-6)
+    assert [row.advantage for row in experience.rows] == pytest.approx([expected, expected, -expected, -expected])
+
+
+def credited(group: str, credits_R: Sequence[Sequence[float]], final: float = 1.0) -> list[Episode]:
+    return [
+        Episode(
+            rollout(group, i),
+            final,
+            [triplet().model_copy(update={"reward": value, "metadata": {"credit": "discounted"}}) for value in worth],
+        )
+        for i, worth in enumerate(credits_R)
+    ]
+
+
+def test_with_a_credit_rule_every_call_is_compared_with_the_rollouts_of_its_group() -> None:
+    experience = build_experience(credited("a", [[0.5, 1.5], [0.0, 0.0]]), max_length=100)
+    mean, factor = 0.5, 1 / (math.sqrt(0.5) + 1e-6)  # of 1.0 and 0.0, what the rollouts' calls are worth on average
+    expected = [(value - mean) * factor for value in (0.5, 1.5, 0.0, 0.0)]
+    assert [row.advantage for row in experience.rows] == pytest.approx(expected)
+
+
+def test_identical_credit_changes_nothing() -> None:
+    plain = build_experience(episodes("a", [1.0, 0.0]), max_length=100)
+    batch = [*credited("a", [[1.0, 1.0]]), *credited("a", [[0.0, 0.0]], final=0.0)]
+    assert [row.advantage for row in build_experience(batch, max_length=100).rows] == pytest.approx(
+        [row.advantage for row in plain.rows]
+    )
+
+
+def test_a_reward_that_was_emitted_after_a_call_is_no_credit() -> None:
+    batch = episodes("a", [1.0, 0.0])
+    batch[0] = Episode(batch[0].rollout, 1.0, [triplet(), triplet().model_copy(update={"reward": 9.0})])
+    rows = build_experience(batch, max_length=100).rows
+    assert rows[0].advantage == rows[1].advantage
+
+
+def test_groups_without_spread_give_no_rows_and_are_counted() -> None:
+    batch = episodes("a", [1.0, 1.0]) + episodes("b", [1.0, 0.0])
+    experience = build_experience(batch, max_length=100)
+    assert Counter(episode.group for episode, _ in experience.sources) == {"b": 4}
+    assert experience.metrics["groups_without_spread"] == 0.5
+    assert experience.metrics["groups"] == 2
+    assert experience.metrics["group_reward_std"] == 0.25
+    kept = build_experience(batch, Selection(keep_flat_groups=True), max_length=100)
+    assert [row.advantage for row in kept.rows[:4]] == [0, 0, 0, 0]
+    assert len(kept.rows) == 8
+
+
+def test_a_failed_rollout_counts_as_zero_or_is_left_out_as_the_user_says() -> None:
+    failed = Episode(rollout("a", 2, error=AttemptFailure(type="KeyError", message="x")), None, [], "KeyError")
+    batch = [*episodes("a", [1.0, 1.0]), failed]
+    counted = build_experience(batch, max_length=100)
+    assert len(counted.rows) == 4
+    assert counted.metrics["rollouts_filled"] == 1
+    assert counted.rows[0].advantage == pytest.approx((1 - 2 / 3) / (math.sqrt(1 / 3) + 1e-6))
+    left_out = build_experience(batch, Selection(failed_reward=None), max_length=100)
+    assert left_out.rows == []
+    assert (left_out.metrics["rollouts_left_out"], left_out.metrics["rollouts_filled"]) == (1, 0)
+    described = describe_episodes(batch)
+    assert (described["errors/KeyError"], described["rollouts_without_reward"]) == (1, 1)
+    assert described["reward"] == described["success"] == pytest.approx(2 / 3)
+
+
+def test_calls_without_tokens_and_calls_too_long_are_left_out_after_the_advantages() -> None:
+    batch = episodes("a", [1.0, 0.0])
+    batch[0] = Episode(batch[0].rollout, 1.0, [triplet(n_prompt=99), triplet(token_ids=[]), triplet()])
+    experience = build_experience(batch, max_length=100)
+    assert len(experience.rows) == 3
+    assert experience.metrics["calls_too_long"] == 1
+    assert experience.metrics["calls_without_tokens"] == 1
+    assert experience.rows[0].advantage == pytest.approx(-experience.rows[1].advantage)
+
+
+def test_an_attempt_that_lost_spans_is_not_trained_on(caplog: pytest.LogCaptureFixture) -> None:
+    episode = read_episode(rollout("a", 0, spans_dropped=3), [], agl.TraceToTriplet())
+    assert episode.error == "SpansDropped"
+    assert "3 of its spans were lost" in caplog.text
+    experience = build_experience([episode, *episodes("a", [1.0, 0.0])[1:]], max_length=100)
+    assert experience.rows == []
+
+
+def conversation(turns: int, **metadata: Any) -> list[agl.Triplet]:
+    """Calls whose tokens go on from each other: each is given one token more and answers with two."""
+    ids = [0, 1, 2]
+    calls = []
+    for turn in range(turns):
+        answer = [10 + turn, 20 + turn]
+        calls.append(
+            agl.Triplet(
+                prompt={"token_ids": list(ids)},
+                response={"token_ids": answer, "logprobs": [-1.0 - turn, -2.0 - turn]},
+                metadata={"response_id": f"chatcmpl-{turn}", **metadata},
+            )
+        )
+        ids += [*answer, 99]
+    return calls
+
+
+def merged(batch: list[Episode], **options: Any) -> list[Row]:
+    return build_experience(batch, Selection(rows="trajectories"), **{"max_length": 100, **options}).rows
+
+
+def test_calls_that_go_on_from_each_other_are_one_row() -> None:
+    batch = [Episode(rollout("a", i), reward, conversation(2)) for i, reward in enumerate([1.0, 0.0])]
+    row, other = merged(batch)
+    assert (row.prompt_ids, row.response_ids, row.mask) == ([0, 1, 2], [10, 20, 99, 11, 21], [1, 1, 0, 1, 1])
+    assert row.logprobs == [-1.0, -2.0, 0.0, -2.0, -3.0]
+    assert row.advantage == pytest.approx(-other.advantage)
+    assert row.rollout != other.rollout
+    span, _ = training_spans(build_experience(batch, Selection(rows="trajectories"), max_length=100), step=1)
+    assert list(span.attributes["agentlightning.training.mask"]) == [2, 1, 2]
+    assert list(span.attributes["agentlightning.training.response_ids"]) == ["chatcmpl-0", "chatcmpl-1"]
+
+
+def test_in_a_merged_row_every_call_keeps_its_own_credit() -> None:
+    worth = [[0.5, 1.5], [0.0, 0.0]]
+    batch = [
+        Episode(
+            rollout("a", i),
+            1.0,
+            [
+                call.model_copy(update={"reward": value, "metadata": {**call.metadata, "credit": "discounted"}})
+                for call, value in zip(conversation(2), values, strict=True)
+            ],
+        )
+        for i, values in enumerate(worth)
+    ]
+    row, _ = merged(batch)
+    apart = [row.advantage for row in build_experience(batch, max_length=100).rows]
+    assert row.advantages == pytest.approx([apart[0]] * 2 + [apart[1]] * 2)
+
+
+def test_a_merged_row_that_is_too_long_loses_its_last_calls_only() -> None:
+    batch = [Episode(rollout("a", i), reward, conversation(3)) for i, reward in enumerate([1.0, 0.0])]
+    experience = build_experience(batch, Selection(rows="trajectories"), max_length=9)
+    assert [len(row.prompt_ids) + len(row.response_ids) for row in experience.rows] == [8, 8]
+    assert experience.metrics["calls_too_long"] == 2
+    assert merged(batch, max_length=4) == []
+
+
+def test_answers_that_were_cut_off_or_are_too_old_are_left_out_after_the_advantages() -> None:
+    whole = Episode(rollout("a", 0), 1.0, conversation(1, finish_reason="stop", weight_version=4))
+    cut_off = Episode(rollout("a", 1), 0.0, conversation(1, finish_reason="length", weight_version=3))
+    experience = build_experience([whole, cut_off], Selection(drop_cut_off=True), max_length=100)
+    assert [row.advantage for row in experience.rows] == pytest.approx([0.5 / math.sqrt(0.5)], rel=1e-4)
+    assert experience.metrics["calls_cut_off"] == 1
+    experience = build_experience([whole, cut_off], max_length=100, oldest_version=4)
+    assert len(experience.rows) == 1
+    assert experience.metrics["calls_stale"] == 1
+    assert describe_episodes([whole, cut_off])["responses_cut_off"] == 0.5
+
+
+def test_a_penalty_is_taken_from_the_reward_before_it_is_compared() -> None:
+    batch = episodes("a", [1.0, 0.0])
+    experience = build_experience(
+        batch,
+        Selection(estimator="dr_grpo"),
+        max_length=100,
+        penalty=lambda rows: [[0.1] * len(row.response_ids) if i < 2 else [0.0, 0.0] for i, row in enumerate(rows)],
+    )
+    # The first rollout's two calls of two tokens cost 0.4 in all: 0.6 against 0.
+    assert [row.advantage for row in experience.rows] == pytest.approx([0.3, 0.3, -0.3, -0.3])
+    assert experience.metrics["reward_penalty"] == pytest.approx(0.2)
+
+
+def test_conversations_whose_tokens_do_not_go_on_are_counted_by_kind() -> None:
+    first, second = conversation(2)
+    messages = [{"role": "user", "content": "q"}]
+    answer = [{"role": "assistant", "content": "a"}]
+    history = [*messages, *answer, {"role": "user", "content": "again"}]
+    drifted = [
+        first.model_copy(
+            update={
+                "prompt": {**first.prompt, "raw_content": messages},
+                "response": {**first.response, "raw_content": answer},
+            }
+        ),
+        second.model_copy(update={"prompt": {"token_ids": [0, 1, 2, 10, 77, 99], "raw_content": history}}),
+    ]
+    metrics = build_experience([Episode(rollout("a", 0), 1.0, drifted)], max_length=100).metrics
+    assert sum(metrics[f"drift/{kind}"] for kind in ("template", "retokenisation", "other")) == 1
+
+
+def test_rewards_are_reported_by_source_of_the_task() -> None:
+    batch = [
+        Episode(rollout("a", i).model_copy(update={"input": {"source": source}}), reward, conversation(1 + i))
+        for i, (source, reward) in enumerate([("gsm8k", 1.0), ("gsm8k", 0.0), ("math", 0.5)])
+    ]
+    described = describe_episodes(batch, success_threshold=0.5)
+    assert (described["reward/gsm8k"], described["reward/math"]) == (0.5, 0.5)
+    assert described["success"] == pytest.approx(2 / 3)
+    assert (described["calls_per_rollout"], described["response_length"]) == (2, 2)
+
+
+def test_each_row_is_explained_by_a_span_in_its_own_attempt() -> None:
+    experience = build_experience(episodes("a", [1.0, 0.0], calls=1), max_length=100)
+    spans = training_spans(experience, step=7)
+    assert [span.span_id for span in spans] == [span.span_id for span in training_spans(experience, step=7)]
+    assert [(span.rollout_id, span.attempt_id) for span in spans] == [("ro-a0", "at-a0"), ("ro-a1", "at-a1")]
+    assert spans[0].attributes["agentlightning.training.step"] == 7
+    assert not any(map(agl.semconv.is_llm_call, spans)), "a step that is done again reads them with the calls"
+    assert spans[0].attributes["gen_ai.response.id"] == "chatcmpl-1"
+
+
+def test_tasks_are_drawn_without_repetition_and_as_a_function_of_the_position() -> None:
+    dataset = list(range(10, 18))
+    drawn = [task for step in range(4) for _, task in draw_tasks(dataset, 2, 2 * step, seed=1)]
+    assert sorted(drawn) == dataset
+    assert draw_tasks(dataset, 2, 6, seed=1) == draw_tasks(dataset, 2, 6, seed=1)
+    assert draw_tasks(dataset, 8, 0, seed=1) != draw_tasks(dataset, 8, 0, seed=2)
+    across_epochs = [task for _, task in draw_tasks(dataset, 12, 0, seed=1)]
+    assert Counter(across_epochs).total() == 12
+    assert max(Counter(across_epochs).values()) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"rollouts_per_task": 1}, "rollouts_per_task = 1: a group needs at least 2"),
+        ({"tasks_per_step": 0}, "tasks_per_step = 0"),
+        ({"steps": 0}, "steps = 0: at least 1"),
+        ({"eval_every": -1}, "eval_every = -1"),
+        ({"staleness": 2}, "staleness = 2"),
+        ({"sampling": {"temprature": 0.7}}, "sampling has no key 'temprature'. Did you mean 'temperature'"),
+        ({"eval_sampling": {"max_token": 3}}, "eval_sampling has no key 'max_token'. Did you mean 'max_tokens'"),
+        ({"sampling": {"temperature": 0}}, "a group then has no spread"),
+        ({"sampling": {"temperature": "hot"}}, "temperature = 'hot'"),
+        ({"model": "/no/such/model"}, "model = '/no/such/model': there is no such directory"),
+        ({"model": "./chekpoint"}, "there is no such directory"),
+        ({"model": "."}, "that directory has no config.json"),
+        ({"staleness": 1, "update": UpdateSettings(old_logprobs="trainer")}, "nothing corrects for the older weights"),
+        ({"checkpoint_every": 0}, "checkpoint_every = 0"),
+        ({"sampling": {"top_p": 0.9}}, "needs the whole distribution"),
+        ({"sampling": {"seed": 1}}, "seed = 1 would give all rollouts of a task the same answers"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(settings: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(agl.ConfigError, match=re.escape(complaint)):
+        GRPO(**{"model": "nowhere", **settings})
+
+
+def test_the_schedule_spans_the_steps_and_the_temperature_is_that_of_sampling() -> None:
+    algorithm = GRPO(model="nowhere", steps=40, sampling={"temperature": 0.7})
+    assert (algorithm.update.total_updates, algorithm.update.temperature) == (40, 0.7)
+    assert algorithm.eval_sampling["temperature"] == 0.0
+
+
+@pytest.mark.parametrize(("own", "expected"), [(None, 7), (0, 0), (3, 3)])
+async def test_everything_is_drawn_with_the_runs_seed_unless_it_has_its_own(
+    own: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened_with: list[Any] = []
+
+    async def open_session(*arguments: Any) -> None:
+        opened_with.extend(arguments)
+        raise agl.ConfigError("far enough")
+
+    monkeypatch.setattr("agentlightning_algorithms.grpo.algorithm.open_session", open_session)
+    algorithm = GRPO(model="nowhere", seed=own)
+    algorithm.context = agl.RunContext(adapter=agl.TraceToTriplet(), seed=7)
+    with pytest.raises(agl.ConfigError, match="far enough"):
+        await algorithm.run(["task"])
+    seeds = [value.seed for value in opened_with if isinstance(value, (SessionSettings, UpdateSettings))]
+    assert seeds == [expected, expected]

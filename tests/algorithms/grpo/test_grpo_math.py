@@ -1,0 +1,301 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from agentlightning_algorithms.grpo.learning.advantage import Estimator, group_advantages, zero_spread_groups
+from agentlightning_algorithms.grpo.learning.correction import (
+    MaskLevel,
+    WeightLevel,
+    importance_weights,
+    trusted_tokens,
+)
+from agentlightning_algorithms.grpo.learning.loss import (
+    Aggregation,
+    KlEstimator,
+    Objective,
+    aggregate,
+    clipped_surrogate,
+    clipped_weight_surrogate,
+    kl_penalty,
+    loss_normalizer,
+    sequence_surrogate,
+)
+
+GOLDEN: dict[str, Any] = json.loads((Path(__file__).parent / "verl_golden.json").read_text())
+VERL = GOLDEN["verl_0.9.1"]
+REWARDS, GROUPS = GOLDEN["inputs"]["rewards"], GOLDEN["inputs"]["uid"]
+AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
+
+
+def given_tensor(name: str) -> Tensor:
+    return torch.tensor(GOLDEN["inputs"][name], dtype=torch.float64)
+
+
+def assert_equal(ours: Tensor, golden: object) -> None:
+    torch.testing.assert_close(ours, torch.tensor(golden, dtype=torch.float64), rtol=0, atol=1e-6)
+
+
+# Advantages
+
+
+@pytest.mark.parametrize(
+    ("estimator", "golden"),
+    [
+        ("grpo", "grpo_norm_True"),
+        ("dr_grpo", "grpo_norm_False"),
+        ("rloo", "adv_rloo"),
+        ("reinforce_plus_plus_baseline", "adv_reinforce_plus_plus_baseline"),
+        ("opo", "adv_opo"),
+    ],
+)
+def test_advantages_equal_verls(estimator: Estimator, golden: str) -> None:
+    tokens_R = [int(n) for n in given_tensor("mask").sum(-1)]
+    advantages = group_advantages(REWARDS, GROUPS, estimator, tokens_R=tokens_R)
+    advantage_B = torch.tensor(advantages, dtype=torch.float64)
+    assert_equal(advantage_B[:, None] * given_tensor("mask"), VERL[golden])
+
+
+@given(
+    st.lists(st.tuples(st.floats(-10, 10), st.sampled_from("abc")), min_size=1, max_size=20),
+    st.sampled_from(get_args(Estimator)),
+    st.randoms(use_true_random=False),
+)
+def test_an_advantage_depends_on_its_group_and_not_on_the_order(
+    rollouts: list[tuple[float, str]], estimator: Estimator, random: Any
+) -> None:
+    order = random.sample(range(len(rollouts)), len(rollouts))
+    rewards, groups = [r for r, _ in rollouts], [g for _, g in rollouts]
+    tokens = [1 + i % 3 for i in range(len(rewards))]
+    plain = group_advantages(rewards, groups, estimator, tokens_R=tokens)
+    shuffled = group_advantages(
+        [rewards[i] for i in order], [groups[i] for i in order], estimator, tokens_R=[tokens[i] for i in order]
+    )
+    assert shuffled == pytest.approx([plain[i] for i in order], abs=1e-6)
+    if estimator == "reinforce_plus_plus_baseline":  # whitens over the whole batch
+        return
+    alone = [i for i, group in enumerate(groups) if group == "a"]
+    assert group_advantages(
+        [rewards[i] for i in alone], ["a"] * len(alone), estimator, tokens_R=[tokens[i] for i in alone]
+    ) == pytest.approx([plain[i] for i in alone], abs=1e-9)
+
+
+@given(st.lists(st.floats(-10, 10), min_size=2, max_size=20), st.sampled_from(get_args(Estimator)))
+def test_advantages_of_a_group_add_up_to_nothing(rewards: list[float], estimator: Estimator) -> None:
+    assert math.fsum(group_advantages(rewards, ["g"] * len(rewards), estimator)) == pytest.approx(0, abs=1e-6)
+
+
+def test_groups_without_spread_are_told() -> None:
+    rewards = [0.1, 0.1, 0.1 + 1e-12, 1, 0, 0.7]
+    assert zero_spread_groups(rewards, ["flat", "flat", "flat", "spread", "spread", "single"]) == {"flat", "single"}
+    assert group_advantages([0.1, 0.1, 0.1], ["flat"] * 3) == pytest.approx([0, 0, 0], abs=1e-9)
+
+
+def test_a_rollout_alone_in_its_group_keeps_its_reward_as_in_verl() -> None:
+    assert group_advantages([0.7], ["a"], "rloo") == [0.7]
+    assert group_advantages([0.7], ["a"], "grpo") == pytest.approx([0.7 / (1 + 1e-6)])
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+def test_a_reward_that_is_no_number_is_refused_by_name(reward: float) -> None:
+    with pytest.raises(ValueError, match=r"rollout 1 \(group 'b'\)"):
+        group_advantages([0.0, reward], ["a", "b"])
+
+
+# Loss
+
+
+def test_the_clipped_loss_and_its_gradient_and_metrics_equal_verls() -> None:
+    logprob_BT = given_tensor("new").requires_grad_()
+    mask_BT = given_tensor("mask")
+    advantage_B = torch.tensor(group_advantages(REWARDS, GROUPS), dtype=torch.float64)
+    # The golden loss was made with clip_ratio_low = 0.2 and clip_ratio_high = 0.28.
+    surrogate = clipped_surrogate(logprob_BT, given_tensor("old"), advantage_B[:, None], clip_high=0.28)
+    loss = aggregate(surrogate.loss_BT, mask_BT)
+    loss.backward()
+    assert logprob_BT.grad is not None
+    assert_equal(loss.detach(), VERL["loss_vanilla"])
+    assert_equal(logprob_BT.grad, VERL["grad_vanilla"])
+    golden = VERL["metrics_vanilla"]
+    assert_equal(aggregate(surrogate.clipped_BT, mask_BT), golden["actor/pg_clipfrac"])
+    assert_equal(aggregate(surrogate.dual_clipped_BT, mask_BT), golden["actor/pg_clipfrac_lower"])
+    assert_equal(aggregate(-surrogate.log_ratio_BT, mask_BT), golden["actor/ppo_kl"])
+
+
+@pytest.mark.parametrize(
+    ("surrogate", "golden"),
+    [(sequence_surrogate, "gspo"), (clipped_weight_surrogate, "cispo")],
+)
+def test_gspo_and_cispo_and_their_gradients_equal_verls(surrogate: Any, golden: str) -> None:
+    logprob_BT = given_tensor("new").requires_grad_()
+    mask_BT = given_tensor("mask")
+    advantage_B = torch.tensor(group_advantages(REWARDS, GROUPS), dtype=torch.float64)
+    given_masks = (mask_BT,) if golden == "gspo" else ()
+    found = surrogate(logprob_BT, given_tensor("old"), advantage_B[:, None], *given_masks, clip_low=0.2, clip_high=0.28)
+    loss = aggregate(found.loss_BT, mask_BT, "seq-mean-token-mean")  # which verl was asked for
+    loss.backward()
+    assert_equal(loss.detach(), VERL[f"loss_{golden}"])
+    assert logprob_BT.grad is not None
+    assert_equal(logprob_BT.grad, VERL[f"grad_{golden}"])
+
+
+@pytest.mark.parametrize(
+    ("level", "lower", "golden"),
+    [("token", None, "is_token_2.0"), ("sequence", None, "is_sequence_2.0"), ("token", 0.5, "is_token_0.5_2.0")],
+)
+def test_importance_weights_equal_verls(level: WeightLevel, lower: float | None, golden: str) -> None:
+    log_ratio_BT = given_tensor("old") - given_tensor("rollout")
+    assert_equal(importance_weights(log_ratio_BT, given_tensor("mask"), level, upper=2.0, lower=lower), VERL[golden])
+
+
+@pytest.mark.parametrize(
+    ("level", "lower", "upper", "golden"),
+    [
+        ("token", 0.5, 2.0, "rs_token_k1_0.5_2.0"),
+        ("sequence", 0.5, 2.0, "rs_seq_sum_k1_0.5_2.0"),
+        ("sequence-mean", 0.8, 1.25, "rs_seq_mean_k1_0.8_1.25"),
+    ],
+)
+def test_trust_masks_equal_verls(level: MaskLevel, lower: float, upper: float, golden: str) -> None:
+    log_ratio_BT = given_tensor("old") - given_tensor("rollout")
+    assert_equal(trusted_tokens(log_ratio_BT, given_tensor("mask"), level, lower=lower, upper=upper), VERL[golden])
+
+
+@given(st.integers(0, 1000), st.integers(1, 5), st.sampled_from(get_args(Objective)))
+def test_a_rows_loss_does_not_depend_on_padding_or_other_rows(seed: int, length: int, objective: Objective) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    new_BT, old_BT, advantage_B1 = (
+        torch.randn(3, width, generator=generator, dtype=torch.float64) for width in (5, 5, 1)
+    )
+    mask_BT = (torch.arange(5) < torch.tensor([[length], [5], [1]])).double()
+
+    def losses(rows: slice, width: int) -> Tensor:
+        arguments = (new_BT[rows, :width], old_BT[rows, :width], advantage_B1[rows])
+        if objective == "gspo":
+            return sequence_surrogate(*arguments, mask_BT[rows, :width]).loss_BT
+        return (clipped_surrogate if objective == "ppo" else clipped_weight_surrogate)(*arguments).loss_BT
+
+    torch.testing.assert_close(losses(slice(0, 1), length)[0], losses(slice(0, 3), 5)[0, :length])
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "slope", "clipped", "dual"),
+    [
+        (1.1, 1.0, -1.1, -1.1, 0, 0),
+        (1.5, 1.0, -1.4, 0.0, 1, 0),  # held at 1 + clip_high
+        (0.5, 1.0, -0.5, -0.5, 0, 0),
+        (0.5, -1.0, 0.9, 0.0, 1, 0),  # held at 1 - clip_low
+        (2.5, -1.0, 2.5, 2.5, 0, 0),
+        (5.0, -1.0, 3.0, 0.0, 0, 1),  # held at dual_clip
+    ],
+)
+def test_the_surrogate_holds_the_ratio_where_the_papers_say(
+    ratio: float, advantage: float, loss: float, slope: float, clipped: int, dual: int
+) -> None:
+    logprob = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
+    surrogate = clipped_surrogate(
+        logprob, torch.zeros(1, 1, dtype=torch.float64), torch.tensor([[advantage]]), clip_low=0.1, clip_high=0.4
+    )
+    surrogate.loss_BT.sum().backward()
+    assert logprob.grad is not None
+    assert surrogate.loss_BT.item() == pytest.approx(loss)
+    assert logprob.grad.item() == pytest.approx(slope)
+    assert (surrogate.clipped_BT.item(), surrogate.dual_clipped_BT.item()) == (clipped, dual)
+
+
+def test_without_dual_clip_the_loss_is_unbounded() -> None:
+    logprob = torch.tensor([[math.log(5.0)]])
+    assert clipped_surrogate(
+        logprob, torch.zeros(1, 1), torch.tensor([[-1.0]]), dual_clip=None
+    ).loss_BT.item() == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize("estimator", get_args(KlEstimator))
+def test_kl_estimates_equal_verls(estimator: KlEstimator) -> None:
+    assert_equal(kl_penalty(given_tensor("new"), given_tensor("ref"), estimator), VERL[f"kl_{estimator}"])
+
+
+def test_gradients_of_kl_estimates_are_those_of_their_formulas() -> None:
+    new_BT, ref_BT = given_tensor("new"), given_tensor("ref")
+    slopes = {"k1": torch.ones_like(new_BT), "k2": new_BT - ref_BT, "k3": 1.0 - (ref_BT - new_BT).exp()}
+    for estimator in get_args(KlEstimator):
+        logprob_BT = new_BT.clone().requires_grad_()
+        kl_penalty(logprob_BT, ref_BT, estimator).sum().backward()
+        assert logprob_BT.grad is not None
+        assert_equal(logprob_BT.grad, slopes[estimator].tolist())
+
+
+def test_k1_and_k3_average_to_the_kl_divergence() -> None:
+    p, q = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.3, 0.3, 0.4])
+    divergence = (p * (p.log() - q.log())).sum()
+    for estimator in ("k1", "k3"):
+        torch.testing.assert_close((p * kl_penalty(p.log(), q.log(), estimator)).sum(), divergence)
+
+
+@pytest.mark.parametrize("aggregation", [name for name in AGGREGATIONS if name != "rollout-mean"])
+def test_aggregations_equal_verls(aggregation: Aggregation) -> None:
+    ours = aggregate(given_tensor("new"), given_tensor("mask"), aggregation, horizon=5)
+    assert_equal(ours, VERL[f"agg_{aggregation}"])
+
+
+def test_the_mean_over_rollouts_does_not_depend_on_how_many_rows_each_was_cut_into() -> None:
+    value_BT, mask_BT = random_batch([3, 2, 4])
+    lengths_B = torch.tensor([5.0, 5.0, 4.0], dtype=torch.float64)  # the first two rows are one rollout
+    ours = aggregate(value_BT, mask_BT, "rollout-mean", rollout_length_B=lengths_B)
+    first = torch.cat([value_BT[0, :3], value_BT[1, :2]]).mean()
+    torch.testing.assert_close(ours, (first + value_BT[2, :4].mean()) / 2)
+    with pytest.raises(ValueError, match="rollout-mean needs rollout_length_B"):
+        aggregate(value_BT, mask_BT, "rollout-mean")
+
+
+lengths = st.lists(st.integers(0, 5), min_size=1, max_size=6).filter(any)
+
+
+def random_batch(row_lengths: list[int]) -> tuple[Tensor, Tensor]:
+    mask_BT = (torch.arange(5) < torch.tensor(row_lengths)[:, None]).double()
+    return torch.randn(mask_BT.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), mask_BT
+
+
+def rollout_lengths(row_lengths: list[int], copies: list[int] | None = None) -> Tensor:
+    """Rows 2k and 2k + 1 are of one rollout."""
+    counted = [n * c for n, c in zip(row_lengths, copies or [1] * len(row_lengths), strict=True)]
+    return torch.tensor([sum(counted[i - i % 2 : i - i % 2 + 2]) for i in range(len(counted))]).double()
+
+
+@given(lengths, st.integers(0, 6), st.sampled_from(AGGREGATIONS))
+def test_the_shares_of_a_batch_add_up_to_the_whole(row_lengths: list[int], cut: int, aggregation: Aggregation) -> None:
+    value_BT, mask_BT = random_batch(row_lengths)
+    lengths_B = rollout_lengths(row_lengths)
+    whole = loss_normalizer(mask_BT, aggregation, rollout_length_B=lengths_B, horizon=7)
+    shares = [
+        aggregate(value_BT[part], mask_BT[part], aggregation, normalizer=whole, rollout_length_B=lengths_B[part])
+        for part in (slice(cut), slice(cut, None))
+    ]
+    at_once = aggregate(value_BT, mask_BT, aggregation, rollout_length_B=lengths_B, horizon=7)
+    torch.testing.assert_close(sum(shares), at_once)
+
+
+@given(lengths, st.data(), st.sampled_from(AGGREGATIONS))
+def test_a_weight_counts_as_so_many_copies_of_the_row(
+    row_lengths: list[int], data: st.DataObject, aggregation: Aggregation
+) -> None:
+    value_BT, mask_BT = random_batch(row_lengths)
+    size = len(row_lengths)
+    copies = data.draw(st.lists(st.integers(0, 3), min_size=size, max_size=size))
+    if not any(n and c for n, c in zip(row_lengths, copies, strict=True)):
+        copies = [1] * size
+    index = [i for i, count in enumerate(copies) for _ in range(count)]
+    lengths_B = rollout_lengths(row_lengths, copies)
+    weighted = aggregate(
+        value_BT, mask_BT, aggregation, weight_B=torch.tensor(copies).double(), rollout_length_B=lengths_B
+    )
+    copied = aggregate(value_BT[index], mask_BT[index], aggregation, rollout_length_B=lengths_B[index])
+    torch.testing.assert_close(weighted, copied)

@@ -1,0 +1,144 @@
+"""A training that is killed with SIGKILL ends like one that is not, and runs no rollout twice that had finished."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import agentlightning as agl
+from agentlightning_plugins.demo.training import CHECKPOINT
+from tests.algorithms.grpo import grpo_program
+
+REPO = Path(__file__).parents[2]
+STEPS = 3
+
+
+def start(directory: Path, log: Path) -> subprocess.Popen[bytes]:
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.algorithms.grpo.grpo_program", str(directory), str(STEPS)],
+            cwd=REPO,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])},
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Ends the trainer and everything it started, at once; none of them can say goodbye."""
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+async def finished(directory: Path) -> dict[str, tuple[str, float | None]]:
+    """Status and end of every rollout there is, by id."""
+    if not (directory.parent / f"{directory.name}.db").is_file():
+        return {}
+    store = agl.create_store(f"sqlite:///{directory.parent}/{directory.name}.db")
+    try:
+        return {r.rollout_id: (r.status, r.end_time) for r in (await store.query_rollouts()).items}
+    finally:
+        await store.close()
+
+
+async def rewards(directory: Path) -> list[dict[str, float]]:
+    """What every step earned, in training and in evaluation."""
+    store = agl.create_store(f"sqlite:///{directory.parent}/{directory.name}.db")
+    try:
+        steps = (await store.query_metrics()).items
+    finally:
+        await store.close()
+    names = ("reward", "val_reward", "calls", "response_length", "rows")
+    return [{name: step.values[name] for name in names if name in step.values} for step in steps]
+
+
+def weights(directory: Path) -> torch.Tensor:
+    return torch.cat([value.float().flatten() for value in load_file(directory / "model.safetensors").values()])
+
+
+def wait_for(condition: object, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + 200
+    while not condition():  # type: ignore[operator] # a function of no arguments
+        assert process.poll() is None, log.read_text()[-3000:]
+        assert time.monotonic() < deadline, log.read_text()[-3000:]
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_killed_training_ends_as_if_it_had_not_been_killed(tmp_path: Path) -> None:
+    directory, log = tmp_path / "run", tmp_path / "log"
+    # Once after the first checkpoint, in the middle of a step's rollouts; once while a checkpoint is written.
+    process = start(directory, log)
+    checkpoint = directory / "checkpoint" / "updater.pt"
+    wait_for(checkpoint.is_file, process, log)
+    time.sleep(0.15)
+    kill(process)
+    before = asyncio.run(finished(directory))
+    step = torch.load(checkpoint, weights_only=True)["updates"]
+    assert 1 <= step < STEPS
+
+    process = start(directory, log)
+    written = checkpoint.stat().st_mtime_ns
+    scratch = directory / f".checkpoint.{process.pid}.tmp"
+    wait_for(
+        lambda: scratch.exists() or (checkpoint.is_file() and checkpoint.stat().st_mtime_ns > written), process, log
+    )
+    kill(process)
+
+    process = start(directory, log)
+    assert process.wait(timeout=400) == 0, log.read_text()[-3000:]
+    state = torch.load(checkpoint, weights_only=True)
+    assert state["updates"] == state["caller"]["step"] == STEPS
+    assert state["caller"]["position"] == 3 * STEPS
+
+    async def check() -> None:
+        store = agl.create_store(f"sqlite:///{tmp_path}/run.db")
+        try:
+            rollouts = (await store.query_rollouts()).items
+            metrics = (await store.query_metrics()).items
+            latest = await store.get_latest_resources()
+        finally:
+            await store.close()
+        assert [item.step for item in metrics] == list(range(STEPS + 1))
+        assert all("loss" in item.values and item.values["rollouts"] == 12 for item in metrics[1:])
+        assert {item.step for item in metrics if "val_reward" in item.values} == {0, 2, 3}
+        counted = Counter((r.mode, (r.metadata or {})["step"]) for r in rollouts)
+        assert counted == {
+            **{("train", step): 12 for step in range(STEPS)},
+            ("val", 0): 4, ("val", 2): 4, ("val", 3): 4,
+        }  # fmt: skip
+        assert {r.status for r in rollouts} == {"succeeded"}
+        ended = {r.rollout_id: (r.status, r.end_time) for r in rollouts}
+        for rollout_id, (status, end_time) in before.items():
+            if status == "succeeded":
+                assert ended[rollout_id] == (status, end_time)  # and was not run again
+        assert latest is not None
+
+    asyncio.run(check())
+    assert len(json.loads((directory / "run.json").read_text())["resumed_at"]) == 2
+    assert not list(directory.glob("*.tmp")), "what the killed process had begun to write is gone"
+    assert not list(directory.glob(".*.tmp"))
+
+    # Another one with the same luck, which nobody disturbs; it finds no checkpoint and begins at the beginning.
+    undisturbed = tmp_path / "undisturbed"
+    undisturbed.mkdir()
+    shutil.copy(directory / "run.json", undisturbed)
+    grpo_program.main(undisturbed, STEPS)
+    assert asyncio.run(rewards(directory)) == asyncio.run(rewards(undisturbed))
+    begin, killed, spared = map(weights, (CHECKPOINT, directory / "checkpoint", undisturbed / "checkpoint"))
+    # Batches that are put together differently round differently; other rows would be as far away as the beginning.
+    assert (killed - spared).norm() < 0.02 * (spared - begin).norm()

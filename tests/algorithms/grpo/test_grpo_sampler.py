@@ -1,0 +1,413 @@
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from concurrent.futures import CancelledError, Future
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentlightning.errors import ConfigError
+from agentlightning_algorithms.grpo.learning.updater import Row
+from agentlightning_algorithms.grpo.model.policy import Policy, load_policy
+from agentlightning_algorithms.grpo.server.sampler import Sampler
+from agentlightning_algorithms.grpo.server.sampling import Generation, SamplingParams, Token, draw_tokens
+
+TOLERANCE = 1e-5
+"""What sampler and trainer may differ by in float32."""
+
+
+@pytest.fixture
+def sampler(tiny_policy: Policy) -> Iterator[Sampler]:
+    sampler = Sampler(tiny_policy, max_batch_size=5, seed=0)
+    yield sampler
+    sampler.close()
+
+
+def random_prompts(count: int, seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(256) for _ in range(rng.randint(1, 60))] for _ in range(count)]
+
+
+def collect(futures: list[Future[Generation]]) -> list[Generation]:
+    return [future.result(timeout=60) for future in futures]
+
+
+def largest_gap(policy: Policy, prompts: list[list[int]], generations: list[Generation], temperature: float) -> float:
+    rows = [Row(p, g.token_ids, g.logprobs, 0.0) for p, g in zip(prompts, generations, strict=True)]
+    scores = policy.score(rows, temperature)
+    return max(
+        abs(a - b) for row, score in zip(rows, scores, strict=True) for a, b in zip(row.logprobs, score, strict=True)
+    )
+
+
+# Drawing
+
+
+def naive_distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Token by token from the likeliest, as the definitions say."""
+    kept = torch.zeros_like(logits)
+    probability = (logits.double() / params.temperature).softmax(-1)
+    order = sorted(range(len(logits)), key=lambda i: -probability[i].item())[: params.top_k or None]
+    total = sum(probability[i].item() for i in order)
+    reached = 0.0
+    for i in order:
+        if reached >= params.top_p:
+            break
+        kept[i] = probability[i]
+        reached += probability[i].item() / total
+    return (kept / kept.sum()).float()
+
+
+settings_of_a_row = st.builds(
+    SamplingParams,
+    max_tokens=st.just(1),
+    temperature=st.sampled_from([0.5, 1.0, 2.0]),
+    top_p=st.sampled_from([0.05, 0.5, 0.9, 1.0]),
+    top_k=st.integers(0, 12),
+)
+
+
+@given(st.lists(settings_of_a_row, min_size=1, max_size=5), st.integers(0, 1000))
+def test_each_row_is_drawn_from_its_own_filtered_distribution(rows: list[SamplingParams], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(len(rows), 10, generator=generator)
+    uniform = torch.rand(len(rows), generator=generator).tolist()
+    drawn = draw_tokens(logits, rows, uniform)
+    for i, params in enumerate(rows):
+        expected = naive_distribution(logits[i], params)
+        torch.testing.assert_close(drawn.logprobs_nV[i].exp(), expected, atol=1e-5, rtol=1e-5)
+        token = int(drawn.token_n[i])
+        assert drawn.logprob_n[i] == drawn.logprobs_nV[i, token]
+        below = expected[:token].sum().item()
+        assert below - 1e-5 <= uniform[i] <= below + expected[token].item() + 1e-5
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.5, 1.0 - 2**-53])
+def test_what_is_filtered_out_is_never_drawn(uniform: float) -> None:
+    logits = torch.tensor([[0.0, 3.0, 2.0, 1.0, 0.0, 0.0]])
+    drawn = draw_tokens(logits, [SamplingParams(max_tokens=1, top_k=3)], [uniform])
+    assert int(drawn.token_n[0]) in (1, 2, 3)
+    assert torch.isfinite(drawn.logprob_n).all()
+
+
+def test_temperature_zero_takes_the_likeliest_token_next_to_rows_that_sample() -> None:
+    logits = torch.tensor([[0.0, 5.0, 1.0], [0.0, 0.0, 0.1]])
+    drawn = draw_tokens(
+        logits, [SamplingParams(max_tokens=1, temperature=0.0, top_p=0.1), SamplingParams(max_tokens=1)], [0.0, 0.0]
+    )
+    assert drawn.token_n.tolist() == [1, 0]
+    torch.testing.assert_close(drawn.logprobs_nV, logits.log_softmax(-1))
+
+
+# The running batch
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
+def test_sampler_and_trainer_agree_whatever_shares_the_batch(
+    tiny_policy: Policy, sampler: Sampler, temperature: float
+) -> None:
+    prompts = random_prompts(24)
+    prompts += prompts[:4]  # the same prompt twice is prefilled once
+    params = [SamplingParams(max_tokens=1 + i % 17, temperature=temperature) for i in range(len(prompts))]
+    generations = collect([sampler.submit(p, q) for p, q in zip(prompts, params, strict=True)])
+    sampler.close()
+    assert largest_gap(tiny_policy, prompts, generations, temperature) <= TOLERANCE
+    assert all(len(g.token_ids) <= q.max_tokens for g, q in zip(generations, params, strict=True))
+
+
+def test_rows_of_different_temperatures_share_a_batch(tiny_policy: Policy, sampler: Sampler) -> None:
+    prompts = random_prompts(10)
+    temperatures = [0.5 + 0.1 * i for i in range(10)]
+    generations = collect(
+        [
+            sampler.submit(p, SamplingParams(max_tokens=8, temperature=t))
+            for p, t in zip(prompts, temperatures, strict=True)
+        ]
+    )
+    sampler.close()
+    for prompt, generation, temperature in zip(prompts, generations, temperatures, strict=True):
+        assert largest_gap(tiny_policy, [prompt], [generation], temperature) <= TOLERANCE
+
+
+def test_a_seeded_request_gets_the_same_response_alone_and_in_a_crowd(sampler: Sampler) -> None:
+    prompts = random_prompts(12)
+    params = [SamplingParams(max_tokens=12, seed=i) for i in range(12)]
+    alone = [collect([sampler.submit(p, q)])[0].token_ids for p, q in zip(prompts, params, strict=True)]
+    crowd = collect([sampler.submit(p, q) for p, q in zip(prompts, params, strict=True)])
+    assert [g.token_ids for g in crowd] == alone
+    other = collect([sampler.submit(prompts[0], SamplingParams(max_tokens=12, seed=i)) for i in range(20, 26)])
+    assert len({tuple(g.token_ids) for g in other}) > 1
+
+
+def test_greedy_responses_are_those_of_transformers(tiny_policy: Policy, sampler: Sampler) -> None:
+    for prompt in random_prompts(4, seed=1):
+        expected = cast(Any, tiny_policy.model).generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=16, do_sample=False
+        )
+        (generation,) = collect([sampler.submit(prompt, SamplingParams(max_tokens=16, temperature=0.0))])
+        assert generation.token_ids == expected[0, len(prompt) :].tolist()
+
+
+def test_a_response_ends_at_its_stop_token_or_its_length(tiny_policy: Policy, sampler: Sampler) -> None:
+    prompt = random_prompts(1)[0]
+    (free,) = collect([sampler.submit(prompt, SamplingParams(max_tokens=20, temperature=0.0))])
+    assert free.finish_reason == "length"
+    assert len(free.token_ids) == 20
+    tiny_policy.stop_ids = frozenset({free.token_ids[7]})
+    (stopped,) = collect([sampler.submit(prompt, SamplingParams(max_tokens=20, temperature=0.0))])
+    end = free.token_ids.index(free.token_ids[7]) + 1
+    assert (stopped.token_ids, stopped.finish_reason) == (free.token_ids[:end], "stop")
+
+
+def test_a_response_ends_with_the_token_that_completes_a_stop_string(sampler: Sampler, tiny_policy: Policy) -> None:
+    prompt = random_prompts(1)[0]
+    tokens = collect([sampler.submit(prompt, SamplingParams(max_tokens=30, seed=1))])[0].token_ids
+    text = [str(tiny_policy.tokenizer.decode([token])) for token in tokens]
+    at = next(i for i in range(10, 29) if (text[i] + text[i + 1]).isascii() and (text[i] + text[i + 1]).isprintable())
+    stop = text[at] + text[at + 1]
+    (generation,) = collect([sampler.submit(prompt, SamplingParams(max_tokens=30, seed=1, stop=("never", stop)))])
+    assert generation.finish_reason == "stop"
+    assert generation.token_ids == tokens[: len(generation.token_ids)]
+    said = str(tiny_policy.tokenizer.decode(generation.token_ids))
+    assert said.endswith(stop)
+    assert said.count(stop) == 1
+
+
+def test_likeliest_tokens_are_reported_from_the_filtered_distribution(sampler: Sampler) -> None:
+    params = SamplingParams(max_tokens=6, top_k=3, top_logprobs=3, temperature=0.8)
+    plain, asked = collect([sampler.submit([1, 2], SamplingParams(max_tokens=6)), sampler.submit([1, 2], params)])
+    assert plain.top_logprobs == []
+    for token, logprob, likeliest in zip(asked.token_ids, asked.logprobs, asked.top_logprobs, strict=True):
+        values = [value for _, value in likeliest]
+        assert values == sorted(values, reverse=True)
+        assert torch.tensor(values).exp().sum().item() == pytest.approx(1.0, abs=1e-5)
+        assert (token, logprob) in likeliest
+
+
+def test_a_cancelled_request_leaves_the_batch(sampler: Sampler) -> None:
+    futures = [sampler.submit([1], SamplingParams(max_tokens=400, top_p=0.9)) for _ in range(20)]
+    while not sampler.running:
+        time.sleep(0.001)
+    assert all(future.cancel() for future in futures if not future.done())
+    (generation,) = collect([sampler.submit([2], SamplingParams(max_tokens=2))])
+    assert len(generation.token_ids) == 2
+    deadline = time.monotonic() + 60
+    while (sampler.running or sampler.waiting) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert (sampler.running, sampler.waiting) == (0, 0)
+
+
+def moved_weights(tiny_model: Path, directory: Path) -> Policy:
+    policy = load_policy(tiny_model)
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.mul_(1.2)
+    policy.save(directory)
+    return policy
+
+
+def test_a_swap_waits_for_the_rows_before_it_and_holds_for_those_after(
+    tiny_policy: Policy, tiny_model: Path, tmp_path: Path, sampler: Sampler
+) -> None:
+    moved = moved_weights(tiny_model, tmp_path)
+    prompts = random_prompts(16)
+    params = SamplingParams(max_tokens=40)
+    before = [sampler.submit(p, params) for p in prompts[:8]]
+    swap = sampler.load_weights(tmp_path, 7)
+    after = [sampler.submit(p, params) for p in prompts[8:]]
+    swap.result(timeout=60)
+    assert all(future.done() for future in before)
+    assert [g.weight_version for g in collect(before)] == [0] * 8
+    assert [g.weight_version for g in collect(after)] == [7] * 8
+    sampler.close()
+    assert largest_gap(load_policy(tiny_model), prompts[:8], collect(before), 1.0) <= TOLERANCE
+    assert largest_gap(moved, prompts[8:], collect(after), 1.0) <= TOLERANCE
+
+
+def test_a_version_of_the_weights_is_sampled_alike_whatever_was_sampled_before(
+    tiny_policy: Policy, tiny_model: Path
+) -> None:
+    def sample(version: int, before: int, greedy: int) -> list[list[int]]:
+        sampler = Sampler(tiny_policy, seed=0)
+        collect([sampler.submit([1], SamplingParams(max_tokens=5)) for _ in range(before)])
+        sampler.load_weights(tiny_model, version).result(timeout=60)
+        collect([sampler.submit([1], SamplingParams(max_tokens=5, temperature=0.0)) for _ in range(greedy)])
+        said = [collect([sampler.submit([1], SamplingParams(max_tokens=9))])[0].token_ids for _ in range(3)]
+        sampler.close()
+        return said
+
+    assert sample(3, before=2, greedy=2) == sample(3, before=0, greedy=0)
+    assert sample(3, before=0, greedy=0) != sample(4, before=0, greedy=0)
+
+
+def test_weights_that_do_not_fit_change_nothing(
+    tiny_policy: Policy, sampler: Sampler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="safetensors"):
+        sampler.load_weights(tmp_path, 7).result(timeout=60)
+
+    def fail(_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(tiny_policy, "read_weights", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        sampler.load_weights(tmp_path, 8).result(timeout=60)
+    assert collect([sampler.submit([1], SamplingParams(max_tokens=1))])[0].weight_version == 0
+
+
+def test_weights_that_are_not_finite_fail_the_request_and_not_the_sampler(
+    tiny_policy: Policy, tiny_model: Path, tmp_path: Path, sampler: Sampler
+) -> None:
+    broken = load_policy(tiny_model)
+    with torch.no_grad():
+        next(broken.model.parameters()).fill_(torch.nan)
+    broken.save(tmp_path)
+    sampler.load_weights(tmp_path, 1).result(timeout=60)
+    with pytest.raises(FloatingPointError, match="weights version 1 are not finite"):
+        sampler.submit([1], SamplingParams(max_tokens=4)).result(timeout=60)
+    sampler.load_weights(tiny_model, 2).result(timeout=60)
+    assert len(collect([sampler.submit([1], SamplingParams(max_tokens=3, top_k=1))])[0].token_ids) == 3
+
+
+def test_a_batch_that_fails_is_answered_and_the_next_one_works(
+    tiny_policy: Policy, sampler: Sampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tiny_policy, "logits", fail)
+        futures = [sampler.submit([1], SamplingParams(max_tokens=4)) for _ in range(3)]
+        for future in futures:
+            with pytest.raises(RuntimeError, match="out of memory"):
+                future.result(timeout=60)
+    assert collect([sampler.submit([1], SamplingParams(max_tokens=1))])
+
+
+def test_closing_cancels_what_is_left(tiny_policy: Policy) -> None:
+    sampler = Sampler(tiny_policy, max_batch_size=1)
+    futures = [sampler.submit([1], SamplingParams(max_tokens=500)) for _ in range(3)]
+    sampler.close()
+    assert not sampler.alive
+    with pytest.raises(CancelledError):
+        futures[2].result(timeout=1)
+    with pytest.raises(RuntimeError, match="closed"):
+        sampler.submit([1], SamplingParams(max_tokens=1))
+
+
+def test_a_model_with_a_sliding_window_is_refused(tiny_policy: Policy) -> None:
+    tiny_policy.model.config.sliding_window = 16
+    with pytest.raises(ConfigError, match="sliding window of 16 tokens"):
+        Sampler(tiny_policy)
+
+
+# Prefixes
+
+
+def turns(count: int) -> list[list[int]]:
+    """What each turn of a conversation adds to it."""
+    rng = random.Random(5)
+    return [[rng.randrange(256) for _ in range(37)] for _ in range(count)]
+
+
+def test_a_prompt_that_begins_like_an_earlier_call_is_not_run_again_and_nothing_else_changes(
+    tiny_policy: Policy, sampler: Sampler
+) -> None:
+    prompts: list[list[int]] = []
+    generations: list[Generation] = []
+    prompt: list[int] = []
+    for more in turns(4):
+        prompt = [*prompt, *more]
+        (generation,) = collect([sampler.submit(prompt, SamplingParams(max_tokens=20, seed=1))])
+        prompts.append(prompt)
+        generations.append(generation)
+        prompt = [*prompt, *generation.token_ids]
+    known = [(len(p) + len(g.token_ids) - 1) // 16 * 16 for p, g in zip(prompts, generations, strict=True)]
+    assert [g.cached_tokens for g in generations] == [0, *known[:-1]]
+    again = collect([sampler.submit(p, SamplingParams(max_tokens=20, seed=1)) for p in prompts])
+    assert [g.token_ids for g in again] == [g.token_ids for g in generations]
+    sampler.close()
+    assert largest_gap(tiny_policy, prompts, generations, 1.0) <= TOLERANCE
+    assert largest_gap(tiny_policy, prompts, again, 1.0) <= TOLERANCE
+    assert sampler.statistics["reused_tokens"] == sum(g.cached_tokens for g in [*generations, *again])
+
+
+def test_known_and_unknown_prompts_share_a_batch(tiny_policy: Policy, sampler: Sampler) -> None:
+    stem = [random.Random(3).randrange(256) for _ in range(64)]
+    collect([sampler.submit(stem, SamplingParams(max_tokens=1))])
+    prompts = [stem[: 8 * i + 1] + [i] * (5 + i) for i in range(8)] + random_prompts(8)
+    generations = collect([sampler.submit(p, SamplingParams(max_tokens=9)) for p in prompts * 2])
+    sampler.close()
+    assert {g.cached_tokens for g in generations[:8]} >= {0, 16, 32, 48}
+    assert largest_gap(tiny_policy, prompts * 2, generations, 1.0) <= TOLERANCE
+
+
+def test_new_weights_forget_what_the_old_ones_computed(
+    tiny_policy: Policy, tiny_model: Path, tmp_path: Path, sampler: Sampler
+) -> None:
+    moved = moved_weights(tiny_model, tmp_path)
+    prompt = random_prompts(1)[0] * 3
+    collect([sampler.submit(prompt, SamplingParams(max_tokens=3))])
+    sampler.load_weights(tmp_path, 1)
+    (generation,) = collect([sampler.submit(prompt, SamplingParams(max_tokens=8))])
+    assert (generation.cached_tokens, generation.weight_version) == (0, 1)
+    assert largest_gap(moved, [prompt], [generation], 1.0) <= TOLERANCE
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 3, 8])
+def test_a_small_pool_forgets_and_never_mixes_up(tiny_policy: Policy, blocks: int) -> None:
+    per_token = 2 * 4 * 32  # keys and values of the tiny model, in bytes, at most
+    sampler = Sampler(tiny_policy, max_batch_size=4, seed=0, prefix_cache_bytes=blocks * 16 * per_token * 2)
+    rng = random.Random(8)
+    stems = [[rng.randrange(256) for _ in range(48)] for _ in range(3)]
+    prompts = [stems[rng.randrange(3)][: rng.randrange(1, 48)] + [rng.randrange(256)] * 3 for _ in range(60)]
+    generations = collect([sampler.submit(p, SamplingParams(max_tokens=6)) for p in prompts])
+    sampler.close()
+    assert largest_gap(tiny_policy, prompts, generations, 1.0) <= TOLERANCE
+
+
+def test_weights_that_cannot_be_used_are_refused_without_waiting_for_the_batch(
+    sampler: Sampler, tmp_path: Path
+) -> None:
+    running = sampler.submit([1], SamplingParams(max_tokens=480))
+    with pytest.raises(ConfigError, match="safetensors"):
+        sampler.load_weights(tmp_path, 7).result(timeout=60)
+    assert running.cancel() or running.done()
+
+
+# Tokens as they come
+
+
+def test_tokens_are_told_as_they_are_sampled(sampler: Sampler) -> None:
+    told: list[Token] = []
+    seen_before_the_end: list[int] = []
+    future = sampler.submit([1, 2], SamplingParams(max_tokens=30, top_logprobs=2), told.append)
+    future.add_done_callback(lambda _: seen_before_the_end.append(len(told)))
+    (generation,) = collect([future])
+    assert [token.token_id for token in told] == generation.token_ids
+    assert [token.logprob for token in told] == generation.logprobs
+    assert [token.top_logprobs for token in told] == generation.top_logprobs
+    assert {token.weight_version for token in told} == {0}
+    assert seen_before_the_end == [len(generation.token_ids)]
+
+
+# Precision and device
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_in_bfloat16_sampler_and_trainer_differ_by_rounding_only(tiny_model: Path, device: str) -> None:
+    policy = load_policy(tiny_model, dtype="bfloat16", device=device)
+    sampler = Sampler(policy, max_batch_size=8, seed=0)
+    prompts = random_prompts(12)
+    first = collect([sampler.submit(p, SamplingParams(max_tokens=16)) for p in prompts])
+    longer = [[*p, *g.token_ids] for p, g in zip(prompts, first, strict=True)]
+    second = collect([sampler.submit(p, SamplingParams(max_tokens=16)) for p in longer])
+    sampler.close()
+    assert sum(g.cached_tokens for g in second) > 0
+    assert largest_gap(policy, [*prompts, *longer], [*first, *second], 1.0) < 0.25

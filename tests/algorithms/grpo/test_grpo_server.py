@@ -1,0 +1,343 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+from openai import AsyncOpenAI, BadRequestError, InternalServerError, NotFoundError
+
+from agentlightning.errors import ConfigError, LightningError
+from agentlightning_algorithms.grpo.learning.updater import Row
+from agentlightning_algorithms.grpo.model.policy import Policy, load_policy
+from agentlightning_algorithms.grpo.server.process import PolicyServer
+
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+TOKENS = {"return_token_ids": True}
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PolicyServer]:
+    log = tmp_path_factory.mktemp("server") / "policy.log"
+    server = PolicyServer(tiny_model, log_path=log, options={"threads": 1, "seed": 0, "max_batch_size": 16})
+    asyncio.run(server.start())
+    yield server
+    asyncio.run(server.stop())
+
+
+@pytest.fixture
+async def client(server: PolicyServer) -> Any:
+    async with AsyncOpenAI(base_url=server.endpoint, api_key="none", max_retries=0) as client:
+        yield client
+
+
+async def health(server: PolicyServer) -> dict[str, Any]:
+    async with aiohttp.ClientSession() as session, session.get(server.endpoint.replace("/v1", "/health")) as response:
+        body: dict[str, Any] = await response.json()
+        return body
+
+
+async def idle(server: PolicyServer) -> None:
+    """Waits until nothing is sampled."""
+    for _ in range(1000):
+        state = await health(server)
+        if not state["running"] + state["waiting"]:
+            break
+        await asyncio.sleep(0.01)
+    assert (state["running"], state["waiting"]) == (0, 0)
+
+
+async def test_the_openai_client_gets_tokens_whose_logprobs_the_trainer_agrees_with(
+    client: AsyncOpenAI, tiny_policy: Policy
+) -> None:
+    answers = await asyncio.gather(
+        *(
+            client.chat.completions.create(
+                model="policy",
+                messages=[{"role": "user", "content": "x" * length}],
+                max_tokens=12,
+                temperature=0.8,
+                logprobs=True,
+                n=2,
+                extra_body=TOKENS,
+            )
+            for length in range(0, 60, 3)
+        )
+    )
+    rows = [
+        Row(answer.prompt_token_ids, choice.token_ids, [e.logprob for e in choice.logprobs.content], 0.0)  # type: ignore[attr-defined, union-attr]  # vLLM's fields
+        for answer in answers
+        for choice in answer.choices
+    ]
+    assert len(rows) == 40
+    for row, score in zip(rows, tiny_policy.score(rows, 0.8), strict=True):
+        assert row.logprobs == pytest.approx(score, abs=1e-5)
+
+
+async def test_a_stream_is_the_same_answer_in_parts(client: AsyncOpenAI) -> None:
+    fields: dict[str, Any] = {"model": "policy", "messages": HELLO, "max_tokens": 9, "seed": 4, "extra_body": TOKENS}
+    whole = await client.chat.completions.create(**fields)
+    stream = await client.chat.completions.create(**fields, stream=True, stream_options={"include_usage": True})
+    chunks = [chunk async for chunk in stream]
+    text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[0].prompt_token_ids == whole.prompt_token_ids
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 9  # type: ignore[union-attr]  # asked for
+    assert [token for c in chunks for choice in c.choices for token in getattr(choice, "token_ids", [])] == (
+        whole.choices[0].token_ids  # type: ignore[attr-defined]  # vLLM's field
+    )
+
+
+async def test_tokens_are_sent_as_they_are_sampled(client: AsyncOpenAI, server: PolicyServer) -> None:
+    stream = await client.completions.create(
+        model="policy", prompt=[3], max_tokens=500, seed=1, stream=True, extra_body=TOKENS
+    )
+    chunks = 0
+    running = set()
+    async for _ in stream:
+        chunks += 1
+        if chunks < 4:
+            running.add((await health(server))["running"])
+    assert running == {1}  # the first tokens were here long before the last one was sampled
+    assert chunks > 4
+
+
+async def test_a_stream_whose_reader_leaves_frees_its_row(client: AsyncOpenAI, server: PolicyServer) -> None:
+    stream = await client.completions.create(model="policy", prompt=[3], max_tokens=500, seed=1, n=4, stream=True)
+    async for _ in stream:
+        break
+    await stream.close()
+    await idle(server)
+
+
+async def test_a_stream_that_fails_says_so(
+    client: AsyncOpenAI, server: PolicyServer, tiny_model: Path, tmp_path: Path
+) -> None:
+    broken = load_policy(tiny_model)
+    with torch.no_grad():
+        next(broken.model.parameters()).fill_(torch.nan)
+    broken.save(tmp_path)
+    before = (await health(server))["weight_version"]
+    await server.load_weights(tmp_path, 13)
+    with pytest.raises(InternalServerError, match="weights version 13 are not finite"):
+        await client.completions.create(model="policy", prompt=[3], max_tokens=5, stream=True)
+    await server.load_weights(tiny_model, before)
+
+
+async def test_no_answer_mixes_weights_however_often_they_change(
+    client: AsyncOpenAI, server: PolicyServer, tiny_model: Path, tmp_path: Path
+) -> None:
+    policies = {}
+    before = (await health(server))["weight_version"]
+    for version in (100, 101, 102):
+        policy = load_policy(tiny_model)
+        with torch.no_grad():
+            for parameter in policy.model.parameters():
+                parameter.mul_(1 + (version - 99) / 10)
+        policy.save(tmp_path / str(version))
+        policies[version] = policy
+    await server.load_weights(tmp_path / "100", 100)
+    swaps_done = asyncio.Event()
+    rows: list[tuple[int, Row]] = []
+
+    async def talk(number: int) -> None:
+        while not swaps_done.is_set():
+            prompt = [number] * (20 + number)  # long enough to leave blocks behind that the next weights must not use
+            stream = await client.completions.create(
+                model="policy", prompt=prompt, max_tokens=40, logprobs=0, stream=True, extra_body=TOKENS
+            )
+            chunks = [chunk async for chunk in stream]
+            versions = {chunk.weight_version for chunk in chunks}  # type: ignore[attr-defined]  # ours
+            assert len(versions) == 1
+            ids = [token for c in chunks for choice in c.choices for token in getattr(choice, "token_ids", [])]
+            logprobs = [p for c in chunks for x in c.choices if x.logprobs for p in x.logprobs.token_logprobs or []]
+            rows.append((versions.pop(), Row(prompt, ids, logprobs, 0.0)))
+
+    async def swap() -> None:
+        for version in (101, 102, 100, 101, 102):
+            await asyncio.sleep(0.05)
+            await server.load_weights(tmp_path / str(version), version)
+        swaps_done.set()
+
+    await asyncio.gather(swap(), *(talk(number) for number in range(1, 9)))
+    await server.load_weights(tiny_model, before)
+    assert {version for version, _ in rows} == {100, 101, 102}
+    for version, policy in policies.items():
+        mine = [row for number, row in rows if number == version]
+        for row, score in zip(mine, policy.score(mine), strict=True):
+            assert row.logprobs == pytest.approx(score, abs=1e-5)
+
+
+async def test_turns_of_a_conversation_are_continued_from_their_tokens(
+    client: AsyncOpenAI, server: PolicyServer, tiny_policy: Policy
+) -> None:
+    before = await server.statistics()
+    messages: list[Any] = list(HELLO)
+    known: list[int] = []
+    for turn in range(3):
+        answer = await client.chat.completions.create(
+            model="policy", messages=messages, max_tokens=20, seed=turn, stream=False, extra_body=TOKENS
+        )
+        prompt_ids = answer.prompt_token_ids  # type: ignore[attr-defined]  # vLLM's field
+        assert prompt_ids[: len(known)] == known
+        details: Any = answer.usage.prompt_tokens_details  # type: ignore[union-attr]  # always told
+        assert details.continued_tokens == len(known)
+        assert details.cached_tokens >= (len(known) - 1) // 16 * 16
+        known = [*prompt_ids, *answer.choices[0].token_ids]  # type: ignore[attr-defined]  # vLLM's field
+        messages += [answer.choices[0].message, {"role": "user", "content": f"and {turn}?"}]
+    after = await server.statistics()
+    assert after["prompts_continued"] - before["prompts_continued"] == 2
+    assert after["reused_tokens"] > before["reused_tokens"]
+
+
+async def test_seeds_repeat_and_stop_strings_end(client: AsyncOpenAI) -> None:
+    async def complete(**fields: Any) -> Any:
+        return await client.completions.create(model="policy", prompt=[1, 2, 3], max_tokens=40, **fields)
+
+    first, again, other = await asyncio.gather(complete(seed=1), complete(seed=1), complete(seed=2))
+    assert first.choices[0].text == again.choices[0].text != other.choices[0].text
+    stop = next(char for char in first.choices[0].text if char.isascii() and char.isprintable())
+    stopped = await complete(seed=1, stop=stop)
+    assert stopped.choices[0].text == first.choices[0].text.partition(stop)[0]
+    assert stopped.choices[0].finish_reason == "stop"
+
+
+async def test_errors_are_openais(client: AsyncOpenAI, server: PolicyServer) -> None:
+    with pytest.raises(BadRequestError) as caught:
+        await client.chat.completions.create(model="policy", messages=HELLO, max_tokens=5000)
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(NotFoundError) as missing:
+        await client.chat.completions.create(model="gpt-5", messages=HELLO)
+    assert missing.value.code == "model_not_found"
+    async with aiohttp.ClientSession() as session:
+        for method, path, status in [
+            ("GET", "/v1/nothing", 404),
+            ("GET", "/v1/chat/completions", 405),
+            ("POST", "/v1/completions", 400),
+            ("POST", "/weights", 400),
+        ]:
+            url = server.endpoint.removesuffix("/v1") + path
+            async with session.request(method, url, data=b"{}") as response:
+                body = await response.json()
+                assert (response.status, body["error"]["type"]) == (status, "invalid_request_error")
+
+
+async def test_models_and_health_are_told(client: AsyncOpenAI, server: PolicyServer) -> None:
+    models = await client.models.list()
+    assert [model.id for model in models.data] == ["policy"]
+    state = await health(server)
+    assert (state["status"], state["running"], state["waiting"]) == ("ok", 0, 0)
+
+
+async def test_answers_say_which_weights_sampled_them(
+    client: AsyncOpenAI, server: PolicyServer, tiny_model: Path, tmp_path: Path
+) -> None:
+    moved = load_policy(tiny_model)
+    with torch.no_grad():
+        for parameter in moved.model.parameters():
+            parameter.mul_(1.2)
+    moved.save(tmp_path)
+    before = (await health(server))["weight_version"]
+
+    async def ask() -> tuple[str | None, Any]:
+        raw = await client.completions.with_raw_response.create(
+            model="policy", prompt=[7], max_tokens=8, logprobs=0, extra_body=TOKENS
+        )
+        return raw.headers.get("x-weight-version"), raw.parse()
+
+    assert (await ask())[0] == str(before)
+    await server.load_weights(tmp_path, 41)
+    header, answer = await ask()
+    assert (header, answer.weight_version) == ("41", 41)
+    choice = answer.choices[0]
+    (score,) = moved.score([Row([7], choice.token_ids, [], 0.0)])
+    assert choice.logprobs.token_logprobs == pytest.approx(score, abs=1e-5)
+    with pytest.raises(ConfigError, match=r"refused weights version 42: no \*.safetensors"):
+        await server.load_weights(tmp_path / "nothing", 42)
+    assert (await ask())[0] == "41"
+    await server.load_weights(tiny_model, before)
+
+
+async def test_http_answers_while_the_model_runs_and_without_nagles_delay(
+    client: AsyncOpenAI, server: PolicyServer
+) -> None:
+    tasks = [
+        asyncio.create_task(client.completions.create(model="policy", prompt=[1], max_tokens=500, seed=i))
+        for i in range(16)
+    ]
+    url = server.endpoint.replace("/v1", "/health")
+    taken: list[float] = []
+    async with aiohttp.ClientSession() as session:
+        while not all(task.done() for task in tasks):
+            start = time.perf_counter()
+            async with session.get(url) as response:
+                await response.read()
+            taken.append(time.perf_counter() - start)
+    await asyncio.gather(*tasks)
+    assert len(taken) > 5
+    # Nagle's algorithm against delayed acknowledgements costs 40 ms; a busy machine may be late, but not every time.
+    assert sorted(taken)[len(taken) // 4] < 0.03
+
+
+async def test_a_client_that_hangs_up_frees_its_rows(server: PolicyServer) -> None:
+    body = {"prompt": [1], "max_tokens": 500, "n": 32}
+    async with aiohttp.ClientSession() as session:
+        with pytest.raises(TimeoutError):
+            await session.post(f"{server.endpoint}/completions", json=body, timeout=aiohttp.ClientTimeout(total=0.05))
+    await idle(server)
+
+
+async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+    server = PolicyServer(tmp_path, log_path=tmp_path / "logs" / "policy.log")
+    with pytest.raises(LightningError, match="ended with exit status 2") as caught:
+        await server.start()
+    assert "cannot load a causal language model" in str(caught.value)
+    assert not server.running
+    with pytest.raises(LightningError, match="not running"):
+        _ = server.endpoint
+    await server.stop()
+
+
+async def test_a_server_that_takes_too_long_is_ended(tiny_model: Path, tmp_path: Path) -> None:
+    server = PolicyServer(tiny_model, log_path=tmp_path / "policy.log", ready_timeout_s=0.05)
+    with pytest.raises(LightningError, match=r"was not ready after 0.05 s"):
+        await server.start()
+    assert not server.running
+
+
+def test_the_server_ends_when_its_parent_is_killed(tiny_model: Path, tmp_path: Path) -> None:
+    program = f"""
+import asyncio
+from agentlightning_algorithms.grpo.policy_process import PolicyServer
+async def main():
+    server = PolicyServer({str(tiny_model)!r}, log_path={str(tmp_path / "policy.log")!r})
+    await server.start()
+    print(server._process.pid, flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        os.kill(pid, 0)
+        parent.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(pid)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that ended but was not yet reaped by init does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

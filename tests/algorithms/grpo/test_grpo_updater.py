@@ -1,0 +1,514 @@
+from __future__ import annotations
+
+import logging
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from agentlightning.errors import ConfigError
+from agentlightning.plugin.settings import bind_settings
+from agentlightning_algorithms.grpo.learning.loss import Aggregation
+from agentlightning_algorithms.grpo.learning.row import Row
+from agentlightning_algorithms.grpo.learning.setting import LoraSettings, UpdateSettings
+from agentlightning_algorithms.grpo.learning.updater import Updater
+from agentlightning_algorithms.grpo.model.lora import add_lora
+from agentlightning_algorithms.grpo.model.policy import Policy, load_policy
+
+
+def make_rows(policy: Policy, count: int, seed: int = 0) -> list[Row]:
+    """Random rows whose log-probabilities are a little off the policy's own, so that ratios differ from 1."""
+    rng = random.Random(seed)
+    rows = [
+        Row(
+            [rng.randrange(256) for _ in range(rng.randint(1, 20))],
+            [rng.randrange(256) for _ in range(rng.randint(1, 6))],
+            [],
+            rng.gauss(0, 1),
+        )
+        for _ in range(count)
+    ]
+    return [
+        replace(row, logprobs=[value + rng.gauss(0, 0.2) for value in score])
+        for row, score in zip(rows, policy.score(rows), strict=True)
+    ]
+
+
+def gradients(policy: Policy, rows: list[Row], **options: Any) -> tuple[list[Tensor], dict[str, float]]:
+    """The gradients of one optimizer step over ``rows``; the weights stay as they are."""
+    updater = Updater(policy, UpdateSettings(lr=1e-30, max_grad_norm=1e9, **options))
+    caught: list[Tensor] = []
+
+    def catch(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        caught.extend(p.grad.clone() for group in optimizer.param_groups for p in group["params"])
+
+    updater._optimizer.register_step_pre_hook(catch)
+    metrics = updater.update(rows)
+    return caught, metrics
+
+
+def assert_same_gradients(left: list[Tensor], right: list[Tensor]) -> None:
+    """Up to the rounding of float32, which sums in another order."""
+    assert len(left) == len(right)
+    if not left:  # no token was trusted
+        return
+    a, b = (torch.cat([gradient.flatten().double() for gradient in gradients]) for gradients in (left, right))
+    assert (a - b).norm() <= 1e-5 * max(1e-3, b.norm())
+
+
+def weights(policy: Policy) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in policy.model.state_dict().items()}
+
+
+same_policy = settings(
+    max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+
+
+EVERYTHING = [
+    {"objective": "ppo", "clip_high": 0.28, "kl_coefficient": 0.1, "reference_decay": 0.5},
+    {"objective": "gspo", "clip_low": 0.01, "clip_high": 0.02, "entropy_coefficient": 0.1},
+    {"objective": "cispo", "old_logprobs": "trainer", "importance_weights": "token", "trust_mask": "token"},
+    {"objective": "ppo", "old_logprobs": "trainer", "importance_weights": "sequence", "importance_lower": 0.3},
+    {"objective": "ppo", "old_logprobs": "trainer", "trust_mask": "sequence-mean", "gradient_checkpointing": True},
+]
+
+
+def masked(rows: list[Row]) -> list[Row]:
+    """Pairs of rows are of one rollout, and of longer rows the second token was given and each has its advantage."""
+    return [
+        replace(
+            row,
+            rollout=i // 2,
+            mask=None if i % 3 else [int(t != 1) for t in range(len(row.response_ids))],
+            advantage=row.advantage if i % 3 else [0.5 - t for t in range(len(row.response_ids))],
+        )
+        for i, row in enumerate(rows)
+    ]
+
+
+@given(
+    st.integers(1, 7),
+    st.integers(0, 100),
+    st.integers(1, 120),
+    st.sampled_from(get_args(Aggregation)),
+    st.sampled_from(EVERYTHING),
+)
+@same_policy
+def test_micro_batches_do_not_change_the_gradient(
+    tiny_policy: Policy, count: int, seed: int, budget: int, aggregation: Aggregation, options: dict[str, Any]
+) -> None:
+    rows = masked(make_rows(tiny_policy, count, seed))
+    options = {**options, "aggregation": aggregation, "horizon": 6}
+    whole, _ = gradients(tiny_policy, rows, **options)
+    cut, _ = gradients(tiny_policy, rows, max_tokens_per_microbatch=budget, **options)
+    assert_same_gradients(cut, whole)
+
+
+@given(st.integers(0, 100), st.randoms(use_true_random=False), st.sampled_from(EVERYTHING))
+@same_policy
+def test_the_order_of_rows_does_not_change_the_gradient(
+    tiny_policy: Policy, seed: int, order: random.Random, options: dict[str, Any]
+) -> None:
+    rows = masked(make_rows(tiny_policy, 6, seed))
+    shuffled = order.sample(rows, len(rows))
+    left, right = gradients(tiny_policy, shuffled, **options)[0], gradients(tiny_policy, rows, **options)[0]
+    assert_same_gradients(left, right)
+
+
+@given(st.integers(0, 100), st.integers(1, 60), st.sampled_from(EVERYTHING))
+@same_policy
+def test_padding_does_not_change_the_gradient(
+    tiny_policy: Policy, seed: int, length: int, options: dict[str, Any]
+) -> None:
+    rows = masked(make_rows(tiny_policy, 4, seed))
+    wide = Row([1] * length, [2] * length, [-1.0] * length, advantage=3.0, weight=0.0)
+    left, right = gradients(tiny_policy, [*rows, wide], **options)[0], gradients(tiny_policy, rows, **options)[0]
+    assert_same_gradients(left, right)
+
+
+def test_a_row_of_weight_two_counts_as_two_rows(tiny_policy: Policy) -> None:
+    rows = make_rows(tiny_policy, 4)
+    weighted = [replace(rows[0], weight=2.0), *rows[1:]]
+    assert_same_gradients(gradients(tiny_policy, weighted)[0], gradients(tiny_policy, [rows[0], *rows])[0])
+
+
+def test_the_gradient_is_that_of_the_formula(tiny_policy: Policy) -> None:
+    rows = make_rows(tiny_policy, 5)
+    ours, metrics = gradients(tiny_policy, rows)
+    losses = []
+    for row in rows:
+        ids = torch.tensor([[*row.prompt_ids, *row.response_ids]])
+        logprobs = tiny_policy.model(ids).logits[0].log_softmax(-1)
+        for t, (token, old) in enumerate(zip(row.response_ids, row.logprobs, strict=True)):
+            ratio = (logprobs[len(row.prompt_ids) - 1 + t, token] - old).exp()
+            losses.append(torch.maximum(-row.advantage * ratio, -row.advantage * ratio.clamp(0.8, 1.2)))
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-6)
+    assert_same_gradients(ours, [p.grad for p in tiny_policy.model.parameters() if p.grad is not None])
+
+
+def test_calls_that_share_their_tokens_are_trained_as_one_row(tiny_policy: Policy) -> None:
+    """Two calls, the second of which goes on from the first, as two rows and as one with a mask."""
+    calls = [Row([1, 2, 3], [4, 5], [], 0.7), Row([1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11], [], -0.4)]
+    calls = [
+        replace(row, logprobs=[v + 0.1 for v in score])
+        for row, score in zip(calls, tiny_policy.score(calls), strict=True)
+    ]
+    merged = Row(
+        [1, 2, 3],
+        [4, 5, 6, 7, 8, 9, 10, 11],
+        [*calls[0].logprobs, 0.0, 0.0, 0.0, *calls[1].logprobs],
+        [0.7] * 5 + [-0.4] * 3,
+        mask=[1, 1, 0, 0, 0, 1, 1, 1],
+    )
+    apart, metrics = gradients(tiny_policy, calls)
+    joined, joined_metrics = gradients(tiny_policy, [merged])
+    assert_same_gradients(joined, apart)
+    assert joined_metrics["response_tokens"] == metrics["response_tokens"] == 5
+    assert joined_metrics["loss"] == pytest.approx(metrics["loss"], abs=1e-6)
+    assert tiny_policy.score([merged])[0][2:5] == [0.0, 0.0, 0.0]
+
+
+def test_the_divergence_and_the_entropy_add_to_the_loss_as_the_formula_says(tiny_policy: Policy) -> None:
+    rows = make_rows(tiny_policy, 3)
+    with torch.no_grad():
+        before = [p.clone() for p in tiny_policy.model.parameters()]
+    settings = UpdateSettings(
+        lr=1e-30, max_grad_norm=1e9, kl_coefficient=0.3, kl_estimator="k2", entropy_coefficient=0.2
+    )
+    updater = Updater(tiny_policy, settings)
+    with torch.no_grad():  # the policy leaves the reference
+        for p in tiny_policy.model.parameters():
+            p.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
+    moved = weights(tiny_policy)
+    new = tiny_policy.score(rows)
+    plain = Updater(tiny_policy, UpdateSettings(lr=1e-30)).update(rows)
+    for name, value in weights(tiny_policy).items():
+        assert torch.equal(value, moved[name])
+    metrics = updater.update(rows)
+    with torch.no_grad():
+        for p, value in zip(tiny_policy.model.parameters(), before, strict=True):
+            p.copy_(value)
+    reference = tiny_policy.score(rows)
+    kl = [0.5 * (a - b) ** 2 for xs, ys in zip(new, reference, strict=True) for a, b in zip(xs, ys, strict=True)]
+    expected = plain["loss"] + 0.3 * sum(kl) / len(kl) - 0.2 * plain["entropy"]
+    assert metrics["loss"] == pytest.approx(expected, abs=1e-5)
+    assert metrics["reference_kl"] == pytest.approx(sum(kl) / len(kl), rel=1e-3)
+
+
+def test_an_averaging_reference_follows_and_a_frozen_one_stays(tiny_policy: Policy) -> None:
+    start = [p.detach().clone() for p in tiny_policy.model.parameters()]
+    for decay, share in ((None, 0.0), (0.25, 0.75), (0.0, 1.0)):
+        with torch.no_grad():
+            for p, value in zip(tiny_policy.model.parameters(), start, strict=True):
+                p.copy_(value)
+        updater = Updater(tiny_policy, UpdateSettings(lr=1e-2, kl_coefficient=0.1, reference_decay=decay))
+        updater.update(make_rows(tiny_policy, 4))
+        assert updater.reference is not None
+        for own, value, now in zip(updater.reference.state(), start, tiny_policy.model.parameters(), strict=True):
+            torch.testing.assert_close(own, value + share * (now.detach() - value))
+
+
+def test_what_sampler_and_trainer_disagree_on_is_weighed_and_masked(tiny_policy: Policy) -> None:
+    rows = make_rows(tiny_policy, 6)
+    exact = [replace(row, logprobs=score) for row, score in zip(rows, tiny_policy.score(rows), strict=True)]
+    wrong = replace(exact[0], logprobs=[v + 5.0 for v in exact[0].logprobs])  # the sampler's was e^5 times likelier
+    options: dict[str, Any] = {"old_logprobs": "trainer"}
+    masks, metrics = gradients(tiny_policy, [wrong, *exact[1:]], trust_mask="token", **options)
+    assert_same_gradients(masks, gradients(tiny_policy, exact[1:], **options)[0])
+    n = sum(len(row.response_ids) for row in rows)
+    assert metrics["trusted_fraction"] == pytest.approx(1 - len(wrong.response_ids) / n)
+    _, metrics = gradients(tiny_policy, [wrong], importance_weights="token", **options)
+    assert metrics["importance_weight"] == pytest.approx(math.exp(-5.0), rel=1e-3)
+    _, metrics = gradients(tiny_policy, [wrong], importance_weights="token", importance_lower=0.5, **options)
+    assert (metrics["importance_weight"], metrics["importance_weight_held"]) == (0.0, 1.0)
+    assert metrics["grad_norm"] == 0.0
+
+
+def test_recomputed_activations_and_no_dropout_give_the_same_gradient(tiny_model: Path) -> None:
+    policy = load_policy(tiny_model)
+    rows = make_rows(policy, 4)
+    plain, _ = gradients(policy, rows)
+    saved: list[Any] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+        recomputed, _ = gradients(policy, rows, gradient_checkpointing=True)
+    with_checkpoints = sum(saved)
+    saved.clear()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+        gradients(load_policy(tiny_model), rows)
+    assert_same_gradients(recomputed, plain)
+    assert with_checkpoints != sum(saved)  # it did something
+
+
+def test_in_bfloat16_the_weights_stay_in_float32(tiny_policy: Policy) -> None:
+    rows = make_rows(tiny_policy, 4)
+    exact, _ = gradients(tiny_policy, rows)
+    updater = Updater(tiny_policy, UpdateSettings(lr=1e-6, old_logprobs="trainer"), autocast=True)
+    before = weights(tiny_policy)
+    metrics = updater.update(rows)
+    assert 1e-4 < metrics["logprob_gap_max"] < 2.0
+    assert {p.dtype for p in tiny_policy.model.parameters()} == {torch.float32}
+    assert any(not torch.equal(before[name], value) for name, value in weights(tiny_policy).items())
+    assert exact
+
+
+def test_lora_trains_its_additions_only_and_resumes_to_the_bit(tiny_model: Path, tmp_path: Path) -> None:
+    def make() -> Policy:
+        torch.manual_seed(5)
+        policy = load_policy(tiny_model)
+        add_lora(policy.model, LoraSettings(rank=4, alpha=8))
+        return policy
+
+    options = UpdateSettings(lr=1e-2, minibatches=2, kl_coefficient=0.1, reference_decay=0.5)
+    batches = [make_rows(load_policy(tiny_model), 6, seed) for seed in range(3)]
+    straight = Updater(make(), options)
+    for batch in batches[:2]:
+        straight.update(batch)
+    straight.save(tmp_path / "step-2")
+    assert (tmp_path / "step-2" / "adapter_model.safetensors").is_file()
+    expected = straight.update(batches[2])
+    torch.manual_seed(99)
+    policy = load_policy(tiny_model)
+    add_lora(policy.model, LoraSettings(rank=4, alpha=8))
+    resumed = Updater(policy, options)
+    resumed.load(tmp_path / "step-2")
+    assert resumed.update(batches[2])["loss"] == expected["loss"]
+    base = load_policy(tiny_model).model.state_dict()
+    for name, value in straight.policy.model.state_dict().items():
+        if ".lora_" in name:
+            assert torch.equal(value, policy.model.state_dict()[name])
+        else:
+            assert torch.equal(value, base[name.replace(".base_layer", "")])
+    ids = torch.tensor([[1, 2, 3, 4]])
+    policy.save(tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(merged(ids).logits, policy.model(ids).logits, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(merged(ids).logits, load_policy(tiny_model).model(ids).logits, atol=1e-3)
+    load_policy(tiny_model).load_weights(tmp_path / "merged")  # as the policy server does
+    other = load_policy(tiny_model)
+    add_lora(other.model, LoraSettings(rank=8))
+    with pytest.raises(ConfigError, match="resume with the same lora settings"):
+        Updater(other, options).load(tmp_path / "step-2")
+
+
+def test_lora_names_that_no_layer_has_are_refused(tiny_policy: Policy) -> None:
+    with pytest.raises(ConfigError, match="target_modules = 'nonsense'"):
+        add_lora(tiny_policy.model, LoraSettings(target_modules="nonsense"))
+
+
+def test_training_raises_the_probability_of_what_was_rewarded(tiny_policy: Policy) -> None:
+    good, bad = [10, 11, 258], [20, 21, 258]
+    updater = Updater(tiny_policy, UpdateSettings(lr=1e-2))
+
+    def score() -> list[float]:
+        rows = [Row([1, 2, 3], response, [0.0] * 3, 0.0) for response in (good, bad)]
+        return [sum(values) for values in tiny_policy.score(rows)]
+
+    before = score()
+    for _ in range(5):
+        logprobs = tiny_policy.score([Row([1, 2, 3], response, [], 0.0) for response in (good, bad)])
+        updater.update([Row([1, 2, 3], good, logprobs[0], 1.0), Row([1, 2, 3], bad, logprobs[1], -1.0)])
+    assert score()[0] > before[0] + 1
+    assert score()[1] < before[1] - 1
+
+
+def test_two_updates_a_checkpoint_and_two_more_are_four_updates_to_the_bit(tiny_model: Path, tmp_path: Path) -> None:
+    options = UpdateSettings(
+        lr=1e-2, minibatches=2, epochs=2, schedule="cosine", total_updates=4, warmup_updates=1, seed=3
+    )
+    batches = [make_rows(load_policy(tiny_model), 8, seed) for seed in range(4)]
+    straight = Updater(load_policy(tiny_model), options)
+    expected = [straight.update(batch) for batch in batches]
+
+    first = Updater(load_policy(tiny_model), options)
+    for batch in batches[:2]:
+        first.update(batch)
+    first.save(tmp_path / "step-2")
+    drawn = (random.random(), numpy.random.rand(), torch.rand(1).item())  # the global one is under test
+
+    resumed = Updater(load_policy(tiny_model), options)
+    resumed.load(tmp_path / "step-2")
+    assert (random.random(), numpy.random.rand(), torch.rand(1).item()) == drawn  # as above
+    assert resumed.updates == 2
+    cost = {"seconds", "tokens_per_s"}
+    for batch, metrics in zip(batches[2:], expected[2:], strict=True):
+        again = resumed.update(batch)
+        assert {k: v for k, v in again.items() if k not in cost} == {k: v for k, v in metrics.items() if k not in cost}
+    for name, value in weights(straight.policy).items():
+        assert torch.equal(value, resumed.policy.model.state_dict()[name]), name
+
+
+def test_a_checkpoint_is_an_ordinary_model_and_overwritten_in_whole(tiny_policy: Policy, tmp_path: Path) -> None:
+    updater = Updater(tiny_policy, UpdateSettings(lr=1e-2))
+    updater.save(tmp_path / "last")
+    updater.update(make_rows(tiny_policy, 4))
+    updater.save(tmp_path / "last")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "last")
+    for name, value in weights(tiny_policy).items():
+        assert torch.equal(model.state_dict()[name], value), name
+    assert list(tmp_path.iterdir()) == [tmp_path / "last"]
+
+
+def test_a_save_that_fails_leaves_the_last_checkpoint(
+    tiny_policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updater = Updater(tiny_policy)
+    updater.update(make_rows(tiny_policy, 2))
+    updater.save(tmp_path / "last")
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    updater.update(make_rows(tiny_policy, 2))
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(OSError, match="disk full"):
+        updater.save(tmp_path / "last")
+    updater.load(tmp_path / "last")
+    assert updater.updates == 1
+
+
+def test_loading_from_where_no_checkpoint_is_says_so(tiny_policy: Policy, tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"updater.pt is missing"):
+        Updater(tiny_policy).load(tiny_model)
+
+
+def test_a_minibatch_that_is_not_finite_is_skipped_and_reported(
+    tiny_policy: Policy, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = weights(tiny_policy)
+    updater = Updater(tiny_policy, UpdateSettings(lr=1e-2))
+    poisoned = [*make_rows(tiny_policy, 3), Row([1], [2], [math.nan], 1.0)]
+    with caplog.at_level(logging.WARNING):
+        metrics = updater.update(poisoned)
+    assert (metrics["skipped_steps"], metrics["optimizer_steps"]) == (1, 0)
+    assert "a minibatch of 4 rows was skipped, its loss is nan" in caplog.text
+    for name, value in weights(tiny_policy).items():
+        assert torch.equal(value, before[name]), name
+    metrics = Updater(tiny_policy, UpdateSettings(lr=1e-2, minibatches=4)).update(poisoned)
+    assert (metrics["skipped_steps"], metrics["optimizer_steps"]) == (1, 3)
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert all(torch.isfinite(value).all() for value in weights(tiny_policy).values())
+
+
+def test_the_number_of_optimizer_steps_does_not_drift_with_the_number_of_rows(tiny_policy: Policy) -> None:
+    updater = Updater(tiny_policy, UpdateSettings(minibatches=3, epochs=2))
+    assert [updater.update(make_rows(tiny_policy, n))["optimizer_steps"] for n in (3, 7, 20)] == [6, 6, 6]
+    assert updater.update(make_rows(tiny_policy, 2))["optimizer_steps"] == 4
+    before = weights(tiny_policy)
+    assert updater.update([])["optimizer_steps"] == 0
+    assert updater.updates == 5
+    assert all(torch.equal(value, before[name]) for name, value in weights(tiny_policy).items())
+
+
+def test_gradients_are_scaled_down_to_the_longest_allowed(tiny_policy: Policy) -> None:
+    rows = make_rows(tiny_policy, 4)
+    updater = Updater(tiny_policy, UpdateSettings(max_grad_norm=1e-3))
+    norms: list[float] = []
+
+    def measure(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        norms.append(math.sqrt(sum(float(p.grad.square().sum()) for p in optimizer.param_groups[0]["params"])))
+
+    updater._optimizer.register_step_pre_hook(measure)
+    assert updater.update(rows)["grad_norm"] > 1e-2
+    assert norms == [pytest.approx(1e-3, rel=1e-3)]
+
+
+def test_the_gap_between_sampler_and_trainer_is_measured_before_the_weights_move(tiny_policy: Policy) -> None:
+    rows = make_rows(tiny_policy, 8)
+    exact = [replace(row, logprobs=score) for row, score in zip(rows, tiny_policy.score(rows), strict=True)]
+    updater = Updater(tiny_policy, UpdateSettings(lr=1e-2, minibatches=4))
+    assert updater.update(exact)["logprob_gap_max"] < 1e-5
+    off = [replace(row, logprobs=[v + 0.5 for v in row.logprobs]) for row in exact]
+    assert updater.update(off)["logprob_gap_max"] > 0.3
+
+
+def test_old_logprobs_of_the_trainer_make_the_first_ratio_one(tiny_policy: Policy) -> None:
+    rows = make_rows(tiny_policy, 6)
+    wrong = [*rows[:5], replace(rows[5], logprobs=[v - 3.0 for v in rows[5].logprobs])]
+    metrics = Updater(tiny_policy, UpdateSettings(old_logprobs="trainer")).update(wrong)
+    assert metrics["approx_kl"] == pytest.approx(0, abs=1e-6)
+    assert metrics["clip_fraction"] == 0
+    assert metrics["logprob_gap_max"] > 2
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [1, 1, 1, 1, 1]),
+        ({"warmup_updates": 2}, [0.5, 1, 1, 1, 1]),
+        ({"schedule": "linear", "total_updates": 5, "final_lr_fraction": 0.2}, [1, 0.8, 0.6, 0.4, 0.2]),
+        ({"schedule": "cosine", "total_updates": 3, "final_lr_fraction": 0}, [1, 0.5, 0, 0, 0]),
+        ({"schedule": "linear", "total_updates": 4, "warmup_updates": 2, "final_lr_fraction": 0}, [0.5, 1, 1, 0, 0]),
+    ],
+)
+def test_the_learning_rate_follows_its_schedule(options: dict[str, Any], expected: list[float]) -> None:
+    plan = UpdateSettings(lr=2.0, **options)
+    assert [plan.lr_at(k) / 2.0 for k in range(5)] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": 0.0}, "lr = 0.0; it must be above 0"),
+        ({"clip_low": -0.1}, "clip_low = -0.1; it must be at least 0"),
+        ({"dual_clip": 1.0}, "dual_clip = 1.0; it must be above 1"),
+        ({"minibatches": 0}, "minibatches = 0"),
+        ({"aggregation": "seq-mean-token-sum-norm"}, "horizon = None"),
+        ({"importance_weights": "token"}, "importance_weights = 'token' compares sampler and trainer"),
+        ({"objective": "gspo"}, "the paper takes 3e-4"),
+        ({"old_logprobs": "trainer", "trust_mask": "token", "trust_lower": 3.0}, "trust_lower = 3.0, trust_upper = 2"),
+        ({"reference_decay": 1.5}, "reference_decay = 1.5"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_by_name(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        UpdateSettings(**options)
+
+
+def test_a_schedule_without_an_end_is_refused(tiny_policy: Policy) -> None:
+    with pytest.raises(ConfigError, match="schedule = 'linear' needs total_updates"):
+        Updater(tiny_policy, UpdateSettings(schedule="linear"))
+
+
+def test_settings_of_a_file_are_checked_by_key_and_value() -> None:
+    def read(**given: Any) -> dict[str, Any]:
+        return bind_settings(Owner, {"update": given}, "owner")
+
+    class Owner:
+        def __init__(self, update: UpdateSettings) -> None: ...
+
+    assert read(lr=1e-3, betas=[0.9, 0.99])["update"] == UpdateSettings(lr=1e-3, betas=(0.9, 0.99))
+    with pytest.raises(ConfigError, match="has no key 'learning_rate'"):
+        read(learning_rate=1e-3)
+    with pytest.raises(ConfigError, match="lr = -1.0; it must be above 0"):
+        read(lr=-1.0)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (Row([], [1], [0.0], 1.0), "row 0 has 0 prompt"),
+        (Row([1], [], [], 1.0), "0 response tokens"),
+        (Row([1], [1, 2], [0.0], 1.0), "2 response tokens but 1 log-probabilities"),
+        (Row([1] * 512, [1], [0.0], 1.0), "513 tokens; the model has 512 positions"),
+        (Row([1], [1], [0.0], math.nan), "advantage nan"),
+        (Row([1], [1], [0.0], 1.0, weight=-1.0), "weight -1.0"),
+        (Row([1], [1, 2], [0.0, 0.0], 1.0, mask=[1]), "a mask of 1, 1 of them sampled"),
+        (Row([1], [1, 2], [0.0, 0.0], 1.0, mask=[0, 0]), "a mask of 2, 0 of them sampled"),
+        (Row([1], [1, 2], [0.0, 0.0], [1.0]), "2 response tokens but 1 advantages"),
+    ],
+)
+def test_rows_that_cannot_be_trained_on_are_refused_by_name(tiny_policy: Policy, row: Row, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Updater(tiny_policy).update([row])

@@ -1,0 +1,284 @@
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentlightning.adapter import TraceToTrajectories, TraceToTransitions, build_trajectories, triplets_to_transitions
+from agentlightning.plugin.registry import get_manager
+from agentlightning.types import Triplet
+from tests.core.trace_recorder import Recorder
+
+SYSTEM = {"role": "system", "content": "be right"}
+
+
+def said(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def call(
+    prompt: Sequence[int],
+    response: Sequence[int],
+    messages: Sequence[dict[str, Any]] = (),
+    answer: str = "",
+    *,
+    id: str = "r",
+    reward: float | None = None,
+    agent_name: str | None = None,
+) -> Triplet:
+    return Triplet(
+        prompt={"token_ids": list(prompt), "raw_content": list(messages), "image_urls": []},
+        response={
+            "token_ids": list(response),
+            "raw_content": [said("assistant", answer)] if answer else [],
+            "logprobs": [-float(token) for token in response],
+        },
+        reward=reward,
+        metadata={"response_id": id, "agent_name": agent_name},
+    )
+
+
+def test_calls_whose_tokens_go_on_are_one_trajectory_with_masks() -> None:
+    first = call([1, 2], [3, 4], id="a", reward=0.5)
+    second = call([1, 2, 3, 4, 5], [6], id="b", reward=1.0)
+    result = build_trajectories([first, second])
+    (trajectory,) = result.trajectories
+    assert trajectory.ids == [1, 2, 3, 4, 5, 6]
+    assert trajectory.mask == [0, 0, 1, 1, 0, 1]
+    assert trajectory.logprobs == [0.0, 0.0, -3.0, -4.0, 0.0, -6.0]
+    assert trajectory.prompt_length == 2
+    assert [(turn.triplet.metadata["response_id"], turn.start, turn.end) for turn in trajectory.turns] == [
+        ("a", 2, 4),
+        ("b", 5, 6),
+    ]
+    assert [turn.triplet.reward for turn in trajectory.turns] == [0.5, 1.0]
+    assert result.mismatches == []
+    assert result.counts == {"template": 0, "retokenisation": 0, "other": 0}
+
+
+def test_conversations_that_run_at_once_stay_apart() -> None:
+    calls = []
+    for turn in range(4):
+        for agent in range(3):
+            prompt = [9, agent] + [token for t in range(turn) for token in (100 + agent, 50 + t)]
+            calls.append(call(prompt, [100 + agent, 50 + turn]))
+    result = build_trajectories(calls)
+    assert len(result.trajectories) == 3
+    for agent, trajectory in enumerate(result.trajectories):
+        assert len(trajectory.turns) == 4
+        assert trajectory.ids[:2] == [9, agent]
+        assert sum(trajectory.mask) == 8
+
+
+def test_the_longest_beginning_is_continued() -> None:
+    short = call([1], [2])
+    long = call([1, 2, 3], [4])
+    other = call([1], [2])
+    last = call([1, 2, 3, 4, 5], [6])
+    result = build_trajectories([short, other, long, last])
+    assert [trajectory.ids for trajectory in result.trajectories] == [[1, 2], [1, 2, 3, 4, 5, 6]]
+
+
+def test_of_two_calls_that_go_on_from_one_point_the_second_begins_anew() -> None:
+    start = [SYSTEM, said("user", "go")]
+    later = [*start, said("assistant", "A")]
+    calls = [
+        call([1], [2], start, "A", id="first"),
+        call([1, 2, 3], [4], [*later, said("user", "x")], "B", id="second"),
+        call([1, 2, 5], [6], [*later, said("user", "y")], "C", id="third"),
+    ]
+    result = build_trajectories(calls)
+    assert [trajectory.ids for trajectory in result.trajectories] == [[1, 2, 3, 4], [1, 2, 5, 6]]
+    (mismatch,) = result.mismatches
+    assert (mismatch.kind, mismatch.response_id, mismatch.previous_response_id) == ("other", "third", "first")
+    assert mismatch.explanation == "another call went on from the same point before it"
+
+
+START = [SYSTEM, said("user", "go")]
+NEXT = [*START, said("assistant", "answer"), said("user", "on")]
+HEAD = list(range(100, 120))
+ANSWER = list(range(20, 50))
+
+
+@pytest.mark.parametrize(
+    ("kind", "prompt", "position"),
+    [
+        ("retokenisation", [*HEAD, *ANSWER[:10], 900, *ANSWER[12:], 7], 30),
+        ("retokenisation", [*HEAD, 900, 901, *ANSWER[1:], 7], 20),
+        ("template", [*HEAD, *ANSWER[20:], 7, 8, 9, 10, 11, 12, 13], 20),
+        ("template", [*HEAD, 900, 901, *ANSWER, 7], 20),
+        ("template", [*HEAD[:5], 900, *HEAD[5:], *ANSWER, 7], 5),
+        ("template", [*HEAD, *ANSWER[:-1], 900, 7], 49),
+        ("other", [*HEAD, *range(500, 560)], 20),
+    ],
+    ids=["merged", "split", "reasoning dropped", "prefix added", "history changed", "end changed", "all new"],
+)
+def test_a_mismatch_is_told_by_its_kind(kind: str, prompt: list[int], position: int) -> None:
+    calls = [call(HEAD, ANSWER, START, "answer", id="a"), call(prompt, [1], NEXT, "b", id="b")]
+    result = build_trajectories(calls)
+    assert len(result.trajectories) == 2
+    (mismatch,) = result.mismatches
+    assert (mismatch.kind, mismatch.position) == (kind, position)
+    assert (mismatch.previous_response_id, mismatch.response_id) == ("a", "b")
+    assert str(position) in mismatch.explanation
+    assert result.counts[mismatch.kind] == 1
+
+
+def test_with_a_tokenizer_the_text_tells_the_kind() -> None:
+    texts = {1: "ab", 2: "a", 3: "b", 4: "x"}
+
+    def decode(ids: Sequence[int]) -> str:
+        return "".join(texts[token] for token in ids)
+
+    before = call([4], [1], START, "ab")
+    same_text = call([4, 2, 3, 4], [4], [*START, said("assistant", "ab"), said("user", "x")], "x")
+    other_text = call([4, 4, 4], [4], [*START, said("assistant", "ab"), said("user", "x")], "x")
+    assert build_trajectories([before, same_text], decode=decode).counts["retokenisation"] == 1
+    assert build_trajectories([before, other_text], decode=decode).counts["template"] == 1
+
+
+def test_a_history_that_the_agent_edits_is_counted_and_explained() -> None:
+    edited = [*START, said("assistant", "what I wish it had said"), said("user", "on")]
+    calls = [call(HEAD, ANSWER, START, "answer", id="a"), call([*HEAD, 1, 2, 3], [4], edited, "b", id="b")]
+    (mismatch,) = build_trajectories(calls).mismatches
+    assert mismatch.kind == "other"
+    assert mismatch.explanation == "the agent changed the history of the conversation, from message 2 on"
+
+
+def test_conversations_that_share_a_system_prompt_are_no_mismatch() -> None:
+    calls = [
+        call([1, 2], [3], [SYSTEM, said("user", "one")], "1"),
+        call([1, 4], [5], [SYSTEM, said("user", "two")], "2"),
+        call([1, 2], [6], [SYSTEM, said("user", "one")], "again"),
+    ]
+    result = build_trajectories(calls)
+    assert len(result.trajectories) == 3
+    assert result.mismatches == []
+
+
+def test_calls_without_tokens_or_logprobs_are_left_out_and_counted() -> None:
+    bare = call([1], [2])
+    no_logprobs = bare.model_copy(update={"response": {"token_ids": [2], "raw_content": []}})
+    no_tokens = bare.model_copy(update={"prompt": {"token_ids": [], "raw_content": []}})
+    result = build_trajectories([bare, no_logprobs, no_tokens, no_tokens])
+    assert len(result.trajectories) == 1
+    assert result.left_out == {"no_logprobs": 1, "no_tokens": 2}
+
+
+tokens = st.lists(st.integers(0, 3), min_size=1, max_size=40)
+steps = st.lists(st.tuples(st.booleans(), st.integers(0, 20), tokens, tokens), max_size=12)
+
+
+@given(steps)
+@settings(max_examples=150, deadline=None)
+def test_ids_mask_and_logprobs_always_fit_and_say_what_was_sampled(
+    steps: list[tuple[bool, int, list[int], list[int]]],
+) -> None:
+    calls: list[Triplet] = []
+    for goes_on, which, added, response in steps:
+        before: list[int] = []
+        if goes_on and calls:
+            chosen = calls[which % len(calls)]
+            before = chosen.prompt["token_ids"] + chosen.response["token_ids"]
+        calls.append(call(before + added, response, id=str(len(calls))))
+    result = build_trajectories(calls)
+    seen = []
+    for trajectory in result.trajectories:
+        assert len(trajectory.ids) == len(trajectory.mask) == len(trajectory.logprobs)
+        sampled = [False] * len(trajectory.ids)
+        for turn in trajectory.turns:
+            triplet = turn.triplet
+            seen.append(triplet.metadata["response_id"])
+            assert trajectory.ids[: turn.start] == triplet.prompt["token_ids"]
+            assert trajectory.ids[turn.start : turn.end] == triplet.response["token_ids"]
+            assert trajectory.logprobs[turn.start : turn.end] == triplet.response["logprobs"]
+            sampled[turn.start : turn.end] = [True] * (turn.end - turn.start)
+        assert [bool(flag) for flag in trajectory.mask] == sampled
+        assert all(value == 0.0 for value, flag in zip(trajectory.logprobs, sampled, strict=True) if not flag)
+    assert sorted(seen, key=int) == [triplet.metadata["response_id"] for triplet in calls], "each call is there once"
+
+
+@given(steps)
+@settings(max_examples=100, deadline=None)
+def test_joining_agrees_with_looking_at_every_pair(steps: list[tuple[bool, int, list[int], list[int]]]) -> None:
+    calls: list[Triplet] = []
+    for goes_on, which, added, response in steps:
+        before: list[int] = []
+        if goes_on and calls:
+            chosen = calls[which % len(calls)]
+            before = chosen.prompt["token_ids"] + chosen.response["token_ids"]
+        calls.append(call(before + added, response))
+    expected: list[list[int]] = []
+    for triplet in calls:
+        prompt = triplet.prompt["token_ids"]
+        fitting = [ids for ids in expected if prompt[: len(ids)] == ids]
+        if fitting:
+            expected.remove(max(fitting, key=len))
+        expected.append(prompt + triplet.response["token_ids"])
+    built = [trajectory.ids for trajectory in build_trajectories(calls).trajectories]
+    assert sorted(built) == sorted(expected)
+
+
+@pytest.mark.parametrize("shape", ["apart", "short", "joined"])
+def test_the_time_to_join_is_linear_in_the_calls(shape: str) -> None:
+    def seconds(n: int) -> float:
+        if shape == "apart":
+            calls = [call([*HEAD, *HEAD, i], [*ANSWER, i]) for i in range(n)]
+        elif shape == "short":
+            calls = [call([1], [i % 7, i]) for i in range(n)]
+        else:
+            calls = [call([i // 10, *([2] * 30 * (i % 10)), 1, 1], [2]) for i in range(n)]
+        gc.disable()
+        try:
+            began = time.process_time()
+            build_trajectories(calls)
+            return time.process_time() - began
+        finally:
+            gc.enable()
+
+    assert seconds(8000) < 25 * min(seconds(1000) for _ in range(3))
+
+
+# Transitions.
+
+
+def test_a_transition_says_what_came_of_an_answer() -> None:
+    question = [SYSTEM, said("user", "1+2?")]
+    asked = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}],
+    }
+    result = {"role": "tool", "tool_call_id": "c1", "content": "3"}
+    first = call([1], [2], question)
+    first = first.model_copy(update={"response": {**first.response, "raw_content": [asked]}})
+    resent = {**asked, "content": "", "tool_calls": [{**asked["tool_calls"][0], "id": "another id"}]}  # type: ignore[index] # a literal above
+    second = call([1, 2, 3], [4], [*question, resent, result], "3", reward=1.0)
+    elsewhere = call([7], [8], [said("user", "hi")], "hi")
+    one, two, three = triplets_to_transitions([first, second, elsewhere])
+    assert one.state == first.prompt
+    assert one.action == first.response
+    assert one.observation == [result]
+    assert (one.next_index, one.is_terminal, one.reward) == (1, False, None)
+    assert (two.observation, two.is_terminal, two.reward) == ([], True, 1.0)
+    assert three.is_terminal
+
+
+def test_adapters_of_other_views_take_the_settings_of_the_triplets() -> None:
+    trace = Recorder()
+    for name in ("boss", "writer"):
+        agent = trace.add("agent", {"agent.name": name}, at=(trace.now, trace.now + 5))
+        trace.client(name, parent=agent, at=(trace.now - 4, trace.now - 2))
+        trace.gateway(name, at=(trace.now - 4, trace.now - 2))
+    trajectories = get_manager().create("adapter", {"name": "trajectory", "source": {"agent_match": "writer"}})
+    assert isinstance(trajectories, TraceToTrajectories)
+    (trajectory,) = trajectories.adapt(trace.spans).trajectories
+    assert trajectory.turns[0].triplet.metadata["agent_name"] == "writer"
+    transitions = get_manager().create("adapter", "transition")
+    assert isinstance(transitions, TraceToTransitions)
+    assert [t.metadata["agent_name"] for t in transitions.adapt(trace.spans)] == ["boss", "writer"]

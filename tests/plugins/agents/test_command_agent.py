@@ -1,0 +1,504 @@
+"""Commands as agents: real processes, most of them Python with the standard library alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import signal
+import sys
+import textwrap
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agentlightning as agl
+from agentlightning import semconv
+from agentlightning.types import AttemptedRollout, Span
+from agentlightning_plugins.scripted_model.server import EOS, Answer, ScriptedOpenAI, encode
+from agentlightning_plugins.stores.http.client import LightningStoreClient
+from agentlightning_plugins.stores.http.server import LightningStoreServer
+from tests.plugins.gateway.gateway_setup import gateway
+
+CALL_MODEL = """
+    import json, os, sys, urllib.request
+    def call(text):
+        body = {"model": os.environ["OPENAI_MODEL"], "messages": [{"role": "user", "content": text}]}
+        headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+        url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+        with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as answer:
+            return json.load(answer)["choices"][0]["message"]["content"]
+"""
+
+
+@pytest.fixture
+async def store() -> AsyncIterator[agl.LightningStore]:
+    store = agl.InMemoryLightningStore()
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+def tracer() -> Iterator[agl.OtelTracer]:
+    tracer = agl.OtelTracer()
+    tracer.init()
+    yield tracer
+    tracer.teardown()
+
+
+def python(code: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-c", textwrap.dedent(code), *arguments]
+
+
+def shell(code: str, *arguments: str) -> list[str]:
+    return ["sh", "-c", textwrap.dedent(code), "sh", *arguments]
+
+
+async def run(
+    store: agl.LightningStore,
+    agent: Any,
+    task: Any = "task",
+    *,
+    resources: Mapping[str, agl.Resource | str] | None = None,
+    timeout_s: float | None = None,
+) -> tuple[AttemptedRollout, list[Span]]:
+    """Runs one rollout to its end."""
+    (ended,) = await run_all(store, agent, [task], resources=resources, timeout_s=timeout_s)
+    return ended
+
+
+async def run_all(
+    store: agl.LightningStore,
+    agent: Any,
+    tasks: list[Any],
+    *,
+    resources: Mapping[str, agl.Resource | str] | None = None,
+    timeout_s: float | None = None,
+) -> list[tuple[AttemptedRollout, list[Span]]]:
+    if resources is not None:
+        await store.add_resources(resources)
+    config = agl.RolloutConfig(timeout_seconds=timeout_s)
+    ids = [(await store.enqueue_rollout(task, mode="train", config=config)).rollout_id for task in tasks]
+    runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.OtelTracer(), max_rollouts=len(tasks))
+    with runner.run_context(agent=agl.wrap(agent), store=store):
+        await runner.iter()
+    ended = []
+    for rollout_id in ids:
+        rollout = await store.get_rollout_by_id(rollout_id)
+        assert isinstance(rollout, AttemptedRollout)
+        ended.append((rollout, list(await store.query_spans(rollout_id, "latest"))))
+    return ended
+
+
+def command_span(spans: list[Span]) -> Span:
+    (span,) = [span for span in spans if span.name.startswith("invoke_agent")]
+    return span
+
+
+def printed(spans: list[Span]) -> str:
+    return str(command_span(spans).attributes[semconv.OPERATION_OUTPUT])
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that waits to be reaped by a stranger does not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def count_open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+async def is_gone(pid: int) -> bool:
+    for _ in range(200):
+        if not is_alive(pid):
+            return True
+        await asyncio.sleep(0.02)
+    return False
+
+
+@pytest.mark.parametrize(
+    ("command", "task_via"),
+    [
+        (python("import sys; print(sys.argv[2])", "--task", "{task}"), None),
+        (python("import sys; print(sys.argv[1])"), "argument"),
+        (python("import sys; print(sys.stdin.read())"), None),
+        (python("import os; print(os.environ['AGL_TASK'])"), "env"),
+    ],
+)
+@pytest.mark.parametrize("task", ["3 + 4 = ? \u2211 {task}", {"question": "3 + 4", "answer": 7}])
+async def test_a_task_comes_by_argument_by_stdin_or_by_environment(
+    store: agl.LightningStore, command: list[str], task_via: Any, task: Any
+) -> None:
+    rollout, spans = await run(store, agl.CommandAgent(command, task_via=task_via), task)
+    assert rollout.status == "succeeded"
+    assert printed(spans) == (task if isinstance(task, str) else json.dumps(task)) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "reward", "expected"),
+    [
+        ("print('thinking'); print(0.25)", "stdout", 0.25),
+        ("print('''thinking\\n{\"reward\": 0.5, \"format\": 1}\\n''')", "stdout", 0.5),
+        ("import os; open(os.environ['AGL_REWARD_FILE'], 'w').write('-1')", "file", -1.0),
+        ("", "exit_code", 1.0),
+        ("raise SystemExit(1)", "exit_code", 0.0),
+        ("print('ok')", lambda task, output, rollout: len(task) + len(output), 7.0),
+    ],
+)
+async def test_a_reward_comes_from_where_the_agent_was_told(
+    store: agl.LightningStore, code: str, reward: Any, expected: float
+) -> None:
+    rollout, spans = await run(store, agl.CommandAgent(python(code), reward=reward))
+    assert rollout.attempt.error is None
+    assert agl.find_final_reward(spans) == expected
+
+
+async def test_a_json_object_gives_several_rewards(store: agl.LightningStore) -> None:
+    agent = agl.CommandAgent(python('print(\'{"format": 0.1, "reward": 0.5}\')'), reward="stdout")
+    _, spans = await run(store, agent)
+    (reward,) = agl.find_reward_spans(spans)
+    assert {item.name: item.value for item in agl.get_rewards_from_span(reward)} == {"reward": 0.5, "format": 0.1}
+    assert agl.get_reward_value(reward) == 0.5
+
+
+async def test_the_trainers_reward_function_judges_what_a_command_prints(store: agl.LightningStore) -> None:
+    async def reward(task: str, output: str, rollout: agl.Rollout) -> float:
+        return float(output.strip() == task)
+
+    agent = agl.wrap(agl.CommandAgent(python("import sys; print(sys.stdin.read())")), reward=reward)
+    _, spans = await run(store, agent)
+    assert agl.find_final_reward(spans) == 1.0
+
+
+@pytest.mark.parametrize("code", ["", "print('no number')", "print('{\"score\": 1}')", "print('true')"])
+async def test_a_command_that_says_no_reward_fails_its_attempt_with_what_it_said(
+    store: agl.LightningStore, code: str
+) -> None:
+    rollout, _ = await run(store, agl.CommandAgent(python(code), reward="stdout"))
+    assert rollout.status == "failed"
+    assert rollout.attempt.error is not None
+    assert "gave no reward: the last line of its stdout is" in rollout.attempt.error.message
+
+
+async def test_calls_of_a_command_are_the_attempts_own_and_become_triplets(tracer: agl.OtelTracer) -> None:
+    code = CALL_MODEL + "\n    print(call(sys.argv[1]))\n    print(1.0)"
+    async with ScriptedOpenAI([Answer("seven")]) as server, gateway(server) as case:
+        agent = agl.CommandAgent(python(code, "{task}"), reward="stdout", name="solver")
+        rollout, _ = await run(case.store, agent, "3 + 4", resources={"llm": case.proxy.as_resource(model="m")})
+        spans = await case.spans(rollout)
+    assert rollout.attempt.error is None
+    (triplet,) = agl.TraceToTriplet().adapt(spans)
+    assert triplet.prompt["token_ids"] == encode("<user>3 + 4<assistant>")
+    assert triplet.response["token_ids"] == [*encode("seven"), EOS]
+    assert triplet.metadata["agent_name"] == "solver"
+    assert triplet.reward == 1.0
+
+
+async def test_eight_commands_at_once_never_mix(tracer: agl.OtelTracer) -> None:
+    code = CALL_MODEL + "\n    print(call(sys.stdin.read()))\n    print(os.environ['AGL_ATTEMPT_ID'])"
+    async with (
+        ScriptedOpenAI(lambda request: Answer(request.body["messages"][-1]["content"] * 2, delay_s=0.3)) as server,
+        gateway(server) as case,
+    ):
+        resources = {"llm": case.proxy.as_resource(model="m")}
+        tasks = [f"task {i}" for i in range(8)]
+        ended = await run_all(case.store, agl.CommandAgent(python(code)), tasks, resources=resources)
+        for task, (rollout, spans) in zip(tasks, ended, strict=True):
+            assert printed(spans).split("\n")[:2] == [task * 2, rollout.attempt.attempt_id]
+            (triplet,) = agl.TraceToTriplet().adapt(await case.spans(rollout))
+            assert triplet.response["token_ids"] == [*encode(task * 2), EOS]
+
+
+async def test_a_command_gets_what_it_needs_and_no_key_of_ours(
+    store: agl.LightningStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_REGION", "DATABASE_URL", "AGL_TOKEN"):
+        monkeypatch.setenv(name, "ours")
+    agent = agl.CommandAgent(
+        python("import json, os; print(json.dumps(dict(os.environ)))"),
+        inherit_env=["DATABASE_*", "AWS_REGION"],
+        env={"MODE": "fast", "OPENAI_MODEL": "mine"},
+    )
+    llm = agl.LLM(endpoint="http://127.0.0.1:1/v1", model="m", sampling_parameters={"temperature": 0.5})
+    rollout, spans = await run(store, agent, resources={"llm": llm})
+    env = json.loads(printed(spans))
+    assert {name for name, value in env.items() if value == "ours"} == {"DATABASE_URL", "AWS_REGION"}
+    assert env["PATH"] == os.environ["PATH"]
+    assert (env["MODE"], env["OPENAI_MODEL"]) == ("fast", "mine")
+    assert env["OPENAI_BASE_URL"] == "http://127.0.0.1:1/v1"
+    assert env["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:1"
+    assert env["OPENAI_API_KEY"] == env["ANTHROPIC_API_KEY"] == "none"
+    assert json.loads(env["AGL_SAMPLING_PARAMETERS"]) == {"temperature": 0.5}
+    assert (env["AGL_ROLLOUT_ID"], env["AGL_ATTEMPT_ID"]) == (rollout.rollout_id, rollout.attempt.attempt_id)
+    assert env["AGL_ROLLOUT_MODE"] == "train"
+
+
+async def test_keys_that_a_command_prints_are_not_kept(store: agl.LightningStore) -> None:
+    code = "import os, sys; print(os.environ['OPENAI_API_KEY']); sys.exit('bad key ' + os.environ['OPENAI_API_KEY'])"
+    llm = agl.LLM(endpoint="http://127.0.0.1:1/v1", model="m", api_key="secret-of-this-attempt")
+    rollout, spans = await run(store, agl.CommandAgent(python(code)), resources={"llm": llm})
+    assert printed(spans) == "***\n"
+    assert rollout.attempt.error is not None
+    assert rollout.attempt.error.message.endswith("bad key ***")
+    assert all("secret-of-this" not in span.model_dump_json() for span in spans)
+
+
+async def test_prompts_and_other_resources_reach_a_command_by_environment_and_file(store: agl.LightningStore) -> None:
+    code = """
+        import json, os
+        with open(os.environ["AGL_RESOURCES_FILE"]) as file:
+            resources = json.load(file)
+        long = len(resources["long"]["template"])
+        print(os.environ["AGL_PROMPT_SYSTEM_STYLE"], long, "AGL_PROMPT_LONG" in os.environ)
+    """
+    agent = agl.CommandAgent(python(code))
+    _, first = await run(store, agent, resources={"system.style": "Be brief.", "long": "x" * 200_000})
+    _, second = await run(store, agent, resources={"system.style": "Be kind.", "long": "x"})
+    assert [printed(first), printed(second)] == ["Be brief. 200000 False\n", "Be kind. 1 True\n"]
+
+
+async def test_the_trace_goes_on_in_the_command(store: agl.LightningStore) -> None:
+    _, spans = await run(store, agl.CommandAgent(python("import os; print(os.environ['TRACEPARENT'])")))
+    span = command_span(spans)
+    assert printed(spans).startswith(f"00-{span.trace_id}-{span.span_id}-")
+
+
+@pytest.mark.parametrize(
+    ("code", "how"),
+    [
+        ("import sys; print('one', file=sys.stderr); sys.exit('no such tool')", "exited with code 1"),
+        ("import os, sys; sys.stderr.write('no such tool'); sys.stderr.flush(); os.abort()", "was ended by SIGABRT"),
+    ],
+)
+async def test_a_command_that_fails_fails_its_attempt_with_the_end_of_its_stderr(
+    store: agl.LightningStore, code: str, how: str
+) -> None:
+    rollout, spans = await run(store, agl.CommandAgent(python(code), reward="stdout", name="solver"))
+    assert (rollout.status, rollout.attempt.status) == ("failed", "failed")
+    error = rollout.attempt.error
+    assert error is not None
+    assert error.type == "RolloutError"
+    assert f"the command 'solver' {how}; its stderr ends with:" in error.message
+    assert error.message.endswith("no such tool")
+    assert command_span(spans).status.status_code == "ERROR"
+
+
+async def test_a_command_that_does_not_exist_is_named(store: agl.LightningStore, tmp_path: Path) -> None:
+    rollout, _ = await run(store, agl.CommandAgent(["no-such-program"]))
+    assert rollout.attempt.error is not None
+    assert "'no-such-program' cannot be started" in rollout.attempt.error.message
+    rollout, _ = await run(store, agl.CommandAgent(python(""), cwd=tmp_path / "missing"))
+    assert rollout.attempt.error is not None
+    assert str(tmp_path / "missing") in rollout.attempt.error.message
+
+
+async def test_a_task_too_long_for_an_argument_names_the_way_out(store: agl.LightningStore) -> None:
+    rollout, _ = await run(store, agl.CommandAgent(python("", "{task}")), "x" * 1_000_000)
+    assert rollout.attempt.error is not None
+    assert "task_via='stdin'" in rollout.attempt.error.message
+    rollout, spans = await run(store, agl.CommandAgent(python("print(len(input()))")), "x" * 1_000_000)
+    assert printed(spans) == "1000000\n"
+
+
+# In the shell, which is ready for its signal long before the time is over, however busy the machine is.
+STUBBORN = """
+    trap 'echo told to end' TERM
+    (trap '' TERM; exec sleep 60) &
+    echo $$ $! > "$1.new"
+    mv "$1.new" "$1"
+    while :; do sleep 0.05; done
+"""
+
+
+async def test_a_timeout_kills_the_whole_group_and_keeps_what_was_printed(
+    store: agl.LightningStore, tmp_path: Path
+) -> None:
+    agent = agl.CommandAgent(shell(STUBBORN, str(tmp_path / "pids")), kill_after_s=0.3)
+    rollout, spans = await run(store, agent, timeout_s=1.5)
+    assert rollout.attempt.status == "timeout"
+    assert printed(spans) == "told to end\n"
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert [await is_gone(pid) for pid in pids] == [True, True]
+
+
+async def test_cancelling_a_rollout_kills_the_whole_group(store: agl.LightningStore, tmp_path: Path) -> None:
+    path = tmp_path / "pids"
+    agent = agl.CommandAgent(shell(STUBBORN, str(path)), kill_after_s=0.1)
+    rollout = await store.enqueue_rollout("task")
+    runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.OtelTracer(), max_rollouts=1)
+    with runner.run_context(agent=agl.wrap(agent), store=store):
+        running = asyncio.create_task(runner.iter())
+        async with asyncio.timeout(30):
+            while not path.exists():  # noqa: ASYNC110 # another process makes it
+                await asyncio.sleep(0.02)
+            await store.cancel_rollout(rollout.rollout_id)
+            await running
+    pids = [int(pid) for pid in path.read_text().split()]
+    assert [await is_gone(pid) for pid in pids] == [True, True]
+
+
+async def test_who_is_cancelled_twice_leaves_neither_processes_nor_pipes(tmp_path: Path) -> None:
+    path = tmp_path / "pids"
+    agent = agl.CommandAgent(shell(STUBBORN, str(path)), kill_after_s=60)
+    open_files = count_open_files()
+    work = asyncio.create_task(agent.rollout_async("", {}, agl.Rollout(rollout_id="ro-1", input="", start_time=0.0)))
+    async with asyncio.timeout(30):
+        while not path.exists():  # noqa: ASYNC110 # another process makes it
+            await asyncio.sleep(0.02)
+        work.cancel()
+        await asyncio.sleep(0.2)
+        assert not work.done(), "it waits for the command to end by itself"
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+    pids = [int(pid) for pid in path.read_text().split()]
+    assert [await is_gone(pid) for pid in pids] == [True, True]
+    assert count_open_files() <= open_files
+
+
+async def test_a_command_that_ends_when_it_is_told_to_is_not_killed(store: agl.LightningStore) -> None:
+    code = """
+        trap 'echo cleaned up; exit 0' TERM
+        while :; do sleep 0.05; done
+    """
+    began = time.monotonic()
+    _, spans = await run(store, agl.CommandAgent(shell(code), kill_after_s=30), timeout_s=1.5)
+    assert printed(spans) == "cleaned up\n"
+    assert time.monotonic() - began < 20
+
+
+async def test_what_a_command_leaves_behind_is_killed_and_holds_nothing_up(store: agl.LightningStore) -> None:
+    code = """
+        import subprocess, sys
+        left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])  # holds our stdout open
+        print(left.pid)
+    """
+    rollout, spans = await run(store, agl.CommandAgent(python(code)), timeout_s=30)
+    assert rollout.status == "succeeded"
+    assert await is_gone(int(printed(spans)))
+
+
+async def test_of_much_output_the_end_is_kept(store: agl.LightningStore) -> None:
+    code = "import sys\nfor i in range(200_000): print(i)\nsys.stderr.buffer.write(b'x' * 3000 + b'\\xff')"
+    _, spans = await run(store, agl.CommandAgent(python(code), max_output_bytes=1000))
+    span = command_span(spans)
+    assert printed(spans).endswith("\n199998\n199999\n")
+    assert len(printed(spans)) == 1000
+    assert span.attributes["agentlightning.command.stderr"] == "x" * 999 + "\ufffd"
+    total = sum(len(f"{i}\n") for i in range(200_000)) + 3001
+    assert span.attributes["agentlightning.command.dropped_bytes"] == total - 2000
+
+
+async def test_one_model_of_several_has_to_be_named(store: agl.LightningStore) -> None:
+    models = {name: agl.LLM(endpoint=f"http://{name}/v1", model=name) for name in ("small", "large")}
+    code = "import os; print(os.environ['OPENAI_BASE_URL'])"
+    rollout, _ = await run(store, agl.CommandAgent(python(code)), resources=models)
+    assert rollout.attempt.error is not None
+    assert "2 models could be meant: small, large" in rollout.attempt.error.message
+    _, spans = await run(store, agl.CommandAgent(python(code), llm="large"))
+    assert printed(spans) == "http://large/v1\n"
+    rollout, _ = await run(store, agl.CommandAgent(python(code), llm="huge"))
+    assert rollout.attempt.error is not None
+    assert "no such model; models among the resources: small, large" in rollout.attempt.error.message
+
+
+SEND = """
+    import json, os, urllib.parse, urllib.request
+    _, trace_id, parent_id, _ = os.environ["TRACEPARENT"].split("-")
+    def send(url, body, authorization):
+        headers = {"Authorization": authorization, "Content-Type": "application/json"}
+        urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)).close()
+"""
+SEND_SPAN = (
+    SEND
+    + """
+    span = {
+        "rollout_id": os.environ["AGL_ROLLOUT_ID"], "attempt_id": os.environ["AGL_ATTEMPT_ID"],
+        "trace_id": trace_id, "span_id": "00000000000000aa", "parent_id": parent_id, "name": "agentlightning.reward",
+        "attributes": {"agentlightning.reward.0.name": "primary", "agentlightning.reward.0.value": 0.75},
+    }
+    send(os.environ["AGL_STORE_URL"] + "/v1/agl/spans", span, "Bearer " + os.environ["AGL_TOKEN"])
+    print(os.environ["AGL_TOKEN"])
+"""
+)
+SEND_OTLP = (
+    SEND
+    + """
+    pairs = [pair.split("=") for pair in os.environ["OTEL_RESOURCE_ATTRIBUTES"].split(",")]
+    resource = {"attributes": [{"key": key, "value": {"stringValue": value}} for key, value in pairs]}
+    reward = {"key": "agentlightning.reward.0.value", "value": {"doubleValue": 0.75}}
+    span = {"traceId": trace_id, "spanId": "00000000000000aa", "parentSpanId": parent_id, "attributes": [reward],
+            "name": "agentlightning.reward", "startTimeUnixNano": "1", "endTimeUnixNano": "2"}
+    header = urllib.parse.unquote(os.environ["OTEL_EXPORTER_OTLP_TRACES_HEADERS"].removeprefix("authorization="))
+    body = {"resourceSpans": [{"resource": resource, "scopeSpans": [{"spans": [span]}]}]}
+    send(os.environ["OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"], body, header)
+    print(os.environ["AGL_TOKEN"])
+"""
+)
+
+
+@pytest.mark.parametrize("code", [SEND_SPAN, SEND_OTLP], ids=["as a span", "by OTLP"])
+async def test_a_command_sends_its_reward_to_the_store_with_a_token_of_its_own(code: str) -> None:
+    token = "the-whole-stores-token"
+    backing = agl.InMemoryLightningStore()
+    async with LightningStoreServer(backing, port=0, token=token) as server:
+        store = LightningStoreClient(server.endpoint, token=token)
+        try:
+            rollout, spans = await run(store, agl.CommandAgent(python(code)))
+        finally:
+            await store.close()
+    await backing.close()
+    assert rollout.attempt.error is None
+    assert agl.find_final_reward(spans) == 0.75
+    (reward,) = agl.find_reward_spans(spans)
+    assert reward.parent_id == command_span(spans).span_id
+    assert printed(spans) == "***\n", "a token, and not the store's own, which nobody hides"
+
+
+def test_a_command_agent_trains_through_the_trainer(tmp_path: Path) -> None:
+    seen: list[float] = []
+
+    class Look(agl.Hook):
+        async def on_rollout_end(self, **arguments: Any) -> None:
+            seen.append(agl.find_final_reward(arguments["spans"]) or 0.0)
+
+    trainer = agl.Trainer(algorithm="baseline", strategy="shm", trackers=[], hooks=Look())
+    run = trainer.fit(agl.CommandAgent(["echo", "0.5"], reward="stdout"), ["a", "b"])
+    assert run.status == "succeeded"
+    assert seen == [0.5, 0.5]
+
+
+def test_a_command_agent_travels_to_runner_processes() -> None:
+    agent = pickle.loads(pickle.dumps(agl.CommandAgent(["echo", "{task}"], reward="stdout")))
+    assert repr(agent) == "<CommandAgent echo>"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"command": "python agent.py"}, "give a list of strings"),
+        ({"command": []}, "give a list of strings"),
+        ({"command": ["a", Path("b")]}, "give a list of strings"),
+        ({"command": ["a"], "reward": "stdin"}, "stdout, exit_code, file"),
+        ({"command": ["a"], "task_via": "file"}, "argument, stdin, env"),
+        ({"command": ["a", "{task}"], "task_via": "stdin"}, "leave one of them out"),
+        ({"command": ["a"], "max_output_bytes": 0}, "too small"),
+    ],
+)
+def test_a_command_that_makes_no_sense_is_refused_at_once(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(agl.ConfigError, match=message):
+        agl.CommandAgent(**arguments)
+
+
+def test_signals_without_a_name_are_numbered() -> None:
+    from agentlightning_plugins.agents.command.agent import _name_signal
+
+    assert _name_signal(signal.SIGKILL) == "SIGKILL"
+    assert _name_signal(40) == "signal 40"

@@ -1,0 +1,175 @@
+"""`agl eval` and `agl compare`, and the statistics behind them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agentlightning as agl
+from agentlightning.plugin.registry import get_manager
+from tests.plugins.commands.agl_here import run_here
+
+Evaluation = get_manager().get("algorithm", "evaluation")
+Score = Evaluation.Score
+
+AGENTS = """
+import itertools
+import agentlightning as agl
+
+calls = itertools.count()
+
+def agent(task, prompt: agl.PromptTemplate):
+    if task["n"] == 9:
+        raise KeyError("no such tool")
+    return float(prompt.format(n=task["n"]).startswith("good") or task["n"] % 4 == 0)
+"""
+PLUGIN = """
+from agentlightning import Component, hookimpl
+import agentlightning as agl
+
+class Learner(agl.Algorithm):
+    def __init__(self, *, seed: int = 0, wasteful: bool = False):
+        self.seed, self.wasteful = seed, wasteful
+
+    async def run(self, train_dataset=None, val_dataset=None):
+        store = self.get_store()
+        await store.add_resources({"prompt": "good {n}"})
+        while self.wasteful:
+            rollout = await store.enqueue_rollout(train_dataset[0], mode="train")
+            await store.wait_for_rollouts([rollout.rollout_id])
+
+@hookimpl
+def components():
+    return [Component("algorithm", "learner", "learner_plugin:Learner")]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "my_agents.py").write_text(AGENTS)
+    (tmp_path / "learner_plugin.py").write_text(PLUGIN)
+    info = tmp_path / "learner-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: learner\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[agentlightning]\nlearner = learner_plugin\n")
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"n": n}) + "\n" for n in range(8)))
+    (tmp_path / "config.yaml").write_text(
+        'agent: my_agents:agent\ndata: {train: tasks.jsonl, val: tasks.jsonl}\nresources: {prompt: "bad {n}"}\n'
+        "strategy: shm\ntracer: dummy\n"
+    )
+    return tmp_path
+
+
+def run(folder: Path, *arguments: str, code: int = 0) -> Any:
+    done = subprocess.run(
+        [sys.executable, "-m", "agentlightning", *arguments],
+        check=False,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "PYTHONPATH": str(folder)},
+    )
+    assert done.returncode == code, done.stderr
+    return json.loads(done.stdout) if "--json" in arguments else done.stdout + done.stderr
+
+
+def evaluate(folder: Path, *arguments: str, code: int = 0) -> Any:
+    said = run_here(folder, "eval", "config.yaml", *arguments)
+    assert said.code == code, said.stderr
+    return json.loads(said.stdout) if "--json" in arguments else said.stdout + said.stderr
+
+
+def test_eval_says_reward_interval_pass_at_k_and_errors(folder: Path) -> None:
+    (folder / "tasks.jsonl").write_text((folder / "tasks.jsonl").read_text() + '{"n": 9}\n')
+    found = evaluate(folder, "-n", "2", "--json")
+    assert found["reward"] == pytest.approx(2 / 9)
+    assert found["reward_low"] <= found["reward"] <= found["reward_high"]
+    assert found["pass@1"] == found["pass@2"] == pytest.approx(2 / 9)
+    assert found["errors/KeyError"] == 2.0
+    assert (found["tasks"], found["rollouts"]) == (9.0, 18.0)
+    assert not (folder / "runs").exists()
+    shown = evaluate(folder, "--run-dir", "kept")
+    assert "reward   0.222" in shown
+    assert "1 failed: KeyError" in shown
+    assert "run succeeded" not in shown, "the score is what was asked for"
+    assert (folder / "kept" / "store.db").is_file()
+
+
+def test_eval_takes_what_a_run_has_learned(folder: Path) -> None:
+    run(folder, "train", "config.yaml", "algorithm=learner", "--run-dir", "learned")
+    assert evaluate(folder, "--resources", "learned", "--json")["reward"] == 1.0
+    assert evaluate(folder, "--json")["reward"] == 0.25
+
+
+def test_eval_of_an_agent_that_always_fails_has_exit_code_1(folder: Path) -> None:
+    (folder / "tasks.jsonl").write_text('{"n": 9}\n')
+    assert "1 failed: KeyError" in evaluate(folder, code=1)
+    assert "no data.train" in evaluate(folder, "data={val: tasks.jsonl}", "--data", "train", code=2)
+
+
+def test_compare_tells_a_better_algorithm_from_the_first_and_keeps_its_budget(folder: Path) -> None:
+    rows = run(
+        folder, "compare", "config.yaml", "-a", "baseline", "-a", "{name: learner, wasteful: true}",
+        "--seeds", "0,1", "--budget", "20", "--json",
+    )  # fmt: skip
+    assert [row["algorithm"] for row in rows] == ["baseline", "learner"]
+    assert [row["reward"] for row in rows] == [0.25, 1.0]
+    assert rows[0]["p"] is None
+    assert rows[1]["p"] == pytest.approx(2 / 2**6 * 1.0, abs=1e-9)  # all six differing tasks point one way
+    assert rows[0]["rollouts"] == 16
+    assert 20 < rows[1]["rollouts"] < 40
+    assert (folder / "runs" / "compare" / "1-learner-1" / "store.db").is_file()
+    assert "--seeds a" in run(folder, "compare", "config.yaml", "-a", "baseline", "--seeds", "a", code=2)
+    wrong = run(folder, "compare", "config.yaml", "-a", "baseline", "-a", "lerner", "--run-dir", "never", code=2)
+    assert "Did you mean 'learner'" in wrong
+    assert not (folder / "never").exists(), "a mistake in the last is known before the first has trained"
+
+
+def test_pass_at_k_is_the_unbiased_estimator() -> None:
+    score = Score([[1.0, 0.0, 0.0, 0.0], [0.0] * 4])
+    assert score.pass_at(1) == pytest.approx(0.125)
+    assert score.pass_at(2) == pytest.approx((1 - math.comb(3, 2) / math.comb(4, 2)) / 2)
+    assert score.pass_at(4) == 0.5
+
+
+def test_the_interval_covers_the_mean_and_narrows_with_more_tasks() -> None:
+    few, many = Score([[0.0], [1.0]] * 5), Score([[0.0], [1.0]] * 500)
+    assert few.interval()[0] < 0.5 < few.interval()[1]
+    width = many.interval()[1] - many.interval()[0]
+    assert width == pytest.approx(2 * 1.96 * 0.5 / math.sqrt(1000), rel=0.15)
+
+
+def test_the_p_value_is_exact_for_few_tasks_and_agrees_with_many() -> None:
+    zeros, ones = Score([[0.0]] * 5), Score([[1.0]] * 5)
+    assert ones.p_value(zeros) == 2 / 2**5
+    assert zeros.p_value(zeros) == 1.0
+    mixed = Score([[1.0], [0.0]] * 10)
+    other = Score([[0.0], [1.0]] * 10)
+    assert mixed.p_value(other) > 0.9
+    assert 0 < Score([[1.0]] * 40).p_value(Score([[0.0]] * 40)) < 0.001
+
+
+async def test_an_evaluation_in_a_run_is_not_run_twice_when_repeated() -> None:
+    store = agl.InMemoryLightningStore()
+    algorithm = Evaluation(repetitions=2)
+    algorithm.context = agl.RunContext(store=store, key="key")
+    runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer(), max_rollouts=6)
+    import asyncio
+
+    with runner.run_context(agent=agl.wrap(lambda task: float(task)), store=store):
+        running = asyncio.create_task(runner.iter())
+        await algorithm.run(val_dataset=[0, 1, 2])
+        await running
+    first = algorithm.score
+    await algorithm.run(val_dataset=[0, 1, 2])  # nobody is there to run anything again
+    assert algorithm.score == first
+    assert first.rewards == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
+    await store.close()

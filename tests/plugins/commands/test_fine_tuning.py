@@ -1,0 +1,110 @@
+"""`agl rollouts export --format openai-sft`: the conversations of good rollouts, as OpenAI's fine-tuning takes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+import agentlightning as agl
+from agentlightning.cli import cli
+from agentlightning.plugin.registry import get_manager
+from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
+from tests.algorithms.prompt_lab import Server
+
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+def model(request: RecordedRequest) -> Answer:
+    last = request.body["messages"][-1]
+    if last["role"] == "user" and request.body.get("tools"):
+        return Answer(tool_calls=[("add", {"a": 1, "b": 2})], reasoning="let me add")
+    return Answer(f"after {last['content']}")
+
+
+def agent(task: dict[str, Any], llm: agl.LLM) -> float:
+    """Two calls that are one conversation, with a tool, and one call apart."""
+    import openai
+
+    with openai.OpenAI(base_url=llm.endpoint, api_key="any") as client:
+        messages: list[Any] = [{"role": "system", "content": "be good"}, {"role": "user", "content": task["text"]}]
+        reply = client.chat.completions.create(model="m", messages=messages, tools=[TOOL])  # type: ignore[list-item] # plain JSON
+        messages.append(reply.choices[0].message.model_dump(exclude_none=True))
+        call = reply.choices[0].message.tool_calls[0]  # type: ignore[index] # scripted
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": "3"})
+        client.chat.completions.create(model="m", messages=messages, tools=[TOOL])  # type: ignore[list-item] # plain JSON
+        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "summarise"}])
+    if task["reward"] is None:
+        raise RuntimeError("failed")
+    return float(task["reward"])
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ScriptedOpenAI]:
+    with Server(model) as scripted:
+        yield scripted
+
+
+@pytest.fixture(scope="module")
+def place(server: ScriptedOpenAI, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    for implementation in get_manager().hook.add_commands.get_hookimpls():
+        implementation.function(cli)
+    folder = tmp_path_factory.mktemp("run")
+    tasks = [{"text": f"task {reward}", "reward": reward} for reward in (1.0, 0.6, 0.2, None)]
+    agl.Trainer(
+        algorithm="baseline",
+        store=f"sqlite:///{folder / 'store.db'}",
+        strategy="shm",
+        trackers=[],
+        initial_resources={"llm": agl.LLM(endpoint=server.endpoint, model="m")},
+    ).fit(agent, tasks, [])
+    return folder
+
+
+def export(place: Path, file: Path, *arguments: str, code: int = 0) -> Result:
+    result = CliRunner().invoke(cli, ["rollouts", "export", str(file), "--store", str(place), *arguments])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_conversations_of_good_rollouts_are_written_as_fine_tuning_takes_them(place: Path, tmp_path: Path) -> None:
+    file = tmp_path / "sft.jsonl"
+    result = export(place, file, "--format", "openai-sft", "--min-reward", "0.5")
+    assert "4 conversations in" in result.output
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert {line["messages"][1]["content"] for line in lines if len(line["messages"]) == 5} == {"task 1.0", "task 0.6"}
+    long = next(line for line in lines if len(line["messages"]) == 5)
+    assert [message["role"] for message in long["messages"]] == ["system", "user", "assistant", "tool", "assistant"]
+    asks, answers, says = long["messages"][2:]
+    assert asks["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1, "b": 2}'}
+    assert answers["tool_call_id"] == asks["tool_calls"][0]["id"]
+    assert says == {"role": "assistant", "content": "after 3"}
+    assert [tool["function"]["name"] for tool in long["tools"]] == ["add"]
+    short = next(line for line in lines if len(line["messages"]) == 2)
+    assert short == {
+        "messages": [{"role": "user", "content": "summarise"}, {"role": "assistant", "content": "after summarise"}]
+    }
+
+
+def test_only_rewards_from_the_threshold_on_count_and_what_failed_never(place: Path, tmp_path: Path) -> None:
+    for threshold, count in ((1.0, 2), (0.0, 6), (1.1, 0)):
+        file = tmp_path / f"{threshold}.jsonl"
+        export(place, file, "--format", "openai-sft", "--min-reward", str(threshold))
+        assert len(file.read_text().splitlines()) == count
+
+
+def test_a_format_that_does_not_go_with_the_rest_is_refused(place: Path, tmp_path: Path) -> None:
+    for arguments in (
+        ("x.parquet", "--format", "openai-sft"),
+        ("x.jsonl", "--format", "openai-sft", "--status", "failed"),
+    ):
+        file = tmp_path / arguments[0]
+        assert "writes a .jsonl file" in export(place, file, *arguments[1:], code=2).output
+        assert not file.exists()

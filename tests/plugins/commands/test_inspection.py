@@ -1,0 +1,261 @@
+"""`agl rollouts`, `spans`, `resources` and `workers`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+import agentlightning as agl
+from agentlightning.cli import cli
+from agentlightning.errors import LightningError
+from agentlightning.event import Event
+from agentlightning.plugin.registry import get_manager
+from agentlightning.types import Span
+from agentlightning_plugins.commands.terminal import access
+
+
+@pytest.fixture(scope="module", autouse=True)
+def commands() -> None:
+    for implementation in get_manager().hook.add_commands.get_hookimpls():
+        implementation.function(cli)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A run's directory: one rollout succeeded with a reward, one failed, one waits; two versions of a prompt."""
+
+    async def fill() -> None:
+        store = agl.create_store(f"sqlite:///{tmp_path / 'store.db'}")
+        llm = agl.LLM(endpoint="http://h/v1", model="m", api_key="sk-secret")
+        update = await store.add_resources({"prompt": "first", "llm": llm})
+        await store.update_resources(update.resources_id, {"prompt": "second", "llm": llm})
+        for number, status in enumerate(("succeeded", "failed", None)):
+            await store.enqueue_rollout({"n": number}, mode="train", metadata={"step": number})
+            if status is None:
+                continue
+            (claimed,) = await store.dequeue_many_rollouts(worker_id="w-1")
+            where = {"rollout_id": claimed.rollout_id, "attempt_id": claimed.attempt.attempt_id}
+            reward = {"agentlightning.reward.0.name": "primary", "agentlightning.reward.0.value": 0.5}
+            await store.add_span(Span.from_attributes(attributes=reward, name="agentlightning.annotation", **where))
+            error = agl.types.AttemptFailure(type="KeyError", message="'x'", traceback="Traceback: KeyError: 'x'")
+            await store.update_attempt(
+                claimed.rollout_id,
+                "latest",
+                status=status,  # type: ignore[arg-type] # two of the literals
+                error=error if status == "failed" else None,
+            )
+        await store.close()
+
+    asyncio.run(fill())
+    return tmp_path
+
+
+def run(place: Path, *arguments: str, code: int = 0) -> Result:
+    result = CliRunner().invoke(cli, [*arguments, "--store", str(place)], env={"COLUMNS": "200"})
+    if isinstance(result.exception, LightningError):
+        assert code == 2, result.exception
+    else:
+        assert result.exit_code == code, result.output
+    return result
+
+
+def listed(place: Path, *arguments: str) -> Any:
+    return json.loads(run(place, *arguments, "--json").stdout)
+
+
+def test_rollouts_are_listed_newest_first_with_reward_and_error(place: Path) -> None:
+    assert [rollout["input"]["n"] for rollout in listed(place, "rollouts", "list")] == [2, 1, 0]
+    assert [rollout["status"] for rollout in listed(place, "rollouts", "list", "--status", "failed")] == ["failed"]
+    assert [rollout["input"]["n"] for rollout in listed(place, "rollouts", "list", "--step", "0")] == [0]
+    lines = run(place, "rollouts", "list").stdout.splitlines()
+    assert lines[0].split()[:5] == ["rollout", "status", "mode", "attempt", "reward"]
+    assert lines[3].split()[1:5] == ["succeeded", "train", "1", "0.5"]
+    assert "2 of 3" in run(place, "rollouts", "list", "--limit", "2").stderr
+
+
+def test_a_rollout_is_shown_with_attempts_spans_and_traceback(place: Path) -> None:
+    (failed,) = listed(place, "rollouts", "list", "--status", "failed")
+    shown = run(place, "rollouts", "show", failed["rollout_id"]).stdout
+    assert "Traceback: KeyError: 'x'" in shown
+    assert "agentlightning.annotation" in shown
+    whole = listed(place, "rollouts", "show", failed["rollout_id"])
+    assert whole["attempts"][0]["error"]["type"] == "KeyError"
+    (span,) = whole["spans"]
+    assert listed(place, "spans", "show", failed["rollout_id"], span["span_id"]) == span
+    assert listed(place, "spans", "list", failed["rollout_id"], "--name", "annotation") == [span]
+    assert listed(place, "spans", "list", failed["rollout_id"], "--name", "no such") == []
+    assert "agentlightning.reward.0.value" in run(place, "spans", "show", failed["rollout_id"], span["span_id"]).stdout
+
+
+def test_rollouts_are_cancelled_retried_and_deleted(place: Path) -> None:
+    waiting, failed, succeeded = (rollout["rollout_id"] for rollout in listed(place, "rollouts", "list"))
+    assert run(place, "rollouts", "cancel", waiting).stdout == f"{waiting}: cancelled\n"
+    assert run(place, "rollouts", "retry", failed).stdout == f"{failed}: requeuing\n"
+    refused = run(place, "rollouts", "retry", succeeded, waiting, code=1)
+    assert "is succeeded; only failed and cancelled ones can be retried" in refused.stderr
+    assert f"{waiting}: requeuing" in refused.stdout
+    assert run(place, "rollouts", "delete", "--status", "succeeded", "--yes").stdout == "1 deleted\n"
+    assert CliRunner().invoke(cli, ["rollouts", "delete", "--keep", "0", "--store", str(place)], input="n\n").exit_code
+    assert len(listed(place, "rollouts", "list")) == 2
+    assert isinstance(run(place, "rollouts", "delete", "--yes", code=2).exception, agl.ConfigError)
+    assert len(listed(place, "rollouts", "list")) == 2
+
+
+def test_resources_are_shown_rolled_back_and_never_show_a_key(place: Path) -> None:
+    update, older = listed(place, "resources", "list")
+    assert (update["version"], older["version"]) == (2, 1)
+    resources_id = update["resources_id"]
+    assert (
+        listed(place, "resources", "show", resources_id, "--version", "1")["resources"]["prompt"]["template"] == "first"
+    )
+    assert "version 3 is version 1 again" in run(place, "resources", "rollback", resources_id, "1").stdout
+    latest = listed(place, "resources", "show")
+    assert (latest["version"], latest["resources"]["prompt"]["template"]) == (3, "first")
+    for shown in (("resources", "show"), ("resources", "show", "--json"), ("resources", "list", "--json")):
+        assert "sk-secret" not in run(place, *shown).output
+    assert "no version 9" in str(run(place, "resources", "rollback", resources_id, "9", code=2).exception)
+
+
+def test_workers_are_listed_and_ended(place: Path) -> None:
+    (worker,) = listed(place, "workers", "list")
+    assert worker["worker_id"] == "w-1"
+    assert run(place, "workers", "end", "w-1").stdout == "0 attempts ended\n"
+    assert "no worker 'w-2'" in str(run(place, "workers", "show", "w-2", code=2).exception)
+
+
+@pytest.mark.parametrize(("what", "count"), [("rollouts", 3), ("spans", 2), ("resources", 2), ("workers", 1)])
+def test_exports_hold_every_record(place: Path, what: str, count: int) -> None:
+    import pyarrow.parquet
+
+    assert listed(place, what, "export", str(place / "out.jsonl")) == {"path": str(place / "out.jsonl"), "count": count}
+    lines = [json.loads(line) for line in (place / "out.jsonl").read_text().splitlines()]
+    assert len(lines) == count
+    assert "sk-secret" not in (place / "out.jsonl").read_text()
+    run(place, what, "export", str(place / "out.parquet"))
+    rows = pyarrow.parquet.read_table(place / "out.parquet").to_pylist()  # type: ignore[no-untyped-call] # no types
+    assert len(rows) == count
+    key = {"rollouts": "rollout_id", "spans": "span_id", "resources": "resources_id", "workers": "worker_id"}[what]
+    assert [row[key] for row in rows] == [line[key] for line in lines]
+    assert "ends in .jsonl or .parquet" in str(run(place, what, "export", str(place / "out.txt"), code=2).exception)
+
+
+async def run_one(store: agl.LightningStore) -> None:
+    """A rollout from beginning to end, as other processes may bring it about."""
+    await store.add_resources({"prompt": "text"})
+    await store.enqueue_rollout({"n": 9})
+    (claimed,) = await store.dequeue_many_rollouts(worker_id="w-9")
+    where = {"rollout_id": claimed.rollout_id, "attempt_id": claimed.attempt.attempt_id}
+    await store.add_span(Span.from_attributes(attributes={}, name="work", **where))
+    await store.update_attempt(claimed.rollout_id, "latest", status="succeeded")
+
+
+@pytest.mark.parametrize(
+    ("what", "shown", "fields"),
+    [
+        ("rollouts", "rollout_enqueued     rollout_id=ro-", {"kind", "time"}),
+        ("spans", " work {}", {"span_id", "attributes"}),
+        ("resources", '"template": "text"', {"resources_id", "version"}),
+        ("workers", " w-9 busy ro-", {"worker_id", "status"}),
+    ],
+)
+def test_following_prints_what_others_do_as_it_happens(
+    monkeypatch: pytest.MonkeyPatch, what: str, shown: str, fields: set[str]
+) -> None:
+    def follow(*options: str) -> str:
+        store = agl.create_store("memory://")
+        enough, subscribe = threading.Event(), store.subscribe
+
+        async def subscribe_for_a_while(kinds: Sequence[str] | None = None) -> AsyncIterator[Event]:
+            async with contextlib.aclosing(subscribe(kinds)) as events:  # type: ignore[type-var] # it is a generator
+                for _ in range(20):
+                    yield await anext(events)
+            enough.set()
+
+        async def play() -> None:
+            while not enough.is_set():  # the follower says nothing when it begins to listen
+                await run_one(store)
+                await asyncio.sleep(0.01)
+            await store.close()
+
+        monkeypatch.setattr(store, "subscribe", subscribe_for_a_while)
+        monkeypatch.setattr(access, "open_store", lambda where, run: store)
+        others = threading.Thread(target=lambda: asyncio.run(play()))
+        others.start()
+        output = CliRunner().invoke(cli, [what, "follow", *options], catch_exceptions=False).stdout
+        others.join()
+        return output
+
+    assert shown in follow()
+    lines = follow("--json").splitlines()
+    assert lines
+    assert all(fields <= json.loads(line).keys() for line in lines)
+
+
+def test_following_ends_with_ctrl_c_and_exit_code_130(place: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "agentlightning", "rollouts", "follow", "--store", str(place)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdout is not None
+    lines: list[str] = []
+    reader = threading.Thread(target=lambda: lines.extend(process.stdout or ()))
+    reader.start()
+
+    async def play() -> None:
+        store = agl.create_store(f"sqlite:///{place / 'store.db'}")
+        deadline = time.monotonic() + 30
+        while not lines and time.monotonic() < deadline:
+            await store.enqueue_rollout({"n": 9})
+            await asyncio.sleep(0.3)
+        await store.close()
+
+    asyncio.run(play())
+    process.send_signal(signal.SIGINT)
+    reader.join(20)
+    process.stdout.close()
+    assert process.wait(20) == 130
+    assert any("rollout_enqueued" in line for line in lines)
+
+
+def test_every_command_speaks_json() -> None:
+    groups = {name: cli.commands[name] for name in ("rollouts", "spans", "resources", "workers")}
+    for name, group in groups.items():
+        assert isinstance(group, click.Group)
+        for action, command in group.commands.items():
+            options = {option for parameter in command.params for option in parameter.opts}
+            assert "--json" in options, f"agl {name} {action}"
+
+
+def test_what_was_done_is_said_as_json(place: Path) -> None:
+    waiting, failed, succeeded = (rollout["rollout_id"] for rollout in listed(place, "rollouts", "list"))
+    assert listed(place, "rollouts", "cancel", waiting) == [{"rollout_id": waiting, "status": "cancelled"}]
+    mixed = json.loads(run(place, "rollouts", "retry", succeeded, failed, "--json", code=1).stdout)
+    assert [set(outcome) for outcome in mixed] == [{"rollout_id", "error"}, {"rollout_id", "status"}]
+    assert listed(place, "rollouts", "delete", waiting, "--yes") == {"deleted": 1}
+    assert listed(place, "workers", "end", "w-1") == {"ended": 0}
+    (update, _) = listed(place, "resources", "list")
+    assert listed(place, "resources", "rollback", update["resources_id"], "1")["version"] == 3
+    assert listed(place, "resources", "promote", f"{update['resources_id']}@2")["resources"]["llm"]["api_key"] is None
+
+
+def test_a_store_that_is_not_there_is_said(tmp_path: Path) -> None:
+    missing = CliRunner().invoke(cli, ["rollouts", "list", "--store", f"sqlite:///{tmp_path}/none.db"])
+    assert (missing.exit_code, "there is no such file" in missing.output) == (2, True)
+    assert not (tmp_path / "none.db").exists()
+    missing = CliRunner().invoke(cli, ["rollouts", "list", "--store", str(tmp_path)])
+    assert "neither a URL nor the directory of a run" in missing.output

@@ -1,0 +1,95 @@
+"""`agl replay`: a recorded rollout again, without its model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+import agentlightning as agl
+from agentlightning_plugins.commands.configuration.attribute import load_attribute
+from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
+from tests.plugins.commands.agl_here import Said, run_here
+
+AGENT = """
+import json
+import openai
+import agentlightning as agl
+
+def agent(task, llm: agl.LLM):
+    client = openai.OpenAI(base_url=llm.endpoint, api_key=llm.api_key or "none", max_retries=0)
+    messages = [{"role": "user", "content": QUESTION.format(**task)}]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+    first = client.chat.completions.create(model=llm.model, messages=messages, tools=tools).choices[0].message
+    call = first.tool_calls[0]
+    messages.append(first.model_dump(exclude_none=True))
+    numbers = json.loads(call.function.arguments)
+    messages.append({"role": "tool", "tool_call_id": call.id, "content": str(numbers["a"] + numbers["b"])})
+    answer = client.chat.completions.create(model=llm.model, messages=messages, tools=tools).choices[0].message.content
+    return float(answer == task["answer"])
+
+QUESTION = "What is {a} and {b}?"
+"""
+
+
+@pytest.fixture
+async def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "replayed_agent.py").write_text(AGENT)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    script = [Answer(tool_calls=[("add", {"a": 1, "b": 2})]), Answer("3")]
+    async with ScriptedOpenAI(script) as server:
+        trainer = agl.Trainer(
+            algorithm={"name": "baseline", "train_split": 1.0},
+            store=f"sqlite:///{tmp_path / 'store.db'}",
+            strategy="shm",
+            trackers=[],
+            initial_resources={"llm": agl.LLM(endpoint=server.endpoint, model="scripted")},
+        )
+        agent = load_attribute(f"{tmp_path / 'replayed_agent.py'}:agent")
+        await asyncio.to_thread(trainer.fit, agent, [{"a": 1, "b": 2, "answer": "3"}])
+        assert trainer.store is not None
+        await trainer.store.close()
+    store = agl.create_store(f"sqlite:///{tmp_path / 'store.db'}")
+    (rollout,) = (await store.query_rollouts()).items
+    await store.close()
+    return rollout.rollout_id
+
+
+def replay(folder: Path, rollout_id: str, *options: str, agent: str = "replayed_agent.py:agent") -> Said:
+    command = ("replay", agent, rollout_id, "--store", "sqlite:///store.db", *options)
+    return run_here(folder, *command, module="replayed_agent")
+
+
+async def test_a_rollout_is_replayed_without_its_model_and_differences_are_said(tmp_path: Path, recorded: str) -> None:
+    same = await asyncio.to_thread(replay, tmp_path, recorded)
+    assert same.code == 0, same.stderr + same.stdout
+    assert "succeeded, reward 1.0, 2 of 2 recorded model calls" in same.stdout
+
+    (tmp_path / "replayed_agent.py").write_text(AGENT.replace("What is", "How much is"))
+    asked = await asyncio.to_thread(replay, tmp_path, recorded)
+    assert asked.code == 1
+    assert "call 1, message 1: ('user', 'What is 1 and 2?') then, ('user', 'How much is 1 and 2?') now" in asked.stdout
+
+    (tmp_path / "replayed_agent.py").write_text(AGENT.replace("float(answer ==", "float(answer !="))
+    worth = await asyncio.to_thread(replay, tmp_path, recorded, "--json")
+    said = json.loads(worth.stdout)
+    assert (worth.code, said["differences"]) == (1, ["reward: 1.0 then, 0.0 now"])
+    assert (said["reward"], said["recorded_reward"], said["calls"], said["recorded_calls"]) == (0.0, 1.0, 2, 2)
+
+    more = AGENT.replace(
+        "    return float", "    client.chat.completions.create(model='x', messages=messages)\n    return float"
+    )
+    (tmp_path / "replayed_agent.py").write_text(more)
+    further = await asyncio.to_thread(replay, tmp_path, recorded)
+    assert further.code == 1
+    assert "the recording holds 2 model calls, and this is one more" in further.stderr
+    assert "2 model calls then, 3 now" in further.stdout
+
+
+async def test_what_cannot_be_replayed_is_said(tmp_path: Path, recorded: str) -> None:
+    unknown = await asyncio.to_thread(replay, tmp_path, "ro-none")
+    assert (unknown.code, "no rollout 'ro-none'" in unknown.stderr) == (2, True)
+    missing = await asyncio.to_thread(replay, tmp_path, recorded, agent="replayed_agent.py:agen")
+    assert (missing.code, "Did you mean 'agent'?" in missing.stderr) == (2, True)

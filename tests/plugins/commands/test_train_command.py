@@ -1,0 +1,452 @@
+"""`agl train`: from a file to a run, with errors that say where."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+import agentlightning as agl
+from agentlightning.errors import StoreError
+from agentlightning.plugin.registry import get_manager
+from agentlightning_plugins.commands.configuration import assembly
+from agentlightning_plugins.commands.configuration.config import read_config
+from agentlightning_plugins.commands.configuration.document import read_document
+from agentlightning_plugins.commands.runner.command import command as runner_command
+from agentlightning_plugins.commands.train.command import choose_directory, command
+from tests.plugins.commands.agl_here import run_here
+
+AGENT = """
+import os, time
+from pathlib import Path
+
+def agent(task):
+    time.sleep(task.get("seconds", 0))
+    with open("ran.txt", "a") as file:
+        file.write(f"{task['n']}\\n")
+    return task["n"] / 10
+
+def score(task, output, rollout):
+    return 1.0
+
+class Quiet(__import__("agentlightning").Hook):
+    pass
+
+TASKS = [{"n": 1}, {"n": 2}]
+"""
+CONFIG: dict[str, Any] = {
+    "agent": "my_agents:agent",
+    "data": {"train": "tasks.jsonl"},
+    "algorithm": {"name": "baseline", "train_split": 1.0},
+    "strategy": "shm",
+    "tracer": "dummy",
+    "trackers": ["jsonl"],
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "my_agents.py").write_text(AGENT)
+    (tmp_path / "tasks.jsonl").write_text('{"n": 1}\n{"n": 2}\n\n{"n": 3}\n')
+    return tmp_path
+
+
+def write(folder: Path, changes: dict[str, Any] | None = None, name: str = "config.yaml") -> Path:
+    path = folder / name
+    path.write_text(yaml.safe_dump({**CONFIG, **(changes or {})}, sort_keys=False))
+    return path
+
+
+def agl_command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "agentlightning", *arguments],
+        check=False,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def refused(folder: Path, *arguments: str) -> str:
+    code, _, said = run_here(folder, "train", *arguments)
+    assert code == 2, said
+    assert "Traceback" not in said
+    assert not (folder / "runs").exists()
+    return said
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_file_and_overrides_make_a_run_with_a_directory_of_its_own(folder: Path) -> None:
+    write(folder)
+    for number in ("config", "config-2"):
+        result = agl_command(folder, "train", "config.yaml", "algorithm.n_epochs=2")
+        assert result.returncode == 0, result.stderr
+        assert "INFO agentlightning: epoch 2 of 2: " in result.stderr
+        *epochs, last = metrics(folder / "runs" / number)
+        assert [line["reward"] for line in epochs] == pytest.approx([0.2, 0.2])
+        assert last["status"] == "succeeded"
+        kept = yaml.safe_load((folder / "runs" / number / "config.yaml").read_text())
+        assert kept["algorithm"] == {"name": "baseline", "train_split": 1.0, "n_epochs": 2}
+    assert (folder / "runs" / "config" / "store.db").is_file()
+
+
+def test_a_run_that_fails_has_another_exit_code_than_one_that_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(folder)
+    for error, code in ((StoreError("gone"), 1), (agl.ConfigError("taken"), 2)):
+        monkeypatch.setattr(assembly, "fit", Mock(side_effect=error))
+        said = run_here(folder, "train", "config.yaml")
+        assert (said.code, "Traceback" in said.stderr, str(error) in said.stderr) == (code, code == 1, True)
+
+
+def test_a_run_in_which_every_rollout_failed_has_failed(folder: Path) -> None:
+    (folder / "my_agents.py").write_text("def agent(task):\n    return task['missing']\n")
+    write(folder)
+    said = run_here(folder, "train", "config.yaml", "--run-dir", "r")
+    assert said.code == 1
+    assert "failed: no rollout of r succeeded; agl report r says which errors they had" in said.stderr
+    report = (folder / "r" / "report.md").read_text()
+    assert report.startswith("# r: failed\n")
+    assert "- 3 x KeyError: 'missing'" in report
+    (folder / "my_agents.py").write_text("def agent(task):\n    return 1 / (task['n'] - 2)\n")
+    assert run_here(folder, "train", "config.yaml", "--run-dir", "s").code == 0, "two of three succeeded"
+
+
+def test_what_an_algorithm_would_refuse_is_known_before_there_is_a_directory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    write(folder, {"data": {}})
+    assert "baseline needs a train_dataset or a val_dataset" in refused(folder, "config.yaml")
+    write(folder, {"algorithm": "apo"})
+    assert "there is no prompt to tune" in refused(folder, "config.yaml")
+    write(folder, {"algorithm": "apo", "resources": {"prompt": "Say {n}."}})
+    assert "set OPENAI_API_KEY" in refused(folder, "config.yaml")
+    dry = run_here(folder, "train", "config.yaml", "--dry-run")
+    assert (dry.code, "WRONG algorithm: " in dry.stdout, "set OPENAI_API_KEY" in dry.stdout) == (2, True, True)
+    monkeypatch.setenv("OPENAI_API_KEY", "any")
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
+    dry = run_here(folder, "train", "config.yaml", "--dry-run")
+    assert dry.code == 2
+    assert "WRONG algorithm    http://127.0.0.1:9/v1/: cannot be reached" in dry.stdout
+    assert not (folder / "runs").exists()
+
+
+def test_an_adapter_that_nobody_reads_is_said(folder: Path) -> None:
+    write(folder, {"adapter": "triplet"})
+    said = run_here(folder, "train", "config.yaml")
+    assert said.code == 0
+    assert "the adapter TraceToTriplet has no effect: baseline learns nothing; leave adapter out" in said.stderr
+
+
+def test_a_run_leaves_a_report_and_agl_report_makes_it_of_any_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = "\n".join(["def agent(task, prompt_template):", "    return 1.0 / (task['n'] - 2)"])
+    (folder / "my_agents.py").write_text(agent)
+    write(folder, {"resources": {"prompt": "Say {n}."}, "seed": 5})
+    assert run_here(folder, "train", "config.yaml", "--run-dir", "r").code == 0
+    written = (folder / "r" / "report.md").read_text()
+    assert written.startswith("# r: succeeded\n")
+    for line in (
+        "- rollouts: 3 (1 failed, 2 succeeded)",
+        "- seed: 5",
+        "- 1 x ZeroDivisionError: float division by",
+    ):
+        assert line in written
+    assert "| success_rate | 0.6667 | 0.6667 | 0.6667 | 0.6667 |" in written
+    assert written.endswith("### prompt\n\n```\nSay {n}.\n```\n")
+    assert run_here(folder, "report", "r").stdout == written
+    said = json.loads(run_here(folder, "report", "r", "--json").stdout)
+    assert (said["run"]["status"], said["rollouts"]["failed"], said["metrics"]["rollouts"]["last"]) == (
+        "succeeded",
+        1,
+        3,
+    )
+    assert "nowhere holds no run" in run_here(folder, "report", "nowhere").stderr
+    (folder / "r" / "store.db").unlink()
+    assert "says no store; see r/report.md" in run_here(folder, "report", "r").stderr
+    write(folder / "r", {"store": "http://127.0.0.1:9"})
+    monkeypatch.setitem(agl.LightningStoreClient.__init__.__kwdefaults__, "retry_s", 1.5)
+    late = run_here(folder, "report", "r")
+    assert (late.stdout, "cannot reach a store" in late.stderr) == (written, True)
+    assert "Trying again for 1.5 s" in late.stderr
+
+
+@pytest.mark.parametrize(("store", "run"), [("http://127.0.0.1:1", "mine"), (None, "default")])
+def test_the_half_that_runs_no_agent_says_how_its_runners_are_started(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, store: str | None, run: str
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(assembly, "fit", lambda trainer, parts: agl.Run())
+    strategy = {"name": "cs", "role": "algorithm", "server_port": 4750}
+    write(folder, {"agent": "my_agents.py:agent", "strategy": strategy} | ({"store": store} if store else {}))
+    said = CliRunner().invoke(command, ["config.yaml", "--run-dir", "runs/mine"], catch_exceptions=False).stderr
+    (line,) = (line.split() for line in said.splitlines() if line.startswith("    agl runner"))
+    asked = runner_command.make_context("runner", line[2:]).params
+    assert asked["agent"] == "config.yaml"
+    assert asked["store"] == (store or "http://127.0.0.1:4750")
+    assert (asked["run"] or "default") == run
+
+
+def test_runners_and_port_reach_the_strategy_however_it_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    for strategy in ("cs", {"name": "cs", "server_host": "127.0.0.2"}, None):
+        changes = {"agent": "my_agents.py:agent", "n_runners": 3, "port": 5000, "strategy": strategy}
+        document = read_document(write(folder, changes))
+        checked = read_config(document)
+        trainer = assembly.make_trainer(checked, assembly.load_parts(checked, document), folder / "run", resume=False)
+        assert isinstance(trainer.strategy, agl.ClientServerExecutionStrategy)
+        assert (trainer.strategy.n_runners, trainer.strategy.server_port) == (3, 5000)
+        assert trainer.store is not None
+        asyncio.run(trainer.store.close())
+
+
+def test_toml_reads_the_same_and_names_its_lines(folder: Path) -> None:
+    (folder / "c.toml").write_text(
+        'agent = "my_agents:agent"\nstrategy = "shm"\ntracer = "dummy"\ntrackers = ["jsonl"]\n'
+        '[data]\ntrain = "my_agents:TASKS"\n[algorithm]\nname = "baseline"\nn_epoch = 2\n'
+    )
+    assert "c.toml, line 9: algorithm 'baseline' has no setting 'n_epoch'. Did you mean 'n_epochs'?" in refused(
+        folder, "c.toml"
+    )
+    (folder / "c.toml").write_text((folder / "c.toml").read_text().replace("n_epoch =", "n_epochs ="))
+    assert agl_command(folder, "train", "c.toml").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"agents": 1}, "config.yaml, line 11: unknown key 'agents'. Did you mean 'agent'?"),
+        ({"data": {"trian": "x"}}, "line 3: unknown key 'data.trian'. Did you mean 'train'?"),
+        ({"data": {"train": {"source": "tasks.jsonl", "limt": 1}}}, "line 5: unknown key 'data.train.limt'"),
+        ({"data": {"train": {"source": "tasks.jsonl", "limit": 0}}}, "data.train.limit = 0: Input should be greater"),
+        ({"data": {"train": "task.jsonl"}}, "line 3: task.jsonl does not exist"),
+        ({"data": {"train": "my_agents:TASK"}}, "my_agents has no TASK. Did you mean 'TASKS'?"),
+        ({"data": {"train": "hf:no-such-folder-or-dataset"}}, "hf:no-such-folder-or-dataset, split 'train'"),
+        ({"agent": "my_agents"}, "line 1: 'my_agents': write module:attribute"),
+        ({"agent": "my_agent:agent"}, "importing my_agent failed: ModuleNotFoundError"),
+        ({"agent": {"targt": "my_agents:agent"}}, "unknown key 'agent.targt'. Did you mean 'target'?"),
+        ({"algorithm": "baselin"}, "no algorithm named 'baselin'. Did you mean 'baseline'?"),
+        ({"algorithm": {"n_epochs": 2}}, "a component with settings needs its 'name'"),
+        ({"algorithm": {"name": "baseline", "n_epochs": "two"}}, "algorithm 'baseline': n_epochs = 'two'"),
+        ({"trackers": ["jsonl", "consol"]}, "line 11: no tracker named 'consol'"),
+        ({"hooks": ["my_agents:agent"]}, "is a function, not an agl.Hook"),
+        ({"n_runners": 0}, "n_runners = 0"),
+        ({"n_runners": 2, "strategy": {"name": "cs", "n_runners": 3}}, "n_runners is given twice; the strategy has"),
+        ({"port": 5000}, "config.yaml, line 11: the strategy 'shm' has no use for port; leave it out"),
+        ({"name": "../up"}, "name = '../up'"),
+        ({"resources": {"llm": {"resource_type": "lm"}}}, "line 11: resource 'llm': unknown resource_type 'lm'"),
+        ({"gateway": {"name": "gateway", "model_list": [{"model": "m", "api_key": "sk-secret-1"}]}}, "holds a secret"),
+        ({"store": "postgresql://me:hunter2@host/db"}, "holds a secret"),
+        ({"store": "postgresql://me:${DB_PASSWORD}@host/db"}, "environment variable DB_PASSWORD is not set"),
+    ],
+)
+def test_what_is_wrong_is_said_with_file_line_key_and_what_was_meant(
+    folder: Path, changes: dict[str, Any], complaint: str
+) -> None:
+    write(folder, changes)
+    said = refused(folder, "config.yaml")
+    assert complaint in said
+    assert "hunter2" not in said
+    assert "sk-secret" not in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ((), "name a configuration file"),
+        (("missing.yaml",), "missing.yaml does not exist (working directory: "),
+        (("my_agents.py",), "ends in .yaml, .yml or .toml"),
+        (("config.yaml", "algorithm"), "written key=value"),
+        (("config.yaml", "n_runners.x=1"), "command line, n_runners.x=1"),
+        (("config.yaml", "algorithm.n_epoch=1"), "command line, algorithm.n_epoch=1"),
+        (("--resume", "nowhere"), "holds no run"),
+        (("--resume", "config.yaml"), "config.yaml is a file; name the directory of a run"),
+    ],
+)
+def test_wrong_arguments_are_refused(folder: Path, arguments: tuple[str, ...], complaint: str) -> None:
+    write(folder, {"n_runners": 1})
+    assert complaint in refused(folder, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("a: [", "line 1: not YAML"),
+        ("- a", "a mapping of settings"),
+        ("agent: a\nagent: b", "line 2: agent is given twice"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused(folder: Path, text: str, complaint: str) -> None:
+    (folder / "config.yaml").write_text(text)
+    assert complaint in refused(folder, "config.yaml")
+
+
+def test_print_config_shows_the_overrides_and_never_a_secret(folder: Path) -> None:
+    write(folder, {"store": "http://host:1/${SECRET}"})
+    code, shown, _ = run_here(folder, "train", "config.yaml", "algorithm.n_epochs=1e0", "--print-config")
+    assert code == 0
+    printed = yaml.safe_load(shown)
+    assert printed["algorithm"]["n_epochs"] == 1.0
+    assert printed["store"] == "http://host:1/${SECRET}"
+
+
+def test_print_config_shows_what_an_algorithm_composes_from_its_settings(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Composing(agl.Algorithm):
+        def __init__(self, config: dict[str, Any]) -> None:
+            self.config = {"lr": 0.1, **config, "url": f"https://{config['key']}@host"}
+
+        def print_config(self) -> str:
+            return yaml.safe_dump(self.config)
+
+    monkeypatch.setattr(get_manager(), "get", lambda kind, name: Composing)
+    monkeypatch.setenv("SECRET", "hunter2")
+    write(folder, {"algorithm": {"name": "composing", "config": {"key": "${SECRET}"}}})
+    _, shown, _ = run_here(folder, "train", "config.yaml", "algorithm.config.steps=3", "--print-config")
+    given, composed = yaml.safe_load_all(shown)
+    assert given["algorithm"]["config"] == {"key": "${SECRET}", "steps": 3}
+    assert composed == {"lr": 0.1, "steps": 3, "key": "${SECRET}", "url": "https://${SECRET}@host"}
+    assert "hunter2" not in shown
+
+
+def test_a_dry_run_checks_endpoints_and_writes_nothing(folder: Path) -> None:
+    endpoint = "http://127.0.0.1:9/v1"
+    write(folder, {"resources": {"llm": {"resource_type": "llm", "endpoint": endpoint, "model": "m"}}})
+    code, said, _ = run_here(folder, "train", "config.yaml", "--dry-run")
+    assert code == 2
+    assert "ok    data.train   3 tasks; the first: {'n': 1}" in said
+    assert "WRONG resources.llm" in said
+    assert "cannot be reached" in said
+    write(folder)
+    assert run_here(folder, "train", "config.yaml", "--dry-run")[0] == 0
+    assert not (folder / "runs").exists()
+    assert not (folder / "ran.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("t.json", '[{"n": 1}, {"n": 2}]'),
+        ("t.csv", "n,text\n1,a\n2,b\n"),
+        ("t.jsonl", '{"n": 1}\n{"n": 2}\n'),
+    ],
+)
+def test_tasks_come_from_files(tmp_path: Path, name: str, content: str) -> None:
+    from agentlightning_plugins.commands.configuration.dataset import load_dataset
+
+    (tmp_path / name).write_text(content)
+    tasks = load_dataset(str(tmp_path / name))
+    assert [int(task["n"]) for task in (tasks[0], tasks[1])] == [1, 2]
+
+
+def test_tasks_come_from_parquet_and_hugging_face_folders(tmp_path: Path) -> None:
+    import datasets
+    import pyarrow
+    import pyarrow.parquet
+
+    from agentlightning_plugins.commands.configuration.dataset import load_dataset
+
+    rows = [{"n": number} for number in range(10)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "t.parquet")
+    assert list(load_dataset(str(tmp_path / "t.parquet"))) == rows  # type: ignore[call-overload] # a list
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+    assert load_dataset(f"hf:{tmp_path / 'saved'}")[3] == {"n": 3}
+    some = load_dataset(str(tmp_path / "t.parquet"), limit=4, shuffle_seed=1)
+    again = load_dataset(str(tmp_path / "t.parquet"), limit=4, shuffle_seed=1)
+    assert len(some) == 4
+    assert [some[i] for i in range(4)] == [again[i] for i in range(4)] != rows[:4]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("t.jsonl", '{"n": 1}\n{"n"\n', "line 2: not JSON"),
+        ("t.json", '{"n": 1}', "a list of tasks is needed"),
+        ("t.jsonl", "\n", "holds no task"),
+        ("t.parquet", "no", "no Parquet file"),
+    ],
+)
+def test_damaged_task_files_are_refused(tmp_path: Path, name: str, content: str, complaint: str) -> None:
+    from agentlightning_plugins.commands.configuration.dataset import load_dataset
+
+    (tmp_path / name).write_text(content)
+    with pytest.raises(agl.ConfigError, match=complaint):
+        load_dataset(str(tmp_path / name))
+
+
+@pytest.mark.slow
+def test_a_killed_run_is_resumed_without_running_a_finished_task_again(folder: Path) -> None:
+    (folder / "tasks.jsonl").write_text("".join(json.dumps({"n": n, "seconds": 0.05}) + "\n" for n in range(40)))
+    write(folder, {"strategy": {"name": "cs"}, "algorithm": {"name": "baseline", "train_split": 1.0}})
+    process = subprocess.Popen(
+        [sys.executable, "-m", "agentlightning", "train", "config.yaml"],
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    ran = folder / "ran.txt"
+    deadline = time.monotonic() + 60
+    while not ran.exists() or len(ran.read_text().split()) < 8:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)  # the trainer with its store; the runner is in a session of its own
+    process.wait()
+    before = ran.read_text().split()
+    assert len(before) < 40
+    result = agl_command(folder, "train", "--resume", "runs/config")
+    assert result.returncode == 0, result.stderr
+    lines = metrics(folder / "runs" / "config")
+    assert lines[-1]["status"] == "succeeded"
+    assert [line["rollouts"] for line in lines if "rollouts" in line] == [40.0]
+    assert lines[-2]["reward"] == pytest.approx(sum(n / 10 for n in range(40)) / 40)
+    counts = {str(n): ran.read_text().split().count(str(n)) for n in range(40)}
+    assert min(counts.values()) == 1
+    again = [n for n, count in counts.items() if count > 1]
+    assert len(again) <= 16 + 4  # those that were running, or had run but could not say so any more
+    assert agl_command(folder, "train", "--resume", "runs/config").returncode == 0
+    assert len(ran.read_text().split()) == sum(counts.values())
+
+
+def test_the_schema_accepts_what_the_command_accepts(folder: Path) -> None:
+    import jsonschema
+
+    schema = json.loads(run_here(folder, "config", "schema")[1])
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.validate(CONFIG, schema)
+    for wrong in ({"agents": 1}, {"algorithm": {"name": "baseline", "n_epoch": 1}}, {"algorithm": "baselin"}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({**CONFIG, **wrong}, schema)
+
+
+def test_runs_begun_together_never_choose_the_same_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with ThreadPoolExecutor(8) as threads:
+        chosen = list(threads.map(lambda _: choose_directory(None, "demo"), range(24)))
+    assert len(set(chosen)) == 24
+
+
+def test_a_file_where_the_run_is_to_be_is_one_sentence(folder: Path) -> None:
+    (folder / "taken").touch()
+    said = refused(folder, str(write(folder)), "--run-dir", "taken/run")
+    assert "taken/run cannot be the directory of a run: Not a directory" in said

@@ -1,0 +1,114 @@
+"""A gateway between the real ``openai`` client and a scripted model server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from openai import AsyncOpenAI
+
+from agentlightning.resources import ProxyLLM
+from agentlightning.store.protocol import LightningStore
+from agentlightning.types import AttemptedRollout, Span
+from agentlightning_plugins.gateway.proxy import LLMProxy
+from agentlightning_plugins.scripted_model.server import ScriptedOpenAI
+from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
+
+if TYPE_CHECKING:
+    from anthropic import AsyncAnthropic
+
+PROVIDER_KEY = "sk-the-real-provider-key"
+HELLO: list[Any] = [{"role": "user", "content": "Say hello."}]
+ADD: Any = {
+    "type": "function",
+    "function": {"name": "add", "description": "a + b", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+@dataclass
+class Case:
+    """One gateway at work."""
+
+    proxy: LLMProxy
+    store: LightningStore
+    any_client: AsyncOpenAI
+    stack: contextlib.AsyncExitStack
+    any_anthropic_client: AsyncAnthropic | None = None
+
+    def client(self, endpoint: str) -> AsyncOpenAI:
+        """A client that does not try again; all share one pool, because a new one costs 50 ms."""
+        return self.any_client.with_options(base_url=endpoint)
+
+    async def anthropic_client(self, client: AsyncOpenAI) -> AsyncAnthropic:
+        """The client of Anthropic for the attempt that a client of OpenAI belongs to."""
+        from anthropic import AsyncAnthropic  # takes a second to import, which few tests need
+
+        if self.any_anthropic_client is None:
+            new = AsyncAnthropic(base_url="http://127.0.0.1:1", api_key="the-agents-own-key", max_retries=0)
+            self.any_anthropic_client = await self.stack.enter_async_context(new)
+        root = str(client.base_url).removesuffix("/v1/")
+        return self.any_anthropic_client.with_options(base_url=f"{root}/anthropic")
+
+    async def start(self) -> tuple[AttemptedRollout, AsyncOpenAI]:
+        """A rollout under way, and a client whose calls belong to it."""
+        rollout = await self.store.start_rollout({"task": 1})
+        resource = self.proxy.as_resource(model="m")
+        assert isinstance(resource, ProxyLLM)
+        llm = resource.with_attempted_rollout(rollout)
+        return rollout, self.client(llm.get_base_url())
+
+    async def spans(self, rollout: AttemptedRollout) -> list[Span]:
+        await self.proxy.flush()
+        return list(await self.store.query_spans(rollout.rollout_id, rollout.attempt.attempt_id))
+
+    async def eventual_span(self, rollout: AttemptedRollout) -> Span:
+        """The span of a call whose end nobody can wait for."""
+        async with asyncio.timeout(60):
+            while True:
+                for span in await self.spans(rollout):
+                    return span
+                await asyncio.sleep(0.02)
+
+    async def span(self, rollout: AttemptedRollout) -> Span:
+        (span,) = await self.spans(rollout)
+        return span
+
+
+def entry(endpoint: str, **more: Any) -> Mapping[str, Any]:
+    return {"model": "m", "endpoint": endpoint, "api_key": PROVIDER_KEY, **more}
+
+
+@contextlib.asynccontextmanager
+async def gateway(
+    *servers: ScriptedOpenAI, model_list: list[Any] | None = None, provider: str | None = None, **settings: Any
+) -> AsyncIterator[Case]:
+    store = InMemoryLightningStore()
+    more = {} if provider is None else {"provider": provider}
+    models = [entry(server.endpoint, **more) for server in servers] if model_list is None else model_list
+    proxy = LLMProxy(model_list=models, store=store, **settings)
+    await proxy.start()
+    try:
+        async with contextlib.AsyncExitStack() as stack:
+            new = AsyncOpenAI(base_url="http://127.0.0.1:1", api_key="the-agents-own-key", max_retries=0)
+            yield Case(proxy, store, await stack.enter_async_context(new), stack)
+    finally:
+        await proxy.stop()
+        await store.close()
+
+
+async def until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: float = 60.0) -> None:
+    """Waits for something that tells nobody when it happens."""
+    async with asyncio.timeout(timeout_s):
+        while True:
+            met = condition()
+            if met if isinstance(met, bool) else await met:
+                return
+            await asyncio.sleep(0.01)
+
+
+async def waiting(proxy: LLMProxy) -> bool:
+    """Whether a call waits for the end of a pause."""
+    return bool((await proxy.status())["waiting"])

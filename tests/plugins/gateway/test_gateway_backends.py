@@ -1,0 +1,397 @@
+"""How the gateway chooses, retries and replaces backends, and what it tells the agent when it cannot help."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from agentlightning.errors import ConfigError
+from agentlightning.event import AttemptFinished, Event, RolloutFinished, RolloutStarted
+from agentlightning.resources import LLM, ProxyLLM
+from agentlightning_plugins.gateway.backends.backend import ModelTable
+from agentlightning_plugins.gateway.limits.ended_attempt import EndedAttempts
+from agentlightning_plugins.gateway.proxy import LLMProxy
+from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
+from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
+from tests.plugins.gateway.gateway_setup import HELLO, PROVIDER_KEY, entry, gateway, until
+from tests.port import reserve_port
+
+
+async def read_stream(client: openai.AsyncOpenAI, pieces: list[str]) -> None:
+    async for chunk in await client.chat.completions.create(model="m", messages=HELLO, stream=True):
+        pieces.append(chunk.choices[0].delta.content or "")
+
+
+@pytest.mark.parametrize("failure", [Answer(status=500), Answer(status=409), Answer(status=408), Answer(cut_after=0)])
+async def test_a_passing_failure_is_retried_and_recorded_once(failure: Answer) -> None:
+    async with ScriptedOpenAI([failure, failure, Answer("at last")]) as server, gateway(server) as case:
+        rollout, client = await case.start()
+        answer = await client.chat.completions.create(model="m", messages=HELLO)
+        assert answer.choices[0].message.content == "at last"
+        assert len(server.requests) == 3
+        assert (await case.span(rollout)).status.status_code == "OK"
+
+
+async def test_an_answer_that_breaks_off_is_asked_for_again() -> None:
+    async with ScriptedOpenAI([Answer("half", cut_after=1), Answer("whole")]) as server, gateway(server) as case:
+        _, client = await case.start()
+        answer = await client.chat.completions.create(model="m", messages=HELLO)
+        assert answer.choices[0].message.content == "whole"
+
+
+async def test_retry_after_is_honoured() -> None:
+    script = [Answer(status=429, headers={"Retry-After": "0.6"}), Answer()]
+    async with ScriptedOpenAI(script) as server, gateway(server) as case:
+        _, client = await case.start()
+        start = time.monotonic()
+        await client.chat.completions.create(model="m", messages=HELLO)
+        assert time.monotonic() - start >= 0.6
+
+
+async def test_a_backend_that_asks_for_too_much_patience_is_not_waited_for() -> None:
+    script = [Answer(status=429, error="come back tomorrow", headers={"Retry-After": "86400"})]
+    async with ScriptedOpenAI(script) as server, gateway(server) as case:
+        rollout, client = await case.start()
+        with pytest.raises(openai.RateLimitError, match="come back tomorrow") as caught:
+            await client.chat.completions.create(model="m", messages=HELLO)
+        assert caught.value.response.headers["Retry-After"] == "86400"
+        assert len(server.requests) == 1
+        span = await case.span(rollout)
+        assert (span.status.status_code, span.status.description) == ("ERROR", "come back tomorrow")
+        assert span.attributes["error.type"] == "429"
+        assert span.attributes["agentlightning.gateway.complete"] is False
+
+
+async def test_the_agents_own_mistakes_are_not_retried() -> None:
+    async with ScriptedOpenAI([Answer(status=400, error="no such thing")]) as server, gateway(server) as case:
+        _, client = await case.start()
+        with pytest.raises(openai.BadRequestError, match="no such thing"):
+            await client.chat.completions.create(model="m", messages=HELLO)
+        assert len(server.requests) == 1
+
+
+async def test_without_retries_the_first_failure_is_the_agents() -> None:
+    async with ScriptedOpenAI([Answer(status=503), Answer()]) as server, gateway(server, num_retries=0) as case:
+        _, client = await case.start()
+        with pytest.raises(openai.InternalServerError, match="scripted error"):
+            await client.chat.completions.create(model="m", messages=HELLO)
+
+
+async def test_calls_fail_over_to_a_backend_that_lives() -> None:
+    async with ScriptedOpenAI([Answer(status=500)]) as broken, ScriptedOpenAI() as sound:
+        dead = entry(f"http://127.0.0.1:{reserve_port()}/v1")
+        models = [dead, entry(broken.endpoint), entry(sound.endpoint)]
+        async with gateway(model_list=models, num_retries=0) as case:
+            for _ in range(6):
+                _, client = await case.start()
+                assert (await client.chat.completions.create(model="m", messages=HELLO)).choices
+        assert len(sound.requests) == 6
+
+
+def test_a_backend_that_has_just_failed_is_tried_last() -> None:
+    table = ModelTable([entry(f"http://h{number}/v1") for number in range(3)])
+    first, second, third = table.route("m", "ro-1", now=10.0)
+    first.retry_at = 11.0
+    assert table.route("m", "ro-1", now=10.0) == [second, third, first]
+    assert table.route("m", "ro-1", now=11.0) == [first, second, third]
+    starts = {table.route("m", None, now=20.0)[0].endpoint for _ in range(3)}
+    assert len(starts) == 3  # without a rollout they take turns
+
+
+async def test_an_unreachable_backend_is_named_in_an_openai_error() -> None:
+    endpoint = f"http://127.0.0.1:{reserve_port()}/v1"
+    async with gateway(model_list=[entry(endpoint)], num_retries=0) as case:
+        rollout, client = await case.start()
+        with pytest.raises(openai.InternalServerError, match=endpoint) as caught:
+            await client.chat.completions.create(model="m", messages=HELLO)
+        assert (caught.value.status_code, caught.value.code) == (502, "backend_unreachable")
+        assert (await case.span(rollout)).status.status_code == "ERROR"
+
+
+async def test_a_stream_that_breaks_off_raises_in_the_agent_and_is_incomplete() -> None:
+    async with ScriptedOpenAI([Answer("Hello, world", cut_after=2)]) as server, gateway(server) as case:
+        rollout, client = await case.start()
+        pieces: list[str] = []
+        with pytest.raises(openai.APIError, match="broke off"):
+            await read_stream(client, pieces)
+        assert "".join(pieces) == "Hello, w"
+        span = await case.span(rollout)
+        assert span.attributes["agentlightning.gateway.complete"] is False
+        assert span.status.status_code == "ERROR"
+
+
+@pytest.mark.parametrize(
+    ("body", "content_type"),
+    [
+        (b"<html>welcome</html>", "text/html"),
+        (b'{"not": "a completion"}', "application/json"),
+        (b'data: {"id": "x", "choices": [{"index": 0, "delta": {"content": "a"}}]}\n\n', "text/event-stream"),
+        (b"data: {half a chu", "text/event-stream"),
+    ],
+)
+async def test_nonsense_from_a_backend_is_an_error_and_incomplete(body: bytes, content_type: str) -> None:
+    async with ScriptedOpenAI([Answer(body=body, content_type=content_type)]) as server, gateway(server) as case:
+        rollout, client = await case.start()
+        is_stream = content_type == "text/event-stream"
+        call = read_stream(client, []) if is_stream else client.chat.completions.create(model="m", messages=HELLO)
+        with pytest.raises(openai.APIError, match="backend"):
+            await call
+        span = await case.span(rollout)
+        assert span.attributes["agentlightning.gateway.complete"] is False
+        assert span.status.status_code == "ERROR"
+
+
+async def test_an_error_page_becomes_an_openai_error() -> None:
+    script = [Answer(status=502, body=b"<h1>nginx</h1>", content_type="text/html")]
+    async with ScriptedOpenAI(script) as server, gateway(server, num_retries=0) as case:
+        _, client = await case.start()
+        with pytest.raises(openai.InternalServerError, match="answered 502: <h1>nginx</h1>"):
+            await client.chat.completions.create(model="m", messages=HELLO)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "says"),
+    [
+        ("/v1/chat/completions", b'{"model": "n", "messages": []}', 404, "no model 'n'; models: m"),
+        ("/v1/chat/completions", b"{half", 400, "not JSON"),
+        ("/v1/chat/completions", b'["m"]', 400, "'model'"),
+        ("/v1/audio/speech", b'{"model": "m"}', 404, "/v1/chat/completions"),
+        ("/somewhere", b"", 404, "/v1/chat/completions"),
+    ],
+)
+async def test_what_it_does_not_serve_is_refused_with_what_it_does(
+    path: str, body: bytes, status: int, says: str
+) -> None:
+    async with ScriptedOpenAI() as server, gateway(server) as case, aiohttp.ClientSession() as session:
+        root = case.proxy.endpoint.removesuffix("/v1")
+        async with session.post(root + path, data=body) as response:
+            assert response.status == status
+            error = json.loads(await response.read())["error"]
+        assert says in error["message"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert not server.requests
+
+
+async def test_models_are_listed() -> None:
+    models = [entry("http://127.0.0.1:1/v1"), entry("http://127.0.0.1:1/v1", model="org/other")]
+    async with gateway(model_list=models) as case:
+        client = case.client(case.proxy.endpoint)
+        assert [model.id async for model in client.models.list()] == ["m", "org/other"]
+        assert (await client.models.retrieve("org/other")).id == "org/other"
+        with pytest.raises(openai.NotFoundError):
+            await client.models.retrieve("absent")
+
+
+async def test_calls_of_one_rollout_stay_together_and_rollouts_are_spread() -> None:
+    async with ScriptedOpenAI() as one, ScriptedOpenAI() as two, gateway(one, two) as case:
+        for _ in range(24):
+            _, client = await case.start()
+            counts = len(one.requests), len(two.requests)
+            for _ in range(3):
+                await client.chat.completions.create(model="m", messages=HELLO)
+            gained = {len(one.requests) - counts[0], len(two.requests) - counts[1]}
+            assert gained == {0, 3}
+        assert one.requests
+        assert two.requests
+
+
+async def test_a_new_model_list_holds_from_the_next_call_on() -> None:
+    release = asyncio.Event()
+    slow, fast = ScriptedOpenAI([Answer("old", until=release)]), ScriptedOpenAI([Answer("new")])
+    async with slow, fast, gateway(slow) as case:
+        _, client = await case.start()
+        in_flight = asyncio.create_task(client.chat.completions.create(model="m", messages=HELLO))
+        await until(lambda: bool(slow.requests))
+        case.proxy.update_model_list([entry(fast.endpoint)])
+        answer = await client.chat.completions.create(model="m", messages=HELLO)
+        assert answer.choices[0].message.content == "new"
+        release.set()
+        assert (await in_flight).choices[0].message.content == "old"
+        with pytest.raises(ConfigError, match=r"no key 'endpint'.*'endpoint'"):
+            case.proxy.update_model_list([{"model": "m", "endpint": "http://x/v1"}])
+        assert (await client.chat.completions.create(model="m", messages=HELLO)).choices
+
+
+async def test_names_and_forced_sampling_reach_the_backend() -> None:
+    params = {"model": "hosted_vllm/org/served", "api_key": PROVIDER_KEY}
+    async with ScriptedOpenAI() as server:
+        model = {
+            "model_name": "m",
+            "litellm_params": params | {"api_base": server.endpoint + "/"},
+            "sampling_parameters": {"temperature": 1.0, "top_p": 1.0},
+        }
+        async with gateway(model_list=[model]) as case:
+            rollout, client = await case.start()
+            await client.chat.completions.create(model="m", messages=HELLO, temperature=0.2, seed=4)
+            span = await case.span(rollout)
+        body = server.requests[0].body
+    assert (body["model"], body["temperature"], body["top_p"], body["seed"]) == ("org/served", 1.0, 1.0, 4)
+    assert server.requests[0].headers["Authorization"] == f"Bearer {PROVIDER_KEY}"
+    assert span.attributes["gen_ai.request.temperature"] == 1.0
+    assert (span.attributes["gen_ai.request.model"], span.attributes["gen_ai.provider.name"]) == ("m", "vllm")
+
+
+async def test_calls_of_an_attempt_that_is_over_are_refused() -> None:
+    async def call_until_refused(client: openai.AsyncOpenAI) -> openai.APIStatusError:
+        async with asyncio.timeout(30):
+            while True:
+                try:
+                    await client.chat.completions.create(model="m", messages=HELLO)
+                except openai.APIStatusError as error:
+                    return error
+
+    async with ScriptedOpenAI() as server, gateway(server) as case:
+        rollout, client = await case.start()
+        await client.chat.completions.create(model="m", messages=HELLO)
+        await case.store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status="failed")
+        error = await call_until_refused(client)
+        assert (error.status_code, error.code) == (410, "attempt_over")
+        assert rollout.attempt.attempt_id in error.message
+        again = await case.store.start_attempt(rollout.rollout_id)
+        await asyncio.sleep(0.1)
+        retry = case.client(case.proxy.as_resource(again.rollout_id, again.attempt.attempt_id).endpoint)
+        await retry.chat.completions.create(model="m", messages=HELLO)
+        await case.store.cancel_rollout(rollout.rollout_id)
+        assert (await call_until_refused(retry)).status_code == 410
+
+
+async def test_calls_of_an_attempt_nobody_knows_pass() -> None:
+    async with ScriptedOpenAI() as server, gateway(server) as case:
+        client = case.client(case.proxy.as_resource("ro-unknown", "at-unknown").endpoint)
+        assert (await client.chat.completions.create(model="m", messages=HELLO)).choices
+        await case.proxy.flush()
+
+
+def test_what_is_known_of_ended_attempts_is_bounded() -> None:
+    ended = EndedAttempts(limit=10)
+    for number in range(50):
+        ended.note(AttemptFinished(rollout_id=f"ro-{number}", attempt_id="at-1", status="failed"))
+        ended.note(RolloutFinished(rollout_id=f"ro-{number}", status="failed"))
+        ended.note(RolloutStarted(rollout_id=f"ro-{number}", attempt_id="at-2"))
+    assert ended.is_over(("ro-49", "at-1"))
+    assert ended.is_over(("ro-49", "at-0"))
+    assert not ended.is_over(("ro-49", "at-2"))
+    assert not ended.is_over(("ro-0", "at-1"))
+    assert len(ended._attempts) == len(ended._rollouts) == 10
+
+
+async def test_events_are_followed_whatever_the_store_raises(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Strange:
+        turn = 0
+
+        async def subscribe(self, kinds: Any) -> AsyncIterator[Event]:
+            self.turn += 1
+            if self.turn == 1:
+                raise LookupError("no such kind")
+            yield AttemptFinished(rollout_id="ro-1", attempt_id="at-1", status="failed")
+
+    monkeypatch.setattr("agentlightning_plugins.gateway.limits.ended_attempt._RECONNECT_S", 0.01)
+    ended, store = EndedAttempts(), Strange()
+    following = asyncio.create_task(ended.follow(store))  # type: ignore[arg-type] # it needs no more of a store
+    await until(lambda: ended.is_over(("ro-1", "at-1")))
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    assert "no such kind" in caplog.text
+
+
+async def test_resources_say_where_the_gateway_is() -> None:
+    async with ScriptedOpenAI() as server, gateway(server) as case:
+        proxy = case.proxy
+        resource = proxy.as_resource(sampling_parameters={"temperature": 0.3})
+        assert isinstance(resource, ProxyLLM)
+        assert (resource.model, resource.endpoint, resource.sampling_parameters) == (
+            "m",
+            proxy.endpoint,
+            {"temperature": 0.3},
+        )
+        assert resource.api_key
+        bound = proxy.as_resource("ro-1", "at-1")
+        assert type(bound) is LLM
+        assert bound.endpoint == resource.get_base_url("ro-1", "at-1")
+        with pytest.raises(ValueError, match="together"):
+            proxy.as_resource("ro-1")
+        with pytest.raises(ConfigError, match=r"no model 'n'.*Models: m"):
+            proxy.as_resource(model="n")
+        proxy.update_model_list([entry(server.endpoint), entry(server.endpoint, model="o")])
+        with pytest.raises(ConfigError, match="Models: m, o"):
+            proxy.as_resource()
+
+
+async def test_it_starts_and_stops_as_often_as_asked() -> None:
+    proxy = LLMProxy(model_list=[entry("http://127.0.0.1:1/v1")], store=InMemoryLightningStore())
+    with pytest.raises(ConfigError, match="start it first"):
+        proxy.as_resource()
+    for _ in range(2):
+        await proxy.start()
+        await proxy.start()
+        running, endpoint = [proxy.is_running], proxy.endpoint
+        await proxy.stop()
+        await proxy.stop()
+        running.append(proxy.is_running)
+        assert running == [True, False]
+        assert proxy.endpoint == endpoint
+        await proxy.flush()
+
+
+def test_a_gateway_for_every_interface_gives_an_address_that_can_be_called() -> None:
+    host = LLMProxy(host="0.0.0.0", port=4000).endpoint.removeprefix("http://").removesuffix(":4000/v1")
+    assert host != "0.0.0.0"
+    assert socket.gethostbyname(host)
+
+
+async def test_settings_that_cannot_work_are_refused_with_the_fix() -> None:
+    with pytest.raises(ConfigError, match="LLMProxy\\(store=...\\)"):
+        await LLMProxy().start()
+    with pytest.raises(ConfigError, match="modes: thread, process"):
+        LLMProxy(launch_mode="fork")  # type: ignore[arg-type] # the mistake under test
+    with pytest.raises(ConfigError, match="num_retries"):
+        LLMProxy(num_retries=-1)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+            await LLMProxy(port=port, store=InMemoryLightningStore()).start()
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        ({"model": "m"}, "needs 'endpoint'"),
+        ({"model": "m", "endpoint": "localhost:80"}, "not an http"),
+        ({"model": "m", "endpoint": "http://user:pw@h/v1"}, "credentials"),
+        ({"model_name": "m", "litellm_params": {"model": "hosted_vllm/x"}}, "needs 'api_base'"),
+        ({"model_name": "m", "litellm_params": {"model": "cohere/x"}}, "needs 'api_base'"),
+        ({"model_name": "m", "litellm_params": {"model": "x", "api_bse": ""}}, "Did you mean 'api_base'"),
+        ({"model": "m", "endpoint": "http://h/v1", "api_key": "os.environ/NOT_SET"}, "NOT_SET, which is not set"),
+        ("m", "give a mapping"),
+    ],
+)
+def test_a_model_list_says_what_is_wrong_with_it(bad: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        LLMProxy(model_list=[entry("http://h/v1"), bad])
+    assert "model_list[1]" in str(caught.value)
+
+
+def test_keys_can_stay_in_the_environment_and_out_of_sight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_KEY", "secret-1")
+    monkeypatch.setenv("OPENAI_API_KEY", "secret-2")
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://h/v1")
+    table = ModelTable(
+        [
+            {"model": "a", "endpoint": "http://h/v1", "api_key": "os.environ/SOME_KEY"},
+            {"model_name": "b", "litellm_params": {"model": "openai/b"}},
+        ]
+    )
+    for name, key in (("a", "secret-1"), ("b", "secret-2")):
+        (backend,) = table.route(name, None, 0.0)
+        assert backend.authorize({})["Authorization"] == f"Bearer {key}"
+        assert key not in repr(backend)

@@ -1,0 +1,162 @@
+"""Which backend gets a call: shares, stickiness, health, and what a new model list keeps."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from agentlightning.errors import ConfigError
+from agentlightning_plugins.gateway.backends.backend import ModelTable
+from agentlightning_plugins.gateway.backends.health import HealthCheck
+from agentlightning_plugins.gateway.backends.provider import OpenAICompatible
+from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
+from tests.plugins.gateway.gateway_setup import HELLO, entry, gateway, until
+from tests.port import reserve_port
+
+ROLLOUTS = [f"ro-{number:06x}" for number in range(4000)]
+
+
+def table(*hosts: str, **more: Any) -> ModelTable:
+    return ModelTable([entry(f"http://{host}/v1", **more) for host in hosts])
+
+
+def first_of(models: ModelTable) -> dict[str, str]:
+    return {rollout: models.route("m", rollout, 0.0)[0].endpoint for rollout in ROLLOUTS}
+
+
+def test_rollouts_are_spread_by_weight() -> None:
+    models = ModelTable([entry("http://a/v1", weight=3), entry("http://b/v1", weight=1)])
+    counts = Counter(first_of(models).values())
+    assert counts["http://a/v1"] / len(ROLLOUTS) == pytest.approx(0.75, abs=0.03)
+    calls = Counter(models.route("m", None, 0.0)[0].endpoint for _ in range(40))
+    assert calls == {"http://a/v1": 30, "http://b/v1": 10}
+
+
+def test_a_new_backend_moves_only_the_rollouts_that_it_gets() -> None:
+    before, after = first_of(table("a", "b", "c")), first_of(table("d", "c", "b", "a"))
+    moved = [rollout for rollout in ROLLOUTS if before[rollout] != after[rollout]]
+    assert {after[rollout] for rollout in moved} == {"http://d/v1"}
+    assert len(moved) / len(ROLLOUTS) == pytest.approx(0.25, abs=0.03)
+
+
+def test_a_new_model_list_keeps_what_is_known_of_unchanged_backends() -> None:
+    old = table("a", "b")
+    a, b = old.backends
+    a.mark("gone")
+    new = ModelTable([entry("http://a/v1"), entry("http://b/v1", api_key="another")], old)
+    assert new.backends[0] is a
+    assert new.backends[1] is not b
+
+
+def test_weights_and_prices_that_make_no_sense_are_refused() -> None:
+    for key, value, says in [
+        ("weight", 0, "above 0"),
+        ("weight", "much", "above 0"),
+        ("price", 3, "give input_per_million"),
+        ("price", {"input": 3}, "no key 'input'"),
+        ("price", {"input_per_million": -1}, "0 or more"),
+    ]:
+        with pytest.raises(ConfigError, match=says):
+            ModelTable([entry("http://a/v1", **{key: value})])
+
+
+def server_to_come() -> ScriptedOpenAI:
+    """A model server that does not listen yet, but whose address is known."""
+    server = ScriptedOpenAI()
+    server._port = reserve_port()
+    return server
+
+
+async def test_health_checks_find_a_backend_that_is_gone_and_that_it_is_back() -> None:
+    late = server_to_come()
+    async with ScriptedOpenAI() as server:
+        models = ModelTable([entry(server.endpoint), entry(late.endpoint)])
+        alive, dead = models.backends
+        check = asyncio.create_task(HealthCheck(lambda: models.backends, interval_s=0.05).run())
+        try:
+            await until(lambda: not dead.is_up)
+            assert alive.is_up
+            assert all(models.route("m", rollout, 0.0)[0] is alive for rollout in ROLLOUTS[:50])
+            async with late:
+                await until(lambda: dead.is_up)
+                check.cancel()
+                await asyncio.gather(check, return_exceptions=True)
+        finally:
+            check.cancel()
+    assert {models.route("m", rollout, 0.0)[0] for rollout in ROLLOUTS[:50]} == {alive, dead}
+
+
+async def test_a_backend_that_is_busy_is_down_only_after_three_looks() -> None:
+    looks = 0
+
+    async def says_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal looks
+        looks += 1
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(says_nothing, "127.0.0.1", 0) as server:
+        models = table(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        (backend,) = models.backends
+        check = asyncio.create_task(HealthCheck(lambda: models.backends, interval_s=0.01, timeout_s=0.5).run())
+        await until(lambda: looks == 3)
+        assert backend.is_up
+        await until(lambda: not backend.is_up)
+        check.cancel()
+        await asyncio.gather(check, return_exceptions=True)
+    assert "did not answer for 0.5 s, 3 times" in (backend.failure or "")
+
+
+async def test_a_provider_that_cannot_be_looked_at_does_not_end_the_look_at_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Strange(OpenAICompatible):
+        def url(self, endpoint: str, path: str) -> str:
+            raise LookupError(f"no {path} here")
+
+    models = table("127.0.0.1:1", "127.0.0.1:2")
+    strange, gone = models.backends
+    strange.provider = Strange()
+    check = asyncio.create_task(HealthCheck(lambda: models.backends, interval_s=0.01).run())
+    await until(lambda: not gone.is_up)
+    gone.mark(None)
+    await until(lambda: not gone.is_up)
+    check.cancel()
+    await asyncio.gather(check, return_exceptions=True)
+    assert strange.is_up, "nothing is known of it"
+    assert caplog.text.count("no models here") == 1
+
+
+async def test_a_backend_that_cannot_be_reached_is_down_until_it_answers_again() -> None:
+    late = server_to_come()
+    async with contextlib.AsyncExitStack() as stack:
+        sound = await stack.enter_async_context(ScriptedOpenAI())
+        stack.push_async_exit(late)
+        case = await stack.enter_async_context(gateway(sound, late, health_interval_s=0.05))
+
+        async def late_is_down() -> bool:
+            return [b["up"] for b in (await case.proxy.status())["backends"]] == [True, False]
+
+        await until(late_is_down)
+        for _ in range(6):
+            _, client = await case.start()
+            await client.chat.completions.create(model="m", messages=HELLO)
+        assert len(sound.requests) == 6
+        await late.__aenter__()
+        async with asyncio.timeout(20):
+            while not late.requests:
+                _, client = await case.start()
+                await client.chat.completions.create(model="m", messages=HELLO)
+
+
+async def test_a_backend_that_is_silent_is_not_asked_again() -> None:
+    async with ScriptedOpenAI([Answer(delay_s=30)]) as server, gateway(server, read_timeout_s=0.2) as case:
+        rollout, client = await case.start()
+        with pytest.raises(Exception, match="did not answer in time"):
+            await client.chat.completions.create(model="m", messages=HELLO)
+        assert len(server.requests) == 1
+        assert (await case.span(rollout)).attributes["error.type"] == "504"

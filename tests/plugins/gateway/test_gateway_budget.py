@@ -1,0 +1,129 @@
+"""What an attempt may spend, and how its agent is told that it has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+
+from agentlightning.errors import ConfigError, StoreError
+from agentlightning_plugins.gateway.limits.budget import Budget, BudgetLedger, Usage, read_usage
+from agentlightning_plugins.gateway.proxy import LLMProxy
+from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI, encode, render_prompt
+from tests.plugins.gateway.gateway_setup import HELLO, entry, gateway
+
+ASKED: dict[str, Any] = {"model": "m", "messages": HELLO}
+TOKENS_OF_A_CALL = len(encode(render_prompt({"messages": HELLO}))) + len(encode("ok")) + 1
+
+
+async def test_calls_beyond_the_budget_are_refused_once_and_recorded() -> None:
+    async with ScriptedOpenAI() as server, gateway(server, budget={"calls": 2}) as case:
+        rollout, client = await case.start()
+        eager = client.with_options(max_retries=3)
+        for _ in range(2):
+            await eager.chat.completions.create(**ASKED)
+        with pytest.raises(openai.APIStatusError, match="has used 2 of its 2 calls") as caught:
+            await eager.chat.completions.create(**ASKED)
+        assert (caught.value.status_code, caught.value.code) == (402, "budget_exceeded")
+        assert len(server.requests) == 2
+        spans = await case.spans(rollout)
+        assert len(spans) == 3, "the client did not try again"
+        last = spans[-1].attributes
+        assert last["agentlightning.gateway.budget_exceeded"] == "the attempt has used 2 of its 2 calls"
+        assert last["agentlightning.gateway.complete"] is False
+        _, other = await case.start()
+        await other.chat.completions.create(**ASKED)  # every attempt has its own
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tokens_are_counted_in_streams_too(stream: bool) -> None:
+    budget = {"tokens": TOKENS_OF_A_CALL + 1}
+    async with ScriptedOpenAI() as server, gateway(server, budget=budget) as case:
+        _, client = await case.start()
+        for _ in range(2):
+            answer = await client.chat.completions.create(**ASKED, stream=stream)
+            if stream:
+                async for _ in answer:
+                    pass
+        with pytest.raises(openai.APIStatusError, match=f"has used {2 * TOKENS_OF_A_CALL} of its"):
+            await client.chat.completions.create(**ASKED)
+
+
+async def test_costs_follow_the_price_of_the_model() -> None:
+    price = {"input_per_million": 0.0, "output_per_million": 1e6}
+    async with ScriptedOpenAI([Answer("five!")]) as server:
+        models = [entry(server.endpoint, price=price)]
+        async with gateway(model_list=models, budget={"cost": 6.0}) as case:
+            _, client = await case.start()
+            await client.chat.completions.create(**ASKED)
+            with pytest.raises(openai.APIStatusError, match="has used 6 of its 6 cost"):
+                await client.chat.completions.create(**ASKED)
+
+
+async def test_a_gateway_that_is_started_anew_knows_what_was_spent_before() -> None:
+    price = {"input_per_million": 0.0, "output_per_million": 1e6}
+    async with ScriptedOpenAI([Answer("five!")]) as server:
+        models = [entry(server.endpoint, price=price)]
+        async with gateway(model_list=models, budget={"cost": 6.0}) as case:
+            rollout, client = await case.start()
+            await client.chat.completions.create(**ASKED)
+            await case.proxy.stop()
+            attempt = rollout.rollout_id, rollout.attempt.attempt_id
+            tokens = len(encode(render_prompt({"messages": HELLO}))) + len(encode("five!")) + 1
+            assert await read_usage(case.store, attempt) == Usage(calls=1, tokens=tokens, cost=6.0)
+            await case.proxy.start()
+            with pytest.raises(openai.APIStatusError, match="has used 6 of its 6 cost"):
+                await client.chat.completions.create(**ASKED)
+            assert len(server.requests) == 1
+            await case.proxy.flush()
+            assert (await read_usage(case.store, attempt)).calls == 1, "one that was refused costs nothing"
+
+
+async def test_a_store_that_does_not_answer_stops_no_agent(caplog: pytest.LogCaptureFixture) -> None:
+    async with ScriptedOpenAI() as server, gateway(server, budget={"calls": 1}) as case:
+        _, client = await case.start()
+
+        async def fails(*arguments: object) -> None:
+            raise StoreError("the disk is full")
+
+        store: Any = case.store
+        store.query_spans = fails
+        await client.chat.completions.create(**ASKED)
+        with pytest.raises(openai.APIStatusError, match="has used 1 of its 1 calls"):
+            await client.chat.completions.create(**ASKED)
+    assert "the disk is full" in caplog.text
+
+
+async def test_the_agent_is_told_in_the_dialect_that_it_speaks() -> None:
+    from anthropic import APIStatusError
+
+    async with ScriptedOpenAI() as server, gateway(server, budget={"calls": 1}) as case:
+        rollout, openai_client = await case.start()
+        client = (await case.anthropic_client(openai_client)).with_options(max_retries=3)
+        asked: dict[str, Any] = {"model": "m", "messages": HELLO, "max_tokens": 9}
+        await client.messages.create(**asked)
+        with pytest.raises(APIStatusError, match="has used 1 of its 1 calls") as caught:
+            await client.messages.create(**asked)
+        assert caught.value.status_code == 402
+        body: Any = caught.value.body
+        assert body["type"] == "error"
+        assert len(await case.spans(rollout)) == 2
+
+
+def test_a_ledger_forgets_the_attempt_that_called_longest_ago() -> None:
+    ledger = BudgetLedger(Budget(calls=2), limit=2)
+    for attempt in ("a", "b", "a", "c"):
+        assert ledger.begin(("r", attempt)) is None
+    assert ledger.begin(("r", "a")) is not None
+    ledger.charge(("r", "b"), 5, 0.5)
+    assert not ledger.knows(("r", "b")), "what it has used is read from its spans again"
+
+
+@pytest.mark.parametrize(
+    ("budget", "says"),
+    [({"token": 1}, "Did you mean 'tokens'"), ({"calls": 0}, "above 0"), ({"cost": "much"}, "above 0")],
+)
+def test_a_budget_that_makes_no_sense_is_refused(budget: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        LLMProxy(budget=budget)

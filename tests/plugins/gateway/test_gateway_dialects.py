@@ -1,0 +1,419 @@
+"""Responses and Messages through the gateway to a backend that speaks Chat Completions only."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from pydantic import BaseModel
+
+from agentlightning import semconv
+from agentlightning.adapter import TraceToTriplet
+from agentlightning.types import Span
+from agentlightning_plugins.scripted_model.server import EOS, Answer, ScriptedOpenAI, encode, logprob, render_prompt
+from tests.plugins.gateway.gateway_setup import HELLO, gateway
+
+ADD: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+FULL = Answer("The sum is 3.", reasoning="Add them.", tool_calls=[("add", {"a": 1, "b": 2}), ("add", {})])
+FULL_TOKENS = [
+    *encode('Add them.The sum is 3.<tool_call>add{"a": 1, "b": 2}<tool_call>add{}'),
+    EOS,
+]
+
+
+class Sum(BaseModel):
+    total: int
+
+
+def assert_tokens(span: Span, prompt: list[dict[str, Any]], token_ids: list[int]) -> None:
+    data = semconv.read_token_data(span)
+    assert data is not None
+    assert data.prompt_token_ids == encode(render_prompt({"messages": prompt}))
+    assert data.response_token_ids == token_ids
+    assert data.logprobs == [logprob(token) for token in token_ids]
+
+
+async def test_responses_reach_a_chat_server_and_are_recorded_with_tokens() -> None:
+    script = [Answer(FULL.content, FULL.tool_calls, extra={"weight_version": 4}, reasoning=FULL.reasoning)]
+    async with ScriptedOpenAI(script) as server, gateway(server) as case:
+        rollout, client = await case.start()
+        whole = await client.responses.create(model="m", input="1 + 2?", instructions="Add.", temperature=0.5)
+        async with client.responses.stream(model="m", input="1 + 2?", instructions="Add.") as stream:
+            kinds = [event.type async for event in stream]
+            streamed = await stream.get_final_response()
+        spans = await case.spans(rollout)
+    for answer, span in zip((whole, streamed), spans, strict=True):
+        reasoning, message, *calls = answer.output
+        assert reasoning.type == "reasoning"
+        assert reasoning.content
+        assert reasoning.content[0].text == "Add them."
+        assert (message.type, answer.output_text) == ("message", "The sum is 3.")
+        assert [(call.name, call.arguments) for call in calls if call.type == "function_call"] == [
+            ("add", '{"a": 1, "b": 2}'),
+            ("add", "{}"),
+        ]
+        assert answer.usage
+        assert answer.usage.output_tokens == len(FULL_TOKENS)
+        assert (answer.status, answer.instructions) == ("completed", "Add.")
+        prompt = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1 + 2?"}]
+        assert_tokens(span, prompt, FULL_TOKENS)
+        assert semconv.read_input_messages(span) == prompt
+        assert span.attributes["gen_ai.response.id"] == answer.id
+        assert span.attributes["agentlightning.weight_version"] == 4
+        assert span.attributes["agentlightning.gateway.complete"] is True
+        assert (span.name, semconv.read_finish_reasons(span)) == ("responses", ["tool_calls"])
+        assert [call["id"] for call in semconv.read_output_messages(span)[0]["tool_calls"]] == [
+            call.call_id for call in calls if call.type == "function_call"
+        ]
+    assert spans[0].attributes["gen_ai.request.temperature"] == 0.5
+    assert kinds[:3] == ["response.created", "response.in_progress", "response.output_item.added"]
+    assert kinds[-1] == "response.completed"
+    assert 0 < spans[1].attributes["gen_ai.response.time_to_first_chunk"] < 5
+
+
+async def test_a_request_of_responses_says_the_same_in_chat() -> None:
+    body: dict[str, Any] = {
+        "model": "m",
+        "instructions": "Be brief.",
+        "input": [
+            {"role": "developer", "content": "Use tools."},
+            {"role": "user", "content": [{"type": "input_text", "text": "1 + 2?"}]},
+            {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Wait."}]},
+            {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a":1}'},
+            {"type": "function_call", "call_id": "c2", "name": "add", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c1", "output": "3"},
+            {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "0"}]},
+            {
+                "role": "user",
+                "content": [
+                    {"type": "input_text", "text": "And this?"},
+                    {"type": "input_image", "image_url": "data:image/png;base64,AA==", "detail": "low"},
+                ],
+            },
+        ],
+        "tools": [{"type": "function", "name": "add", "description": "a + b", "parameters": ADD, "strict": True}],
+        "tool_choice": {"type": "function", "name": "add"},
+        "parallel_tool_calls": False,
+        "text": {"format": {"type": "json_schema", "name": "sum", "schema": ADD, "strict": True}, "verbosity": "low"},
+        "reasoning": {"effort": "low"},
+        "max_output_tokens": 9,
+        "top_p": 0.5,
+        "top_k": 3,
+        "store": False,
+    }
+    call = {"type": "function", "function": {"name": "add"}}
+    expected = {
+        "model": "m",
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "system", "content": "Use tools."},
+            {"role": "user", "content": "1 + 2?"},
+            {
+                "role": "assistant",
+                "content": "Wait.",
+                "reasoning_content": "Hm.",
+                "tool_calls": [
+                    {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a":1}'}},
+                    {"id": "c2", "type": "function", "function": {"name": "add", "arguments": "{}"}},
+                ],
+            },
+            {"role": "tool", "tool_call_id": "c1", "content": "3"},
+            {"role": "tool", "tool_call_id": "c2", "content": "0"},
+            {
+                "role": "user",
+                "content": [
+                    {"type": "text", "text": "And this?"},
+                    {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA==", "detail": "low"}},
+                ],
+            },
+        ],
+        "tools": [call | {"function": {"name": "add", "description": "a + b", "parameters": ADD, "strict": True}}],
+        "tool_choice": call,
+        "parallel_tool_calls": False,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "sum", "schema": ADD, "strict": True}},
+        "verbosity": "low",
+        "reasoning_effort": "low",
+        "max_completion_tokens": 9,
+        "top_p": 0.5,
+        "top_k": 3,
+        "return_token_ids": True,
+        "logprobs": True,
+    }
+    async with ScriptedOpenAI() as server, gateway(server) as case:
+        rollout, client = await case.start()
+        await client.post("/responses", body=body, cast_to=object)
+        assert server.requests[0].body == expected
+        span = await case.span(rollout)
+    assert span.attributes["gen_ai.request.max_tokens"] == 9
+    assert semconv.read_tools(span) == expected["tools"]
+    assert semconv.find_image_urls(semconv.read_input_messages(span)) == ["data:image/png;base64,AA=="]
+
+
+async def test_the_logprobs_of_responses_are_given_to_who_asks() -> None:
+    async with ScriptedOpenAI([Answer("Hello")]) as server, gateway(server) as case:
+        _, client = await case.start()
+        for include, count in (([], 0), (["message.output_text.logprobs"], 5)):
+            answer: Any = await client.responses.create(model="m", input="hi", include=include)  # type: ignore[arg-type]  # mypy takes the lists for list[str]
+            assert len(answer.output[0].content[0].logprobs) >= count
+            assert bool(answer.output[0].content[0].logprobs) == bool(count)
+
+
+async def test_helpers_of_the_client_parse_what_was_translated() -> None:
+    async with ScriptedOpenAI([Answer('{"total": 3}')]) as server, gateway(server) as case:
+        _, client = await case.start()
+        response = await client.responses.parse(model="m", input="1 + 2?", text_format=Sum)
+        assert response.output_parsed == Sum(total=3)
+        chat = await client.chat.completions.parse(model="m", messages=HELLO, response_format=Sum)
+        assert chat.choices[0].message.parsed == Sum(total=3)
+        async with client.chat.completions.stream(model="m", messages=HELLO, response_format=Sum) as stream:
+            final = await stream.get_final_completion()
+        assert final.choices[0].message.parsed == Sum(total=3)
+        sent = [request.body["response_format"]["json_schema"]["schema"] for request in server.requests]
+        assert sent[0] == sent[1] == sent[2]
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"previous_response_id": "resp_1"}, "'previous_response_id' needs a server that keeps responses"),
+        ({"background": True}, "'background' needs a server"),
+        ({"tools": [{"type": "web_search"}]}, "tools of type 'web_search' run at OpenAI"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "items of type 'item_reference'"),
+        ({"input": 3}, "'input' is 3"),
+    ],
+)
+async def test_what_chat_cannot_say_is_refused_and_recorded(more: dict[str, Any], says: str) -> None:
+    async with ScriptedOpenAI() as server, gateway(server) as case:
+        rollout, client = await case.start()
+        with pytest.raises(openai.BadRequestError, match=says):
+            await client.post("/responses", body={"model": "m", "input": "hi", **more}, cast_to=object)
+        assert server.requests == []
+        span = await case.span(rollout)
+    assert span.attributes["agentlightning.gateway.complete"] is False
+    assert span.attributes["error.type"] == "400"
+
+
+async def test_a_limit_or_an_empty_answer_is_told_as_responses_do() -> None:
+    async with ScriptedOpenAI([Answer("cut", finish_reason="length"), Answer("")]) as server, gateway(server) as case:
+        rollout, client = await case.start()
+        limited = await client.responses.create(model="m", input="hi")
+        empty = await client.responses.create(model="m", input="hi")
+        events = [event async for event in await client.responses.create(model="m", input="hi", stream=True)]
+        spans = await case.spans(rollout)
+    assert limited.status == "incomplete"
+    assert limited.incomplete_details
+    assert limited.incomplete_details.reason == "max_output_tokens"
+    assert (empty.status, empty.output[0].type, empty.output_text) == ("completed", "message", "")
+    assert [event.type for event in events][-2:] == ["response.output_item.done", "response.completed"]
+    assert [semconv.read_finish_reasons(span) for span in spans] == [["length"], ["stop"], ["stop"]]
+
+
+async def test_messages_reach_a_chat_server_and_are_recorded_with_tokens() -> None:
+    async with ScriptedOpenAI([FULL]) as server, gateway(server) as case:
+        rollout, openai_client = await case.start()
+        client = await case.anthropic_client(openai_client)
+        ask: dict[str, Any] = {"model": "m", "max_tokens": 9, "system": "Add.", "messages": HELLO}
+        whole = await client.messages.create(**ask)
+        async with client.messages.stream(**ask) as stream:
+            kinds = [event.type async for event in stream]
+            streamed = await stream.get_final_message()
+        spans = await case.spans(rollout)
+    for answer, span in zip((whole, streamed), spans, strict=True):
+        assert [block.to_dict() for block in answer.content] == [
+            {"type": "thinking", "thinking": "Add them.", "signature": ""},
+            {"type": "text", "text": "The sum is 3."},
+            *(
+                {"type": "tool_use", "id": f"call-{answer.id}-0-{position}", "name": "add", "input": arguments}
+                for position, arguments in enumerate([{"a": 1, "b": 2}, {}])
+            ),
+        ]
+        assert (answer.stop_reason, answer.usage.output_tokens) == ("tool_use", len(FULL_TOKENS))
+        prompt = [{"role": "system", "content": "Add."}, *HELLO]
+        assert answer.usage.input_tokens == len(encode(render_prompt({"messages": prompt})))
+        assert_tokens(span, prompt, FULL_TOKENS)
+        assert span.attributes["gen_ai.response.id"] == answer.id
+        assert span.attributes["gen_ai.request.max_tokens"] == 9
+        assert (span.name, semconv.read_finish_reasons(span)) == ("messages", ["tool_calls"])
+        (message,) = semconv.read_output_messages(span)
+        assert (message["reasoning_content"], message["content"]) == ("Add them.", "The sum is 3.")
+    assert kinds[0] == "message_start"
+    assert kinds[-1] == "message_stop"
+
+
+async def test_a_limit_and_a_refusal_are_told_as_messages_do() -> None:
+    script = [Answer("cut", finish_reason="length"), Answer(refusal="No.")]
+    async with ScriptedOpenAI(script) as server, gateway(server) as case:
+        _, client = await case.start()
+        messages = (await case.anthropic_client(client)).messages
+        limited, refused = [await messages.create(model="m", max_tokens=9, messages=HELLO) for _ in script]
+    assert limited.stop_reason == "max_tokens"
+    assert (refused.stop_reason, refused.content[0].to_dict()) == ("refusal", {"type": "text", "text": "No."})
+
+
+async def test_a_request_of_messages_says_the_same_in_chat() -> None:
+    image = {"type": "base64", "media_type": "image/png", "data": "AA=="}
+    body = {
+        "model": "m",
+        "max_tokens": 9,
+        "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+        "messages": [
+            {"role": "user", "content": "1 + 2?"},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "Hm.", "signature": "s"},
+                    {"type": "text", "text": "Wait."},
+                    {"type": "tool_use", "id": "c1", "name": "add", "input": {"a": 1}},
+                    {"type": "tool_use", "id": "c2", "name": "add", "input": {}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "c1", "content": "3"},
+                    {"type": "tool_result", "tool_use_id": "c2", "content": [{"type": "text", "text": "0"}]},
+                    {"type": "text", "text": "And this?"},
+                    {"type": "image", "source": image},
+                ],
+            },
+        ],
+        "tools": [{"name": "add", "description": "a + b", "input_schema": ADD}],
+        "tool_choice": {"type": "tool", "name": "add", "disable_parallel_tool_use": True},
+        "stop_sequences": ["END"],
+        "top_k": 3,
+        "metadata": {"user_id": "u"},
+        "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": ADD}},
+        "novel": {"x": 1},
+    }
+    schema = {"name": "answer", "schema": ADD, "strict": True}
+    expected = {
+        "model": "m",
+        "max_tokens": 9,
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "1 + 2?"},
+            {
+                "role": "assistant",
+                "content": "Wait.",
+                "reasoning_content": "Hm.",
+                "tool_calls": [
+                    {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a":1}'}},
+                    {"id": "c2", "type": "function", "function": {"name": "add", "arguments": "{}"}},
+                ],
+            },
+            {"role": "tool", "tool_call_id": "c1", "content": "3"},
+            {"role": "tool", "tool_call_id": "c2", "content": "0"},
+            {
+                "role": "user",
+                "content": [
+                    {"type": "text", "text": "And this?"},
+                    {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}},
+                ],
+            },
+        ],
+        "tools": [{"type": "function", "function": {"name": "add", "description": "a + b", "parameters": ADD}}],
+        "tool_choice": {"type": "function", "function": {"name": "add"}},
+        "parallel_tool_calls": False,
+        "stop": ["END"],
+        "top_k": 3,
+        "user": "u",
+        "reasoning_effort": "low",
+        "response_format": {"type": "json_schema", "json_schema": schema},
+        "novel": {"x": 1},
+        "return_token_ids": True,
+        "logprobs": True,
+    }
+    async with ScriptedOpenAI() as server, gateway(server) as case:
+        _, client = await case.start()
+        await (await case.anthropic_client(client)).post("/v1/messages", body=body, cast_to=object)
+        assert server.requests[0].body == expected
+
+
+async def test_errors_reach_the_client_of_anthropic_in_its_own_form() -> None:
+    script = [
+        Answer(status=429, error="slow down"),
+        Answer(status=400, error="no"),
+        Answer("Hello, world", cut_after=2),
+    ]
+    async with ScriptedOpenAI(script) as server, gateway(server, num_retries=0) as case:
+        rollout, openai_client = await case.start()
+        client = await case.anthropic_client(openai_client)
+        ask: dict[str, Any] = {"model": "m", "max_tokens": 9, "messages": HELLO}
+        with pytest.raises(anthropic.RateLimitError, match="slow down") as limited:
+            await client.messages.create(**ask)
+        assert limited.value.body == {"type": "error", "error": {"type": "rate_limit_error", "message": "slow down"}}
+        with pytest.raises(anthropic.BadRequestError, match="no"):
+            await client.messages.create(**ask)
+        with pytest.raises(anthropic.NotFoundError, match="no model 'nope'"):
+            await client.messages.create(**ask | {"model": "nope"})
+        with pytest.raises(anthropic.BadRequestError, match="Anthropic's own"):
+            await client.messages.create(**ask, tools=[{"type": "bash_20250124", "name": "bash"}])
+        with pytest.raises(anthropic.APIStatusError, match="broke off"):
+            async with client.messages.stream(**ask) as stream:
+                await stream.get_final_message()
+        spans = await case.spans(rollout)
+    assert len(spans) == 5
+    assert not any(span.attributes["agentlightning.gateway.complete"] for span in spans)
+    assert TraceToTriplet().adapt(spans) == []
+
+
+async def test_a_translated_stream_that_breaks_off_raises_in_the_client_of_responses() -> None:
+    async with ScriptedOpenAI([Answer("Hello, world", cut_after=2)]) as server, gateway(server) as case:
+        rollout, client = await case.start()
+        with pytest.raises(openai.APIError, match="broke off"):
+            async for _ in await client.responses.create(model="m", input="hi", stream=True):
+                pass
+        span = await case.span(rollout)
+    assert span.attributes["agentlightning.gateway.complete"] is False
+    assert semconv.read_output_messages(span)[0]["content"] == "Hello, w"
+
+
+async def test_a_client_of_anthropic_that_leaves_half_way_is_recorded_as_incomplete() -> None:
+    async with ScriptedOpenAI([Answer("Hello, world", chunk_delay_s=0.1)]) as server, gateway(server) as case:
+        rollout, client = await case.start()
+        messages = (await case.anthropic_client(client)).messages
+        async with messages.stream(model="m", max_tokens=9, messages=HELLO) as stream:
+            async for _ in stream.text_stream:
+                break
+        span = await case.eventual_span(rollout)
+    assert span.attributes["agentlightning.gateway.complete"] is False
+    assert "disconnected" in (span.status.description or "")
+
+
+async def test_arguments_that_are_no_json_reach_the_client_of_anthropic() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": '}}
+    choice = {"index": 0, "finish_reason": "tool_calls", "message": {"role": "assistant", "tool_calls": [call]}}
+    body = json.dumps({"id": "x", "model": "m", "choices": [choice]}).encode()
+    async with ScriptedOpenAI([Answer(body=body)]) as server, gateway(server) as case:
+        rollout, client = await case.start()
+        answer: Any = await (await case.anthropic_client(client)).messages.create(
+            model="m", max_tokens=9, messages=HELLO
+        )
+        span = await case.span(rollout)
+    assert answer.content[0].input == {"unparsed_arguments": '{"a": '}
+    assert semconv.read_output_messages(span)[0]["tool_calls"][0]["function"]["arguments"] == '{"a": '
+
+
+async def test_tokens_of_messages_are_counted_by_a_chat_server() -> None:
+    async with ScriptedOpenAI([Answer("long answer")]) as server, gateway(server) as case:
+        rollout, client = await case.start()
+        count = await (await case.anthropic_client(client)).messages.count_tokens(model="m", messages=HELLO)
+        assert count.input_tokens == len(encode(render_prompt({"messages": HELLO})))
+        assert server.requests[0].body["max_tokens"] == 1
+        assert TraceToTriplet().adapt(await case.spans(rollout)) == []
+
+
+async def test_one_agent_may_speak_every_dialect_and_all_calls_become_triplets() -> None:
+    async with ScriptedOpenAI([Answer("1"), Answer("2"), Answer("3"), Answer("4")]) as server, gateway(server) as case:
+        rollout, client = await case.start()
+        await client.chat.completions.create(model="m", messages=HELLO)
+        await client.responses.create(model="m", input="hi")
+        await (await case.anthropic_client(client)).messages.create(model="m", max_tokens=9, messages=HELLO)
+        await client.completions.create(model="m", prompt="hi")
+        await client.embeddings.create(model="m", input="hi")
+        triplets = TraceToTriplet().adapt(await case.spans(rollout))
+    assert [triplet.response["token_ids"] for triplet in triplets] == [[*encode(text), EOS] for text in "1234"]

@@ -1,0 +1,471 @@
+"""Model servers and agents that misbehave: what the agent is told, what is recorded, and that nothing is left over."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import openai
+import pytest
+
+from agentlightning_plugins.gateway.backends.provider import OpenAICompatible
+from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
+from tests.plugins.gateway.gateway_setup import HELLO, PROVIDER_KEY, Case, entry, gateway, until
+
+Misbehaviour = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+ASKED: dict[str, Any] = {"model": "m", "messages": HELLO}
+CHUNK = {"id": "x", "object": "chat.completion.chunk", "choices": [{"index": 0, "delta": {"content": "word "}}]}
+EVENT = b"data: " + json.dumps(CHUNK).encode() + b"\n\n"
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+JSON_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+
+
+@dataclass
+class RawServer:
+    """A model server that is given as bytes."""
+
+    endpoint: str
+    connections: int = 0
+    """Open now."""
+    requests: int = 0
+
+
+@contextlib.asynccontextmanager
+async def raw_server(misbehave: Misbehaviour) -> AsyncIterator[RawServer]:
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        server.connections += 1
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).lower()
+                if head.startswith(b"get"):  # a health check
+                    writer.write(JSON_HEAD + b"Content-Length: 2\r\n\r\n{}")
+                    continue
+                length = int(head.split(b"content-length:")[1].split(b"\r\n")[0])
+                await reader.readexactly(length)
+                server.requests += 1
+                await misbehave(reader, writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            server.connections -= 1
+            writer.transport.abort()
+
+    listening = await asyncio.start_server(handle, "127.0.0.1", 0)
+    server = RawServer(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}/v1")
+    try:
+        yield server
+    finally:
+        listening.close()
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def body(data: bytes) -> bytes:
+    return JSON_HEAD + b"Content-Length: %d\r\n\r\n" % len(data) + data
+
+
+def sends(*pieces: bytes, then_resets: bool = True) -> Misbehaviour:
+    async def misbehave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0.1)  # else the reset overtakes what was sent
+        if then_resets:
+            writer.transport.abort()
+
+    return misbehave
+
+
+async def stalls(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.read()  # until the other side has had enough
+
+
+async def stalls_in_a_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(STREAM_HEAD + chunk(EVENT))
+    await reader.read()
+
+
+async def ask(client: openai.AsyncOpenAI, stream: bool) -> str:
+    if not stream:
+        return (await client.chat.completions.create(**ASKED)).choices[0].message.content or ""
+    pieces = [
+        c.choices[0].delta.content or "" async for c in await client.chat.completions.create(**ASKED, stream=True)
+    ]
+    return "".join(pieces)
+
+
+NOT_STREAMED: dict[str, tuple[Misbehaviour, int, str]] = {
+    "resets before it answers": (sends(), 502, "cannot be reached"),
+    "resets in its headers": (sends(b"HTTP/1.1 200 OK\r\nContent-Ty"), 502, "cannot be reached"),
+    "resets in its body": (sends(body(b"{}" * 100)[:-50]), 502, "cannot be reached"),
+    "says nothing": (stalls, 504, "did not answer in time"),
+    "speaks no HTTP": (sends(b"SSH-2.0-OpenSSH_9.6\r\n"), 502, "cannot be reached"),
+    "sends half its JSON": (sends(body(b'{"id": "x", "choices": [{"ind'), then_resets=False), 502, "is not one of"),
+    "sends JSON of another kind": (sends(body(b"[1, 2]"), then_resets=False), 502, "is not one of"),
+    "sends no JSON": (sends(body(b"\xff\xfe\x00"), then_resets=False), 502, "is not one of"),
+    "sends null": (sends(body(b"null"), then_resets=False), 502, "is not one of"),
+    "sends events as JSON": (
+        sends(body(EVENT + b"data: [DONE]\n\n"), then_resets=False),
+        502,
+        "is not one of",
+    ),
+    "tells token ids that are none": (
+        sends(body(b'{"id": "x", "choices": [], "prompt_token_ids": 5}'), then_resets=False),
+        502,
+        "is not one of",
+    ),
+    "quotes its key where an excerpt ends": (
+        sends(body(b"x" * 190 + PROVIDER_KEY.encode()), then_resets=False),
+        502,
+        "is not one of",
+    ),
+    "sends a page": (
+        sends(b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 6\r\n\r\n<html>", then_resets=False),
+        502,
+        "is not one of",
+    ),
+}
+
+STREAMED: dict[str, tuple[Misbehaviour, str]] = {
+    "resets in a stream": (sends(STREAM_HEAD + chunk(EVENT)), "broke off"),
+    "resets in an event": (sends(STREAM_HEAD + chunk(EVENT), chunk(EVENT[:30])), "broke off"),
+    "resets in a chunk": (sends(STREAM_HEAD + chunk(EVENT), b"ff\r\ndata: {"), "broke off"),
+    "falls silent in a stream": (stalls_in_a_stream, "stood still"),
+    "streams half a JSON": (sends(STREAM_HEAD + chunk(b'data: {"id": \n\n'), chunk(b"")), "streamed what is no chunk"),
+    "ends a stream early": (
+        sends(STREAM_HEAD + chunk(EVENT) + chunk(b""), then_resets=False),
+        "ended its answer early",
+    ),
+    "streams an error": (
+        sends(STREAM_HEAD + chunk(EVENT + b'data: {"error": {"message": "out of memory"}}\n\n') + chunk(b"")),
+        "out of memory",
+    ),
+    "quotes its key in an error at the end of a stream": (
+        sends(
+            STREAM_HEAD
+            + chunk(EVENT + b'data: {"error": {"message": "bad key %b"}}' % PROVIDER_KEY.encode())
+            + chunk(b""),
+            then_resets=False,
+        ),
+        "bad key",
+    ),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", NOT_STREAMED)
+async def test_a_server_that(name: str, stream: bool) -> None:
+    misbehave, status, says = NOT_STREAMED[name]
+    patience_s = 0.3 if misbehave is stalls else 30.0
+    async with raw_server(misbehave) as server:
+        async with gateway(model_list=[entry(server.endpoint)], num_retries=0, read_timeout_s=patience_s) as case:
+            rollout, client = await case.start()
+            with pytest.raises(openai.APIStatusError, match=says) as caught:
+                await ask(client, stream)
+            assert caught.value.status_code == status
+            error: Any = caught.value.response.json()["error"]
+            assert set(error) == {"message", "type", "param", "code"}
+            assert PROVIDER_KEY[:6] not in error["message"]
+            await assert_incomplete(case, rollout)
+        await until(lambda: server.connections == 0)
+
+
+@pytest.mark.parametrize("name", STREAMED)
+async def test_a_server_that_streams_and(name: str) -> None:
+    misbehave, says = STREAMED[name]
+    patience_s = 0.3 if misbehave is stalls_in_a_stream else 30.0
+    async with raw_server(misbehave) as server:
+        async with gateway(model_list=[entry(server.endpoint)], num_retries=0, read_timeout_s=patience_s) as case:
+            rollout, client = await case.start()
+            with pytest.raises(openai.APIError, match=says) as caught:
+                await ask(client, True)
+            assert PROVIDER_KEY[:6] not in str(caught.value)
+            await assert_incomplete(case, rollout)
+        await until(lambda: server.connections == 0)
+
+
+async def assert_incomplete(case: Case, rollout: Any) -> None:
+    span = await case.eventual_span(rollout)  # an agent may leave at the first error in a stream, before its end
+    assert span.attributes["agentlightning.gateway.complete"] is False
+    assert span.status.status_code == "ERROR"
+    assert PROVIDER_KEY[:6] not in span.model_dump_json()
+
+    async def is_idle() -> bool:
+        return (await case.proxy.status())["in_flight"] == 0
+
+    await until(is_idle)
+    assert len(await case.spans(rollout)) == 1
+
+
+async def test_an_agent_of_another_dialect_gets_errors_in_its_own() -> None:
+    import anthropic
+
+    async with raw_server(sends()) as server, gateway(model_list=[entry(server.endpoint)], num_retries=0) as case:
+        _, openai_client = await case.start()
+        client = await case.anthropic_client(openai_client)
+        with pytest.raises(anthropic.APIStatusError, match="cannot be reached") as caught:
+            await client.messages.create(model="m", messages=HELLO, max_tokens=9)
+        error: Any = caught.value.body
+        assert (error["type"], error["error"]["type"]) == ("error", "api_error")
+
+
+async def test_a_provider_that_raises_what_nobody_expects_is_told_and_recorded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(self: object, *arguments: object) -> None:
+        raise LookupError("a bug of somebody's")
+
+    monkeypatch.setattr(OpenAICompatible, "send", fails)
+    async with gateway(model_list=[entry("http://127.0.0.1:9/v1")]) as case:
+        rollout, client = await case.start()
+        with pytest.raises(openai.InternalServerError, match="the gateway failed: LookupError"):
+            await ask(client, False)
+        await assert_incomplete(case, rollout)
+    assert "a bug of somebody's" in caplog.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_very_long_lines_pass_whole(stream: bool) -> None:
+    text = "long " * 1_000_000
+    delta = {"content": text} if stream else None
+    choice: dict[str, Any] = {"index": 0, "finish_reason": "stop"}
+    choice |= {"delta": delta} if stream else {"message": {"role": "assistant", "content": text}}
+    answer = json.dumps({"id": "x", "object": "chat.completion", "choices": [choice]}).encode()
+    event = b"data: " + answer + b"\n\ndata: [DONE]\n\n"
+    sent = STREAM_HEAD + chunk(event) + chunk(b"") if stream else body(answer)
+    async with raw_server(sends(sent, then_resets=False)) as server:
+        models = [entry(server.endpoint)]
+        async with gateway(model_list=models, num_retries=0) as case:
+            rollout, client = await case.start()
+            assert await ask(client, stream) == text
+            assert (await case.span(rollout)).attributes["agentlightning.gateway.complete"] is True
+
+
+async def test_a_storm_of_429_is_weathered_by_waiting_and_by_failing_over() -> None:
+    stormy = [Answer(status=429, headers={"Retry-After": "0.05"})] * 2 + [Answer("calm")]
+    async with ScriptedOpenAI(stormy) as server, gateway(server, num_retries=3) as case:
+        _, client = await case.start()
+        assert await ask(client, False) == "calm"
+        assert len(server.requests) == 3
+    always = [Answer(status=429, headers={"Retry-After": "3600"})]
+    async with ScriptedOpenAI(always) as storm, ScriptedOpenAI([Answer("calm")]) as calm, gateway(storm, calm) as case:
+        for _ in range(5):
+            _, client = await case.start()
+            assert await ask(client, False) == "calm"
+        assert len(storm.requests) <= 1, "one that asks to be left alone for an hour is left alone"
+
+
+async def floods(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(STREAM_HEAD)
+    while True:
+        writer.write(chunk(EVENT * 200))
+        await writer.drain()
+
+
+async def ends_with_much(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    choice = {"index": 0, "delta": {"content": "x" * 8_000_000}, "finish_reason": "stop"}
+    last = json.dumps({**CHUNK, "choices": [choice]}).encode()
+    writer.write(STREAM_HEAD + chunk(b"data: " + last + b"\n\ndata: [DONE]\n\n") + chunk(b""))
+    await writer.drain()
+
+
+@pytest.mark.parametrize("misbehave", [floods, ends_with_much])
+async def test_an_agent_that_stops_reading_does_not_hold_up_a_change_of_weights(misbehave: Misbehaviour) -> None:
+    async with raw_server(misbehave) as server:
+        models = [entry(server.endpoint)]
+        async with gateway(model_list=models, read_timeout_s=1.0) as case:
+            rollout, client = await case.start()
+            _, writer = await begin_stream(str(client.base_url))
+            await until(lambda: server.requests == 1)
+            await case.proxy.pause()
+            assert await case.proxy.drain(timeout=30)
+            writer.transport.abort()
+            assert len(await case.spans(rollout)) == 1
+
+
+async def test_a_stream_that_nobody_reads_ends_with_its_attempt() -> None:
+    async with raw_server(floods) as server, gateway(model_list=[entry(server.endpoint)]) as case:
+        rollout, client = await case.start()
+        reader, writer = await begin_stream(str(client.base_url))
+        await until(lambda: server.requests == 1)
+        await asyncio.sleep(0.5)  # until nothing more fits on the way to the agent
+        await case.store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status="failed")
+        assert await case.proxy.drain(timeout=30)
+        text = b""
+        with contextlib.suppress(ConnectionResetError):
+            while piece := await reader.read(1 << 20):
+                text = text[-200:] + piece
+                assert b"HTTP/1.1 410" not in text, "an answer within another"
+        writer.transport.abort()
+        span = await case.span(rollout)
+        assert (span.attributes["error.type"], span.attributes["agentlightning.gateway.complete"]) == ("_OTHER", False)
+
+
+async def test_an_attempt_that_ends_while_its_request_is_read_makes_no_call() -> None:
+    async with ScriptedOpenAI() as server, gateway(server) as case:
+        rollout, client = await case.start()
+        url = urlsplit(str(client.base_url))
+        reader, writer = await asyncio.open_connection(url.hostname, url.port)
+        text = json.dumps(ASKED).encode()
+        head = f"POST {url.path}chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(text)}\r\n"
+        writer.write(head.encode() + b"Expect: 100-continue\r\n\r\n")
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        await case.store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status="failed")
+
+        async def is_over() -> bool:
+            with contextlib.suppress(openai.APIStatusError):
+                await ask(client, False)
+                return False
+            return True
+
+        await until(is_over)
+        asked = len(server.requests)
+        writer.write(text)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 410")
+        assert len(server.requests) == asked
+        writer.transport.abort()
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "code"),
+    [
+        (b"[" * 100_000, 400, "invalid_json"),
+        (b'{"model": "m", "input": "%b"}' % (b"x" * 5000), 413, "request_too_large"),
+    ],
+)
+async def test_an_agent_that_sends_nonsense_is_told_so_in_its_dialect(
+    monkeypatch: pytest.MonkeyPatch, text: bytes, status: int, code: str
+) -> None:
+    if status == 413:
+        monkeypatch.setattr("agentlightning_plugins.gateway.request.MAX_BODY_BYTES", 1000)
+    async with ScriptedOpenAI() as server, gateway(server) as case, aiohttp.ClientSession() as session:
+        _, client = await case.start()
+        async with session.post(f"{client.base_url}responses", data=text) as response:
+            assert (response.status, (await response.json())["error"]["code"]) == (status, code)
+    assert not server.requests
+
+
+async def test_a_slow_agent_holds_back_its_backend_and_nobody_else() -> None:
+    sent = 0
+
+    async def floods(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        writer.write(STREAM_HEAD)
+        piece = chunk(EVENT * 200)
+        for _ in range(4000):
+            writer.write(piece)
+            await writer.drain()
+            sent += len(piece)
+
+    async with raw_server(floods) as server, ScriptedOpenAI() as other:
+        models = [entry(server.endpoint), entry(other.endpoint, model="other")]
+        async with gateway(model_list=models, num_retries=0) as case:
+            rollout, client = await case.start()
+            reader, writer = await begin_stream(str(client.base_url))
+            await until(lambda: sent > 0)
+            before = -1
+            while before != sent:  # until the pressure has reached the backend
+                before = sent
+                await asyncio.sleep(0.3)
+            assert sent < 4000 * len(EVENT) * 200 / 4, "the gateway does not hold what the agent does not take"
+            _, quick = await case.start()
+            assert (await quick.chat.completions.create(model="other", messages=HELLO)).choices
+            writer.transport.abort()
+            span = await case.eventual_span(rollout)
+            assert span.attributes["agentlightning.gateway.complete"] is False
+            await until(lambda: server.connections <= 1)  # the other is a health check's
+            del reader
+
+
+async def begin_stream(base_url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Sends a call that streams, by hand, and reads nothing."""
+    url = urlsplit(base_url)
+    assert url.hostname is not None
+    reader, writer = await asyncio.open_connection(url.hostname, url.port, limit=1024)
+    text = json.dumps({**ASKED, "stream": True}).encode()
+    head = b"Host: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    path = f"{url.path.rstrip('/')}/chat/completions"
+    writer.write(b"POST %b HTTP/1.1\r\n%bContent-Length: %d\r\n\r\n%b" % (path.encode(), head, len(text), text))
+    return reader, writer
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+async def vanish(case: Case) -> None:
+    _, client = await case.start()
+    _, writer = await begin_stream(str(client.base_url))
+    await asyncio.sleep(0.01)
+    writer.transport.abort()
+
+
+async def test_agents_that_vanish_and_servers_that_break_leave_nothing_behind() -> None:
+    turn = 0
+
+    async def varies(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal turn
+        turn += 1
+        if turn % 3 == 0:
+            await stalls(reader, writer)
+        else:
+            await sends(STREAM_HEAD + chunk(EVENT), then_resets=turn % 3 == 1)(reader, writer)
+            await reader.read()
+
+    async def idle() -> bool:
+        return (await case.proxy.status())["in_flight"] == 0
+
+    async with raw_server(varies) as server:
+        models = [entry(server.endpoint)]
+        async with gateway(model_list=models, num_retries=0, health_interval_s=3600.0) as case:
+            launched: Any = case.proxy._launched
+            loop: asyncio.AbstractEventLoop = launched._loop
+            sizes = []
+            for _ in range(3):
+                await asyncio.gather(*(vanish(case) for _ in range(25)))
+                await until(idle)
+                await until(lambda: server.connections == 0)
+                gc.collect()
+                files = open_files()
+                sizes.append((len(asyncio.all_tasks(loop)), files, len(launched._server._in_flight._by_attempt)))
+            await case.proxy.flush()
+            spans = (await case.store.statistics())["spans"]
+    assert sizes[2][0] <= sizes[0][0], f"tasks grow: {sizes}"
+    assert sizes[2][1] <= sizes[0][1] + 3, f"open files grow: {sizes}"
+    assert sizes[2][2] == 0
+    assert spans == 75, "each of them was recorded"
+
+
+@pytest.mark.slow
+async def test_memory_stays_flat_over_thousands_of_broken_calls() -> None:
+    def resident_mib() -> float:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
+
+    event = b"data: " + json.dumps({**CHUNK, "pad": "x" * 20_000}).encode() + b"\n\n"
+    async with raw_server(sends(STREAM_HEAD + chunk(event) * 5)) as server:
+        models = [entry(server.endpoint)]
+        async with gateway(model_list=models, num_retries=0) as case:
+            root = case.proxy.endpoint  # not recorded: the store would grow
+
+            async def break_off() -> None:
+                reader, writer = await begin_stream(root)
+                assert b"broke off" in await reader.read()
+                writer.close()
+
+            levels = []
+            for _ in range(4):
+                for _ in range(5):
+                    await asyncio.gather(*(break_off() for _ in range(50)))
+                gc.collect()
+                levels.append(resident_mib())
+    assert levels[-1] - levels[1] < 15, f"MiB after each 250 calls that broke: {levels}"

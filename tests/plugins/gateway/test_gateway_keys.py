@@ -1,0 +1,200 @@
+"""Keys that are good for one attempt, and the end of an attempt's calls."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+import agentlightning as agl
+from agentlightning.resources import LLM
+from agentlightning.run import attempt_token
+from agentlightning.runner import LitAgentRunner
+from agentlightning.tracer.dummy import DummyTracer
+from agentlightning.types import AttemptedRollout
+from agentlightning_plugins.gateway.limits.key import Authenticator
+from agentlightning_plugins.gateway.proxy import LLMProxy
+from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
+from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
+from tests.plugins.gateway.gateway_setup import HELLO, PROVIDER_KEY, Case, entry, gateway, until
+
+BODY: Mapping[str, Any] = {"model": "m", "messages": HELLO}
+
+
+def key_of(case: Case, rollout: AttemptedRollout) -> str:
+    llm = case.proxy.as_resource(rollout.rollout_id, rollout.attempt.attempt_id, model="m")
+    assert isinstance(llm, LLM)
+    assert llm.api_key is not None
+    return llm.api_key
+
+
+async def post(url: str, headers: Mapping[str, str], body: Mapping[str, Any] = BODY) -> tuple[int, dict[str, Any]]:
+    async with aiohttp.ClientSession() as session, session.post(url, json=body, headers=headers) as response:
+        return response.status, await response.json()
+
+
+def test_a_token_says_whose_it_is_and_cannot_be_forged() -> None:
+    secret, now = attempt_token.derive_secret("the-store's-token"), time.time()
+    token = attempt_token.mint(secret, "ro-1", "at-1", now + 60)
+    assert attempt_token.read(secret, token, now)[:2] == ("ro-1", "at-1")
+    with pytest.raises(ValueError, match="expired"):
+        attempt_token.read(secret, token, now + 61)
+    other = attempt_token.derive_secret("another")
+    payload, signature = token.split(".")
+    forged = attempt_token.mint(other, "ro-1", "at-2", now + 60).split(".")[0] + "." + signature
+    for bad in (forged, payload, token[:-1], "agl-", "", "agl-é." + signature, token.removeprefix("agl-")):
+        with pytest.raises(ValueError, match="not signed"):
+            attempt_token.read(secret, bad, now)
+    with pytest.raises(ValueError, match="not signed"):
+        attempt_token.read(other, token, now)
+
+
+@pytest.mark.parametrize("header", ["Authorization", "x-api-key", "api-key"])
+async def test_a_key_attributes_calls_without_an_attempt_in_their_url(header: str) -> None:
+    async with ScriptedOpenAI() as server, gateway(server) as case:
+        rollout, _ = await case.start()
+        key = key_of(case, rollout)
+        headers = {header: f"Bearer {key}" if header == "Authorization" else key}
+        status, _ = await post(f"{case.proxy.endpoint}/chat/completions", headers)
+        assert status == 200
+        assert (await case.span(rollout)).attributes["response_token_ids"]
+        assert server.requests[0].headers["Authorization"] == f"Bearer {PROVIDER_KEY}"
+        assert key not in str(dict(server.requests[0].headers))
+
+
+async def test_where_keys_are_required_only_the_attempts_own_opens() -> None:
+    async with ScriptedOpenAI() as server, gateway(server, require_keys=True) as case:
+        rollout, client = await case.start()
+        other, _ = await case.start()
+        await client.with_options(api_key=key_of(case, rollout)).chat.completions.create(**BODY)
+        with pytest.raises(openai.AuthenticationError, match="shows a key that is none"):
+            await client.chat.completions.create(**BODY)
+        with pytest.raises(openai.PermissionDeniedError, match="good for attempt"):
+            await client.with_options(api_key=key_of(case, other)).chat.completions.create(**BODY)
+        stranger = attempt_token.mint(b"guess", rollout.rollout_id, rollout.attempt.attempt_id, time.time() + 9)
+        with pytest.raises(openai.AuthenticationError, match="AGL_TOKEN"):
+            await client.with_options(api_key=stranger).chat.completions.create(**BODY)
+        status, error = await post(f"{case.proxy.endpoint}/chat/completions", {})
+        assert (status, error["error"]["code"]) == (401, "wrong_key")
+        assert len(server.requests) == 1
+        assert len(await case.spans(rollout)) == 1
+
+
+async def test_an_expired_key_is_refused_even_when_it_was_good_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = InMemoryLightningStore()
+    authenticator = Authenticator(store, is_required=True)
+    now = time.time()
+    key = attempt_token.mint(attempt_token.derive_secret(None), "ro-1", "at-1", now + 60)
+    headers = {"Authorization": f"Bearer {key}"}
+    assert authenticator.authenticate(headers, None) == ("ro-1", "at-1")
+    monkeypatch.setattr(time, "time", lambda: now + 61)
+    with pytest.raises(agl.LightningError, match="expired"):
+        authenticator.authenticate(headers, None)
+
+
+async def test_beyond_loopback_keys_are_required_and_health_is_all_that_strangers_see() -> None:
+    async with ScriptedOpenAI() as server:
+        store = InMemoryLightningStore()
+        store.token = "the-stores-token"
+        proxy = LLMProxy(model_list=[entry(server.endpoint)], store=store, host="0.0.0.0")
+        await proxy.start()
+        try:
+            port = proxy.endpoint.rsplit(":", 1)[1].removesuffix("/v1")
+            root = f"http://127.0.0.1:{port}"
+            assert (await post(f"{root}/v1/chat/completions", {"Authorization": "Bearer agentlightning"}))[0] == 401
+            async with aiohttp.ClientSession() as session:
+                seen = {}
+                for path in ("health", "status", "metrics"):
+                    async with session.get(f"{root}/{path}") as response:
+                        seen[path] = response.status
+                async with session.get(f"{root}/status", headers={"Authorization": "Bearer the-stores-token"}) as known:
+                    seen["known"] = known.status
+            assert seen == {"health": 200, "status": 401, "metrics": 401, "known": 200}
+        finally:
+            await proxy.stop()
+            await store.close()
+
+
+async def test_the_runner_gives_the_agent_a_key_of_its_attempt() -> None:
+    keys: list[str | None] = []
+
+    @agl.rollout
+    async def agent(task: Any, llm: agl.LLM) -> float:
+        keys.append(llm.api_key)
+        async with AsyncOpenAI(base_url=case.proxy.endpoint, api_key=llm.api_key, max_retries=0) as client:
+            await client.chat.completions.create(**BODY)
+        return 1.0
+
+    async with ScriptedOpenAI() as server, gateway(server, require_keys=True) as case:
+        runner = LitAgentRunner[Any](DummyTracer())
+        with runner.run_context(agent=agent, store=case.store):
+            rollout = await runner.step({}, resources={"llm": case.proxy.as_resource(model="m")})
+        assert rollout.status == "succeeded"
+        await case.proxy.flush()
+        names = [span.name for span in await case.store.query_spans(rollout.rollout_id)]
+        assert any(
+            "response_token_ids" in span.attributes for span in await case.store.query_spans(rollout.rollout_id)
+        ), names
+        (key,) = keys
+        assert key is not None
+        published = (await case.store.get_latest_resources()).model_dump_json()  # type: ignore[union-attr] # there is one
+        assert key not in published
+
+
+async def test_calls_in_flight_of_an_attempt_that_ends_are_cut() -> None:
+    async with ScriptedOpenAI([Answer(delay_s=60)]) as server, gateway(server) as case:
+        rollout, client = await case.start()
+        call = asyncio.create_task(client.chat.completions.create(**BODY))
+        await until(lambda: bool(server.requests))
+        async with asyncio.timeout(20):
+            await case.store.cancel_rollout(rollout.rollout_id)
+            with pytest.raises(openai.APIStatusError, match="is over") as caught:
+                await call
+        assert caught.value.status_code == 410
+        assert (await case.proxy.status())["in_flight"] == 0
+        span = await case.span(rollout)
+        assert span.attributes["agentlightning.gateway.complete"] is False
+
+
+async def test_a_stream_of_an_attempt_that_ends_is_cut_with_an_error_event() -> None:
+    script = [Answer("a very long answer indeed", chunk_delay_s=5)]
+    async with ScriptedOpenAI(script) as server, gateway(server) as case:
+        rollout, client = await case.start()
+        async with asyncio.timeout(20):
+            stream = await client.chat.completions.create(**BODY, stream=True)
+            await case.store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status="failed")
+            with pytest.raises(openai.APIError, match="is over"):
+                async for _ in stream:
+                    pass
+        span = await case.span(rollout)
+        assert span.attributes["agentlightning.gateway.complete"] is False
+        assert span.status.status_code == "ERROR"
+
+
+@pytest.mark.parametrize("status", [400, 401, 500])
+async def test_a_provider_that_quotes_its_key_does_not_give_it_away(status: int) -> None:
+    quoting = Answer(status=status, error=f"the key {PROVIDER_KEY} is no good")
+    async with ScriptedOpenAI([quoting]) as server, gateway(server, num_retries=0) as case:
+        rollout, client = await case.start()
+        with pytest.raises(openai.APIStatusError) as caught:
+            await client.chat.completions.create(**BODY)
+        assert PROVIDER_KEY not in str(caught.value) + caught.value.response.text
+        assert PROVIDER_KEY not in (await case.span(rollout)).model_dump_json()
+        assert PROVIDER_KEY not in str(await case.proxy.status())
+
+
+async def test_a_stream_that_quotes_the_key_in_an_error_does_not_give_it_away() -> None:
+    event = b'data: {"error": {"message": "the key %b is no good"}}\n\n' % PROVIDER_KEY.encode()
+    quoting = Answer(body=event, content_type="text/event-stream")
+    async with ScriptedOpenAI([quoting]) as server, gateway(server, num_retries=0) as case:
+        rollout, client = await case.start()
+        with pytest.raises(openai.APIError, match=r"the key \*\*\* is no good"):
+            async for _ in await client.chat.completions.create(**BODY, stream=True):
+                pass
+        assert PROVIDER_KEY not in (await case.span(rollout)).model_dump_json()

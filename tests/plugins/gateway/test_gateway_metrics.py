@@ -1,0 +1,168 @@
+"""What the gateway tells of itself: Prometheus metrics, health, status, and the command that serves it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import signal
+import sys
+from pathlib import Path
+
+import aiohttp
+import openai
+import pytest
+import yaml
+from click.testing import CliRunner
+from openai import AsyncOpenAI
+
+from agentlightning.errors import ConfigError, StoreError
+from agentlightning_plugins.gateway.command import ask_gateway, command
+from agentlightning_plugins.gateway.proxy import LLMProxy
+from agentlightning_plugins.prometheus import Registry
+from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
+from agentlightning_plugins.stores.http.server import LightningStoreServer
+from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
+from tests.plugins.gateway.gateway_setup import HELLO, entry, gateway, until
+
+_LINE = re.compile(r'([a-z_]+)(?:\{((?:[a-z_]+="(?:[^"\\]|\\.)*",?)*)\})? (\S+)')
+
+
+def samples(text: str) -> dict[str, float]:
+    """The samples of a Prometheus text by name and labels, each line of which must be well formed."""
+    found = {}
+    for line in text.splitlines():
+        if line.startswith("#"):
+            assert re.fullmatch(r"# (HELP|TYPE) [a-z_]+ .+", line), line
+            continue
+        match = _LINE.fullmatch(line)
+        assert match is not None, line
+        found[f"{match[1]}{{{match[2]}}}" if match[2] else match[1]] = float(match[3])
+    return found
+
+
+async def read(proxy: LLMProxy, path: str) -> str:
+    url = proxy.endpoint.removesuffix("/v1") + path
+    async with aiohttp.ClientSession() as session, session.get(url) as response:
+        assert response.status == 200
+        return await response.text()
+
+
+def test_metrics_are_written_as_prometheus_reads_them() -> None:
+    registry = Registry()
+    counter = registry.counter("things_total", "Things\nof all kinds.", "name")
+    counter.add('a "quoted" \\ name')
+    histogram = registry.histogram("size_bytes", "Sizes.", buckets=(1.0, 10.0))
+    for value in (0.5, 1.0, 5.0, 50.0):
+        histogram.observe(value=value)
+    registry.gauge("level", "Now.", read=lambda: [((), 2.5)])
+    assert registry.render() == (
+        "# HELP things_total Things\\nof all kinds.\n# TYPE things_total counter\n"
+        'things_total{name="a \\"quoted\\" \\\\ name"} 1\n'
+        "# HELP size_bytes Sizes.\n# TYPE size_bytes histogram\n"
+        'size_bytes_bucket{le="1"} 2\nsize_bytes_bucket{le="10"} 3\nsize_bytes_bucket{le="+Inf"} 4\n'
+        "size_bytes_sum 56.5\nsize_bytes_count 4\n"
+        "# HELP level Now.\n# TYPE level gauge\nlevel 2.5\n"
+    )
+
+
+async def test_calls_tokens_and_times_are_counted() -> None:
+    script = [Answer("ok"), Answer("ok"), Answer(status=400), Answer("cut here", cut_after=1)]
+    async with ScriptedOpenAI(script) as server, gateway(server) as case:
+        _, client = await case.start()
+        await client.chat.completions.create(model="m", messages=HELLO)
+        async for _ in await client.chat.completions.create(model="m", messages=HELLO, stream=True):
+            pass
+        with pytest.raises(openai.BadRequestError):
+            await client.chat.completions.create(model="m", messages=HELLO)
+        with pytest.raises(openai.APIError):
+            async for _ in await client.chat.completions.create(model="m", messages=HELLO, stream=True):
+                pass
+        for name in ("absent-1", "absent-2"):
+            with pytest.raises(openai.NotFoundError):
+                await client.chat.completions.create(model=name, messages=HELLO)
+        await case.proxy.resume(weight_version=3)
+        seen = samples(await read(case.proxy, "/metrics"))
+        assert seen['agl_gateway_calls_total{model="m",status="200"}'] == 2
+        assert seen['agl_gateway_calls_total{model="m",status="400"}'] == 1
+        assert seen['agl_gateway_calls_total{model="m",status="502"}'] == 1
+        assert seen['agl_gateway_calls_total{model="",status="404"}'] == 2, "names that agents invent make no metrics"
+        assert seen['agl_gateway_tokens_total{model="m",kind="output"}'] >= 6
+        assert seen['agl_gateway_call_seconds_count{model="m"}'] == 4
+        assert seen['agl_gateway_first_token_seconds_count{model="m"}'] == 2
+        assert seen['agl_gateway_incomplete_total{model="m"}'] == 2
+        assert seen[f'agl_gateway_backend_up{{model="m",backend="{server.endpoint}"}}'] == 1
+        assert (seen["agl_gateway_in_flight"], seen["agl_gateway_weight_version"]) == (0, 3)
+        assert seen["agl_gateway_spans_dropped"] == 0
+
+
+async def test_health_says_whether_calls_are_served() -> None:
+    async with ScriptedOpenAI() as server, gateway(server) as case:
+        assert json.loads(await read(case.proxy, "/health")) == {"status": "ok"}
+        await case.proxy.pause()
+        assert json.loads(await read(case.proxy, "/health")) == {"status": "paused"}
+        await case.proxy.resume()
+        assert json.loads(await read(case.proxy, "/status")) == await case.proxy.status()
+
+
+async def test_agl_gateway_serves_reads_its_models_again_and_shows_its_status(tmp_path: Path) -> None:
+    store = InMemoryLightningStore()
+    served = LightningStoreServer(store, port=0, token="a-secret")
+    await served.start()
+    async with ScriptedOpenAI() as first, ScriptedOpenAI() as second:
+        config, output = tmp_path / "gateway.yaml", tmp_path / "output"
+        config.write_text(yaml.safe_dump({"model_list": [entry(first.endpoint)], "budget": {"calls": 9}}))
+        arguments = ["--config", str(config), "--store", served.endpoint, "--token", "a-secret", "--port", "0"]
+        with output.open("w") as file:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "agentlightning", "gateway", *arguments, stdout=file, stderr=file
+            )
+        try:
+            await until(lambda: "Serving m at" in output.read_text() or process.returncode is not None)
+            found = re.search(r"http://\S+:\d+", output.read_text())
+            assert found is not None, output.read_text()
+            rollout = await store.start_rollout({})
+            url = f"{found[0]}/rollout/{rollout.rollout_id}/attempt/{rollout.attempt.attempt_id}/v1"
+            async with AsyncOpenAI(base_url=url, api_key="agentlightning", max_retries=0) as client:
+                await client.chat.completions.create(model="m", messages=HELLO)
+                config.write_text(yaml.safe_dump({"model_list": [entry(second.endpoint)]}))
+                process.send_signal(signal.SIGHUP)
+                await until(lambda: "read again" in output.read_text())
+                await client.chat.completions.create(model="m", messages=HELLO)
+            assert (len(first.requests), len(second.requests)) == (1, 1)
+            result = CliRunner().invoke(command, ["status", found[0]])
+            assert "up" in result.output, result.output
+            shown = CliRunner().invoke(command, ["status", found[0], "--json"])
+            assert [row["endpoint"] for row in json.loads(shown.output)["backends"]] == [second.endpoint]
+            paused = CliRunner().invoke(command, ["pause", found[0], "--token", "a-secret", "--drain", "5"])
+            assert (paused.output, paused.exit_code) == ("paused\n", 0)
+            resumed = CliRunner().invoke(command, ["resume", found[0], "--token", "a-secret", "--weight-version", "4"])
+            assert resumed.output == "serving, weight version 4\n"
+            assert isinstance(CliRunner().invoke(command, ["pause", found[0]]).exception, StoreError)
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(process.wait(), 20) == 0
+            assert len(await store.query_spans(rollout.rollout_id)) == 2, "what was recorded is stored before the end"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+            await served.stop()
+            await store.close()
+
+
+def test_agl_gateway_says_what_it_lacks(tmp_path: Path) -> None:
+    config = tmp_path / "gateway.yaml"
+    config.write_text("model_list: [{model: m, endpoint: 'http://127.0.0.1:9/v1'}]\nbudgets: {calls: 1}\n")
+    for arguments, says in (
+        ([], "give --model NAME=URL"),
+        (["--model", "m=http://h/v1", "--key-env", "NOT_SET_ANYWHERE"], "NOT_SET_ANYWHERE"),
+        (["--config", str(config), "--store", "memory://"], "Did you mean 'budget'"),
+    ):
+        error = CliRunner().invoke(command, arguments).exception
+        assert isinstance(error, ConfigError)
+        assert says in str(error)
+    with pytest.raises(StoreError, match="no gateway answers at http://127.0.0.1:9"):
+        ask_gateway("http://127.0.0.1:9/v1", None, "status")
+    with pytest.raises(ConfigError, match="not a URL"):
+        ask_gateway("localhost", None, "status")

@@ -1,0 +1,75 @@
+"""The gateway in a process of its own, which reaches its store over HTTP."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from agentlightning.errors import ConfigError, StoreError
+from agentlightning_plugins.gateway.proxy import LLMProxy
+from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
+from agentlightning_plugins.stores.http.client import LightningStoreClient
+from agentlightning_plugins.stores.http.server import LightningStoreServer
+from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
+from tests.plugins.gateway.gateway_setup import HELLO, entry
+
+
+async def test_a_gateway_process_records_into_a_served_store_and_dies_with_notice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = InMemoryLightningStore()
+    served = LightningStoreServer(store, port=0, token="a-secret")
+    await served.start()
+    reached = LightningStoreClient(served.endpoint, "a-secret")
+    async with ScriptedOpenAI([Answer("one"), Answer("two")]) as server:
+        proxy = LLMProxy(model_list=[entry("http://127.0.0.1:1/v1")], store=reached, launch_mode="process")
+        await proxy.start()
+        try:
+            proxy.update_model_list([entry(server.endpoint)])
+            rollout = await store.start_rollout({"task": 1})
+            llm = proxy.as_resource(rollout.rollout_id, rollout.attempt.attempt_id)
+            async with AsyncOpenAI(base_url=llm.endpoint, api_key="any", max_retries=0) as client:
+                await client.chat.completions.create(model="m", messages=HELLO)
+                await proxy.flush()
+                (span,) = await store.query_spans(rollout.rollout_id)
+                assert span.attributes["response_token_ids"]
+                await store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status="succeeded")
+                with pytest.raises(openai.APIStatusError, match="is over"):
+                    await call_on(client)
+            monkeypatch.setenv("KEY_OF_THE_PARENT_ONLY", "any")
+            with pytest.raises(ConfigError, match="KEY_OF_THE_PARENT_ONLY, which is not set"):
+                proxy.update_model_list([{**entry(server.endpoint), "api_key": "os.environ/KEY_OF_THE_PARENT_ONLY"}])
+            assert (await proxy.status())["backends"][0]["endpoint"] == server.endpoint, "it goes on as it was"
+            os.kill(_pid(proxy), signal.SIGKILL)
+            with pytest.raises(StoreError, match="died with exit code -9"):
+                await proxy.flush()
+            assert not proxy.is_running
+            await proxy.stop()
+            await proxy.start()  # it can be started anew
+            assert proxy.is_running
+        finally:
+            await proxy.stop()
+            await reached.close()
+            await served.stop()
+            await store.close()
+
+
+async def test_a_store_of_this_process_is_no_store_for_another() -> None:
+    with pytest.raises(ConfigError, match=r"InMemoryLightningStore lives in this one: .*launch_mode='thread'"):
+        await LLMProxy(store=InMemoryLightningStore(), launch_mode="process").start()
+
+
+async def call_on(client: AsyncOpenAI) -> None:
+    for _ in range(1000):
+        await client.chat.completions.create(model="m", messages=HELLO)
+
+
+def _pid(proxy: LLMProxy) -> int:
+    launched: Any = proxy._launched
+    pid: int = launched._process.pid
+    return pid

@@ -1,0 +1,85 @@
+"""Streams whose events come together are read as those that come one by one."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+
+from agentlightning_plugins.gateway.dialects.dialect import Asked, Completion, Dialect
+from agentlightning_plugins.gateway.dialects.openai import ChatCompletions
+from agentlightning_plugins.gateway.recording.call import Call, TraceContext
+from agentlightning_plugins.gateway.recording.stream import StreamReader
+
+NASTY = ['say "choices":[{"index":1}] to me', "]}\n\ndata: {", "}],", '"logprobs":{"content":[', "é𝄞\\", "{", ""]
+
+
+class OneByOne(ChatCompletions):
+    """Chat Completions without the quick way."""
+
+    relay_events = Dialect.relay_events
+
+
+def token(text: str, index: int = 0, **more: Any) -> dict[str, Any]:
+    """A choice of a chunk, with all that the gateway asks for."""
+    content = [{"token": text, "logprob": -0.5 - len(text), "bytes": list(text.encode()), "top_logprobs": []}]
+    choice: dict[str, Any] = {"index": index, "delta": {"content": text}, "logprobs": {"content": content}}
+    return choice | {"finish_reason": None, "token_ids": [len(text)]} | more
+
+
+def chunk(*choices: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"id": "x", "object": "chat.completion.chunk", "model": "m", "choices": list(choices), **more}
+
+
+END = chunk(token(".", finish_reason="stop"))
+USAGE = chunk(usage={"prompt_tokens": 3, "completion_tokens": 2})
+FIRST = chunk({"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None}, prompt_token_ids=[1, 2])
+TOKENS = [chunk(token(text)) for text in NASTY]
+STREAMS: dict[str, list[dict[str, Any]]] = {
+    "as vLLM writes it": [FIRST, *TOKENS, END, USAGE],
+    "with a version behind the choices": [chunk(token(text), weight_version=3, tags=[1]) for text in NASTY] + [END],
+    "with prompt ids everywhere": [chunk(token(text), prompt_token_ids=[1, 2]) for text in NASTY] + [END],
+    "of several choices in turn": [chunk(token(text, i)) for text in NASTY for i in range(3)]
+    + [chunk(token(".", i, finish_reason="stop")) for i in range(3)],
+    "of several choices at once": [chunk(token("a"), token("b", 1)), chunk(token("c"), token("d", 1)), END],
+    "with an envelope of its own each": [chunk(token(text), created=i) for i, text in enumerate(NASTY)] + [END],
+    "with tool calls": [
+        chunk(token("", delta={"tool_calls": [{"index": 0, "id": "c", "function": {"name": "f", "arguments": part}}]}))
+        for part in ('{"a', '": [1]', "}")
+    ]
+    + [END],
+    "of what was not asked for": [{"nested": {"choices": [chunk()]}, **piece} for piece in (FIRST, *TOKENS, END)],
+    "that breaks": [FIRST, *TOKENS, {"error": {"message": "out of memory"}}],
+}
+
+
+def read(dialect: Dialect, asked: Asked, pieces: list[bytes]) -> tuple[list[Any], Completion, bool]:
+    """What the agent gets, event by event, and what is recorded."""
+    body = {"logprobs": asked.logprobs, "return_token_ids": asked.token_ids}
+    call = Call(("r", "a"), dialect, b"{}", body, "m", TraceContext.from_header(None))
+    reader = StreamReader(call)
+    shown = b"".join([*map(reader.feed, pieces), reader.close(None)])
+    assert shown.endswith(b"\n\n")
+    data = [event.removeprefix(b"data: ") for event in shown.split(b"\n\n")[:-1]]
+    return [text if text == b"[DONE]" else json.loads(text) for text in data], call.completion, call.is_complete
+
+
+@pytest.mark.parametrize("asked", [Asked(*both) for both in itertools.product([False, True], repeat=2)])
+@pytest.mark.parametrize("name", STREAMS)
+def test_events_that_come_together_are_read_as_if_they_came_one_by_one(name: str, asked: Asked) -> None:
+    events = [b"data: %b\n\n" % json.dumps(chunk, separators=(",", ":")).encode() for chunk in STREAMS[name]]
+    events.append(b"data: [DONE]\n\n")
+    expected = read(OneByOne(), asked, events)
+    assert expected[2] == (name != "that breaks")
+    whole = b"".join(events)
+    for size in (len(whole), 1000, 300):
+        assert read(ChatCompletions(), asked, [whole[i : i + size] for i in range(0, len(whole), size)]) == expected
+
+
+def test_what_nothing_was_taken_out_of_passes_to_the_byte() -> None:
+    call = Call(("r", "a"), ChatCompletions(), b"{}", {}, "m", TraceContext.from_header(None))
+    plain = b'data: {"id":"x", "choices":[{"index":0,"delta":{"content":"\\u00e9 1e-05"}} ]}\n\n'
+    assert StreamReader(call).feed(plain * 3) == plain * 3
+    assert call.completion.choices[0].text == "é 1e-05" * 3

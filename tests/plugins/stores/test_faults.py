@@ -1,0 +1,387 @@
+"""What real processes do to a served store when they are killed, paused or out of disk; and what it does then."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from agentlightning.errors import StoreError
+from agentlightning.store.protocol import LightningStore
+from agentlightning.store.span_writer import SpanWriter
+from agentlightning.types import Rollout, RolloutConfig, Span
+from agentlightning_plugins.stores.http.client import LightningStoreClient
+from agentlightning_plugins.stores.http.server import LightningStoreServer
+from agentlightning_plugins.stores.sqlite.store import SqliteLightningStore
+from tests.port import reserve_port
+
+pytestmark = pytest.mark.timeout(300)
+
+RUNNER = """
+    import asyncio, os, sys
+    import agentlightning as agl
+    from agentlightning.types import Span
+
+    @agl.rollout
+    async def agent(task, rollout):
+        print("begun", rollout.attempt.attempt_id, flush=True)
+        if task["first_waits_s"] and rollout.attempt.sequence_id == 1:
+            await asyncio.sleep(task["first_waits_s"])
+        for number in range(task["spans"]):
+            agl.emit_annotation({"number": number})
+        return 1.0
+
+    async def main():
+        store = agl.LightningStoreClient(sys.argv[1])
+        runner = agl.LitAgentRunner(agl.OtelTracer(), heartbeat_interval=0.2)
+        with runner.run_context(agent=agent, store=store, worker_id=sys.argv[2]):
+            await runner.iter()
+
+    asyncio.run(main())
+"""
+
+
+@contextlib.contextmanager
+def process(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A Python process whose output can be read; killed in the end."""
+    started = subprocess.Popen(
+        [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
+    )
+    try:
+        yield started
+    finally:
+        started.kill()
+        started.communicate()
+
+
+class Server:
+    """``agl store`` over one SQLite file, at one port, however often it has to be started."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.port = reserve_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._process: subprocess.Popen[str] | None = None
+
+    async def start(self) -> None:
+        self._process = await asyncio.to_thread(self._start)
+
+    def _start(self) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "agentlightning", "store", "--backend", f"sqlite:///{self.path}"]
+        started = subprocess.Popen([*command, "--port", str(self.port)], stdout=subprocess.PIPE, text=True)
+        assert started.stdout is not None
+        assert "Serving" in started.stdout.readline()
+        return started
+
+    async def stop(self, number: signal.Signals) -> int:
+        """Sends a signal and returns the exit code."""
+        stopping, self._process = self._process, None
+        if stopping is None:
+            return 0
+        stopping.send_signal(number)
+        await asyncio.to_thread(stopping.communicate, timeout=60)
+        return stopping.returncode
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[Server]:
+    server = Server(tmp_path / "store.db")
+    await server.start()
+    yield server
+    await server.stop(signal.SIGKILL)
+
+
+def check_integrity(path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+
+
+class Load:
+    """Workers that write all the time, and a record of everything that was acknowledged to them."""
+
+    def __init__(self, client: LightningStoreClient) -> None:
+        self.client = client
+        self.enqueued: list[str] = []
+        self.claims: list[tuple[str, str]] = []
+        self.finished: list[str] = []
+        self.spans: set[tuple[str, str]] = set()
+        self.stopping = False
+
+    async def work(self, worker_id: str) -> None:
+        while not self.stopping:
+            with contextlib.suppress(StoreError):  # what may not be repeated may fail; the others are repeated
+                self.enqueued.append((await self.client.enqueue_rollout({"of": worker_id})).rollout_id)
+                claimed = await self.client.dequeue_rollout(worker_id)
+                if claimed is not None:
+                    await self.finish(claimed.rollout_id, claimed.attempt.attempt_id)
+
+    async def finish(self, rollout_id: str, attempt_id: str) -> None:
+        self.claims.append((rollout_id, attempt_id))
+        spans = [
+            Span.from_attributes(attributes={"n": n}, rollout_id=rollout_id, attempt_id=attempt_id) for n in range(3)
+        ]
+        await self.client.add_many_spans(spans)
+        self.spans |= {(rollout_id, span.span_id) for span in spans}
+        await self.client.update_attempt(rollout_id, attempt_id, "succeeded")
+        self.finished.append(rollout_id)
+
+    async def drain(self, worker_ids: list[str]) -> None:
+        """Says that the workers are dead, and does what is left."""
+        for worker_id in worker_ids:
+            await self.client.end_worker(worker_id)
+        while claimed := await self.client.dequeue_rollout("late"):
+            await self.finish(claimed.rollout_id, claimed.attempt.attempt_id)
+
+
+async def kill_under_load(server: Server, kills: int, between_s: tuple[float, float]) -> None:
+    client = LightningStoreClient(server.url)
+    load = Load(client)
+    workers = [f"worker-{number}" for number in range(8)]
+    working = [asyncio.create_task(load.work(worker_id)) for worker_id in workers]
+    for _ in range(kills):
+        await asyncio.sleep(random.uniform(*between_s))
+        before = len(load.finished)
+        assert await server.stop(signal.SIGKILL) == -signal.SIGKILL
+        await server.start()
+        await eventually(lambda before=before: len(load.finished) >= before + 20)  # type: ignore[misc] # they go on
+    load.stopping = True
+    await asyncio.gather(*working)
+    await load.drain(workers)
+
+    rollouts = {rollout.rollout_id: rollout for rollout in await client.query_rollouts()}
+    assert set(load.enqueued) <= set(rollouts), "an acknowledged rollout is lost"
+    assert {rollout.status for rollout in rollouts.values()} == {"succeeded"}, "a rollout was never done"
+    assert len(load.claims) == len(set(load.claims)), "one attempt was handed out twice"
+    assert sorted(load.finished) == sorted(set(load.finished)), "a rollout was done twice"
+    stored = [(span.rollout_id, span.span_id) for span in await client.query_spans(None)]
+    assert len(stored) == len(set(stored))
+    assert load.spans <= set(stored), "an acknowledged span is lost"
+    await client.close()
+    assert await server.stop(signal.SIGTERM) == 0
+    check_integrity(server.path)
+
+
+@pytest.mark.slow
+async def test_a_server_killed_in_the_middle_of_writes_keeps_what_it_acknowledged(server: Server) -> None:
+    await kill_under_load(server, kills=3, between_s=(0.3, 0.8))
+
+
+@pytest.mark.soak
+async def test_a_server_killed_again_and_again_keeps_what_it_acknowledged(server: Server) -> None:
+    await kill_under_load(server, kills=40, between_s=(0.1, 3.0))
+
+
+async def test_a_stream_of_spans_survives_a_server_that_is_killed(server: Server) -> None:
+    client = LightningStoreClient(server.url)
+    await client.enqueue_rollout("task")
+    claimed = await client.dequeue_rollout("worker")
+    assert claimed is not None
+    rollout_id, attempt_id = claimed.rollout_id, claimed.attempt.attempt_id
+    writer = SpanWriter(client, max_batch=20, max_delay_s=0.005)
+    put: list[str] = []
+    restarting = asyncio.create_task(asyncio.sleep(0))
+    for number in range(600):
+        span = Span.from_attributes(attributes={"number": number}, rollout_id=rollout_id, attempt_id=attempt_id)
+        assert writer.put(span)
+        put.append(span.span_id)
+        await asyncio.sleep(0.001)
+        if number in (150, 400):  # it goes on while there is no server
+            await restarting
+            await server.stop(signal.SIGKILL)
+            restarting = asyncio.create_task(server.start())
+    await restarting
+    assert await writer.flush(timeout_s=60)
+    assert writer.dropped(rollout_id, attempt_id) == 0
+    stored = await client.query_spans(claimed.rollout_id)
+    assert [span.span_id for span in stored] == put
+    assert [span.sequence_id for span in stored] == list(range(1, 601))
+    writer.close()
+    await client.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_stopped_server_answers_who_waits_and_finishes_what_it_began(
+    number: signal.Signals, server: Server
+) -> None:
+    client = LightningStoreClient(server.url, retry_s=0)
+    waiting = asyncio.create_task(client._post("/queues/rollouts/dequeue", {"timeout": 30}, repeatable=False))
+    await asyncio.sleep(0.3)
+    large = json.dumps({"rollouts": [{"input": "x" * 1000, "rollout_id": f"ro-{n}"} for n in range(5000)]}).encode()
+    begun, told = asyncio.Event(), asyncio.Event()
+
+    async def body() -> AsyncIterator[bytes]:
+        yield large[:1_000_000]
+        begun.set()
+        await told.wait()
+        yield large[1_000_000:]
+
+    async def write() -> int:
+        url = f"{server.url}/v1/agl/queues/rollouts/enqueue"
+        headers = {"Content-Type": "application/json"}
+        async with aiohttp.ClientSession() as session, session.post(url, data=body(), headers=headers) as response:
+            assert response.status == 201
+            return len(await response.json())
+
+    writing = asyncio.create_task(write())
+    await asyncio.wait_for(begun.wait(), 30)
+    await asyncio.sleep(0.3)  # what was sent has arrived
+    stopping = asyncio.create_task(server.stop(number))
+    await asyncio.sleep(0.3)
+    told.set()
+    assert await stopping == 0
+    assert await waiting == []
+    assert await writing == 5000
+    with pytest.raises(StoreError, match="agl store"):
+        await client.statistics()
+    await client.close()
+    store = SqliteLightningStore(server.path)
+    assert (await store.statistics())["rollouts"] == 5000
+    await store.close()
+
+
+@contextlib.asynccontextmanager
+async def served_with_lease(path: Path, lease_s: float) -> AsyncIterator[tuple[str, LightningStore]]:
+    store = SqliteLightningStore(path, lease_s=lease_s, watchdog_interval_s=0.1)
+    async with LightningStoreServer(store, port=0) as server:
+        yield server.endpoint, store
+    await store.close()
+
+
+async def eventually(holds: Callable[[], object], timeout_s: float = 30) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        await asyncio.sleep(0.02)
+
+
+def runner(url: str, worker_id: str) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
+    return process("-c", textwrap.dedent(RUNNER), url, worker_id)
+
+
+async def begun(runner_process: subprocess.Popen[str]) -> str:
+    """The attempt that a runner says it has begun."""
+    assert runner_process.stdout is not None
+    line = await asyncio.wait_for(asyncio.to_thread(runner_process.stdout.readline), 60)
+    assert line.startswith("begun"), line or runner_process.communicate()
+    return line.split()[1]
+
+
+@pytest.mark.slow
+async def test_the_rollout_of_a_killed_runner_is_run_by_another_within_the_lease(tmp_path: Path) -> None:
+    lease_s = 2.0
+    async with served_with_lease(tmp_path / "store.db", lease_s) as (url, store):
+        config = RolloutConfig(max_attempts=2, retry_condition=["unresponsive"])
+        with runner(url, "first") as first, runner(url, "second") as second:
+            task = {"first_waits_s": 60, "spans": 2}
+            queued = await store.enqueue_rollout(task, config=config)
+            reading = {asyncio.create_task(begun(one)): one for one in (first, second)}
+            (ready,), _ = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
+            reading[ready].kill()
+            killed_at = time.monotonic()
+            ended = await store.wait_for_rollouts([queued.rollout_id], timeout=60)
+            assert [rollout.status for rollout in ended] == ["succeeded"]
+            assert time.monotonic() - killed_at < lease_s + 10  # and the time a loaded machine takes
+            attempts = list(await store.query_attempts(queued.rollout_id))
+            assert [attempt.status for attempt in attempts] == ["unresponsive", "succeeded"]
+            assert attempts[0].worker_id != attempts[1].worker_id
+            assert attempts[0].end_time is not None
+            await asyncio.wait(reading, timeout=10)
+
+
+async def pause_a_runner(path: Path, *, pause_s: float, lease_s: float) -> None:
+    """Stops the process of a runner for longer than its lease, with work begun; then lets it go on."""
+    async with served_with_lease(path, lease_s) as (url, store):
+        config = RolloutConfig(max_attempts=3, retry_condition=["unresponsive"])
+        with runner(url, "paused") as paused:
+            task = {"first_waits_s": 0.5, "spans": 20}
+            queued: list[Rollout] = [await store.enqueue_rollout(task, config=config)]
+            paused_attempt = await begun(paused)
+            paused.send_signal(signal.SIGSTOP)
+            queued += [await store.enqueue_rollout(task, config=config) for _ in range(3)]
+            with runner(url, "other"):
+                ids = [rollout.rollout_id for rollout in queued]
+                pausing = asyncio.create_task(asyncio.sleep(pause_s))
+                ended = await store.wait_for_rollouts(ids, timeout=60)
+                assert [rollout.status for rollout in ended] == ["succeeded"] * 4
+                await pausing
+                paused.send_signal(signal.SIGCONT)
+                later = await store.enqueue_rollout({"first_waits_s": 0, "spans": 1}, config=config)
+                assert [r.status for r in await store.wait_for_rollouts([later.rollout_id], timeout=60)] == [
+                    "succeeded"
+                ]
+                await asyncio.sleep(2)  # the paused one says what it has to say
+            for rollout_id in ids:
+                attempts = list(await store.query_attempts(rollout_id))
+                succeeded = [attempt for attempt in attempts if attempt.status == "succeeded"]
+                assert len(succeeded) == 1, attempts
+                spans = await store.query_spans(rollout_id, succeeded[0].attempt_id, name="agentlightning.annotation")
+                assert sorted(span.attributes["number"] for span in spans) == list(range(20))
+                for attempt in attempts:
+                    own = await store.query_spans(rollout_id, attempt.attempt_id)
+                    assert len({span.span_id for span in own}) == len(own)
+                    assert attempt.spans_dropped == 0
+            assert (await store.query_attempts(ids[0]))[0].attempt_id == paused_attempt
+            assert (await store.query_attempts(ids[0]))[0].status == "unresponsive"
+
+
+@pytest.mark.slow
+async def test_a_runner_that_was_cut_off_makes_no_second_success_and_loses_no_span(tmp_path: Path) -> None:
+    await pause_a_runner(tmp_path / "store.db", pause_s=3, lease_s=1.0)
+
+
+@pytest.mark.soak
+async def test_half_a_minute_of_silence_makes_no_second_success_and_loses_no_span(tmp_path: Path) -> None:
+    await pause_a_runner(tmp_path / "store.db", pause_s=30, lease_s=5.0)
+
+
+async def test_a_paused_server_is_waited_for(server: Server) -> None:
+    client = LightningStoreClient(server.url)
+    rollout = await client.enqueue_rollout("task")
+    stopped = server._process
+    assert stopped is not None
+    stopped.send_signal(signal.SIGSTOP)
+    calls = [asyncio.create_task(client.enqueue_rollout(number)) for number in range(5)]
+    taking = asyncio.create_task(client.dequeue_rollout("worker", timeout=60))
+    await asyncio.sleep(1)
+    stopped.send_signal(signal.SIGCONT)
+    assert len({item.rollout_id for item in await asyncio.gather(*calls)}) == 5
+    taken = await taking
+    assert taken is not None
+    assert taken.rollout_id == rollout.rollout_id
+    assert (await client.statistics())["rollouts"] == 6
+    await client.close()
+
+
+async def test_a_full_disk_is_said_to_the_client_at_once_and_harms_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    store = SqliteLightningStore(path)
+    async with LightningStoreServer(store, port=0) as server:
+        client = LightningStoreClient(server.endpoint)
+        kept = await client.enqueue_rollout("kept")
+        connection = store._database.backend.writer._connection  # type: ignore[attr-defined] # to make the disk full
+        pages = connection.execute("PRAGMA page_count").fetchone()[0]
+        connection.execute(f"PRAGMA max_page_count = {pages + 1}")
+        began = time.monotonic()
+        with pytest.raises(StoreError, match="disk is full"):
+            await client.enqueue_rollout("x" * 100_000)
+        assert time.monotonic() - began < 10
+        found = await client.get_rollout_by_id(kept.rollout_id)
+        assert found == kept
+        connection.execute("PRAGMA max_page_count = 1000000")
+        await client.enqueue_rollout("x" * 100_000)
+        assert (await client.statistics())["rollouts"] == 2
+        await client.close()
+    await store.close()
+    check_integrity(path)

@@ -1,0 +1,664 @@
+"""The served store: what only HTTP can get wrong. That it is a store at all is shown by the conformance kit."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import io
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from agentlightning.errors import ConfigError, ConflictError, NotFoundError, StoreError
+from agentlightning.event import RolloutEnqueued
+from agentlightning.store.backend import Put
+from agentlightning.store.protocol import LightningStore
+from agentlightning.testing.store import StoreConformance
+from agentlightning.types import EnqueueRolloutRequest, Rollout, Span
+from agentlightning_plugins.stores.http.client import LightningStoreClient
+from agentlightning_plugins.stores.http.server import LightningStoreServer
+from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
+from agentlightning_plugins.stores.sqlite.store import SqliteLightningStore
+from tests.source import run_python
+
+TOKEN = "a-token-of-this-test"
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[InMemoryLightningStore]:
+    store = InMemoryLightningStore()
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+def store(served: InMemoryLightningStore) -> LightningStore:
+    """The store behind the server."""
+    return served
+
+
+@pytest.fixture
+async def server(served: LightningStore) -> AsyncIterator[LightningStoreServer]:
+    async with LightningStoreServer(served, port=0) as server:
+        yield server
+
+
+@pytest.fixture
+async def client(server: LightningStoreServer) -> AsyncIterator[LightningStoreClient]:
+    client = LightningStoreClient(server.endpoint)
+    yield client
+    await client.close()
+
+
+class TestStoreOverHttp(StoreConformance):
+    """A served memory store is a store like any other."""
+
+    @pytest.fixture
+    def store(self, client: LightningStoreClient) -> LightningStoreClient:
+        return client
+
+
+async def _ask(
+    server: LightningStoreServer, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+) -> tuple[int, Any]:
+    content = {"data": io.BytesIO(body)} if isinstance(body, bytes) else {"json": body} if body is not None else {}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.request(method, f"{server.endpoint}/v1/agl{path}", headers=headers, **content) as response,
+    ):
+        return response.status, await response.json()
+
+
+async def test_a_body_that_cannot_be_decompressed_is_malformed(server: LightningStoreServer) -> None:
+    status, answer = await _ask(server, "POST", "/rollouts", b"no gzip", {"content-encoding": "gzip"})
+    assert (status, answer["code"]) == (400, "malformed")
+
+
+async def test_a_bug_of_ours_is_a_500_that_shows_no_traceback(
+    store: LightningStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(self: LightningStore) -> dict[str, float]:
+        raise RuntimeError("a secret of the inside")
+
+    monkeypatch.setattr(InMemoryLightningStore, "statistics", fail)
+    async with LightningStoreServer(store, port=0) as server:
+        status, answer = await _ask(server, "GET", "/statistics")
+    assert (status, answer["code"]) == (500, "internal")
+    assert "secret" not in str(answer)
+    assert "a secret of the inside" in caplog.text
+
+
+async def test_a_stored_value_that_is_not_json_is_named(store: LightningStore, client: LightningStoreClient) -> None:
+    rollout = await store.enqueue_rollout("a")
+    smuggled = rollout.model_copy(update={"input": {"picture": object()}})  # as by a store plugin with a bug
+    await store._database.backend.commit([Put(smuggled)])  # type: ignore[attr-defined] # a store over memory
+    with pytest.raises(StoreError, match="not JSON.*object"):
+        await client.get_rollout_by_id(rollout.rollout_id)
+
+
+def test_records_that_were_never_validated_can_be_sent() -> None:
+    run_python(
+        "-c",
+        "import agentlightning_plugins.stores.http.client\n"
+        "from pydantic_core import to_json\n"
+        "from agentlightning.types import Metrics\n"
+        "to_json([Metrics.model_construct(step=1, time=1.0, values={})])\n",
+    )
+
+
+async def test_errors_of_the_store_are_the_same_exceptions_over_http(client: LightningStoreClient) -> None:
+    rollout = await client.enqueue_rollout("task")
+    with pytest.raises(NotFoundError, match="ro-0"):
+        await client.cancel_rollout("ro-0")
+    with pytest.raises(ConflictError, match=f"{rollout.rollout_id} is queuing and cannot become succeeded"):
+        await client.update_rollout(rollout.rollout_id, status="succeeded")
+    with pytest.raises(ConfigError, match="start_tim.* Did you mean 'start_time'"):
+        await client.query_rollouts(sort_by="start_tim")
+    with pytest.raises(ConfigError, match="JSON"):
+        await client.enqueue_rollout(object())
+    assert (await client.statistics())["rollouts"] == 1
+
+
+async def test_a_url_that_is_no_store_says_so(server: LightningStoreServer) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 5\r\n\r\nhello")
+        writer.close()
+
+    other = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with other:
+        client = LightningStoreClient(f"http://127.0.0.1:{other.sockets[0].getsockname()[1]}")
+        with pytest.raises(StoreError, match="is it the URL of an `agl store`"):
+            await client.get_rollout_by_id("ro-1")
+        await client.close()
+    for url in ("127.0.0.1:4747", "ftp://host", "http://"):
+        with pytest.raises(ConfigError, match="http://host:port"):
+            LightningStoreClient(url)
+
+
+async def test_only_who_shows_the_token_is_let_in(store: LightningStore) -> None:
+    async with LightningStoreServer(store, port=0, token=TOKEN) as server:
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": TOKEN}, {"authorization": "B\xe9"}):
+            status, answer = await _ask(server, "POST", "/rollouts", {"input": 1}, headers)
+            assert (status, answer["code"]) == (401, "unauthorized")
+        stranger = LightningStoreClient(server.endpoint, token="wrong")
+        with pytest.raises(ConfigError, match="token"):
+            await stranger.enqueue_rollout("task")
+        await stranger.close()
+        assert (await store.statistics())["rollouts"] == 0
+
+        friend = LightningStoreClient(server.endpoint, token=TOKEN)
+        await friend.enqueue_rollout("task")
+        await friend.close()
+        assert (await store.statistics())["rollouts"] == 1
+        assert (await _ask(server, "GET", "/health"))[0] == 200
+
+
+async def test_a_client_takes_the_token_from_the_environment(
+    store: LightningStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGL_TOKEN", TOKEN)
+    async with LightningStoreServer(store, port=0, token=TOKEN) as server:
+        client = LightningStoreClient(server.endpoint)
+        assert (await client.statistics())["rollouts"] == 0
+        await client.close()
+
+
+@pytest.mark.parametrize(
+    "headers", [{"origin": "http://pages.example"}, {"host": "rebound.example:4747"}, {"origin": "null"}]
+)
+async def test_without_a_token_a_page_in_a_browser_is_refused(
+    headers: dict[str, str], server: LightningStoreServer, store: LightningStore
+) -> None:
+    status, answer = await _ask(server, "POST", "/rollouts", {"input": 1}, headers)
+    assert (status, answer["code"]) == (403, "forbidden")
+    assert (await store.statistics())["rollouts"] == 0
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "store.example"])
+def test_an_address_beyond_loopback_needs_a_token(host: str) -> None:
+    with pytest.raises(ConfigError, match="AGL_TOKEN"):
+        LightningStoreServer(InMemoryLightningStore(), host)
+    LightningStoreServer(InMemoryLightningStore(), host, token=TOKEN)
+
+
+async def test_a_port_in_use_is_an_error_that_names_the_fix(
+    server: LightningStoreServer, store: LightningStore
+) -> None:
+    second = LightningStoreServer(store, port=server.port)
+    with pytest.raises(ConfigError, match=f"port {server.port} .* in use; choose another port"):
+        await second.start()
+    await second.stop()
+    with pytest.raises(ConflictError, match="already"):
+        await server.start()
+
+
+def test_a_store_that_is_not_thread_safe_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(InMemoryLightningStore, "capabilities", {"thread_safe": False})
+    with pytest.raises(ConfigError, match="not thread-safe"):
+        LightningStoreServer(InMemoryLightningStore())
+
+
+async def test_who_blocks_the_loop_that_started_the_server_stalls_nobody(server: LightningStoreServer) -> None:
+    answered = threading.Event()
+
+    async def ask() -> None:
+        client = LightningStoreClient(server.endpoint)
+        await client.statistics()
+        answered.set()
+        await client.close()
+
+    thread = threading.Thread(target=lambda: asyncio.run(ask()))
+    thread.start()
+    assert answered.wait(5)  # blocks this loop on purpose
+    thread.join()
+
+
+async def test_runs_are_told_apart_by_a_header(client: LightningStoreClient) -> None:
+    other = client.with_run("other")
+    await other.enqueue_rollout("theirs")
+    assert await client.dequeue_rollout() is None
+    claimed = await other.dequeue_rollout()
+    assert claimed is not None
+    assert claimed.run_id == "other"
+
+
+async def test_ids_may_hold_any_character(client: LightningStoreClient) -> None:
+    for worker_id in ("host/1", "100% ünïcode ?#&", "a b"):
+        await client.update_worker(worker_id, {"load": 1})
+        worker = await client.get_worker_by_id(worker_id)
+        assert worker is not None
+        assert worker.worker_id == worker_id
+
+
+async def test_absent_keys_leave_what_null_would_erase(client: LightningStoreClient) -> None:
+    rollout = await client.enqueue_rollout("task", mode="train", metadata={"group": "g"})
+    kept = await client.update_rollout(rollout.rollout_id, input="other")
+    assert (kept.input, kept.mode, kept.metadata) == ("other", "train", {"group": "g"})
+    erased = await client.update_rollout(rollout.rollout_id, mode=None, metadata=None)
+    assert (erased.input, erased.mode, erased.metadata) == ("other", None, None)
+
+
+async def test_a_version_that_was_seen_costs_no_request(store: LightningStore) -> None:
+    server = LightningStoreServer(store, port=0)
+    await server.start()
+    client = LightningStoreClient(server.endpoint, retry_s=0)
+    update = await client.add_resources({"prompt": "Say {word}"})
+    await server.stop()
+    assert await client.get_resources_by_id(update.resources_id, update.version) == update
+    with pytest.raises(StoreError, match="agl store"):
+        await client.get_resources_by_id(update.resources_id)
+    await client.close()
+
+
+async def test_the_client_knows_what_the_store_behind_the_server_can_do(client: LightningStoreClient) -> None:
+    await client.statistics()
+    assert client.capabilities == {"thread_safe": True, "durable": False, "otlp_traces": True}
+    assert client.otlp_traces_endpoint() == f"{client.url}/v1/traces"
+
+
+async def test_waiting_clients_survive_a_restart_of_the_server(store: LightningStore) -> None:
+    first = LightningStoreServer(store, port=0)
+    await first.start()
+    client = LightningStoreClient(first.endpoint)
+    rollout = await client.enqueue_rollout("task")
+    claimed = await client.dequeue_rollout("worker")
+    assert claimed is not None
+    waiting = asyncio.create_task(client.wait_for_rollouts([rollout.rollout_id], timeout=20))
+    asking = asyncio.create_task(client.dequeue_rollout("worker", timeout=20))
+    await asyncio.sleep(0.1)
+
+    await first.stop()
+    await asyncio.sleep(0.1)
+    async with LightningStoreServer(store, port=first.port):
+        await client.update_attempt(rollout.rollout_id, claimed.attempt.attempt_id, "succeeded")
+        further = await client.enqueue_rollout("further")
+        assert [ended.status for ended in await waiting] == ["succeeded"]
+        taken = await asking
+        assert taken is not None
+        assert taken.rollout_id == further.rollout_id
+        await client.close()
+
+
+async def test_a_server_that_stays_away_is_an_error_and_not_an_endless_wait() -> None:
+    server = LightningStoreServer(InMemoryLightningStore(), port=0)
+    await server.start()
+    await server.stop()
+    client = LightningStoreClient(server.endpoint, retry_s=0.3)
+    began = time.monotonic()
+    for call in (client.statistics(), client.enqueue_rollout(1), client.dequeue_rollout(timeout=60)):
+        with pytest.raises(StoreError, match="is `agl store` running there"):
+            await call
+    assert time.monotonic() - began < 25
+    await client.close()
+
+
+class BadConnection:
+    """Forwards TCP to a server. Delays requests, and loses answers or sits on them, as often as it is told to."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self.requests_to_delay = 0
+        self.answers_to_lose = 0
+        self.answers_to_hold = 0
+        self.lost = 0
+        self.holding = asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def listen(self) -> AsyncIterator[str]:
+        server = await asyncio.start_server(self._forward, "127.0.0.1", 0)
+        async with server:
+            yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        upstream_reader, upstream_writer = await asyncio.open_connection("127.0.0.1", self._port)
+
+        async def pump_requests() -> None:
+            while data := await reader.read(65536):
+                if self.requests_to_delay:
+                    self.requests_to_delay -= 1
+                    await asyncio.sleep(0.2)
+                upstream_writer.write(data)
+            upstream_writer.close()
+
+        pumping = asyncio.create_task(pump_requests())
+        while data := await upstream_reader.read(65536):
+            if self.answers_to_lose:
+                self.answers_to_lose -= 1
+                self.lost += 1
+                break
+            if self.answers_to_hold:
+                self.answers_to_hold -= 1
+                self.holding.set()
+                await asyncio.wait([pumping])  # until the client leaves
+            writer.write(data)
+        pumping.cancel()
+        writer.close()
+        upstream_writer.close()
+
+
+async def test_a_claim_whose_answer_was_lost_is_given_again_and_not_twice(
+    server: LightningStoreServer, store: LightningStore
+) -> None:
+    await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=number) for number in range(3)])
+    proxy = BadConnection(server.port)
+    async with proxy.listen() as url:
+        client = LightningStoreClient(url)
+        proxy.answers_to_lose = 2
+        claimed = await client.dequeue_rollout("worker", timeout=30)
+        assert claimed is not None
+        assert claimed.input == 0
+        assert proxy.lost == 2
+        assert [rollout.status for rollout in await store.query_rollouts()] == ["preparing", "queuing", "queuing"]
+        following = await client.dequeue_rollout("worker", timeout=30)
+        assert following is not None
+        assert following.input == 1
+        await client.close()
+
+
+async def test_a_repeated_write_is_done_once(server: LightningStoreServer, store: LightningStore) -> None:
+    proxy = BadConnection(server.port)
+    async with proxy.listen() as url:
+        client = LightningStoreClient(url)
+        proxy.answers_to_lose = 1
+        await client.enqueue_rollout("task")
+        claimed = await client.dequeue_rollout()
+        assert claimed is not None
+        rollout_id, attempt_id = claimed.rollout_id, claimed.attempt.attempt_id
+        spans = [
+            Span.from_attributes(attributes={"n": n}, rollout_id=rollout_id, attempt_id=attempt_id) for n in range(3)
+        ]
+        proxy.answers_to_lose = 1
+        await client.add_many_spans(spans)
+        proxy.answers_to_lose = 1
+        await client.update_attempt(rollout_id, attempt_id, "succeeded")
+        assert proxy.lost == 3
+        statistics = await store.statistics()
+        assert (statistics["rollouts"], statistics["attempts"], statistics["spans"]) == (1, 1, 3)
+        attempt = await store.get_latest_attempt(claimed.rollout_id)
+        assert attempt is not None
+        assert (attempt.status, attempt.late_status) == ("succeeded", None)
+        await client.close()
+
+
+async def test_a_write_that_would_be_done_twice_is_not_repeated(
+    server: LightningStoreServer, store: LightningStore
+) -> None:
+    proxy = BadConnection(server.port)
+    async with proxy.listen() as url:
+        client = LightningStoreClient(url)
+        proxy.answers_to_lose = 1
+        with pytest.raises(StoreError, match="not known"):
+            await client.start_rollout("task")
+        assert (await store.statistics())["rollouts"] == 1
+        await client.close()
+
+
+async def test_who_dies_while_waiting_takes_nothing_along(
+    server: LightningStoreServer, client: LightningStoreClient
+) -> None:
+    _, dying = await asyncio.open_connection("127.0.0.1", server.port)
+    body = b'{"timeout": 30}'
+    dying.write(
+        b"POST /v1/agl/queues/rollouts/dequeue HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: %d\r\n\r\n" % len(body)
+        + body
+    )
+    await asyncio.sleep(0.1)
+    dying.close()
+    await asyncio.sleep(0.1)
+    await client.enqueue_rollout("task")
+    claimed = await client.dequeue_rollout("staying", timeout=30)
+    assert claimed is not None
+    assert claimed.attempt.sequence_id == 1
+
+
+async def test_what_was_claimed_for_a_caller_that_is_cancelled_goes_back_at_once(
+    server: LightningStoreServer, store: LightningStore
+) -> None:
+    await store.enqueue_rollout("task")
+    proxy = BadConnection(server.port)
+    async with proxy.listen() as url:
+        client = LightningStoreClient(url)
+        proxy.answers_to_hold = 1
+        asking = asyncio.create_task(client.dequeue_rollout(timeout=30))
+        await proxy.holding.wait()
+        assert [rollout.status for rollout in await store.query_rollouts()] == ["preparing"]
+        asking.cancel()
+        await asyncio.wait([asking])
+        assert asking.cancelled()
+        assert [rollout.status for rollout in await store.query_rollouts()] == ["requeuing"]
+        await client.close()
+
+
+async def test_stopping_answers_those_who_wait_at_once(store: LightningStore) -> None:
+    """Also beside a reader of events that has stopped reading: its connection is full, and it cannot be told."""
+    server = LightningStoreServer(store, port=0)
+    await server.start()
+    with socket.socket() as stuck:
+        stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        stuck.connect(("127.0.0.1", server.port))
+        stuck.sendall(b"GET /v1/agl/events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        asking = asyncio.create_task(_ask(server, "POST", "/queues/rollouts/dequeue", {"timeout": 30}))
+        listening = asyncio.create_task(_read_events(server))
+        await asyncio.sleep(0.2)
+        large = {f"{'a long name' * 100} {number}": 1.0 for number in range(1000)}
+        for step in range(8):  # of 1 MB each
+            await store.add_metrics(step, large)
+        await asyncio.sleep(0.2)
+        began = time.monotonic()
+        await server.stop()
+        assert await asking == (200, [])
+        assert (await listening).count(b"event: step_finished") == 8
+    assert time.monotonic() - began < 15
+
+
+async def test_stopping_finishes_the_requests_in_flight(store: LightningStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    async def take_long(self: LightningStore) -> dict[str, float]:
+        loop.call_soon_threadsafe(begun.set)
+        await asyncio.sleep(0.3)
+        return {"rollouts": 7.0}
+
+    monkeypatch.setattr(InMemoryLightningStore, "statistics", take_long)
+    server = LightningStoreServer(store, port=0)
+    await server.start()
+    asking = asyncio.create_task(_ask(server, "GET", "/statistics"))
+    await begun.wait()
+    await server.stop()
+    assert await asking == (200, {"rollouts": 7.0})
+
+
+async def _read_events(server: LightningStoreServer) -> bytes:
+    async with aiohttp.ClientSession() as session, session.get(f"{server.endpoint}/v1/agl/events") as response:
+        return await response.read()
+
+
+async def test_a_subscriber_sees_what_its_own_client_does_next(server: LightningStoreServer) -> None:
+    proxy = BadConnection(server.port)
+    async with proxy.listen() as url:
+        client = LightningStoreClient(url)
+        events = client.subscribe()
+        proxy.requests_to_delay = 1
+        coming = asyncio.ensure_future(anext(events))
+        await asyncio.sleep(0)
+        await client.enqueue_rollout("task")
+        assert (await asyncio.wait_for(coming, 60)).kind == "rollout_enqueued"
+        await events.aclose()  # type: ignore[attr-defined] # it is a generator
+        await client.close()
+
+
+async def test_events_arrive_and_go_on_after_a_restart(store: LightningStore) -> None:
+    first = LightningStoreServer(store, port=0)
+    await first.start()
+    client = LightningStoreClient(first.endpoint)
+    events = client.subscribe(["rollout_enqueued"])
+    for server in (first, LightningStoreServer(store, port=first.port)):
+        if server is not first:
+            await first.stop()
+            await server.start()
+        coming = asyncio.ensure_future(anext(events))
+        while not coming.done():  # until the subscription stands, nothing is heard
+            rollout = await client.enqueue_rollout("task")
+            await asyncio.wait([coming], timeout=0.05)
+        event = coming.result()
+        assert isinstance(event, RolloutEnqueued)
+        assert event.run_id == rollout.run_id
+    await events.aclose()  # type: ignore[attr-defined] # it is a generator
+    await client.close()
+    await server.stop()
+
+
+def test_one_client_works_from_many_threads_and_loops() -> None:
+    claims: list[str] = []
+
+    async def take(client: LightningStoreClient) -> None:
+        while claimed := await client.dequeue_rollout(timeout=0):
+            claims.append(claimed.rollout_id)
+
+    async def serve() -> None:
+        async with LightningStoreServer(InMemoryLightningStore(), port=0) as server:
+            client = LightningStoreClient(server.endpoint)
+            queued = await client.enqueue_many_rollouts([EnqueueRolloutRequest(input=1) for _ in range(60)])
+            await asyncio.gather(*(asyncio.to_thread(lambda: asyncio.run(take(client))) for _ in range(6)))
+            assert sorted(claims) == sorted(rollout.rollout_id for rollout in queued)
+            await client.close()
+
+    asyncio.run(serve())
+
+
+def _enqueue_elsewhere(client: LightningStoreClient) -> None:
+    async def enqueue() -> None:
+        await client.enqueue_rollout("from elsewhere")
+        await client.close()
+
+    asyncio.run(enqueue())
+
+
+async def test_a_client_works_in_a_spawned_process(server: LightningStoreServer, store: LightningStore) -> None:
+    client = LightningStoreClient(server.endpoint, TOKEN, run_id="some-run")
+    process = multiprocessing.get_context("spawn").Process(target=_enqueue_elsewhere, args=(client,))
+    process.start()
+    rollouts: list[Rollout] = []
+    while not rollouts and process.is_alive():
+        await asyncio.sleep(0.02)
+        rollouts = list(await store.query_rollouts(run_id="some-run"))
+    await asyncio.to_thread(process.join)
+    assert process.exitcode == 0
+    assert [rollout.input for rollout in await store.query_rollouts(run_id="some-run")] == ["from elsewhere"]
+    assert pickle.loads(pickle.dumps(client)).run_id == "some-run"
+
+
+async def test_a_client_works_in_a_forked_process(server: LightningStoreServer, store: LightningStore) -> None:
+    client = LightningStoreClient(server.endpoint)
+    await client.statistics()  # opens a connection that the child must not share
+    process = multiprocessing.get_context("fork").Process(
+        target=lambda: _in_a_fresh_thread(lambda: _enqueue_elsewhere(client))
+    )
+    process.start()
+    await asyncio.to_thread(process.join, 4.5)  # less than it would wait for the parent's connections to close
+    assert process.exitcode == 0
+    assert (await client.statistics())["rollouts"] == 1
+    await client.close()
+
+
+def _in_a_fresh_thread(work: Callable[[], None]) -> None:
+    """In a fork the calling thread still believes that it runs the parent's event loop."""
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    os._exit(len(failures))
+
+
+@contextlib.contextmanager
+def agl_store(folder: Path, *options: str) -> Iterator[str]:
+    """``agl store`` in a working directory; gives the line it says first, and stops it with SIGTERM."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "agentlightning", "store", "--port", "0", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+    )
+    assert process.stdout is not None
+    try:
+        yield process.stdout.readline()
+    finally:
+        process.send_signal(signal.SIGTERM)
+        output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert "Stopping" in output
+    assert errors == ""
+
+
+async def test_agl_store_says_where_it_listens_and_what_it_forgets(tmp_path: Path) -> None:
+    with agl_store(tmp_path, "--backend", "memory://") as line:
+        client = LightningStoreClient(line.split()[-1])
+        await client.enqueue_rollout("task")
+        await client.close()
+    assert "which keeps nothing" in line
+
+
+async def test_agl_store_serves_a_file_in_its_folder_and_keeps_of_it_what_its_options_say(tmp_path: Path) -> None:
+    now, day = time.time(), 86_400
+    puts = [Put(Rollout(rollout_id="ro-queued", input=0, start_time=now - 3 * day))]
+    for number, age_s in enumerate([2 * day, 2 * day, 3600, 3600, 60, 60]):
+        end_time = now - age_s
+        ended = Rollout(
+            rollout_id=f"ro-{number}", input=number, status="succeeded", start_time=end_time - 1, end_time=end_time
+        )
+        puts.append(Put(ended))
+    file = SqliteLightningStore(tmp_path / "agl.db")
+    await file._database.backend.commit(puts)
+    await file.close()
+    with agl_store(tmp_path, "--keep-days", "1", "--keep-rollouts", "4") as line:
+        client = LightningStoreClient(line.split()[-1])
+        for _ in range(400):
+            left = await client.query_rollouts()
+            if len(left) <= 4:
+                break
+            await asyncio.sleep(0.05)
+        await client.close()
+    assert "sqlite:///agl.db" in line
+    assert [rollout.rollout_id for rollout in left] == ["ro-queued", "ro-3", "ro-4", "ro-5"]
+
+
+async def test_a_store_that_is_served_no_more_is_freed() -> None:
+    store = InMemoryLightningStore()
+    gone = weakref.ref(store)
+    async with LightningStoreServer(store, port=0) as server:
+        client = LightningStoreClient(server.endpoint)
+        await client.enqueue_rollout("t")
+        await client.close()
+    await store.close()
+    del store, server, client
+    for _ in range(50):  # a thread may still be on its way out
+        gc.collect()
+        if gone() is None:
+            return
+        await asyncio.sleep(0.05)
+    pytest.fail("somebody holds the store")

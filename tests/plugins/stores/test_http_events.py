@@ -1,0 +1,202 @@
+"""Server-sent events, and metrics: what watches a served store."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from agentlightning.errors import StoreError
+from agentlightning.types import EnqueueRolloutRequest
+from agentlightning_plugins.stores.http.client import LightningStoreClient
+from agentlightning_plugins.stores.http.server import LightningStoreServer, events
+from tests.plugins.stores.served import ask, claim, serve
+
+
+class Stream:
+    """Reads frames as a browser's EventSource does."""
+
+    def __init__(self, content: aiohttp.StreamReader) -> None:
+        self._content = content
+
+    async def frame(self) -> dict[str, str]:
+        """The fields of the next frame; a comment has the field '', the end none."""
+        text = b""
+        while not text.endswith(b"\n\n"):
+            line = await asyncio.wait_for(self._content.readline(), 60)
+            if not line:
+                return {}
+            text += line
+        return {name: value for name, _, value in (line.partition(": ") for line in text.decode().strip().split("\n"))}
+
+    async def event(self) -> dict[str, str]:
+        """The next frame that is no comment; nothing at the end."""
+        while "" in (frame := await self.frame()):
+            pass
+        return frame
+
+
+@asynccontextmanager
+async def subscribe(
+    server: LightningStoreServer, query: str = "", last_event_id: str | None = None
+) -> AsyncIterator[Stream]:
+    headers = {} if last_event_id is None else {"last-event-id": last_event_id}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(f"{server.endpoint}/v1/agl/events{query}", headers=headers) as response,
+    ):
+        assert response.content_type == "text/event-stream"
+        yield Stream(response.content)
+
+
+async def test_a_reader_that_comes_back_gets_what_it_missed() -> None:
+    async with serve() as (server, store):
+        async with subscribe(server) as stream:
+            first = await store.enqueue_rollout(1)
+            seen = await stream.event()
+            assert (seen["event"], json.loads(seen["data"])["rollout_id"]) == ("rollout_enqueued", first.rollout_id)
+        missed = [await store.enqueue_rollout(number) for number in range(3)]
+        await store.dequeue_rollout("worker")
+        async with subscribe(server, "?kinds=rollout_enqueued", seen["id"]) as stream:
+            for rollout in [*missed, await store.enqueue_rollout(9)]:
+                event = await stream.event()
+                assert json.loads(event["data"])["rollout_id"] == rollout.rollout_id
+                assert event["id"] != seen["id"]
+
+
+@pytest.mark.parametrize("unknown", ["0-1", "nonsense", "ffffffff-99"])
+async def test_a_reader_is_told_when_what_it_missed_is_not_known(unknown: str) -> None:
+    async with serve() as (server, store), subscribe(server, last_event_id=unknown) as stream:
+        gap = await stream.event()
+        assert (gap["event"], json.loads(gap["data"])["code"]) == ("gap", "gap")
+        await store.enqueue_rollout(1)
+        assert (await stream.event())["event"] == "rollout_enqueued"
+
+
+async def test_more_than_is_kept_is_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "KEPT_EVENTS", 2)
+    async with serve() as (server, store):
+        async with subscribe(server) as stream:
+            await store.enqueue_rollout(0)
+            seen = await stream.event()
+        await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=number) for number in range(2)])
+        async with subscribe(server, last_event_id=seen["id"]) as stream:
+            assert (await stream.event())["event"] == "rollout_enqueued"
+        await store.enqueue_rollout(3)
+        async with subscribe(server, last_event_id=seen["id"]) as stream:
+            assert (await stream.event())["event"] == "gap"
+
+
+async def test_a_quiet_stream_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "KEEPALIVE_S", 0.05)
+    async with serve() as (server, _), subscribe(server) as stream:
+        assert [next(iter(await stream.frame())) for _ in range(3)] == ["", "", ""]
+
+
+async def test_a_reader_that_is_too_slow_is_told_so_and_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "MAX_UNREAD_EVENTS", 50)
+    big = "x" * 20_000  # more than the buffers of a socket hold
+    async with serve() as (server, store), subscribe(server) as slow, subscribe(server) as quick:
+        for step in range(1, 501):
+            await store.add_metrics(step, {f"{big}{key}": 1.0 for key in range(2)})
+            assert (await quick.event())["event"] == "step_finished"
+        kinds = []
+        while frame := await slow.event():
+            kinds.append(frame["event"])
+        assert kinds[-1] == "overflow"
+        assert len(kinds) < 500
+        assert set(kinds[:-1]) == {"step_finished"}
+
+
+async def test_our_client_raises_when_it_is_too_slow_and_goes_on_where_a_stream_broke() -> None:
+    async with serve() as (server, store):
+        client = LightningStoreClient(server.endpoint)
+        stream = client.subscribe(["rollout_enqueued"])
+        coming = asyncio.ensure_future(anext(stream))
+        await until_one(server, "agl_store_event_subscribers")
+        await store.enqueue_rollout(0)
+        await coming
+        session = client._connection._pool.session()
+        for connection in [*session.connector._acquired]:  # type: ignore[union-attr] # to break the stream
+            connection.transport.abort()
+        ids = [(await store.enqueue_rollout(number)).rollout_id for number in range(3)]
+        assert [(await asyncio.wait_for(anext(stream), 60)).rollout_id for _ in ids] == ids  # type: ignore[union-attr] # an enqueue event
+        await stream.aclose()  # type: ignore[attr-defined] # it is a generator
+        await client.close()
+
+
+async def test_our_client_raises_what_the_server_says_of_a_slow_reader() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
+            b'event: gap\ndata: {"code": "gap"}\n\n'
+            b'event: overflow\ndata: {"code": "overflow", "message": "too slow"}\n\n'
+        )
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as other:
+        client = LightningStoreClient(f"http://127.0.0.1:{other.sockets[0].getsockname()[1]}")
+        with pytest.raises(StoreError, match="too slow"):
+            await anext(client.subscribe())
+        await client.close()
+
+
+def _samples(text: str) -> dict[str, dict[tuple[str, ...], float]]:
+    samples: dict[str, dict[tuple[str, ...], float]] = {}
+    for family in text_string_to_metric_families(text):
+        assert family.documentation
+        for sample in family.samples:
+            samples.setdefault(sample.name, {})[tuple(sample.labels.values())] = sample.value
+    return samples
+
+
+async def until_one(server: LightningStoreServer, gauge: str) -> None:
+    async with asyncio.timeout(60):
+        while _samples((await ask(server, "GET", "/metrics"))[1].decode())[gauge][()] != 1:  # noqa: ASYNC110 # nobody tells
+            await asyncio.sleep(0.02)
+
+
+async def test_prometheus_reads_how_the_store_and_its_requests_stand() -> None:
+    async with serve() as (server, store), subscribe(server):
+        await store.with_run("some-run").create_run("named")
+        running, ended = await claim(store), await claim(store)
+        await store.update_attempt(ended.rollout_id, ended.attempt.attempt_id, status="succeeded")
+        await store.with_run("some-run").enqueue_rollout(1)
+        await asyncio.sleep(0.05)
+        path = f"/v1/agl/rollouts/{running.rollout_id}"
+        for _ in range(3):
+            assert (await ask(server, "GET", path))[0] == 200
+        assert (await ask(server, "GET", path + "0"))[0] == 404
+        assert (await ask(server, "GET", "/elsewhere"))[0] == 404
+        asking = asyncio.create_task(ask(server, "POST", "/v1/agl/queues/rollouts/dequeue", {"timeout": 30}))
+        await until_one(server, "agl_store_waiting_requests")
+
+        status, content = await ask(server, "GET", "/metrics")
+        assert status == 200
+        samples: dict[str, Any] = _samples(content.decode())
+        route = "/v1/agl/rollouts/{rollout_id}"
+        assert samples["agl_store_requests_total"]["GET", route, "200"] == 3
+        assert samples["agl_store_requests_total"]["GET", route, "404"] == 1
+        assert samples["agl_store_requests_total"]["GET", "", "404"] == 1
+        assert samples["agl_store_request_seconds_count"]["GET", route] == 4
+        assert samples["agl_store_request_seconds_bucket"]["GET", route, "+Inf"] == 4
+        assert samples["agl_store_rollouts"]["default", "succeeded"] == 1
+        assert samples["agl_store_rollouts"]["default", "preparing"] == 1
+        assert samples["agl_store_rollouts"]["some-run", "queuing"] == 1
+        assert samples["agl_store_queue_depth"] == {("default",): 0, ("some-run",): 1}
+        assert samples["agl_store_oldest_queued_seconds"]["default",] == 0
+        assert 0.05 <= samples["agl_store_oldest_queued_seconds"]["some-run",] < 60
+        assert samples["agl_store_records"]["rollouts",] == 3
+        assert sum(samples["agl_store_workers"].values()) == 1
+        assert samples["agl_store_event_subscribers"][()] == 1
+        assert samples["agl_store_waiting_requests"][()] == 1
+        assert samples["agl_store_uptime_seconds"][()] > 0
+        await store.enqueue_rollout(2)
+        await asking

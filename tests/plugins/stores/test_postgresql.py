@@ -1,0 +1,562 @@
+"""The PostgreSQL store is a store; its own are the server's faults, what it costs, and what it says."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+
+import asyncpg
+import pytest
+
+from agentlightning.errors import ConfigError, StoreError
+from agentlightning.event import Event
+from agentlightning.store.backend import Put
+from agentlightning.store.retention import Retention
+from agentlightning.testing.store import DurableStoreConformance, StoreConformance, step
+from agentlightning.testing.store.model import Reopen
+from agentlightning.testing.store.step import claim, finish, make_span
+from agentlightning.types import Attempt, EnqueueRolloutRequest, Rollout, RolloutConfig, Span
+from agentlightning_plugins.stores.http.server.events import EventStreams
+from agentlightning_plugins.stores.http.server.metrics import ServerMetrics
+from agentlightning_plugins.stores.http.server.polling import Polls
+from agentlightning_plugins.stores.postgresql import schema
+from agentlightning_plugins.stores.postgresql.backend import PostgresBackend
+from agentlightning_plugins.stores.postgresql.store import PostgresLightningStore
+from tests.postgresql import PostgresServer, running_server
+from tests.source import REPO
+
+
+class TestPostgresLightningStore(DurableStoreConformance):
+    @pytest.fixture
+    async def opened(self) -> AsyncIterator[list[PostgresLightningStore]]:
+        """The stores that the test has opened; the last one is open."""
+        stores: list[PostgresLightningStore] = []
+        yield stores
+        await stores[-1].close()
+
+    @pytest.fixture
+    async def store(self, database: str, opened: list[PostgresLightningStore]) -> PostgresLightningStore:
+        opened.append(PostgresLightningStore(database))
+        return opened[-1]
+
+    @pytest.fixture
+    def reopen(self, database: str, opened: list[PostgresLightningStore]) -> Reopen:
+        async def reopen() -> PostgresLightningStore:
+            await opened[-1].close()
+            opened.append(PostgresLightningStore(database))
+            return opened[-1]
+
+        return reopen
+
+
+SOON_S = 10.0
+
+
+def backend_of(store: PostgresLightningStore) -> PostgresBackend:
+    backend = store._database.backend
+    assert isinstance(backend, PostgresBackend)
+    return backend
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    for _ in range(20_000):
+        if holds():
+            return
+        await asyncio.sleep(0.002)
+    raise TimeoutError
+
+
+# --- the server's faults ---
+
+
+@pytest.fixture(scope="module")
+def mortal_server(quick_parent: Path) -> Iterator[PostgresServer]:
+    with running_server(quick_parent) as server:
+        yield server
+
+
+@pytest.fixture
+def own_server(mortal_server: PostgresServer) -> Iterator[PostgresServer]:
+    """A server that may be killed, if it is started again; its own database is empty."""
+    yield mortal_server
+    mortal_server.run_sql("SET client_min_messages = warning; DROP SCHEMA IF EXISTS agl CASCADE")
+
+
+async def test_a_killed_server_loses_nothing_that_was_acknowledged(own_server: PostgresServer) -> None:
+    store = PostgresLightningStore(own_server.url(), reconnect_s=60.0)
+    acknowledged: list[tuple[str, str, str]] = []
+    is_over = False
+
+    async def work(number: int) -> None:
+        while not is_over:
+            queued = await store.enqueue_rollout({"worker": number})
+            begun = await store.start_rollout("started")
+            (span,) = await store.add_many_spans([make_span(begun)])
+            await finish(store, begun)
+            acknowledged.append((queued.rollout_id, begun.rollout_id, span.span_id))
+
+    workers = [asyncio.create_task(work(number)) for number in range(8)]
+    for kills in range(1, 4):
+        await until(lambda kills=kills: len(acknowledged) >= 30 * kills)  # type: ignore[misc] # the loop's value
+        own_server.kill()
+        await asyncio.to_thread(own_server.start)
+    is_over = True
+    await asyncio.gather(*workers)  # nobody was told of an error: the store waited for the server
+    await store.close()
+    store = PostgresLightningStore(own_server.url())
+    statuses = {rollout.rollout_id: rollout.status for rollout in await store.query_rollouts()}
+    spans = Counter((span.rollout_id, span.span_id) for span in await store.query_spans(None))
+    for queued_id, begun_id, span_id in acknowledged:
+        assert (statuses[queued_id], statuses[begun_id]) == ("queuing", "succeeded")
+        assert spans[begun_id, span_id] == 1
+    # Nothing was written twice either: what was asked once more after a lost answer was recognised.
+    assert len(statuses) == 2 * len(acknowledged)
+    assert len(spans) == len(acknowledged)
+    counted = await store.statistics()
+    assert (counted["rollouts"], counted["spans"]) == (len(statuses), len(spans))
+    await store.close()
+
+
+async def test_claims_over_a_killed_server_hand_out_nothing_twice(own_server: PostgresServer) -> None:
+    store = PostgresLightningStore(own_server.url(), reconnect_s=60.0)
+    queued = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=n) for n in range(300)])
+    claims: list[str] = []
+
+    async def claim_all() -> None:
+        while (claimed := await store.dequeue_rollout("worker")) is not None:
+            claims.append(claimed.rollout_id)
+
+    workers = [asyncio.create_task(claim_all()) for _ in range(4)]
+    await until(lambda: len(claims) >= 50)
+    own_server.kill()
+    await asyncio.to_thread(own_server.start)
+    await asyncio.gather(*workers)
+    assert sorted(claims) == sorted(rollout.rollout_id for rollout in queued)
+    assert (await store.statistics())["attempts"] == len(queued)
+    await store.close()
+
+
+async def test_a_server_that_does_not_come_back_is_said(own_server: PostgresServer) -> None:
+    store = PostgresLightningStore(own_server.tcp_url(), reconnect_s=0.5)
+    await store.enqueue_rollout("kept")
+    own_server.kill()
+    for call in (lambda: store.enqueue_rollout("lost"), lambda: store.query_rollouts()):
+        with pytest.raises(StoreError, match="did not come back") as caught:
+            await call()
+        assert "of-the-tests" not in str(caught.value)
+    own_server.start()
+    assert [rollout.input for rollout in await store.query_rollouts()] == ["kept"]
+    await store.enqueue_rollout("later")
+    await store.close()
+
+
+async def test_an_event_is_heard_although_the_server_restarted(own_server: PostgresServer) -> None:
+    here = PostgresLightningStore(own_server.url(), reconnect_s=60.0)
+    waiting = asyncio.create_task(here.dequeue_rollout(timeout=60))
+    await asyncio.sleep(0.1)
+    own_server.kill()
+    own_server.start()
+    there = PostgresLightningStore(own_server.url())
+    queued = await there.enqueue_rollout("after the restart")
+    claimed = await asyncio.wait_for(waiting, 30)
+    assert claimed is not None
+    assert claimed.rollout_id == queued.rollout_id
+    await here.close()
+    await there.close()
+
+
+async def test_a_process_stopped_while_it_claims_keeps_nobody_from_working(database: str) -> None:
+    stuck = await asyncpg.connect(database)
+    store = PostgresLightningStore(database)
+    try:
+        first = await store.enqueue_rollout(1)
+        second = await store.enqueue_rollout(2)
+        await stuck.execute("BEGIN")
+        rows = await stuck.fetch("SELECT * FROM agl.claim('{}', ARRAY['default'], ARRAY[1])")
+        assert [row["queue"] for row in rows] == [0]
+        claimed = await asyncio.wait_for(store.dequeue_rollout(), SOON_S)
+        assert claimed is not None
+        assert claimed.rollout_id == second.rollout_id, "the locked one is skipped"
+        await asyncio.wait_for(finish(store, claimed), SOON_S)
+        await stuck.close()
+        freed = await store.dequeue_rollout()
+        assert freed is not None
+        assert freed.rollout_id == first.rollout_id
+    finally:
+        stuck.terminate()
+        await store.close()
+
+
+async def test_cancelling_what_another_is_claiming_waits_for_no_deadlock(database: str) -> None:
+    """The claimer holds the rollout and wants the writers' lock; who cancels must not hold that one meanwhile."""
+    stores = [PostgresLightningStore(database) for _ in range(3)]
+    begun = time.monotonic()
+    for _ in range(15):
+        queued = await stores[0].enqueue_many_rollouts([EnqueueRolloutRequest(input=n) for n in range(6)])
+        await asyncio.gather(
+            stores[1].dequeue_many_rollouts(limit=6, worker_id="worker"),
+            *(stores[2].cancel_rollout(rollout.rollout_id) for rollout in queued),
+        )
+    assert time.monotonic() - begun < 15, "a deadlock takes PostgreSQL a second to see"
+    assert {rollout.status for rollout in await stores[0].query_rollouts()} == {"cancelled"}
+    for store in stores:
+        await store.close()
+
+
+# --- several processes ---
+
+FINISHER = """
+import asyncio, sys, time
+import agentlightning as agl
+
+async def main():
+    store = agl.create_store(sys.argv[1])
+    print("ready", flush=True)
+    for line in sys.stdin:
+        rollout_id, attempt_id = line.split()
+        await store.update_attempt(rollout_id, attempt_id, status="succeeded")
+        print(time.time(), flush=True)
+    await store.close()
+
+asyncio.run(main())
+"""
+
+
+def start_finisher(url: str) -> subprocess.Popen[str]:
+    pipe, command = subprocess.PIPE, [sys.executable, "-c", FINISHER, url]
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, cwd=REPO, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+async def test_a_finish_in_another_process_wakes_a_waiter_within_ten_milliseconds(database: str) -> None:
+    """Unless the machine is loaded: the quickest quarter tells. ``bench_store_server.py`` measures the median."""
+    store = PostgresLightningStore(database)
+    process = start_finisher(database)
+    assert process.stdout is not None
+    assert process.stdin is not None
+    delays: list[float] = []
+    for _ in range(60):  # a loaded machine is late now and then, but not every time
+        claimed = await claim(store)
+        waiting = asyncio.create_task(store.wait_for_rollouts([claimed.rollout_id], timeout=20))
+        await asyncio.sleep(0.02)
+        process.stdin.write(f"{claimed.rollout_id} {claimed.attempt.attempt_id}\n")
+        process.stdin.flush()
+        await waiting
+        woken = time.time()
+        delays.append(woken - float(await asyncio.to_thread(process.stdout.readline)))
+        if len(delays) >= 15 and sorted(delays)[len(delays) // 4] < 0.010:
+            break
+    process.stdin.close()
+    await asyncio.to_thread(process.wait)
+    process.stdout.close()
+    assert sorted(delays)[len(delays) // 4] < 0.010, delays
+    await store.close()
+
+
+async def test_a_deadline_with_many_watchdogs_is_enforced_once(database: str) -> None:
+    stores = [PostgresLightningStore(database, watchdog_interval_s=0.05) for _ in range(4)]
+    events: list[Event] = []
+    backend_of(stores[0]).watch(events.extend)
+    config = RolloutConfig(timeout_seconds=0.3, max_attempts=2, retry_condition=["timeout"])
+    queued = [await stores[0].enqueue_rollout(n, config=config) for n in range(6)]
+    for _ in range(2):  # both attempts of each time out
+        for store, _rollout in zip(stores * 2, queued, strict=False):
+            assert await store.dequeue_rollout(timeout=20) is not None
+    ended = await asyncio.wait_for(stores[1].wait_for_rollouts([rollout.rollout_id for rollout in queued]), 20)
+    assert {rollout.status for rollout in ended} == {"failed"}
+    await asyncio.sleep(0.3)
+    kinds = Counter(event.kind for event in events)
+    assert (kinds["attempt_finished"], kinds["rollout_finished"]) == (12, 6)
+    for rollout in queued:
+        attempts = await stores[2].query_attempts(rollout.rollout_id)
+        assert [attempt.status for attempt in attempts] == ["timeout", "timeout"]
+    for store in stores:
+        await store.close()
+
+
+async def test_who_slept_through_events_is_told_what_matters(
+    database: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for module in ("writer", "operation"):
+        monkeypatch.setattr(f"agentlightning_plugins.stores.postgresql.{module}.KEPT_EVENTS", 3)
+    here, there = PostgresLightningStore(database), PostgresLightningStore(database)
+    claimed = await claim(here)
+    waiting = asyncio.create_task(here.wait_for_rollouts([claimed.rollout_id], timeout=20))
+    await asyncio.sleep(0.05)
+    writer = backend_of(here)._link.writer
+    look = writer._look
+
+    async def sleep_on() -> None:
+        writer._must_look = False
+
+    monkeypatch.setattr(writer, "_look", sleep_on)
+    await there.update_attempt(claimed.rollout_id, "latest", status="succeeded")
+    for number in range(70):
+        await there.enqueue_rollout(number)
+    assert not waiting.done()
+    monkeypatch.setattr(writer, "_look", look)
+    await there.enqueue_rollout("one more")
+    (done,) = await asyncio.wait_for(waiting, 20)
+    assert done.status == "succeeded"
+    assert "missed events" in caplog.text
+    await here.close()
+    await there.close()
+
+
+# --- what is said ---
+
+
+def test_a_wrong_password_is_said_and_not_shown(postgresql_server: PostgresServer) -> None:
+    with pytest.raises(ConfigError, match="user or password") as caught:
+        PostgresLightningStore(postgresql_server.tcp_url(password="mistaken-secret"))
+    assert "mistaken-secret" not in str(caught.value)
+    assert caught.value.__cause__ is None
+
+
+def test_a_database_that_is_not_there_is_said(postgresql_server: PostgresServer) -> None:
+    with pytest.raises(ConfigError, match="no such database; create it"):
+        PostgresLightningStore(postgresql_server.url("nowhere"))
+
+
+def test_a_server_that_is_not_there_is_said() -> None:
+    with pytest.raises(StoreError, match="cannot be reached") as caught:
+        PostgresLightningStore("postgresql://me:hush-hush@127.0.0.1:1/db")
+    assert "hush-hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["postgresql://me:hush-hush@host:port/db", "postgresql://[me:hush-hush@host/db"])
+def test_a_url_that_cannot_be_read_is_said_without_its_password(url: str) -> None:
+    with pytest.raises(ConfigError, match="postgresql://user:password@host:5432/database") as caught:
+        PostgresLightningStore.from_url(url)
+    assert "hush-hush" not in str(caught.value)
+
+
+def test_a_token_is_refused(database: str) -> None:
+    with pytest.raises(ConfigError, match="token"):
+        PostgresLightningStore.from_url(database, token="secret")
+
+
+async def test_an_id_with_a_nul_is_refused_and_stores_nothing(database: str) -> None:
+    store = PostgresLightningStore(database)
+    await store.enqueue_rollout("a\0b")  # an input may have one
+    with pytest.raises(ConfigError, match="cannot store"):
+        await store.dequeue_rollout("worker\0")
+    claimed = await store.dequeue_rollout("worker")
+    assert claimed is not None
+    assert claimed.input == "a\0b"
+    await store.add_span(make_span(claimed, "name\0", text="\0"))
+    (span,) = await store.query_spans(claimed.rollout_id, name="name\0")
+    assert (span.name, span.attributes) == ("name\0", {"text": "\0"})
+    assert len(await store.query_spans(claimed.rollout_id, name="name\ufffd")) == 0
+    await store.close()
+
+
+# --- the schema ---
+
+
+async def test_a_schema_of_a_newer_version_is_refused_untouched(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(schema, "MIGRATIONS", (*schema.MIGRATIONS, ("CREATE TABLE agl.news (text text)",)))
+        await PostgresLightningStore(database).close()
+    with pytest.raises(ConfigError, match="newer version"):
+        PostgresLightningStore(database)
+
+
+async def test_a_migration_is_done_wholly_or_not_at_all(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = PostgresLightningStore(database)
+    await store.enqueue_rollout("kept")
+    await store.close()
+    add = "ALTER TABLE agl.rollout ADD COLUMN color text"
+    monkeypatch.setattr(schema, "MIGRATIONS", (*schema.MIGRATIONS, (add, "ALTER TABLE agl.nonsense RENAME TO n")))
+    with pytest.raises(StoreError):
+        PostgresLightningStore(database)
+    monkeypatch.setattr(schema, "MIGRATIONS", (*schema.MIGRATIONS[:-1], (add, "UPDATE agl.rollout SET color = 'red'")))
+    store = PostgresLightningStore(database)
+    assert [rollout.input for rollout in await store.query_rollouts()] == ["kept"]
+    await store.close()
+    connection = await asyncpg.connect(database)
+    assert await connection.fetchval("SELECT color FROM agl.rollout") == "red"
+    assert await connection.fetchval("SELECT version FROM agl.schema_version") == len(schema.MIGRATIONS)
+    await connection.close()
+
+
+@pytest.mark.parametrize("version", [1, 2])
+async def test_a_database_of_an_older_version_goes_on_with_what_is_in_it(database: str, version: int) -> None:
+    store = PostgresLightningStore(database)
+    await store.enqueue_rollout("kept")
+    await store.close()
+    connection = await asyncpg.connect(database)
+    await connection.execute("DROP FUNCTION agl.write")
+    if version == 1:
+        await connection.execute("DROP TYPE agl.step; DROP TYPE agl.new_span")
+    await connection.execute("CREATE FUNCTION agl.write(me bigint, steps text[]) RETURNS void LANGUAGE sql AS ''")
+    await connection.execute("UPDATE agl.schema_version SET version = $1", version)
+    await connection.close()
+    store = PostgresLightningStore(database)
+    await store.enqueue_rollout("new")
+    assert [rollout.input for rollout in await store.dequeue_many_rollouts(limit=9)] == ["kept", "new"]
+    await store.close()
+
+
+async def test_the_schema_of_another_program_is_refused_untouched(database: str) -> None:
+    connection = await asyncpg.connect(database)
+    await connection.execute("CREATE SCHEMA agl")
+    await connection.execute("CREATE TABLE agl.theirs (text text)")
+    with pytest.raises(ConfigError, match="not ours"):
+        PostgresLightningStore(database)
+    assert await connection.fetchval("SELECT count(*) FROM pg_tables WHERE schemaname = 'agl'") == 1
+    await connection.close()
+
+
+async def test_stores_that_open_a_new_database_at_once_agree(database: str) -> None:
+    stores = await asyncio.gather(*(asyncio.to_thread(PostgresLightningStore, database) for _ in range(5)))
+    await asyncio.gather(*(store.enqueue_rollout(number) for number, store in enumerate(stores)))
+    assert len(await stores[0].query_rollouts()) == 5
+    for store in stores:
+        await store.close()
+
+
+# --- planted bugs ---
+
+QUEUE_POSITION = "CASE WHEN s.status IN ('queuing', 'requeuing')\n                        THEN {} END"
+STAYS = "coalesce(rollout_queue, nextval('agl.queue'))"
+HANDS_OUT_TWICE = "test_a_claimed_rollout_is_never_handed_out_twice"
+LOSES_ORDER = "test_rollouts_are_claimed_in_the_order_they_were_enqueued"
+CHANGES = "WHERE position = rollout_position\n"
+PLANTED = [
+    (QUEUE_POSITION.format(STAYS), STAYS, HANDS_OUT_TWICE),
+    ("ORDER BY o.queue_position", "ORDER BY -o.position", LOSES_ORDER),
+    ("o.run_id = queues[n]", "o.run_id <> ''", "test_every_run_has_a_queue_of_its_own"),
+    ("<> s.number THEN", "< 0 THEN", "test_versions_published_at_once_are_all_kept"),
+    ("WHEN NOT is_new THEN NULL", "", "test_a_span_that_is_stored_is_not_stored_again"),
+    (CHANGES, "WHERE false\n", "test_a_succeeded_rollout_is_final"),
+]
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, right: str, wrong: str) -> None:
+    """Has the next database that is made be one with a bug."""
+    migrations = [[statement.replace(right, wrong) for statement in version] for version in schema.MIGRATIONS]
+    assert migrations != [list(version) for version in schema.MIGRATIONS]
+    monkeypatch.setattr(schema, "MIGRATIONS", migrations)
+
+
+@pytest.mark.parametrize(("right", "wrong", "named_test"), PLANTED, ids=[test for _, _, test in PLANTED])
+async def test_a_bug_in_the_database_fails_the_test_named_for_it(
+    database: str, right: str, wrong: str, named_test: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step, "PATIENCE_S", 1.0)
+    plant(monkeypatch, right, wrong)
+    store = PostgresLightningStore(database)
+    try:
+        with pytest.raises((AssertionError, StoreError, TimeoutError, pytest.fail.Exception)):
+            await getattr(StoreConformance(), named_test)(store)
+    finally:
+        await store.close()
+
+
+async def test_a_claim_that_waits_for_locks_fails_the_test_of_it(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch, "FOR UPDATE SKIP LOCKED", "FOR UPDATE")
+    monkeypatch.setattr(sys.modules[__name__], "SOON_S", 0.5)
+    with pytest.raises(TimeoutError):
+        await test_a_process_stopped_while_it_claims_keeps_nobody_from_working(database)
+
+
+async def test_a_commit_that_tells_nobody_fails_the_test_of_it(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, "PERFORM pg_notify('agl', me::text);", "NULL;")
+    here, there = PostgresLightningStore(database), PostgresLightningStore(database)
+    waiting = asyncio.create_task(here.dequeue_rollout(timeout=0.5))
+    await asyncio.sleep(0.05)
+    await there.enqueue_rollout("unheard of")
+    assert await waiting is None
+    for store in (here, there):
+        await store.close()
+
+
+# --- cost ---
+
+
+async def test_costs_do_not_grow_with_what_is_stored(make_database: Callable[..., str]) -> None:
+    """Counted in pages that PostgreSQL touched, which do not depend on what else this computer does."""
+    touched = {stored: await count_pages(make_database(), stored) for stored in (200, 8000)}
+    for name, few in touched[200].items():
+        many = touched[8000][name]
+        assert many < 2 * few + 60, f"{name}: {few} pages with 200 rollouts, {many} with 8,000"
+
+
+async def fill(backend: PostgresBackend, stored: int) -> None:
+    """Finished rollouts with an attempt and a span each."""
+    for start in range(0, stored, 2000):
+        numbers = range(start, min(start + 2000, stored))
+        writes: list[Put] = []
+        for n in numbers:
+            metadata = {"group": n // 4, "task_id": f"t{n}", "step": n // 64}
+            rollout = Rollout(rollout_id=f"old-{n}", input=n, start_time=0.0, status="succeeded", metadata=metadata)
+            attempt = Attempt(rollout_id=f"old-{n}", attempt_id="at", sequence_id=1, start_time=0.0, status="succeeded")
+            writes += [Put(rollout), Put(attempt)]
+        await backend.commit(writes)
+        spans = [Span.from_attributes(attributes={}, rollout_id=f"old-{n}", attempt_id="at") for n in numbers]
+        await backend.append_spans(spans, 1.0)
+
+
+async def count_pages(url: str, stored: int) -> dict[str, int]:
+    store = PostgresLightningStore(url, watchdog_interval_s=None)
+    await fill(backend_of(store), stored)
+    meter = await asyncpg.connect(url)
+    claimed = await claim(store)
+    metrics = ServerMetrics(store, Polls(), EventStreams(store.with_run))
+    keep_all = Retention(max_age_s=9.0, max_rollouts=10**6)
+    operations: dict[str, Callable[[], Awaitable[object]]] = {
+        "enqueue and claim": lambda: claim(store),
+        "append": lambda: store.add_many_spans([make_span(claimed) for _ in range(3)]),
+        "wait": lambda: store.wait_for_rollouts([claimed.rollout_id], timeout=0),
+        "get": lambda: store.get_rollout_by_id(claimed.rollout_id),
+        "attempts": lambda: store.query_attempts(claimed.rollout_id),
+        "spans": lambda: store.query_spans("old-3"),
+        "many": lambda: asyncio.gather(*(store.query_spans(f"old-{n}") for n in range(20))),
+        "live": lambda: store.query_rollouts(status_in=["preparing", "running"], limit=5),
+        "ended": lambda: store.query_rollouts(status_in=["succeeded", "failed"], limit=5),
+        "first page": lambda: store.query_rollouts(limit=5),
+        "group": lambda: store.query_rollouts(metadata={"group": 3}),
+        "page of a group": lambda: store.query_rollouts(metadata={"group": 3}, limit=10),
+        "spans of a run": lambda: store.query_spans(None, limit=5),
+        "heartbeat": lambda: store.update_worker("worker-1"),
+        "statistics": lambda: store.statistics(),
+        "how many": lambda: store.query_rollouts(status_in=["succeeded", "failed"], limit=0),
+        "scrape": metrics.render,
+        "nothing to delete": lambda: keep_all.enforce(store._database.backend, 1.0),
+        "finish": lambda: finish(store, claimed),
+    }
+    for operation in operations.values():  # what is done first is planned first, which reads the catalogue
+        await operation()
+    claimed = await claim(store)
+    pages = {}
+    for name, operation in operations.items():
+        before = await read_meter(meter, store)
+        await operation()
+        pages[name] = await read_meter(meter, store) - before
+    await meter.close()
+    await store.close()
+    return pages
+
+
+async def read_meter(meter: asyncpg.Connection, store: PostgresLightningStore) -> int:
+    """Pages of our tables and indexes that the store's connections have touched until now."""
+    link = backend_of(store)._link
+
+    async def report() -> None:
+        for connection in (link.writer._connection, *link._readers._connections):
+            await connection.execute("SELECT pg_stat_force_next_flush()")
+
+    await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(report(), link._loop))
+    await meter.execute("SELECT pg_stat_clear_snapshot()")
+    sql = "SELECT sum(heap_blks_read + heap_blks_hit + idx_blks_read + idx_blks_hit) FROM pg_statio_user_tables"
+    return int(await meter.fetchval(sql))

@@ -1,0 +1,330 @@
+"""The SQLite store is a store; its own are what survives, what processes share, and what it costs."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from agentlightning.errors import ConfigError, StoreError
+from agentlightning.event import RolloutEnqueued
+from agentlightning.store.backend import Put
+from agentlightning.store.retention import Retention
+from agentlightning.testing.store import DurableStoreConformance
+from agentlightning.testing.store.model import Reopen
+from agentlightning.testing.store.step import claim, finish, make_span
+from agentlightning.types import Attempt, Rollout, Span
+from agentlightning_plugins.stores.http.server.events import EventStreams
+from agentlightning_plugins.stores.http.server.metrics import ServerMetrics
+from agentlightning_plugins.stores.http.server.polling import Polls
+from agentlightning_plugins.stores.sqlite import schema
+from agentlightning_plugins.stores.sqlite.backend import SqliteBackend
+from agentlightning_plugins.stores.sqlite.store import SqliteLightningStore
+
+FIXTURE = Path(__file__).parent / "sqlite_v1.sql"
+
+
+class TestSqliteLightningStore(DurableStoreConformance):
+    @pytest.fixture
+    async def opened(self, quick_path: Path) -> AsyncIterator[list[SqliteLightningStore]]:
+        """The stores that the test has opened in that folder; the last one is open."""
+        stores: list[SqliteLightningStore] = []
+        yield stores
+        await stores[-1].close()
+
+    @pytest.fixture
+    async def store(self, quick_path: Path, opened: list[SqliteLightningStore]) -> SqliteLightningStore:
+        opened.append(SqliteLightningStore(quick_path / "store.db"))
+        return opened[-1]
+
+    @pytest.fixture
+    def reopen(self, quick_path: Path, opened: list[SqliteLightningStore]) -> Reopen:
+        async def reopen() -> SqliteLightningStore:
+            await opened[-1].close()
+            opened.append(SqliteLightningStore(quick_path / "store.db"))
+            return opened[-1]
+
+        return reopen
+
+
+@pytest.fixture
+async def backend(tmp_path: Path) -> AsyncIterator[SqliteBackend]:
+    backend = SqliteBackend(tmp_path / "store.db")
+    yield backend
+    await backend.close()
+
+
+def check_integrity(path: Path) -> None:
+    with sqlite3.connect(path) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+    connection.close()
+
+
+# --- what survives ---
+
+
+async def test_a_full_disk_is_said_and_harms_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    store = SqliteLightningStore(path)
+    kept = await store.enqueue_rollout("kept")
+    connection = store._database.backend.writer._connection  # type: ignore[attr-defined] # to make the disk full
+    pages = connection.execute("PRAGMA page_count").fetchone()[0]
+    connection.execute(f"PRAGMA max_page_count = {pages + 1}")
+    with pytest.raises(StoreError, match="disk is full"):
+        await store.enqueue_rollout("x" * 100_000)
+    outcomes = await asyncio.gather(
+        *(store.enqueue_rollout("x" * 100_000 if n % 2 else n) for n in range(8)), return_exceptions=True
+    )
+    assert [isinstance(outcome, StoreError) for outcome in outcomes] == [False, True] * 4
+    connection.execute("PRAGMA max_page_count = 1000000")
+    await store.enqueue_rollout("y" * 100_000)
+    inputs = [rollout.input for rollout in await store.query_rollouts()]
+    assert inputs == ["kept", 0, 2, 4, 6, "y" * 100_000]
+    assert (await store.statistics())["rollouts"] == 6
+    claimed = await store.dequeue_rollout()
+    assert claimed is not None
+    assert claimed.rollout_id == kept.rollout_id
+    await store.close()
+    check_integrity(path)
+
+
+async def test_a_read_only_file_is_said(tmp_path: Path) -> None:
+    store = SqliteLightningStore(tmp_path / "store.db")
+    await store.enqueue_rollout("a")
+    connection = store._database.backend.writer._connection  # type: ignore[attr-defined] # root writes any file
+    connection.execute("PRAGMA query_only = ON")
+    with pytest.raises(StoreError, match="read-only"):
+        await store.enqueue_rollout("b")
+    assert len(await store.query_rollouts()) == 1
+    await store.close()
+
+
+# --- which files ---
+
+
+@pytest.mark.parametrize("content", [b"not a database, but a text of some length" * 40, b"x"])
+def test_a_file_that_is_no_database_is_refused_untouched(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="not an SQLite database"):
+        SqliteLightningStore(path)
+    assert path.read_bytes() == content
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_database_of_another_program_is_refused_untouched(tmp_path: Path) -> None:
+    path = tmp_path / "mail.db"
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE message (text)")
+    connection.close()
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match="another program"):
+        SqliteLightningStore(path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+async def test_a_file_of_a_newer_version_is_refused_untouched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "store.db"
+    with monkeypatch.context() as patch:
+        patch.setattr(schema, "MIGRATIONS", (*schema.MIGRATIONS, ("CREATE TABLE news (text)",)))
+        store = SqliteLightningStore(path)
+        await store.enqueue_rollout("a")
+        await store.close()
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match="newer version"):
+        SqliteLightningStore(path)
+    assert path.read_bytes() == before
+
+
+def make_first_version(path: Path) -> None:
+    """The file as version 1 left it, from the text that ``.dump`` made of one."""
+    connection = sqlite3.connect(path)
+    connection.executescript(FIXTURE.read_text())
+    connection.close()
+
+
+async def test_a_file_of_the_first_version_is_read_and_written(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    make_first_version(path)
+    store = SqliteLightningStore(path)
+    rollouts = await store.query_rollouts()
+    assert [(rollout.input, rollout.status) for rollout in rollouts] == [
+        ({"question": "2 + 2"}, "succeeded"),
+        ("waiting", "queuing"),
+    ]
+    assert [span.attributes for span in await store.query_spans(rollouts[0].rollout_id)] == [{"n": 0}, {"n": 1}]
+    assert [run.name for run in await store.query_runs()] == ["first"]
+    assert [metrics.values for metrics in await store.query_metrics()] == [{"reward": 0.5}]
+    latest = await store.get_latest_resources()
+    assert latest is not None
+    assert latest.version == 2
+    claimed = await store.dequeue_rollout("worker-1")
+    assert claimed is not None
+    assert claimed.input == "waiting"
+    await store.add_span(make_span(claimed))
+    statistics = await store.statistics()
+    assert [statistics[name] for name in ("rollouts", "attempts", "spans", "resources", "workers")] == [2, 2, 3, 2, 1]
+    await store.close()
+    check_integrity(path)
+
+
+async def test_a_migration_is_done_wholly_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "store.db"
+    make_first_version(path)
+    first = schema.MIGRATIONS[:1]
+    before = read_schema(path)
+    monkeypatch.setattr(schema, "MIGRATIONS", (*first, ("ALTER TABLE run ADD COLUMN color", "ALTER TABLE nonsense")))
+    with pytest.raises(StoreError):
+        SqliteLightningStore(path)
+    assert read_schema(path) == before
+    fill = ("ALTER TABLE run ADD COLUMN color", "UPDATE run SET color = 'red'")
+    monkeypatch.setattr(schema, "MIGRATIONS", (*first, fill, ("ALTER TABLE run RENAME COLUMN color TO colour",)))
+    store = SqliteLightningStore(path)
+    assert len(await store.query_rollouts()) == 2
+    await store.close()
+    with sqlite3.connect(path) as connection:
+        assert connection.execute("SELECT colour FROM run").fetchall() == [("red",)]
+        assert connection.execute("PRAGMA user_version").fetchall() == [(3,)]
+    connection.close()
+
+
+def read_schema(path: Path) -> list[tuple[object, ...]]:
+    with sqlite3.connect(path) as connection:
+        found = connection.execute("SELECT sql FROM sqlite_master").fetchall()
+        found += connection.execute("PRAGMA user_version").fetchall()
+    connection.close()
+    return found
+
+
+async def test_processes_that_open_a_new_file_at_once_agree(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    stores = await asyncio.gather(*(asyncio.to_thread(SqliteLightningStore, path) for _ in range(6)))
+    await asyncio.gather(*(store.enqueue_rollout(number) for number, store in enumerate(stores)))
+    assert len(await stores[0].query_rollouts()) == 6
+    for store in stores:
+        await store.close()
+
+
+async def test_urls_name_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for url in ("sqlite:///runs/store.db", f"sqlite:///{tmp_path}/runs/store.db"):
+        store = SqliteLightningStore.from_url(url, run_id="mine")
+        await store.enqueue_rollout(url)
+        assert store.run_id == "mine"
+        await store.close()
+    assert list((tmp_path / "runs").iterdir()) == [tmp_path / "runs" / "store.db"]
+    with sqlite3.connect("runs/store.db") as connection:
+        assert connection.execute("SELECT count(*) FROM rollout").fetchall() == [(2,)]
+    connection.close()
+    for url in ("sqlite://", "sqlite:///", "sqlite://host/store.db", "sqlite:///:memory:"):
+        with pytest.raises(ConfigError, match="sqlite:///store.db"):
+            SqliteLightningStore.from_url(url)
+    with pytest.raises(ConfigError, match="token"):
+        SqliteLightningStore.from_url("sqlite:///store.db", token="secret")
+
+
+async def test_who_slept_through_events_is_told_what_matters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("agentlightning_plugins.stores.sqlite.transaction.KEPT_EVENTS", 3)
+    here, there = SqliteLightningStore(tmp_path / "store.db"), SqliteLightningStore(tmp_path / "store.db")
+    claimed = await claim(here)
+    waiting = asyncio.create_task(here.wait_for_rollouts([claimed.rollout_id], timeout=20))
+    await asyncio.sleep(0.05)
+    writer = here._database.backend.writer  # type: ignore[attr-defined] # to put it to sleep
+    monkeypatch.setattr(writer, "_look", lambda: None)
+    await asyncio.sleep(0.05)
+    await there.update_attempt(claimed.rollout_id, "latest", status="succeeded")
+    await asyncio.gather(*(there._database.backend.commit([], (), [RolloutEnqueued(rollout_id="x")]) for _ in range(9)))
+    for number in range(70):
+        await there.enqueue_rollout(number)
+    assert not waiting.done()
+    monkeypatch.delattr(writer, "_look")
+    (done,) = await waiting
+    assert done.status == "succeeded"
+    assert "missed events" in caplog.text
+    with sqlite3.connect(tmp_path / "store.db") as connection:
+        assert connection.execute("SELECT count(*) FROM event").fetchone()[0] < 3 + 64
+    connection.close()
+    await here.close()
+    await there.close()
+
+
+# --- cost ---
+
+
+async def test_costs_do_not_grow_with_what_is_stored(tmp_path: Path) -> None:
+    """Counted in steps of SQLite's machine, which do not depend on what else this computer does."""
+    steps = {stored: await count_steps(tmp_path / f"{stored}.db", stored) for stored in (200, 8000)}
+    for name, few in steps[200].items():
+        many = steps[8000][name]
+        assert many < 2 * few + 200, f"{name}: {few} steps with 200 rollouts, {many} with 8,000"
+
+
+async def count_steps(path: Path, stored: int) -> dict[str, int]:
+    store = SqliteLightningStore(path, watchdog_interval_s=None)
+    backend = store._database.backend
+    assert isinstance(backend, SqliteBackend)
+    writes: list[Put] = []
+    for n in range(stored):
+        metadata = {"group": n // 4, "task_id": f"t{n}", "step": n // 64}
+        writes.append(
+            Put(Rollout(rollout_id=f"old-{n}", input=n, start_time=0.0, status="succeeded", metadata=metadata))
+        )
+        writes.append(
+            Put(Attempt(rollout_id=f"old-{n}", attempt_id="at", sequence_id=1, start_time=0.0, status="succeeded"))
+        )
+    await backend.commit(writes)
+    spans = [Span.from_attributes(attributes={}, rollout_id=f"old-{n}", attempt_id="at") for n in range(stored)]
+    await backend.append_spans(spans, 1.0)
+    with backend._connection() as reader:
+        connections = [reader, backend.writer._connection]
+    backend._pool._max_workers = 1  # so that there is one reader, and it is counted
+    count = 0
+
+    def step() -> int:
+        nonlocal count
+        count += 1
+        return 0
+
+    metrics = ServerMetrics(store, Polls(), EventStreams(store.with_run))
+    keep_all = Retention(max_age_s=9.0, max_rollouts=10**6)
+    operations: dict[str, Callable[[], Awaitable[object]]] = {
+        "enqueue": lambda: store.enqueue_rollout("new", metadata={"group": "new"}),
+        "claim": lambda: claim(store),
+        "append": lambda: store.add_many_spans([make_span(claimed) for _ in range(3)]),
+        "wait": lambda: store.wait_for_rollouts([claimed.rollout_id], timeout=0),
+        "get": lambda: store.get_rollout_by_id(claimed.rollout_id),
+        "attempts": lambda: store.query_attempts(claimed.rollout_id),
+        "spans": lambda: store.query_spans("old-3"),
+        "live": lambda: store.query_rollouts(status_in=["preparing", "running"], limit=5),
+        "ended": lambda: store.query_rollouts(status_in=["succeeded", "failed"], limit=5),
+        "first page": lambda: store.query_rollouts(limit=5),
+        "group": lambda: store.query_rollouts(metadata={"group": 3}),
+        "page of a group": lambda: store.query_rollouts(metadata={"group": 3}, limit=10),
+        "spans of a run": lambda: store.query_spans(None, limit=5),
+        "heartbeat": lambda: store.update_worker("worker-1"),
+        "statistics": lambda: store.statistics(),
+        "how many": lambda: store.query_rollouts(status_in=["succeeded", "failed"], limit=0),
+        "scrape": metrics.render,
+        "nothing to delete": lambda: keep_all.enforce(store._database.backend, 1.0),
+        "finish": lambda: finish(store, claimed),
+    }
+    for rollout in await store.dequeue_many_rollouts(limit=9):
+        raise AssertionError(f"{rollout.rollout_id} was not queued")
+    claimed = await claim(store)
+    steps = {}
+    for name, operation in operations.items():
+        for connection in connections:
+            connection.set_progress_handler(step, 10)
+        count = 0
+        await operation()
+        steps[name] = count * 10
+        if name == "enqueue":
+            await store.dequeue_rollout()
+    await store.close()
+    return steps

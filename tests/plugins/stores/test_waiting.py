@@ -1,0 +1,144 @@
+"""Wake-ups, below the store."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+
+from agentlightning.errors import StoreError
+from agentlightning.event import Event, RolloutEnqueued, RolloutFinished, StepFinished
+from agentlightning.frozen import FrozenDict
+from agentlightning.store import waiting
+from agentlightning.store.backend import Claim
+from agentlightning.store.engine import BackendStore
+from agentlightning.store.waiting import Bell, Countdown, Subscription, Waiters
+from agentlightning.types import AttemptedRollout, Rollout
+from agentlightning_plugins.stores.memory.store import InMemoryLightningStore, MemoryBackend
+
+
+async def test_a_bell_that_rang_before_the_wait_is_heard() -> None:
+    bell = Bell()
+    bell.ring()
+    assert await bell.wait()
+
+
+async def test_a_bell_that_does_not_ring_gives_up_at_its_deadline() -> None:
+    bell = Bell()
+    start = time.monotonic()
+    assert not await bell.wait(start + 0.05)
+    assert 0.04 < time.monotonic() - start < 5
+
+
+async def test_ringing_where_nobody_lives_any_more_is_harmless() -> None:
+    async def make() -> Bell:
+        return Bell()
+
+    bell = await asyncio.to_thread(lambda: asyncio.run(make()))
+    bell.ring()
+    assert bell.rung
+
+
+async def test_each_rollout_wakes_the_claimer_who_waits_longest() -> None:
+    waiters = Waiters()
+    first, second, elsewhere = waiters.join_queue("a"), waiters.join_queue("a"), waiters.join_queue("b")
+    waiters.publish([RolloutEnqueued(run_id="a", rollout_id="ro-1")])
+    assert (first.rung, second.rung, elsewhere.rung) == (True, False, False)
+    waiters.publish([RolloutEnqueued(run_id="a", rollout_id="ro-2")])
+    assert (second.rung, elsewhere.rung) == (True, False)
+
+
+async def test_a_ring_that_was_not_used_goes_to_the_next_in_line() -> None:
+    waiters = Waiters()
+    gone, next_ = waiters.join_queue("a"), waiters.join_queue("a")
+    waiters.publish([RolloutEnqueued(run_id="a", rollout_id="ro-1")])
+    waiters.leave_queue("a", gone)
+    assert next_.rung
+
+
+async def test_who_tries_again_keeps_the_place_in_the_line() -> None:
+    waiters = Waiters()
+    first, second = waiters.join_queue("a"), waiters.join_queue("a")
+    waiters.publish([RolloutEnqueued(run_id="a", rollout_id="ro-1")])
+    waiters.rejoin_queue("a", first)  # somebody who did not wait was faster
+    waiters.publish([RolloutEnqueued(run_id="a", rollout_id="ro-2")])
+    assert (first.rung, second.rung) == (True, False)
+
+
+async def test_a_countdown_rings_at_the_last_end_and_leaves_nothing_behind() -> None:
+    waiters = Waiters()
+    countdown = Countdown(["ro-1", "ro-2", "ro-3"])
+    waiters.expect(countdown)
+    waiters.settle(countdown, ["ro-2"])
+    waiters.publish([RolloutFinished(rollout_id="ro-1", status="failed")])
+    assert not await countdown.wait(0)
+    waiters.publish([RolloutFinished(rollout_id="ro-3", status="succeeded")])
+    assert await countdown.wait(0)
+    assert not waiters._finishes
+
+
+async def test_a_subscriber_that_does_not_keep_up_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "MAX_UNREAD_EVENTS", 2)
+    subscription = Subscription("default", None)
+    for step in range(3):
+        subscription.put(StepFinished(step=step, values=FrozenDict()))
+    assert [subscription.take().time > 0 for _ in range(2)] == [True, True]
+    with pytest.raises(StoreError, match="read them faster"):
+        subscription.take()
+
+
+async def test_closing_a_store_ends_every_wait() -> None:
+    store = InMemoryLightningStore()
+    queued = await store.start_rollout("a")
+    waits = [
+        asyncio.create_task(store.dequeue_rollout(timeout=60)),
+        asyncio.create_task(store.wait_for_rollouts([queued.rollout_id])),
+    ]
+    events = [event async for event in _until_closed(store)]
+    assert await asyncio.gather(*waits) == [None, []]
+    assert events == []
+
+
+async def _until_closed(store: InMemoryLightningStore) -> AsyncIterator[Event]:
+    asyncio.get_running_loop().call_later(0.1, lambda: asyncio.ensure_future(store.close()))
+    async for event in store.subscribe():
+        yield event
+
+
+class FailsOnce(MemoryBackend):
+    """Fails the first claim that would get something."""
+
+    failures = 1
+
+    async def claim(self, run_id: str, limit: int, decide: Claim) -> Sequence[Rollout]:
+        if self._queues and self.failures:
+            self.failures -= 1
+            raise ConnectionError("the database is away")
+        return await super().claim(run_id, limit, decide)
+
+
+async def test_a_claim_that_fails_leaves_the_rollout_to_the_next_in_line() -> None:
+    store = BackendStore(FailsOnce())
+    claims = [asyncio.create_task(store.dequeue_rollout(timeout=60)) for _ in range(2)]
+    await asyncio.sleep(0.05)
+    await store.enqueue_rollout("a")
+    unlucky, lucky = await asyncio.wait_for(asyncio.gather(*claims, return_exceptions=True), 60)
+    assert isinstance(unlucky, ConnectionError)
+    assert isinstance(lucky, AttemptedRollout)
+    await store.close()
+
+
+async def test_a_waiter_is_woken_at_once() -> None:
+    store = InMemoryLightningStore()
+    latencies = []
+    for _ in range(20):
+        waiting_ = asyncio.create_task(store.dequeue_rollout(timeout=10))
+        await asyncio.sleep(0.01)
+        start = time.perf_counter()
+        await store.enqueue_rollout("a")
+        await waiting_
+        latencies.append(time.perf_counter() - start)
+    assert sorted(latencies)[10] < 0.01
+    await store.close()

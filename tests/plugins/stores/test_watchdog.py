@@ -1,0 +1,285 @@
+"""Deadlines and leases are enforced whether or not anybody calls the store."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TypeVar
+
+import pytest
+
+from agentlightning.errors import ConfigError
+from agentlightning.event import Event
+from agentlightning.store import watchdog
+from agentlightning.store.backend import Page, Query
+from agentlightning.store.engine import BackendStore
+from agentlightning.store.retention import Retention
+from agentlightning.types import Attempt, AttemptedRollout, EnqueueRolloutRequest, Record, RolloutConfig, Span
+from agentlightning_plugins.stores.memory.store import InMemoryLightningStore, MemoryBackend
+
+R = TypeVar("R", bound=Record)
+
+
+@pytest.fixture
+async def store() -> AsyncIterator[BackendStore]:
+    """A store whose workers have to be heard every 1.2 s."""
+    store = BackendStore(MemoryBackend(), lease_s=1.2, watchdog_interval_s=0.05)
+    yield store
+    await store.close()
+
+
+async def claim(store: BackendStore, worker_id: str | None, config: RolloutConfig | None = None) -> AttemptedRollout:
+    await store.enqueue_rollout("a", config=config)
+    claimed = await store.dequeue_rollout(worker_id)
+    assert claimed is not None
+    return claimed
+
+
+async def latest(store: BackendStore, claimed: AttemptedRollout) -> AttemptedRollout:
+    rollout = await store.get_rollout_by_id(claimed.rollout_id)
+    assert isinstance(rollout, AttemptedRollout)
+    return rollout
+
+
+def watchdogs() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "agl-watchdog"}
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(2400):
+        if condition():
+            return
+        await asyncio.sleep(0.025)
+    raise AssertionError("it did not happen within 60 s")
+
+
+async def test_a_rollout_whose_claimer_died_before_it_began_goes_to_another_worker(store: BackendStore) -> None:
+    lost = await claim(store, "dead")
+    again = await store.dequeue_rollout("alive", timeout=60)
+    assert again is not None
+    assert (again.rollout_id, again.attempt.sequence_id) == (lost.rollout_id, 2)
+    first, _ = await store.query_attempts(lost.rollout_id)
+    assert first.status == "unresponsive"
+    assert first.error is not None
+    assert "'dead'" in first.error.message
+    assert first.last_heartbeat_time == first.start_time  # the verdict is no sign of life
+    async with asyncio.timeout(60):  # what it means for the worker is written next
+        while (worker := await store.get_worker_by_id("dead")) is None or worker.status != "unknown":  # noqa: ASYNC110 # nobody tells
+            await asyncio.sleep(0.01)
+    assert worker.current_attempt_id is None
+
+
+@pytest.mark.parametrize(("retry", "status"), [([], "failed"), (["unresponsive"], "requeuing")])
+async def test_the_config_decides_about_an_attempt_that_had_begun(
+    store: BackendStore, retry: list[str], status: str
+) -> None:
+    config = RolloutConfig.model_validate({"max_attempts": 2, "retry_condition": retry})
+    lost = await claim(store, "dead", config)
+    await store.update_attempt(lost.rollout_id, "latest", status="running")
+    for _ in range(200):
+        rollout = await latest(store, lost)
+        if rollout.attempt.status != "running":
+            break
+        await asyncio.sleep(0.05)
+    assert (rollout.status, rollout.attempt.status) == (status, "unresponsive")
+
+
+async def test_heartbeats_of_the_worker_renew_the_leases_of_all_its_attempts(store: BackendStore) -> None:
+    claims = [await claim(store, "worker-1") for _ in range(3)]
+    for _ in range(16):
+        await asyncio.sleep(0.1)
+        await store.update_worker("worker-1")
+    assert [(await latest(store, item)).attempt.status for item in claims] == ["preparing"] * 3
+
+
+async def test_spans_renew_the_lease(store: BackendStore) -> None:
+    claimed = await claim(store, "worker-1")
+    for _ in range(16):
+        await asyncio.sleep(0.1)
+        span = Span.from_attributes(attributes={}, rollout_id=claimed.rollout_id, attempt_id=claimed.attempt.attempt_id)
+        await store.add_span(span)
+    assert (await latest(store, claimed)).status == "running"
+
+
+async def test_an_attempt_without_a_worker_has_a_lease_that_its_own_heartbeats_renew(store: BackendStore) -> None:
+    silent, beating = await claim(store, None), await claim(store, None)
+    while (await latest(store, silent)).status == "preparing":
+        await asyncio.sleep(0.1)
+        await store.update_attempt(beating.rollout_id, "latest", last_heartbeat_time=time.time())
+    assert (await latest(store, beating)).attempt.status == "preparing"
+    lost = await latest(store, silent)
+    assert (lost.status, lost.attempt.status) == ("requeuing", "unresponsive")
+    assert lost.attempt.error is not None
+    assert "worker" not in lost.attempt.error.message
+
+
+async def test_a_worker_that_names_its_attempts_keeps_only_these(store: BackendStore) -> None:
+    known, unheard = await claim(store, "worker-1"), await claim(store, "worker-1")  # the answer to one was lost
+    while (await latest(store, unheard)).status == "preparing":
+        await asyncio.sleep(0.1)
+        await store.update_worker("worker-1", attempt_ids=[known.attempt.attempt_id])
+    assert (await latest(store, known)).attempt.status == "preparing"
+    assert (await latest(store, unheard)).status == "requeuing"
+
+
+async def test_an_owner_keeps_no_more_than_its_policy_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "_TIDY_EVERY_S", 0.0)
+    store = BackendStore(MemoryBackend(), watchdog_interval_s=0.05)
+    ended = [await claim(store, None) for _ in range(6)]
+    other_run = await claim(store.with_run("other"), None)
+    for claimed in (*ended[:5], other_run):
+        await store.update_attempt(claimed.rollout_id, "latest", status="succeeded")
+    store.retain(Retention(max_rollouts=3))
+
+    async def left() -> list[str]:
+        return [rollout.rollout_id for rollout in await store.query_rollouts()]
+
+    for _ in range(200):
+        if len(await left()) < 3:
+            break
+        await asyncio.sleep(0.025)
+    # The last has not ended and is kept; the one of the other run came last of all.
+    assert await left() == [ended[4].rollout_id, ended[5].rollout_id]
+    assert len(await store.query_rollouts(run_id="other")) == 1
+    store.retain(Retention(max_age_s=0.0))
+    for _ in range(200):
+        if await left() == [ended[5].rollout_id]:
+            break
+        await asyncio.sleep(0.025)
+    assert await left() == [ended[5].rollout_id]
+    await store.close()
+
+
+@pytest.mark.parametrize("stored", [50, 500])
+async def test_a_policy_that_finds_nothing_to_delete_reads_one_page(stored: int) -> None:
+    read: list[int] = []
+
+    class CountingBackend(MemoryBackend):
+        async def select(self, query: Query[R]) -> Page[R]:
+            page = await super().select(query)
+            read.append(len(page.rows))
+            return page
+
+    backend = CountingBackend()
+    store = BackendStore(backend, watchdog_interval_s=None)
+    await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=n) for n in range(stored)])
+    for claimed in await store.dequeue_many_rollouts(limit=stored):
+        await store.update_attempt(claimed.rollout_id, "latest", status="succeeded")
+    read.clear()
+    assert await Retention(max_age_s=60, max_rollouts=stored).enforce(backend, time.time()) == 0
+    assert sum(read) <= 100
+    with pytest.raises(ConfigError, match="watchdog_interval_s"):
+        store.retain(Retention(max_rollouts=1))
+    await store.close()
+
+
+@pytest.mark.parametrize("policy", [{"max_age_s": -1}, {"max_rollouts": -1}, {"max_age_s": float("nan")}])
+def test_a_policy_that_means_nothing_is_refused(policy: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(policy))):
+        Retention(**policy)  # type: ignore[arg-type] # meant
+
+
+async def test_a_deadline_is_met_long_before_the_next_regular_look() -> None:
+    store = BackendStore(MemoryBackend(), watchdog_interval_s=60)
+    await claim(store, None, RolloutConfig(timeout_seconds=50))
+    await asyncio.sleep(0.05)
+    hasty = await claim(store, None, RolloutConfig(timeout_seconds=0.1))
+    (ended,) = await store.wait_for_rollouts([hasty.rollout_id], timeout=40)
+    assert ended.end_time is not None
+    assert 0.1 <= ended.end_time - hasty.attempt.start_time < 25
+    await store.close()
+
+
+async def test_two_owners_of_one_database_end_an_attempt_once() -> None:
+    backend = MemoryBackend()
+    seen: list[Event] = []
+    backend.watch(lambda events: seen.extend(events))
+    stores = [BackendStore(backend, watchdog_interval_s=0.01) for _ in range(2)]
+    claimed = [await claim(store, None, RolloutConfig(timeout_seconds=0.1)) for store in stores]
+    await stores[0].wait_for_rollouts([one.rollout_id for one in claimed], timeout=60)
+    await asyncio.sleep(0.2)  # in which the other looks again and again
+    kinds = [event.kind for event in seen]
+    assert (kinds.count("attempt_finished"), kinds.count("rollout_finished")) == (2, 2)
+    for store in stores:
+        await store.close()
+
+
+class FlakyBackend(MemoryBackend):
+    """Fails the first looks at live attempts."""
+
+    failures = 3
+
+    async def select(self, query: Query[R]) -> Page[R]:
+        if query.kind is Attempt and query.where[0].field == "status" and self.failures:
+            self.failures -= 1
+            raise ConnectionError("the database is away")
+        return await super().select(query)
+
+
+async def test_the_watch_survives_a_database_that_is_away(caplog: pytest.LogCaptureFixture) -> None:
+    backend = FlakyBackend()
+    store = BackendStore(backend, watchdog_interval_s=0.02)
+    claimed = await claim(store, None, RolloutConfig(timeout_seconds=0.05))
+    (ended,) = await store.wait_for_rollouts([claimed.rollout_id], timeout=60)
+    assert (ended.status, backend.failures) == ("failed", 0)
+    assert "tries again" in caplog.text
+    await store.close()
+
+
+async def test_nobody_loses_a_lease_because_the_machine_slept(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = BackendStore(MemoryBackend(), lease_s=8.0, watchdog_interval_s=0.02)
+    claimed = await claim(store, "worker-1")
+    await asyncio.sleep(0.1)
+    awake = time.time
+    monkeypatch.setattr(time, "time", lambda: awake() + 600)  # ten minutes pass between two looks
+    await asyncio.sleep(0.3)
+    assert (await latest(store, claimed)).attempt.status == "preparing"
+    await store.close()
+
+
+async def test_closing_ends_the_thread_and_an_idle_store_has_none() -> None:
+    before = watchdogs()  # other tests leave some, which go at any time
+    store = InMemoryLightningStore()
+    await store.enqueue_rollout("a")
+    assert watchdogs() <= before
+    await store.dequeue_rollout()
+    assert len(watchdogs() - before) == 1
+    await store.close()
+    assert watchdogs() <= before
+    await store.start_rollout("b")
+    assert watchdogs() <= before
+
+
+async def test_an_abandoned_store_is_collected_with_its_thread() -> None:
+    before = watchdogs()  # other tests leave some, which go at any time
+    store = InMemoryLightningStore()
+    await store.start_rollout("a")
+    assert len(watchdogs() - before) == 1
+    del store
+    gc.collect()
+    await until(lambda: watchdogs() <= before)
+
+
+async def test_only_live_attempts_are_looked_at() -> None:
+    looked: list[int] = []
+
+    class CountingBackend(MemoryBackend):
+        async def select(self, query: Query[R]) -> Page[R]:
+            page = await super().select(query)
+            if threading.current_thread().name == "agl-watchdog":
+                looked.append(len(page.rows))
+            return page
+
+    store = BackendStore(CountingBackend(), watchdog_interval_s=0.02)
+    for _ in range(200):
+        claimed = await claim(store, None)
+        await store.update_attempt(claimed.rollout_id, "latest", status="succeeded")
+    live: Sequence[AttemptedRollout] = [await claim(store, "worker-1") for _ in range(3)]
+    looked.clear()
+    await until(lambda: len(looked) >= 9)
+    assert len(live) == 3
+    assert set(looked) == {3, 1}  # three attempts, three rollouts, one worker
+    await store.close()

@@ -1,0 +1,296 @@
+"""The strategy `cs`: processes that die, cannot load the agent, are told to stop, or are debugged."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agentlightning as agl
+from agentlightning.types import AttemptedRollout, RolloutConfig
+from agentlightning_plugins.strategies.processes.stopping import until_hurried, until_sigterm
+from agentlightning_plugins.strategies.processes.supervisor import Ending, Supervisor
+from tests.process import wait_for
+
+TASKS = [{"number": number} for number in range(4)]
+
+
+def trainer(**settings: Any) -> agl.Trainer:
+    return agl.Trainer(**{"algorithm": "baseline", "tracer": "dummy", "trackers": [], **settings})
+
+
+def pid_agent(task: Any) -> float:
+    return float(os.getpid())
+
+
+def dying_once_agent(task: dict[str, Any]) -> float:
+    marker = Path(task["marker"])
+    if not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 1.0
+
+
+def test_the_store_learns_of_a_runners_death_at_once_not_at_the_end_of_its_lease(tmp_path: Path) -> None:
+    @agl.algo
+    async def algorithm(store: agl.LightningStore, train_dataset: Any) -> None:
+        config = RolloutConfig(max_attempts=2, retry_condition=["unresponsive"])
+        rollout = await store.enqueue_rollout(train_dataset[0], config=config)
+        (done,) = await store.wait_for_rollouts([rollout.rollout_id])
+        assert done.status == "succeeded"
+        assert isinstance(done, AttemptedRollout)
+        # A claim that the dead one still waited with may get the rollout before the store sees that nobody listens.
+        assert done.attempt.sequence_id in (2, 3)
+
+    store = agl.InMemoryLightningStore(lease_s=600.0)
+    started = time.monotonic()
+    trainer(algorithm=algorithm, store=store).fit(dying_once_agent, [{"marker": str(tmp_path / "died")}])
+    assert time.monotonic() - started < 30.0
+
+
+def test_an_agent_that_no_runner_can_load_ends_the_run_at_once_with_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tmp_path / "vanishing_agent.py"
+    module.write_text("def agent(task):\n    return 1.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import vanishing_agent  # type: ignore[import-not-found] # written above
+
+    module.unlink()
+    store = agl.create_store("memory://")
+    with pytest.raises(agl.ConfigError, match="cannot be loaded in a runner process: ModuleNotFoundError.*vanishing"):
+        trainer(store=store).fit(vanishing_agent.agent, TASKS)
+    (run,) = asyncio.run(store.query_runs()).items
+    assert run.status == "failed"
+
+
+def test_with_main_process_runner_the_agent_runs_here_and_the_algorithm_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logger = logging.getLogger("agentlightning")
+    monkeypatch.setattr(logger, "handlers", [logging.NullHandler()])
+    monkeypatch.setattr(logger, "level", logging.INFO)
+
+    class Elsewhere(agl.Baseline):
+        async def run(self, *args: Any, **kwargs: Any) -> None:
+            await super().run(*args, **kwargs)
+            await self.get_store().add_metrics(100, {"pid": float(os.getpid())})
+
+    store = agl.create_store("memory://")
+    strategy = {"name": "cs", "main_process": "runner"}
+    run = trainer(store=store, algorithm=Elsewhere(), strategy=strategy).fit(pid_agent, TASKS)
+    assert run.status == "succeeded"
+
+    async def read() -> tuple[set[float | None], float]:
+        ids = [rollout.rollout_id for rollout in (await store.query_rollouts()).items]
+        found = {agl.find_final_reward((await store.query_spans(id_, "latest")).items) for id_ in ids}
+        return found, (await store.query_metrics()).items[-1].values["pid"]
+
+    rewards, algorithm_pid = asyncio.run(read())
+    assert rewards == {float(os.getpid())}
+    assert algorithm_pid != float(os.getpid())
+    assert "INFO agentlightning: epoch 1 of 1: " in capsys.readouterr().err, "it logs as this process does"
+
+
+def test_an_algorithm_that_fails_in_its_own_process_fails_the_run() -> None:
+    @agl.algo
+    async def algorithm() -> None:
+        raise ZeroDivisionError("in the algorithm")
+
+    store = agl.create_store("memory://")
+    with pytest.raises(RuntimeError, match="exit code 1: ZeroDivisionError: in the algorithm"):
+        trainer(store=store, algorithm=algorithm, strategy={"name": "cs", "main_process": "runner"}).fit(
+            pid_agent, TASKS
+        )
+    (run,) = asyncio.run(store.query_runs()).items
+    assert run.status == "failed"
+
+
+_STOPPED_AGENT = """
+import asyncio, pathlib, signal, time, agentlightning as agl
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
+def agent(task):
+    print("the agent prints", flush=True)
+    pathlib.Path("begun").touch()
+    while not pathlib.Path("told").exists():
+        time.sleep(0.01)
+    return 1.0
+"""
+_STOPPED_PROGRAM = f"""{_STOPPED_AGENT}
+store = agl.create_store("memory://")
+try:
+    agl.Trainer(algorithm="baseline", store=store, trackers=[], tracer="dummy", strategy="STRATEGY").fit(agent, [1])
+finally:
+    rollout = asyncio.run(store.query_rollouts()).items[0]
+    pathlib.Path("ended").write_text(f"{{asyncio.run(store.query_runs()).items[0].status}} {{rollout.status}}")
+"""
+
+
+def run_and_stop(folder: Path, program: str, signals: list[signal.Signals]) -> int:
+    """Runs a program, sends it a signal while its agent runs, and once it has said that it stops, the others.
+
+    What it runs may end only when no other signal is to follow. Returns the exit code; the file ``ended`` has the rest.
+    """
+    (folder / "program.py").write_text(program)
+    log = folder / "log"
+    with log.open("w") as output:
+        process = subprocess.Popen([sys.executable, "program.py"], cwd=folder, stdout=output, stderr=output)
+    first, *others = signals
+    wait_for((folder / "begun").exists, process, log)
+    process.send_signal(first)
+    wait_for(lambda: "stopping: " in log.read_text(), process, log)
+    for number in others:
+        time.sleep(0.5)  # as a person would: at once, Python may raise it in a finalizer, where it is lost
+        process.send_signal(number)
+    if not others:
+        (folder / "told").touch()
+    process.wait(60)
+    assert "the agent prints" in log.read_text()
+    return process.returncode
+
+
+@pytest.mark.parametrize("strategy", ["shm", "cs"])
+def test_sigterm_stops_in_order_and_lets_what_runs_finish(tmp_path: Path, strategy: str) -> None:
+    code = run_and_stop(tmp_path, _STOPPED_PROGRAM.replace("STRATEGY", strategy), [signal.SIGTERM])
+    assert code == 128 + signal.SIGTERM
+    assert (tmp_path / "ended").read_text() == "interrupted succeeded"
+
+
+def test_a_second_ctrl_c_does_not_wait_for_what_runs(tmp_path: Path) -> None:
+    assert run_and_stop(tmp_path, _STOPPED_PROGRAM.replace("STRATEGY", "cs"), [signal.SIGINT, signal.SIGINT]) != 0
+    assert (tmp_path / "ended").read_text().startswith("interrupted ")
+    assert "did not drain" not in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize("strategy", ["shm", "cs"])
+async def test_fit_works_where_an_event_loop_runs_already_as_in_a_notebook(strategy: str) -> None:
+    assert trainer(strategy=strategy).fit(pid_agent, TASKS).status == "succeeded"
+    with pytest.raises(ZeroDivisionError):
+        trainer(strategy=strategy, algorithm=failing).fit(pid_agent, TASKS)
+
+
+@agl.algo
+async def failing() -> None:
+    raise ZeroDivisionError("in the algorithm")
+
+
+_NOTEBOOK_PROGRAM = f"""{_STOPPED_AGENT}
+async def cell():
+    store = agl.create_store("memory://")
+    try:
+        agl.Trainer(algorithm="baseline", store=store, trackers=[], tracer="dummy", strategy="STRATEGY").fit(agent, [1])
+    except KeyboardInterrupt:
+        rollout = (await store.query_rollouts()).items[0]
+        pathlib.Path("ended").write_text(f"{{(await store.query_runs()).items[0].status}} {{rollout.status}}")
+asyncio.new_event_loop().run_until_complete(cell())
+"""
+
+
+@pytest.mark.parametrize("strategy", ["shm", "cs"])
+def test_interrupting_a_notebook_lets_what_runs_finish(tmp_path: Path, strategy: str) -> None:
+    assert run_and_stop(tmp_path, _NOTEBOOK_PROGRAM.replace("STRATEGY", strategy), [signal.SIGINT]) == 0
+    assert (tmp_path / "ended").read_text() == "interrupted succeeded"
+
+
+def test_interrupting_a_notebook_twice_does_not_wait_for_what_runs(tmp_path: Path) -> None:
+    program = _NOTEBOOK_PROGRAM.replace("STRATEGY", "cs")
+    assert run_and_stop(tmp_path, program, [signal.SIGINT, signal.SIGINT]) == 0
+    assert (tmp_path / "ended").read_text().startswith("interrupted ")
+    assert "did not drain" not in (tmp_path / "log").read_text()
+
+
+async def test_a_second_cancellation_of_a_run_breaks_off_the_wait_for_what_runs() -> None:
+    waits = asyncio.Event()
+    waited: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+
+    async def drain() -> str:
+        waits.set()
+        await asyncio.Event().wait()
+        return "drained"
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            waited.set_result(await until_hurried(drain()))
+
+    run = asyncio.create_task(until_sigterm(work()))
+    await asyncio.sleep(0)
+    run.cancel()
+    await waits.wait()
+    assert not run.done()
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    assert await asyncio.wait_for(waited, 30) is None
+
+
+class NeverRunners:
+    """Runners that wait until they are stopped."""
+
+    def __init__(self) -> None:
+        self.worker_ids: list[str] = []
+        self.begun = asyncio.Event()
+
+    async def run(self, worker_id: str) -> Ending:
+        self.worker_ids.append(worker_id)
+        self.begun.set()
+        await asyncio.Event().wait()
+        return Ending("done")
+
+    def close(self) -> None:
+        pass
+
+
+@contextlib.asynccontextmanager
+async def supervised(store: agl.LightningStore) -> AsyncIterator[NeverRunners]:
+    runners = NeverRunners()
+    work = asyncio.create_task(Supervisor(runners, store, 1).run())
+    await runners.begun.wait()
+    yield runners
+    work.cancel()
+    await asyncio.gather(work, return_exceptions=True)
+
+
+async def test_a_supervisor_frees_what_a_dead_predecessor_with_its_own_process_id_held() -> None:
+    store = agl.InMemoryLightningStore(lease_s=600.0)
+    config = RolloutConfig(max_attempts=3, retry_condition=["unresponsive"])
+    rollout = await store.enqueue_rollout("task", config=config)
+    async with supervised(store) as first:
+        await store.dequeue_rollout(first.worker_ids[0])
+        async with supervised(store) as second:  # the first is alive: its work is let be
+            assert (await one_rollout(store, rollout.rollout_id)).status == "preparing"
+        assert first.worker_ids != second.worker_ids
+    async with supervised(store):  # as a container's next life, where process ids are the same
+        assert (await one_rollout(store, rollout.rollout_id)).status == "requeuing"
+
+
+async def one_rollout(store: agl.LightningStore, rollout_id: str) -> agl.Rollout:
+    found = await store.get_rollout_by_id(rollout_id)
+    assert found is not None
+    return found
+
+
+class Unloadable(agl.Baseline):
+    def load_state(self, directory: Path) -> None:
+        raise ZeroDivisionError("the checkpoint is damaged")
+
+
+def test_a_run_whose_state_cannot_be_loaded_is_recorded_as_failed(tmp_path: Path) -> None:
+    store = agl.create_store("memory://")
+    settings: dict[str, Any] = {"store": store, "strategy": "shm", "run_dir": tmp_path / "run"}
+    trainer(**settings).fit(pid_agent, TASKS)
+    with pytest.raises(ZeroDivisionError, match="damaged"):
+        trainer(**settings, algorithm=Unloadable(), resume=True).fit(pid_agent, TASKS)
+    (run,) = asyncio.run(store.query_runs()).items
+    assert run.status == "failed"

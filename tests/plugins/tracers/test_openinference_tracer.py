@@ -1,0 +1,159 @@
+"""OpenInference's instrumentation as the source of spans, with its real packages."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from openai import AsyncOpenAI
+
+from agentlightning import semconv
+from agentlightning.adapter import TraceToTriplet
+from agentlightning.emitter import emit_reward
+from agentlightning.errors import ConfigError
+from agentlightning.plugin.registry import get_manager
+from agentlightning.testing.tracer import TracerConformance
+from agentlightning.tracer import OpenInferenceTracer, Tracer
+from agentlightning_plugins.scripted_model.server import EOS, Answer, ScriptedOpenAI, encode, logprob
+from tests.plugins.gateway.gateway_setup import ADD, gateway
+
+IMAGE = "data:image/png;base64," + "A" * 100_000
+
+
+class TestOpenInferenceTracer(TracerConformance):
+    @pytest.fixture
+    def tracer(self) -> Tracer:
+        return OpenInferenceTracer()
+
+
+@pytest.fixture
+def tracer() -> Iterator[OpenInferenceTracer]:
+    tracer = get_manager().create("tracer", {"name": "openinference", "instrumentors": ["openai"]})
+    tracer.init()
+    yield tracer
+    tracer.teardown()
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[ScriptedOpenAI]:
+    async with ScriptedOpenAI([Answer(tool_calls=[("add", {"a": 1, "b": 2})]), Answer("it is 3")]) as server:
+        yield server
+
+
+async def act(client: AsyncOpenAI) -> None:
+    messages: list[Any] = [{"role": "user", "content": "1+2?"}]
+    reply = (await client.chat.completions.create(model="m", messages=messages, tools=[ADD])).choices[0].message
+    assert reply.tool_calls is not None
+    messages += [reply, {"role": "tool", "tool_call_id": reply.tool_calls[0].id, "content": "3"}]
+    stream = await client.chat.completions.create(model="m", messages=messages, tools=[ADD], stream=True)
+    assert [chunk async for chunk in stream]
+
+
+async def test_its_spans_and_the_gateways_of_one_call_are_one_triplet(
+    tracer: OpenInferenceTracer, server: ScriptedOpenAI
+) -> None:
+    """The stream's span has no response id: the request's ``traceparent`` joins it."""
+    async with gateway(server) as case:
+        rollout, client = await case.start()
+        ids: Any = {"rollout_id": rollout.rollout_id, "attempt_id": rollout.attempt.attempt_id}
+        async with tracer.trace_context(**ids, store=case.store):
+            await act(client)
+            emit_reward(1.0)
+        spans = await case.spans(rollout)
+    calls = [span for span in spans if semconv.is_llm_call(span)]
+    assert [span.name for span in calls if not semconv.is_gateway_call(span)] == ["ChatCompletion"] * 2, "ours is off"
+    assert len(calls) == 4
+    asked, answered = TraceToTriplet().adapt(spans)
+    assert asked.prompt["token_ids"] == encode("<user>1+2?<assistant>")
+    assert answered.response["token_ids"] == [*encode("it is 3"), EOS]
+    assert answered.response["logprobs"] == [logprob(token) for token in answered.response["token_ids"]]
+    assert [triplet.reward for triplet in (asked, answered)] == [None, 1.0]
+
+
+async def test_what_it_saw_alone_is_read_in_its_own_dialect(
+    tracer: OpenInferenceTracer, server: ScriptedOpenAI
+) -> None:
+    async with tracer.trace_context() as trace, AsyncOpenAI(base_url=server.endpoint, api_key="any") as client:
+        await act(client)
+    asked, answered = TraceToTriplet().adapt(trace.spans)
+    call = asked.response["raw_content"][0]["tool_calls"][0]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("add", {"a": 1, "b": 2})
+    assert [m["role"] for m in answered.prompt["raw_content"]] == ["user", "assistant", "tool"]
+    assert answered.response["raw_content"] == [{"role": "assistant", "content": "it is 3"}]
+    assert [triplet.metadata["finish_reason"] for triplet in (asked, answered)] == ["tool_calls", "stop"]
+
+
+async def test_an_image_arrives_whole(tracer: OpenInferenceTracer, server: ScriptedOpenAI) -> None:
+    content: Any = [{"type": "text", "text": "what?"}, {"type": "image_url", "image_url": {"url": IMAGE}}]
+    async with tracer.trace_context() as trace, AsyncOpenAI(base_url=server.endpoint, api_key="any") as client:
+        await client.chat.completions.create(model="m", messages=[{"role": "user", "content": content}])
+    (triplet,) = TraceToTriplet().adapt(trace.spans)
+    assert triplet.prompt["image_urls"] == [IMAGE]
+
+
+async def test_the_agent_of_a_langchain_graph_has_its_name(server: ScriptedOpenAI) -> None:
+    from langchain.agents import create_agent
+    from langchain_openai import ChatOpenAI
+    from pydantic import SecretStr
+
+    def add(a: int, b: int) -> int:
+        """Adds."""
+        return a + b
+
+    tracer = OpenInferenceTracer(["langchain"])
+    tracer.init()
+    client = httpx.AsyncClient()
+    model = ChatOpenAI(model="m", base_url=server.endpoint, api_key=SecretStr("any"), http_async_client=client)
+    graph: Any = create_agent(model, tools=[add], name="solver")
+    async with client, tracer.trace_context() as trace:
+        await graph.ainvoke({"messages": [{"role": "user", "content": "1+2?"}]})
+    tracer.teardown()
+    assert [semconv.read_tool_name(span) for span in trace.spans if semconv.is_tool_call(span)] == ["add"]
+    assert [
+        triplet.response["raw_content"][0]["content"] or None for triplet in TraceToTriplet().adapt(trace.spans)
+    ] == [
+        None,
+        "it is 3",
+    ]
+
+
+def test_an_instrumentor_that_is_not_installed_is_named() -> None:
+    with pytest.raises(
+        ConfigError, match=r"no OpenInference instrumentor 'opena'. Did you mean 'openai'\? Installed: .*openai"
+    ):
+        OpenInferenceTracer(["opena"])
+
+
+async def test_instrumentation_that_users_switched_on_themselves_arrives_beside_ours(server: ScriptedOpenAI) -> None:
+    """In a process of its own: the global provider is set once. Both record each call, which stays one triplet."""
+    code = f"""
+import asyncio
+from openinference.instrumentation.openai import OpenAIInstrumentor
+from agentlightning.adapter import TraceToTriplet
+from agentlightning.semconv import is_llm_call
+from agentlightning.tracer import OtelTracer
+
+async def main():
+    tracer = OtelTracer()
+    tracer.init()
+    OpenAIInstrumentor().instrument()
+    from openai import AsyncOpenAI
+    async with tracer.trace_context() as trace, AsyncOpenAI(base_url={server.endpoint!r}, api_key="any") as client:
+        for text in ("one", "two"):
+            await client.chat.completions.create(model="m", messages=[{{"role": "user", "content": text}}])
+    assert len([span for span in trace.spans if is_llm_call(span)]) == 4
+    triplets = TraceToTriplet().adapt(trace.spans)
+    assert [t.prompt["raw_content"][0]["content"] for t in triplets] == ["one", "two"], triplets
+
+asyncio.run(main())
+"""
+    done = await asyncio.to_thread(
+        subprocess.run, [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

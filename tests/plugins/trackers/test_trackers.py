@@ -1,0 +1,231 @@
+"""Trackers write to the real libraries, several at once, and none of them holds up training."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sqlite3
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import agentlightning as agl
+from agentlightning.event import AttemptFinished, RolloutFinished, RunFinished, StepFinished
+from agentlightning.types import Run
+from agentlightning_plugins.trackers.console import tracker as console_tracker
+
+REWARDS = [0.25, 0.5, 1.0]
+
+
+@agl.algo
+async def climbing(store: agl.LightningStore) -> None:
+    for step, reward in enumerate(REWARDS, 1):
+        await store.add_metrics(step, {"reward": reward, "loss/policy": -reward})
+
+
+def track(trackers: list[Any], run_dir: Path | None) -> agl.Run:
+    settings: dict[str, Any] = {"strategy": "shm", "tracer": "dummy", "trackers": trackers, "run_dir": run_dir}
+    return agl.Trainer(algorithm=climbing, **settings).fit(lambda task: 1.0, [1])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_tensorboard_has_every_metric_of_every_step(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    track(["tensorboard"], tmp_path / "run")
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert sorted(events.Tags()["tensors"]) == ["loss/policy", "reward"]
+    points = [(event.step, event.tensor_proto.float_val[0]) for event in events.Tensors("reward")]
+    assert points == list(enumerate(REWARDS, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_wandb_keeps_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    track([{"name": "wandb", "mode": "offline", "project": "test"}], tmp_path / "run")
+    (file,) = (tmp_path / "run").glob("wandb/offline-run-*/run-*.wandb")
+    from wandb.proto import wandb_internal_pb2 as pb
+
+    logged = []
+    for data in leveldb_records(file.read_bytes()[7:], block_offset=7):
+        record = pb.Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            values = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+            logged.append((values["_step"], values["reward"]))
+    assert logged == list(enumerate(REWARDS, 1))
+
+
+def leveldb_records(data: bytes, block_offset: int) -> Iterator[bytes]:
+    """The records of a LevelDB log: blocks of 32 KiB; a record is checksum (4), length (2), type (1) and data."""
+    position, record = 0, b""
+    while position + 7 <= len(data):
+        left = 32768 - (position + block_offset) % 32768
+        if left < 7:
+            position += left
+            continue
+        length, kind = struct.unpack_from("<HB", data, position + 4)
+        record += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield record
+            record = b""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_mlflow_keeps_metrics_parameters_and_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    from mlflow import MlflowClient
+
+    uri = (tmp_path / "mlruns").as_uri()
+    track([{"name": "mlflow", "tracking_uri": uri, "experiment": "test"}], tmp_path / "run")
+    client = MlflowClient(tracking_uri=uri)
+    experiment = client.get_experiment_by_name("test")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED"
+    assert run.data.params["algorithm"] == "FunctionalAlgorithm"
+    assert [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "reward")] == list(
+        enumerate(REWARDS, 1)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_trackio_keeps_metrics_in_its_own_database(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"  # the library reads its settings once, when it is imported
+    script.write_text(
+        "import agentlightning as agl\n"
+        "from tests.plugins.trackers.test_trackers import track\n"
+        f"import pathlib; track([{{'name': 'trackio', 'project': 'test'}}], pathlib.Path({str(tmp_path / 'run')!r}))\n"
+    )
+    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, str(script)], check=False, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    (database,) = (tmp_path / "trackio").glob("*.db")
+    with sqlite3.connect(database) as connection:
+        rows = connection.execute("select step, metrics from metrics order by step").fetchall()
+    assert [(step, json.loads(metrics)["reward"]) for step, metrics in rows] == list(enumerate(REWARDS, 1))
+
+
+class Slow:
+    """A tracker whose server does not answer until it is told to, and then takes its time."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.may_go_on = threading.Event()
+
+    def start(self, run: agl.Run, directory: Path | None) -> None:
+        pass
+
+    def on_event(self, event: Any) -> None:
+        assert self.may_go_on.wait(60)
+        time.sleep(0.1)
+        self.steps += event.kind == "step_finished"
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_slow_tracker_does_not_hold_up_training_and_is_waited_for_at_the_end(tmp_path: Path) -> None:
+    slow = Slow()
+
+    @agl.algo
+    async def training(store: agl.LightningStore) -> None:
+        for step in range(4):
+            await store.add_metrics(step, {"reward": 1.0})
+        slow.may_go_on.set()
+
+    agl.Trainer(
+        algorithm=training, strategy="shm", tracer="dummy", trackers=[slow, "jsonl"], run_dir=tmp_path / "r"
+    ).fit(lambda task: 1.0, [1])
+    assert slow.steps == 4
+    assert len((tmp_path / "r" / "metrics.jsonl").read_text().splitlines()) == 5
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "jsonl"])
+def test_a_tracker_without_a_place_to_write_is_dropped_with_the_reason(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert track([name], None).status == "succeeded"
+    assert f"the tracker '{name}' needs a" in caplog.text
+
+
+def test_one_tracker_may_be_given_alone(tmp_path: Path) -> None:
+    agl.Trainer(algorithm=climbing, strategy="shm", tracer="dummy", trackers="jsonl", run_dir=tmp_path / "r").fit(
+        lambda task: 1.0, [1]
+    )
+    assert (tmp_path / "r" / "metrics.jsonl").is_file()
+
+
+def console_output(events: list[Any], monkeypatch: pytest.MonkeyPatch, seconds: list[float]) -> list[str]:
+    """What the console tracker prints into a pipe; ``seconds`` is the time of the start and of each event."""
+    output = io.StringIO()
+    clock = iter(seconds)
+    monkeypatch.setattr(console_tracker, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    tracker = console_tracker.ConsoleTracker(Console(file=output, width=80))
+    tracker.start(Run(run_id="run", name="[a]"), None)
+    for event in events:
+        tracker.on_event(event)
+    tracker.close()
+    return output.getvalue().splitlines()
+
+
+def test_the_time_left_counts_neither_the_start_nor_an_earlier_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [StepFinished(run_id="run", step=step, values={"progress": step / 10}) for step in (5, 6, 7)]
+    lines = console_output(steps, monkeypatch, [0.0, 0.0, 1000.0, 1060.0, 1120.0])
+    assert [line.rstrip() for line in lines[1:]] == [
+        "step    5",
+        "step    6  about 4:00 left",
+        "step    7  about 3:00 left",
+    ]
+
+
+def test_without_a_terminal_a_line_of_output_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"reward": 0.123456, "val_reward": 0.123456, "success_rate": 0.5, "tokens_per_s": 123456.0, "seconds": 1.5}
+    events = [
+        StepFinished(run_id="run", step=1, values=values),
+        AttemptFinished(
+            run_id="run", rollout_id="ro-1", attempt_id="at-1", status="failed", error="ValueError: [x] " + "no " * 50
+        ),
+    ]
+    lines = console_output(events, monkeypatch, [0.0] * 4)
+    assert lines[0] == "run [a]"
+    assert lines[1].startswith("step    1  reward 0.123")
+    assert "seconds 1.5" in lines[1]
+    assert lines[2].startswith("rollout ro-1 failed: ValueError: [x] no")
+    assert len(lines[2]) > 150
+
+
+def test_it_says_when_rewards_are_missing_and_when_nothing_succeeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    silent = StepFinished(run_id="run", step=1, values={"reward": 0.0, "rollouts_without_reward": 3.0})
+    lines = console_output([silent, silent], monkeypatch, [0.0] * 3)
+    assert [line for line in lines if "no reward" in line] == [
+        "3 x no reward, which counts as 0: return a number from the agent, or call agl.emit_reward"
+    ]
+    failed = RolloutFinished(run_id="run", rollout_id="ro-1", status="failed")
+    finished = RunFinished(run_id="run", status="succeeded")
+    last = "no rollout succeeded; `agl doctor AGENT` runs one and says which link is broken"
+    lines = console_output(
+        [failed, silent.model_copy(update={"values": {"rollouts_without_reward": 1}}), finished], monkeypatch, [0.0] * 5
+    )
+    assert lines == ["run [a]", "step    1  ", last, "run succeeded"]
+    succeeded = failed.model_copy(update={"status": "succeeded"})
+    assert last not in console_output([failed, succeeded, finished], monkeypatch, [0.0] * 5)
