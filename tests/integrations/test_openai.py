@@ -366,7 +366,7 @@ from opentelemetry.instrumentation.openai import OpenAIInstrumentor
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from agentlightning_integrations import plugin
+from agentlightning_integrations.openai import plugin
 
 exporter, provider = InMemorySpanExporter(), TracerProvider()
 provider.add_span_processor(SimpleSpanProcessor(exporter))
@@ -394,7 +394,7 @@ import sys
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from agentlightning_integrations import plugin
+from agentlightning_integrations.openai import plugin
 
 exporter, undone, provider = InMemorySpanExporter(), InMemorySpanExporter(), TracerProvider()
 provider.add_span_processor(SimpleSpanProcessor(exporter))
@@ -424,7 +424,7 @@ async def test_a_failure_of_the_instrumentation_does_not_break_importing_openai(
     code = """
 import logging, sys
 logging.basicConfig()
-from agentlightning_integrations import plugin
+from agentlightning_integrations.openai import plugin
 plugin.instrument(object())
 sys.modules["opentelemetry.instrumentation.openai"] = None
 import openai

@@ -17,7 +17,8 @@ import agentlightning as agl
 from agentlightning.plugin.registry import get_manager
 from agentlightning.testing.agent import AGENT_NAME, INSTRUCTIONS, answer, ask, read_sum
 from agentlightning.testing.agent.conformance import is_tool_span
-from agentlightning_integrations import plugin
+from agentlightning_integrations.framework import hooks
+from agentlightning_integrations.openai import plugin
 from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
 from tests.algorithms.prompt_lab import Server
 from tests.integrations.framework_agent import AGENTS, make_langchain_agent, make_openai_agents_agent
@@ -258,6 +259,14 @@ def test_no_framework_takes_the_global_provider_and_crewai_sends_no_report(impor
     assert imported_late["crewai reports"] is False
 
 
+class _Refuses:
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def import_module(self, name: str) -> Any:
+        raise self._error
+
+
 def test_wrap_agent_of_the_plugin_leaves_alone_what_it_does_not_know() -> None:
     class Stranger: ...
 
@@ -267,10 +276,7 @@ def test_wrap_agent_of_the_plugin_leaves_alone_what_it_does_not_know() -> None:
 
 
 def test_a_framework_whose_other_half_is_missing_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(package: str) -> Any:
-        raise ImportError("No module named 'langchain_openai'")
-
-    monkeypatch.setattr(plugin, "_load", load)
+    monkeypatch.setattr(hooks, "importlib", _Refuses(ImportError("No module named 'langchain_openai'")))
     with pytest.raises(
         agl.PluginError, match=r"No module named 'langchain_openai'.*pip install 'lightning\[langchain\]'"
     ):
@@ -280,10 +286,7 @@ def test_a_framework_whose_other_half_is_missing_names_the_extra(monkeypatch: py
 def test_an_integration_that_fails_to_instrument_does_not_break_the_import(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def load(package: str) -> Any:
-        raise RuntimeError("no luck")
-
-    monkeypatch.setattr(plugin, "_load", load)
+    monkeypatch.setattr(hooks, "importlib", _Refuses(RuntimeError("no luck")))
     undo = plugin.instrument(object())
     assert undo is not None
     undo()

@@ -21,7 +21,7 @@ import agentlightning as agl
 from agentlightning_plugins.demo.training import CHECKPOINT
 from tests.algorithms.grpo import grpo_program
 
-REPO = Path(__file__).parents[2]
+REPO = Path(__file__).parents[3]
 STEPS = 3
 
 

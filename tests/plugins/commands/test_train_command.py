@@ -24,8 +24,9 @@ from agentlightning.plugin.registry import get_manager
 from agentlightning_plugins.commands.configuration import assembly
 from agentlightning_plugins.commands.configuration.config import read_config
 from agentlightning_plugins.commands.configuration.document import read_document
+from agentlightning_plugins.commands.configuration.run_directory import choose_directory
 from agentlightning_plugins.commands.runner.command import command as runner_command
-from agentlightning_plugins.commands.train.command import choose_directory, command
+from agentlightning_plugins.commands.train.command import command
 from tests.plugins.commands.agl_here import run_here
 
 AGENT = """

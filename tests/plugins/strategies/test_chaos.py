@@ -37,7 +37,7 @@ class Service:
     def keep_alive(self) -> None:
         if self.process is None or self.process.poll() is not None:
             command = [sys.executable, "-m", "agentlightning", *self._command()]
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(AGENT.parents[2]), str(self._folder)])}
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(AGENT.parents[3]), str(self._folder)])}
             self.process = subprocess.Popen(
                 command, cwd=self._folder, stdout=self._log, stderr=self._log, env=environment
             )

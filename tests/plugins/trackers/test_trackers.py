@@ -114,7 +114,7 @@ def test_trackio_keeps_metrics_in_its_own_database(tmp_path: Path) -> None:
         "from tests.plugins.trackers.test_trackers import track\n"
         f"import pathlib; track([{{'name': 'trackio', 'project': 'test'}}], pathlib.Path({str(tmp_path / 'run')!r}))\n"
     )
-    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "PYTHONPATH": str(Path(__file__).parents[3])}
     done = subprocess.run(
         [sys.executable, str(script)], check=False, env=environment, capture_output=True, text=True, timeout=240
     )
