@@ -109,15 +109,19 @@ def _print_plugins(rows: list[dict[str, Any]]) -> None:
             click.echo(f"broken: {row['plugin']} ({row['origin']}): {row['error']}")
 
 
-def main() -> None:
-    """Runs ``agl``. Our own errors become one line and exit code 2, Ctrl-C becomes 130."""
-    manager = get_manager()
+def add_plugin_commands(manager: PluginManager) -> None:
+    """Adds the commands of every plugin; a plugin that fails is reported and left out."""
     for implementation in manager.hook.add_commands.get_hookimpls():
         try:
             implementation.function(cli)
-        except Exception as error:  # isolation point: one plugin's commands must not take the others'
+        except Exception as error:  # isolation point: a failing plugin must not take other plugins' commands down
             name = implementation.plugin_name
             logger.warning("plugin %s could not add its commands: %s: %s", name, type(error).__name__, error)
+
+
+def main() -> None:
+    """Runs ``agl``. Our own errors become one line and exit code 2, Ctrl-C becomes 130."""
+    add_plugin_commands(get_manager())
     try:
         cli.main(prog_name="agl", standalone_mode=False)
     except click.ClickException as error:

@@ -14,7 +14,6 @@ from agentlightning import semconv
 from agentlightning.errors import ConfigError
 from agentlightning.resources import LLM, PromptTemplate, Resource, scope_to_attempt
 from agentlightning.run.attempt_token import expiry
-from agentlightning.store import LightningStoreClient
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Rollout
 
@@ -117,12 +116,16 @@ def _describe_attempt(rollout: Rollout, store: LightningStore | None) -> dict[st
         # By these the store knows whose the spans of any OpenTelemetry SDK are.
         "OTEL_RESOURCE_ATTRIBUTES": f"{semconv.ROLLOUT_ID}={rollout_id},{semconv.ATTEMPT_ID}={attempt_id}",
     }
-    if isinstance(store, LightningStoreClient):
+    if store is not None and store.otlp_traces_endpoint() is not None:  # other processes can reach it
         variables |= _describe_store(store, rollout)
     return variables
 
 
-def _describe_store(store: LightningStoreClient, rollout: AttemptedRollout) -> dict[str, str]:
+def _describe_store(store: LightningStore, rollout: AttemptedRollout) -> dict[str, str]:
+    from agentlightning.store import LightningStoreClient
+
+    if not isinstance(store, LightningStoreClient):
+        return {}
     lifetime_s = expiry(0.0, rollout.config.timeout_seconds)
     token = store.attempt_token(rollout.rollout_id, rollout.attempt.attempt_id, lifetime_s=lifetime_s)
     variables = {

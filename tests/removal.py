@@ -1,0 +1,131 @@
+"""Takes each plugin of ours away in turn and uses the rest: ``python -m tests.removal`` prints what failed, as JSON.
+
+All of it happens in one process, which imports third-party packages once; our own modules are imported anew each time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.abc
+import importlib.metadata
+import json
+import logging
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from tests.source import ROOTS
+
+GROUP = "agentlightning"
+
+
+class _Blocker(importlib.abc.MetaPathFinder):
+    """Refuses to import a package, as if its folder were gone."""
+
+    def __init__(self, package: str) -> None:
+        self._package = package
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        if fullname == self._package or fullname.startswith(self._package + "."):
+            raise ModuleNotFoundError(f"No module named {fullname!r} (taken away)", name=fullname)
+
+
+def _forget_our_modules() -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] in ROOTS]:
+        del sys.modules[name]
+
+
+@contextmanager
+def _without(package: str) -> Iterator[None]:
+    _forget_our_modules()
+    blocker = _Blocker(package)
+    sys.meta_path.insert(0, blocker)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(blocker)
+
+
+def _use_the_rest(points: list[importlib.metadata.EntryPoint]) -> Iterator[str]:
+    """Yields each failure, with its traceback."""
+    from click.testing import CliRunner
+
+    registry = importlib.import_module("agentlightning.plugin.registry")
+    manager = registry.PluginManager(points)
+    registry.get_manager = lambda: manager
+    cli = importlib.import_module("agentlightning.cli")
+    cli.get_manager = registry.get_manager
+    for plugin in manager.plugins.values():
+        if plugin.state != "loaded":
+            yield f"plugin {plugin.name}: {plugin.error}"
+        for component in plugin.offers:
+            if manager.missing_requirements(component.kind, component.name):
+                continue
+            try:
+                manager.get(component.kind, component.name)
+            except Exception:  # everything that fails is reported
+                yield f"{component.kind} {component.name}: {traceback.format_exc(limit=-3)}"
+    cli.add_plugin_commands(manager)
+    for arguments in [["--help"], ["plugins"], ["plugins", "--json"], *([name, "--help"] for name in cli.cli.commands)]:
+        result = CliRunner().invoke(cli.cli, arguments)
+        if result.exit_code != 0:
+            yield f"agl {' '.join(arguments)}: {result.output} {result.exception!r}"
+    try:
+        _train(manager)
+    except Exception:  # everything that fails is reported
+        yield f"a run: {traceback.format_exc(limit=-4)}"
+
+
+def _first(manager: Any, kind: str, *names: str) -> str:
+    return next(name for name in names if name in manager.components(kind))
+
+
+def _train(manager: Any) -> None:
+    """One rollout, with what is there."""
+    import agentlightning as agl
+
+    def agent(task: str) -> float:
+        return float(task == "right")
+
+    @agl.algo
+    async def one_rollout(*, store: agl.LightningStore, train_dataset: agl.Dataset[Any]) -> None:
+        rollout = await store.enqueue_rollout(train_dataset[0])
+        await store.wait_for_rollouts([rollout.rollout_id], timeout=60)
+
+    with tempfile.TemporaryDirectory() as folder:
+        urls = {"memory": "memory://", "sqlite": f"sqlite:///{folder}/store.db"}
+        store = agl.create_store(urls[_first(manager, "store", *urls)])
+        trainer = agl.Trainer(
+            algorithm="baseline" if "baseline" in manager.components("algorithm") else one_rollout,
+            tracer=_first(manager, "tracer", "otel", "dummy"),
+            strategy=_first(manager, "strategy", "shm", "cs"),
+            store=store,
+            trackers=[],
+        )
+        run = trainer.fit(agent, ["right"])
+        assert run.status == "succeeded", run
+        asyncio.run(store.close())
+
+
+def main() -> None:
+    """Prints the failures of each plugin that was taken away."""
+    logging.disable()
+    points = [
+        point
+        for point in importlib.metadata.entry_points(group=GROUP)
+        if point.dist is not None and point.dist.name == "lightning"
+    ]
+    failures = {}
+    for gone in points:
+        with _without(gone.value.removesuffix(".plugin")):
+            failures[gone.name] = list(_use_the_rest([point for point in points if point is not gone]))
+    print("\n" + json.dumps(failures))
+
+
+if __name__ == "__main__":
+    main()
