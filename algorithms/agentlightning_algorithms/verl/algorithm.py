@@ -141,7 +141,7 @@ class VERL(Algorithm):
         with open_dict(config):
             config.data.train_files = f"positions:{n_train}"
             config.data.val_files = f"positions:{n_val}"
-            config.data.custom_cls.path = "pkg://agentlightning_algorithms.verl.position_dataset"
+            config.data.custom_cls.path = "pkg://agentlightning_algorithms.verl.rollout.position_dataset"
             config.data.custom_cls.name = "PositionDataset"
             config.transfer_queue.enable = True
             given = self.given_keys()

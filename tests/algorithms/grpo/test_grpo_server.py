@@ -316,7 +316,7 @@ async def test_a_server_that_takes_too_long_is_ended(tiny_model: Path, tmp_path:
 def test_the_server_ends_when_its_parent_is_killed(tiny_model: Path, tmp_path: Path) -> None:
     program = f"""
 import asyncio
-from agentlightning_algorithms.grpo.policy_process import PolicyServer
+from agentlightning_algorithms.grpo.server.process import PolicyServer
 async def main():
     server = PolicyServer({str(tiny_model)!r}, log_path={str(tmp_path / "policy.log")!r})
     await server.start()

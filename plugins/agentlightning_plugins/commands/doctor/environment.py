@@ -49,8 +49,8 @@ def _find_foreign() -> str | None:
 
 def _find_wrong_versions() -> Iterator[str]:
     """What is installed and is not what we, or an extra of ours, need."""
-    manager = get_manager()
-    ours = next((p.distribution for p in manager.plugins.values() if p.name == "builtin"), None)
+    distributions = [plugin.distribution for plugin in get_manager().plugins.values() if plugin.distribution is not None]
+    ours = next((each for each in distributions if canonicalize_name(each.name) == _OURS), None)
     for line in (ours.requires if ours is not None else None) or ():
         requirement = Requirement(line)
         extras = ("", *(ours.metadata.get_all("Provides-Extra") or ())) if ours is not None else ("",)

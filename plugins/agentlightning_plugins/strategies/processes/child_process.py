@@ -160,5 +160,5 @@ def _drain(process: subprocess.Popen[str]) -> None:
 
 
 def _python_path() -> str:
-    here = str(Path(__file__).parent.parent)
+    here = str(Path(__file__).parents[3])
     return os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
