@@ -1,4 +1,4 @@
-"""``agl doctor``: each link broken on purpose, and the right line says so."""
+"""``agl doctor``: each check broken on purpose, and the right line says so."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from click.testing import CliRunner
 from agentlightning.adapter import TraceToTriplet
 from agentlightning.plugin.registry import Plugin, get_manager
 from agentlightning.types import Attempt, AttemptedRollout
-from agentlightning_plugins.commands.doctor.checkup import Order, check_up
+from agentlightning_plugins.commands.doctor.check import NAMES, Check
 from agentlightning_plugins.commands.doctor.command import command
 from agentlightning_plugins.commands.doctor.endpoint import answer_request
 from agentlightning_plugins.commands.doctor.environment import check_environment
-from agentlightning_plugins.commands.doctor.finding import Finding
-from agentlightning_plugins.commands.doctor.link import NAMES, Link
+from agentlightning_plugins.commands.doctor.rollout_check import RolloutChecks
+from agentlightning_plugins.commands.doctor.run import Request, run_checks
 from agentlightning_plugins.scripted_model.server import EOS, Answer, ScriptedOpenAI, encode
 from tests.http_site import serving
 
@@ -100,15 +100,15 @@ def agents(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(file)
 
 
-async def check(agents: str, agent: str = "good", **order: Any) -> dict[str, Link]:
-    links = await check_up(Order(agent=f"{agents}:{agent}", **order))
-    assert tuple(link.name for link in links) == NAMES
-    return {link.name: link for link in links}
+async def check(agents: str, agent: str = "good", **request: Any) -> dict[str, Check]:
+    checks = await run_checks(Request(agent=f"{agents}:{agent}", **request))
+    assert tuple(check.name for check in checks) == NAMES
+    return {check.name: check for check in checks}
 
 
-def broken(links: Mapping[str, Link]) -> list[str]:
-    assert all(link.mend for link in links.values() if link.state == "broken"), "a broken link says how to mend it"
-    return [link.name for link in links.values() if link.state == "broken"]
+def broken(checks: Mapping[str, Check]) -> list[str]:
+    assert all(check.fix for check in checks.values() if check.state == "broken"), "a broken check says how to fix it"
+    return [check.name for check in checks.values() if check.state == "broken"]
 
 
 class Server:
@@ -161,21 +161,21 @@ async def server() -> AsyncIterator[Server]:
         yield server
 
 
-async def test_every_link_of_a_sound_agent_holds(agents: str, server: Server) -> None:
-    links = await check(agents, endpoint=server.url)
-    assert {link.state for link in links.values()} == {"ok"}
-    assert links["calls"].text == "3 model calls went through the rollout's endpoint"
-    assert links["endpoint"].text == f"{server.url} answers; model m"
-    assert links["reward"].text == "the rollout's reward is 0.5"
-    assert links["triplets"].text == "3 triplets to learn from"
-    assert links["template"].text == "2 calls begin exactly with the tokens of the one before"
+async def test_every_check_of_a_working_agent_passes(agents: str, server: Server) -> None:
+    checks = await check(agents, endpoint=server.url)
+    assert {check.state for check in checks.values()} == {"ok"}
+    assert checks["calls"].text == "3 model calls went through the rollout's endpoint"
+    assert checks["endpoint"].text == f"{server.url} answers; model m"
+    assert checks["reward"].text == "the rollout's reward is 0.5"
+    assert checks["triplets"].text == "3 triplets to learn from"
+    assert checks["template"].text == "2 calls begin exactly with the tokens of the previous call"
 
 
 async def test_without_an_endpoint_a_scripted_one_answers_and_says_so(agents: str) -> None:
-    links = await check(agents)
-    assert broken(links) == []
-    assert "a scripted server answers" in links["endpoint"].text
-    assert links["template"].state == "unchecked"
+    checks = await check(agents)
+    assert broken(checks) == []
+    assert "a scripted server answers" in checks["endpoint"].text
+    assert checks["template"].state == "unchecked"
 
 
 # Environment.
@@ -187,39 +187,39 @@ def distribution(folder: Path, name: str, version: str) -> None:
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", encoding="utf-8")
 
 
-def test_the_other_lightning_is_told_apart_from_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_other_lightning_is_distinguished_from_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_environment().state == "ok"
     distribution(tmp_path, "lightning", "2.5.0")
     monkeypatch.syspath_prepend(tmp_path)
-    link = check_environment()
-    assert link.state == "broken"
-    assert link.text == "PyTorch Lightning (distribution lightning 2.5.0) is installed here"
-    assert "make a new one" in link.mend
+    check = check_environment()
+    assert check.state == "broken"
+    assert check.text == "PyTorch Lightning (distribution lightning 2.5.0) is installed here"
+    assert "create a new one" in check.fix
 
 
-def test_a_module_named_lightning_is_noticed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_named_lightning_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "lightning").mkdir()
     (tmp_path / "lightning" / "__init__.py").write_text("", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    assert "a module named lightning, which is not ours" in check_environment().text
+    assert "a module named lightning can be imported" in check_environment().text
 
 
 def test_a_version_that_does_not_work_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     distribution(tmp_path, "openai", "1.3.0")
     distribution(tmp_path, "pydantic", "1.10.0")
     monkeypatch.syspath_prepend(tmp_path)
-    link = check_environment()
-    assert link.state == "broken"
-    assert "openai 1.3.0 is installed, and >=2.54 is needed" in link.text
-    assert "pydantic 1.10.0 is installed, and >=2.12 is needed" in link.text
+    check = check_environment()
+    assert check.state == "broken"
+    assert "openai 1.3.0 is installed, but >=2.54 is required" in check.text
+    assert "pydantic 1.10.0 is installed, but >=2.12 is required" in check.text
 
 
 def test_a_plugin_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     faulty = Plugin("mine", "my-company 1.0", "mine.plugin", "broken", "ImportError: no module named there")
     monkeypatch.setitem(get_manager().plugins, "mine", faulty)
-    link = check_environment()
-    assert link.state == "broken"
-    assert "mine of my-company 1.0: ImportError: no module named there" in link.text
+    check = check_environment()
+    assert check.state == "broken"
+    assert "mine of my-company 1.0: ImportError: no module named there" in check.text
 
 
 # Agent.
@@ -232,97 +232,97 @@ def test_a_plugin_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch) -
         ("NOT_AN_AGENT", "3 is no agent; give a function"),
     ],
 )
-async def test_an_agent_that_is_none_is_said_to_be_none(agents: str, agent: str, message: str) -> None:
-    links = await check(agents, agent)
-    assert broken(links) == ["agent"]
-    assert message in links["agent"].text
-    assert links["rollout"] == Link("rollout", "unchecked", "needs the link 'agent'")
+async def test_an_object_that_is_not_an_agent_is_reported(agents: str, agent: str, message: str) -> None:
+    checks = await check(agents, agent)
+    assert broken(checks) == ["agent"]
+    assert message in checks["agent"].text
+    assert checks["rollout"] == Check("rollout", "unchecked", "depends on the check 'agent'")
 
 
 async def test_a_module_that_cannot_be_imported_says_why(tmp_path: Path) -> None:
     (tmp_path / "broken_patient.py").write_text("import no_such_package_anywhere\n", encoding="utf-8")
-    links = await check_up(Order(agent=f"{tmp_path}/broken_patient.py:agent"))
-    assert links[1].state == "broken"
-    assert "No module named 'no_such_package_anywhere'" in links[1].text
-    assert "import" in links[1].mend
+    checks = await run_checks(Request(agent=f"{tmp_path}/broken_patient.py:agent"))
+    assert checks[1].state == "broken"
+    assert "No module named 'no_such_package_anywhere'" in checks[1].text
+    assert "import" in checks[1].fix
 
 
 # Endpoint.
 
 
-async def test_an_endpoint_that_is_down_is_said_to_be_down(agents: str) -> None:
-    links = await check(agents, endpoint="http://127.0.0.1:9/v1")
-    assert broken(links) == ["endpoint"]
-    assert "http://127.0.0.1:9/v1 cannot be reached: [Errno 111] Connection refused" in links["endpoint"].text
-    assert "start the model server" in links["endpoint"].mend
+async def test_an_unreachable_endpoint_is_reported(agents: str) -> None:
+    checks = await check(agents, endpoint="http://127.0.0.1:9/v1")
+    assert broken(checks) == ["endpoint"]
+    assert "http://127.0.0.1:9/v1 cannot be reached: [Errno 111] Connection refused" in checks["endpoint"].text
+    assert "start the model server" in checks["endpoint"].fix
 
 
 async def test_a_base_url_without_v1_is_noticed(agents: str, server: Server) -> None:
-    links = await check(agents, endpoint=server.url.removesuffix("/v1"))
-    assert broken(links) == ["endpoint"]
-    assert "the base URL usually ends in /v1" in links["endpoint"].mend
+    checks = await check(agents, endpoint=server.url.removesuffix("/v1"))
+    assert broken(checks) == ["endpoint"]
+    assert "the base URL usually ends in /v1" in checks["endpoint"].fix
 
 
 async def test_a_model_that_the_server_does_not_have_is_noticed(agents: str, server: Server) -> None:
-    links = await check(agents, endpoint=server.url, model="n")
-    assert broken(links) == ["endpoint"]
-    assert "has no model 'n'; it has: m" in links["endpoint"].text
+    checks = await check(agents, endpoint=server.url, model="n")
+    assert broken(checks) == ["endpoint"]
+    assert "has no model 'n'; it has: m" in checks["endpoint"].text
 
 
 # Rollout.
 
 
-async def test_an_agent_that_raises_says_what_and_where(agents: str) -> None:
-    links = await check(agents, "fails")
-    assert broken(links) == ["rollout"], "the others are no news"
-    assert "TypeError: string indices must be integers" in links["rollout"].text
-    assert f"at {agents}:" in links["rollout"].text
-    assert "it ran on the task 'Say hello.'; give one that it takes" in links["rollout"].mend
-    assert links["calls"] == Link("calls", "unchecked", "the rollout failed before it made one")
-    assert links["reward"].text == "the rollout failed before it said one"
+async def test_the_error_and_line_of_a_failing_agent_are_reported(agents: str) -> None:
+    checks = await check(agents, "fails")
+    assert broken(checks) == ["rollout"], "the others are no news"
+    assert "TypeError: string indices must be integers" in checks["rollout"].text
+    assert f"at {agents}:" in checks["rollout"].text
+    assert "the task was 'Say hello.'; give a task that the agent accepts" in checks["rollout"].fix
+    assert checks["calls"] == Check("calls", "unchecked", "the rollout failed before its first model call")
+    assert checks["reward"].text == "the rollout failed before it said one"
     with_task = await check(agents, "fails", task={"question": 0.5})
     assert with_task["rollout"].state == "ok"
 
 
 async def test_an_agent_that_never_ends_is_stopped(agents: str) -> None:
-    links = await check(agents, "hangs", timeout_s=0.3)
-    assert broken(links)[0] == "rollout"
-    assert "no result within timeout_seconds=0.3" in links["rollout"].text
-    assert "--timeout" in links["rollout"].mend
+    checks = await check(agents, "hangs", timeout_s=0.3)
+    assert broken(checks)[0] == "rollout"
+    assert "no result within timeout_seconds=0.3" in checks["rollout"].text
+    assert "--timeout" in checks["rollout"].fix
 
 
 async def test_a_prompt_that_the_agent_asks_for_can_be_given(agents: str) -> None:
-    links = await check(agents, "wants_prompt")
-    assert broken(links)[0] == "rollout"
-    assert "asks for 'prompt_template' but no resource has this name" in links["rollout"].text
-    assert "--resource NAME=TEXT" in links["rollout"].mend
+    checks = await check(agents, "wants_prompt")
+    assert broken(checks)[0] == "rollout"
+    assert "asks for 'prompt_template' but no resource has this name" in checks["rollout"].text
+    assert "--resource NAME=TEXT" in checks["rollout"].fix
     assert broken(await check(agents, "wants_prompt", resources={"prompt_template": "be nice"})) == []
 
 
 # Calls and spans.
 
 
-async def test_an_agent_that_calls_somebody_else_is_found_out(agents: str) -> None:
+async def test_an_agent_that_calls_another_server_is_reported(agents: str) -> None:
     async with ScriptedOpenAI() as elsewhere:
         await check(agents, "calls_nobody")  # imports the module
         sys.modules["doctors_patients"].ELSEWHERE = elsewhere.endpoint  # type: ignore[attr-defined] # its setting
-        links = await check(agents, "ignores_endpoint")
-    assert broken(links)[0] == "calls"
-    assert links["calls"].text == "the agent made 1 model call, none of them through the rollout's endpoint"
-    assert "OpenAI(base_url=llm.get_base_url()" in links["calls"].mend
+        checks = await check(agents, "ignores_endpoint")
+    assert broken(checks)[0] == "calls"
+    assert checks["calls"].text == "the agent made 1 model call, none of them through the rollout's endpoint"
+    assert "OpenAI(base_url=llm.get_base_url()" in checks["calls"].fix
 
 
-async def test_an_agent_that_makes_no_call_is_found_out(agents: str) -> None:
-    links = await check(agents, "calls_nobody")
-    assert broken(links) == ["calls", "triplets"]
-    assert links["calls"].text == "the agent made no model call"
-    assert links["triplets"].text == "no triplets: no span is a model call"
+async def test_an_agent_that_makes_no_call_is_reported(agents: str) -> None:
+    checks = await check(agents, "calls_nobody")
+    assert broken(checks) == ["calls", "triplets"]
+    assert checks["calls"].text == "the agent made no model call"
+    assert checks["triplets"].text == "no triplets: no span is a model call"
 
 
 async def test_prompts_are_tuned_without_model_calls(agents: str) -> None:
-    links = await check(agents, "calls_nobody", trains_weights=False)
-    assert broken(links) == []
-    assert (links["calls"].state, links["triplets"].state) == ("unchecked", "unchecked")
+    checks = await check(agents, "calls_nobody", trains_weights=False)
+    assert broken(checks) == []
+    assert (checks["calls"].state, checks["triplets"].state) == ("unchecked", "unchecked")
 
 
 async def test_a_configuration_names_agent_resources_task_and_what_is_tuned(
@@ -343,12 +343,12 @@ async def test_a_configuration_names_agent_resources_task_and_what_is_tuned(
     assert set(asked) == {"scripted"}
 
 
-async def test_a_server_that_answers_no_call_is_found_out(agents: str) -> None:
+async def test_a_server_that_answers_no_call_is_reported(agents: str) -> None:
     async with ScriptedOpenAI([Answer(status=400, error="context too long")]) as server:
-        links = await check(agents, "survives", endpoint=server.endpoint)
-    assert broken(links) == ["calls", "triplets"]
-    assert "none of 1 model call was answered; the last: " in links["calls"].text
-    assert "context too long" in links["calls"].text
+        checks = await check(agents, "survives", endpoint=server.endpoint)
+    assert broken(checks) == ["calls", "triplets"]
+    assert "none of 1 model call was answered; the last: " in checks["calls"].text
+    assert "context too long" in checks["calls"].text
 
 
 def test_spans_that_were_lost_are_counted() -> None:
@@ -356,61 +356,61 @@ def test_spans_that_were_lost_are_counted() -> None:
         rollout_id="ro-1", attempt_id="at-1", sequence_id=1, start_time=0.0, status="succeeded", spans_dropped=3
     )
     rollout = AttemptedRollout(rollout_id="ro-1", input=0, start_time=0.0, status="succeeded", attempt=attempt)
-    links = {link.name: link for link in Finding(rollout, [], TraceToTriplet(), False, True).links()}
-    assert links["spans"].state == "broken"
-    assert links["spans"].text == "3 spans of 3 did not arrive"
+    checks = {check.name: check for check in RolloutChecks(rollout, [], TraceToTriplet(), False, True).checks()}
+    assert checks["spans"].state == "broken"
+    assert checks["spans"].text == "3 spans of 3 did not arrive"
 
 
 # Tokens.
 
 
-async def test_a_server_without_token_ids_is_found_out(agents: str) -> None:
+async def test_a_server_without_token_ids_is_reported(agents: str) -> None:
     async with ScriptedOpenAI(token_ids="ignore") as server:
-        links = await check(agents, endpoint=server.endpoint)
+        checks = await check(agents, endpoint=server.endpoint)
         for_prompts = await check(agents, endpoint=server.endpoint, trains_weights=False)
-    assert broken(links) == ["token ids"]
-    assert links["token ids"].text == "3 of 3 answered calls came without token ids"
-    assert "return_token_ids" in links["token ids"].mend
+    assert broken(checks) == ["token ids"]
+    assert checks["token ids"].text == "3 of 3 answered calls have no token ids"
+    assert "return_token_ids" in checks["token ids"].fix
     assert broken(for_prompts) == [], "tuning prompts needs none"
 
 
-async def test_a_server_without_logprobs_is_found_out(agents: str, server: Server) -> None:
+async def test_a_server_without_logprobs_is_reported(agents: str, server: Server) -> None:
     server.spoil_answer = lambda choice: choice.pop("logprobs")
-    links = await check(agents, endpoint=server.url)
-    assert broken(links) == ["logprobs"]
-    assert links["logprobs"].text == "3 of 3 answered calls came without logprobs"
+    checks = await check(agents, endpoint=server.url)
+    assert broken(checks) == ["logprobs"]
+    assert checks["logprobs"].text == "3 of 3 answered calls have no logprobs"
 
 
-async def test_a_server_that_forgets_a_logprob_is_found_out(agents: str, server: Server) -> None:
+async def test_a_server_that_forgets_a_logprob_is_reported(agents: str, server: Server) -> None:
     server.spoil_answer = lambda choice: choice["logprobs"]["content"].pop()
-    links = await check(agents, endpoint=server.url)
-    assert broken(links) == ["logprobs", "triplets"]
-    assert links["logprobs"].text == "a call has 24 response tokens and 23 logprobs"
-    assert "must return one logprob for each sampled token" in links["triplets"].text
+    checks = await check(agents, endpoint=server.url)
+    assert broken(checks) == ["logprobs", "triplets"]
+    assert checks["logprobs"].text == "a call has 24 response tokens and 23 logprobs"
+    assert "must return one logprob for each sampled token" in checks["triplets"].text
 
 
 # Reward and triplets.
 
 
-async def test_an_agent_that_says_no_reward_is_found_out(agents: str) -> None:
-    links = await check(agents, "no_reward")
-    assert broken(links) == ["reward"]
-    assert "agl.emit_reward(...)" in links["reward"].mend
+async def test_an_agent_that_returns_no_reward_is_reported(agents: str) -> None:
+    checks = await check(agents, "no_reward")
+    assert broken(checks) == ["reward"]
+    assert "agl.emit_reward(...)" in checks["reward"].fix
     judged = await check(agents, "no_reward", reward=f"{agents}:judge")
     assert judged["reward"].text == "the rollout's reward is 0.25"
 
 
-async def test_an_agent_match_that_matches_nobody_is_found_out(
+async def test_an_agent_match_that_matches_no_agent_is_reported(
     agents: str, server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
-    links = await check(agents, "named", endpoint=server.url, agent_match="writer")
-    assert broken(links) == ["triplets"]
-    assert "1 made by agent 'solver', which agent_match='writer' does not want" in links["triplets"].text
-    assert "agents here: solver" in links["triplets"].mend
+    checks = await check(agents, "named", endpoint=server.url, agent_match="writer")
+    assert broken(checks) == ["triplets"]
+    assert "1 made by agent 'solver', which agent_match='writer' does not want" in checks["triplets"].text
+    assert "agents in this rollout: solver" in checks["triplets"].fix
     matched = await check(agents, "named", endpoint=server.url, agent_match="solver")
     assert matched["triplets"].text == "1 triplet to learn from, by solver"
     assert matched["template"].text == "no call goes on with the conversation of another"
-    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == [], "the links say it"
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == [], "the checks say it"
 
 
 # Template.
@@ -424,27 +424,27 @@ async def test_an_agent_match_that_matches_nobody_is_found_out(
     ],
     ids=["template", "retokenisation"],
 )
-async def test_history_that_becomes_other_tokens_is_found_out(
+async def test_history_that_becomes_other_tokens_is_reported(
     agents: str, server: Server, spoil: Callable[[list[int]], list[int]], kind: str
 ) -> None:
     server.spoil_history = spoil
-    links = await check(agents, endpoint=server.url)
-    assert broken(links) == ["template"]
-    assert f"2 calls cannot be joined with the one before (2 {kind}): " in links["template"].text
-    assert "keeps history as it was sampled" in links["template"].mend
+    checks = await check(agents, endpoint=server.url)
+    assert broken(checks) == ["template"]
+    assert f"2 calls cannot be joined with the previous call (2 {kind}): " in checks["template"].text
+    assert "keeps history as it was sampled" in checks["template"].fix
 
 
-async def test_an_agent_that_edits_its_history_is_found_out(agents: str, server: Server) -> None:
-    links = await check(agents, "edits_history", endpoint=server.url)
-    assert broken(links) == ["template"]
-    assert "the agent changed the history of the conversation, from message 1 on" in links["template"].text
-    assert "only append messages" in links["template"].mend
+async def test_an_agent_that_edits_its_history_is_reported(agents: str, server: Server) -> None:
+    checks = await check(agents, "edits_history", endpoint=server.url)
+    assert broken(checks) == ["template"]
+    assert "the agent changed the history of the conversation, from message 1 on" in checks["template"].text
+    assert "only append messages" in checks["template"].fix
 
 
 # The command.
 
 
-def test_the_command_prints_one_line_for_each_link() -> None:
+def test_the_command_prints_one_line_for_each_check() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "agentlightning", "doctor", "demo"], capture_output=True, text=True, check=False
     )
@@ -454,14 +454,14 @@ def test_the_command_prints_one_line_for_each_link() -> None:
     assert lines[7].startswith("ok        logprobs     one for each sampled token")
 
 
-def test_the_command_exits_with_1_when_a_link_is_broken(agents: str) -> None:
+def test_the_command_exits_with_1_when_a_check_fails(agents: str) -> None:
     done = CliRunner().invoke(command, [f"{agents}:no_reward", "--json"])
     assert done.exit_code == 1, done.output
     report = json.loads(done.output)
     assert report["ok"] is False
-    assert [link["name"] for link in report["links"] if link["state"] == "broken"] == ["reward"]
+    assert [check["name"] for check in report["checks"] if check["state"] == "broken"] == ["reward"]
     shown = CliRunner().invoke(command, [f"{agents}:no_reward", "--task", '{"a": 1}', "--resource", "p=text"])
-    assert "BROKEN    reward       the agent said no reward -> return a number" in shown.output
+    assert "BROKEN    reward       the agent returned no reward -> return a number" in shown.output
     assert "the agent ran on the task {'a': 1}" in shown.output
     assert CliRunner().invoke(command, ["demo", "--resource", "text"]).exit_code == 2
 

@@ -14,17 +14,19 @@ import click
 @click.command("doctor")
 @click.argument("agent")
 @click.option("--endpoint", metavar="URL", help="OpenAI-compatible model server; default is a scripted one.")
-@click.option("--model", help="Its model; default is the first that it lists.")
-@click.option("--api-key", envvar="OPENAI_API_KEY", show_envvar=True, help="What the model server wants to see.")
-@click.option("--task", metavar="JSON|TEXT", help="What the agent is given; default is the first one, or a greeting.")
-@click.option("--reward", metavar="MODULE:FUNCTION", help="reward(task, output, rollout), as Trainer.fit takes it.")
-@click.option("--resource", "resources", multiple=True, metavar="NAME=TEXT", help="A prompt that the agent asks for.")
-@click.option("--tracer", default="otel", show_default=True, help="Which tracer records it.")
-@click.option("--agent-match", metavar="REGEX", help="Train only the agents with such a name.")
+@click.option("--model", help="Name of the model; default is the first that the server lists.")
+@click.option("--api-key", envvar="OPENAI_API_KEY", show_envvar=True, help="API key of the model server.")
+@click.option("--task", metavar="JSON|TEXT", help="The task; default is the first of CONFIG, or a greeting.")
+@click.option("--reward", metavar="MODULE:FUNCTION", help="A function reward(task, output, rollout).")
+@click.option("--resource", "resources", multiple=True, metavar="NAME=TEXT", help="A prompt of the agent.")
+@click.option("--tracer", default="otel", show_default=True, help="The tracer.")
+@click.option("--agent-match", metavar="REGEX", help="Train only the agents whose name matches.")
 @click.option(
-    "--tunes", type=click.Choice(["weights", "prompts"]), help="What is learned; default as CONFIG says, or weights."
+    "--tunes",
+    type=click.Choice(["weights", "prompts"]),
+    help="What training changes; default: as in CONFIG, else weights.",
 )
-@click.option("--timeout", "timeout_s", default=60.0, show_default=True, help="Seconds that the rollout may take.")
+@click.option("--timeout", "timeout_s", default=60.0, show_default=True, help="Time limit of the rollout in seconds.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
     agent: str,
@@ -40,12 +42,12 @@ def command(
     timeout_s: float,
     as_json: bool,
 ) -> None:
-    """Run one rollout of AGENT and say which link to its training is broken.
+    """Run one rollout of AGENT and check that training could learn from it.
 
-    AGENT is module:attribute, path/to/file.py:attribute, demo, or a configuration file of `agl train`, whose agent,
-    resources and first task are taken. The exit code is 1 when a link is broken.
+    AGENT is module:attribute, path/to/file.py:attribute, demo, or a configuration file of `agl train`, which supplies
+    agent, resources and first task. The exit code is 1 when a check fails.
     """
-    from agentlightning_plugins.commands.doctor.checkup import Order, check_up
+    from agentlightning_plugins.commands.doctor.run import Request, run_checks
 
     is_config = Path(agent).suffix in (".yaml", ".yml", ".toml")
     given: dict[str, Any] = _read_config(Path(agent)) if is_config else {"agent": agent}
@@ -58,15 +60,15 @@ def command(
     if tunes is not None:
         given["trains_weights"] = tunes == "weights"
     given["resources"] = {**given.get("resources", {}), **dict(_read_resource(text) for text in resources)}
-    order = Order(reward=reward, tracer=tracer, agent_match=agent_match, timeout_s=timeout_s, **given)
-    links = asyncio.run(check_up(order))
-    is_well = all(link.state != "broken" for link in links)
+    request = Request(reward=reward, tracer=tracer, agent_match=agent_match, timeout_s=timeout_s, **given)
+    checks = asyncio.run(run_checks(request))
+    is_well = all(check.state != "broken" for check in checks)
     if as_json:
-        click.echo(json.dumps({"ok": is_well, "links": [link._asdict() for link in links]}, indent=2))
+        click.echo(json.dumps({"ok": is_well, "checks": [check._asdict() for check in checks]}, indent=2))
     else:
-        for link in links:
-            mend = f" -> {link.mend}" if link.mend else ""
-            click.echo(f"{_SHOWN[link.state]:9} {link.name:12} {link.text}{mend}")
+        for check in checks:
+            fix = f" -> {check.fix}" if check.fix else ""
+            click.echo(f"{_SHOWN[check.state]:9} {check.name:12} {check.text}{fix}")
     if not is_well:
         sys.exit(1)
 
@@ -75,7 +77,7 @@ _SHOWN = {"ok": "ok", "broken": "BROKEN", "unchecked": "-"}
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """What a configuration says of the agent, as fields of an order."""
+    """Reads the fields of ``Request`` from a configuration."""
     from agentlightning.plugin.registry import get_manager
     from agentlightning.resources import LLM, read_resources
     from agentlightning_plugins.commands.configuration.assembly import expand, load_data

@@ -1,4 +1,4 @@
-"""The model server of a check-up: the user's, or a scripted one when there is none."""
+"""The check ``endpoint``, and the answers of the scripted model server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import urllib.request
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from agentlightning_plugins.commands.doctor.link import Link, broken, ok, one_line
+from agentlightning_plugins.commands.doctor.check import Check, broken, ok, one_line
 
 if TYPE_CHECKING:
     from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest
@@ -18,27 +18,27 @@ _TIMEOUT_S: Final = 10.0
 _EXAMPLES: Final[dict[str, Any]] = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
 
 
-async def check_endpoint(endpoint: str, model: str | None, api_key: str | None) -> tuple[Link, str | None]:
-    """Asks a server for its models, which costs nothing.
+async def check_endpoint(endpoint: str, model: str | None, api_key: str | None) -> tuple[Check, str | None]:
+    """Lists the models of a server, a request that costs nothing.
 
     Returns:
-        The link, and the name of the model to use; None when there is none to use.
+        The check, and the name of the model to use; None when it failed.
     """
     try:
         models = await asyncio.to_thread(_list_models, endpoint, api_key)
     except urllib.error.HTTPError as error:
         if error.code in (401, 403):
             said = f"{endpoint} refuses the key ({error.code} {error.reason})"
-            return broken("endpoint", said, "give a key that it takes: --api-key, or OPENAI_API_KEY"), None
+            return broken("endpoint", said, "give a valid key: --api-key, or OPENAI_API_KEY"), None
         if error.code == 404 and model is not None:  # not every server has a list
-            return ok("endpoint", f"{endpoint} answers, and lists no models; {model} is used"), model
+            return ok("endpoint", f"{endpoint} answers, but lists no models; using {model}"), model
         said = f"{endpoint}/models answers {error.code} {error.reason}"
-        return broken("endpoint", said, _mend_url(endpoint)), None
+        return broken("endpoint", said, _suggest_url(endpoint)), None
     except (OSError, ValueError) as error:
         said = f"{endpoint} cannot be reached: {one_line(getattr(error, 'reason', error))}"
         return broken("endpoint", said, "start the model server, or give another --endpoint"), None
     if model is None and not models:
-        return broken("endpoint", f"{endpoint} serves no model", "load one there, or name one with --model"), None
+        return broken("endpoint", f"{endpoint} serves no model", "load a model there, or name one with --model"), None
     if model is not None and models and model not in models:
         said = f"{endpoint} has no model {model!r}; it has: {', '.join(models[:10])}"
         return broken("endpoint", said, "name one of them with --model"), None
@@ -46,7 +46,7 @@ async def check_endpoint(endpoint: str, model: str | None, api_key: str | None) 
     return ok("endpoint", f"{endpoint} answers; model {chosen}"), chosen
 
 
-def _mend_url(endpoint: str) -> str:
+def _suggest_url(endpoint: str) -> str:
     if endpoint.rstrip("/").endswith("/v1"):
         return "give the base URL of an OpenAI-compatible server, such as http://127.0.0.1:8000/v1"
     return "the base URL usually ends in /v1, such as http://127.0.0.1:8000/v1"
@@ -60,12 +60,12 @@ def _list_models(endpoint: str, api_key: str | None) -> list[str]:
         answer = json.load(response)
     data = answer.get("data") if isinstance(answer, dict) else None
     if not isinstance(data, list):
-        raise ValueError("what it answers is no list of models")
+        raise ValueError("the response is not a list of models")
     return [str(item["id"]) for item in data if isinstance(item, dict) and "id" in item]
 
 
 def answer_request(request: RecordedRequest) -> Answer:
-    """What the scripted server says: it calls the first tool once, with arguments that fit, and then talks."""
+    """Answers as the scripted server: calls the first tool once, with valid arguments, then replies with text."""
     from agentlightning_plugins.scripted_model.server import Answer
 
     tools = request.body.get("tools") or ()
@@ -79,7 +79,7 @@ def answer_request(request: RecordedRequest) -> Answer:
 
 
 def _example(schema: Mapping[str, Any]) -> Any:
-    """A value that fits a JSON schema, as far as a tool's parameters need it."""
+    """Returns a value that is valid under a JSON schema; supports the keywords that tool parameters use."""
     for key in ("default", "const"):
         if key in schema:
             return schema[key]

@@ -1,4 +1,4 @@
-"""The first link: what is installed."""
+"""The check ``environment``: installed versions, plugins, and conflicting distributions."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ from packaging.utils import canonicalize_name
 
 from agentlightning.plugin.registry import GROUP, get_manager
 from agentlightning.version import __version__
-from agentlightning_plugins.commands.doctor.link import Link, broken, ok, one_line
+from agentlightning_plugins.commands.doctor.check import Check, broken, ok, one_line
 
 _OURS = "lightning"
-_OWN_PLACE = "the two cannot share an environment: make a new one, and install Lightning there from its checkout"
+_OWN_PLACE = "the two cannot share an environment: create a new one, and install this Lightning there from its checkout"
 
 
-def check_environment() -> Link:
-    """Looks for packages that cannot live with us, versions that do not work, and broken plugins."""
+def check_environment() -> Check:
+    """Looks for conflicting distributions, unsupported versions and broken plugins."""
     foreign = _find_foreign()
     if foreign is not None:
         return broken("environment", foreign, _OWN_PLACE)
     wrong = list(_find_wrong_versions())
     if wrong:
-        return broken("environment", "; ".join(sorted(set(wrong))), "install the versions that are needed")
+        return broken("environment", "; ".join(sorted(set(wrong))), "install the required versions")
     plugins = get_manager().plugins.values()
     faulty = [f"{plugin.name} of {plugin.origin}: {plugin.error}" for plugin in plugins if plugin.state == "broken"]
     if faulty:
         return broken(
-            "environment", one_line("plugins cannot be loaded: " + "; ".join(faulty)), "mend or uninstall them"
+            "environment", one_line("plugins cannot be loaded: " + "; ".join(faulty)), "repair or uninstall them"
         )
     python = ".".join(map(str, sys.version_info[:3]))
     return ok("environment", f"Python {python}, Lightning {__version__}, {len(plugins)} plugins")
 
 
 def _find_foreign() -> str | None:
-    """The other distribution of our name, which is PyTorch Lightning."""
+    """Finds PyTorch Lightning, which has the same distribution name."""
     for distribution in importlib.metadata.distributions():
         name = distribution.metadata["Name"]
         if name and canonicalize_name(name) == _OURS and not any(p.group == GROUP for p in distribution.entry_points):
             return f"PyTorch Lightning (distribution lightning {distribution.version}) is installed here"
     if importlib.util.find_spec(_OURS) is not None:
-        return "a module named lightning, which is not ours, can be imported here; it is PyTorch Lightning's"
+        return "a module named lightning can be imported; it belongs to PyTorch Lightning, not to this package"
     return None
 
 
 def _find_wrong_versions() -> Iterator[str]:
-    """What is installed and is not what we, or an extra of ours, need."""
-    distributions = [plugin.distribution for plugin in get_manager().plugins.values() if plugin.distribution is not None]
-    ours = next((each for each in distributions if canonicalize_name(each.name) == _OURS), None)
+    """Yields each installed distribution whose version this package, or an extra of it, does not support."""
+    distributions = (plugin.distribution for plugin in get_manager().plugins.values())
+    ours = next((d for d in distributions if d is not None and canonicalize_name(d.name) == _OURS), None)
     for line in (ours.requires if ours is not None else None) or ():
         requirement = Requirement(line)
         extras = ("", *(ours.metadata.get_all("Provides-Extra") or ())) if ours is not None else ("",)
@@ -64,4 +64,4 @@ def _find_wrong_versions() -> Iterator[str]:
                 yield f"{requirement.name} is missing"
             continue
         if not requirement.specifier.contains(version, prereleases=True):
-            yield f"{requirement.name} {version} is installed, and {requirement.specifier} is needed"
+            yield f"{requirement.name} {version} is installed, but {requirement.specifier} is required"

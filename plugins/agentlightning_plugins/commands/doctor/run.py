@@ -1,4 +1,4 @@
-"""One rollout of an agent, in this process, with everything that training has: gateway, store, tracer, adapter."""
+"""Runs one rollout in this process, with the gateway, store, tracer and adapter that training uses, and checks it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from agentlightning.types import AttemptedRollout, RolloutConfig
 from agentlightning_plugins.commands.configuration.assembly import load_agent
 from agentlightning_plugins.commands.configuration.attribute import load_attribute
 from agentlightning_plugins.commands.configuration.config import AgentConfig, CommandConfig
+from agentlightning_plugins.commands.doctor.check import NAMES, Check, broken, ok, one_line, unchecked
 from agentlightning_plugins.commands.doctor.endpoint import answer_request, check_endpoint
 from agentlightning_plugins.commands.doctor.environment import check_environment
-from agentlightning_plugins.commands.doctor.finding import Finding, describe_failure
-from agentlightning_plugins.commands.doctor.link import NAMES, Link, broken, ok, one_line, unchecked
+from agentlightning_plugins.commands.doctor.rollout_check import RolloutChecks, describe_failure
 
 if TYPE_CHECKING:
     from agentlightning.tracer.tracer import Tracer
@@ -32,81 +32,79 @@ _SCRIPTED: Final = "scripted"
 _DEMO: Final = "demo"
 _DEMO_TASK: Final = {"question": "Tom has 3 apples and gets 4 more. How many apples has Tom now?", "answer": 7}
 NO_TASK: Final = object()
-"""The user named no task."""
+"""The user gave no task."""
 
 
 @dataclass(frozen=True)
-class Order:
-    """What is to be checked."""
+class Request:
+    """The arguments of ``agl doctor``."""
 
     agent: str | AgentConfig | CommandConfig
-    """``module:attribute``, ``path/to/file.py:attribute`` or ``demo``; or as a configuration says it."""
+    """``module:attribute``, ``path/to/file.py:attribute``, ``demo``, or the agent section of a configuration."""
     endpoint: str | None = None
     """Base URL of an OpenAI-compatible server; None uses a scripted one."""
     model: str | None = None
-    """None takes the first that the server lists."""
+    """None selects the first model that the server lists."""
     api_key: str | None = field(default=None, repr=False)
     task: Any = NO_TASK
     reward: str | None = None
     """``module:function``."""
     resources: Mapping[str, Resource | str] = field(default_factory=dict)
-    """What the agent is given, by name; calls to any ``LLM`` go through the gateway."""
+    """The agent's resources, by name; calls to any ``LLM`` go through the gateway."""
     tracer: str = "otel"
     agent_match: str | None = None
     trains_weights: bool = True
     timeout_s: float = 60.0
 
 
-async def check_up(order: Order) -> list[Link]:
-    """Checks every link; what cannot be checked because one before is broken says so."""
-    links = [check_environment()]
-    agent, link = _load_agent(order)
-    links.append(link)
+async def run_checks(request: Request) -> list[Check]:
+    """Runs every check; after a failure, the checks that depend on it are marked as unchecked."""
+    checks = [check_environment()]
+    agent, check = _load_agent(request)
+    checks.append(check)
     async with contextlib.AsyncExitStack() as stack:
-        endpoint, model, link = await _find_endpoint(order, stack)
-        links.append(link)
+        endpoint, model, check = await _find_endpoint(request, stack)
+        checks.append(check)
         if agent is None or model is None:
-            return _fill(links)
+            return _fill(checks)
         store = create_store("memory://")
         stack.push_async_callback(store.close)
         proxy = get_manager().get("gateway", "gateway")(
-            model_list=[{"model": model, "endpoint": endpoint, "api_key": order.api_key or "none"}],
+            model_list=[{"model": model, "endpoint": endpoint, "api_key": request.api_key or "none"}],
             store=store,
             num_retries=0,
         )
         await proxy.start()
         stack.push_async_callback(proxy.stop)
         llm = proxy.as_resource(model=model)
-        rollout, link = await _roll_out(order, agent, store, llm)
-        links.append(link)
+        rollout, check = await _roll_out(request, agent, store, llm)
+        checks.append(check)
         if rollout is None:
-            return _fill(links)
+            return _fill(checks)
         await proxy.flush()
         spans = list(await store.query_spans(rollout.rollout_id, rollout.attempt.attempt_id))
-        adapter = TraceToTriplet(agent_match=order.agent_match)
+        adapter = TraceToTriplet(agent_match=request.agent_match)
         with _quiet():
-            finding = Finding(rollout, spans, adapter, order.endpoint is None, order.trains_weights)
-            return links + finding.links()
+            rollout_checks = RolloutChecks(rollout, spans, adapter, request.endpoint is None, request.trains_weights)
+            return checks + rollout_checks.checks()
 
 
-def _fill(links: list[Link]) -> list[Link]:
-    cause = next(link.name for link in links if link.state == "broken")
-    return links + [unchecked(name, f"needs the link {cause!r}") for name in NAMES[len(links) :]]
+def _fill(checks: list[Check]) -> list[Check]:
+    cause = next(check.name for check in checks if check.state == "broken")
+    return checks + [unchecked(name, f"depends on the check {cause!r}") for name in NAMES[len(checks) :]]
 
 
-def _load_agent(order: Order) -> tuple[LitAgent[Any] | None, Link]:
-    spec = "agentlightning_plugins.demo.agent:calculator_agent" if order.agent == _DEMO else order.agent
+def _load_agent(request: Request) -> tuple[LitAgent[Any] | None, Check]:
+    spec = "agentlightning_plugins.demo.agent:calculator_agent" if request.agent == _DEMO else request.agent
     try:
-        reward = None if order.reward is None else load_attribute(order.reward)
+        reward = None if request.reward is None else load_attribute(request.reward)
         found = load_attribute(spec) if isinstance(spec, str) else load_agent(spec)
         agent = wrap(found, reward)
-        TraceToTriplet(agent_match=order.agent_match)
-        get_manager().create("tracer", order.tracer)
+        TraceToTriplet(agent_match=request.agent_match)
+        get_manager().create("tracer", request.tracer)
     except (LightningError, ImportError) as error:
-        mend = "see that `python -c 'import ...'` of the module works in this environment"
-        return None, broken(
-            "agent", one_line(error), mend if "importing" in str(error) else "the message says what it has to be"
-        )
+        fix = "make sure that `python -c 'import ...'` of the module works in this environment"
+        return None, broken("agent", one_line(error), fix if "importing" in str(error) else "follow the message")
     name = spec if isinstance(spec, str) else getattr(spec, "target", "the command")
     return agent, ok("agent", f"{name} is {_describe(found, agent)}")
 
@@ -116,65 +114,65 @@ def _describe(found: Any, agent: LitAgent[Any]) -> str:
     return f"{'a function' if type(found).__name__ == 'function' else type(found).__name__}, {how}"
 
 
-async def _find_endpoint(order: Order, stack: contextlib.AsyncExitStack) -> tuple[str, str | None, Link]:
-    if order.endpoint is not None:
-        link, model = await check_endpoint(order.endpoint, order.model, order.api_key)
-        return order.endpoint, model, link
+async def _find_endpoint(request: Request, stack: contextlib.AsyncExitStack) -> tuple[str, str | None, Check]:
+    if request.endpoint is not None:
+        check, model = await check_endpoint(request.endpoint, request.model, request.api_key)
+        return request.endpoint, model, check
     from agentlightning_plugins.scripted_model.server import ScriptedOpenAI
 
     server = await stack.enter_async_context(ScriptedOpenAI(answer_request))
-    said = "none was given: a scripted server answers, which tells nothing of your own (--endpoint URL)"
-    return server.endpoint, order.model or _SCRIPTED, ok("endpoint", said)
+    said = "a scripted server answers; to check your own model server: --endpoint URL"
+    return server.endpoint, request.model or _SCRIPTED, ok("endpoint", said)
 
 
 async def _roll_out(
-    order: Order, agent: LitAgent[Any], store: LightningStore, llm: Resource
-) -> tuple[AttemptedRollout | None, Link]:
+    request: Request, agent: LitAgent[Any], store: LightningStore, llm: Resource
+) -> tuple[AttemptedRollout | None, Check]:
     try:
-        tracer: Tracer = get_manager().create("tracer", order.tracer)
-        given = read_resources({**initial_prompts(agent), **order.resources})
+        tracer: Tracer = get_manager().create("tracer", request.tracer)
+        given = read_resources({**initial_prompts(agent), **request.resources})
         models = [name for name, resource in given.items() if isinstance(resource, LLM)]
         resources = {**given, **dict.fromkeys(models or ["llm"], llm)}
-        task = _choose_task(order)
+        task = _choose_task(request)
     except LightningError as error:
-        return None, broken("rollout", one_line(error), "the message says it")
+        return None, broken("rollout", one_line(error), "follow the message")
     resources_id = (await store.add_resources(resources)).resources_id
     runner: LitAgentRunner[Any] = LitAgentRunner(tracer, max_rollouts=1)
     with runner.run_context(agent=agent, store=store):
-        config = RolloutConfig(timeout_seconds=order.timeout_s)
+        config = RolloutConfig(timeout_seconds=request.timeout_s)
         queued = await store.enqueue_rollout(task, mode="train", resources_id=resources_id, config=config)
-        with contextlib.suppress(TimeoutError):  # an agent that cannot be stopped; the attempt has ended all the same
-            await asyncio.wait_for(runner.iter(), order.timeout_s + 10.0)
+        with contextlib.suppress(TimeoutError):  # the agent cannot be stopped, but the attempt has ended
+            await asyncio.wait_for(runner.iter(), request.timeout_s + 10.0)
     rollout = await store.get_rollout_by_id(queued.rollout_id)
     assert isinstance(rollout, AttemptedRollout), "it was dequeued"
     if rollout.status == "succeeded":
         return rollout, ok("rollout", f"the agent ran on the task {one_line(repr(task), 80)}")
-    return rollout, broken("rollout", describe_failure(rollout), _mend_rollout(order, rollout, task))
+    return rollout, broken("rollout", describe_failure(rollout), _suggest_fix(request, rollout, task))
 
 
-def _mend_rollout(order: Order, rollout: AttemptedRollout, task: Any) -> str:
+def _suggest_fix(request: Request, rollout: AttemptedRollout, task: Any) -> str:
     error = rollout.attempt.error
     message = "" if error is None else error.message
     if "but no resource has this name" in message:
-        return "give the prompts that the agent asks for: --resource NAME=TEXT"
+        return "give the missing prompt: --resource NAME=TEXT"
     if rollout.attempt.status == "timeout":
-        return "give it longer with --timeout, or see what it waits for"
-    if order.task is NO_TASK and order.agent != _DEMO:
-        return f"it ran on the task {task!r}; give one that it takes, as JSON or text: --task ..."
-    return "mend the agent; its traceback is above in the log, or run it by itself"
+        return "raise --timeout, or find out what the agent waits for"
+    if request.task is NO_TASK and request.agent != _DEMO:
+        return f"the task was {task!r}; give a task that the agent accepts, as JSON or text: --task ..."
+    return "fix the agent; the log above has its traceback"
 
 
-def _choose_task(order: Order) -> Any:
-    if order.task is not NO_TASK:
-        return order.task
-    if order.agent == _DEMO:
+def _choose_task(request: Request) -> Any:
+    if request.task is not NO_TASK:
+        return request.task
+    if request.agent == _DEMO:
         return _DEMO_TASK
     return "Say hello."
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps what the links say out of the log."""
+    """Silences the log while checks repeat what the result says."""
     import logging
 
     logger = logging.getLogger("agentlightning")

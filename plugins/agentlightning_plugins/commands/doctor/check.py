@@ -1,0 +1,53 @@
+"""One check of ``agl doctor``: its name, its outcome, and the fix when it fails."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, TypeAlias
+
+State: TypeAlias = Literal["ok", "broken", "unchecked"]
+NAMES: tuple[str, ...] = (
+    "environment",
+    "agent",
+    "endpoint",
+    "rollout",
+    "calls",
+    "spans",
+    "token ids",
+    "logprobs",
+    "reward",
+    "triplets",
+    "template",
+)
+"""In the request in which they are checked."""
+
+
+class Check(NamedTuple):
+    """The outcome of one check."""
+
+    name: str
+    state: State
+    text: str
+    """The finding, as a sentence."""
+    fix: str = ""
+    """The remedy; empty unless the check failed."""
+
+
+def ok(name: str, text: str) -> Check:
+    """A check that passed."""
+    return Check(name, "ok", text)
+
+
+def broken(name: str, text: str, fix: str) -> Check:
+    """A check that failed."""
+    return Check(name, "broken", text, fix)
+
+
+def unchecked(name: str, text: str) -> Check:
+    """A check that could not run, and the reason."""
+    return Check(name, "unchecked", text)
+
+
+def one_line(text: object, limit: int = 300) -> str:
+    """Converts to text, joins its lines, and cuts it to ``limit`` characters."""
+    line = " ".join(str(text).split())
+    return line if len(line) <= limit else line[: limit - 3] + "..."
