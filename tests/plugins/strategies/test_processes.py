@@ -18,7 +18,7 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.types import AttemptedRollout, RolloutConfig
-from agentlightning_plugins.strategies.processes.stopping import until_hurried, until_sigterm
+from agentlightning_plugins.strategies.processes.stopping import until_second_interrupt, until_sigterm
 from agentlightning_plugins.strategies.processes.supervisor import Ending, Supervisor
 from tests.process import wait_for
 
@@ -222,7 +222,7 @@ async def test_a_second_cancellation_of_a_run_breaks_off_the_wait_for_what_runs(
         try:
             await asyncio.Event().wait()
         finally:
-            waited.set_result(await until_hurried(drain()))
+            waited.set_result(await until_second_interrupt(drain()))
 
     run = asyncio.create_task(until_sigterm(work()))
     await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""From a checked configuration to the parts of a run."""
+"""Builds the parts of a run from a validated configuration."""
 
 from __future__ import annotations
 
@@ -50,21 +50,21 @@ _REFERENCE: Final = r"\$\{(\w+)\}"
 
 @dataclass(frozen=True)
 class Parts:
-    """What a run is made of, checked and loaded."""
+    """The loaded parts of a run."""
 
     agent: LitAgent[Any]
     train: Dataset[Any] | None
     val: Dataset[Any] | None
     resources: dict[str, Resource] | None
     components: dict[str, Any]
-    """By the Trainer's argument; those that the configuration does not name are absent."""
+    """By argument of ``Trainer``; contains only those that the configuration names."""
 
 
 def load_parts(config: TrainConfig, document: Document) -> Parts:
-    """Loads everything that a configuration names. Starts nothing and writes nothing.
+    """Loads all parts that a configuration names. Starts and writes nothing.
 
     Raises:
-        LightningError: something does not load; the message begins with where the configuration says it.
+        LightningError: a part cannot be loaded; the message starts with the location in the configuration.
     """
     parts = Parts(
         agent=_at(document, ("agent",), load_agent, config.agent),
@@ -89,12 +89,12 @@ def load_parts(config: TrainConfig, document: Document) -> Parts:
 
 
 def compose_algorithm(config: TrainConfig, document: Document) -> Any:
-    """What the algorithm makes of its settings, as plain values; None where that is no more than they say.
+    """Returns the algorithm's resolved settings as plain values; None if the algorithm does not resolve any.
 
-    What comes from the environment is written as in the file, for it may be a secret.
+    Values from the environment stay references, because they may be secrets.
 
     Raises:
-        LightningError: the algorithm is not installed, or refuses its settings.
+        LightningError: the algorithm is not installed, or rejects its settings.
     """
     if config.algorithm is None:
         return None
@@ -126,16 +126,16 @@ def make_trainer(config: TrainConfig, parts: Parts, directory: Path, *, resume: 
 
 
 def check_setup(config: TrainConfig, parts: Parts) -> Sequence[LLM]:
-    """Lets the algorithm refuse what it cannot work with; returns the endpoints that it calls itself.
+    """Runs the algorithm's own checks of the setup; returns the endpoints that the algorithm calls.
 
     Raises:
-        ConfigError: something is missing, or does not fit.
+        ConfigError: a part is missing or incompatible.
     """
     if getattr(parts.components.get("strategy"), "role", "both") == "runner":  # the algorithm runs elsewhere
         return ()
     algorithm: Algorithm = parts.components["algorithm"]
     context = RunContext(
-        # Another one stands for a store that is named: opening that may make a file.
+        # A memory store replaces a configured one, because opening that may create a file.
         store=None if config.store is None else create_store("memory://"),
         adapter=parts.components.get("adapter"),
         llm_proxy=parts.components.get("gateway"),
@@ -157,7 +157,7 @@ def fit(trainer: Trainer, parts: Parts) -> Run:
 
 
 def open_store(config: TrainConfig, directory: Path) -> LightningStore:
-    """The store of a run; one that others use too is scoped to the run by its directory's name."""
+    """Opens the store of a run. A shared store is scoped to the run by the name of its directory."""
     if config.store is None:
         make_directory(directory)
         return create_store(f"sqlite:///{directory}/store.db")
@@ -165,10 +165,10 @@ def open_store(config: TrainConfig, directory: Path) -> LightningStore:
 
 
 def load_agent(spec: str | AgentConfig | CommandConfig) -> LitAgent[Any]:
-    """The agent that a configuration names.
+    """Loads the agent that a configuration names.
 
     Raises:
-        ConfigError: it cannot be imported, or is nothing that can be an agent.
+        ConfigError: it cannot be imported, or is not an agent.
     """
     if isinstance(spec, str):
         return wrap(load_attribute(spec))
@@ -185,10 +185,10 @@ def load_agent(spec: str | AgentConfig | CommandConfig) -> LitAgent[Any]:
 
 
 def load_data(spec: str | DatasetConfig) -> Dataset[Any]:
-    """The tasks that a configuration names.
+    """Loads the tasks that a configuration names.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: they cannot be loaded, or there are none.
     """
     if isinstance(spec, str):
         return load_dataset(expand(spec))
@@ -196,7 +196,7 @@ def load_data(spec: str | DatasetConfig) -> Dataset[Any]:
 
 
 def expand(value: Any) -> Any:
-    """Replaces ``${NAME}`` in strings, however deep, by the environment variable.
+    """Replaces ``${NAME}`` by the environment variable in all strings of a nested value.
 
     Raises:
         ConfigError: the variable is not set.
@@ -209,7 +209,7 @@ def expand(value: Any) -> Any:
 
 
 def _hide(value: Any, references: Mapping[str, str]) -> Any:
-    """Undoes ``expand`` in whatever an algorithm has made of its result."""
+    """Replaces values of environment variables by their references, the inverse of ``expand``."""
     if isinstance(value, dict):
         return {key: _hide(child, references) for key, child in value.items()}
     if isinstance(value, list):
@@ -223,7 +223,7 @@ def _hide(value: Any, references: Mapping[str, str]) -> Any:
 def _from_environment(match: re.Match[str]) -> str:
     value = os.environ.get(match[1])
     if value is None:
-        raise ConfigError(f"the environment variable {match[1]} is not set, and the configuration asks for it")
+        raise ConfigError(f"the environment variable {match[1]} is not set, but the configuration uses it")
     return value
 
 
@@ -257,7 +257,7 @@ def _find_class(document: Document, path: KeyPath, kind: ComponentKind, spec: st
 
 
 def _complete_strategy(config: TrainConfig, document: Document) -> ComponentSpec | None:
-    """The strategy with those of its settings that stand at the top; the trainer chooses where none is named."""
+    """Adds ``n_runners`` and ``port`` to the strategy's settings; None if no strategy is configured."""
     if config.strategy is None:
         return None
     spec = {"name": config.strategy} if isinstance(config.strategy, str) else dict(config.strategy)
@@ -267,7 +267,7 @@ def _complete_strategy(config: TrainConfig, document: Document) -> ComponentSpec
             continue
         place = document.place((key,))
         if setting not in known:
-            raise ConfigError(f"{place}: the strategy {spec['name']!r} has no use for {key}; leave it out")
+            raise ConfigError(f"{place}: the strategy {spec['name']!r} has no setting {setting}; remove {key}")
         if setting in spec:
             raise ConfigError(f"{place}: {key} is given twice; the strategy has {setting} = {spec[setting]!r}")
         spec[setting] = getattr(config, key)

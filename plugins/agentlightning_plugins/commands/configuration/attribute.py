@@ -1,4 +1,4 @@
-"""Objects that a configuration or a command line names."""
+"""Imports objects that are named in a configuration or on the command line."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from agentlightning.errors import ConfigError, suggest
 
 
 def load_attribute(target: str) -> Any:
-    """Imports what ``module:attribute`` or ``path/to/file.py:attribute`` names; the working directory is searched too.
+    """Imports ``module:attribute`` or ``path/to/file.py:attribute``; the working directory is on the import path.
 
     Raises:
-        ConfigError: it has another form, the module cannot be imported, or it has no such attribute.
+        ConfigError: the form is invalid, the module cannot be imported, or the attribute does not exist.
     """
     name, separator, attribute = target.rpartition(":")
     if not separator or not name or not attribute:
@@ -24,7 +24,7 @@ def load_attribute(target: str) -> Any:
     if name.endswith(".py"):
         file = Path(name).resolve()
         if not file.is_file():
-            raise ConfigError(f"{target!r}: there is no file {file}; paths start at the working directory")
+            raise ConfigError(f"{target!r}: {file} does not exist; paths start at the working directory")
         folder, name = file.parent, file.stem
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))

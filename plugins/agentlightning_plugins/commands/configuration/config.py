@@ -1,4 +1,4 @@
-"""What a configuration file may say. Every field is an argument of ``Trainer``, or says where to find one."""
+"""The schema of a configuration file. Each field is an argument of ``Trainer``, or says where to load one from."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ class _Section(BaseModel):
 
 
 class AgentConfig(_Section):
-    """An agent that is Python."""
+    """An agent written in Python."""
 
     target: str
     """``module:attribute`` or ``file.py:attribute`` of a function, a LitAgent or a framework's object."""
     reward: str | None = None
-    """``module:attribute`` of ``reward(task, output, rollout) -> float``, when the agent does not say its reward."""
+    """``module:attribute`` of ``reward(task, output, rollout) -> float``, when the agent returns no reward."""
     task_to_input: str | None = None
     """``module:attribute`` of ``task_to_input(task)``, for framework objects."""
     prompts: dict[str, str] | None = None
-    """Texts of a framework's object that are tunable prompts: where it stands -> name of the prompt resource."""
+    """Tunable texts of a framework's object: path of the text -> name of the prompt resource."""
 
 
 class CommandConfig(_Section):
-    """An agent that is a program."""
+    """An agent that is a command."""
 
     model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
 
@@ -52,65 +52,65 @@ class CommandConfig(_Section):
 
 
 class DatasetConfig(_Section):
-    """Tasks, and which of them."""
+    """Where tasks come from, and which to use."""
 
     source: str
     """A file (.jsonl, .json, .csv, .parquet), ``module:attribute``, or ``hf:name``."""
     split: str | None = None
-    """Of a Hugging Face data set."""
+    """The split of a Hugging Face data set."""
     limit: int | None = Field(default=None, ge=1)
-    """Keep the first so many, after shuffling."""
+    """Maximum number of tasks, applied after shuffling."""
     shuffle_seed: int | None = None
-    """Shuffle with this seed; without one the order stays."""
+    """Seed for shuffling; None keeps the order."""
 
 
 class DataConfig(_Section):
-    """What the agent is run on."""
+    """The tasks of a run."""
 
     train: str | DatasetConfig | None = None
-    """Tasks to learn from."""
+    """Tasks for training."""
     val: str | DatasetConfig | None = None
-    """Tasks to judge by."""
+    """Tasks for validation."""
 
 
 class TrainConfig(_Section):
     """A run."""
 
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][\w.\-]*$")
-    """Of the run; default is the file's name."""
+    """Name of the run; default is the name of the file."""
     run_dir: str | None = None
-    """Directory of the run; default ``runs/<name>``, numbered when that is taken."""
+    """Directory of the run; default ``runs/<name>``, with a number if that exists."""
     agent: str | AgentConfig | CommandConfig
-    """What is trained: ``module:attribute``, or a mapping with ``target`` or ``command``."""
+    """The agent: ``module:attribute``, or a mapping with ``target`` or ``command``."""
     data: DataConfig = Field(default_factory=DataConfig)
     """The tasks."""
     algorithm: ComponentSpec | None = None
-    """What learns. `agl train` needs it."""
+    """The algorithm. `agl train` requires it."""
     store: str | None = None
     """URL of the store; default is ``sqlite://`` in the run's directory."""
     resources: dict[str, Any] | None = None
-    """What the agent gets before anything was learned, by name. A string is a prompt; other resources are mappings with
+    """Initial resources by name. A string is a prompt; other resources are mappings with
     ``resource_type``."""
     adapter: ComponentSpec | None = None
-    """Spans to training data; default is the algorithm's own."""
+    """Converts spans to training data; default is the algorithm's own."""
     tracer: ComponentSpec | None = None
-    """Records what the agent does; default ``otel``."""
+    """Records spans; default ``otel``."""
     strategy: ComponentSpec | None = None
-    """How runners run; default ``cs``."""
+    """Execution strategy; default ``cs``."""
     gateway: ComponentSpec | None = None
-    """Between the agent and its models; algorithms that need one make it."""
+    """The LLM gateway; algorithms that need one create it."""
     n_runners: int = Field(default=1, ge=1)
-    """Runner processes."""
+    """Number of runners."""
     max_concurrency: int | None = Field(default=None, ge=1)
-    """Rollouts at once in each runner."""
+    """Concurrent rollouts of each runner."""
     max_rollouts: int | None = Field(default=None, ge=1)
-    """Each runner ends after so many."""
+    """Number of rollouts after which a runner stops."""
     port: int | None = Field(default=None, ge=0, le=65535)
-    """Of the served store; default is a free one."""
+    """Port of the served store; default is a free one."""
     seed: int = 0
-    """What algorithms draw with that are given none of their own."""
+    """Random seed of algorithms that have no seed setting of their own."""
     trackers: list[ComponentSpec] | None = None
-    """Where metrics go; default ``console`` and ``jsonl``."""
+    """Trackers; default ``console`` and ``jsonl``."""
     hooks: list[str] | None = None
     """``module:attribute`` of ``Hook`` objects or classes."""
 
@@ -119,7 +119,7 @@ def read_config(document: Document) -> TrainConfig:
     """Checks a document against ``TrainConfig``.
 
     Raises:
-        ConfigError: names file, line, key and value, and the key that was probably meant.
+        ConfigError: names file, line, key and value, and the closest known key.
     """
     try:
         return TrainConfig.model_validate(document.values)
@@ -131,7 +131,7 @@ _UNION_TAGS: Final = frozenset({"str", "AgentConfig", "CommandConfig", "DatasetC
 
 
 def _explain(document: Document, error: ValidationError) -> str:
-    """The first error, said of the branch that was meant: a mapping is never told that it is no string."""
+    """Describes the first error, for the branch of a union that matches the type of the given value."""
     problems = sorted(error.errors(), key=lambda problem: problem["type"] == "missing")  # a misspelt key misses another
     chosen = next((p for p in problems if not _is_other_branch(document.values, p["loc"])), problems[0])
     path: KeyPath = tuple(part for part in chosen["loc"] if not _is_tag(part))

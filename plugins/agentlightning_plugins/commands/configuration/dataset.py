@@ -1,4 +1,4 @@
-"""Tasks from where a configuration says they are."""
+"""Loads tasks from files, Python modules and Hugging Face data sets."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def load_dataset(
         source: a file (.jsonl, .json, .csv, .parquet), ``module:attribute`` of a sequence or of a function that returns
             one, or ``hf:name`` of a Hugging Face data set.
         split: of a Hugging Face data set; default ``train``.
-        limit: keep the first so many, after shuffling.
-        shuffle_seed: shuffle with this seed; None keeps the order.
+        limit: maximum number of tasks, applied after shuffling.
+        shuffle_seed: seed for shuffling; None keeps the order.
 
     Raises:
-        ConfigError: it cannot be loaded, or holds no task.
+        ConfigError: the source cannot be loaded, or is empty.
     """
     if source.startswith("hf:"):
         tasks: Dataset[Any] = _load_hugging_face(source.removeprefix("hf:"), split or "train")
@@ -44,7 +44,7 @@ def load_dataset(
             f"{source!r}: give a file ({', '.join(_READERS)}), module:attribute, or hf:name of a Hugging Face data set"
         )
     if not len(tasks):
-        raise ConfigError(f"{source} holds no task")
+        raise ConfigError(f"{source} contains no tasks")
     if shuffle_seed is None and limit is None:
         return tasks
     order = list(range(len(tasks)))
@@ -93,7 +93,7 @@ def _read_parquet(path: Path) -> list[Any]:
     try:
         tasks: list[Any] = parquet.read_table(path).to_pylist()
     except ValueError as error:  # pyarrow's own errors are ValueErrors
-        raise ConfigError(f"{path} is no Parquet file: {error}") from error
+        raise ConfigError(f"{path} is not a Parquet file: {error}") from error
     return tasks
 
 
@@ -108,7 +108,7 @@ def _load_hugging_face(name: str, split: str) -> Dataset[Any]:
             found = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
         else:
             found = datasets.load_dataset(name, split=split)
-    except Exception as error:  # isolation point: the library raises whatever its many loaders raise
+    except Exception as error:  # isolation point: loaders of the library raise arbitrary exceptions
         raise ConfigError(f"hf:{name}, split {split!r}, cannot be loaded: {type(error).__name__}: {error}") from error
     dataset: Dataset[Any] = found
     return dataset
@@ -119,6 +119,8 @@ def _load_sequence(source: str) -> Dataset[Any]:
     if callable(found) and not hasattr(found, "__getitem__"):
         found = found()
     if isinstance(found, (str, bytes, dict)) or not (hasattr(found, "__len__") and hasattr(found, "__getitem__")):
-        raise ConfigError(f"{source} is a {type(found).__name__}; a sequence of tasks is needed, or a function for one")
+        raise ConfigError(
+            f"{source} is a {type(found).__name__}; a sequence of tasks is needed, or a function that returns one"
+        )
     dataset: Dataset[Any] = found
     return dataset

@@ -1,4 +1,4 @@
-"""A configuration file as written: its values, where each stands, and what the command line changed."""
+"""A configuration file as data: its values, the line of each, and the overrides of the command line."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ _Loader.add_implicit_resolver(
 
 @dataclass
 class Document:
-    """Values of a configuration, and for error messages the line of each."""
+    """The values of a configuration, and their lines for error messages."""
 
     name: str
     values: dict[str, Any]
     lines: dict[KeyPath, int] = field(default_factory=dict)
-    """Counted from 1."""
+    """Line numbers, from 1."""
     overridden: dict[KeyPath, str] = field(default_factory=dict)
-    """What the command line said, as it was written."""
+    """The overrides, as written on the command line."""
 
     def place(self, path: KeyPath) -> str:
-        """Where a value stands, for an error message."""
+        """Describes the location of a value for an error message."""
         for length in range(len(path), -1, -1):
             if path[:length] in self.overridden:
                 return f"command line, {self.overridden[path[:length]]}"
@@ -54,7 +54,7 @@ class Document:
         """Applies ``a.b=value`` arguments; values are read as YAML.
 
         Raises:
-            ConfigError: an argument of another form, or a key below something that has no keys.
+            ConfigError: an argument is not ``key=value``, or its key lies below a value that is not a mapping.
         """
         for argument in arguments:
             key, separator, text = argument.partition("=")
@@ -82,7 +82,7 @@ def read_document(path: Path) -> Document:
     """Reads a YAML or TOML file.
 
     Raises:
-        ConfigError: it cannot be read, is not a mapping, or says a key twice.
+        ConfigError: the file cannot be read, is not a mapping, or contains a key twice.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -99,10 +99,10 @@ def read_document(path: Path) -> Document:
 
 
 def check_secrets(document: Document) -> None:
-    """Refuses secrets that are written out: a configuration is printed and stored.
+    """Rejects literal secrets, because a configuration is printed and stored.
 
     Raises:
-        ConfigError: a key or password that is no reference to the environment.
+        ConfigError: a key or password is not a reference to the environment.
     """
     for path, value in _walk(document.values, ()):
         if not isinstance(value, str) or _REFERENCE.search(value):

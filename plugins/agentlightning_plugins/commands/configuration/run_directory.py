@@ -12,11 +12,11 @@ CONFIG_NAME: Final = "config.yaml"
 
 
 def choose_directory(named: str | None, name: str) -> Path:
-    """The directory of a new run: the one that was named, or the first free of runs/name, runs/name-2, ..., made."""
+    """Returns ``named``, or creates and returns the first of runs/name, runs/name-2, ... that does not exist."""
     if named is not None:
         return Path(named)
     root, number = Path("runs"), 1
-    # Made at once, so that two runs begun together do not choose the same.
+    # Created at once, so that two runs started together do not choose the same directory.
     while not make_directory(directory := root / (name if number == 1 else f"{name}-{number}")):
         number += 1
     return directory

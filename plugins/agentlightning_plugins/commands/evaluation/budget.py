@@ -1,4 +1,4 @@
-"""An algorithm that may use so many rollouts and no more."""
+"""Limits the number of rollouts that an algorithm may use."""
 
 from __future__ import annotations
 

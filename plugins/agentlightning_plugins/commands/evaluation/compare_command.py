@@ -1,4 +1,4 @@
-"""``agl compare``: several algorithms on the same agent, data, seeds and budget."""
+"""``agl compare``: compares algorithms on the same agent, data, seeds and budget."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from agentlightning.errors import ConfigError
 
 @dataclass
 class _Contestant:
-    """One algorithm's results, by seed."""
+    """The results of one algorithm."""
 
     spec: dict[str, Any]
     rewards: list[Sequence[Sequence[float]]] = field(default_factory=list)
-    """By seed, by task, by repetition: of the test tasks, after training."""
+    """Rewards on the test tasks after training, indexed by seed, task and repetition."""
     rollouts: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
     def takes(self, setting: str) -> bool:
-        """Whether its algorithm has this setting."""
+        """Whether the algorithm has this setting."""
         from agentlightning.plugin.registry import get_manager
 
         return setting in inspect.signature(get_manager().get("algorithm", self.spec["name"])).parameters
 
     def by_task(self) -> list[list[float]]:
-        """Rewards of each task, of all seeds and repetitions."""
+        """The rewards of each task over all seeds and repetitions."""
         return [[reward for seed in task for reward in seed] for task in zip(*self.rewards, strict=True)]
 
 
@@ -47,13 +47,13 @@ class _Contestant:
     multiple=True,
     required=True,
     metavar="YAML",
-    help="A name, or '{name: ..., setting: ...}'; repeat it. The first is what the others are compared with.",
+    help="A name, or '{name: ..., setting: ...}'; may be repeated. The first is the baseline of the comparison.",
 )
-@click.option("--seeds", default="0", show_default=True, help="As in 0,1,2: each algorithm is run with each.")
-@click.option("--repetitions", "-n", default=1, show_default=True, type=click.IntRange(min=1), help="Of a test task.")
-@click.option("--budget", type=click.IntRange(min=1), metavar="N", help="Rollouts an algorithm may use to learn.")
-@click.option("--test", "test", metavar="SOURCE", help="Tasks to judge by; default is data.val.")
-@click.option("--run-dir", type=click.Path(path_type=Path), help="Keep the runs there; default runs/compare-<n>.")
+@click.option("--seeds", default="0", show_default=True, help="Comma-separated; each algorithm runs once per seed.")
+@click.option("--repetitions", "-n", default=1, show_default=True, type=click.IntRange(min=1), help="Per test task.")
+@click.option("--budget", type=click.IntRange(min=1), metavar="N", help="Maximum number of training rollouts.")
+@click.option("--test", "test", metavar="SOURCE", help="The test tasks; default is data.val.")
+@click.option("--run-dir", type=click.Path(path_type=Path), help="Directory of the runs; default runs/compare-<n>.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
     config: Path,
@@ -66,10 +66,10 @@ def command(
     run_dir: Path | None,
     as_json: bool,
 ) -> None:
-    """Train the agent of CONFIG with several algorithms and compare what they learned.
+    """Train the agent of CONFIG with several algorithms and compare the results.
 
-    Each algorithm learns from data.train and data.val; what it published is judged on the test tasks. p is that of a
-    paired permutation test over tasks against the first algorithm.
+    Each algorithm learns from data.train and data.val; its published resources are evaluated on the test tasks. The
+    p-value is that of a paired permutation test over tasks against the first algorithm.
     """
     from agentlightning_plugins.commands.configuration.assembly import check_setup
     from agentlightning_plugins.commands.configuration.dataset import load_dataset
@@ -85,7 +85,7 @@ def command(
         chosen_seeds = [int(text) for text in seeds.split(",")]
     except ValueError:
         raise click.UsageError(f"--seeds {seeds}: numbers separated by commas are needed, as in 0,1,2") from None
-    for contestant in contestants:  # a mistake in the last one is known before the first one has trained
+    for contestant in contestants:  # check every algorithm before the first one trains
         checked, parts = _load(document, contestant, chosen_seeds[0])
         check_setup(checked, parts)
         if tasks is None and parts.val is None:
@@ -116,7 +116,7 @@ def _to_spec(text: str) -> dict[str, Any]:
 
 
 def _load(document: Any, contestant: _Contestant, seed: int) -> tuple[Any, Any]:
-    """The configuration of one run, and what it names."""
+    """Reads the configuration of one run and loads its parts."""
     from agentlightning_plugins.commands.configuration.assembly import load_parts
     from agentlightning_plugins.commands.configuration.config import read_config
 
@@ -144,7 +144,9 @@ def _run_one(
     checked, parts = _load(document, contestant, seed)
     test = tasks if tasks is not None else parts.val
     algorithm = parts.components["algorithm"]
-    keeps_model = contestant.takes("test_dataset")  # its model is gone when it is done, so it evaluates by itself
+    keeps_model = contestant.takes(
+        "test_dataset"
+    )  # it stops its model server when it ends, so it evaluates the test tasks itself
     if keeps_model:
         algorithm.test_dataset = [test[index] for index in range(len(test)) for _ in range(repetitions)]
     limited = Budgeted(algorithm, budget)

@@ -1,4 +1,4 @@
-"""``agl eval``: one agent, one dataset."""
+"""``agl eval``: evaluates one agent on one dataset."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ import click
 @click.command("eval")
 @click.argument("config", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-@click.option("--data", metavar="val|train|SOURCE", help="Default is data.val, or data.train where there is no other.")
-@click.option("--repetitions", "-n", default=1, show_default=True, type=click.IntRange(min=1), help="Of each task.")
-@click.option("--success", default=1.0, show_default=True, type=float, help="A reward of at least this is a success.")
-@click.option("--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), help="Seconds for one rollout.")
-@click.option("--resources", "learned", metavar="RUN_DIR|URL", help="Take the latest resources of that store.")
-@click.option("--run-dir", type=click.Path(path_type=Path), help="Keep the rollouts there; default is nowhere.")
+@click.option("--data", metavar="val|train|SOURCE", help="The tasks; default is data.val, else data.train.")
+@click.option("--repetitions", "-n", default=1, show_default=True, type=click.IntRange(min=1), help="Per task.")
+@click.option("--success", default=1.0, show_default=True, type=float, help="Smallest reward that counts as a success.")
+@click.option(
+    "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Time limit of a rollout."
+)
+@click.option("--resources", "learned", metavar="RUN_DIR|URL", help="Use the latest resources of that store.")
+@click.option("--run-dir", type=click.Path(path_type=Path), help="Keep the rollouts in this directory.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
     config: Path,
@@ -33,7 +35,7 @@ def command(
 ) -> None:
     """Evaluate the agent of CONFIG: mean reward with its 95 % interval, pass@k, errors.
 
-    Exit code 0 whatever the score; 1 when no rollout succeeded.
+    The exit code is 1 when no rollout succeeded, else 0.
     """
     from agentlightning_plugins.commands.configuration.assembly import load_parts
     from agentlightning_plugins.commands.configuration.config import read_config
@@ -43,7 +45,7 @@ def command(
     document = read_document(config)
     document.override(overrides)
     check_secrets(document)
-    document.values.pop("algorithm", None)  # what would train it has no say here
+    document.values.pop("algorithm", None)  # evaluation ignores the training algorithm
     checked = read_config(document)
     parts = load_parts(checked, document)
     if data in (None, "val", "train"):
@@ -51,7 +53,7 @@ def command(
             data
         ]
         if chosen is None:
-            raise click.UsageError(f"{config} has no data.{data or 'val'}; add it, or give --data SOURCE")
+            raise click.UsageError(f"{config} has no data.{data or 'val'}; add it, or use --data SOURCE")
     else:
         chosen = load_dataset(str(data))
     settings = {"repetitions": repetitions, "success_threshold": success, "rollout_timeout_s": timeout_s}
@@ -80,12 +82,12 @@ def evaluate(
 
     Args:
         checked: the configuration.
-        parts: what it names.
+        parts: its loaded parts.
         dataset: the tasks.
-        directory: of the run.
-        settings: of the algorithm.
-        learned: whose latest resources to use instead of the configuration's; None for those.
-        quiet: print nothing on the way.
+        directory: the run's directory.
+        settings: settings of the algorithm ``evaluation``.
+        learned: a run or store whose latest resources replace the configuration's.
+        quiet: do not print progress.
     """
     from agentlightning.plugin.registry import get_manager
     from agentlightning_plugins.commands.configuration.assembly import Parts, fit, make_trainer
@@ -100,10 +102,10 @@ def evaluate(
 
 
 def read_learned(where: str) -> dict[str, Any]:
-    """The latest resources of a run's directory or store.
+    """Reads the latest resources of a run's directory or store.
 
     Raises:
-        NotFoundError: it has none.
+        NotFoundError: there are none.
     """
     import asyncio
 
@@ -117,14 +119,14 @@ def read_learned(where: str) -> dict[str, Any]:
         finally:
             await store.close()
         if latest is None:
-            raise NotFoundError(f"{where} holds no resources")
+            raise NotFoundError(f"{where} contains no resources")
         return dict(latest.resources)
 
     return asyncio.run(read())
 
 
 def show_score(metrics: dict[str, float]) -> None:
-    """Prints a score for people."""
+    """Prints a score as text."""
     interval = f"[{metrics['reward_low']:.3f}, {metrics['reward_high']:.3f}]"
     click.echo(f"reward   {metrics['reward']:.3f}  95 % interval {interval}")
     for name, value in metrics.items():

@@ -23,7 +23,7 @@ class FineTuningExample(BaseModel):
     """One conversation: a line of a fine-tuning file."""
 
     messages: list[dict[str, Any]]
-    """The last is the answer that is learned."""
+    """The last message is the one to learn."""
     tools: list[dict[str, Any]] | None = None
 
     @model_serializer(mode="wrap")
@@ -32,9 +32,9 @@ class FineTuningExample(BaseModel):
 
 
 async def select_examples(store: LightningStore, min_reward: float) -> AsyncIterator[FineTuningExample]:
-    """The conversations of rollouts that succeeded with at least ``min_reward``: rejection sampling.
+    """Yields the conversations of rollouts that succeeded with at least ``min_reward`` (rejection sampling).
 
-    A conversation of several model calls is one example. A rollout some of whose spans were lost is left out.
+    A conversation of several model calls is one example. Rollouts with lost spans are excluded.
     """
     adapter = TraceToMessages()
     async for rollout in every(store.query_rollouts, status_in=["succeeded"]):
@@ -43,14 +43,14 @@ async def select_examples(store: LightningStore, min_reward: float) -> AsyncIter
         if reward is None or reward < min_reward:
             continue
         if isinstance(rollout, AttemptedRollout) and rollout.attempt.spans_dropped:
-            logger.warning("rollout %s lost spans and is left out", rollout.rollout_id)
+            logger.warning("rollout %s lost spans and is excluded", rollout.rollout_id)
             continue
         for example in to_examples(adapter.adapt(spans)):
             yield example
 
 
 def to_examples(histories: Sequence[ChatHistory]) -> list[FineTuningExample]:
-    """Chat histories of one rollout as examples."""
+    """Converts the chat histories of one rollout to examples."""
     return [
         FineTuningExample(messages=[_clean(message) for message in history["messages"]], tools=thaw(_tools(history)))
         for history in drop_prefixes(histories)
@@ -62,7 +62,7 @@ def _tools(history: ChatHistory) -> list[dict[str, Any]] | None:
 
 
 def _clean(message: dict[str, Any]) -> dict[str, Any]:
-    """What the API knows of a message; the content may be empty beside tool calls only."""
+    """Keeps the fields that the API accepts. Content may be missing only beside tool calls."""
     kept: dict[str, Any] = {name: thaw(message[name]) for name in _FIELDS if message.get(name) is not None}
     if "content" not in kept and "tool_calls" not in kept:
         kept["content"] = ""

@@ -31,7 +31,7 @@ def resources() -> None:
 
 
 @resources.command("list")
-@click.option("--limit", default=20, show_default=True, type=click.IntRange(min=1), help="The newest so many.")
+@click.option("--limit", default=20, show_default=True, type=click.IntRange(min=1), help="Show the newest N.")
 @json_option
 @with_store
 async def list_resources(store: LightningStore, limit: int, as_json: bool) -> None:

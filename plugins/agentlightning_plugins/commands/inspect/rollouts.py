@@ -37,7 +37,7 @@ def rollouts() -> None:
 @rollouts.command("list")
 @click.option("--status", multiple=True, type=_STATUS, help="Only these; may be repeated.")
 @click.option("--step", type=int, help="Of an algorithm's step.")
-@click.option("--limit", default=20, show_default=True, type=click.IntRange(min=1), help="The newest so many.")
+@click.option("--limit", default=20, show_default=True, type=click.IntRange(min=1), help="Show the newest N.")
 @json_option
 @with_store
 async def list_rollouts(
@@ -55,7 +55,7 @@ async def list_rollouts(
         print_json([to_json(rollout) for rollout in page])
         return
     rows = [await _row(store, rollout) for rollout in page]
-    print_table(("rollout", "status", "mode", "attempt", "reward", "begun", "seconds", "input"), rows)
+    print_table(("rollout", "status", "mode", "attempt", "reward", "started", "seconds", "input"), rows)
     if page.total > len(page):
         click.echo(f"{len(page)} of {page.total}; --limit shows more", err=True)
 
@@ -117,7 +117,7 @@ async def follow_rollouts(store: LightningStore, as_json: bool) -> None:
 @json_option
 @with_store
 async def cancel_rollouts(store: LightningStore, rollout_ids: tuple[str, ...], as_json: bool) -> None:
-    """Cancel rollouts; those that run are stopped."""
+    """Cancel rollouts; running ones are stopped."""
     await _each(store.cancel_rollout, rollout_ids, as_json)
 
 
@@ -133,7 +133,7 @@ async def retry_rollouts(store: LightningStore, rollout_ids: tuple[str, ...], as
 @rollouts.command("delete")
 @click.argument("rollout_ids", nargs=-1)
 @click.option("--status", multiple=True, type=click.Choice(["succeeded", "failed", "cancelled"]), help="Only these.")
-@click.option("--older-than", type=click.FloatRange(min=0), metavar="DAYS", help="Only those that ended before that.")
+@click.option("--older-than", type=click.FloatRange(min=0), metavar="DAYS", help="Only those ended DAYS ago.")
 @click.option("--keep", type=click.IntRange(min=0), metavar="N", help="All but the newest N.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @json_option
@@ -216,8 +216,8 @@ async def _row(store: LightningStore, rollout: Rollout) -> tuple[Any, ...]:
         reward = find_final_reward(spans.items)
     seconds = None if rollout.end_time is None else f"{rollout.end_time - rollout.start_time:.1f}"
     number = None if attempt is None else attempt.sequence_id
-    begun = show_time(rollout.start_time)
-    return rollout.rollout_id, rollout.status, rollout.mode, number, reward, begun, seconds, shorten(rollout.input)
+    started = show_time(rollout.start_time)
+    return rollout.rollout_id, rollout.status, rollout.mode, number, reward, started, seconds, shorten(rollout.input)
 
 
 def _milliseconds(start: float | None, end: float | None) -> str:

@@ -30,7 +30,7 @@ def spans() -> None:
 @click.argument("rollout_id", required=False)
 @click.option("--attempt", metavar="ID", help="Of one attempt, or of the `latest`.")
 @click.option("--name", help="Only spans whose name contains this.")
-@click.option("--limit", default=50, show_default=True, type=click.IntRange(min=1), help="At most so many.")
+@click.option("--limit", default=50, show_default=True, type=click.IntRange(min=1), help="Show at most N.")
 @json_option
 @with_store
 async def list_spans(

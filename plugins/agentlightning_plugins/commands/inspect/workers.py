@@ -32,13 +32,13 @@ def workers() -> None:
 @json_option
 @with_store
 async def list_workers(store: LightningStore, as_json: bool) -> None:
-    """List workers, those heard of last first."""
+    """List workers, sorted by their last heartbeat."""
     page = await store.query_workers(sort_by="last_heartbeat_time", sort_order="desc")
     if as_json:
         print_json([to_json(worker) for worker in page])
         return
     print_table(
-        ("worker", "status", "heard of", "rollout"),
+        ("worker", "status", "last heartbeat", "rollout"),
         [(w.worker_id, w.status, _ago(w.last_heartbeat_time), w.current_rollout_id) for w in page],
     )
 
@@ -57,7 +57,7 @@ async def show_worker(store: LightningStore, worker_id: str, as_json: bool) -> N
 @json_option
 @with_store
 async def follow_workers(store: LightningStore, as_json: bool) -> None:
-    """Print each worker that takes or ends work, until Ctrl-C."""
+    """Print each worker that starts or finishes an attempt, until Ctrl-C."""
     async for event in store.subscribe(["rollout_started", "attempt_finished"]):
         if not isinstance(event, RolloutStarted | AttemptFinished):
             continue
@@ -78,7 +78,7 @@ async def follow_workers(store: LightningStore, as_json: bool) -> None:
 @json_option
 @with_store
 async def end_worker(store: LightningStore, worker_id: str, as_json: bool) -> None:
-    """Say that a worker is dead: what it ran is run again, or failed, without waiting for its lease."""
+    """Declare a worker dead: its attempts end at once instead of at the end of their lease."""
     found(await store.get_worker_by_id(worker_id), "worker", worker_id)
     ended = await store.end_worker(worker_id)
     print_result(as_json, {"ended": ended}, f"{ended} attempts ended")

@@ -15,35 +15,35 @@ _TEMPLATES: Final = Path(__file__).with_name("template")
 
 @click.group("new")
 def new() -> None:
-    """Write the first files of a plugin or an agent."""
+    """Create a plugin or an agent from a template."""
 
 
 @new.command("plugin")
 @click.argument("name")
-@click.option("--into", type=click.Path(path_type=Path), help="Folder to make; default is the plugin's name.")
+@click.option("--into", type=click.Path(path_type=Path), help="Directory to create; default is the plugin's name.")
 def new_plugin(name: str, into: Path | None) -> None:
-    """Write a plugin package: a tracker, with a test that installs and uses it."""
+    """Create a plugin package: a tracker, with a test that installs and uses it."""
     folder = _write("plugin", name, into)
     click.echo(
-        f"{folder}: a plugin that works. Next:\n\n"
+        f"Created a working plugin in {folder}. Next:\n\n"
         f"    cd {folder}\n    pip install -e . pytest\n    agl plugins\n    pytest"
     )
 
 
 @new.command("agent")
 @click.argument("name")
-@click.option("--into", type=click.Path(path_type=Path), help="Folder to make; default is the agent's name.")
+@click.option("--into", type=click.Path(path_type=Path), help="Directory to create; default is the agent's name.")
 def new_agent(name: str, into: Path | None) -> None:
-    """Write an agent with tasks and a configuration that runs."""
+    """Create an agent with tasks and a configuration, ready to run."""
     folder = _write("agent", name, into)
-    click.echo(f"{folder}: an agent that runs. Next:\n\n    cd {folder}\n    agl train config.yaml")
+    click.echo(f"Created a working agent in {folder}. Next:\n\n    cd {folder}\n    agl train config.yaml")
 
 
 @click.command("completion")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def completion(context: click.Context, shell: str) -> None:
-    """Print what makes SHELL complete `agl`; put it into the shell's start-up file.
+    """Print the completion script of `agl` for SHELL.
 
     \b
     bash:  agl completion bash >> ~/.bashrc
@@ -59,13 +59,13 @@ def completion(context: click.Context, shell: str) -> None:
 
 def _write(kind: str, name: str, into: Path | None) -> Path:
     if re.fullmatch(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*", name) is None:
-        raise click.UsageError(f"{name!r}: a name is lower-case letters, digits and hyphens, as in my-{kind}")
+        raise click.UsageError(f"{name!r}: a name consists of lower-case letters, digits and hyphens, as in my-{kind}")
     module = name.replace("-", "_")
     if keyword.iskeyword(module) or module in sys.stdlib_module_names:
-        raise click.UsageError(f"{name!r}: Python has something of this name; choose another, as my-{name}")
+        raise click.UsageError(f"{name!r}: Python uses this name; choose another, as in my-{name}")
     folder = into or Path(name)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise click.UsageError(f"{folder} is there already; name another folder with --into")
+        raise click.UsageError(f"{folder} already exists; choose another directory with --into")
     class_name = "".join(part.capitalize() for part in module.split("_"))
     for source in sorted((_TEMPLATES / kind).rglob("*.in")):
         target = folder / str(source.relative_to(_TEMPLATES / kind)).removesuffix(".in").replace("MODULE", module)

@@ -1,4 +1,4 @@
-"""``agl replay``: a recorded rollout again, with the model answers that were recorded."""
+"""``agl replay``: repeats a rollout with its recorded model responses."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 @click.command("replay")
 @click.argument("agent")
 @click.argument("rollout_id")
-@click.option("--attempt", default="latest", metavar="ID", help="Whose model answers; default is the latest one's.")
-@click.option("--reward", metavar="MODULE:ATTRIBUTE", help="reward(task, output, rollout), if the agent says none.")
+@click.option("--attempt", default="latest", metavar="ID", help="The attempt to replay.")
+@click.option("--reward", metavar="MODULE:ATTRIBUTE", help="reward(task, output, rollout), if the agent returns none.")
 @json_option
 @with_store
 async def command(
     store: LightningStore, agent: str, rollout_id: str, attempt: str, reward: str | None, as_json: bool
 ) -> None:
-    """Run AGENT on a recorded rollout's task with its recorded model answers.
+    """Run AGENT on a recorded rollout's task with the recorded model responses.
 
     AGENT is module:attribute, file.py:attribute, or a configuration file of `agl train`. Nothing is written to the
-    store. A debugger works: the agent runs in this process. Exit code 1 when the agent asks for other things than it
-    did then, or ends with another reward.
+    store. The agent runs in this process, so a debugger works. The exit code is 1 when the agent's requests or its
+    reward differ from the recording.
     """
     from agentlightning_plugins.commands.configuration.assembly import load_agent
     from agentlightning_plugins.commands.configuration.config import AgentConfig, read_config
@@ -125,7 +125,7 @@ async def _resources_of(store: LightningStore, rollout: Rollout) -> Mapping[str,
 
 
 def _model_calls(spans: Sequence[Span]) -> list[Span]:
-    """One span for each call: the gateway's where there is one, since the client's tells of the same call."""
+    """Selects one span per call: the gateway's if there is one, else the client's."""
     calls = [span for span in spans if semconv.is_llm_call(span)]
     recorded = [span for span in calls if semconv.GATEWAY_COMPLETE in span.attributes]
     chosen = recorded or calls
@@ -148,7 +148,7 @@ def _to_answer(span: Span) -> Answer:
 
 
 def _compare(calls: Sequence[Span], requests: Sequence[RecordedRequest]) -> Any:
-    """What the agent asked otherwise than it did when it was recorded, by call."""
+    """Describes how each request of the agent differs from the recorded one."""
     for number, (call, request) in enumerate(zip(calls, requests, strict=False), 1):
         then = [(m.get("role"), m.get("content")) for m in semconv.read_input_messages(call)]
         now = [(m.get("role"), _text(m.get("content"))) for m in request.body.get("messages", ())]

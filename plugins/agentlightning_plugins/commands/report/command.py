@@ -1,4 +1,4 @@
-"""``agl report``: what a run has come to."""
+"""``agl report``: prints the report of a run."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from agentlightning_plugins.commands.terminal.output import json_option, print_j
 @click.argument("directory", type=click.Path(path_type=Path), metavar="RUN_DIR")
 @json_option
 def command(directory: Path, as_json: bool) -> None:
-    """Print the report of the run in RUN_DIR: rollouts, metrics, errors and what was learned, as of now."""
+    """Print the report of the run in RUN_DIR: rollouts, metrics, errors and learned resources."""
     written = directory / REPORT_NAME
     try:
         report = asyncio.run(_read(directory))
     except StoreError as error:
         if as_json or not written.is_file():
             raise
-        click.echo(f"{error}\nWhat was written when the run last ended:\n", err=True)
+        click.echo(f"{error}\nThe report that was written when the run ended:\n", err=True)
         click.echo(written.read_text(encoding="utf-8"), nl=False)
         return
     if as_json:
@@ -55,4 +55,4 @@ def _open_store(directory: Path) -> LightningStore:
     config = directory / CONFIG_NAME
     if config.is_file() and (checked := read_config(read_document(config))).store is not None:
         return open_store(checked, directory.resolve())
-    raise ConfigError(f"{directory} says no store; see {directory / REPORT_NAME}, written when the run ended")
+    raise ConfigError(f"{directory} names no store; see {directory / REPORT_NAME}, written when the run ended")

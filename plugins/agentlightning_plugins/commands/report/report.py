@@ -1,4 +1,4 @@
-"""The report of a run: what was done, what it came to, and what was learned, for people."""
+"""The report of a run: rollouts, metrics, errors and learned resources."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from agentlightning.types import AttemptedRollout, Metrics, RolloutStatus, Run
 REPORT_NAME: Final = "report.md"
 _MAX_ERRORS: Final = 10
 _MAX_FAILED: Final = 1000
-"""How many failed rollouts, the newest ones, are looked at for their errors."""
+"""Maximum number of failed rollouts, the newest, whose errors are counted."""
 
 
-class Course(NamedTuple):
-    """How one metric went."""
+class MetricSummary(NamedTuple):
+    """First, last, lowest and highest value of one metric."""
 
     first: float
     last: float
@@ -29,28 +29,28 @@ class Course(NamedTuple):
 
 
 class Report(NamedTuple):
-    """A run in short."""
+    """The contents of a report."""
 
     run: Run
     record: Mapping[str, Any]
     """``run.json``."""
     rollouts: Mapping[str, int]
-    """By status."""
+    """Number of rollouts by status."""
     errors: Mapping[str, int]
-    """Of failed rollouts: how often which."""
+    """Number of failed rollouts by error."""
     steps: int
-    metrics: Mapping[str, Course]
+    metrics: Mapping[str, MetricSummary]
     learned: Mapping[str, str]
-    """The latest resources: prompts as their text, others in short and without keys."""
+    """The latest resources as text, without API keys."""
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        metrics = {name: course._asdict() for name, course in self.metrics.items()}
+        """Converts to plain JSON values."""
+        metrics = {name: summary._asdict() for name, summary in self.metrics.items()}
         return {**self._asdict(), "run": self.run.model_dump(mode="json"), "metrics": metrics}
 
     def to_markdown(self) -> str:
-        """As text."""
-        begun = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.run.created_at))
+        """Converts to Markdown."""
+        started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.run.created_at))
         resumed = len(self.record.get("resumed_at", ()))
         total = sum(self.rollouts.values())
         counts = ", ".join(f"{count} {status}" for status, count in self.rollouts.items() if count)
@@ -60,7 +60,7 @@ class Report(NamedTuple):
         lines = [
             f"# {self.run.name}: {self.run.status}\n",
             f"- algorithm: {algorithm['name'] if isinstance(algorithm, Mapping) else algorithm}",
-            f"- begun: {begun}" + f", resumed {'once' if resumed == 1 else f'{resumed} times'}" * bool(resumed),
+            f"- started: {started}" + f", resumed {'once' if resumed == 1 else f'{resumed} times'}" * bool(resumed),
             f"- rollouts: {total}" + f" ({counts})" * bool(counts),
             f"- steps: {self.steps}",
             f"- seed: {self.record.get('seed', 0)}",
@@ -68,7 +68,9 @@ class Report(NamedTuple):
         ]
         if self.metrics:
             lines += ["\n## Metrics\n", "| | first | last | lowest | highest |", "|---|---|---|---|---|"]
-            lines += [f"| {name} | {' | '.join(f'{v:.4g}' for v in course)} |" for name, course in self.metrics.items()]
+            lines += [
+                f"| {name} | {' | '.join(f'{v:.4g}' for v in summary)} |" for name, summary in self.metrics.items()
+            ]
         if self.errors:
             lines += ["\n## Errors\n", *(f"- {count} x {error}" for error, count in self.errors.items())]
         if self.learned:
@@ -78,10 +80,10 @@ class Report(NamedTuple):
 
 
 async def read_report(store: LightningStore, directory: Path) -> Report:
-    """Makes the report of the run of a store from what is stored now.
+    """Builds the report of a store's run from the records that exist now.
 
     Raises:
-        ConfigError: ``directory`` holds no run.
+        ConfigError: ``directory`` contains no run.
     """
     run = await store.get_run_by_id(store.run_id)
     statuses: tuple[RolloutStatus, ...] = get_args(RolloutStatus)
@@ -104,7 +106,7 @@ async def read_report(store: LightningStore, directory: Path) -> Report:
         rollouts=counts,
         errors=dict(errors.most_common(_MAX_ERRORS)),
         steps=len(metrics),
-        metrics=_read_courses(metrics),
+        metrics=_summarize(metrics),
         learned={} if latest is None else {name: _describe(value) for name, value in latest.resources.items()},
     )
 
@@ -120,12 +122,14 @@ async def write_report(store: LightningStore, directory: Path) -> Path:
     return file
 
 
-def _read_courses(metrics: Sequence[Metrics]) -> dict[str, Course]:
+def _summarize(metrics: Sequence[Metrics]) -> dict[str, MetricSummary]:
     by_name: dict[str, list[float]] = {}
     for entry in metrics:
         for name, value in entry.values.items():
             by_name.setdefault(name, []).append(value)
-    return {name: Course(values[0], values[-1], min(values), max(values)) for name, values in sorted(by_name.items())}
+    return {
+        name: MetricSummary(values[0], values[-1], min(values), max(values)) for name, values in sorted(by_name.items())
+    }
 
 
 def _describe(resource: Any) -> str:

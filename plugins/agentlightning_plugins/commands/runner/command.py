@@ -1,4 +1,4 @@
-"""``agl runner``: runners against a store that others use too."""
+"""``agl runner``: runs an agent on the rollouts of a shared store."""
 
 from __future__ import annotations
 
@@ -14,13 +14,25 @@ _DEFAULT_STORE = "http://127.0.0.1:4747"
 
 @click.command("runner")
 @click.argument("agent")
-@click.option("--store", default=_DEFAULT_STORE, show_default=True, metavar="URL", help="Token: AGL_TOKEN.")
-@click.option("--run", default=None, metavar="NAME", help="Whose rollouts to run; default is the run `default`.")
-@click.option("--reward", metavar="MODULE:ATTRIBUTE", help="reward(task, output, rollout), if the agent says none.")
-@click.option("--n-runners", default=1, show_default=True, type=click.IntRange(min=1), help="Processes.")
-@click.option("--max-concurrency", default=16, show_default=True, type=click.IntRange(min=1), help="Rollouts at once.")
-@click.option("--max-rollouts", type=click.IntRange(min=1), help="Each process ends after so many.")
-@click.option("--tracer", default="otel", show_default=True, help="Records what the agent does.")
+@click.option(
+    "--store",
+    default=_DEFAULT_STORE,
+    show_default=True,
+    metavar="URL",
+    help="Its token: AGL_TOKEN.",
+)
+@click.option("--run", default=None, metavar="NAME", help="Name of the run; default is `default`.")
+@click.option("--reward", metavar="MODULE:ATTRIBUTE", help="reward(task, output, rollout), if the agent returns none.")
+@click.option("--n-runners", default=1, show_default=True, type=click.IntRange(min=1), help="Number of processes.")
+@click.option(
+    "--max-concurrency",
+    default=16,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Per process.",
+)
+@click.option("--max-rollouts", type=click.IntRange(min=1), help="Rollouts after which a process stops.")
+@click.option("--tracer", default="otel", show_default=True, help="The tracer.")
 def command(
     agent: str,
     store: str,
@@ -31,10 +43,10 @@ def command(
     max_rollouts: int | None,
     tracer: str,
 ) -> None:
-    """Run AGENT on the rollouts that wait in a store.
+    """Run AGENT on the queued rollouts of a store.
 
-    AGENT is module:attribute, file.py:attribute, or a configuration file of `agl train`, whose agent is taken. Ctrl-C
-    lets rollouts in flight finish; a second one does not.
+    AGENT is module:attribute, file.py:attribute, or a configuration file of `agl train`. Ctrl-C waits for
+    the rollouts in flight; a second Ctrl-C stops them.
     """
     from agentlightning.plugin.registry import get_manager
     from agentlightning.store.factory import create_store
@@ -47,10 +59,10 @@ def command(
     from agentlightning_plugins.strategies.processes.supervisor import Supervisor
 
     if store.startswith("memory://"):
-        raise click.UsageError("memory:// lives in one process; give the URL of a store that runners share")
+        raise click.UsageError("memory:// cannot be shared between processes; use another store")
     if Path(agent).suffix in (".yaml", ".yml", ".toml"):
         if reward is not None:
-            raise click.UsageError("the configuration names the reward; leave --reward out")
+            raise click.UsageError("the configuration defines the reward; remove --reward")
         what = load_agent(read_config(read_document(Path(agent))).agent)
     else:
         what = load_agent(AgentConfig(target=agent, reward=reward))
@@ -62,8 +74,8 @@ def command(
         opened = create_store(store, run=run, token=token)
         try:
             whose = f"run {opened.run_id} of {re.sub('(?<=://)[^/@]*@', '', store)}"  # no password at the terminal
-            click.echo(f"Looking for {whose}")
-            await opened.statistics()  # a store that is not there is known before processes are started
+            click.echo(f"Connecting to {whose}")
+            await opened.statistics()  # fails here, before processes are started, if the store is unreachable
             click.echo(f"Running {agent} for {whose}: {n_runners} x {max_concurrency} rollouts at once.")
             await Supervisor(RunnerProcesses(job, store, token, opened.run_id), opened, n_runners).run()
         finally:

@@ -1,4 +1,4 @@
-"""Which store a command looks into, and how."""
+"""Opens the store that a command works on, and reads its records page by page."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _PAGE = 500
 
 
 def with_store(command: Callable[Concatenate[LightningStore, P], Coroutine[Any, Any, None]]) -> Callable[P, None]:
-    """Gives a coroutine the store of ``--store`` and ``--run``, and makes it a click command's function."""
+    """Decorates a coroutine function as a click command that gets the store of ``--store`` and ``--run``."""
 
     @click.option(
-        "--store", "where", metavar="URL", help="Or the directory of a run. Default: AGL_STORE, agl.db, agl store."
+        "--store", "where", metavar="URL", help="Or a run's directory. Default: AGL_STORE, then agl.db, then agl store."
     )
-    @click.option("--run", metavar="NAME", help="Of a store that several runs share; default is the run `default`.")
+    @click.option("--run", metavar="NAME", help="A run of a shared store; default is `default`.")
     @functools.wraps(command)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> None:
         where, run = kwargs.pop("where"), kwargs.pop("run")
@@ -43,22 +43,22 @@ def with_store(command: Callable[Concatenate[LightningStore, P], Coroutine[Any, 
             asyncio.run(main())
         except StoreError as error:
             if type(error) is StoreError and where is None and "AGL_STORE" not in os.environ:
-                raise StoreError(f"{error} To look elsewhere: --store URL, or --store runs/NAME") from error
+                raise StoreError(f"{error} Select another store with --store URL or --store runs/NAME.") from error
             raise
 
     return wrapper
 
 
 def open_store(where: str | None, run: str | None) -> LightningStore:
-    """Opens the store that a user names, or the one that is most likely meant.
+    """Opens the store that the user names, or a default.
 
     Args:
-        where: a URL or the directory of a run. None: AGL_STORE, else ``agl.db`` of the working directory, else a server
-            at the port of ``agl store``.
-        run: whose rollouts and resources; None is the run ``default``.
+        where: a URL or the directory of a run. None: AGL_STORE, else ``agl.db`` in the working directory, else
+            ``agl store`` on its default port.
+        run: name of the run; None is ``default``.
 
     Raises:
-        ConfigError: there is no such store.
+        ConfigError: the store does not exist.
     """
     where = where or os.environ.get("AGL_STORE")
     if where is None:
@@ -66,17 +66,17 @@ def open_store(where: str | None, run: str | None) -> LightningStore:
     elif "://" not in where:
         folder = Path(where)
         if not (folder / "store.db").is_file():
-            raise click.UsageError(f"--store {where}: neither a URL nor the directory of a run (no {folder}/store.db)")
+            raise click.UsageError(f"--store {where}: not a URL, and {folder}/store.db does not exist")
         where = f"sqlite:///{folder / 'store.db'}"
     if where.startswith("sqlite:///") and not Path(where.removeprefix("sqlite:///").split("?")[0]).is_file():
-        raise click.UsageError(f"--store {where}: there is no such file")
+        raise click.UsageError(f"--store {where}: the file does not exist")
     return create_store(where, run=run, token=os.environ.get("AGL_TOKEN") if where.startswith("http") else None)
 
 
 async def every(
     query: Callable[..., Awaitable[PaginatedResult[T]]], *args: Any, limit: int | None = None, **conditions: Any
 ) -> AsyncIterator[T]:
-    """Items of a query, read page by page, so that any number of them takes bounded memory."""
+    """Yields the items of a query. Reads page by page, so memory stays bounded."""
     left, offset, cursor = limit, 0, None
     while left is None or left > 0:
         size = _PAGE if left is None else min(_PAGE, left)
@@ -92,10 +92,10 @@ async def every(
 
 
 def found(item: T | None, what: str, id: str) -> T:
-    """``item``, which a getter gave.
+    """Returns ``item``, the result of a getter.
 
     Raises:
-        NotFoundError: it is None.
+        NotFoundError: ``item`` is None.
     """
     if item is None:
         raise NotFoundError(f"no {what} {id!r} in this store")

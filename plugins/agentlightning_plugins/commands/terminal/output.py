@@ -1,4 +1,4 @@
-"""What the commands print and write."""
+"""Prints records at the terminal, and writes them to files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def print_line(value: Any) -> None:
 
 
 def print_result(as_json: bool, value: dict[str, Any], text: str) -> None:
-    """Prints what a command has done, as JSON or in words."""
+    """Prints the result of a command, as JSON or as text."""
     if as_json:
         print_json(value)
     else:
@@ -42,7 +42,7 @@ def print_result(as_json: bool, value: dict[str, Any], text: str) -> None:
 
 
 def print_fields(record: dict[str, Any]) -> None:
-    """Prints one record, a line for each field that is set."""
+    """Prints one record: one line for each field that is set."""
     for name, value in record.items():
         if value not in (None, {}, []):
             shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -50,7 +50,7 @@ def print_fields(record: dict[str, Any]) -> None:
 
 
 def show_time(instant: float | None) -> str:
-    """A Unix time as local time, with the date when that is not today's."""
+    """A Unix time as local time; includes the date unless it is today."""
     if instant is None:
         return ""
     then, today = time.localtime(instant), time.localtime()
@@ -66,15 +66,15 @@ def shorten(value: Any, length: int = 60) -> str:
 
 
 async def export(records: AsyncIterator[M], path: Path, what: str, as_json: bool) -> None:
-    """Writes records to a .jsonl or .parquet file, and prints how many.
+    """Writes records to a .jsonl or .parquet file, and prints their number.
 
-    The file appears when it is complete. In Parquet, values that are mappings or lists are JSON text.
+    The file appears only when it is complete. In Parquet, values that are mappings or lists are JSON text.
 
     Raises:
-        ConfigError: another kind of file, or it cannot be written.
+        ConfigError: the suffix is not supported, or the file cannot be written.
     """
     if path.suffix not in (".jsonl", ".parquet"):
-        raise ConfigError(f"{path}: the name of an export ends in .jsonl or .parquet")
+        raise ConfigError(f"{path}: the file name of an export must end in .jsonl or .parquet")
     draft = path.with_name(path.name + ".draft")
     try:
         count = await (_write_lines if path.suffix == ".jsonl" else _write_parquet)(records, draft)

@@ -1,4 +1,4 @@
-"""``agl train --dry-run``: what can be known of a run before it is begun."""
+"""``agl train --dry-run``: checks a run without starting it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TIMEOUT_S = 5.0
 
 
 def check_run(config: TrainConfig, parts: Parts, say: Callable[[str], object]) -> bool:
-    """Says a line about each part; returns whether all of them are in order."""
+    """Reports one line about each part; returns whether all are valid."""
     say(f"ok    agent        {parts.agent!r}")
     for name, dataset in (("train", parts.train), ("val", parts.val)):
         if dataset is not None:
@@ -72,7 +72,7 @@ def _try_store(url: str) -> str | None:
 
 
 def _try_endpoint(endpoint: str, key: str | None) -> str | None:
-    """Asks for the list of models, which costs nothing; any answer but a refusal shows that something is there."""
+    """Lists the models, a request that costs nothing. Returns the problem, or None if the server answers."""
     import urllib.error
     import urllib.request
 

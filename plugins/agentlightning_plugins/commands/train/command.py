@@ -20,9 +20,9 @@ from agentlightning_plugins.commands.configuration.run_directory import CONFIG_N
 EXIT_CODES: Final = """
 \b
 Exit codes:
-  0    the run succeeded (or what was to be checked or printed is in order)
-  1    the algorithm failed, or every rollout did; why is said above
-  2    the configuration, the data or an argument is wrong; nothing was run
+  0    success
+  1    the algorithm or every rollout failed; the reason is printed above
+  2    the configuration, the data or an argument is invalid; nothing was run
   130  stopped by Ctrl-C; 143 by SIGTERM. Continue with --resume.
 """
 
@@ -32,8 +32,8 @@ Exit codes:
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Directory of the run; default runs/<name>.")
 @click.option("--resume", type=click.Path(path_type=Path), metavar="RUN_DIR", help="Continue an interrupted run.")
-@click.option("--print-config", is_flag=True, help="Print what the run would be configured with, and stop.")
-@click.option("--dry-run", is_flag=True, help="Check agent, data, plugins and endpoints, and stop.")
+@click.option("--print-config", is_flag=True, help="Print the resolved configuration and exit.")
+@click.option("--dry-run", is_flag=True, help="Check agent, data, plugins and endpoints, and exit.")
 def command(
     config: Path | None,
     overrides: tuple[str, ...],
@@ -42,9 +42,9 @@ def command(
     print_config: bool,
     dry_run: bool,
 ) -> None:
-    """Train an agent as CONFIG (YAML or TOML) says.
+    """Train the agent of CONFIG, a YAML or TOML file.
 
-    KEY=VALUE changes the configuration for this run: algorithm.steps=20.
+    KEY=VALUE overrides a setting for this run: algorithm.steps=20.
     """
     from agentlightning_plugins.commands.configuration.assembly import check_setup, load_parts, make_trainer
     from agentlightning_plugins.commands.configuration.config import read_config
@@ -53,20 +53,20 @@ def command(
 
     if resume is not None:
         if run_dir is not None:
-            raise click.UsageError("--resume names the directory already; leave --run-dir out")
+            raise click.UsageError("--resume already names the directory; remove --run-dir")
         overrides = (str(config), *overrides) if config is not None else overrides
         if config is not None and "=" not in str(config):
-            raise click.UsageError(f"--resume takes the run's own configuration; leave {config} out")
+            raise click.UsageError(f"--resume uses the run's own configuration; remove {config}")
         resume = _enter(resume)
         config = resume / CONFIG_NAME
     if config is None:
-        raise click.UsageError("name a configuration file, or a run to continue: agl train --resume RUN_DIR")
+        raise click.UsageError("give a configuration file, or a run to continue: agl train --resume RUN_DIR")
     document = read_document(config)
     document.override(overrides)
     check_secrets(document)
     checked = read_config(document)
     if checked.algorithm is None:
-        raise ConfigError(f"{document.name}: algorithm is missing; say what learns, as in algorithm: baseline")
+        raise ConfigError(f"{document.name}: algorithm is missing; set one, as in algorithm: baseline")
     if print_config:
         _print_config(checked, document)
         return
@@ -80,11 +80,11 @@ def command(
     check_setup(checked, parts)  # before there is a directory
     directory = resume or run_dir or choose_directory(checked.run_dir, checked.name or config.stem)
     if resume is None and (directory / RECORD_NAME).exists():
-        raise ConfigError(f"{directory} holds a run already; continue it with: agl train --resume {directory}")
+        raise ConfigError(f"{directory} already contains a run; continue it with: agl train --resume {directory}")
     try:
         trainer = make_trainer(checked, parts, directory, resume=resume is not None)
     except LightningError:
-        with contextlib.suppress(OSError):  # nothing was run, so nothing empty is left
+        with contextlib.suppress(OSError):  # nothing was run, so remove the empty directories
             directory.rmdir()
             directory.parent.rmdir()
         raise
@@ -99,7 +99,7 @@ def command(
 
 @click.group("config")
 def config_command() -> None:
-    """What a configuration may say."""
+    """Describe the configuration format."""
 
 
 @config_command.command("schema")
@@ -111,21 +111,23 @@ def schema_command() -> None:
 
 
 def _print_config(checked: Any, document: Any) -> None:
-    """Prints the configuration, and as a second document what the algorithm composes from its settings, if it does."""
+    """Prints the configuration, and the settings that the algorithm resolves, if any, as a second document."""
     from agentlightning_plugins.commands.configuration.assembly import compose_algorithm
 
     click.echo(_dump(document.values), nl=False)
     composed = compose_algorithm(checked, document)
     if composed is not None:
-        click.echo(f"---  # what the algorithm gets\n{_dump(composed)}", nl=False)
+        click.echo(f"---  # the algorithm's resolved settings\n{_dump(composed)}", nl=False)
 
 
 def _show_runner_command(trainer: Any, store: str | None, config: Path) -> None:
-    """Says how the other half is started: a run whose runners look elsewhere waits for ever."""
+    """Prints the command that starts the runners of this run."""
     strategy = trainer.strategy
     url = store or f"http://{strategy.server_host}:{strategy.server_port}"
     run = "" if trainer.store.run_id == DEFAULT_RUN_ID else f" --run {trainer.store.run_id}"
-    click.echo(f"no agent runs here; start runners with:\n\n    agl runner {config} --store {url}{run}\n", err=True)
+    click.echo(
+        f"this process runs no agents; start runners with:\n\n    agl runner {config} --store {url}{run}\n", err=True
+    )
 
 
 def _fit(trainer: Any, parts: Any, directory: Path) -> None:
@@ -138,19 +140,17 @@ def _fit(trainer: Any, parts: Any, directory: Path) -> None:
         raise SystemExit(130 if isinstance(stop, KeyboardInterrupt) else stop.code) from None
     except (ConfigError, PluginError):
         raise
-    except LightningError as error:  # of a run that was under way: no mistake in the configuration
+    except LightningError as error:  # raised by a running algorithm: the configuration was valid
         traceback.print_exc()
         raise SystemExit(1) from error
     if run.status == "failed":
-        click.echo(
-            f"failed: no rollout of {directory} succeeded; agl report {directory} says which errors they had", err=True
-        )
+        click.echo(f"failed: no rollout of {directory} succeeded; agl report {directory} lists the errors", err=True)
         raise SystemExit(1)
     click.echo(f"done: {directory}", err=True)
 
 
 def _enter(directory: Path) -> Path:
-    """Goes to where the run was begun, because its configuration's paths start there."""
+    """Changes to the directory in which the run was started, because the configuration's paths are relative to it."""
     from agentlightning.run.directory import read_record
 
     record = read_record(directory)

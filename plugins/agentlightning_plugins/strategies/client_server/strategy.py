@@ -1,4 +1,4 @@
-"""Strategy ``cs``: the store is served, every runner is a process that talks to it, and dead runners are replaced."""
+"""Strategy ``cs``: serves the store, runs each runner in its own process, and replaces runners that die."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Role = Literal["both", "algorithm", "runner"]
 
 
 class ClientServerExecutionStrategy(ExecutionStrategy):
-    """Processes: agents have cores of their own, and a crash takes one runner, not the run."""
+    """Runs runners as processes: agents use several cores, and a crash ends one runner, not the run."""
 
     def __init__(
         self,
@@ -31,19 +31,18 @@ class ClientServerExecutionStrategy(ExecutionStrategy):
         main_process: Literal["algorithm", "runner"] = "algorithm",
         managed_store: bool | None = None,
     ) -> None:
-        """Chooses what runs here. Every None is read from the environment.
+        """Sets the role of this process. Arguments that are None are read from the environment.
 
         Args:
-            role: ``both``, or the half of a run that is spread over machines; AGL_CURRENT_ROLE, default both.
-            server_host: where the store is served; AGL_SERVER_HOST, default 127.0.0.1. Beyond loopback a token is
-                needed: AGL_TOKEN.
-            server_port: AGL_SERVER_PORT; default is a free one for both, 4747 for the halves.
-            n_runners: runner processes.
+            role: ``both``, or the half that runs here if a run is split over machines; AGL_CURRENT_ROLE, default both.
+            server_host: address on which the store is served; AGL_SERVER_HOST, default 127.0.0.1. Any other than
+                loopback needs a token: AGL_TOKEN.
+            server_port: port of the served store; AGL_SERVER_PORT, default a free one for ``both``, else 4747.
+            n_runners: number of runner processes.
             main_process: ``runner`` runs the only runner in this process, where debuggers work, and the algorithm in a
-                process of its own.
-            managed_store: whether we serve the store, rather than use one that is served already at that address;
-                AGL_MANAGED_STORE, default true. A trainer whose store is an ``http://`` one uses that, whatever this
-                says.
+                child process.
+            managed_store: serve the store, rather than use the one that is served at that address already;
+                AGL_MANAGED_STORE, default true. A trainer with an ``http://`` store always uses that store.
 
         Raises:
             ConfigError: a value that is not allowed.
@@ -68,7 +67,7 @@ class ClientServerExecutionStrategy(ExecutionStrategy):
         self.managed_store = managed_store
 
     def execute(self, algorithm: AlgorithmJob, runner: RunnerJob, store: LightningStore) -> None:
-        """As the base says. SIGTERM stops in order, as Ctrl-C does, and raises SystemExit(143)."""
+        """See ``ExecutionStrategy``. SIGTERM shuts down like Ctrl-C, then raises SystemExit(143)."""
         asyncio.run(until_sigterm(self._execute(algorithm, runner, store)))
 
     async def _execute(self, algorithm: AlgorithmJob, runner: RunnerJob, store: LightningStore) -> None:

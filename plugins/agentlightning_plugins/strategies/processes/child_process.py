@@ -1,4 +1,4 @@
-"""Processes of the strategy ``cs``: started from scratch with a job, watched, drained and killed."""
+"""Child processes of the strategy ``cs``: starts, watches, drains and kills them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import cloudpickle
 
 from agentlightning.execution import RunnerJob
 from agentlightning_plugins.strategies.processes.job_process import RECYCLE_EXIT_CODE, UNLOADABLE_EXIT_CODE, JobTarget
-from agentlightning_plugins.strategies.processes.stopping import until_hurried
+from agentlightning_plugins.strategies.processes.stopping import until_second_interrupt
 from agentlightning_plugins.strategies.processes.supervisor import Ending
 
 logger = logging.getLogger("agentlightning")
@@ -30,9 +30,9 @@ _MAX_THREADS: Final = 65536
 
 
 class ChildProcesses:
-    """Starts processes that all get the same job and talk to the same store.
+    """Starts processes that run the same job on the same store.
 
-    They are started from scratch, so the user's main module is not imported again and nothing is inherited.
+    Each process is a new interpreter: the user's main module is not imported again, and no state is inherited.
     """
 
     def __init__(
@@ -41,17 +41,17 @@ class ChildProcesses:
         self._role = role
         self._target = json.dumps(JobTarget.of_this_process(url, token, run_id)).encode()
         self._job = cloudpickle.dumps(job)
-        # One waits for each process, however many there are; threads are made as they are needed.
+        # One thread waits for each process; threads are created on demand.
         self._threads = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix=f"{role}-processes")
 
     def close(self) -> None:
-        """Forgets the threads that waited for processes."""
+        """Releases the threads that waited for processes."""
         self._threads.shutdown(wait=False)
 
     async def run(self, name: str) -> tuple[int, str]:
-        """Runs one process to its end; returns its exit code and the last line it wrote to stderr.
+        """Runs one process to its end; returns its exit code and the last line of its stderr.
 
-        Cancelling it asks the process to finish what it has begun; a second time, or a second Ctrl-C, kills it.
+        Cancelling once lets the process finish its rollouts; a second cancellation, or a second Ctrl-C, kills it.
         """
         read_fd, write_fd = os.pipe()
         try:
@@ -72,9 +72,9 @@ class ChildProcesses:
         except asyncio.CancelledError:
             process.terminate()
             try:
-                await until_hurried(self._in_thread(_drain, process))
+                await until_second_interrupt(self._in_thread(_drain, process))
             finally:
-                process.kill()  # harmless when it has ended
+                process.kill()  # no effect if it has ended
             raise
         finally:
             os.close(write_fd)
@@ -106,7 +106,7 @@ class RunnerProcesses:
 
 
 class _Pump(threading.Thread):
-    """Passes on what a process prints, line by line, so that it does not tear a live display of this one apart."""
+    """Forwards the output of a process line by line, so that it does not corrupt this process's live display."""
 
     def __init__(self, source: IO[str], name: Literal["stdout", "stderr"]) -> None:
         super().__init__(daemon=True)
@@ -119,8 +119,8 @@ class _Pump(threading.Thread):
         with self._source:
             for line in self._source:
                 self.last_line = line.strip() or self.last_line
-                stream: IO[str] = getattr(sys, self._name)  # as it is now: a live display replaces it
-                with contextlib.suppress(ValueError, OSError):  # closed, as at the end of this process
+                stream: IO[str] = getattr(sys, self._name)  # looked up now, because a live display replaces it
+                with contextlib.suppress(ValueError, OSError):  # the stream is closed at the end of this process
                     stream.write(line)
                     stream.flush()
 
@@ -135,17 +135,20 @@ def _start(role: str, name: str, read_fd: int) -> subprocess.Popen[str]:
         text=True,
         errors="replace",
         env={**os.environ, "PYTHONPATH": _python_path()},
-        start_new_session=True,  # a Ctrl-C reaches us, and we stop the children in order
+        start_new_session=True,  # Ctrl-C reaches only this process, which stops its children in order
     )
 
 
 def _finish(pumps: list[_Pump]) -> None:
     for pump in pumps:
-        pump.join(1.0)  # a process that the agent left behind may hold the pipe open
+        pump.join(1.0)  # a process that the agent left running may hold the pipe open
 
 
 def _write_all(fd: int, *parts: bytes) -> None:
-    with contextlib.suppress(BrokenPipeError), os.fdopen(os.dup(fd), "wb") as pipe:  # it died: wait() tells how
+    with (
+        contextlib.suppress(BrokenPipeError),
+        os.fdopen(os.dup(fd), "wb") as pipe,
+    ):  # the process died: see wait()
         for part in parts:
             pipe.write(len(part).to_bytes(8, "big") + part)
 

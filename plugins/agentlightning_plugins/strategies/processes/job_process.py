@@ -1,7 +1,7 @@
 """One half of a run in its own process: ``python -m agentlightning_plugins.strategies.processes.job_process``.
 
-The strategy ``cs`` starts it. The job comes through an inherited pipe; the same pipe tells, by its end, that the
-parent is gone: then this process drains and ends too.
+The strategy ``cs`` starts this module. The job arrives through an inherited pipe. When the pipe closes, the parent has
+died: this process finishes its rollouts and exits.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from agentlightning.execution import AlgorithmJob, RunnerJob
 
 RECYCLE_EXIT_CODE: Final = 75
-"""A runner process ends with this to be replaced at once: it had too many threads that would not stop."""
+"""Exit code of a runner process that must be replaced, because too many of its threads do not stop."""
 UNLOADABLE_EXIT_CODE: Final = 78
-"""The job cannot be loaded here, and would not be in a second process."""
+"""Exit code of a process that cannot load its job; a second process could not either."""
 _ORPHAN_GRACE_S: Final = 20.0
 
 
 def main() -> int:
-    """Runs the job until it is done, SIGTERM comes, or the parent is gone."""
+    """Runs the job until it is done, SIGTERM arrives, or the parent dies."""
     role, name, pipe_fd = sys.argv[1], sys.argv[2], int(sys.argv[3])
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
@@ -41,7 +41,7 @@ def main() -> int:
     try:
         job = load_job(_read_part(pipe), target)
     except Exception as error:  # isolation point: importing the user's modules may raise anything
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201 # the parent quotes this line
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201 # the parent reports this line
         return UNLOADABLE_EXIT_CODE
     threading.Thread(target=_watch_parent, args=(pipe, stop), daemon=True).start()
     relax_collector()
@@ -51,29 +51,29 @@ def main() -> int:
 
 
 class JobTarget(NamedTuple):
-    """What a job needs to know of the process that it comes from."""
+    """The settings that a job process takes over from its parent."""
 
     sys_path: list[str]
     url: str
-    """Of the store."""
+    """URL of the store."""
     token: str | None
     run_id: str
     log_level: int | None
-    """None where nobody has set up our log."""
+    """None if logging is not set up."""
 
     @classmethod
     def of_this_process(cls, url: str, token: str | None, run_id: str) -> JobTarget:
-        """What jobs need to know of this one."""
+        """Collects the settings of this process."""
         logger = logging.getLogger("agentlightning")
         log_level = logger.level if logger.handlers else None
         return cls([path or str(Path.cwd()) for path in sys.path], url, token, run_id, log_level)
 
 
 def load_job(pickled: bytes, target: JobTarget) -> Any:
-    """Loads a job that our own parent has pickled, and logs as the parent does.
+    """Unpickles a job from our own parent, and sets up logging as in the parent.
 
     Raises:
-        Exception: whatever importing the user's modules raises.
+        Exception: importing the user's modules failed.
     """
     sys.path[:] = [*target.sys_path, *(path for path in sys.path if path not in target.sys_path)]
     if target.log_level is not None:
@@ -82,7 +82,7 @@ def load_job(pickled: bytes, target: JobTarget) -> Any:
 
 
 async def run_runner(job: RunnerJob, target: JobTarget, worker_id: str, stop: threading.Event) -> bool:
-    """Runs a runner's job against the store that it is for. False: a fresh process should take over."""
+    """Runs a runner's job on its store. Returns False when a new process should take over."""
     from agentlightning.store.factory import create_store
 
     store = create_store(target.url, run=target.run_id, token=target.token)
@@ -130,10 +130,10 @@ if __name__ == "__main__":
     code = 1
     try:
         code = main()
-    except Exception:  # isolation point: whatever ends the job is this process's last word
+    except Exception:  # isolation point: print the traceback of any failure, then exit
         import traceback
 
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # agents' abandoned threads must not keep the process
+    os._exit(code)  # abandoned threads of agents must not keep the process alive

@@ -1,4 +1,4 @@
-"""The store, served to the runners of a run."""
+"""Serves the store to the runners of a run."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from agentlightning.store.protocol import LightningStore
 async def served(
     store: LightningStore, host: str, port: int, *, is_private: bool
 ) -> AsyncIterator[tuple[str, str | None]]:
-    """Serves a store for as long as the context lasts, unless it is served already; gives URL and token.
+    """Serves a store during the context, unless it is served already; yields its URL and token.
 
     Args:
-        store: what runners are to reach.
-        host: where it is served.
-        port: 0 takes a free one.
-        is_private: whether nobody but our own runners has business with it: without AGL_TOKEN, it gets a random token.
+        store: the store that runners use.
+        host: address to bind.
+        port: port to bind; 0 selects a free one.
+        is_private: only our own runners use the store, so it gets a random token when AGL_TOKEN is not set.
     """
     from agentlightning.store import LightningStoreClient, LightningStoreServer
 

@@ -1,4 +1,4 @@
-"""Strategy ``ray``: runners are Ray actors, on this machine or many, and a lost node costs no rollout."""
+"""Strategy ``ray``: runners are Ray actors, on one machine or many; rollouts of a lost node run again."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from agentlightning.execution import AlgorithmJob, ExecutionStrategy, RunnerJob
 from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.strategies.processes.job_process import JobTarget, load_job, run_runner
 from agentlightning_plugins.strategies.processes.serving import served
-from agentlightning_plugins.strategies.processes.stopping import until_hurried, until_sigterm
+from agentlightning_plugins.strategies.processes.stopping import until_second_interrupt, until_sigterm
 from agentlightning_plugins.strategies.processes.supervisor import Ending, Supervisor, run_both
 
 _QUIET: Final = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_DEDUP_LOGS": "0",  # every line that an agent prints, when it prints it
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # what Ray is going to do, without the warning about it
+    "RAY_DEDUP_LOGS": "0",  # print every line of an agent at once
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray's future default, without its warning
 }
 for _name, _value in _QUIET.items():
     os.environ.setdefault(_name, _value)
@@ -40,17 +40,17 @@ logger = logging.getLogger("agentlightning")
 _DRAIN_S: Final = 20.0
 _KNOCK_S: Final = 10.0
 _LOST_S: Final = 5.0
-"""How long a call of a killed actor may take to fail."""
+"""Time limit for the calls of a killed actor to fail."""
 _PATIENCE_S: Final = 20.0
-"""After which an actor that has no place in the cluster yet is worth a warning."""
+"""Waiting time after which an unscheduled actor is reported."""
 _RESOURCES: Final = ("num_cpus", "num_gpus", "memory", "resources", "accelerator_type", "label_selector")
 
 
 class RayExecutionStrategy(ExecutionStrategy):
-    """Ray actors: each runner has an environment and resources of its own, on whatever node has room.
+    """Runs each runner as a Ray actor with its own environment and resources.
 
-    Algorithm and store stay in this process. A runner that dies, or whose node does, is replaced on a node that is
-    left, and its rollouts run again.
+    The algorithm and the store stay in this process. A runner that dies, or whose node is lost, is replaced on another
+    node, and its rollouts run again.
     """
 
     def __init__(
@@ -62,17 +62,17 @@ class RayExecutionStrategy(ExecutionStrategy):
         server_host: str | None = None,
         server_port: int | None = None,
     ) -> None:
-        """Chooses the cluster and what a runner gets of it.
+        """Selects the cluster and the resources of each runner.
 
         Args:
-            n_runners: actors.
-            address: of a cluster that runs already, as ``auto`` or ``host:6379``; default is RAY_ADDRESS, else a
-                cluster on this machine for as long as the run lasts. A program that has called ``ray.init`` keeps its
+            n_runners: number of actors.
+            address: address of a running cluster, as ``auto`` or ``host:6379``; default is RAY_ADDRESS, else a
+                cluster on this machine for the duration of the run. A program that has called ``ray.init`` keeps its
                 cluster.
             resources_per_runner: ``num_cpus`` (default 1), ``num_gpus``, ``memory``, ``resources``,
                 ``accelerator_type``, ``label_selector`` as Ray's actors take them.
-            runtime_env: Ray's, as ``{"env_vars": {...}, "working_dir": ..., "pip": [...]}``. Nodes of a cluster know
-                nothing of this process's environment variables and files but what is said here.
+            runtime_env: Ray's, as ``{"env_vars": {...}, "working_dir": ..., "pip": [...]}``. Nodes receive only the
+                environment variables and files that are listed here.
             server_host: where this process serves the store to runners; default is 127.0.0.1 for a cluster of our
                 own, else this node's address in the cluster. Runners need a token: AGL_TOKEN, or a random one.
             server_port: default is a free one.
@@ -93,12 +93,12 @@ class RayExecutionStrategy(ExecutionStrategy):
         self.server_port = server_port or 0
         if self.address is not None and "://" in self.address and server_host is None:
             raise ConfigError(
-                f"address = {self.address!r}: with Ray's client this process is no node of the cluster; say in "
-                "server_host at which address the nodes reach it"
+                f"address = {self.address!r}: with the Ray client, this process is not a node of the cluster; set "
+                "server_host to the address at which the nodes reach it"
             )
 
     def execute(self, algorithm: AlgorithmJob, runner: RunnerJob, store: LightningStore) -> None:
-        """As the base says. SIGTERM stops in order, as Ctrl-C does, and raises SystemExit(143)."""
+        """See ``ExecutionStrategy``. SIGTERM shuts down like Ctrl-C, then raises SystemExit(143)."""
         with self._connected() as host:
             asyncio.run(until_sigterm(self._execute(algorithm, runner, store, host)))
 
@@ -111,13 +111,13 @@ class RayExecutionStrategy(ExecutionStrategy):
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[str]:
-        """Joins the cluster, or has one of our own; gives the address to serve the store at."""
+        """Joins or starts the cluster; yields the address on which to serve the store."""
         if ray.is_initialized():
             yield self.server_host or ray.util.get_node_ip_address()
             return
         quiet: dict[str, Any] = {"logging_level": logging.ERROR}
         if self.address in (None, "local"):
-            # As many runners as were asked for, however few cores there are: as with the other strategies.
+            # Enough CPUs for all runners, regardless of the number of cores, as with the other strategies.
             num_cpus = max(os.cpu_count() or 1, math.ceil(self.n_runners * self.resources_per_runner["num_cpus"]))
             ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
         else:
@@ -135,7 +135,7 @@ class RayExecutionStrategy(ExecutionStrategy):
 
 
 class RunnerActor:
-    """What is made a Ray actor: one runner, with an event loop of its own in a thread."""
+    """The Ray actor: one runner, with its own event loop in a thread."""
 
     def __init__(self) -> None:
         self._stop = threading.Event()
@@ -148,7 +148,7 @@ class RunnerActor:
             return Ending("unloadable", f"{type(error).__name__}: {error}")
         try:
             return Ending("done" if asyncio.run(run_runner(job, target, worker_id, self._stop)) else "worn out")
-        except Exception as error:  # isolation point: what ends a runner is told, and its process replaced
+        except Exception as error:  # isolation point: a failing runner is reported and replaced
             traceback.print_exc()
             return Ending("died", f"{type(error).__name__}: {error}")
         finally:
@@ -156,11 +156,11 @@ class RunnerActor:
             sys.stderr.flush()
 
     def stop(self) -> None:
-        """Lets rollouts in flight finish, and no more begin."""
+        """Stops the runner after the rollouts in flight."""
         self._stop.set()
 
     def is_ready(self) -> bool:
-        """Answers once the actor has found a place."""
+        """Returns once the actor is scheduled."""
         return True
 
 
@@ -175,15 +175,15 @@ class RunnerActors:
         runtime_env: Mapping[str, Any] | None,
     ) -> None:
         self._target = target
-        self._job = ray.put(cloudpickle.dumps(job))  # once, however many runners there are
+        self._job = ray.put(cloudpickle.dumps(job))  # stored once for all runners
         self._resources = dict(resources)
-        # Ray starts an actor again on its own if told so; we do, because its next life needs a name of its own.
+        # The supervisor restarts actors, not Ray, because each start needs a new worker id.
         self._actor: Any = ray.remote(RunnerActor).options(
             **resources,
             runtime_env=None if runtime_env is None else dict(runtime_env),
             max_restarts=0,
             max_concurrency=3,  # one for each method
-            scheduling_strategy="SPREAD",  # the fewer runners a lost node takes with it
+            scheduling_strategy="SPREAD",  # so that a lost node takes few runners with it
         )
 
     async def run(self, worker_id: str) -> Ending:
@@ -198,7 +198,7 @@ class RunnerActors:
         except asyncio.CancelledError:
             if ready.done():
                 actor.stop.remote()
-                waited = await until_hurried(asyncio.wait([ending], timeout=_DRAIN_S))
+                waited = await until_second_interrupt(asyncio.wait([ending], timeout=_DRAIN_S))
                 if waited is not None and not ending.done():
                     logger.warning("%s did not drain within %.0f s and is killed", worker_id, _DRAIN_S)
             raise
@@ -217,13 +217,11 @@ class RunnerActors:
     async def _watch_start(self, worker_id: str, ready: asyncio.Future[Any]) -> None:
         if not (await asyncio.wait([ready], timeout=_PATIENCE_S))[0]:
             free = {name: count for name, count in ray.available_resources().items() if ":" not in name}
-            logger.warning(
-                "%s waits for a place in the cluster: it needs %s; free: %s", worker_id, self._resources, free
-            )
+            logger.warning("%s waits to be scheduled: it needs %s; free: %s", worker_id, self._resources, free)
 
 
 def _knock(address: str | None) -> None:
-    """Raises OSError at once where nobody listens; Ray itself would try for minutes."""
+    """Raises OSError at once if the address does not accept connections; Ray would retry for minutes."""
     host, _, port = (address or "").rpartition("://")[2].rpartition(":")
     if host and port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), _KNOCK_S).close()
@@ -231,11 +229,11 @@ def _knock(address: str | None) -> None:
 
 def _awaitable(reference: Any) -> asyncio.Future[Any]:
     future: asyncio.Future[Any] = asyncio.wrap_future(reference.future())
-    future.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may fail when nobody asks any more
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())  # marks it as retrieved
     return future
 
 
 def _in_short(error: RayError) -> str:
-    """The last line of Ray's long messages that says anything."""
+    """The informative line of Ray's multi-line error messages."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines and isinstance(error, RayActorError) else " ".join(lines)[:500]

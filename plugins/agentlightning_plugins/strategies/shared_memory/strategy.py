@@ -1,4 +1,4 @@
-"""Strategy ``shm``: algorithm and runners are threads of this process, around the very same store object."""
+"""Strategy ``shm``: the algorithm and the runners are threads of this process and share one store object."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DRAIN_S = 30.0
 
 
 class _LoopThread(threading.Thread):
-    """A daemon thread that runs one coroutine in a loop of its own and keeps its outcome."""
+    """A daemon thread that runs one coroutine in its own event loop and keeps its exception."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
         super().__init__(name=name, daemon=True)
@@ -44,14 +44,14 @@ class _LoopThread(threading.Thread):
 
 
 class SharedMemoryExecutionStrategy(ExecutionStrategy):
-    """Threads of one process: quick to start, easy to debug, one interpreter lock for all."""
+    """Runs everything in threads of this process: quick to start and easy to debug."""
 
     def __init__(self, n_runners: int = 1, main_thread: Literal["runner", "algorithm"] = "algorithm") -> None:
-        """Chooses the threads.
+        """Sets up the threads.
 
         Args:
-            n_runners: runner threads, each with an event loop of its own.
-            main_thread: which half stays in the calling thread, where debuggers and signal handlers work.
+            n_runners: number of runner threads, each with its own event loop.
+            main_thread: the half that runs in the calling thread, where debuggers and signal handlers work.
 
         Raises:
             ConfigError: several runners cannot share the main thread.
@@ -59,12 +59,12 @@ class SharedMemoryExecutionStrategy(ExecutionStrategy):
         if n_runners < 1:
             raise ConfigError(f"n_runners = {n_runners}: at least 1 is needed")
         if main_thread == "runner" and n_runners != 1:
-            raise ConfigError(f"main_thread='runner' has room for 1 runner, not {n_runners}")
+            raise ConfigError(f"main_thread='runner' allows 1 runner, not {n_runners}")
         self.n_runners = n_runners
         self.main_thread = main_thread
 
     def execute(self, algorithm: AlgorithmJob, runner: RunnerJob, store: LightningStore) -> None:
-        """As the base says. SIGTERM stops in order, as Ctrl-C does, and raises SystemExit(143)."""
+        """See ``ExecutionStrategy``. SIGTERM shuts down like Ctrl-C, then raises SystemExit(143)."""
         stop = threading.Event()
         if self.main_thread == "algorithm":
             runners = [
@@ -103,7 +103,7 @@ async def _as_coroutine(runner: RunnerJob, store: LightningStore, worker_id: str
 
 
 async def _unless_runners_fail(algorithm: AlgorithmJob, store: LightningStore, runners: list[_LoopThread]) -> None:
-    """Runs the algorithm, but not for ever when no runner is left to work for it."""
+    """Runs the algorithm; cancels it when every runner has failed."""
     work = asyncio.ensure_future(algorithm(store))
     while not work.done():
         failed = [thread.error for thread in runners if thread.error is not None]
