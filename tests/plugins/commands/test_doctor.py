@@ -279,7 +279,7 @@ async def test_the_error_and_line_of_a_failing_agent_are_reported(agents: str) -
     assert f"at {agents}:" in checks["rollout"].text
     assert "the task was 'Say hello.'; give a task that the agent accepts" in checks["rollout"].fix
     assert checks["calls"] == Check("calls", "unchecked", "the rollout failed before its first model call")
-    assert checks["reward"].text == "the rollout failed before it said one"
+    assert checks["reward"].text == "the rollout failed before it returned a reward"
     with_task = await check(agents, "fails", task={"question": 0.5})
     assert with_task["rollout"].state == "ok"
 
@@ -409,7 +409,7 @@ async def test_an_agent_match_that_matches_no_agent_is_reported(
     assert "agents in this rollout: solver" in checks["triplets"].fix
     matched = await check(agents, "named", endpoint=server.url, agent_match="solver")
     assert matched["triplets"].text == "1 triplet to learn from, by solver"
-    assert matched["template"].text == "no call goes on with the conversation of another"
+    assert matched["template"].text == "no call continues the conversation of another"
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == [], "the checks say it"
 
 
@@ -431,7 +431,7 @@ async def test_history_that_becomes_other_tokens_is_reported(
     checks = await check(agents, endpoint=server.url)
     assert broken(checks) == ["template"]
     assert f"2 calls cannot be joined with the previous call (2 {kind}): " in checks["template"].text
-    assert "keeps history as it was sampled" in checks["template"].fix
+    assert "keeps history unchanged" in checks["template"].fix
 
 
 async def test_an_agent_that_edits_its_history_is_reported(agents: str, server: Server) -> None:

@@ -149,7 +149,7 @@ def test_exports_hold_every_record(place: Path, what: str, count: int) -> None:
     assert len(rows) == count
     key = {"rollouts": "rollout_id", "spans": "span_id", "resources": "resources_id", "workers": "worker_id"}[what]
     assert [row[key] for row in rows] == [line[key] for line in lines]
-    assert "ends in .jsonl or .parquet" in str(run(place, what, "export", str(place / "out.txt"), code=2).exception)
+    assert "must end in .jsonl or .parquet" in str(run(place, what, "export", str(place / "out.txt"), code=2).exception)
 
 
 async def run_one(store: agl.LightningStore) -> None:
@@ -241,7 +241,7 @@ def test_every_command_speaks_json() -> None:
             assert "--json" in options, f"agl {name} {action}"
 
 
-def test_what_was_done_is_said_as_json(place: Path) -> None:
+def test_results_are_printed_as_json(place: Path) -> None:
     waiting, failed, succeeded = (rollout["rollout_id"] for rollout in listed(place, "rollouts", "list"))
     assert listed(place, "rollouts", "cancel", waiting) == [{"rollout_id": waiting, "status": "cancelled"}]
     mixed = json.loads(run(place, "rollouts", "retry", succeeded, failed, "--json", code=1).stdout)
@@ -253,9 +253,9 @@ def test_what_was_done_is_said_as_json(place: Path) -> None:
     assert listed(place, "resources", "promote", f"{update['resources_id']}@2")["resources"]["llm"]["api_key"] is None
 
 
-def test_a_store_that_is_not_there_is_said(tmp_path: Path) -> None:
+def test_a_missing_store_is_reported(tmp_path: Path) -> None:
     missing = CliRunner().invoke(cli, ["rollouts", "list", "--store", f"sqlite:///{tmp_path}/none.db"])
-    assert (missing.exit_code, "there is no such file" in missing.output) == (2, True)
+    assert (missing.exit_code, "the file does not exist" in missing.output) == (2, True)
     assert not (tmp_path / "none.db").exists()
     missing = CliRunner().invoke(cli, ["rollouts", "list", "--store", str(tmp_path)])
-    assert "neither a URL nor the directory of a run" in missing.output
+    assert "not a URL, and " in missing.output

@@ -54,24 +54,24 @@ def test_a_new_plugin_installs_is_listed_and_passes_its_own_test(tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["Upper", "1st", "a b", "../up", "a--b", ""])
-def test_a_name_that_is_no_name_is_refused(tmp_path: Path, name: str) -> None:
+def test_an_invalid_name_is_refused(tmp_path: Path, name: str) -> None:
     refused = run_here(tmp_path, "new", "agent", name)
-    assert (refused.code, "a name is lower-case letters" in refused.stderr) == (2, True)
+    assert (refused.code, "a name consists of lower-case letters" in refused.stderr) == (2, True)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["class", "json"])
 def test_a_name_that_python_uses_is_refused(tmp_path: Path, name: str) -> None:
     refused = run_here(tmp_path, "new", "plugin", name)
-    assert (refused.code, f"choose another, as my-{name}" in refused.stderr) == (2, True)
+    assert (refused.code, f"choose another, as in my-{name}" in refused.stderr) == (2, True)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
+def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "agent.py").write_text("precious")
     refused = run_here(tmp_path, "new", "agent", "mine")
-    assert (refused.code, "is there already" in refused.stderr) == (2, True)
+    assert (refused.code, "already exists" in refused.stderr) == (2, True)
     assert (tmp_path / "mine" / "agent.py").read_text() == "precious"
 
 

@@ -117,12 +117,12 @@ def test_a_run_that_fails_has_another_exit_code_than_one_that_is_refused(
         assert (said.code, "Traceback" in said.stderr, str(error) in said.stderr) == (code, code == 1, True)
 
 
-def test_a_run_in_which_every_rollout_failed_has_failed(folder: Path) -> None:
+def test_a_run_fails_if_every_rollout_fails(folder: Path) -> None:
     (folder / "my_agents.py").write_text("def agent(task):\n    return task['missing']\n")
     write(folder)
     said = run_here(folder, "train", "config.yaml", "--run-dir", "r")
     assert said.code == 1
-    assert "failed: no rollout of r succeeded; agl report r says which errors they had" in said.stderr
+    assert "failed: no rollout of r succeeded; agl report r lists the errors" in said.stderr
     report = (folder / "r" / "report.md").read_text()
     assert report.startswith("# r: failed\n")
     assert "- 3 x KeyError: 'missing'" in report
@@ -157,7 +157,7 @@ def test_an_adapter_that_nobody_reads_is_said(folder: Path) -> None:
     assert "the adapter TraceToTriplet has no effect: baseline learns nothing; leave adapter out" in said.stderr
 
 
-def test_a_run_leaves_a_report_and_agl_report_makes_it_of_any_run(
+def test_a_run_writes_a_report_and_agl_report_prints_one_of_any_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agent = "\n".join(["def agent(task, prompt_template):", "    return 1.0 / (task['n'] - 2)"])
@@ -183,7 +183,7 @@ def test_a_run_leaves_a_report_and_agl_report_makes_it_of_any_run(
     )
     assert "nowhere holds no run" in run_here(folder, "report", "nowhere").stderr
     (folder / "r" / "store.db").unlink()
-    assert "says no store; see r/report.md" in run_here(folder, "report", "r").stderr
+    assert "names no store; see r/report.md" in run_here(folder, "report", "r").stderr
     write(folder / "r", {"store": "http://127.0.0.1:9"})
     monkeypatch.setitem(agl.LightningStoreClient.__init__.__kwdefaults__, "retry_s", 1.5)
     late = run_here(folder, "report", "r")
@@ -252,7 +252,7 @@ def test_toml_reads_the_same_and_names_its_lines(folder: Path) -> None:
         ({"hooks": ["my_agents:agent"]}, "is a function, not an agl.Hook"),
         ({"n_runners": 0}, "n_runners = 0"),
         ({"n_runners": 2, "strategy": {"name": "cs", "n_runners": 3}}, "n_runners is given twice; the strategy has"),
-        ({"port": 5000}, "config.yaml, line 11: the strategy 'shm' has no use for port; leave it out"),
+        ({"port": 5000}, "config.yaml, line 11: the strategy 'shm' has no setting server_port; remove port"),
         ({"name": "../up"}, "name = '../up'"),
         ({"resources": {"llm": {"resource_type": "lm"}}}, "line 11: resource 'llm': unknown resource_type 'lm'"),
         ({"gateway": {"name": "gateway", "model_list": [{"model": "m", "api_key": "sk-secret-1"}]}}, "holds a secret"),
@@ -260,7 +260,7 @@ def test_toml_reads_the_same_and_names_its_lines(folder: Path) -> None:
         ({"store": "postgresql://me:${DB_PASSWORD}@host/db"}, "environment variable DB_PASSWORD is not set"),
     ],
 )
-def test_what_is_wrong_is_said_with_file_line_key_and_what_was_meant(
+def test_an_error_names_file_line_key_and_closest_match(
     folder: Path, changes: dict[str, Any], complaint: str
 ) -> None:
     write(folder, changes)
@@ -273,7 +273,7 @@ def test_what_is_wrong_is_said_with_file_line_key_and_what_was_meant(
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ((), "name a configuration file"),
+        ((), "give a configuration file"),
         (("missing.yaml",), "missing.yaml does not exist (working directory: "),
         (("my_agents.py",), "ends in .yaml, .yml or .toml"),
         (("config.yaml", "algorithm"), "written key=value"),
@@ -383,8 +383,8 @@ def test_tasks_come_from_parquet_and_hugging_face_folders(tmp_path: Path) -> Non
     [
         ("t.jsonl", '{"n": 1}\n{"n"\n', "line 2: not JSON"),
         ("t.json", '{"n": 1}', "a list of tasks is needed"),
-        ("t.jsonl", "\n", "holds no task"),
-        ("t.parquet", "no", "no Parquet file"),
+        ("t.jsonl", "\n", "contains no tasks"),
+        ("t.parquet", "no", "not a Parquet file"),
     ],
 )
 def test_damaged_task_files_are_refused(tmp_path: Path, name: str, content: str, complaint: str) -> None:
@@ -440,7 +440,7 @@ def test_the_schema_accepts_what_the_command_accepts(folder: Path) -> None:
             jsonschema.validate({**CONFIG, **wrong}, schema)
 
 
-def test_runs_begun_together_never_choose_the_same_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_started_together_never_choose_the_same_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with ThreadPoolExecutor(8) as threads:
         chosen = list(threads.map(lambda _: choose_directory(None, "demo"), range(24)))
