@@ -1,11 +1,11 @@
 """The typed events of a run.
 
-The store publishes each event after the change that it tells of is durable, so every process that can reach the store
-sees the same stream: ``store.subscribe``, trackers, plugins and the dashboard are views of it.
+The store publishes an event after its change is durable, so every process that can reach the store sees the same
+stream. ``store.subscribe``, trackers, plugins and the dashboard read it.
 """
 
 import time
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias, get_args
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
@@ -53,7 +53,7 @@ class AttemptFinished(_Event):
 
 
 class AttemptRevoked(_Event):
-    """The store ended an attempt over its worker's head (cancelled, timed out, lost): whoever runs it must stop."""
+    """The store ended an attempt (cancelled, timed out, lost): its worker must stop it."""
 
     kind: Literal["attempt_revoked"] = "attempt_revoked"
     rollout_id: str
@@ -94,7 +94,7 @@ class RunStarted(_Event):
 
 
 class RunFinished(_Event):
-    """A run ended, one way or another."""
+    """A run ended."""
 
     kind: Literal["run_finished"] = "run_finished"
     status: RunStatus
@@ -112,6 +112,8 @@ Event: TypeAlias = Annotated[
     | RunFinished,
     Field(discriminator="kind"),
 ]
+
+EVENT_KINDS: Final[tuple[str, ...]] = tuple(kind.model_fields["kind"].default for kind in get_args(get_args(Event)[0]))
 
 event_adapter: TypeAdapter[Event] = TypeAdapter(Event, config=ConfigDict(defer_build=True))
 """Reads an event back from JSON."""

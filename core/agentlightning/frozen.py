@@ -1,24 +1,26 @@
-"""Immutable JSON: dicts and lists that refuse to change, so that stores can share records without copying them.
+"""Immutable JSON: dicts and lists that refuse changes, so that stores can share records without copying them.
 
 A frozen mapping is still a ``dict`` and a frozen sequence still a ``list``: ``==``, ``isinstance``, ``json`` and
-``orjson`` treat them as such. ``thaw`` gives a plain, private copy to code that wants to modify it.
+``orjson`` treat them as such. ``thaw`` returns a plain copy that can be modified.
 
-What is frozen is JSON that every store keeps and gives back as it is: strings of valid Unicode, finite numbers,
-integers of 64 bits, booleans, None, lists, and dicts with string keys, nested at most ``MAX_DEPTH`` deep. ``freeze``
-refuses anything else where it is given; ``freeze_attributes`` is for what was observed and turns it into text.
+Frozen values are JSON that every store returns unchanged: strings of valid Unicode, finite numbers, integers of 64
+bits, booleans, None, lists, and dicts with string keys, nested at most ``MAX_DEPTH`` deep. ``freeze`` refuses anything
+else; ``freeze_attributes``, for recorded data, turns it into text.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, Final, NoReturn
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, NoReturn, TypeAlias
 
 from agentlightning.errors import ConfigError
 
 MAX_DEPTH: Final = 100
-_SHOWN: Final = 4000
-"""Characters kept of the text that stands for a value which is not JSON."""
+_MAX_TEXT: Final = 4000
+"""Characters kept of the ``repr`` of a value that is not JSON."""
+_MIN_INT: Final = -(2**63)
+_MAX_INT: Final = 2**63 - 1
 
 
 def _refuse(self: object, *args: object, **kwargs: object) -> NoReturn:
@@ -59,44 +61,55 @@ class FrozenList(list[Any]):
         return FrozenList, (list(self),)
 
 
+_FROZEN_TYPES: Final = frozenset({bool, type(None), FrozenDict, FrozenList})
+"""All values of these types are frozen JSON."""
+
+Repair: TypeAlias = Callable[[Any, int], Any]
+"""Replaces a value that is not JSON, at a depth, or raises _NotJsonError."""
+
+
 class _NotJsonError(Exception):
-    """Somewhere in a value is something that is not JSON; ``_complain`` finds it."""
+    """A value that is not JSON. Its place is completed by each container that the error passes."""
 
+    def __init__(self, reason: str, child: object = None) -> None:
+        self.reason = reason
+        self.child = child
+        self.place = ""
 
-_LEAST: Final = -(2**63)
-_GREATEST: Final = 2**63 - 1
-_SAFE: Final = frozenset({bool, type(None), FrozenDict, FrozenList})
-"""The types of which every value is frozen JSON."""
+    def locate(self, container: object, items: Iterable[tuple[Any, object]], form: str) -> None:
+        for key, item in items:
+            if item is self.child:
+                self.place = form.format(key) + self.place
+                break
+        self.child = container
 
 
 def freeze(value: Any, name: str = "value") -> Any:
-    """Returns an immutable copy of JSON data; what is frozen already comes back as it is.
+    """Returns an immutable copy of JSON data; frozen data comes back as it is.
 
-    Tuples become lists, numbers of numpy and torch plain numbers. ``name`` is what the error calls the value.
+    Tuples become lists, scalars of numpy and torch plain numbers. ``name`` is what the error calls the value.
 
     Raises:
-        ConfigError: something in it is not JSON; the message says where and what to do.
+        ConfigError: a part of it is not JSON; the message says where and what to do.
     """
     try:
-        return _freeze(value, 0)
-    except _NotJsonError:
-        raise ConfigError(_complain(value, name, 0)) from None
+        return _freeze(value, 0, _refuse_value)
+    except _NotJsonError as error:
+        place = name + error.place
+        raise ConfigError(f"{place if len(place) <= 200 else place[:200] + '...'}{error.reason}") from None
 
 
 def freeze_attributes(attributes: Any) -> Any:
-    """Freezes what was observed, such as the attributes of a span: it must not be lost because a part is not JSON.
+    """Freezes recorded data, such as the attributes of a span. A part that is not JSON becomes text.
 
-    Such a part becomes text: ``"NaN"``, ``"Infinity"``, the digits of a larger integer, ISO dates, escapes for broken
-    Unicode, or its ``repr``. Sets become lists, keys strings.
+    That is ``"NaN"``, ``"Infinity"``, the digits of a larger integer, ISO dates, escapes for broken Unicode, or its
+    ``repr``. Sets become lists, keys strings.
     """
-    try:
-        return _freeze(attributes, 0)
-    except _NotJsonError:
-        return _soften(attributes, 0)
+    return _freeze(attributes, 0, _to_text)
 
 
 def valid_text(text: str) -> str:
-    """A string with lone surrogates, as broken file names and messages have them, replaced by their escapes."""
+    """Replaces the lone surrogates of a string, as broken file names have them, by their escapes."""
     return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
 
@@ -109,74 +122,81 @@ def thaw(value: Any) -> Any:
     return value
 
 
-def _freeze(value: Any, depth: int) -> Any:
+def _freeze(value: Any, depth: int, repair: Repair) -> Any:
     kind = type(value)
     if kind is str:
         if value.isascii() or _is_unicode(value):
             return value
     elif kind is int:
-        if _LEAST <= value <= _GREATEST:
+        if _MIN_INT <= value <= _MAX_INT:
             return value
     elif kind is float:
         if math.isfinite(value):
             return value
-    elif kind in _SAFE:
+    elif kind in _FROZEN_TYPES:
         return value
     elif depth > MAX_DEPTH:
-        raise _NotJsonError
-    elif isinstance(value, dict):
-        depth += 1
-        return FrozenDict(
-            {
-                key if type(key) is str and key.isascii() else _freeze_key(key): (
-                    item if type(item) is str and item.isascii() else _freeze(item, depth)
-                )
-                for key, item in value.items()
-            }
-        )
+        pass
+    elif isinstance(value, (dict, Mapping)):
+        try:
+            return FrozenDict(
+                {
+                    key if type(key) is str and key.isascii() else _freeze_key(key, repair): (
+                        item if type(item) is str and item.isascii() else _freeze(item, depth + 1, repair)
+                    )
+                    for key, item in value.items()
+                }
+            )
+        except _NotJsonError as error:
+            error.locate(value, value.items(), ".{}")
+            raise
     elif isinstance(value, (list, tuple)):
-        return FrozenList(value if _is_plain(value) else [_freeze(item, depth + 1) for item in value])
-    else:
-        return _freeze(_simplify(value), depth)
-    raise _NotJsonError
+        try:
+            return FrozenList(value if _is_flat(value) else [_freeze(item, depth + 1, repair) for item in value])
+        except _NotJsonError as error:
+            error.locate(value, enumerate(value), "[{}]")
+            raise
+    elif (plain := _to_builtin(value)) is not value:
+        try:
+            return _freeze(plain, depth, _refuse_value)
+        except _NotJsonError:
+            return repair(value, depth)
+    return repair(value, depth)
 
 
-def _is_plain(values: list[Any] | tuple[Any, ...]) -> bool:
-    """Whether nothing in a list needs a closer look: token ids and log probabilities come by the thousand."""
+def _is_flat(values: list[Any] | tuple[Any, ...]) -> bool:
+    """Whether all items are valid scalars of one type: token ids and log probabilities come by the thousand."""
     kinds = set(map(type, values))
     if len(kinds) == 1:
         (kind,) = kinds
         if kind is int:
-            return bool(min(values) >= _LEAST and max(values) <= _GREATEST)
+            return bool(min(values) >= _MIN_INT and max(values) <= _MAX_INT)
         if kind is float:
             return math.isfinite(sum(values)) or all(map(math.isfinite, values))  # the sum is the quick answer
         if kind is str:
             return all(map(str.isascii, values))
-    return kinds <= _SAFE
+    return kinds <= _FROZEN_TYPES
 
 
-def _freeze_key(key: object) -> str:
+def _freeze_key(key: object, repair: Repair) -> str:
     if isinstance(key, str) and _is_unicode(key):
         return str.__str__(key)
-    raise _NotJsonError
+    if repair is _refuse_value:
+        raise _NotJsonError(f" has the key {key!r:.100}; the keys of a JSON object are strings of valid Unicode")
+    return valid_text(str(key))
 
 
-def _simplify(value: Any) -> Any:
-    """The plain form of an object that is a string, a number or a mapping in all but its type."""
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return float(value)
-    kind = type(value)  # an instance may do anything when it is asked what it has
-    if hasattr(kind, "shape") and hasattr(kind, "item") and value.shape == ():  # a scalar of numpy or torch
+def _to_builtin(value: Any) -> Any:
+    """The str, int, float or bool that an instance of a subclass, or a scalar of numpy or torch, stands for."""
+    for builtin in (str, int, float):
+        if isinstance(value, builtin):
+            return builtin.__str__(value) if builtin is str else builtin(value)
+    kind = type(value)  # not the instance: looking up its attributes may raise anything
+    if hasattr(kind, "shape") and hasattr(kind, "item") and value.shape == ():
         plain = value.item()
         if type(plain) in (bool, int, float, str):
             return plain
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise _NotJsonError
+    return value
 
 
 def _is_unicode(text: str) -> bool:
@@ -187,36 +207,13 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _complain(value: Any, path: str, depth: int) -> str:
-    """Says where the first thing is that is not JSON, and what to do about it. There is one."""
+def _refuse_value(value: Any, depth: int) -> NoReturn:
     if depth > MAX_DEPTH:
-        return f"{path[:200]}... is nested more than {MAX_DEPTH} deep, or contains itself"
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            try:
-                _freeze_key(key)
-            except _NotJsonError:
-                return f"{path} has the key {key!r:.100}; the keys of a JSON object are strings of valid Unicode"
-            if not _is_json(item, depth + 1):
-                return _complain(item, f"{path}.{key}", depth + 1)
-    if isinstance(value, (list, tuple)):
-        for number, item in enumerate(value):
-            if not _is_json(item, depth + 1):
-                return _complain(item, f"{path}[{number}]", depth + 1)
-    return (
-        f"{path} = {_represent(value):.100} is not JSON, which is what stores keep and agents are sent; {_fix(value)}"
-    )
+        raise _NotJsonError(f" is nested more than {MAX_DEPTH} deep, or contains itself", value)
+    raise _NotJsonError(f" = {_represent(value):.100} is not JSON, which stores require; {_suggest_fix(value)}", value)
 
 
-def _is_json(value: Any, depth: int) -> bool:
-    try:
-        _freeze(value, depth)
-    except _NotJsonError:
-        return False
-    return True
-
-
-def _fix(value: Any) -> str:
+def _suggest_fix(value: Any) -> str:
     if isinstance(value, float):
         return "give None, or leave it out"
     if isinstance(value, int):
@@ -236,42 +233,30 @@ def _fix(value: Any) -> str:
         return 'give value.model_dump(mode="json")'
     if hasattr(kind, "__dataclass_fields__"):
         return "give dataclasses.asdict(value)"
-    return "give a dict, a list, text or a number that says the same, such as str(value)"
+    return "give a dict, a list, a string or a number instead, such as str(value)"
 
 
-def _soften(value: Any, depth: int) -> Any:
-    if depth > MAX_DEPTH:
-        return _show(value)
-    if isinstance(value, Mapping):
-        return FrozenDict({valid_text(str(key)): _soften(item, depth + 1) for key, item in value.items()})
-    if isinstance(value, (list, tuple)):
-        return FrozenList([_soften(item, depth + 1) for item in value])
-    try:
-        return _freeze(value, depth)
-    except _NotJsonError:
-        pass
+def _to_text(value: Any, depth: int) -> Any:
     if isinstance(value, str):
         return valid_text(value)
     if isinstance(value, float):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, (bytes, bytearray)):
         return bytes(value).decode(errors="backslashreplace")
-    if isinstance(value, (set, frozenset)):
-        return FrozenList([_soften(item, depth + 1) for item in sorted(value, key=_show)])
+    if isinstance(value, (set, frozenset)) and depth <= MAX_DEPTH:
+        return FrozenList([_freeze(item, depth + 1, _to_text) for item in sorted(value, key=_show)])
     return _show(value)
 
 
 def _show(value: Any) -> str:
-    """Text that stands for an object."""
     try:
         return valid_text(str(value.isoformat()))
-    except Exception:  # isolation point: not a date, or a foreign object that raises anything when it is asked
+    except Exception:  # isolation point: not a date, or a foreign object that raises anything
         return _represent(value)
 
 
 def _represent(value: Any) -> str:
-    """Text for any object, even one that cannot say what it is."""
     try:
-        return valid_text(repr(value)[:_SHOWN])
-    except Exception:  # isolation point: a foreign object may raise anything when it is asked for its text
+        return valid_text(repr(value)[:_MAX_TEXT])
+    except Exception:  # isolation point: the repr of a foreign object may raise anything
         return object.__repr__(value)

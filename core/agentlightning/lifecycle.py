@@ -1,4 +1,4 @@
-"""The lifecycle of rollouts and attempts, once, as a table and pure functions.
+"""The lifecycle of rollouts and attempts, as a table and pure functions.
 
     rollout  queuing -> preparing | cancelled            requeuing -> preparing | cancelled
              preparing -> running | succeeded | failed | requeuing | cancelled
@@ -7,14 +7,14 @@
              succeeded: final
     attempt  preparing -> running | succeeded | failed | timeout | unresponsive ;  running -> the same ends
 
-No I/O and no clock: ``now`` is an argument. Every function returns new records and changes none; whatever the table
-does not list raises ConflictError.
+The functions do no I/O, take the time as ``now`` and return new records. A transition that is not in the table raises
+ConflictError.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple
 
 from agentlightning.errors import ConflictError
 from agentlightning.types import (
@@ -27,8 +27,6 @@ from agentlightning.types import (
     RolloutStatus,
     Worker,
 )
-
-R = TypeVar("R", Rollout, Attempt)
 
 ROLLOUT_TRANSITIONS: Final[Mapping[RolloutStatus, frozenset[RolloutStatus]]] = {
     "queuing": frozenset({"preparing", "cancelled"}),
@@ -57,20 +55,18 @@ class Outcome(NamedTuple):
     attempt: Attempt
 
 
-def _say(allowed: Collection[str]) -> str:
-    return f"it can become: {', '.join(sorted(allowed))}" if allowed else "its end is final"
+def _check(shown: str, status: str, target: str, allowed: Collection[str]) -> None:
+    if target not in allowed:
+        allows = f"it can become: {', '.join(sorted(allowed))}" if allowed else "this status is final"
+        raise ConflictError(f"{shown} is {status} and cannot become {target}; {allows}")
 
 
 def move_rollout(rollout: Rollout, status: RolloutStatus, now: float) -> Rollout:
     """Moves a rollout along the table; the same status again changes nothing."""
     if status == rollout.status:
         return rollout
-    allowed = ROLLOUT_TRANSITIONS[rollout.status]
-    if status not in allowed:
-        raise ConflictError(
-            f"rollout {rollout.rollout_id} is {rollout.status} and cannot become {status}; {_say(allowed)}"
-        )
-    return _with(rollout, status=status, end_time=now if status in ENDED_ROLLOUT else None)
+    _check(f"rollout {rollout.rollout_id}", rollout.status, status, ROLLOUT_TRANSITIONS[rollout.status])
+    return rollout.model_copy(update={"status": status, "end_time": now if status in ENDED_ROLLOUT else None})
 
 
 def begin_attempt(
@@ -90,7 +86,7 @@ def begin_attempt(
         worker_id=worker_id,
         last_heartbeat_time=now,
     )
-    return Outcome(_with(rollout, status="preparing", end_time=None), attempt)
+    return Outcome(rollout.model_copy(update={"status": "preparing", "end_time": None}), attempt)
 
 
 def move_attempt(
@@ -100,111 +96,115 @@ def move_attempt(
     now: float,
     *,
     error: AttemptFailure | None = None,
-    heard: bool = True,
+    is_heartbeat: bool = True,
 ) -> Outcome:
     """Moves an attempt, and with it the rollout: a live attempt is always the latest one.
 
-    ``heard`` says that its worker said so, which is a sign of life; the store's own verdict is none.
-
-    A result for an attempt that has ended is kept as ``late_status`` and touches nothing else. Failed, timed-out and
+    A result for an attempt that has ended is kept as ``late_status`` and changes nothing else. Failed, timed-out and
     unresponsive attempts send the rollout back to the queue where its config says so, else they fail it.
+    ``is_heartbeat`` says that the worker reported the status; the store's own verdict is not a sign of life.
     """
-    if attempt.status not in LIVE_ATTEMPT:
-        if status == attempt.status:
-            return Outcome(rollout, attempt)
-        if status in _ATTEMPT_ENDS:
-            return Outcome(rollout, _with(attempt, late_status=status))
-    elif status == attempt.status:
+    if status == attempt.status:
         return Outcome(rollout, attempt)
-    if status not in ATTEMPT_TRANSITIONS[attempt.status]:
-        allowed = _say(ATTEMPT_TRANSITIONS[attempt.status])
-        raise ConflictError(f"attempt {attempt.attempt_id} is {attempt.status} and cannot become {status}; {allowed}")
-    ended = status in _ATTEMPT_ENDS
-    attempt = _with(
-        attempt,
-        status=status,
-        end_time=now if ended else None,
-        last_heartbeat_time=now if heard else attempt.last_heartbeat_time,
-        error=error or attempt.error,
+    if attempt.status not in LIVE_ATTEMPT and status in _ATTEMPT_ENDS:
+        return Outcome(rollout, attempt.model_copy(update={"late_status": status}))
+    _check(f"attempt {attempt.attempt_id}", attempt.status, status, ATTEMPT_TRANSITIONS[attempt.status])
+    attempt = attempt.model_copy(
+        update={
+            "status": status,
+            "end_time": now if status in _ATTEMPT_ENDS else None,
+            "last_heartbeat_time": now if is_heartbeat else attempt.last_heartbeat_time,
+            "error": error or attempt.error,
+        }
     )
     if rollout.status not in ("preparing", "running"):
         return Outcome(rollout, attempt)
-    return Outcome(move_rollout(rollout, _rollout_status_after(rollout, attempt), now), attempt)
+    target: RolloutStatus = "failed"
+    if status in ("preparing", "running", "succeeded"):
+        target = status
+    elif status in rollout.config.retry_condition and attempt.sequence_id < rollout.config.max_attempts:
+        target = "requeuing"
+    return Outcome(move_rollout(rollout, target, now), attempt)
 
 
 def lose_claim(rollout: Rollout, attempt: Attempt, now: float, error: AttemptFailure | None = None) -> Outcome:
     """Ends the live attempt of a worker that is gone.
 
-    An attempt that never began running did nothing, so its rollout is queued again whatever its config says; one that
-    had begun is unresponsive, and the config decides.
+    If the attempt had not begun to run, its rollout is queued again whatever its config says. Otherwise the attempt is
+    unresponsive, and the config decides.
     """
     if attempt.status == "preparing" and rollout.status == "preparing":
-        ended = _with(attempt, status="unresponsive", end_time=now, error=error or attempt.error)
-        return Outcome(move_rollout(rollout, "requeuing", now), ended)
-    return move_attempt(rollout, attempt, "unresponsive", now, error=error, heard=False)
+        changes = {"status": "unresponsive", "end_time": now, "error": error or attempt.error}
+        return Outcome(move_rollout(rollout, "requeuing", now), attempt.model_copy(update=changes))
+    return move_attempt(rollout, attempt, "unresponsive", now, error=error, is_heartbeat=False)
 
 
 def release(rollout: Rollout, attempt: Attempt, now: float) -> Outcome:
-    """Takes back a claim whose worker has not begun; of one that has ended there is nothing to take back."""
+    """Takes back a claim whose worker has not begun; an attempt that has ended stays as it is."""
     if attempt.status not in LIVE_ATTEMPT:
         return Outcome(rollout, attempt)
     if attempt.status != "preparing":
         raise ConflictError(
-            f"attempt {attempt.attempt_id} is {attempt.status} and cannot be handed back; only one that is preparing "
-            "can. Report how it ended instead"
+            f"attempt {attempt.attempt_id} is {attempt.status} and cannot be released; only an attempt that is "
+            "preparing can. Report how it ended instead"
         )
-    error = AttemptFailure(type="Released", message="its worker handed it back before it began")
+    error = AttemptFailure(type="Released", message="the worker released the claim before it began")
     return lose_claim(rollout, attempt, now, error)
 
 
 def retry(rollout: Rollout) -> Rollout:
-    """Queues a failed or cancelled rollout again because somebody asked for it."""
+    """Queues a failed or cancelled rollout again on request."""
     if rollout.status not in ("failed", "cancelled"):
         raise ConflictError(
-            f"rollout {rollout.rollout_id} is {rollout.status}; only failed and cancelled ones can be retried"
+            f"rollout {rollout.rollout_id} is {rollout.status}; only failed and cancelled rollouts can be retried"
         )
-    return _with(rollout, status="requeuing", end_time=None)
+    return rollout.model_copy(update={"status": "requeuing", "end_time": None})
 
 
-def due_status(
-    rollout: Rollout, attempt: Attempt, now: float, *, worker_seen: float | None, lease_s: float | None
-) -> AttemptStatus | None:
-    """Says what a live attempt has become by the passing of time: timeout, unresponsive or (None) nothing.
+def end_overdue(
+    rollout: Rollout, attempt: Attempt, now: float, *, worker_seen: float | None, lease_s: float
+) -> Outcome | None:
+    """Ends a live attempt that is past its timeout or was silent for too long; None: it may go on.
 
     The lease is renewed by spans, by heartbeats of the attempt and by those of its worker (``worker_seen``).
     """
-    seen = attempt.last_heartbeat_time or attempt.start_time
     config = rollout.config
+    seen = attempt.last_heartbeat_time or attempt.start_time
     if config.timeout_seconds is not None and now - attempt.start_time > config.timeout_seconds:
-        return "timeout"
+        error = AttemptFailure(type="Timeout", message=f"no result within timeout_seconds={config.timeout_seconds}")
+        return move_attempt(rollout, attempt, "timeout", now, error=error, is_heartbeat=False)
     if config.unresponsive_seconds is not None and now - seen > config.unresponsive_seconds:
-        return "unresponsive"
-    if lease_s is not None and now - max(seen, worker_seen or 0.0) > lease_s:
-        return "unresponsive"
+        message = f"no span or heartbeat for unresponsive_seconds={config.unresponsive_seconds}"
+        error = AttemptFailure(type="Unresponsive", message=message)
+        return move_attempt(rollout, attempt, "unresponsive", now, error=error, is_heartbeat=False)
+    if now - max(seen, worker_seen or 0.0) > lease_s:
+        worker = "" if attempt.worker_id is None else f" of worker {attempt.worker_id!r}"
+        message = f"neither a span nor a heartbeat{worker} for the lease of {lease_s:g} s"
+        return lose_claim(rollout, attempt, now, AttemptFailure(type="Unresponsive", message=message))
     return None
 
 
-def heard_of(worker: Worker | None, attempt: Attempt) -> float | None:
+def last_heartbeat(worker: Worker | None, attempt: Attempt) -> float | None:
     """When the worker of an attempt last gave a sign of life that counts for this attempt.
 
-    A worker that says which attempts it runs speaks for these only: a claim whose answer never reached it must not be
-    kept alive by it.
+    The heartbeats of a worker that names its attempts count for these only, so a claim whose answer never reached the
+    worker is lost after a lease.
     """
     if worker is None or (worker.attempt_ids is not None and attempt.attempt_id not in worker.attempt_ids):
         return None
     return worker.last_heartbeat_time
 
 
-def _rollout_status_after(rollout: Rollout, attempt: Attempt) -> RolloutStatus:
-    if attempt.status == "running" or attempt.status == "preparing":
-        return attempt.status
-    if attempt.status == "succeeded":
-        return "succeeded"
-    config = rollout.config
-    if attempt.status in config.retry_condition and attempt.sequence_id < config.max_attempts:
-        return "requeuing"
-    return "failed"
+def assign_work(worker: Worker, now: float) -> Worker:
+    """The record of a worker that takes an attempt, which is a sign of life.
 
-
-def _with(record: R, **changes: Any) -> R:
-    return record.model_copy(update=changes)
+    Raises:
+        ConflictError: the worker was reported dead.
+    """
+    if worker.ended_at is not None:
+        raise ConflictError(
+            f"worker {worker.worker_id!r} was reported dead by end_worker and gets no more work; "
+            "if it is alive, start it again with another worker_id"
+        )
+    times = dict.fromkeys(("last_heartbeat_time", "last_dequeue_time", "last_busy_time"), now)
+    return worker.model_copy(update={"status": "busy", **times})

@@ -1,101 +1,87 @@
-"""From the arguments of the query methods to a ``Query``, and from a ``Page`` to the result."""
+"""Turns the arguments of query methods into a ``Query``, and its ``Page`` into the result."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar, get_args
+from collections.abc import Sequence
+from typing import Any, TypeVar, cast, get_args
 
 from agentlightning.errors import ConfigError, suggest
-from agentlightning.store.backend import Backend, Condition, Query
+from agentlightning.store.backend import Backend, Condition, Operator, Query
 from agentlightning.types import FilterLogic, PaginatedResult, Record, SortOrder
 
 C = TypeVar("C", bound=str)
 R = TypeVar("R", bound=Record)
 
 
-class Filter:
-    """Collects the tests of a query. An argument that is None asks for nothing."""
+def make_query(
+    kind: type[R],
+    scope: Sequence[Condition] = (),
+    *,
+    filter_logic: FilterLogic = "and",
+    sort_by: str | None = None,
+    sort_order: SortOrder = "asc",
+    limit: int = -1,
+    offset: int = 0,
+    cursor: str | None = None,
+    start_after: float | None = None,
+    start_before: float | None = None,
+    **filters: Any,
+) -> Query[R]:
+    """Makes a query from arguments of a query method, after checking them.
 
-    def __init__(self, logic: FilterLogic = "and") -> None:
-        self._logic = check_choice("filter_logic", logic, get_args(FilterLogic))
-        self._scope: list[Condition] = []
-        self._tests: list[Condition] = []
+    ``scope`` and the times always hold. ``filter_logic`` joins the ``filters``: a field, or ``<field>_in`` or
+    ``<field>_contains``, with its value; None leaves a filter out.
 
-    def scope(self, **fields: Any) -> Filter:
-        """Tests that hold whatever the filter logic says: ``field=value``."""
-        self._scope += [Condition(name, "eq", value) for name, value in fields.items() if value is not None]
-        return self
+    Raises:
+        ConfigError: an unknown sort field, order or logic, a negative limit or offset, or a cursor that does not fit.
+        TypeError: an unknown filter.
+    """
+    always = list(scope)
+    if start_after is not None:
+        always.append(Condition("start_time", "ge", start_after))
+    if start_before is not None:
+        always.append(Condition("start_time", "le", start_before))
+    tests = [test for name, value in filters.items() if (test := _read_filter(kind, name, value)) is not None]
+    check_choice("filter_logic", filter_logic, get_args(FilterLogic))
+    if sort_by is not None and sort_by not in kind.model_fields:
+        fields = ", ".join(kind.model_fields)
+        near = suggest(sort_by, kind.model_fields)
+        raise ConfigError(f"a {kind.__name__} cannot be sorted by {sort_by!r}.{near} Fields: {fields}.")
+    check_choice("sort_order", sort_order, get_args(SortOrder))
+    if limit < -1:
+        raise ConfigError(f"limit={limit}; it can be -1 (all), 0 or more")
+    if offset < 0:
+        raise ConfigError(f"offset={offset}; it can be 0 or more")
+    if cursor is not None and (sort_by is not None or sort_order != "asc" or offset):
+        raise ConfigError("a cursor continues the stored order; leave out sort_by, sort_order and offset")
+    is_or = filter_logic == "or"
+    return Query(
+        kind,
+        where=tuple(always if is_or else always + tests),
+        any_of=tuple(tests) if is_or else (),
+        sort_by=sort_by,
+        descending=sort_order == "desc",
+        limit=limit,
+        offset=offset,
+        after=None if cursor is None else _read_cursor(cursor)[0],
+        count=cursor is None and (limit >= 0 or offset > 0),
+    )
 
-    def having(self, field: str, entries: Mapping[str, Any] | None) -> Filter:
-        """Entries that a JSON field must have whatever the filter logic says; None: the entry is null or missing."""
-        self._scope += [Condition(f"{field}.{key}", "eq", value) for key, value in (entries or {}).items()]
-        return self
 
-    def between(self, field: str, at_least: float | None, at_most: float | None) -> Filter:
-        """A range that holds whatever the filter logic says; both ends belong to it."""
-        if at_least is not None:
-            self._scope.append(Condition(field, "ge", at_least))
-        if at_most is not None:
-            self._scope.append(Condition(field, "le", at_most))
-        return self
-
-    def equal(self, **fields: Any) -> Filter:
-        self._tests += [Condition(name, "eq", value) for name, value in fields.items() if value is not None]
-        return self
-
-    def contain(self, **fields: str | None) -> Filter:
-        self._tests += [Condition(name, "contains", value) for name, value in fields.items() if value is not None]
-        return self
-
-    def among(self, **fields: Sequence[Any] | None) -> Filter:
-        for name, values in fields.items():
-            if isinstance(values, str):
-                raise ConfigError(f"{name}_in={values!r} is a str; give a list of values")
-            if values is not None:
-                self._tests.append(Condition(name, "in", tuple(values)))
-        return self
-
-    def query(
-        self,
-        kind: type[R],
-        *,
-        sort_by: str | None = None,
-        sort_order: SortOrder = "asc",
-        limit: int = -1,
-        offset: int = 0,
-        cursor: str | None = None,
-    ) -> Query[R]:
-        """The query, after checking what does not depend on the stored data.
-
-        Raises:
-            ConfigError: an unknown sort field or order, a negative limit or offset, or a cursor that does not fit.
-        """
-        if sort_by is not None and sort_by not in kind.model_fields:
-            fields = ", ".join(kind.model_fields)
-            near = suggest(sort_by, kind.model_fields)
-            raise ConfigError(f"a {kind.__name__} cannot be sorted by {sort_by!r}.{near} Fields: {fields}.")
-        check_choice("sort_order", sort_order, get_args(SortOrder))
-        if limit < -1:
-            raise ConfigError(f"limit={limit}; it can be -1 (all), 0 or more")
-        if offset < 0:
-            raise ConfigError(f"offset={offset}; it can be 0 or more")
-        after = None
-        if cursor is not None:
-            if sort_by is not None or sort_order != "asc" or offset:
-                raise ConfigError("a cursor goes on in the stored order; leave out sort_by, sort_order and offset")
-            after, _, _ = _read_cursor(cursor)
-        either = self._logic == "or"
-        return Query(
-            kind,
-            where=tuple(self._scope if either else self._scope + self._tests),
-            any_of=tuple(self._tests) if either else (),
-            sort_by=sort_by,
-            descending=sort_order == "desc",
-            limit=limit,
-            offset=offset,
-            after=after,
-            count=cursor is None and (limit >= 0 or offset > 0),
-        )
+def _read_filter(kind: type[Record], name: str, value: Any) -> Condition | None:
+    field, operator = name, "eq"
+    for suffix in ("in", "contains"):
+        if name.endswith(f"_{suffix}"):
+            field, operator = name.removesuffix(f"_{suffix}"), suffix
+    if field not in kind.model_fields:
+        raise TypeError(f"unexpected keyword argument {name!r}")
+    if value is None:
+        return None
+    if operator == "in":
+        if isinstance(value, str):
+            raise ConfigError(f"{name}={value!r} is a str; give a list of values")
+        value = tuple(value)
+    return Condition(field, cast(Operator, operator), value)
 
 
 def check_choice(name: str, value: C, choices: Sequence[C]) -> C:
@@ -113,10 +99,10 @@ def check_choice(name: str, value: C, choices: Sequence[C]) -> C:
 
 
 async def find(backend: Backend, query: Query[R], cursor: str | None = None) -> PaginatedResult[R]:
-    """Runs a query; ``cursor`` is the one it was made with.
+    """Runs a query that was made with ``cursor``.
 
-    What the first page counted travels in the cursor: reading on costs the same on every page, and ends where the first
-    page saw the end even if others keep adding.
+    The total that the first page counted travels in the cursor. So each further page costs the same, and reading ends
+    where the first page saw the end even if other writers keep adding.
     """
     page = await backend.select(query)
     if cursor is not None:
@@ -135,9 +121,9 @@ async def find(backend: Backend, query: Query[R], cursor: str | None = None) -> 
 
 
 def _read_cursor(cursor: str) -> tuple[int, int, int]:
-    """Where to read on, how many there are in all, and how many of them were read."""
+    """Splits a cursor into the position, the total and how many records were read."""
     numbers = cursor.split(".")
     if len(numbers) != 3 or not all(number.isdecimal() for number in numbers):
-        raise ConfigError(f"cursor={cursor!r} was not given by this store; use PaginatedResult.cursor as it is")
+        raise ConfigError(f"cursor={cursor!r} is not from this store; use PaginatedResult.cursor as it is")
     position, total, seen = map(int, numbers)
     return position, total, seen

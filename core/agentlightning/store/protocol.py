@@ -31,6 +31,7 @@ from agentlightning.types import (
     TaskInput,
     Unset,
     Worker,
+    new_resources_id,
 )
 
 
@@ -95,7 +96,6 @@ class LightningStore(ABC):
     ) -> AttemptedRollout:
         """Creates a rollout with its first attempt, past the queue."""
 
-    @abstractmethod
     async def enqueue_rollout(
         self,
         input: TaskInput,
@@ -105,20 +105,32 @@ class LightningStore(ABC):
         metadata: Mapping[str, Any] | None = None,
     ) -> Rollout:
         """Queues one rollout; ``resources_id=None`` pins the newest snapshot of this moment."""
+        request = EnqueueRolloutRequest.make(input, mode, resources_id, config, metadata)
+        return (await self.enqueue_many_rollouts([request]))[0]
 
     @abstractmethod
     async def enqueue_many_rollouts(self, requests: Sequence[EnqueueRolloutRequest]) -> Sequence[Rollout]:
-        """Queues rollouts in order, all or none; a known ``rollout_id`` gives the rollout that is there."""
+        """Queues rollouts in order, all or none; a known ``rollout_id`` gives the rollout that is there.
 
-    @abstractmethod
+        Raises:
+            NotFoundError: an unknown ``resources_id``; nothing is queued.
+            ConflictError: a known ``rollout_id`` belongs to another run; nothing is queued.
+        """
+
     async def dequeue_rollout(self, worker_id: str | None = None, *, timeout: float = 0) -> AttemptedRollout | None:
         """Takes the oldest queued rollout and creates its attempt in one step; waits up to ``timeout`` for one."""
+        claimed = await self.dequeue_many_rollouts(limit=1, worker_id=worker_id, timeout=timeout)
+        return claimed[0] if claimed else None
 
     @abstractmethod
     async def dequeue_many_rollouts(
         self, *, limit: int = 1, worker_id: str | None = None, timeout: float = 0
     ) -> Sequence[AttemptedRollout]:
-        """Takes up to ``limit`` queued rollouts; waits up to ``timeout`` for the first."""
+        """Takes up to ``limit`` queued rollouts; waits up to ``timeout`` for the first.
+
+        If the caller is cancelled, rollouts that were being claimed for it go back to the queue. Closing the store ends
+        the wait with an empty result.
+        """
 
     @abstractmethod
     async def start_attempt(self, rollout_id: str, worker_id: str | None = None) -> AttemptedRollout:
@@ -142,7 +154,11 @@ class LightningStore(ABC):
         start_before: float | None = None,
         cursor: str | None = None,
     ) -> PaginatedResult[Rollout]:
-        """Finds rollouts of this run (or ``run_id``); items are AttemptedRollout where an attempt exists."""
+        """Finds rollouts of this run (or ``run_id``); items are AttemptedRollout where an attempt exists.
+
+        ``filter_logic`` joins the filters on status and id; run, metadata and times must hold in any case. Sorts by any
+        field of Rollout, None first.
+        """
 
     @abstractmethod
     async def get_rollout_by_id(self, rollout_id: str) -> Rollout | None:
@@ -159,11 +175,17 @@ class LightningStore(ABC):
         config: RolloutConfig | Unset = UNSET,
         metadata: Mapping[str, Any] | Unset | None = UNSET,
     ) -> Rollout:
-        """Changes what is given."""
+        """Changes what is given. A status that ends the rollout or queues it again ends its live attempt too."""
 
     @abstractmethod
     async def cancel_rollout(self, rollout_id: str) -> Rollout:
-        """Ends a rollout that has not finished; a runner at work on it stops its agent."""
+        """Ends a rollout that has not finished; its runner stops the agent.
+
+        The live attempt ends as failed with an error of type ``Cancelled``. Cancelling twice is harmless.
+
+        Raises:
+            ConflictError: the rollout has succeeded or failed.
+        """
 
     @abstractmethod
     async def retry_rollout(self, rollout_id: str) -> Rollout:
@@ -193,7 +215,14 @@ class LightningStore(ABC):
 
     @abstractmethod
     async def wait_for_rollouts(self, rollout_ids: Sequence[str], timeout: float | None = None) -> Sequence[Rollout]:
-        """Returns those that ended within ``timeout`` (None: waits for all), in the order asked for."""
+        """Returns those that ended within ``timeout`` (None: waits for all), in the order of ``rollout_ids``.
+
+        An id that was given twice is returned twice. If a rollout is retried before the others have ended, its next end
+        is awaited. Closing the store ends the wait with those that ended.
+
+        Raises:
+            NotFoundError: an id is unknown.
+        """
 
     # --- attempts ---
 
@@ -228,7 +257,12 @@ class LightningStore(ABC):
     ) -> Attempt:
         """Changes what is given; the status of the latest attempt drives the rollout.
 
-        An ended attempt keeps its status: a later result goes to ``late_status``.
+        An ended attempt keeps its status: a later result goes to ``late_status``, and an error that comes with it is
+        kept only where the attempt has none. Giving a live attempt another worker moves its lease to that worker.
+
+        Raises:
+            NotFoundError: an unknown rollout or attempt.
+            ConflictError: the lifecycle refuses the status; nothing was changed.
         """
 
     @abstractmethod
@@ -243,23 +277,28 @@ class LightningStore(ABC):
 
     # --- spans ---
 
-    @abstractmethod
     async def add_span(self, span: Span) -> Span | None:
         """Stores a span; None when it is stored already."""
+        stored = await self.add_many_spans([span])
+        return stored[0] if stored else None
 
     @abstractmethod
     async def add_many_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
-        """Stores spans in order, all or none, leaving out those that are stored already."""
+        """Stores spans in order, all or none, leaving out those that are stored already.
 
-    @abstractmethod
+        Raises:
+            NotFoundError: one names an unknown rollout or attempt; nothing is stored.
+        """
+
     async def add_otel_span(
         self, rollout_id: str, attempt_id: str, readable_span: ReadableSpan, sequence_id: int | None = None
     ) -> Span | None:
         """Stores a finished OpenTelemetry span."""
+        return await self.add_span(Span.from_opentelemetry(readable_span, rollout_id, attempt_id, sequence_id or 0))
 
-    @abstractmethod
     async def get_next_span_sequence_id(self, rollout_id: str, attempt_id: str) -> int:
         """Takes the next number of an attempt's spans."""
+        return (await self.get_many_span_sequence_ids([(rollout_id, attempt_id)]))[0]
 
     @abstractmethod
     async def get_many_span_sequence_ids(self, rollout_attempt_ids: Sequence[tuple[str, str]]) -> Sequence[int]:
@@ -289,17 +328,26 @@ class LightningStore(ABC):
         start_before: float | None = None,
         cursor: str | None = None,
     ) -> PaginatedResult[Span]:
-        """Finds spans of one rollout, or (``rollout_id=None``) across the rollouts of a run."""
+        """Finds spans of one rollout, or (``rollout_id=None``) across the rollouts of a run.
+
+        ``filter_logic`` joins the filters on trace, span, parent and name; rollout, attempt, run and times must hold in
+        any case. Sequence numbers do not order the spans of different attempts: across rollouts, and with a cursor,
+        ``sort_by="sequence_id"`` therefore means the order in which the spans were stored.
+        """
 
     # --- resources ---
 
-    @abstractmethod
     async def add_resources(self, resources: Mapping[str, Resource | str]) -> ResourcesUpdate:
         """Publishes a new snapshot, which becomes the latest; a plain str is an f-string PromptTemplate."""
+        return await self.update_resources(new_resources_id(), resources)
 
     @abstractmethod
     async def update_resources(self, resources_id: str, resources: Mapping[str, Resource | str]) -> ResourcesUpdate:
-        """Publishes the next version of a snapshot (version 1 of a new one), which becomes the latest."""
+        """Publishes the next version of a snapshot (version 1 of a new one), which becomes the latest.
+
+        Raises:
+            ConfigError: an empty id or that of a version, a value that is not a resource, or another run's snapshot.
+        """
 
     @abstractmethod
     async def get_resources_by_id(self, resources_id: str, version: int | None = None) -> ResourcesUpdate | None:
@@ -420,7 +468,11 @@ class LightningStore(ABC):
 
     @abstractmethod
     async def update_run(self, run_id: str, status: RunStatus) -> Run:
-        """Says how a run stands."""
+        """Sets the status of a run. An interrupted or failed run may be running again when it is resumed.
+
+        Raises:
+            NotFoundError: an unknown run.
+        """
 
     @abstractmethod
     async def query_runs(self, *, limit: int = -1, offset: int = 0) -> PaginatedResult[Run]:
@@ -428,7 +480,7 @@ class LightningStore(ABC):
 
     @abstractmethod
     async def add_metrics(self, step: int, values: Mapping[str, float]) -> Metrics:
-        """Records the numbers of a step of this run; repeating a step adds to and replaces its values."""
+        """Records the metrics of a step of this run; repeating a step adds to and replaces its values."""
 
     @abstractmethod
     async def query_metrics(self, *, limit: int = -1, offset: int = 0) -> PaginatedResult[Metrics]:
@@ -436,4 +488,9 @@ class LightningStore(ABC):
 
     @abstractmethod
     def subscribe(self, kinds: Sequence[str] | None = None) -> AsyncIterator[Event]:
-        """Yields the events of this run from the first ``anext`` on, until the iterator is closed."""
+        """Yields the events of this run from the first ``anext`` on, until the iterator or the store is closed.
+
+        Raises:
+            ConfigError: an unknown kind.
+            StoreError: the reader is too slow and events were dropped.
+        """

@@ -50,9 +50,9 @@ async def delete_ended(
     backend: Backend,
     run_id: str,
     *,
-    status_in: Sequence[RolloutStatus] | None,
-    ended_before: float | None,
-    keep: int | None,
+    status_in: Sequence[RolloutStatus] | None = None,
+    ended_before: float | None = None,
+    keep: int | None = None,
 ) -> int:
     """What ``LightningStore.delete_rollouts`` does when it is given conditions."""
     for status in status_in or ():

@@ -1,17 +1,18 @@
-"""Wake-ups: how a coroutine waits for an event of the store without asking again and again.
+"""Wake-ups: coroutines wait for events of the store without polling.
 
-A ``Bell`` wakes one coroutine from any thread. ``Waiters`` listens to a backend and rings the bells that an event is
-for, at a cost that depends on those bells only, however many others are waiting.
+A ``Signal`` wakes one coroutine from any thread. ``Waiters`` listens to a backend and sets the signals that an event is
+for; its cost depends on these signals only, not on how many others are waiting.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning.event import Event
@@ -20,50 +21,47 @@ MAX_UNREAD_EVENTS = 100_000
 
 
 def deadline_after(timeout_s: float | None) -> float:
-    """The instant of ``time.monotonic()`` at which a wait of this length ends; None waits for ever.
+    """The value of ``time.monotonic()`` at which a timeout ends; None never ends.
 
     Raises:
         ConfigError: a negative timeout, or not a number.
     """
     if timeout_s is None:
         return math.inf
-    if not timeout_s >= 0:  # NaN is not
+    if not timeout_s >= 0:  # also refuses NaN
         raise ConfigError(f"timeout={timeout_s}; it is a number of seconds, 0 or more")
     return time.monotonic() + timeout_s
 
 
-class Bell:
-    """Wakes the coroutine that made it. ``ring`` may be called from any thread, ``wait`` by the maker only."""
+class Signal:
+    """As ``asyncio.Event``, but any thread may call ``set``. Only the thread that made it may ``wait``."""
 
-    __slots__ = ("_future", "_loop", "_thread_id", "rung")
+    __slots__ = ("_future", "_loop", "_thread_id", "is_set")
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._thread_id = threading.get_ident()
         self._future: asyncio.Future[None] | None = None
-        self.rung = False
-        """Whether it rang since somebody last set this to False."""
+        self.is_set = False
 
-    def ring(self) -> None:
-        """Wakes the waiting coroutine, or the next ``wait`` if none is waiting. Harmless when its loop is gone."""
-        if self.rung:  # it was woken for the ring before, and looks at everything
+    def set(self) -> None:
+        """Wakes the waiting coroutine, or lets the next ``wait`` return at once."""
+        if self.is_set:
             return
-        self.rung = True
-        try:
+        self.is_set = True
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             if threading.get_ident() == self._thread_id:
                 self._wake()
             else:
                 self._loop.call_soon_threadsafe(self._wake)
-        except RuntimeError:  # its loop is closed: nobody waits there any more
-            return
 
     def _wake(self) -> None:
         if self._future is not None and not self._future.done():
             self._future.set_result(None)
 
     async def wait(self, deadline: float = math.inf) -> bool:
-        """Waits until it rings or ``time.monotonic()`` reaches ``deadline``; returns whether it rang."""
-        while not self.rung:
+        """Waits until it is set or ``time.monotonic()`` reaches ``deadline``; returns whether it is set."""
+        while not self.is_set:
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
                 return False
@@ -78,8 +76,8 @@ class Bell:
         return True
 
 
-class Countdown(Bell):
-    """Rings when every rollout it was given has finished."""
+class Countdown(Signal):
+    """Is set when all of its rollouts have ended."""
 
     __slots__ = ("pending",)
 
@@ -88,34 +86,34 @@ class Countdown(Bell):
         self.pending = set(rollout_ids)
 
 
-class Subscription(Bell):
+class Subscription(Signal):
     """The unread events of one subscriber, in commit order."""
 
-    __slots__ = ("kinds", "overflown", "run_id", "unread")
+    __slots__ = ("has_overflowed", "kinds", "run_id", "unread")
 
     def __init__(self, run_id: str, kinds: Collection[str] | None) -> None:
         super().__init__()
         self.run_id = run_id
         self.kinds = kinds
         self.unread: deque[Event] = deque()
-        self.overflown = False
+        self.has_overflowed = False
 
     def put(self, event: Event) -> None:
         if event.run_id != self.run_id or (self.kinds is not None and event.kind not in self.kinds):
             return
         if len(self.unread) >= MAX_UNREAD_EVENTS:
-            self.overflown = True
+            self.has_overflowed = True
         else:
             self.unread.append(event)
-        self.ring()
+        self.set()
 
     def take(self) -> Event:
         """Removes the oldest unread event.
 
         Raises:
-            StoreError: events were lost because the subscriber does not keep up.
+            StoreError: events were dropped because the subscriber is too slow.
         """
-        if not self.unread and self.overflown:
+        if not self.unread and self.has_overflowed:
             raise StoreError(
                 f"this subscriber left more than {MAX_UNREAD_EVENTS} events unread and has lost some; "
                 "read them faster, or subscribe to fewer kinds"
@@ -124,104 +122,112 @@ class Subscription(Bell):
 
 
 class Waiters:
-    """Everybody who waits for something in one database. Safe to use from any thread and loop."""
+    """All waits on one database: for rollouts in a queue, for ends and for events. Safe to use from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._queues: dict[str, OrderedDict[Bell, None]] = {}
-        self._finishes: dict[str, dict[Countdown, None]] = {}
+        self._queues: dict[str, OrderedDict[Signal, None]] = {}
+        self._countdowns: dict[str, dict[Countdown, None]] = {}
         self._subscriptions: dict[Subscription, None] = {}
         self.closed = False
 
     def publish(self, events: Sequence[Event]) -> None:
-        """Wakes whom the events are for; a backend's listener."""
-        ringing: list[Bell] = []
+        """Sets the signals that the events are for. The listener of a backend."""
+        signals: list[Signal] = []
         with self._lock:
             for event in events:
                 if event.kind == "rollout_finished":
-                    for countdown in self._finishes.pop(event.rollout_id, ()):
+                    for countdown in self._countdowns.pop(event.rollout_id, ()):
                         countdown.pending.discard(event.rollout_id)
                         if not countdown.pending:
-                            ringing.append(countdown)
-                elif event.kind == "rollout_enqueued" and (bell := self._pop_queue(event.run_id)):
-                    ringing.append(bell)
+                            signals.append(countdown)
+                elif event.kind == "rollout_enqueued":
+                    signals += self._pop_queue(event.run_id)
                 for subscription in self._subscriptions:
                     subscription.put(event)
-        for bell in ringing:
-            bell.ring()
+        for signal in signals:
+            signal.set()
 
-    def join_queue(self, run_id: str) -> Bell:
-        """A bell that rings when a rollout of the run may be there to be claimed; each rollout rings one bell.
+    def join_queue(self, run_id: str) -> Signal:
+        """Returns a signal that is set when a rollout may be in the queue of a run; each rollout sets one signal.
 
-        Whoever joins must ``leave_queue`` in the end: a ring that was not used goes to the next in line.
+        The caller must call ``leave_queue`` in the end, which passes an unused signal on to the next in line.
         """
-        bell = Bell()
+        signal = Signal()
         with self._lock:
-            self._queues.setdefault(run_id, OrderedDict())[bell] = None
-        return bell
+            self._queues.setdefault(run_id, OrderedDict())[signal] = None
+        return signal
 
-    def rejoin_queue(self, run_id: str, bell: Bell) -> None:
-        """Stands at the head of the line again, before trying to claim after a ring."""
+    def rejoin_queue(self, run_id: str, signal: Signal) -> None:
+        """Returns to the head of the line, before another try to claim."""
         with self._lock:
-            bell.rung = False
+            signal.is_set = False
             line = self._queues.setdefault(run_id, OrderedDict())
-            line[bell] = None
-            line.move_to_end(bell, last=False)
+            line[signal] = None
+            line.move_to_end(signal, last=False)
 
-    def leave_queue(self, run_id: str, bell: Bell) -> None:
-        """Stops waiting."""
-        heir: Bell | None = None
+    def leave_queue(self, run_id: str, signal: Signal) -> None:
+        next_in_line: list[Signal] = []
         with self._lock:
             line = self._queues.get(run_id)
             if line is not None:
-                line.pop(bell, None)
+                line.pop(signal, None)
                 if not line:
                     del self._queues[run_id]
-            if bell.rung:
-                heir = self._pop_queue(run_id)
-        if heir is not None:
-            heir.ring()
+            if signal.is_set:
+                next_in_line = self._pop_queue(run_id)
+        for waiting in next_in_line:
+            waiting.set()
 
-    def expect(self, countdown: Countdown) -> None:
-        """Begins to count the ends of its rollouts."""
+    def _pop_queue(self, run_id: str) -> list[Signal]:
+        """Removes the head of a line, if there is a line. The caller holds the lock."""
+        line = self._queues.get(run_id)
+        if line is None:
+            return []
+        signal, _ = line.popitem(last=False)
+        if not line:
+            del self._queues[run_id]
+        return [signal]
+
+    def add(self, countdown: Countdown) -> None:
         with self._lock:
             for rollout_id in countdown.pending:
-                self._finishes.setdefault(rollout_id, {})[countdown] = None
+                self._countdowns.setdefault(rollout_id, {})[countdown] = None
 
-    def settle(self, countdown: Countdown, rollout_ids: Iterable[str]) -> None:
-        """Tells a countdown of rollouts that it need not wait for: they finished before it began, or it gives up."""
+    def discard(self, countdown: Countdown, rollout_ids: Iterable[str]) -> None:
+        """Removes rollouts from a countdown: they ended before it was added, or the wait is over."""
         with self._lock:
-            for rollout_id in tuple(rollout_ids):
+            for rollout_id in rollout_ids:
                 countdown.pending.discard(rollout_id)
-                waiting = self._finishes.get(rollout_id)
+                waiting = self._countdowns.get(rollout_id)
                 if waiting is not None:
                     waiting.pop(countdown, None)
                     if not waiting:
-                        del self._finishes[rollout_id]
+                        del self._countdowns[rollout_id]
 
-    def subscribe(self, subscription: Subscription) -> None:
+    async def events(self, run_id: str, kinds: Collection[str] | None) -> AsyncIterator[Event]:
+        """Yields the events of a run from now on, until the iterator or this object is closed."""
+        subscription = Subscription(run_id, kinds)
         with self._lock:
             self._subscriptions[subscription] = None
-
-    def unsubscribe(self, subscription: Subscription) -> None:
-        with self._lock:
-            self._subscriptions.pop(subscription, None)
+        try:
+            while True:
+                subscription.is_set = False
+                while subscription.unread or subscription.has_overflowed:
+                    yield subscription.take()
+                if self.closed:
+                    return
+                await subscription.wait()
+        finally:
+            with self._lock:
+                self._subscriptions.pop(subscription, None)
 
     def close(self) -> None:
-        """Wakes everybody for the last time; from now on nobody needs to wait."""
+        """Wakes all waits for the last time."""
         with self._lock:
             self.closed = True
-            everybody: list[Bell] = [bell for line in self._queues.values() for bell in line]
-            everybody += [countdown for waiting in self._finishes.values() for countdown in waiting]
-            everybody += self._subscriptions
-        for bell in everybody:
-            bell.ring()
-
-    def _pop_queue(self, run_id: str) -> Bell | None:
-        line = self._queues.get(run_id)
-        if not line:
-            return None
-        bell, _ = line.popitem(last=False)
-        if not line:
-            del self._queues[run_id]
-        return bell
+            signals: list[Signal] = [signal for line in self._queues.values() for signal in line]
+            signals += [countdown for waiting in self._countdowns.values() for countdown in waiting]
+            signals += self._subscriptions
+        for signal in signals:
+            signal.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 from typing import get_args
 
@@ -10,8 +11,8 @@ import pytest
 from agentlightning.errors import ConflictError
 from agentlightning.lifecycle import (
     begin_attempt,
-    due_status,
-    heard_of,
+    end_overdue,
+    last_heartbeat,
     lose_claim,
     move_attempt,
     move_rollout,
@@ -213,6 +214,13 @@ def test_a_claim_that_is_lost_before_it_ran_goes_back_to_the_queue_whatever_the_
     assert (rollout.status, attempt.status) == ("failed", "unresponsive")
 
 
+def end_status(
+    rollout: Rollout, attempt: Attempt, now: float, worker_seen: float | None, lease_s: float
+) -> AttemptStatus | None:
+    outcome = end_overdue(rollout, attempt, now, worker_seen=worker_seen, lease_s=lease_s)
+    return None if outcome is None else outcome.attempt.status
+
+
 @pytest.mark.parametrize(
     ("now", "worker_seen", "expected"),
     [
@@ -226,27 +234,27 @@ def test_a_claim_that_is_lost_before_it_ran_goes_back_to_the_queue_whatever_the_
 def test_deadlines_are_what_the_config_says(now: float, worker_seen: float | None, expected: str | None) -> None:
     config = RolloutConfig(timeout_seconds=10, unresponsive_seconds=5 if now < 10 else None)
     rollout = make_rollout("running", config)
-    assert due_status(rollout, make_attempt("running"), now, worker_seen=worker_seen, lease_s=None) == expected
+    assert end_status(rollout, make_attempt("running"), now, worker_seen, lease_s=math.inf) == expected
 
 
 def test_a_lease_is_renewed_by_spans_and_by_the_worker() -> None:
     rollout, attempt = make_rollout("running"), make_attempt("running")
-    assert due_status(rollout, attempt, 61.5, worker_seen=None, lease_s=60) == "unresponsive"
-    assert due_status(rollout, attempt, 61.5, worker_seen=30.0, lease_s=60) is None
+    assert end_status(rollout, attempt, 61.5, None, lease_s=60) == "unresponsive"
+    assert end_status(rollout, attempt, 61.5, 30.0, lease_s=60) is None
     beating = attempt.model_copy(update={"last_heartbeat_time": 30.0})
-    assert due_status(rollout, beating, 61.5, worker_seen=None, lease_s=60) is None
+    assert end_status(rollout, beating, 61.5, None, lease_s=60) is None
     unowned = attempt.model_copy(update={"worker_id": None})
-    assert due_status(rollout, unowned, 61.5, worker_seen=None, lease_s=60) == "unresponsive"
-    assert due_status(rollout, unowned, 60.5, worker_seen=None, lease_s=60) is None
+    assert end_status(rollout, unowned, 61.5, None, lease_s=60) == "unresponsive"
+    assert end_status(rollout, unowned, 60.5, None, lease_s=60) is None
 
 
 def test_a_worker_speaks_for_the_attempts_it_names() -> None:
     attempt = make_attempt("preparing")
     worker = Worker(worker_id="worker-1", last_heartbeat_time=30.0)
-    assert heard_of(None, attempt) is None
-    assert heard_of(worker, attempt) == 30.0
-    assert heard_of(worker.model_copy(update={"attempt_ids": ["at-1"]}), attempt) == 30.0
-    assert heard_of(worker.model_copy(update={"attempt_ids": []}), attempt) is None
+    assert last_heartbeat(None, attempt) is None
+    assert last_heartbeat(worker, attempt) == 30.0
+    assert last_heartbeat(worker.model_copy(update={"attempt_ids": ["at-1"]}), attempt) == 30.0
+    assert last_heartbeat(worker.model_copy(update={"attempt_ids": []}), attempt) is None
 
 
 @pytest.mark.parametrize("status", ATTEMPT_STATUSES)

@@ -22,7 +22,6 @@ from agentlightning.testing.store import DurableStoreConformance, StoreConforman
 from agentlightning.types import (
     UNSET,
     Attempt,
-    AttemptedRollout,
     EnqueueRolloutRequest,
     PaginatedResult,
     Record,
@@ -134,7 +133,7 @@ class EnqueuesOneByOne(InMemoryLightningStore):
 class AliasesInputs(InMemoryLightningStore):
     async def enqueue_rollout(self, input: Any, *args: Any, **kwargs: Any) -> Rollout:
         rollout = await super().enqueue_rollout(input, *args, **kwargs)
-        row = await self._rollout(rollout.rollout_id)
+        row = await self._database.rollout(rollout.rollout_id)
         await self._database.backend.commit([Put(row.record.model_copy(update={"input": input}))])
         return rollout
 
@@ -149,7 +148,7 @@ class TouchesEndedRollouts(InMemoryLightningStore):
     async def update_attempt(self, rollout_id: str, attempt_id: str, *args: Any, **kwargs: Any) -> Attempt:
         attempt = await super().update_attempt(rollout_id, attempt_id, *args, **kwargs)
         if attempt.late_status is not None:
-            row = await self._rollout(rollout_id)
+            row = await self._database.rollout(rollout_id)
             await self._database.backend.commit([Put(row.record.model_copy(update={"status": attempt.late_status}))])
         return attempt
 
@@ -164,9 +163,7 @@ class MixesAttempts(InMemoryLightningStore):
 class LosesCancelledClaims(BackendStore):
     def __init__(self) -> None:
         super().__init__(SlowBackend())
-
-    async def _claim(self, limit: int, worker_id: str | None) -> list[AttemptedRollout]:
-        return await self._claim_now(limit, worker_id)
+        self._queue._claim = self._queue.claim_now  # type: ignore[method-assign] # the bug
 
 
 class LosesWakeUps(InMemoryLightningStore):
@@ -174,8 +171,8 @@ class LosesWakeUps(InMemoryLightningStore):
 
     def __init__(self) -> None:
         super().__init__()
-        publish = self._database.waiters.publish
-        self._database.stop_watching()
+        publish = self._waiters.publish
+        self._stop_watching()
         self._database.backend.watch(lambda events: publish(events[:1]))
 
 
@@ -189,7 +186,7 @@ class ReturnsEarly(InMemoryLightningStore):
 
 class CopiesNoAttempt(InMemoryLightningStore):
     async def get_rollout_by_id(self, rollout_id: str) -> Rollout | None:
-        row: Row[Rollout] | None = await self._row(Rollout, rollout_id)
+        row: Row[Rollout] | None = await self._database.row(Rollout, rollout_id)
         return None if row is None else row.record
 
 
@@ -205,15 +202,14 @@ class PublishesToEverybody(InMemoryLightningStore):
 
 class KeepsDeadWorkersAtWork(InMemoryLightningStore):
     async def end_worker(self, worker_id: str) -> int:
-        return len(await self._live_attempts(worker_id))
+        return len(await self._database.live_attempts(worker_id))
 
 
 class EmploysTheDead(InMemoryLightningStore):
     async def end_worker(self, worker_id: str) -> int:
         ended = await super().end_worker(worker_id)
-        row, worker = await self._worker_row(worker_id)
-        if row is not None:
-            await self._database.backend.commit([Put(worker.model_copy(update={"ended_at": None}))])
+        worker = await self._database.worker(worker_id)
+        await self._database.backend.commit([Put(worker.model_copy(update={"ended_at": None}))])
         return ended
 
 

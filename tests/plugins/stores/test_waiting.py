@@ -14,40 +14,40 @@ from agentlightning.frozen import FrozenDict
 from agentlightning.store import waiting
 from agentlightning.store.backend import Claim
 from agentlightning.store.engine import BackendStore
-from agentlightning.store.waiting import Bell, Countdown, Subscription, Waiters
+from agentlightning.store.waiting import Countdown, Signal, Subscription, Waiters
 from agentlightning.types import AttemptedRollout, Rollout
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore, MemoryBackend
 
 
-async def test_a_bell_that_rang_before_the_wait_is_heard() -> None:
-    bell = Bell()
-    bell.ring()
-    assert await bell.wait()
+async def test_a_signal_that_rang_before_the_wait_is_heard() -> None:
+    signal = Signal()
+    signal.set()
+    assert await signal.wait()
 
 
-async def test_a_bell_that_does_not_ring_gives_up_at_its_deadline() -> None:
-    bell = Bell()
+async def test_a_signal_that_does_not_ring_gives_up_at_its_deadline() -> None:
+    signal = Signal()
     start = time.monotonic()
-    assert not await bell.wait(start + 0.05)
+    assert not await signal.wait(start + 0.05)
     assert 0.04 < time.monotonic() - start < 5
 
 
 async def test_ringing_where_nobody_lives_any_more_is_harmless() -> None:
-    async def make() -> Bell:
-        return Bell()
+    async def make() -> Signal:
+        return Signal()
 
-    bell = await asyncio.to_thread(lambda: asyncio.run(make()))
-    bell.ring()
-    assert bell.rung
+    signal = await asyncio.to_thread(lambda: asyncio.run(make()))
+    signal.set()
+    assert signal.is_set
 
 
 async def test_each_rollout_wakes_the_claimer_who_waits_longest() -> None:
     waiters = Waiters()
     first, second, elsewhere = waiters.join_queue("a"), waiters.join_queue("a"), waiters.join_queue("b")
     waiters.publish([RolloutEnqueued(run_id="a", rollout_id="ro-1")])
-    assert (first.rung, second.rung, elsewhere.rung) == (True, False, False)
+    assert (first.is_set, second.is_set, elsewhere.is_set) == (True, False, False)
     waiters.publish([RolloutEnqueued(run_id="a", rollout_id="ro-2")])
-    assert (second.rung, elsewhere.rung) == (True, False)
+    assert (second.is_set, elsewhere.is_set) == (True, False)
 
 
 async def test_a_ring_that_was_not_used_goes_to_the_next_in_line() -> None:
@@ -55,7 +55,7 @@ async def test_a_ring_that_was_not_used_goes_to_the_next_in_line() -> None:
     gone, next_ = waiters.join_queue("a"), waiters.join_queue("a")
     waiters.publish([RolloutEnqueued(run_id="a", rollout_id="ro-1")])
     waiters.leave_queue("a", gone)
-    assert next_.rung
+    assert next_.is_set
 
 
 async def test_who_tries_again_keeps_the_place_in_the_line() -> None:
@@ -64,19 +64,19 @@ async def test_who_tries_again_keeps_the_place_in_the_line() -> None:
     waiters.publish([RolloutEnqueued(run_id="a", rollout_id="ro-1")])
     waiters.rejoin_queue("a", first)  # somebody who did not wait was faster
     waiters.publish([RolloutEnqueued(run_id="a", rollout_id="ro-2")])
-    assert (first.rung, second.rung) == (True, False)
+    assert (first.is_set, second.is_set) == (True, False)
 
 
 async def test_a_countdown_rings_at_the_last_end_and_leaves_nothing_behind() -> None:
     waiters = Waiters()
     countdown = Countdown(["ro-1", "ro-2", "ro-3"])
-    waiters.expect(countdown)
-    waiters.settle(countdown, ["ro-2"])
+    waiters.add(countdown)
+    waiters.discard(countdown, ["ro-2"])
     waiters.publish([RolloutFinished(rollout_id="ro-1", status="failed")])
     assert not await countdown.wait(0)
     waiters.publish([RolloutFinished(rollout_id="ro-3", status="succeeded")])
     assert await countdown.wait(0)
-    assert not waiters._finishes
+    assert not waiters._countdowns
 
 
 async def test_a_subscriber_that_does_not_keep_up_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,9 @@ from typing import Final
 from aiohttp import web
 from pydantic_core import to_json
 
-from agentlightning.event import Event
+from agentlightning.event import EVENT_KINDS, Event
 from agentlightning.store.filter import check_choice
 from agentlightning.store.protocol import LightningStore
-from agentlightning.store.run import EVENT_KINDS
 
 logger = logging.getLogger("agentlightning")
 

@@ -1,0 +1,115 @@
+"""Transitions of attempts: reports of workers, first spans, and ends that the store decides."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentlightning.errors import NotFoundError
+from agentlightning.lifecycle import Outcome, assign_work, lose_claim, move_attempt, release
+from agentlightning.store.backend import Put, Row
+from agentlightning.store.engine.change import Change
+from agentlightning.store.engine.database import Database, join
+from agentlightning.types import (
+    LIVE_ATTEMPT,
+    UNSET,
+    Attempt,
+    AttemptedRollout,
+    AttemptFailure,
+    AttemptStatus,
+    Rollout,
+    Span,
+    Unset,
+)
+
+
+class Attempts:
+    """Changes attempts and, with them, their rollouts."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def update(
+        self, rollout_id: str, attempt_id: str, status: AttemptStatus | Unset, changes: Mapping[str, Any]
+    ) -> Attempt:
+        """Sets the status and other fields. ``changes`` has valid, frozen values."""
+
+        async def plan(rollout: Row[Rollout], row: Row[Attempt]) -> Change[Attempt]:
+            before, now = row.record, time.time()
+            outcome = Outcome(rollout.record, before)
+            wanted = dict(changes)
+            if status is not UNSET:
+                outcome = move_attempt(rollout.record, before, status, now)
+                if before.status not in LIVE_ATTEMPT and before.error is not None:
+                    wanted.pop("error", None)
+            if any(getattr(outcome.attempt, name) != value for name, value in wanted.items()):
+                outcome = Outcome(outcome.rollout, outcome.attempt.model_copy(update=wanted))
+            change = Change(outcome.attempt)
+            if outcome.attempt is not before:
+                change.move(rollout, row, outcome, now)
+                worker_id = outcome.attempt.worker_id
+                if worker_id not in (None, before.worker_id) and outcome.attempt.status in LIVE_ATTEMPT:
+                    change.writes.append(Put(assign_work(await self._database.worker(worker_id), now)))
+            return change
+
+        ends = status is not UNSET and status not in LIVE_ATTEMPT
+        return await self._database.change_attempt(rollout_id, attempt_id, plan, is_heartbeat=ends)
+
+    async def release(self, rollout_id: str, attempt_id: str) -> AttemptedRollout:
+        async def plan(rollout: Row[Rollout], row: Row[Attempt]) -> Change[AttemptedRollout]:
+            now = time.time()
+            outcome = release(rollout.record, row.record, now)
+            change = Change(join(*outcome))
+            if outcome.attempt is not row.record:
+                change.move(rollout, row, outcome, now)
+            return change
+
+        return await self._database.change_attempt(rollout_id, attempt_id, plan)
+
+    async def add_spans(self, spans: Sequence[Span]) -> list[Span]:
+        """Stores spans; the first ones of an attempt set it running."""
+        spans = [span.sealed() for span in spans]
+        attempts = {(span.rollout_id, span.attempt_id) for span in spans}
+        new = [attempt for attempt in attempts if not self._database.is_running(attempt)]
+        backend = self._database.backend
+        append = backend.append_spans(spans, time.time())
+        if backend.durable and len(attempts) == len(new) == 1:  # at once, so that they can share a transaction
+            stored, _ = await asyncio.gather(append, self._begin(*new[0]))
+        else:
+            stored = await append
+            for attempt in new:
+                await self._begin(*attempt)
+        return [span for span in stored if span is not None]
+
+    async def _begin(self, rollout_id: str, attempt_id: str) -> None:
+        """Moves an attempt that has a span from preparing to running."""
+
+        async def plan(rollout: Row[Rollout], row: Row[Attempt]) -> Change[None]:
+            change = Change(None)
+            if row.record.status == "preparing":
+                now = time.time()
+                change.move(rollout, row, move_attempt(rollout.record, row.record, "running", now), now)
+            else:
+                self._database.cache(rollout, row)
+            return change
+
+        await self._database.change_attempt(rollout_id, attempt_id, plan, is_heartbeat=True)
+
+    async def lose(self, attempt: Attempt) -> bool:
+        """Ends an attempt of a dead worker; False if it has ended or changed its worker meanwhile."""
+        error = AttemptFailure(type="Unresponsive", message=f"worker {attempt.worker_id!r} was reported dead")
+
+        async def plan(rollout: Row[Rollout], row: Row[Attempt]) -> Change[bool]:
+            if row.record.status not in LIVE_ATTEMPT or row.record.worker_id != attempt.worker_id:
+                return Change(False)
+            now = time.time()
+            change = Change(True)
+            change.revoke(rollout, row, lose_claim(rollout.record, row.record, now, error), now)
+            return change
+
+        try:
+            return await self._database.change_attempt(attempt.rollout_id, attempt.attempt_id, plan)
+        except NotFoundError:  # deleted meanwhile
+            return False

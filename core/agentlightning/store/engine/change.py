@@ -1,0 +1,120 @@
+"""What a change of rollouts and attempts commits: writes, guards and events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from agentlightning.event import (
+    AttemptFinished,
+    AttemptRevoked,
+    Event,
+    RolloutEnqueued,
+    RolloutFinished,
+    RolloutStarted,
+)
+from agentlightning.lifecycle import Outcome
+from agentlightning.store.backend import Delete, Guard, Put, Row, Write, key_of
+from agentlightning.types import ENDED_ROLLOUT, LIVE_ATTEMPT, Attempt, Record, Rollout
+
+R = TypeVar("R", bound=Record)
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Change(Generic[T]):
+    """One commit, and the result that its caller returns once it is done."""
+
+    result: T
+    writes: list[Write] = field(default_factory=list)
+    guards: list[Guard] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+
+    def insert(self, record: Record) -> None:
+        """Writes a record, provided that none has its key."""
+        self.writes.append(Put(record))
+        self.guards.append(Guard(type(record), key_of(record), 0))
+
+    def replace(self, row: Row[R], record: R) -> None:
+        """Writes a new version of a record, provided that it was not written since ``row`` was read."""
+        self.writes.append(Put(record))
+        self.guards.append(Guard(type(record), key_of(record), row.revision))
+
+    def remove(self, row: Row[R]) -> None:
+        """Removes a record, provided that it was not written since ``row`` was read."""
+        key = key_of(row.record)
+        self.writes.append(Delete(type(row.record), key))
+        self.guards.append(Guard(type(row.record), key, row.revision))
+
+    def begin(self, rollout: Row[Rollout] | None, after: Outcome, now: float) -> None:
+        """Writes an attempt that begins, of a rollout that is stored or (None) new."""
+        if rollout is None:
+            self.writes.append(Put(after.rollout))
+        else:
+            self.replace(rollout, after.rollout)
+        self.writes.append(Put(after.attempt))
+        self.events.append(rollout_started(after, now))
+
+    def move(self, rollout: Row[Rollout], attempt: Row[Attempt], after: Outcome, now: float) -> None:
+        """Writes a transition of an attempt, and of its rollout, with the events.
+
+        The rollout is guarded even if it does not change: an attempt that begins meanwhile would become the latest one.
+        """
+        self.guards.append(Guard(Rollout, key_of(rollout.record), rollout.revision))
+        if after.rollout is not rollout.record:
+            self.writes.append(Put(after.rollout))
+        if after.attempt is not attempt.record:
+            self.replace(attempt, after.attempt)
+        self.events += attempt_events(rollout.record, attempt.record, after.attempt, now)
+        self.events += rollout_events(rollout.record, after.rollout, now)
+
+    def revoke(self, rollout: Row[Rollout], attempt: Row[Attempt], after: Outcome, now: float) -> None:
+        """As ``move``, for an end that the worker did not report, with the event that makes it stop."""
+        self.move(rollout, attempt, after, now)
+        self.events.append(attempt_revoked(after, now))
+
+
+def rollout_started(after: Outcome, now: float) -> Event:
+    rollout, attempt = after
+    return RolloutStarted(
+        run_id=rollout.run_id,
+        time=now,
+        rollout_id=rollout.rollout_id,
+        attempt_id=attempt.attempt_id,
+        worker_id=attempt.worker_id,
+    )
+
+
+def rollout_events(before: Rollout, after: Rollout, now: float) -> Iterator[Event]:
+    """The event that a change of a rollout's status causes, if any."""
+    if after.status == before.status:
+        return
+    if after.status in ENDED_ROLLOUT:
+        yield RolloutFinished(
+            run_id=after.run_id, time=now, rollout_id=after.rollout_id, status=after.status, mode=after.mode
+        )
+    elif after.status == "requeuing":
+        yield RolloutEnqueued(run_id=after.run_id, time=now, rollout_id=after.rollout_id)
+
+
+def attempt_events(rollout: Rollout, before: Attempt, after: Attempt, now: float) -> Iterator[Event]:
+    """The event that the end of an attempt causes, if it ended."""
+    if before.status in LIVE_ATTEMPT and after.status not in LIVE_ATTEMPT:
+        yield AttemptFinished(
+            run_id=rollout.run_id,
+            time=now,
+            rollout_id=rollout.rollout_id,
+            attempt_id=after.attempt_id,
+            status=after.status,
+            error=f"{after.error.type}: {after.error.message}" if after.error is not None else None,
+        )
+
+
+def attempt_revoked(after: Outcome, now: float) -> Event:
+    """The event that makes the worker of an attempt stop because the store ended it."""
+    rollout, attempt = after
+    reason = attempt.status if attempt.status in ("timeout", "unresponsive") else "cancelled"
+    return AttemptRevoked(
+        run_id=rollout.run_id, time=now, rollout_id=rollout.rollout_id, attempt_id=attempt.attempt_id, reason=reason
+    )

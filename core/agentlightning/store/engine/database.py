@@ -1,0 +1,198 @@
+"""Access to the backend: look-ups, and commits that are repeated when another writer was faster."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Final, TypeVar
+
+from agentlightning.errors import ConflictError, NotFoundError
+from agentlightning.resources import ResourcesUpdate, split_version_id
+from agentlightning.store.backend import KEYS, Backend, Condition, Put, Query, Row
+from agentlightning.store.engine.change import Change
+from agentlightning.types import LIVE_ATTEMPT, Attempt, AttemptedRollout, Record, Rollout, Worker
+
+T = TypeVar("T")
+R = TypeVar("R", bound=Record)
+
+LIVE: Final = Condition("status", "in", tuple(sorted(LIVE_ATTEMPT)))
+_MAX_RETRIES: Final = 50
+"""How often a commit is tried. Each failure means that another writer succeeded."""
+_MAX_CACHED: Final = 100_000
+
+
+class Database:
+    """What all views of a store share of one open backend.
+
+    It caches live attempts with their rollouts, as this process wrote or read them last. Other processes may have
+    written since: a commit that is planned from the cache is guarded by revisions and planned again if it fails.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self._live: OrderedDict[tuple[str, str], tuple[Row[Rollout], Row[Attempt]]] = OrderedDict()
+
+    async def commit(self, plan: Callable[[], Awaitable[Change[T]]]) -> T:
+        """Commits a planned change; plans it again from fresh records as long as other writers are faster.
+
+        Raises:
+            ConflictError: other writers were faster ``_MAX_RETRIES`` times; nothing was changed.
+        """
+        for retry in range(_MAX_RETRIES):
+            change = await plan()
+            if not change.writes or await self.try_commit(change):
+                return change.result
+            if retry >= 2:  # the same writers keep colliding: separate them
+                await asyncio.sleep(random.random() * min(0.001 * 2**retry, 0.1))
+        keys = ", ".join(f"{guard.kind.__name__} {'/'.join(map(str, guard.key))}" for guard in change.guards)
+        raise ConflictError(f"other writers kept changing {keys}, {_MAX_RETRIES} times; nothing was written, try later")
+
+    async def try_commit(self, change: Change[T]) -> bool:
+        """Commits a change unless one of its guards fails."""
+        return await self.backend.commit(change.writes, change.guards, change.events)
+
+    async def change_attempt(
+        self,
+        rollout_id: str,
+        attempt_id: str,
+        plan: Callable[[Row[Rollout], Row[Attempt]], Awaitable[Change[T]]],
+        *,
+        is_heartbeat: bool = False,
+    ) -> T:
+        """As ``commit``, for a change of an attempt (or the "latest") of a rollout.
+
+        Args:
+            rollout_id: the rollout.
+            attempt_id: the attempt.
+            plan: makes the change.
+            is_heartbeat: the change sets ``last_heartbeat_time``. Only then may it be planned from the cache: spans
+                renew the stored time without a new revision, and an older one must not replace it.
+
+        Raises:
+            NotFoundError: an unknown rollout or attempt.
+        """
+        cached = self._live.pop((rollout_id, attempt_id), None)
+        if cached is not None and is_heartbeat:
+            with contextlib.suppress(ConflictError):  # perhaps because the cache is outdated
+                change = await plan(*cached)
+                if change.writes and await self.try_commit(change):
+                    self._cache_after(change, *cached)
+                    return change.result
+
+        async def plan_from_stored() -> Change[T]:
+            return await plan(*await self.attempt(rollout_id, attempt_id))
+
+        return await self.commit(plan_from_stored)
+
+    def cache(self, rollout: Row[Rollout], attempt: Row[Attempt]) -> None:
+        """Caches an attempt that was just written, if it is live."""
+        if attempt.record.status in LIVE_ATTEMPT:
+            self._live[rollout.record.rollout_id, attempt.record.attempt_id] = rollout, attempt
+            while len(self._live) > _MAX_CACHED:
+                with contextlib.suppress(KeyError):  # another thread removed it first
+                    self._live.popitem(last=False)
+
+    def is_running(self, attempt: tuple[str, str]) -> bool:
+        """Whether an attempt (rollout id, attempt id) is known to be running; an attempt never returns to preparing."""
+        cached = self._live.get(attempt)
+        return cached is not None and cached[1].record.status == "running"
+
+    def _cache_after(self, change: Change[T], rollout: Row[Rollout], attempt: Row[Attempt]) -> None:
+        for write in change.writes:
+            if isinstance(write, Put) and isinstance(write.record, Rollout):
+                rollout = Row(write.record, rollout.revision + 1)
+            elif isinstance(write, Put) and isinstance(write.record, Attempt):
+                attempt = Row(write.record, attempt.revision + 1)
+        self.cache(rollout, attempt)
+
+    async def rows(self, query: Query[R]) -> Sequence[Row[R]]:
+        return (await self.backend.select(query)).rows
+
+    async def row(self, kind: type[R], *key: str | int) -> Row[R] | None:
+        where = tuple([Condition(name, "eq", value) for name, value in zip(KEYS[kind], key, strict=True)])
+        rows = await self.rows(Query(kind, where))
+        return rows[0] if rows else None
+
+    async def rollout(self, rollout_id: str) -> Row[Rollout]:
+        row = await self.row(Rollout, rollout_id)
+        if row is None:
+            raise NotFoundError(f"no rollout {rollout_id!r} in this store")
+        return row
+
+    async def attempt(self, rollout_id: str, attempt_id: str) -> tuple[Row[Rollout], Row[Attempt]]:
+        """A rollout and one of its attempts, or the "latest".
+
+        A live attempt is always the latest: a commit that queues a rollout again or ends it also ends its live attempt,
+        and only then can another begin.
+
+        Raises:
+            NotFoundError: an unknown rollout or attempt.
+        """
+        rollout = await self.rollout(rollout_id)
+        if attempt_id == "latest":
+            attempt = await self.latest_attempt(rollout_id)
+        else:
+            attempt = await self.row(Attempt, rollout_id, attempt_id)
+        if attempt is None:
+            raise NotFoundError(f"rollout {rollout_id!r} has no attempt {attempt_id!r}")
+        return rollout, attempt
+
+    async def latest_attempt(self, rollout_id: str) -> Row[Attempt] | None:
+        where = (Condition("rollout_id", "eq", rollout_id),)
+        rows = await self.rows(Query(Attempt, where, sort_by="sequence_id", descending=True, limit=1))
+        return rows[0] if rows else None
+
+    async def live_attempts(self, worker_id: str) -> list[Attempt]:
+        where = (Condition("worker_id", "eq", worker_id), LIVE)
+        return [row.record for row in await self.rows(Query(Attempt, where))]
+
+    async def worker(self, worker_id: str) -> Worker:
+        """The record of a worker, or a new one."""
+        row = await self.row(Worker, worker_id)
+        return Worker(worker_id=worker_id) if row is None else row.record
+
+    async def with_attempts(self, rollouts: Iterable[Rollout]) -> list[Rollout]:
+        """Adds to each rollout its latest attempt, where it has one."""
+        rollouts = list(rollouts)
+        ids = [rollout.rollout_id for rollout in rollouts if rollout.status != "queuing"]
+        latest: dict[str, Attempt] = {}
+        if ids:
+            for row in await self.rows(Query(Attempt, (is_in("rollout_id", ids),))):
+                known = latest.get(row.record.rollout_id)
+                if known is None or known.sequence_id < row.record.sequence_id:
+                    latest[row.record.rollout_id] = row.record
+        return [
+            join(rollout, latest[rollout.rollout_id]) if rollout.rollout_id in latest else rollout
+            for rollout in rollouts
+        ]
+
+    async def resources(self, resources_id: str, version: int | None = None) -> ResourcesUpdate | None:
+        """A snapshot, at a version or (None) the newest; ``resources_id`` may name the version, as in ``rs-1@3``."""
+        resources_id, version = split_version_id(resources_id, version)
+        if version is None:
+            return await self.newest_resources(resources_id=resources_id)
+        row = await self.row(ResourcesUpdate, resources_id, version)
+        return None if row is None else row.record
+
+    async def check_resources(self, resources_id: str) -> None:
+        if await self.resources(resources_id) is None:
+            raise NotFoundError(f"no resources {resources_id!r} in this store; publish them with add_resources")
+
+    async def newest_resources(self, **where: str) -> ResourcesUpdate | None:
+        """The resources published last with these fields: a ``run_id`` or a ``resources_id``."""
+        conditions = tuple([Condition(name, "eq", value) for name, value in where.items()])
+        rows = await self.rows(Query(ResourcesUpdate, conditions, descending=True, limit=1))
+        return rows[0].record if rows else None
+
+
+def is_in(field: str, values: Sequence[str]) -> Condition:
+    """The condition that a field has one of the values; backends look up a single one faster by ``eq``."""
+    return Condition(field, "eq", values[0]) if len(values) == 1 else Condition(field, "in", tuple(values))
+
+
+def join(rollout: Rollout, attempt: Attempt) -> AttemptedRollout:
+    """Joins two stored records without validating them again."""
+    return AttemptedRollout.from_valid({**rollout.__dict__, "attempt": attempt})

@@ -1,0 +1,120 @@
+"""The watchdog: ends overdue attempts in the background.
+
+Each process that opens a database runs one. Several over one database are harmless: each end is a guarded commit, so
+only one of them succeeds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Final, TypeVar
+
+from agentlightning.lifecycle import end_overdue, last_heartbeat
+from agentlightning.store.backend import Condition, Query, Row
+from agentlightning.store.engine.change import Change
+from agentlightning.store.engine.database import LIVE, Database
+from agentlightning.store.retention import Retention
+from agentlightning.types import Attempt, Record, Rollout, Worker
+
+logger = logging.getLogger("agentlightning")
+R = TypeVar("R", bound=Record)
+
+_RETENTION_INTERVAL_S: Final = 10.0
+
+
+class Watchdog:
+    """Enforces timeouts, unresponsiveness and leases of one database, in a daemon thread.
+
+    It reads the live attempts every ``interval_s``, so an attempt ends at most that late. The thread ends with ``stop``
+    or when the watchdog is garbage.
+    """
+
+    def __init__(self, database: Database, lease_s: float, interval_s: float) -> None:
+        self._database = database
+        self._lease_s = lease_s
+        self._interval_s = interval_s
+        self.retention: Retention | None = None
+        self._retained_at = -math.inf
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._stopped = threading.Event()
+        weakref.finalize(self, self._stopped.set)
+
+    def start(self) -> None:
+        """Starts the thread; does nothing when it runs, and after ``stop``."""
+        with self._lock:
+            if self._thread is None and not self._stopped.is_set():
+                arguments = (weakref.ref(self), self._stopped, self._interval_s, self._lease_s)
+                self._thread = threading.Thread(target=_run, args=arguments, name="agl-watchdog", daemon=True)
+                self._thread.start()
+
+    def stop(self) -> None:
+        """Stops the thread and waits for a running scan, unless called from the thread."""
+        with self._lock:
+            self._stopped.set()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout=5.0)
+
+    async def scan(self, now: float) -> None:
+        """Ends the attempts that are overdue."""
+        attempts = await self._database.rows(Query(Attempt, (LIVE,)))
+        if not attempts:
+            return
+        rollouts = await self._by_id(Rollout, "rollout_id", [row.record.rollout_id for row in attempts])
+        worker_ids = [row.record.worker_id for row in attempts if row.record.worker_id is not None]
+        workers = await self._by_id(Worker, "worker_id", worker_ids)
+        for attempt in attempts:
+            rollout = rollouts.get(attempt.record.rollout_id)
+            if rollout is None:  # deleted between the two reads
+                continue
+            worker = workers.get(attempt.record.worker_id or "")
+            worker_seen = last_heartbeat(worker.record if worker is not None else None, attempt.record)
+            outcome = end_overdue(rollout.record, attempt.record, now, worker_seen=worker_seen, lease_s=self._lease_s)
+            if outcome is not None:
+                change = Change(None)
+                change.revoke(rollout, attempt, outcome, now)
+                await self._database.try_commit(change)  # if it changed meanwhile, the next scan reads it again
+
+    async def retain(self, now: float) -> None:
+        """Enforces the retention policy, every ten seconds at most."""
+        if self.retention is not None and now - self._retained_at >= max(self._interval_s, _RETENTION_INTERVAL_S):
+            self._retained_at = now
+            deleted = await self.retention.enforce(self._database.backend, now)
+            if deleted:
+                logger.info("%d rollouts were deleted: %s", deleted, self.retention)
+
+    async def _by_id(self, kind: type[R], field: str, ids: Sequence[str]) -> dict[str, Row[R]]:
+        if not ids:
+            return {}
+        rows = await self._database.rows(Query(kind, (Condition(field, "in", tuple(set(ids))),)))
+        return {getattr(row.record, field): row for row in rows}
+
+
+def _run(reference: weakref.ref[Watchdog], stopped: threading.Event, interval_s: float, lease_s: float) -> None:
+    """The thread. It references the watchdog only during a scan, so that an abandoned store can be collected."""
+    with asyncio.Runner() as runner:
+        scan_after = 0.0
+        next_scan = time.time() + interval_s
+        while not stopped.wait(interval_s):
+            watchdog = reference()
+            if watchdog is None:
+                return
+            now = time.time()
+            late_s, next_scan = now - next_scan, now + interval_s
+            if late_s > max(5.0, 2 * interval_s):
+                # The machine or process was suspended, and perhaps the workers with it: wait for their heartbeats.
+                scan_after = now + min(late_s, lease_s / 2)
+            try:
+                if now >= scan_after:
+                    runner.run(watchdog.scan(now))
+                    runner.run(watchdog.retain(now))
+            except Exception:  # isolation point: a database that is unreachable for a while must not end the thread
+                logger.exception("the watchdog could not scan the store; it tries again in %g s", interval_s)
+            del watchdog

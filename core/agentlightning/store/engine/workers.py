@@ -1,0 +1,111 @@
+"""Workers: their records, and what these say together with the live attempts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentlightning.frozen import FrozenList
+from agentlightning.store.backend import Condition, Put, Query
+from agentlightning.store.engine.attempts import Attempts
+from agentlightning.store.engine.database import LIVE, Database
+from agentlightning.types import UNSET, Attempt, PaginatedResult, Unset, Worker
+
+
+class Workers:
+    """Reads and writes workers.
+
+    A stored worker has what claims and heartbeats wrote. Its status and current attempt are derived from its live
+    attempts when it is read. Worker records are written without guards: the next heartbeat corrects a lost update.
+    """
+
+    def __init__(self, database: Database, attempts: Attempts, lease_s: float) -> None:
+        self._database = database
+        self._attempts = attempts
+        self._lease_s = lease_s
+
+    async def query(self, query: Query[Worker]) -> PaginatedResult[Worker]:
+        """Runs a query here instead of in the database, which does not know the status."""
+        live: dict[str | None, list[Attempt]] = {}
+        rows = await self._database.rows(Query(Worker))
+        for attempt in await self._database.rows(Query(Attempt, (LIVE,))):
+            live.setdefault(attempt.record.worker_id, []).append(attempt.record)
+        workers = [self._describe(row.record, live.get(row.record.worker_id, ())) for row in rows]
+        found = [
+            worker
+            for worker in workers
+            if all(_holds(worker, condition) for condition in query.where)
+            and (not query.any_of or any(_holds(worker, condition) for condition in query.any_of))
+        ]
+        if query.sort_by is not None:
+            found.sort(key=lambda worker: _sort_key(getattr(worker, str(query.sort_by))), reverse=query.descending)
+        elif query.descending:
+            found.reverse()
+        end = None if query.limit < 0 else query.offset + query.limit
+        return PaginatedResult(
+            items=found[query.offset : end], limit=query.limit, offset=query.offset, total=len(found)
+        )
+
+    async def get(self, worker_id: str) -> Worker | None:
+        row = await self._database.row(Worker, worker_id)
+        return None if row is None else self._describe(row.record, await self._database.live_attempts(worker_id))
+
+    async def beat(
+        self, worker_id: str, changes: Mapping[str, Any], attempt_ids: Sequence[str] | Unset | None
+    ) -> Worker:
+        """Writes a heartbeat. ``changes`` has valid, frozen values."""
+        worker = await self._database.worker(worker_id)
+        live = await self._database.live_attempts(worker_id)
+        if attempt_ids is UNSET:
+            attempt_ids = worker.attempt_ids
+        if attempt_ids is not None:
+            given = frozenset(attempt_ids)
+            attempt_ids = FrozenList(attempt.attempt_id for attempt in live if attempt.attempt_id in given)
+        changes = {**changes, "last_heartbeat_time": time.time(), "attempt_ids": attempt_ids}
+        worker = self._describe(worker.model_copy(update=changes), live)
+        await self._database.backend.commit([Put(worker)])
+        return worker
+
+    async def end(self, worker_id: str) -> int:
+        """Marks a worker as dead and ends its live attempts; returns how many."""
+        ended = 0
+        while True:
+            # A claim or heartbeat at the same moment may overwrite the mark, so it is checked after each round.
+            row = await self._database.row(Worker, worker_id)
+            if row is not None and row.record.ended_at is None:
+                dead = row.record.model_copy(update={"ended_at": time.time(), "attempt_ids": None})
+                await self._database.backend.commit([Put(dead)])
+            live = await self._database.live_attempts(worker_id)
+            if not live:
+                return ended
+            ended += sum([await self._attempts.lose(attempt) for attempt in live])
+
+    def _describe(self, worker: Worker, live: Sequence[Attempt]) -> Worker:
+        """A worker as its live attempts show it.
+
+        It is busy with the newest of them, else idle, or unknown when it is dead or its last sign of life is older than
+        a lease. A status that is new since the record was written counts from that last sign of life.
+        """
+        current = max(live, key=lambda attempt: attempt.start_time, default=None)
+        seen = worker.last_heartbeat_time
+        is_gone = worker.ended_at is not None or time.time() - (seen or 0.0) > self._lease_s
+        status = "busy" if current is not None else "unknown" if is_gone else "idle"
+        changes: dict[str, str | float | None] = {
+            "status": status,
+            "current_rollout_id": None if current is None else current.rollout_id,
+            "current_attempt_id": None if current is None else current.attempt_id,
+        }
+        if status not in (worker.status, "unknown"):
+            changes[f"last_{status}_time"] = seen
+        return worker.model_copy(update=changes)
+
+
+def _holds(worker: Worker, condition: Condition) -> bool:
+    value = getattr(worker, condition.field)
+    return bool(value in condition.value if condition.op == "in" else condition.value in value)
+
+
+def _sort_key(value: Any) -> tuple[bool, Any]:
+    """Sorts None first, and JSON by its text."""
+    return value is not None, str(value) if isinstance(value, (dict, list)) else value
