@@ -16,14 +16,13 @@ from agentlightning.errors import StoreError
 from agentlightning.event import Event
 from agentlightning.store.backend import Claim, Guard, Listener, Page, Query, Write
 from agentlightning.types import Record, Rollout, Span
-from agentlightning_plugins.stores.postgresql import operation
 from agentlightning_plugins.stores.postgresql.condition import PLANNER, number_parameters
 from agentlightning_plugins.stores.postgresql.connection import Server
-from agentlightning_plugins.stores.postgresql.operation import Claiming
+from agentlightning_plugins.stores.postgresql.operation import Claiming, Operation, Work
 from agentlightning_plugins.stores.postgresql.reader import Readers, make_lookup
 from agentlightning_plugins.stores.postgresql.reader import Work as Read
 from agentlightning_plugins.stores.postgresql.schema import migrate
-from agentlightning_plugins.stores.postgresql.writer import Work, Writer
+from agentlightning_plugins.stores.postgresql.writer import Writer
 from agentlightning_plugins.stores.sql.batch import Inbox, Item, settle_here
 from agentlightning_plugins.stores.sql.plan import Plan
 
@@ -52,30 +51,30 @@ class PostgresBackend:
             ConfigError: the server refuses us, or its database is of a newer version.
             StoreError: the server is not there.
         """
-        self._link = Link(server)
+        self._thread = DatabaseThread(server)
         self._process_id = os.getpid()
-        self._stop = weakref.finalize(self, _stop, self._process_id, self._link)
+        self._stop = weakref.finalize(self, _stop, self._process_id, self._thread)
 
     @property
     def transactions(self) -> int:
         """How many were committed."""
-        return self._link.writer.transactions
+        return self._thread.writer.transactions
 
     async def commit(self, writes: Sequence[Write], guards: Sequence[Guard] = (), events: Sequence[Event] = ()) -> bool:
-        return bool(await self._write(operation.commit(writes, guards, events)))
+        return bool(await self._write(Operation.commit(writes, guards, events)))
 
     async def claim(self, run_id: str, limit: int, decide: Claim) -> Sequence[Rollout]:
         claimed: Sequence[Rollout] = await self._write(Claiming(run_id, limit, decide))
         return claimed
 
     async def append_spans(self, spans: Sequence[Span], now: float) -> Sequence[Span | None]:
-        stored: Sequence[Span | None] = await self._write(operation.append(spans, now))
+        stored: Sequence[Span | None] = await self._write(Operation.append(spans, now))
         return stored
 
     async def next_sequence_ids(self, attempts: Sequence[tuple[str, str]]) -> Sequence[int]:
         if not attempts:
             return []
-        numbers: Sequence[int] = await self._write(operation.take_numbers(attempts))
+        numbers: Sequence[int] = await self._write(Operation.take_numbers(attempts))
         return numbers
 
     async def select(self, query: Query[R]) -> Page[R]:
@@ -97,7 +96,7 @@ class PostgresBackend:
         return {name: found.get(name, 0) for name in _COUNTED}
 
     def watch(self, listener: Listener) -> Callable[[], None]:
-        return self._link.watch(listener)
+        return self._thread.watch(listener)
 
     async def close(self) -> None:
         """Ends what was begun and closes the connections."""
@@ -109,23 +108,23 @@ class PostgresBackend:
 
     def _write(self, work: Work) -> asyncio.Future[Any]:
         self._check_open()
-        return self._link.writes.submit(work)
+        return self._thread.writes.submit(work)
 
     def _read(self, look: Read) -> asyncio.Future[Any]:
         self._check_open()
-        return self._link.reads.submit(look)
+        return self._thread.reads.submit(look)
 
     def _check_open(self) -> None:
         if not self._stop.alive:
-            raise StoreError(f"{self._link.server.shown} is closed")
+            raise StoreError(f"{self._thread.server.shown} is closed")
         if os.getpid() != self._process_id:
             raise StoreError(
-                f"{self._link.server.shown} was opened before this process was forked, and its connections belong to "
+                f"{self._thread.server.shown} was opened before this process was forked, and its connections belong to "
                 "the parent; open the store in this process"
             )
 
 
-class Link:
+class DatabaseThread:
     """The thread, its event loop, and what runs there."""
 
     def __init__(self, server: Server) -> None:
@@ -253,6 +252,6 @@ async def _filter(connection: asyncpg.Connection, query: Query[R], plan: Plan) -
         return await loop.run_in_executor(None, PLANNER.finish, rows(), query)
 
 
-def _stop(process_id: int, link: Link) -> None:
+def _stop(process_id: int, thread: DatabaseThread) -> None:
     if os.getpid() == process_id:  # a forked child has neither the thread nor a right to the connections
-        link.stop()
+        thread.stop()

@@ -1,25 +1,27 @@
-"""What callers want written, as the steps that the function ``agl.write`` takes."""
+"""Operations and batches: the writes of one caller, and of several as the parameters of the statement ``WRITE``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, Final, TypeAlias
 
+import orjson
+
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.event import Event
 from agentlightning.resources import ResourcesUpdate
-from agentlightning.store.backend import Claim, Guard, Key, Put, Row, Write, key_of
-from agentlightning.types import Attempt, Metrics, Record, Rollout, Run, Span, Worker
-from agentlightning_plugins.stores.postgresql.schema import KEPT_EVENTS
-from agentlightning_plugins.stores.sql.document import encode, encode_events
+from agentlightning.store.backend import Claim, Delete, Guard, Key, Row, Write, key_of
+from agentlightning.types import LIVE_ATTEMPT, Attempt, Metrics, Record, Rollout, Run, Span, Worker
+from agentlightning_plugins.stores.sql.batch import Item
+from agentlightning_plugins.stores.sql.document import encode
 
-Step: TypeAlias = tuple[Any, ...]
-"""step, id, second, third, number, time, run, status, first, other, last, record; as ``agl.step`` names them."""
-
-SpanRow: TypeAlias = tuple[str, int, float | None, str, str, str | None, str]
-"""id, number, start time, name, trace, parent, record; an ``agl.new_span``."""
+Fields: TypeAlias = dict[str, Any]
+"""A row of one of the statement's parameters. ``action`` is put, delete, append (of an attempt: its spans) or number;
+``wanted`` is the revision of a guard."""
+AttemptKey: TypeAlias = tuple[str, str]
+DocumentKey: TypeAlias = tuple[str, str, int]
 
 _KINDS: Final[dict[type[Record], str]] = {
     Run: "runs",
@@ -33,121 +35,251 @@ _LONGEST_KEY: Final = 200
 
 @dataclass(slots=True)
 class Operation:
-    """One caller's part of a write."""
+    """The writes of one caller, done completely or not at all."""
 
-    steps: list[Step]
     events: Sequence[Event] = ()
-    attempts: Sequence[tuple[str, str]] = ()
-    """Those that a step ``need attempt`` names by number."""
-    spans: Sequence[Span] | None = None
-    """What is being appended; None: this is no append."""
-    numbers: int = 0
-    """How many numbers of spans it takes."""
-    rows: Sequence[SpanRow] = ()
-    """The spans as columns."""
+    rollouts: dict[str, Fields] = field(default_factory=dict)
+    attempts: dict[AttemptKey, Fields] = field(default_factory=dict)
+    spans: list[tuple[AttemptKey, Fields]] = field(default_factory=list)
+    documents: dict[DocumentKey, Fields] = field(default_factory=dict)
+    appended: Sequence[Span] | None = None
+    """The spans of an append, one for each of ``spans``."""
+    size: int = 0
+    """Characters of JSON."""
+    tries: int = 0
+    """How often a row was locked by another transaction."""
 
-    @property
-    def size(self) -> int:
-        """Characters of JSON."""
-        return sum(len(step[-1] or "") for step in self.steps) + sum(len(row[-1]) for row in self.rows)
+    @classmethod
+    def commit(cls, writes: Sequence[Write], guards: Sequence[Guard], events: Sequence[Event]) -> Operation:
+        """Writes records, unless a guard does not hold."""
+        operation = cls(events)
+        for guard in guards:
+            operation._row(guard.kind, guard.key)["wanted"] = guard.revision
+        for write in writes:
+            if isinstance(write, Delete):
+                operation._row(write.kind, write.key)["action"] = "delete"
+            else:
+                operation._put(write.record)
+        return operation
 
-    def conclude(self, verdict: str, numbers: Sequence[int | None]) -> Any:
-        """What the caller gets.
+    @classmethod
+    def append(cls, spans: Sequence[Span], now: float) -> Operation:
+        """Appends spans to attempts."""
+        operation = cls(appended=spans)
+        for span in spans:
+            key = operation._count_spans_of(span.rollout_id, span.attempt_id)
+            operation.attempts[key]["heartbeat"] = now
+            operation.spans.append((key, operation._span_fields(span, "append")))
+        return operation
 
-        Raises:
-            NotFoundError: a rollout or an attempt that is not stored.
-        """
-        if verdict.startswith("no rollout "):
-            raise NotFoundError(f"no rollout {verdict.removeprefix('no rollout ')!r} in this store")
-        if verdict.startswith("no attempt "):
-            rollout_id, attempt_id = self.attempts[int(verdict.removeprefix("no attempt "))]
-            raise NotFoundError(f"rollout {rollout_id!r} has no attempt {attempt_id!r}")
-        if self.spans is not None:
-            return [_numbered(span, number) for span, number in zip(self.spans, numbers, strict=True)]
-        return numbers if self.numbers else verdict == "done"
+    @classmethod
+    def take_numbers(cls, attempts: Sequence[AttemptKey]) -> Operation:
+        """Takes the next span number of each attempt."""
+        operation = cls()
+        for rollout_id, attempt_id in attempts:
+            key = operation._count_spans_of(rollout_id, attempt_id)
+            operation.spans.append((key, {"action": "number", "sequence_id": 0}))
+        return operation
+
+    def _row(self, kind: type[Record], key: Key) -> Fields:
+        """The row of a record that is guarded or written."""
+        if kind is Rollout:
+            rollout_id = _plain(key[0])
+            row = self.rollouts.setdefault(rollout_id, {"rollout_id": rollout_id})
+            row["locks"] = True
+            return row
+        if kind is Attempt:
+            return self._attempt_row(_plain(key[0]), _plain(key[1]))
+        if kind is Span:
+            self._attempt_row(_plain(key[0]), _plain(key[1]))
+            self.spans.append(((_plain(key[0]), _plain(key[1])), {"span_id": _plain(key[2]), "sequence_id": 0}))
+            return self.spans[-1][1]
+        number = key[1] if len(key) > 1 else 0
+        assert isinstance(number, int)
+        fields = {"kind": _KINDS[kind], "id": _plain(key[0]), "number": number}
+        return self.documents.setdefault((_KINDS[kind], _plain(key[0]), number), fields)
+
+    def _attempt_row(self, rollout_id: str, attempt_id: str) -> Fields:
+        self.rollouts.setdefault(rollout_id, {"rollout_id": rollout_id})
+        return self.attempts.setdefault((rollout_id, attempt_id), {"attempt_id": attempt_id})
+
+    def _count_spans_of(self, rollout_id: str, attempt_id: str) -> AttemptKey:
+        """Adds an attempt that must be stored and of which the span counter moves."""
+        key = (_plain(rollout_id), _plain(attempt_id))
+        row = self._attempt_row(*key)
+        if row.setdefault("action", "append") != "put":
+            row["needed"] = self.rollouts[key[0]]["needed"] = True
+        return key
+
+    def _put(self, record: Record) -> None:
+        if isinstance(record, Span):
+            key = self._count_spans_of(record.rollout_id, record.attempt_id)
+            self.spans.append((key, self._span_fields(record, "put")))
+            return
+        text = encode(record)
+        self.size += len(text)
+        row = self._row(type(record), key_of(record))
+        row |= {"action": "put", "record": text, "needed": False}
+        match record:
+            case Rollout():
+                metadata = record.metadata or {}
+                row |= {
+                    "run_id": _plain(record.run_id),
+                    "status": record.status,
+                    "start_time": record.start_time,
+                    "task_id": index_key(metadata.get("task_id")),
+                    "group_id": index_key(metadata.get("group")),
+                    "step": index_key(metadata.get("step")),
+                }
+            case Attempt():
+                row |= {
+                    "sequence_id": record.sequence_id,
+                    "status": record.status,
+                    "live": record.status in LIVE_ATTEMPT,
+                    "worker_id": None if record.worker_id is None else _plain(record.worker_id),
+                    "heartbeat": record.last_heartbeat_time,
+                }
+                parent = self.rollouts[record.rollout_id]
+                parent["needed"] = parent.get("action") != "put"
+            case ResourcesUpdate() | Metrics():
+                row["run_id"] = _plain(record.run_id)
+
+    def _span_fields(self, span: Span, action: str) -> Fields:
+        text = encode(span)
+        self.size += len(text)
+        return {
+            "span_id": _plain(span.span_id),
+            "action": action,
+            "sequence_id": span.sequence_id,
+            "start_time": span.start_time,
+            "name": _shown(span.name),
+            "trace_id": _shown(span.trace_id),
+            "parent_id": None if span.parent_id is None else _shown(span.parent_id),
+            "record": text,
+        }
+
+    def result(self, numbers: Sequence[int | None]) -> Any:
+        """The caller's result; ``numbers`` are those of its spans."""
+        if self.appended is None:
+            return numbers if self.spans else True
+        return [
+            None if number is None else span if span.sequence_id else span.model_copy(update={"sequence_id": number})
+            for span, number in zip(self.appended, numbers, strict=True)
+        ]
 
 
 @dataclass(slots=True)
 class Claiming:
-    """One caller's claim, which becomes an operation once its rollouts are locked."""
+    """One caller's claim, which becomes an operation when there are candidates."""
 
     run_id: str
     limit: int
     decide: Claim
-    locked: list[tuple[Row[Rollout], int]] = field(default_factory=list)
+    candidates: list[tuple[Row[Rollout], int]] = field(default_factory=list)
+
+    def claim(self) -> Operation:
+        """Claims the candidates, unless another process has changed one meanwhile."""
+        writes, events = self.decide(self.candidates)
+        guards = [Guard(Rollout, key_of(row.record), row.revision) for row, _ in self.candidates]
+        return Operation.commit(writes, guards, events)
 
 
-def commit(writes: Sequence[Write], guards: Sequence[Guard], events: Sequence[Event]) -> Operation:
-    """Writes records, unless a guard does not hold."""
-    steps = [_guard(guard) for guard in guards]
-    own = {write.record.rollout_id for write in writes if isinstance(write, Put) and isinstance(write.record, Rollout)}
-    parents: dict[str, None] = {}
-    attempts: dict[tuple[str, str], None] = {}
-    puts: list[Step] = []
-    for write in writes:
-        if not isinstance(write, Put):
-            puts.append(_delete(write.kind, write.key))
-        elif isinstance(write.record, Span):
-            key = (write.record.rollout_id, write.record.attempt_id)
-            attempts[key] = None
-            puts += [_step("open attempt", *key), _put_span(write.record), _step("close attempt", *key)]
-        else:
-            puts.append(_put(write.record))
-            if isinstance(write.record, Attempt) and write.record.rollout_id not in own:
-                parents[write.record.rollout_id] = None
-    steps += [_step("need rollout", rollout_id) for rollout_id in parents]
-    steps += _need(tuple(attempts))
-    steps += puts
-    if events:
-        # Without the brackets: what several tell is one list.
-        steps.append(_step("tell", number=KEPT_EVENTS, record=encode_events(list(events))[1:-1]))
-    return Operation(steps, events, tuple(attempts))
+Work: TypeAlias = Operation | Claiming
 
 
-def append(spans: Sequence[Span], now: float) -> Operation:
-    """Appends spans to attempts, all or none."""
-    attempts = tuple(dict.fromkeys((span.rollout_id, span.attempt_id) for span in spans))
-    steps = _need(attempts)
-    for key, group in _split(spans):
-        steps += [
-            _step("open attempt", *key),
-            _step("append spans", number=len(group)),
-            _step("close attempt", *key, time=now),
-        ]
-    return Operation(steps, attempts=attempts, spans=spans, numbers=len(spans), rows=[_row(span) for span in spans])
+class Batch:
+    """Operations that one statement does: all that have no row in common, but for those that add to the same."""
+
+    def __init__(self) -> None:
+        self.members: list[tuple[Item[Work], Operation]] = []
+        self.size = 0
+        self._rollouts: dict[str, Fields] = {}
+        self._attempts: dict[AttemptKey, Fields] = {}
+        self._documents: dict[DocumentKey, Fields] = {}
+        self._spans: list[Fields] = []
+        self._numbers: list[list[int | None]] = []
+        """For each member where its spans are in ``_spans``; None: an earlier one has the same key."""
+        self._known_spans: set[tuple[AttemptKey, str]] = set()
+        self._index: dict[object, int] = {}
+        """The place of each rollout and attempt, from 1."""
+        self._users: dict[tuple[str, int], list[Item[Work]]] = {}
+
+    def add(self, item: Item[Work], operation: Operation) -> bool:
+        """Adds an operation; False if it has to wait for another batch."""
+        if (
+            _collide(self._rollouts, operation.rollouts, "append")
+            or _collide(self._attempts, operation.attempts, "append")
+            or _collide(self._documents, operation.documents, "put")
+        ):
+            return False
+        self.members.append((item, operation))
+        self.size += operation.size
+        for rollout_id, row in operation.rollouts.items():
+            self._merge(item, "rollouts", self._rollouts, rollout_id, row)
+        for key, row in operation.attempts.items():
+            self._merge(item, "attempts", self._attempts, key, {"parent": self._index[key[0]], **row})
+        for name, row in operation.documents.items():
+            self._merge(item, "documents", self._documents, name, row)
+        numbers: list[int | None] = []
+        for key, row in operation.spans:
+            span = (key, row.get("span_id", ""))
+            is_known = span[1] and span in self._known_spans
+            if row.get("action") == "append" and is_known:
+                numbers.append(None)
+                continue
+            self._known_spans.add(span)
+            numbers.append(len(self._spans))
+            self._spans.append({"owner": self._index[key], **row})
+            self._users["spans", len(self._spans)] = [item]
+        self._numbers.append(numbers)
+        return True
+
+    def _merge(self, item: Item[Work], part: str, rows: dict[Any, Fields], key: object, row: Fields) -> None:
+        index = self._index.setdefault(key, len(rows) + 1)
+        rows.setdefault(key, {}).update(row)
+        self._users.setdefault((part, index), []).append(item)
+
+    @property
+    def parameters(self) -> tuple[str, str, str, str]:
+        """Rollouts, attempts, spans and documents."""
+        rows: tuple[Iterable[Fields], ...]
+        rows = (self._rollouts.values(), self._attempts.values(), self._spans, self._documents.values())
+        first, second, third, fourth = (orjson.dumps(list(part)).decode() for part in rows)
+        return first, second, third, fourth
+
+    def numbers_of(self, member: int, numbers: Sequence[int | None]) -> list[int | None]:
+        """The numbers of a member's spans, of those of the batch."""
+        return [None if place is None else numbers[place] for place in self._numbers[member]]
+
+    def failures(self, failed: Sequence[tuple[str, int, str]]) -> dict[Item[Work], bool | Exception | None]:
+        """What the members that cannot be done get; None if another transaction has locked a row of theirs."""
+        found: dict[Item[Work], bool | Exception | None] = {}
+        rollouts, attempts = list(self._rollouts), list(self._attempts)
+        for part, place, why in sorted(failed, key=lambda failure: _PRIORITY.index(failure[2])):
+            for item in self._users[part, place]:
+                if item in found:
+                    continue
+                if why == "busy":
+                    found[item] = None
+                elif why == "refused":
+                    found[item] = False
+                elif part == "rollouts":
+                    found[item] = NotFoundError(f"no rollout {rollouts[place - 1]!r} in this store")
+                else:
+                    rollout_id, attempt_id = attempts[place - 1]
+                    found[item] = NotFoundError(f"rollout {rollout_id!r} has no attempt {attempt_id!r}")
+        return found
 
 
-def take_numbers(attempts: Sequence[tuple[str, str]]) -> Operation:
-    """Takes the next span number of each attempt."""
-    named = tuple(dict.fromkeys(attempts))
-    steps = _need(named)
-    for key in attempts:
-        steps += [_step("open attempt", *map(_plain, key)), _step("take number"), _step("close attempt", *key)]
-    return Operation(steps, attempts=named, numbers=len(attempts))
+_PRIORITY: Final = ("busy", "refused", "unknown")
 
 
-def join(operations: Sequence[Operation]) -> tuple[list[tuple[int, *Step]], list[SpanRow]]:
-    """The steps of several callers, each with its caller's number, and their spans; as ``agl.write`` takes them."""
-    steps: list[tuple[int, *Step]] = []
-    rows: list[SpanRow] = []
-    for number, operation in enumerate(operations):
-        at = len(rows) + 1
-        for step in operation.steps:
-            if step[0] == "append spans":  # says how many, and is told where they begin
-                step, at = _step("append spans", number=at, first=str(step[4])), at + step[4]
-            steps.append((number, *step))
-        rows += operation.rows
-    return steps, rows
-
-
-def rollouts_in(operations: Sequence[Operation]) -> list[str]:
-    """The rollouts that a write of these locks."""
-    return [
-        step[1]
-        for operation in operations
-        for step in operation.steps
-        if step[0] in ("guard rollout", "put rollout", "delete rollout")
-    ]
+def _collide(mine: dict[Any, Fields], others: dict[Any, Fields], harmless: str) -> bool:
+    """Whether a row is in both, unless both only do the harmless action, of which the last one counts."""
+    return any(
+        key in mine and any("wanted" in one or one.get("action", harmless) != harmless for one in (mine[key], row))
+        for key, row in others.items()
+    )
 
 
 def index_key(value: object) -> str | None:
@@ -162,140 +294,11 @@ def index_key(value: object) -> str | None:
     return None
 
 
-def _numbered(span: Span, number: int | None) -> Span | None:
-    """A span as it is stored; None if another with its key was there."""
-    if number is None:
-        return None
-    return span if span.sequence_id else span.model_copy(update={"sequence_id": number})
-
-
-def _step(
-    step: str,
-    id: str | None = None,
-    second: str | None = None,
-    third: str | None = None,
-    *,
-    number: int | None = None,
-    time: float | None = None,
-    run: str | None = None,
-    status: str | None = None,
-    first: str | None = None,
-    other: str | None = None,
-    last: str | None = None,
-    record: str | None = None,
-) -> Step:
-    return step, id, second, third, number, time, run, status, first, other, last, record
-
-
-def _need(attempts: Sequence[tuple[str, str]]) -> list[Step]:
-    return [_step("need attempt", *map(_plain, key), number=number) for number, key in enumerate(attempts)]
-
-
-def _guard(guard: Guard) -> Step:
-    kind, revision = guard.kind, guard.revision
-    if kind in _KINDS:
-        name, number = _document_key(guard.key)
-        return _step("guard document", name, _KINDS[kind], number=revision, last=str(number))
-    return _step(f"guard {kind.__name__.lower()}", *map(_plain, guard.key), number=revision)
-
-
-def _delete(kind: type[Record], key: Key) -> Step:
-    if kind in _KINDS:
-        name, number = _document_key(key)
-        return _step("delete document", name, _KINDS[kind], number=number)
-    return _step(f"delete {kind.__name__.lower()}", *map(_plain, key))
-
-
-def _put(record: Record) -> Step:
-    text = encode(record)
-    match record:
-        case Rollout():
-            metadata = record.metadata or {}
-            return _step(
-                "put rollout",
-                _plain(record.rollout_id),
-                time=record.start_time,
-                run=_plain(record.run_id),
-                status=record.status,
-                first=index_key(metadata.get("task_id")),
-                other=index_key(metadata.get("group")),
-                last=index_key(metadata.get("step")),
-                record=text,
-            )
-        case Attempt():
-            return _step(
-                "put attempt",
-                _plain(record.rollout_id),
-                _plain(record.attempt_id),
-                number=record.sequence_id,
-                time=record.last_heartbeat_time,
-                status=record.status,
-                first=None if record.worker_id is None else _plain(record.worker_id),
-                record=text,
-            )
-        case _:
-            name, number = _document_key(key_of(record))
-            run = record.run_id if isinstance(record, (ResourcesUpdate, Metrics)) else None
-            kind = _KINDS[type(record)]
-            return _step(
-                "put document", name, kind, number=number, run=None if run is None else _plain(run), record=text
-            )
-
-
-def _put_span(span: Span) -> Step:
-    span_id, number, time, name, trace_id, parent_id, record = _row(span)
-    return _step(
-        "put span",
-        third=span_id,
-        number=number,
-        time=time,
-        first=name,
-        other=trace_id,
-        last=parent_id,
-        record=record,
-    )
-
-
-def _row(span: Span) -> SpanRow:
-    return (
-        _plain(span.span_id),
-        span.sequence_id,
-        span.start_time,
-        _shown(span.name),
-        _shown(span.trace_id),
-        None if span.parent_id is None else _shown(span.parent_id),
-        encode(span),
-    )
-
-
-def _split(spans: Sequence[Span]) -> list[tuple[tuple[str, str], set[str]]]:
-    """Groups that one statement can append, in order, each as its attempt and the ids of its spans.
-
-    They are of one attempt, either all with a number or all without, and no two have the same id.
-    """
-    groups: list[tuple[tuple[str, str], set[str]]] = []
-    like: object = None
-    for span in spans:
-        key = (span.rollout_id, span.attempt_id)
-        kind = (key, span.sequence_id == 0)
-        if kind != like or span.span_id in groups[-1][1]:
-            groups.append((key, set()))
-            like = kind
-        groups[-1][1].add(span.span_id)
-    return groups
-
-
-def _document_key(key: Key) -> tuple[str, int]:
-    number = key[1] if len(key) > 1 else 0
-    assert isinstance(number, int)
-    return _plain(key[0]), number
-
-
 def _plain(value: object) -> str:
-    """A key that PostgreSQL can hold.
+    """An id that PostgreSQL can store.
 
     Raises:
-        ConfigError: it has a NUL, or half of a pair of surrogates.
+        ConfigError: it has a NUL, or half of a surrogate pair.
     """
     text = str(value)
     if "\0" in text or (not text.isascii() and any("\ud800" <= sign <= "\udfff" for sign in text)):
@@ -304,5 +307,5 @@ def _plain(value: object) -> str:
 
 
 def _shown(text: str) -> str:
-    """What is found by, of a text that need not be plain; the JSON has the truth."""
+    """A name as its column stores it; the JSON has the original."""
     return text.replace("\0", "\ufffd") if "\0" in text else text

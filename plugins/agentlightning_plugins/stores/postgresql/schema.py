@@ -7,7 +7,6 @@ from typing import Final
 import asyncpg
 
 from agentlightning.errors import ConfigError
-from agentlightning_plugins.stores.postgresql.procedure import CLAIM, NEW_SPAN, STEP, WRITE
 
 SCHEMA: Final = "agl"
 """The PostgreSQL schema that holds everything of ours, so that a database may hold other things too."""
@@ -103,11 +102,21 @@ _FIRST: Final = (
         origin bigint PRIMARY KEY, batch bigint NOT NULL, outcome jsonb NOT NULL,
         seen timestamptz NOT NULL DEFAULT now()
     ) WITH (fillfactor = 20)""",
-    CLAIM,
 )
-_SECOND: Final = (STEP, NEW_SPAN)
-_THIRD: Final = ("DROP FUNCTION IF EXISTS agl.write", WRITE)
-MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (_FIRST, _SECOND, _THIRD)
+# Versions 1 to 3 wrote through functions in the database, which went with version 4.
+_FOURTH: Final = (
+    "DROP FUNCTION IF EXISTS agl.write",
+    "DROP FUNCTION IF EXISTS agl.claim",
+    "DROP TYPE IF EXISTS agl.step",
+    "DROP TYPE IF EXISTS agl.new_span",
+    # Each process counts in rows of its own, so that no two wait for each other.
+    "ALTER TABLE agl.tally ADD COLUMN slot int NOT NULL DEFAULT 0, DROP CONSTRAINT tally_pkey, "
+    "ADD PRIMARY KEY (name, run_id, status, slot)",
+    # The transaction that wrote the events: readers find what was committed since they last looked.
+    "ALTER TABLE agl.event ADD COLUMN xid bigint NOT NULL DEFAULT 0",
+    "CREATE INDEX event_xid ON agl.event (xid)",
+)
+MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (_FIRST, (), (), _FOURTH)
 """What makes each version of the schema from the one before. A released one is never changed."""
 
 

@@ -8,7 +8,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import asyncpg
 import orjson
@@ -18,42 +18,37 @@ from agentlightning.errors import StoreError
 from agentlightning.event import Event, RolloutEnqueued, RolloutFinished
 from agentlightning.store.backend import Row
 from agentlightning.types import Rollout
-from agentlightning_plugins.stores.postgresql import operation
 from agentlightning_plugins.stores.postgresql.connection import Server, is_lost
-from agentlightning_plugins.stores.postgresql.operation import Claiming, Operation
+from agentlightning_plugins.stores.postgresql.operation import Batch, Claiming, Operation, Work
 from agentlightning_plugins.stores.postgresql.schema import KEPT_EVENTS
+from agentlightning_plugins.stores.postgresql.statement import CANDIDATES, NEW_EVENTS, OUTCOME, WRITE
 from agentlightning_plugins.stores.sql.batch import Item, settle
-from agentlightning_plugins.stores.sql.document import decode, decode_events
+from agentlightning_plugins.stores.sql.document import decode, decode_events, encode_events
 
 logger = logging.getLogger("agentlightning")
 
-Work: TypeAlias = Operation | Claiming
-
 MAX_BATCH: Final = 500
-"""No more writes join a transaction of so many, so that the first of them need not wait for long."""
+"""No more writes join a batch of so many, so that the first of them need not wait for long."""
 MAX_BATCH_CHARACTERS: Final = 16_000_000
 WRITE_TIMEOUT_S: Final = 60.0
-"""A server that has not answered a write for this long is taken for gone."""
+"""A server that has not answered for this long is considered gone; a row locked for longer is an error."""
+LOOK_EVERY_S: Final = 1.0
+"""How often events are read without a notification: a process may be killed between its commit and its NOTIFY."""
+_PRUNE_EVERY: Final = 64
+_MAX_BUSY_S: Final = 0.05
+"""The longest pause before a row that another transaction has locked is tried again."""
 _SLACK_S: Final = 60.0
-"""How far the clocks of those who end a rollout may lag behind ours."""
-_WRITE: Final = "SELECT * FROM agl.write($1, $2, $3, $4, $5, $6)"
-_CLAIM: Final = "SELECT queue, revision, attempts, record FROM agl.claim($1, $2, $3)"
-_RECALL: Final = "SELECT outcome FROM agl.writer WHERE origin = $1 AND batch = $2"
-_NEWEST: Final = "SELECT coalesce(max(position), 0) FROM agl.event"
-_HEARD: Final = "SELECT position, origin, events FROM agl.event WHERE position > $1 ORDER BY position"
+"""How far the clocks of other processes may lag behind ours."""
 _WAITING: Final = "SELECT run_id, rollout_id FROM agl.rollout WHERE queue_position IS NOT NULL"
 _ENDED: Final = "SELECT record FROM agl.rollout WHERE status IN ('succeeded', 'failed', 'cancelled')"
-_FORGET: Final = "DELETE FROM agl.writer WHERE seen < now() - interval '7 days'"
-
-
-class Batch:
-    """What several callers want written, and what became of their claims."""
-
-    def __init__(self, number: int, items: Sequence[Item[Work]]) -> None:
-        self.number = number
-        self.items = items
-        self.operations: list[tuple[Item[Work], Operation]] = []
-        """Claims come first: their rollouts are locked already."""
+_PRUNE: Final = "DELETE FROM agl.event WHERE position <= $1"
+_FORGET: Final = (
+    "DELETE FROM agl.writer WHERE seen < now() - interval '7 days'",
+    # Of another server, whose dump was restored here: transaction ids began anew.
+    "DELETE FROM agl.event WHERE xid >= pg_snapshot_xmax(pg_current_snapshot())::text::bigint",
+)
+# Held as long as the connection, so that no two processes count in the same row.
+_SLOT: Final = "SELECT n FROM generate_series(1, 100000) AS n WHERE pg_try_advisory_lock(x'41474C02'::int, n) LIMIT 1"
 
 
 class Writer:
@@ -63,17 +58,28 @@ class Writer:
         """Makes a writer.
 
         Args:
-            server: where to.
-            tell: called with the events of each commit, by whomever, in commit order.
+            server: the server to write to.
+            tell: called with the events of each commit of any process, in commit order.
         """
         self._server = server
         self._tell = tell
         self._origin = int.from_bytes(os.urandom(7))
+        """Identifies this process's batches and events."""
         self._connection: asyncpg.Connection
+        self._slot = 0
         self._number = 0
-        self._heard_until = 0
+        self._horizon = 0
+        """Events of transactions below this id have been read."""
+        self._seen: dict[int, tuple[int, int]] = {}
+        """The position and transaction id of the last event of each other process that is not below the horizon."""
+        self._newest = 0
+        """The greatest position of an event that was read or written."""
+        self._unannounced: int | None = None
+        """The position of our last events, if other processes were not notified of them yet."""
         self._up_to_date_at = time.time()
         self._items: deque[Item[Work]] = deque()
+        self._busy = 0
+        """How many items wait for rows that other transactions have locked."""
         self._wake = asyncio.Event()
         self._must_look = False
         self._stopped = False
@@ -81,194 +87,253 @@ class Writer:
         """How many were committed."""
 
     async def open(self, connection: asyncpg.Connection) -> None:
-        """Begins to hear of the commits of others, over a connection that becomes the writer's."""
-        await self._listen(connection)
-        await connection.execute(_FORGET)
-        self._heard_until = await connection.fetchval(_NEWEST)
+        """Starts to listen for the commits of others, over a connection that becomes the writer's."""
+        await self._adopt(connection)
+        for statement in _FORGET:
+            await connection.execute(statement)
+        horizon, _, self._newest = await self._read_events(2**62)
+        _, events, _ = await self._read_events(horizon)
+        self._hear(horizon, events, is_new=False)
 
     def take(self, items: Iterable[Item[Work]]) -> None:
-        """Has these written."""
+        """Accepts work."""
         self._items.extend(items)
         self._wake.set()
 
     def stop(self) -> None:
-        """Ends ``run`` when it has done what was taken."""
+        """Ends ``run`` when all accepted work is done."""
         self._stopped = True
         self._wake.set()
 
     async def run(self) -> None:
-        """Writes what is taken until stopped."""
+        """Writes until stopped."""
         try:
             while True:
-                await self._wake.wait()
+                try:
+                    async with asyncio.timeout(LOOK_EVERY_S):
+                        await self._wake.wait()
+                except TimeoutError:
+                    self._must_look = True
                 self._wake.clear()
                 while self._items:
-                    await self._write(self._next())
-                if self._stopped:
+                    await self._write_next()
+                if self._stopped and not self._busy:
                     return
                 if self._must_look:
                     await self._look()
         finally:
             await _close(self._connection)
 
-    def _next(self) -> list[Item[Work]]:
-        batch: list[Item[Work]] = []
-        size = 0
-        while self._items and len(batch) < MAX_BATCH and size < MAX_BATCH_CHARACTERS:
-            batch.append(self._items.popleft())
-            size += getattr(batch[-1].work, "size", 0)
-        return batch
-
-    async def _write(self, items: Sequence[Item[Work]]) -> None:
-        """Does all of it in one transaction; if that fails, each in one of its own, so that only the culprit fails."""
+    async def _write_next(self) -> None:
+        """Does as much of the work as fits into one transaction."""
+        items: list[Item[Work]] = []
+        while self._items and len(items) < MAX_BATCH:
+            items.append(self._items.popleft())
         try:
-            await self._write_once(items)
+            await self._write(items)
         except Exception as error:  # isolation point: whatever it is, this coroutine goes on and every caller is told
             if len(items) > 1 and not self._connection.is_closed():
-                for item in items:
-                    await self._write([item])
-                return
-            for item in items:
-                item.error = self._explain(error)
+                for item in items:  # each in a transaction of its own, so that only the culprit fails
+                    try:
+                        await self._write([item])
+                    except Exception as own_error:  # isolation point: as above
+                        self._settle_error([item], own_error)
+            else:
+                self._settle_error(items, error)
+
+    def _settle_error(self, items: Sequence[Item[Work]], error: Exception) -> None:
+        for item in items:
+            item.error = self._explain(error)
         settle(items)
 
-    async def _write_once(self, items: Sequence[Item[Work]]) -> None:
-        """Commits once, however often the connection is lost meanwhile."""
+    async def _write(self, items: Sequence[Item[Work]]) -> None:
+        """Writes items in one transaction; those that have to wait are put back."""
+        claimed, done = await self._find_candidates([item for item in items if isinstance(item.work, Claiming)])
+        waiting = claimed + [(item, item.work) for item in items if isinstance(item.work, Operation)]
+        while waiting:
+            batch, later = Batch(), []
+            for item, operation in waiting:
+                if batch.size >= MAX_BATCH_CHARACTERS or not batch.add(item, operation):
+                    later.append(item)
+            failed, numbers = await self._send(batch)
+            for member, (item, operation) in enumerate(batch.members):
+                if not failed:
+                    item.result = operation.result(batch.numbers_of(member, numbers))
+                    if isinstance(item.work, Claiming):
+                        item.result = [row.record for row, _ in item.work.candidates]
+                    done.append(item)
+            self._items.extendleft(reversed(later))
+            # Nothing was written if one member could not be: the others are sent again without it.
+            waiting = [member for member in batch.members if failed and member[0] not in failed]
+            for item, outcome in failed.items():
+                if isinstance(item.work, Claiming):  # another process was faster: look for other candidates
+                    self._items.append(item)
+                elif outcome is None:
+                    self._retry_later(item, item.work)
+                else:
+                    item.result, item.error = outcome, outcome if isinstance(outcome, Exception) else None
+                    done.append(item)
+        settle(done)
+        await self._notify()
+
+    def _retry_later(self, item: Item[Work], operation: Operation) -> None:
+        """Tries an item again after a short pause: another transaction has locked one of its rows."""
+        pause_s = min(0.001 * 2**operation.tries, _MAX_BUSY_S)
+        operation.tries += 1
+        if operation.tries * _MAX_BUSY_S > WRITE_TIMEOUT_S:
+            self._settle_error(
+                [item], StoreError(f"{self._server.shown}: another transaction keeps a record locked; end it")
+            )
+            return
+        self._busy += 1
+
+        def retry() -> None:
+            self._busy -= 1
+            self.take([item])
+
+        asyncio.get_running_loop().call_later(pause_s, retry)
+
+    async def _find_candidates(
+        self, items: Sequence[Item[Work]]
+    ) -> tuple[list[tuple[Item[Work], Operation]], list[Item[Work]]]:
+        """Gives the heads of the queues to claims: the claims as operations, and those that are done already."""
+        queues: dict[str, list[Item[Work]]] = {}
+        for item in items:
+            assert isinstance(item.work, Claiming)
+            item.error, item.work.candidates = None, []
+            queues.setdefault(item.work.run_id, []).append(item)
+        operations: list[tuple[Item[Work], Operation]] = []
+        done: list[Item[Work]] = []
+        for run_id, claims in queues.items():
+            limit = sum(item.work.limit for item in claims if isinstance(item.work, Claiming))
+            rows = deque(await self._retry(lambda c, r=run_id, n=limit: c.fetch(CANDIDATES, r, n)))  # type: ignore[misc] # the loop's values
+            for item in claims:
+                assert isinstance(item.work, Claiming)
+                while rows and len(item.work.candidates) < item.work.limit:
+                    revision, attempts, record, _ = rows.popleft()
+                    item.work.candidates.append((Row(decode(Rollout, record), revision), attempts))
+                try:
+                    if item.work.candidates:
+                        operations.append((item, item.work.claim()))
+                        continue
+                    item.result = []
+                except Exception as error:  # isolation point: one caller's failure is not the others'
+                    item.error = error
+                done.append(item)
+        return operations, done
+
+    async def _send(self, batch: Batch) -> tuple[dict[Item[Work], bool | Exception | None], Sequence[int | None]]:
+        """Writes a batch once, however often the connection is lost; or says which of its members cannot be done."""
         self._number += 1
-        batch = Batch(self._number, items)
+        number = self._number
+        parameters = batch.parameters
+        events = [event for _, operation in batch.members for event in operation.events]
+        text = encode_events(events) if events else None
+
+        async def write(connection: asyncpg.Connection) -> Any:
+            seen = orjson.dumps({str(origin): position for origin, (position, _) in self._seen.items()}).decode()
+            return await connection.fetchrow(
+                WRITE, *parameters, self._origin, number, self._slot, text, self._horizon, seen
+            )
+
+        horizon, heard, failed_text, outcome_text = await self._retry(write)
+        self._hear(horizon, heard)
+        failed = orjson.loads(failed_text or "[]")
+        if any(why == "repeated" for _, _, why in failed):  # it was committed, but the answer was lost
+            outcome_text = await self._retry(lambda c: c.fetchval(OUTCOME, self._origin, number))
+        elif failed:
+            return batch.failures(failed), ()
+        outcome = orjson.loads(outcome_text)
+        self.transactions += 1
+        if outcome["told"] is not None:
+            self._note_told(outcome["told"])
+        if events:
+            self._tell(events)
+        return {}, outcome["numbers"] or ()
+
+    async def _retry(self, work: Callable[[asyncpg.Connection], Any]) -> Any:
+        """Runs a statement that may be repeated until the server has answered it."""
+        tries = 0
         while True:
             try:
                 if self._connection.is_closed():
                     await self._reconnect()
-                    outcome = await self._connection.fetchval(_RECALL, self._origin, batch.number)
-                    if outcome is not None:
-                        self._conclude(batch, outcome, None)
-                        return
                 async with asyncio.timeout(WRITE_TIMEOUT_S):
-                    outcome, heard = await self._transact(batch)
-                if outcome is not None:
-                    self._conclude(batch, outcome, heard)
-                return
-            except (asyncpg.DeadlockDetectedError, asyncpg.SerializationError):
-                continue
-            except Exception as error:  # whatever it is: if the connection is gone, nothing is known of the write
+                    return await work(self._connection)
+            except (asyncpg.UniqueViolationError, asyncpg.DeadlockDetectedError, asyncpg.SerializationError):
+                tries += 1  # another process inserted the same record at the same time
+                if tries >= 100:
+                    raise
+            except Exception as error:  # whatever it is: if the connection is gone, nothing is known of the statement
                 if isinstance(error, StoreError) or not is_lost(self._connection, error):
                     raise
                 self._connection.terminate()
 
-    async def _transact(self, batch: Batch) -> tuple[str | None, str | None]:
-        """Writes, in a transaction; gives the outcome (None: there was nothing to write) and what others did before."""
-        connection = self._connection
-        claims: list[tuple[Item[Work], Claiming]] = []
-        batch.operations = []
-        for item in batch.items:
-            if isinstance(item.work, Claiming):
-                claims.append((item, item.work))
-            else:
-                batch.operations.append((item, item.work))
-        if not claims:
-            return await self._send(batch)
-        await connection.execute("BEGIN")
-        try:
-            batch.operations[:0] = await self._claim(claims, [work for _, work in batch.operations])
-            sent = await self._send(batch) if batch.operations else (None, None)
-            await connection.execute("COMMIT")
-        except BaseException:
-            if not connection.is_closed():
-                await connection.execute("ROLLBACK")
-            raise
-        return sent
-
-    async def _claim(
-        self, claims: Sequence[tuple[Item[Work], Claiming]], others: Sequence[Operation]
-    ) -> list[tuple[Item[Work], Operation]]:
-        """Locks the heads of queues and asks what claiming them writes."""
-        queues: dict[str, list[Claiming]] = {}
-        for item, work in claims:
-            item.error, item.result = None, []
-            work.locked.clear()
-            queues.setdefault(work.run_id, []).append(work)
-        limits = [sum(work.limit for work in queue) for queue in queues.values()]
-        rows = await self._connection.fetch(_CLAIM, operation.rollouts_in(others), list(queues), limits)
-        lines = [deque(queue) for queue in queues.values()]
-        for number, revision, attempts, record in rows:
-            line = lines[number]
-            while len(line[0].locked) >= line[0].limit:
-                line.popleft()
-            line[0].locked.append((Row(decode(Rollout, record), revision), attempts))
-        decided: list[tuple[Item[Work], Operation]] = []
-        for item, work in claims:
-            if not work.locked:
-                continue
-            try:
-                writes, events = work.decide(work.locked)
-                decided.append((item, operation.commit(writes, (), events)))
-            except Exception as error:  # isolation point: one caller's failure is not the others'
-                item.error = error
-        return decided
-
-    async def _send(self, batch: Batch) -> tuple[str, str | None]:
-        steps, spans = operation.join([work for _, work in batch.operations])
-        outcome, heard = await self._connection.fetchrow(
-            _WRITE, self._origin, batch.number, self._heard_until, len(batch.operations), steps, spans
-        )
-        return outcome, heard
-
-    def _conclude(self, batch: Batch, outcome: str, heard: str | None) -> None:
-        """Tells the watchers what others did before and what we did, and each caller what came of its part."""
-        self.transactions += 1
-        fields = orjson.loads(outcome)
-        numbers, told = fields["numbers"], fields["told"]
-        if heard is not None:
-            self._hear([(position, events) for position, events in orjson.loads(heard)])
-        elif told is not None and told - self._heard_until > KEPT_EVENTS:
+    def _note_told(self, position: int) -> None:
+        if position - self._newest > KEPT_EVENTS:  # we may have missed events that were deleted
             self._must_look = True
-        events: list[Event] = []
-        for (item, work), verdict in zip(batch.operations, fields["verdicts"], strict=True):
-            mine, numbers = (numbers[: work.numbers], numbers[work.numbers :]) if verdict == "done" else ([], numbers)
-            try:
-                item.result = work.conclude(verdict, mine)
-            except StoreError as error:
-                item.error = error
-            if isinstance(item.work, Claiming):
-                item.result = [row.record for row, _ in item.work.locked]
-            if verdict == "done":
-                events += work.events
-        if events:
-            self._tell(events)
-        if told is not None:
-            self._heard_until = max(self._heard_until, told)
+        else:
+            self._newest = max(self._newest, position)
             self._up_to_date_at = time.time()
+        self._unannounced = position
 
-    def _hear(self, commits: Iterable[tuple[int, str]]) -> None:
-        for position, text in commits:
+    async def _notify(self) -> None:
+        """Wakes the other processes.
+
+        In a transaction of its own: PostgreSQL lets only one transaction with a NOTIFY commit at a time, and that one
+        need not wait for the disk.
+        """
+        if self._unannounced is None:
+            return
+        position, self._unannounced = self._unannounced, None
+        try:
+            await self._connection.execute("SELECT pg_notify('agl', $1)", str(self._origin))
+            if position % _PRUNE_EVERY == 0:
+                await self._connection.execute(_PRUNE, position - KEPT_EVENTS)
+        except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+            logger.debug("cannot wake other processes, they look by themselves: %s", error)
+
+    def _hear(self, horizon: int, events: str | None, *, is_new: bool = True) -> None:
+        """Tells the events of other processes that were not told yet; with ``is_new=False`` it only notes them."""
+        for position, xid, origin, text in orjson.loads(events or "[]"):
+            if position <= self._seen.get(origin, (0, 0))[0]:
+                continue
+            self._seen[origin] = position, xid
+            self._newest = max(self._newest, position)
             try:
-                self._tell(decode_events(text))
+                if is_new:
+                    self._tell(decode_events(text))
             except ValidationError:  # of a newer version, say; it must not keep this process from writing
                 logger.exception("an event of another process cannot be read and is left out")
-            self._heard_until = max(self._heard_until, position)
+        self._horizon = max(self._horizon, horizon)
+        self._seen = {origin: last for origin, last in self._seen.items() if last[1] >= self._horizon}
+
+    async def _read_events(self, horizon: int) -> tuple[int, str | None, int]:
+        """Reads the new events: the horizon of this look, the events, and the position of the newest."""
+        seen = orjson.dumps({str(origin): position for origin, (position, _) in self._seen.items()}).decode()
+        found: tuple[int, str | None, int] = await self._connection.fetchrow(NEW_EVENTS, horizon, self._origin, seen)
+        return found
 
     async def _look(self) -> None:
-        """Hears what others committed."""
+        """Tells what others committed."""
         self._must_look = False
         try:
             if self._connection.is_closed():
                 await self._reconnect()
-            newest = await self._connection.fetchval(_NEWEST)
-            if newest - self._heard_until > KEPT_EVENTS:  # we were away for so long that some are gone
+            horizon, events, newest = await self._read_events(self._horizon)
+            if newest - self._newest > KEPT_EVENTS:  # we were away for so long that some are deleted
                 await self._reconstruct()
-            rows = await self._connection.fetch(_HEARD, self._heard_until)
-            self._hear([(position, events) for position, origin, events in rows if origin != self._origin])
-            self._heard_until = max(self._heard_until, rows[-1][0] if rows else 0)
+            self._hear(horizon, events)
+            self._newest = max(self._newest, newest)
             self._up_to_date_at = time.time()
         except Exception as error:  # isolation point: a server that is away for a while must not end the writer
-            logger.warning("cannot look for events of other processes, and tries again: %s", self._explain(error))
+            logger.warning("cannot read the events of other processes, and tries again: %s", self._explain(error))
             asyncio.get_running_loop().call_later(1.0, self._look_soon)
 
     async def _reconstruct(self) -> None:
-        """What waits for an event must hear of what is gone: the queue as it is, and what has ended since.
+        """Makes up for events that were deleted: tells the queue as it is, and the rollouts that ended since.
 
-        Some of it was told before, which wakes somebody for nothing and does no harm.
+        Some were told before, which wakes a waiter for nothing and does no harm.
         """
         logger.warning("this process was away for so long that it missed events of the store; it catches up now")
         found: list[Event] = []
@@ -284,11 +349,12 @@ class Writer:
         self._tell(found)
 
     async def _reconnect(self) -> None:
-        await self._listen(await self._server.reconnect())
-        self._must_look = True
-        self._wake.set()
+        await self._adopt(await self._server.reconnect())
+        self._look_soon()
 
-    async def _listen(self, connection: asyncpg.Connection) -> None:
+    async def _adopt(self, connection: asyncpg.Connection) -> None:
+        await connection.execute("SET plan_cache_mode = force_generic_plan")
+        self._slot = await connection.fetchval(_SLOT)
         await connection.add_listener("agl", self._notified)
         connection.add_termination_listener(lambda _: self._look_soon())
         self._connection = connection
