@@ -19,7 +19,6 @@ from agentlightning.errors import ConfigError
 from agentlightning.run.attempt_token import AttemptToken
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import DEFAULT_RUN_ID
-from agentlightning_plugins import prometheus
 from agentlightning_plugins.stores.http.message import FEATURES_HEADER, MAX_BODY_BYTES, PREFIX, RUN_HEADER
 from agentlightning_plugins.stores.http.route import Route
 from agentlightning_plugins.stores.http.server import openapi, otlp
@@ -27,7 +26,7 @@ from agentlightning_plugins.stores.http.server.access import Access, refuse_othe
 from agentlightning_plugins.stores.http.server.answer import describe_error, encode, error_response, json_response
 from agentlightning_plugins.stores.http.server.body import make_reader, read_query
 from agentlightning_plugins.stores.http.server.events import EventStreams
-from agentlightning_plugins.stores.http.server.metrics import ServerMetrics
+from agentlightning_plugins.stores.http.server.metrics import CONTENT_TYPE, ServerMetrics
 from agentlightning_plugins.stores.http.server.polling import Polls
 from agentlightning_plugins.stores.http.server.routes import ROUTES, Context, make_handler
 
@@ -116,8 +115,7 @@ class StoreApplication:
 
     async def _answer_metrics(self, request: web.Request) -> web.StreamResponse:
         _refuse_attempt(request)
-        text = await self._metrics.render()
-        return web.Response(body=text.encode(), headers={"content-type": prometheus.CONTENT_TYPE})
+        return web.Response(body=await self._metrics.render(), headers={"content-type": CONTENT_TYPE})
 
     async def _answer_openapi(self, request: web.Request) -> web.StreamResponse:
         _refuse_attempt(request)
