@@ -11,8 +11,7 @@ from agentlightning_plugins.gateway.dialects.json_text import dump_json, parse_j
 from agentlightning_plugins.gateway.dialects.openai import CHAT
 from agentlightning_plugins.gateway.limits.admission import Admission
 from agentlightning_plugins.gateway.limits.key import Authenticator
-from agentlightning_plugins.gateway.recording.metric import GatewayMetrics
-from agentlightning_plugins.prometheus import CONTENT_TYPE
+from agentlightning_plugins.gateway.recording.metric import CONTENT_TYPE, GatewayMetrics
 
 PATHS: Final = ("health", "metrics", "status", "pause", "drain", "resume")
 _CHANGES: Final = ("pause", "drain", "resume")
@@ -45,7 +44,7 @@ class Controls:
         if path == "status":
             return json_response(await self._status())
         if path == "metrics":
-            return web.Response(body=self._metrics.render().encode(), headers={"Content-Type": CONTENT_TYPE})
+            return web.Response(body=await self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
         if request.method != "POST":
             return _refuse(405, f"/{path} takes POST, not {request.method}", "method_not_allowed")
         if request.content_type != "application/json":  # which no web page can send here unasked

@@ -16,29 +16,24 @@ import pytest
 import yaml
 from click.testing import CliRunner
 from openai import AsyncOpenAI
+from prometheus_client.parser import text_string_to_metric_families
 
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning_plugins.gateway.command import ask_gateway, command
 from agentlightning_plugins.gateway.proxy import LLMProxy
-from agentlightning_plugins.prometheus import Registry
 from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
 from agentlightning_plugins.stores.http.server import LightningStoreServer
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 from tests.plugins.gateway.gateway_setup import HELLO, entry, gateway, until
 
-_LINE = re.compile(r'([a-z_]+)(?:\{((?:[a-z_]+="(?:[^"\\]|\\.)*",?)*)\})? (\S+)')
 
-
-def samples(text: str) -> dict[str, float]:
-    """The samples of a Prometheus text by name and labels, each line of which must be well formed."""
-    found = {}
-    for line in text.splitlines():
-        if line.startswith("#"):
-            assert re.fullmatch(r"# (HELP|TYPE) [a-z_]+ .+", line), line
-            continue
-        match = _LINE.fullmatch(line)
-        assert match is not None, line
-        found[f"{match[1]}{{{match[2]}}}" if match[2] else match[1]] = float(match[3])
+def samples(text: str) -> dict[str, dict[tuple[str, ...], float]]:
+    """The samples of a Prometheus text by name and values of the labels, which are in the order of their names."""
+    found: dict[str, dict[tuple[str, ...], float]] = {}
+    for family in text_string_to_metric_families(text):
+        assert family.documentation
+        for sample in family.samples:
+            found.setdefault(sample.name, {})[tuple(value for _, value in sorted(sample.labels.items()))] = sample.value
     return found
 
 
@@ -47,24 +42,6 @@ async def read(proxy: LLMProxy, path: str) -> str:
     async with aiohttp.ClientSession() as session, session.get(url) as response:
         assert response.status == 200
         return await response.text()
-
-
-def test_metrics_are_written_as_prometheus_reads_them() -> None:
-    registry = Registry()
-    counter = registry.counter("things_total", "Things\nof all kinds.", "name")
-    counter.add('a "quoted" \\ name')
-    histogram = registry.histogram("size_bytes", "Sizes.", buckets=(1.0, 10.0))
-    for value in (0.5, 1.0, 5.0, 50.0):
-        histogram.observe(value=value)
-    registry.gauge("level", "Now.", read=lambda: [((), 2.5)])
-    assert registry.render() == (
-        "# HELP things_total Things\\nof all kinds.\n# TYPE things_total counter\n"
-        'things_total{name="a \\"quoted\\" \\\\ name"} 1\n'
-        "# HELP size_bytes Sizes.\n# TYPE size_bytes histogram\n"
-        'size_bytes_bucket{le="1"} 2\nsize_bytes_bucket{le="10"} 3\nsize_bytes_bucket{le="+Inf"} 4\n'
-        "size_bytes_sum 56.5\nsize_bytes_count 4\n"
-        "# HELP level Now.\n# TYPE level gauge\nlevel 2.5\n"
-    )
 
 
 async def test_calls_tokens_and_times_are_counted() -> None:
@@ -84,17 +61,35 @@ async def test_calls_tokens_and_times_are_counted() -> None:
                 await client.chat.completions.create(model=name, messages=HELLO)
         await case.proxy.resume(weight_version=3)
         seen = samples(await read(case.proxy, "/metrics"))
-        assert seen['agl_gateway_calls_total{model="m",status="200"}'] == 2
-        assert seen['agl_gateway_calls_total{model="m",status="400"}'] == 1
-        assert seen['agl_gateway_calls_total{model="m",status="502"}'] == 1
-        assert seen['agl_gateway_calls_total{model="",status="404"}'] == 2, "names that agents invent make no metrics"
-        assert seen['agl_gateway_tokens_total{model="m",kind="output"}'] >= 6
-        assert seen['agl_gateway_call_seconds_count{model="m"}'] == 4
-        assert seen['agl_gateway_first_token_seconds_count{model="m"}'] == 2
-        assert seen['agl_gateway_incomplete_total{model="m"}'] == 2
-        assert seen[f'agl_gateway_backend_up{{model="m",backend="{server.endpoint}"}}'] == 1
-        assert (seen["agl_gateway_in_flight"], seen["agl_gateway_weight_version"]) == (0, 3)
-        assert seen["agl_gateway_spans_dropped"] == 0
+        assert seen["agl_gateway_calls_total"] == {
+            ("m", "200"): 2,
+            ("m", "400"): 1,
+            ("m", "502"): 1,
+            ("", "404"): 2,  # names that agents invent make no metrics
+        }
+        assert seen["agl_gateway_tokens_total"]["output", "m"] >= 6
+        assert seen["agl_gateway_call_seconds_count"]["m",] == 4
+        assert seen["agl_gateway_first_token_seconds_count"]["m",] == 2
+        assert seen["agl_gateway_incomplete_total"]["m",] == 2
+        assert seen["agl_gateway_backend_up"] == {(server.endpoint, "m"): 1}
+        assert (seen["agl_gateway_in_flight"], seen["agl_gateway_weight_version"]) == ({(): 0}, {(): 3})
+        assert seen["agl_gateway_spans_dropped"] == {(): 0}
+
+
+async def test_metrics_have_their_names_types_and_labels_before_the_first_call() -> None:
+    async with ScriptedOpenAI() as server, gateway(server) as case:
+        await case.start()
+        families = text_string_to_metric_families(await read(case.proxy, "/metrics"))
+        described = {(family.name, family.type): family.samples for family in families}
+        assert set(described) == {
+            *((f"agl_gateway_{name}", "counter") for name in ("calls", "tokens", "incomplete")),
+            *((f"agl_gateway_{name}", "histogram") for name in ("call_seconds", "first_token_seconds")),
+            *((f"agl_gateway_{name}", "gauge") for name in ("in_flight", "waiting", "paused", "weight_version")),
+            *((f"agl_gateway_{name}", "gauge") for name in ("backend_up", "backend_in_flight")),
+            *((f"agl_gateway_{name}", "gauge") for name in ("span_queue", "spans_dropped")),
+        }
+        (up,) = described["agl_gateway_backend_up", "gauge"]
+        assert up.labels == {"model": "m", "backend": server.endpoint}
 
 
 async def test_health_says_whether_calls_are_served() -> None:

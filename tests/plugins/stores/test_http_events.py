@@ -186,7 +186,7 @@ async def test_prometheus_reads_how_the_store_and_its_requests_stand() -> None:
         assert samples["agl_store_requests_total"]["GET", route, "404"] == 1
         assert samples["agl_store_requests_total"]["GET", "", "404"] == 1
         assert samples["agl_store_request_seconds_count"]["GET", route] == 4
-        assert samples["agl_store_request_seconds_bucket"]["GET", route, "+Inf"] == 4
+        assert samples["agl_store_request_seconds_bucket"]["+Inf", "GET", route] == 4
         assert samples["agl_store_rollouts"]["default", "succeeded"] == 1
         assert samples["agl_store_rollouts"]["default", "preparing"] == 1
         assert samples["agl_store_rollouts"]["some-run", "queuing"] == 1

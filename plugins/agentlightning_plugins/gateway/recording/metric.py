@@ -1,19 +1,24 @@
-"""What the gateway counts, for Prometheus."""
+"""Prometheus metrics of the gateway."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable
+import asyncio
+import collections
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, generate_latest
+from prometheus_client.core import GaugeMetricFamily
 
 from agentlightning.store.span_writer import SpanWriter
 from agentlightning_plugins.gateway.backends.backend import ModelTable
 from agentlightning_plugins.gateway.limits.admission import Admission
 from agentlightning_plugins.gateway.recording.call import Call, used_tokens
-from agentlightning_plugins.prometheus import Labels, Registry
 
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+_LATENCY_BUCKETS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _NO_MODEL: Final = ""
-"""The label of what names no model of ours: agents must not be able to make metrics."""
+"""The label for names that are not models of this gateway: agents must not be able to create metrics."""
 
 
 class GatewayMetrics:
@@ -26,69 +31,89 @@ class GatewayMetrics:
         writer: SpanWriter,
         running: Callable[[], Iterable[Call]],
     ) -> None:
-        """Makes the metrics; what is given is read when they are rendered."""
-        registry = Registry()
-        self.render: Final = registry.render
+        """Creates the metrics; the gauges are read from the arguments at each scrape."""
         self._models = models
+        self._admission = admission
+        self._writer = writer
         self._running = running
-        self._calls = registry.counter("agl_gateway_calls_total", "Calls answered or given up.", "model", "status")
-        self._latency = registry.histogram(
-            "agl_gateway_call_seconds", "From the arrival of a call to the end of its answer.", "model"
+        self._gauges: list[GaugeMetricFamily] = []
+        registry = self._registry = CollectorRegistry()
+        self._calls = Counter(
+            "agl_gateway_calls_total", "Calls answered or given up.", ["model", "status"], registry=registry
         )
-        self._first_token = registry.histogram(
-            "agl_gateway_first_token_seconds", "From the arrival of a call to the first bytes of its stream.", "model"
+        self._latency = Histogram(
+            "agl_gateway_call_seconds",
+            "From the arrival of a call to the end of its answer.",
+            ["model"],
+            registry=registry,
+            buckets=_LATENCY_BUCKETS_S,
         )
-        self._tokens = registry.counter("agl_gateway_tokens_total", "Tokens of answered calls.", "model", "kind")
-        self._incomplete = registry.counter(
-            "agl_gateway_incomplete_total", "Calls whose answer did not arrive whole.", "model"
+        self._first_token = Histogram(
+            "agl_gateway_first_token_seconds",
+            "From the arrival of a call to the first bytes of its stream.",
+            ["model"],
+            registry=registry,
+            buckets=_LATENCY_BUCKETS_S,
         )
-        registry.gauge("agl_gateway_in_flight", "Calls under way.", read=lambda: [((), admission.in_flight)])
-        registry.gauge(
-            "agl_gateway_waiting", "Calls that wait for the end of a pause.", read=lambda: [((), admission.waiting)]
+        self._tokens = Counter(
+            "agl_gateway_tokens_total", "Tokens of answered calls.", ["model", "kind"], registry=registry
         )
-        registry.gauge("agl_gateway_paused", "1 while new calls wait.", read=lambda: [((), float(admission.is_paused))])
-        registry.gauge(
-            "agl_gateway_weight_version",
-            "Of the weights that calls get.",
-            read=lambda: _known(admission.weight_version),
+        self._incomplete = Counter(
+            "agl_gateway_incomplete_total", "Calls whose answer did not arrive whole.", ["model"], registry=registry
         )
-        registry.gauge("agl_gateway_backend_up", "1 if it answers.", "model", "backend", read=self._read_up)
-        registry.gauge(
-            "agl_gateway_backend_in_flight", "Calls at a backend.", "model", "backend", read=self._read_in_flight
-        )
-        registry.gauge("agl_gateway_span_queue", "Spans on their way to the store.", read=lambda: [((), writer.queued)])
-        registry.gauge("agl_gateway_spans_dropped", "Spans that were lost so far.", read=lambda: [((), writer.lost)])
 
     def count(self, call: Call, status: str) -> None:
-        """Takes in a call that has ended."""
+        """Counts a call that has ended."""
         model = call.model if call.backend is not None else _NO_MODEL
-        self._calls.add(model, status)
-        self._latency.observe(model, value=call.end_time - call.start_time)
+        self._calls.labels(model, status).inc()
+        self._latency.labels(model).observe(call.end_time - call.start_time)
         if call.first_time:
-            self._first_token.observe(model, value=call.first_time - call.start_time)
+            self._first_token.labels(model).observe(call.first_time - call.start_time)
         if not call.is_complete:
-            self._incomplete.add(model)
+            self._incomplete.labels(model).inc()
         input_tokens, output_tokens = used_tokens(call)
         if input_tokens or output_tokens:
-            self._tokens.add(model, "input", value=input_tokens)
-            self._tokens.add(model, "output", value=output_tokens)
+            self._tokens.labels(model, "input").inc(input_tokens)
+            self._tokens.labels(model, "output").inc(output_tokens)
 
     def refuse(self, status: int) -> None:
-        """Counts a call that never became one."""
-        self._calls.add(_NO_MODEL, str(status))
+        """Counts a request that was refused before it became a call."""
+        self._calls.labels(_NO_MODEL, status).inc()
 
-    def _read_up(self) -> list[tuple[Labels, float]]:
-        return [((backend.model, backend.endpoint), float(backend.is_up)) for backend in self._models().backends]
+    async def render(self) -> bytes:
+        """All metrics in Prometheus' text format, which a thread writes."""
+        self._gauges = list(self._read_gauges())
+        return await asyncio.to_thread(generate_latest, self)
 
-    def _read_in_flight(self) -> list[tuple[Labels, float]]:
+    def collect(self) -> Iterator[Metric]:
+        """All metrics; ``generate_latest`` calls it."""
+        for metric in self._registry.collect():
+            metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
+            yield metric
+        yield from self._gauges
+
+    def _read_gauges(self) -> Iterator[GaugeMetricFamily]:
+        admission, writer = self._admission, self._writer
+        yield GaugeMetricFamily("agl_gateway_in_flight", "Calls under way.", admission.in_flight)
+        yield GaugeMetricFamily("agl_gateway_waiting", "Calls that wait for the end of a pause.", admission.waiting)
+        yield GaugeMetricFamily("agl_gateway_paused", "1 while new calls wait.", admission.is_paused)
+        version = GaugeMetricFamily("agl_gateway_weight_version", "Version of the weights that serve calls.", labels=[])
+        if admission.weight_version is not None:
+            version.add_metric([], admission.weight_version)
+        yield version
+        labels = ["model", "backend"]
+        up = GaugeMetricFamily("agl_gateway_backend_up", "1 if it answers.", labels=labels)
+        in_flight = GaugeMetricFamily("agl_gateway_backend_in_flight", "Calls at a backend.", labels=labels)
         counts = count_by_backend(self._running())
-        return [((b.model, b.endpoint), counts[b.identity]) for b in self._models().backends]
+        for backend in self._models().backends:
+            up.add_metric([backend.model, backend.endpoint], backend.is_up)
+            in_flight.add_metric([backend.model, backend.endpoint], counts[backend.identity])
+        yield up
+        yield in_flight
+        yield GaugeMetricFamily("agl_gateway_span_queue", "Spans on their way to the store.", writer.queued)
+        yield GaugeMetricFamily("agl_gateway_spans_dropped", "Spans lost so far.", writer.lost)
 
 
-def count_by_backend(calls: Iterable[Call]) -> Counter[bytes]:
-    """How many calls are at each backend, by its identity."""
-    return Counter(call.backend.identity for call in calls if call.backend is not None)
-
-
-def _known(value: int | None) -> list[tuple[Labels, float]]:
-    return [] if value is None else [((), value)]
+def count_by_backend(calls: Iterable[Call]) -> collections.Counter[bytes]:
+    """The number of running calls of each backend, by its identity."""
+    return collections.Counter(call.backend.identity for call in calls if call.backend is not None)

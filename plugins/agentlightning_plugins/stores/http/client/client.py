@@ -1,23 +1,46 @@
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import copy
 import os
+import threading
 import time
-from typing import Any
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Final, TypeVar
+from urllib.parse import urlencode
 
+from agentlightning.errors import NotFoundError, StoreError
+from agentlightning.event import Event, event_adapter
+from agentlightning.resources import Resource, ResourcesUpdate, split_version_id
 from agentlightning.run import attempt_token
-from agentlightning.store.protocol import LightningStore, StoreCapabilities
-from agentlightning.types import DEFAULT_RUN_ID
+from agentlightning.store.protocol import StoreCapabilities
+from agentlightning.store.waiting import deadline_after
+from agentlightning.types import (
+    DEFAULT_RUN_ID,
+    AttemptedRollout,
+    EnqueueRolloutRequest,
+    ReadableSpan,
+    Rollout,
+    RolloutConfig,
+    RolloutMode,
+    Span,
+    TaskInput,
+    new_rollout_id,
+)
 from agentlightning_plugins.stores.http.client.connection import StoreConnection
-from agentlightning_plugins.stores.http.client.resources import ResourcesCalls, Versions
-from agentlightning_plugins.stores.http.client.rollout import RolloutCalls
-from agentlightning_plugins.stores.http.client.run import RunCalls
-from agentlightning_plugins.stores.http.client.span import SpanCalls
-from agentlightning_plugins.stores.http.message import TOKEN_VARIABLE
+from agentlightning_plugins.stores.http.message import MAX_POLL_S, TOKEN_VARIABLE
+from agentlightning_plugins.stores.http.methods import RemoteMethods
+from agentlightning_plugins.stores.http.route import Route, read_rollout
+
+_RELEASE_S: Final = 2.0
+_CACHED_VERSIONS: Final = 64
+
+U = TypeVar("U", ResourcesUpdate, ResourcesUpdate | None)
 
 
-class LightningStoreClient(RolloutCalls, SpanCalls, ResourcesCalls, RunCalls, LightningStore):
-    """A store that is served somewhere else.
+class LightningStoreClient(RemoteMethods):
+    """A store that a server on this or another machine serves.
 
     May be used from several threads, event loops and processes: it pickles as URL, token and run. A request whose
     answer was lost is repeated where that is harmless; the others raise StoreError, as does an unreachable server.
@@ -26,11 +49,11 @@ class LightningStoreClient(RolloutCalls, SpanCalls, ResourcesCalls, RunCalls, Li
     def __init__(
         self, url: str, token: str | None = None, *, run_id: str = DEFAULT_RUN_ID, retry_s: float = 30.0
     ) -> None:
-        """Opens nothing yet.
+        """Connects at the first request.
 
         Args:
             url: of the server, as in ``http://127.0.0.1:4747``.
-            token: what the server was started with; None takes the environment's AGL_TOKEN.
+            token: the token that the server was started with; None takes AGL_TOKEN from the environment.
             run_id: the run whose queue, latest resources and metrics this object sees.
             retry_s: how long a server may be unreachable, as while it restarts, before a call raises StoreError.
 
@@ -40,11 +63,11 @@ class LightningStoreClient(RolloutCalls, SpanCalls, ResourcesCalls, RunCalls, Li
         self.run_id = run_id
         self.token = token or os.environ.get(TOKEN_VARIABLE) or None
         self._connection = StoreConnection(url, self.token, retry_s)
-        self._versions = Versions()
+        self._versions = _VersionCache()
 
     @classmethod
     def from_url(cls, url: str, *, run_id: str, token: str | None) -> LightningStoreClient:
-        """What ``create_store`` calls for ``http://`` and ``https://``."""
+        """Called by ``create_store`` for ``http://`` and ``https://``."""
         return cls(url, token, run_id=run_id)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -59,13 +82,13 @@ class LightningStoreClient(RolloutCalls, SpanCalls, ResourcesCalls, RunCalls, Li
 
     @property
     def capabilities(self) -> StoreCapabilities:
-        """What the store behind the server can do; ``durable`` is False until the server has answered once."""
+        """Those of the store behind the server; ``durable`` is False until the server has answered once."""
         features = self._connection.features or frozenset()
         return {"thread_safe": True, "durable": "durable" in features, "otlp_traces": True}
 
     @property
     def url(self) -> str:
-        """Of the server, without a path."""
+        """URL of the server, without a path."""
         return self._connection.url
 
     def otlp_traces_endpoint(self) -> str:
@@ -75,22 +98,158 @@ class LightningStoreClient(RolloutCalls, SpanCalls, ResourcesCalls, RunCalls, Li
     def attempt_token(
         self, rollout_id: str, attempt_id: str, *, lifetime_s: float = attempt_token.DEFAULT_LIFETIME_S
     ) -> str | None:
-        """What to give an agent instead of the token of the store: good for the spans of this attempt, nothing else.
+        """A token for an agent that allows writing the spans of this attempt and nothing else; makes no request.
 
-        Asks nobody. None when the store has no token, and the agent needs none either.
+        None when the store has no token, and the agent needs none either.
         """
         if self.token is None or self.token.startswith(attempt_token.PREFIX):
-            return self.token  # whoever has been given the token of an attempt can give no other one
+            return self.token  # the token of an attempt cannot sign others
         secret = attempt_token.derive_secret(self.token)
         return attempt_token.mint(secret, rollout_id, attempt_id, time.time() + lifetime_s)
-
-    async def statistics(self) -> dict[str, float]:
-        statistics: dict[str, float] = await self._get("/statistics")
-        return statistics
 
     async def close(self) -> None:
         """Closes the connections of all loops; the served store stays as it is."""
         await self._connection.close()
+
+    async def _send(self, route: Route, arguments: Mapping[str, Any]) -> Any:
+        path, body = route.encode(arguments, self.run_id)
+        try:
+            content = await self._connection.request(
+                route.method, path, body, run_id=self.run_id, repeatable=route.repeatable
+            )
+        except NotFoundError:
+            if route.missing:
+                return None
+            raise
+        return route.read_result(content)
+
+    async def _post(self, path: str, body: dict[str, Any], wait_s: float = 0.0) -> Any:
+        return await self._connection.request("POST", path, body, run_id=self.run_id, repeatable=True, wait_s=wait_s)
+
+    # --- rollouts ---
+
+    async def enqueue_rollout(
+        self,
+        input: TaskInput,
+        mode: RolloutMode | None = None,
+        resources_id: str | None = None,
+        config: RolloutConfig | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Rollout:
+        request = EnqueueRolloutRequest.make(input, mode, resources_id, config, metadata)
+        return (await self.enqueue_many_rollouts([request]))[0]
+
+    async def enqueue_many_rollouts(self, requests: Sequence[EnqueueRolloutRequest]) -> Sequence[Rollout]:
+        rollouts = [  # with ids, so that the request can be repeated
+            request if request.rollout_id else request.model_copy(update={"rollout_id": new_rollout_id()})
+            for request in requests
+        ]
+        return [read_rollout(item) for item in await self._post("/queues/rollouts/enqueue", {"rollouts": rollouts})]
+
+    async def dequeue_rollout(self, worker_id: str | None = None, *, timeout: float = 0) -> AttemptedRollout | None:
+        claimed = await self.dequeue_many_rollouts(worker_id=worker_id, timeout=timeout)
+        return claimed[0] if claimed else None
+
+    async def dequeue_many_rollouts(
+        self, *, limit: int = 1, worker_id: str | None = None, timeout: float = 0
+    ) -> Sequence[AttemptedRollout]:
+        deadline = deadline_after(timeout)
+        while True:
+            wait_s = min(max(0.0, deadline - time.monotonic()), MAX_POLL_S)
+            request_id = os.urandom(8).hex()  # the same id gives the same claim, so the request can be repeated
+            body = {"limit": limit, "worker_id": worker_id, "timeout": wait_s, "request_id": request_id}
+            try:
+                claimed = await self._post("/queues/rollouts/dequeue", body, wait_s)
+            except asyncio.CancelledError:
+                await self._release(request_id)
+                raise
+            if claimed or limit == 0 or time.monotonic() >= deadline:
+                return [AttemptedRollout.model_validate(item) for item in claimed]
+
+    async def _release(self, request_id: str) -> None:
+        """Releases the claims of a cancelled request; if that fails, their leases run out."""
+        with contextlib.suppress(StoreError, TimeoutError):
+            async with asyncio.timeout(_RELEASE_S):
+                await self._post("/queues/rollouts/release", {"request_id": request_id})
+
+    async def wait_for_rollouts(self, rollout_ids: Sequence[str], timeout: float | None = None) -> Sequence[Rollout]:
+        deadline = deadline_after(timeout)
+        while True:
+            wait_s = min(max(0.0, deadline - time.monotonic()), MAX_POLL_S)
+            ended = await self._post("/waits/rollouts", {"rollout_ids": rollout_ids, "timeout": wait_s}, wait_s)
+            if len(ended) == len(rollout_ids) or time.monotonic() >= deadline:
+                return [read_rollout(item) for item in ended]
+
+    # --- spans ---
+
+    async def add_span(self, span: Span) -> Span | None:
+        stored = await self.add_many_spans([span])
+        return stored[0] if stored else None
+
+    async def add_many_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
+        if not spans:
+            return []
+        spans = [span.sealed() for span in spans]
+        answer = await self._post("/spans/batch", {"spans": spans})
+        return [
+            span if number == span.sequence_id else span.model_copy(update={"sequence_id": number})
+            for span, number in zip(spans, answer["sequence_ids"], strict=True)
+            if number is not None
+        ]
+
+    async def add_otel_span(
+        self, rollout_id: str, attempt_id: str, readable_span: ReadableSpan, sequence_id: int | None = None
+    ) -> Span | None:
+        return await self.add_span(Span.from_opentelemetry(readable_span, rollout_id, attempt_id, sequence_id or 0))
+
+    # --- resources ---
+
+    async def add_resources(self, resources: Mapping[str, Resource | str]) -> ResourcesUpdate:
+        return self._versions.add(await super().add_resources(resources))
+
+    async def update_resources(self, resources_id: str, resources: Mapping[str, Resource | str]) -> ResourcesUpdate:
+        return self._versions.add(await super().update_resources(resources_id, resources))
+
+    async def get_resources_by_id(self, resources_id: str, version: int | None = None) -> ResourcesUpdate | None:
+        """A snapshot at a version; versions never change, so a cached one costs no request."""
+        resources_id, version = split_version_id(resources_id, version)
+        cached = None if version is None else self._versions.get(resources_id, version)
+        if cached is not None:
+            return cached
+        return self._versions.add(await super().get_resources_by_id(resources_id, version))
+
+    async def get_latest_resources(self) -> ResourcesUpdate | None:
+        return self._versions.add(await super().get_latest_resources())
+
+    # --- events ---
+
+    async def subscribe(self, kinds: Sequence[str] | None = None) -> AsyncIterator[Event]:
+        """Yields the events of this run, from the moment the first ``anext`` has reached the server.
+
+        The stream survives a restart of the server; events of the time in between are not seen.
+        """
+        query = urlencode([("kinds", kind) for kind in kinds or ()])
+        async for data in self._connection.events(f"/events?{query}", run_id=self.run_id):
+            yield event_adapter.validate_json(data)
+
+
+class _VersionCache:
+    """The versions of resources that were received last."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._versions: dict[tuple[str, int], ResourcesUpdate] = {}
+
+    def get(self, resources_id: str, version: int) -> ResourcesUpdate | None:
+        return self._versions.get((resources_id, version))
+
+    def add(self, update: U) -> U:
+        if update is not None:
+            with self._lock:
+                self._versions[update.resources_id, update.version] = update
+                if len(self._versions) > _CACHED_VERSIONS:
+                    del self._versions[next(iter(self._versions))]
+        return update
 
 
 def _reconnect(url: str, token: str | None, run_id: str, retry_s: float) -> LightningStoreClient:

@@ -20,7 +20,7 @@ from pydantic_core import PydanticSerializationError, from_json, to_json
 from yarl import URL
 
 from agentlightning.errors import ConfigError, LightningError, StoreError
-from agentlightning_plugins.stores.http.message import ERROR_TYPES, FEATURES_HEADER, PREFIX, RUN_HEADER
+from agentlightning_plugins.stores.http.message import ERRORS, FEATURES_HEADER, PREFIX, RUN_HEADER
 
 logger = logging.getLogger("agentlightning")
 
@@ -282,7 +282,8 @@ def _error_of(url: str, status: int, answer: bytes) -> LightningError:
         return StoreError(
             f"{url} answered {status} and not as a store does: {text!r}; is it the URL of an `agl store`?"
         )
-    return ERROR_TYPES.get(code, StoreError)(message)
+    _, error_type = ERRORS.get(code, (0, StoreError))
+    return error_type(message)
 
 
 def _describe(error: BaseException) -> str:

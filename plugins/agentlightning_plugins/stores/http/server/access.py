@@ -7,7 +7,7 @@ import hmac
 import ipaddress
 import time
 from collections.abc import Iterable
-from typing import Final, TypeAlias
+from typing import Final
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -16,10 +16,8 @@ from agentlightning.errors import ConflictError
 from agentlightning.run import attempt_token
 from agentlightning.run.attempt_token import AttemptToken
 from agentlightning_plugins.stores.http.message import PREFIX
+from agentlightning_plugins.stores.http.route import AttemptIds
 from agentlightning_plugins.stores.http.server.answer import RefusedError
-
-AttemptIds: TypeAlias = tuple[str, str | None]
-"""Rollout id and attempt id; None: the rollout as such."""
 
 _BEARER: Final = "Bearer "
 

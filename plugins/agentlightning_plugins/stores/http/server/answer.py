@@ -13,7 +13,7 @@ from pydantic_core import PydanticSerializationError, to_json
 
 from agentlightning.errors import ConflictError, NotFoundError, StoreError
 from agentlightning.types import PaginatedResult, Record
-from agentlightning_plugins.stores.http.message import ERROR_STATUS, MAX_BODY_BYTES, ErrorCode
+from agentlightning_plugins.stores.http.message import ERRORS, MAX_BODY_BYTES, ErrorCode
 
 logger = logging.getLogger("agentlightning")
 
@@ -49,7 +49,7 @@ def json_response(body: bytes, status: int = 200) -> web.Response:
 def describe_error(request: web.Request, error: Exception) -> tuple[ErrorCode, str, int]:
     """What an exception means for the client: code, message and HTTP status. Logs what is a fault of ours."""
     code, message = _explain(request, error)
-    status = error.status if code == "no_route" and isinstance(error, web.HTTPException) else ERROR_STATUS[code]
+    status = error.status if code == "no_route" and isinstance(error, web.HTTPException) else ERRORS[code][0]
     return code, message, status
 
 

@@ -7,28 +7,28 @@ import contextlib
 import functools
 import re
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from typing import Final
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
-from pydantic import TypeAdapter
+from pydantic import ConfigDict, TypeAdapter, with_config
 from pydantic_core import to_json
+from typing_extensions import TypedDict  # pydantic refuses typing's before Python 3.12
 
 from agentlightning.errors import ConfigError
 from agentlightning.run.attempt_token import AttemptToken
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import DEFAULT_RUN_ID
-from agentlightning_plugins import prometheus
-from agentlightning_plugins.stores.http.message import FEATURES_HEADER, MAX_BODY_BYTES, PREFIX, RUN_HEADER, Subscribe
+from agentlightning_plugins.stores.http.message import FEATURES_HEADER, MAX_BODY_BYTES, PREFIX, RUN_HEADER
+from agentlightning_plugins.stores.http.route import Route
 from agentlightning_plugins.stores.http.server import openapi, otlp
 from agentlightning_plugins.stores.http.server.access import Access, refuse_others
 from agentlightning_plugins.stores.http.server.answer import describe_error, encode, error_response, json_response
-from agentlightning_plugins.stores.http.server.body import body_reader, query_reader, read_query
+from agentlightning_plugins.stores.http.server.body import make_reader, read_query
 from agentlightning_plugins.stores.http.server.events import EventStreams
-from agentlightning_plugins.stores.http.server.metrics import ServerMetrics
+from agentlightning_plugins.stores.http.server.metrics import CONTENT_TYPE, ServerMetrics
 from agentlightning_plugins.stores.http.server.polling import Polls
-from agentlightning_plugins.stores.http.server.routes import ROUTES, Context, Route
+from agentlightning_plugins.stores.http.server.routes import ROUTES, Context, make_handler
 
 OTLP_PATH: Final = "/v1/traces"
 
@@ -90,18 +90,15 @@ class StoreApplication:
         }
 
     def _handler(self, route: Route) -> Handler:
-        read = _reader(route)
+        read, answer = make_reader(route), make_handler(route)
 
         async def handle(request: web.Request) -> web.StreamResponse:
-            message = await read(request)
-            arguments = message if isinstance(message, dict) else {"record": message}
-            if request.match_info:
-                arguments = {**request.match_info, **arguments}
+            arguments = {**request.match_info, **await read(request)}
             token = request.get(_TOKEN)
             if token is not None:
-                refuse_others(token, None if route.about is None else route.about(arguments))
+                refuse_others(token, None if route.attempts is None else route.attempts(arguments))
             context = Context(self._view(_run_id(request)), self._polls, self._access)
-            return json_response(encode(await route.answer(context, **arguments)), route.status)
+            return json_response(encode(await answer(context, arguments)), route.status)
 
         return handle
 
@@ -118,8 +115,7 @@ class StoreApplication:
 
     async def _answer_metrics(self, request: web.Request) -> web.StreamResponse:
         _refuse_attempt(request)
-        text = await self._metrics.render()
-        return web.Response(body=text.encode(), headers={"content-type": prometheus.CONTENT_TYPE})
+        return web.Response(body=await self._metrics.render(), headers={"content-type": CONTENT_TYPE})
 
     async def _answer_openapi(self, request: web.Request) -> web.StreamResponse:
         _refuse_attempt(request)
@@ -166,17 +162,6 @@ def _answer_error(request: web.Request, error: Exception) -> web.Response:
     return error_response(request, error)
 
 
-def _reader(route: Route) -> Callable[[web.Request], Awaitable[Any]]:
-    """What turns a request into the route's validated message."""
-    if route.message is not None:
-        return query_reader(route.message) if route.method == "GET" else body_reader(route.message)
-
-    async def read_nothing(request: web.Request) -> Any:
-        return {}
-
-    return read_nothing
-
-
 def _run_id(request: web.Request, given: str | None = None) -> str:
     run_id = given or request.headers.get(RUN_HEADER) or DEFAULT_RUN_ID
     if not _RUN_ID.fullmatch(run_id):
@@ -190,7 +175,13 @@ def _refuse_attempt(request: web.Request) -> None:
         refuse_others(token, None)
 
 
-_subscription: Final[TypeAdapter[Subscribe]] = TypeAdapter(Subscribe)
+@with_config(ConfigDict(extra="forbid"))
+class _Subscription(TypedDict, total=False):
+    kinds: list[str] | None
+    run_id: str
+
+
+_subscription: Final = TypeAdapter(_Subscription)
 
 _TEXT: Final = {"schema": {"type": "string"}}
 _OBJECT: Final = {"schema": {"type": "object"}}

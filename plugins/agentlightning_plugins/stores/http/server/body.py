@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 from pydantic_core import from_json, to_json
 
 from agentlightning_plugins.stores.http.message import MAX_ITEM_BYTES
+from agentlightning_plugins.stores.http.route import Route
 from agentlightning_plugins.stores.http.server.answer import JSON_RULES, RefusedError
 
 _LIST_KEYS: Final = frozenset({"status_in", "rollout_id_in", "kinds"})
@@ -21,31 +22,31 @@ _JSON_KEYS: Final = frozenset({"metadata"})
 _DIGITS_TO_ZERO: Final = bytes.maketrans(b"123456789", b"0" * 9)
 
 
-def body_reader(message: Any) -> Callable[[web.Request], Awaitable[Any]]:
-    """What reads a body of this type.
+def make_reader(route: Route) -> Callable[[web.Request], Awaitable[dict[str, Any]]]:
+    """The function that reads the validated arguments of a request of this route.
 
-    The reader raises ValidationError or RefusedError for one that is not JSON, not the message, or too large.
+    It raises ValidationError or RefusedError for a body that is not JSON, not the message of the route, or too large.
     """
-    validate = TypeAdapter(message).validate_python
+    if route.message is None:
+        return _read_nothing
+    validate = TypeAdapter(route.message).validate_python
 
-    async def read(request: web.Request) -> Any:
+    async def read_query_string(request: web.Request) -> dict[str, Any]:
+        arguments: dict[str, Any] = validate(read_query(request.query))
+        return arguments
+
+    async def read_body(request: web.Request) -> dict[str, Any]:
         body = await request.read() or b"{}"
         content = validate(_parse(body), strict=True)
         if len(body) > MAX_ITEM_BYTES:
             _refuse_large_items(content)
-        return content
+        return content if route.body is None else {"record": content}
 
-    return read
+    return read_query_string if route.method == "GET" else read_body
 
 
-def query_reader(message: Any) -> Callable[[web.Request], Awaitable[Any]]:
-    """What reads a query string of this type; raises as ``body_reader``'s."""
-    validate = TypeAdapter(message).validate_python
-
-    async def read(request: web.Request) -> Any:
-        return validate(read_query(request.query))
-
-    return read
+async def _read_nothing(request: web.Request) -> dict[str, Any]:
+    return {}
 
 
 def read_query(query: MultiMapping[str]) -> dict[str, Any]:

@@ -1,82 +1,95 @@
-"""What the store server tells Prometheus: its requests, and how the store stands."""
+"""Prometheus metrics of the store server."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Final, get_args
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, generate_latest
+from prometheus_client.core import GaugeMetricFamily
 
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import DEFAULT_RUN_ID, RolloutStatus, WorkerStatus
-from agentlightning_plugins.prometheus import Labels, Registry
 from agentlightning_plugins.stores.http.server.events import EventStreams
 from agentlightning_plugins.stores.http.server.polling import Polls
 
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 MAX_RUNS: Final = 20
-"""Of how many runs the rollouts are counted: a scrape must stay cheap."""
+"""The number of runs whose rollouts are counted: a scrape must stay cheap."""
 _QUEUED: Final[tuple[RolloutStatus, ...]] = ("queuing", "requeuing")
 _LATENCY_BUCKETS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
-Samples = list[tuple[Labels, float]]
-
 
 class ServerMetrics:
-    """Counts requests as they are answered, and asks the store for the rest when it is scraped."""
+    """Counts answered requests, and reads the gauges from the store at each scrape."""
 
     def __init__(self, store: LightningStore, polls: Polls, streams: EventStreams) -> None:
         self._store = store
-        registry = self._registry = Registry()
-        self._requests = registry.counter("agl_store_requests_total", "Requests answered.", "method", "route", "status")
-        self._latency = registry.histogram(
+        self._polls = polls
+        self._streams = streams
+        registry = self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "agl_store_requests_total", "Requests answered.", ["method", "route", "status"], registry=registry
+        )
+        self._latency = Histogram(
             "agl_store_request_seconds",
             "Time to answer a request, waiting by request included.",
-            "method",
-            "route",
+            ["method", "route"],
+            registry=registry,
             buckets=_LATENCY_BUCKETS_S,
         )
-        self._samples: dict[str, Samples] = {}
-        self._gauge("agl_store_rollouts", "Rollouts of the newest runs.", "run", "status")
-        self._gauge("agl_store_queue_depth", "Rollouts that wait for a worker.", "run")
-        self._gauge("agl_store_oldest_queued_seconds", "Age of the rollout that has waited longest.", "run")
-        self._gauge("agl_store_workers", "Workers seen so far.", "status")
-        self._gauge("agl_store_records", "Stored records of all runs.", "kind")
-        self._gauge("agl_store_uptime_seconds", "Time since the store was opened.")
-        registry.gauge(
-            "agl_store_event_subscribers", "Readers of /events.", read=lambda: [((), float(streams.subscribers))]
-        )
-        registry.gauge(
-            "agl_store_waiting_requests",
-            "Requests that wait for work or for results.",
-            read=lambda: [((), polls.waiting)],
-        )
+        self._gauges: list[GaugeMetricFamily] = []
 
     def record(self, method: str, route: str, status: int, seconds: float) -> None:
         """Counts one answered request."""
-        self._requests.add(method, route, str(status))
-        self._latency.observe(method, route, value=seconds)
+        self._requests.labels(method, route, status).inc()
+        self._latency.labels(method, route).observe(seconds)
 
-    async def render(self) -> str:
-        """Everything in Prometheus' text format."""
+    async def render(self) -> bytes:
+        """All metrics in Prometheus' text format, which a thread writes."""
+        self._gauges = [gauge async for gauge in self._read_gauges()]
+        return await asyncio.to_thread(generate_latest, self)
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics; ``generate_latest`` calls it."""
+        for metric in self._registry.collect():
+            metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
+            yield metric
+        yield from self._gauges
+
+    async def _read_gauges(self) -> AsyncIterator[GaugeMetricFamily]:
+        rollouts = GaugeMetricFamily("agl_store_rollouts", "Rollouts of the newest runs.", labels=["run", "status"])
+        depth = GaugeMetricFamily("agl_store_queue_depth", "Rollouts that wait for a worker.", labels=["run"])
+        age = GaugeMetricFamily(
+            "agl_store_oldest_queued_seconds", "Age of the rollout that has waited longest.", labels=["run"]
+        )
+        for run_id in await self._run_ids():
+            counts = {status: await self._count_rollouts(run_id, status) for status in get_args(RolloutStatus)}
+            for status, count in counts.items():
+                rollouts.add_metric([run_id, status], count)
+            queued = sum(counts[status] for status in _QUEUED)
+            depth.add_metric([run_id], queued)
+            age.add_metric([run_id], await self._oldest_queued_s(run_id) if queued else 0.0)
+        for gauge in (rollouts, depth, age):
+            yield gauge
+
+        workers = GaugeMetricFamily("agl_store_workers", "Workers seen so far.", labels=["status"])
+        for status in get_args(WorkerStatus):
+            workers.add_metric([status], (await self._store.query_workers(status_in=[status], limit=0)).total)
+        yield workers
         statistics = await self._store.statistics()
         uptime_s = statistics.pop("uptime")
-        self._samples["agl_store_uptime_seconds"] = [((), uptime_s)]
-        self._samples["agl_store_records"] = [((kind,), count) for kind, count in statistics.items()]
-        self._samples["agl_store_workers"] = [((status,), await self._workers(status)) for status in _statuses()]
-        rollouts: Samples = []
-        depths: Samples = []
-        ages: Samples = []
-        for run_id in await self._run_ids():
-            counts = {status: await self._rollouts(run_id, status) for status in get_args(RolloutStatus)}
-            rollouts += [((run_id, status), count) for status, count in counts.items()]
-            depths.append(((run_id,), sum(counts[status] for status in _QUEUED)))
-            ages.append(((run_id,), await self._oldest_queued_s(run_id) if depths[-1][1] else 0.0))
-        self._samples["agl_store_rollouts"] = rollouts
-        self._samples["agl_store_queue_depth"] = depths
-        self._samples["agl_store_oldest_queued_seconds"] = ages
-        return self._registry.render()
-
-    def _gauge(self, name: str, help: str, *labels: str) -> None:
-        self._registry.gauge(name, help, *labels, read=lambda: self._samples.get(name, ()))
+        records = GaugeMetricFamily("agl_store_records", "Stored records of all runs.", labels=["kind"])
+        for kind, number in statistics.items():
+            records.add_metric([kind], number)
+        yield records
+        yield GaugeMetricFamily("agl_store_uptime_seconds", "Time since the store was opened.", uptime_s)
+        yield GaugeMetricFamily("agl_store_event_subscribers", "Readers of /events.", self._streams.subscribers)
+        yield GaugeMetricFamily(
+            "agl_store_waiting_requests", "Requests that wait for work or for results.", self._polls.waiting
+        )
 
     async def _run_ids(self) -> Iterable[str]:
         """The default run and the newest of the others."""
@@ -84,18 +97,11 @@ class ServerMetrics:
         newest = await self._store.query_runs(limit=MAX_RUNS, offset=max(0, total - MAX_RUNS))
         return dict.fromkeys([DEFAULT_RUN_ID, *(run.run_id for run in newest)])
 
-    async def _rollouts(self, run_id: str, status: RolloutStatus) -> int:
+    async def _count_rollouts(self, run_id: str, status: RolloutStatus) -> int:
         return (await self._store.query_rollouts(run_id=run_id, status_in=[status], limit=0)).total
 
-    async def _workers(self, status: WorkerStatus) -> int:
-        return (await self._store.query_workers(status_in=[status], limit=0)).total
-
     async def _oldest_queued_s(self, run_id: str) -> float:
-        """By enqueueing: a rollout that was queued again has waited since then, with pauses."""
+        """The time since the oldest queued rollout was created, earlier attempts included."""
         first = [await self._store.query_rollouts(run_id=run_id, status_in=[status], limit=1) for status in _QUEUED]
         since = min([page[0].start_time for page in first if page], default=None)
         return 0.0 if since is None else max(0.0, time.time() - since)
-
-
-def _statuses() -> tuple[WorkerStatus, ...]:
-    return get_args(WorkerStatus)

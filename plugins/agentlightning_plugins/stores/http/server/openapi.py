@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, get_type_hints
+from typing import Any, Final
 
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode, JsonSchemaWarningKind
 
 from agentlightning.version import __version__
-from agentlightning_plugins.stores.http.message import ERROR_STATUS, PREFIX, RUN_HEADER, ErrorAnswer
-from agentlightning_plugins.stores.http.server.routes import Route
+from agentlightning_plugins.stores.http.message import ERRORS, PREFIX, RUN_HEADER, ErrorAnswer
+from agentlightning_plugins.stores.http.route import Route
 
 _PATH_NAME: Final = re.compile(r"{(\w+)}")
 _JSON: Final = "application/json"
@@ -37,7 +37,8 @@ def describe(routes: Sequence[Route], others: Mapping[tuple[str, str], Operation
     for route in routes:
         if route.message is not None:
             wanted.append(((route, "message"), "validation", TypeAdapter(route.message)))
-        wanted.append(((route, "answer"), "serialization", TypeAdapter(get_type_hints(route.answer)["return"])))
+        answer = route.result if route.result_key is None else dict[str, route.result]  # type: ignore[name-defined] # made here
+        wanted.append(((route, "answer"), "serialization", TypeAdapter(answer)))
     wanted.append(((routes[0], "error"), "serialization", TypeAdapter(ErrorAnswer)))
     schemas, definitions = TypeAdapter.json_schemas(wanted, ref_template=_SCHEMAS, schema_generator=_Generator)
     named = definitions.get("$defs", {})
@@ -71,7 +72,7 @@ def describe(routes: Sequence[Route], others: Mapping[tuple[str, str], Operation
 def _operation(route: Route, message: Any, answer: Any, named: Mapping[str, Any]) -> Operation:
     operation: Operation = {
         "operationId": _operation_id(route.method, route.path),
-        "summary": (route.answer.__doc__ or "").strip().partition("\n")[0],
+        "summary": (route.function.__doc__ or "").strip().partition("\n")[0],
         "tags": [route.path.split("/")[1]],
         "parameters": [
             *_path_parameters(route.path),
@@ -120,7 +121,7 @@ def _query_parameters(message: Any, named: Mapping[str, Any]) -> Iterable[dict[s
 
 
 def _errors(*statuses: int) -> dict[str, Any]:
-    codes = {status: [code for code, its in ERROR_STATUS.items() if its == status] for status in statuses}
+    codes = {status: [code for code, (its, _) in ERRORS.items() if its == status] for status in statuses}
     codes[405] = ["no_route"]
     content = {_JSON: {"schema": {"$ref": _SCHEMAS.format(model=ErrorAnswer.__name__)}}}
     return {

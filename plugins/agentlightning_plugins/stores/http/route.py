@@ -1,0 +1,218 @@
+"""Routes of the REST API: the messages of a route are derived from the signature of the function behind it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from operator import or_
+from types import NoneType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    Final,
+    Literal,
+    NotRequired,
+    TypeAlias,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+from urllib.parse import quote, urlencode
+
+from pydantic import BeforeValidator, ConfigDict, Field, FiniteFloat
+from typing_extensions import TypedDict  # pydantic refuses typing's before Python 3.12
+
+from agentlightning.frozen import freeze
+from agentlightning.resources import AnyResource, Resource, read_resources
+from agentlightning.types import UNSET, AttemptedRollout, JsonObject, Metrics, PaginatedResult, Record, Rollout, Unset
+
+MAX_BATCH: Final = 100_000
+"""The most rollouts, spans or ids in one request."""
+
+AttemptIds: TypeAlias = tuple[str, str | None]
+"""Rollout id and attempt id; None: the rollout as such."""
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """One route, described by the function that answers it.
+
+    The function is a method of ``LightningStore``, or a handler of the server, whose first parameter is a ``Context``.
+    Its other parameters are the names in the path and the keys of the message. An absent key means that the argument
+    was not given, which differs from null. The first line of its docstring is the summary in the OpenAPI document.
+    """
+
+    method: str
+    path: str
+    """Below the prefix, with ``{names}``. A ``run_id`` that is no parameter is the run of the store."""
+    function: Callable[..., Any]
+    status: int = 200
+    missing: str = ""
+    """Message of the 404 that answers None, for a getter."""
+    result_key: str | None = None
+    """The answer is an object with the result under this key; None: the answer is the result."""
+    repeatable: bool = True
+    """Whether sending the request twice does what sending it once does."""
+    body: Any = None
+    """Type of a body that is one record, which the function takes as ``record``."""
+    attempts: Callable[[Mapping[str, Any]], Iterable[AttemptIds]] | None = None
+    """Gives the attempts that a request with these arguments is about; None: closed to tokens of attempts."""
+
+    @cached_property
+    def path_names(self) -> list[str]:
+        """The names in the path."""
+        return re.findall(r"{(\w+)}", self.path)
+
+    @cached_property
+    def parameters(self) -> dict[str, inspect.Parameter]:
+        """The parameters of the function, without its first and with evaluated annotations."""
+        hints = get_type_hints(self.function, include_extras=True)
+        _, *others = inspect.signature(self.function).parameters.values()
+        return {parameter.name: parameter.replace(annotation=hints[parameter.name]) for parameter in others}
+
+    @cached_property
+    def message(self) -> Any:
+        """The type of the body, or of the query string for GET; None if there is neither."""
+        if self.body is not None:
+            return self.body
+        fields: dict[str, Any] = {}
+        for name, parameter in self.parameters.items():
+            if name not in self.path_names:
+                kind = _json_type(name, parameter.annotation)
+                fields[name] = kind if _is_required(parameter) else NotRequired[kind]
+        if not fields:
+            return None
+        create: Any = TypedDict  # a type that only exists at run time
+        message = create(self.function.__name__.title().replace("_", ""), fields)
+        message.__pydantic_config__ = ConfigDict(extra="forbid")
+        return message
+
+    @cached_property
+    def defaults(self) -> dict[str, None]:
+        """The arguments without a default in Python that a message may leave out: None."""
+        return {
+            name: None
+            for name, parameter in self.parameters.items()
+            if parameter.default is parameter.empty and not _is_required(parameter)
+        }
+
+    @cached_property
+    def result(self) -> Any:
+        """The type of the function's result, and of a successful answer unless there is a ``result_key``."""
+        result = get_type_hints(self.function)["return"]
+        return reduce(or_, [kind for kind in _members(result) if kind is not NoneType]) if self.missing else result
+
+    @cached_property
+    def read_result(self) -> Callable[[Any], Any]:
+        """Makes the result of the JSON of an answer."""
+        read = _reader(self.result)
+        return read if self.result_key is None else lambda content: read(content[self.result_key])
+
+    @cached_property
+    def _encoders(self) -> dict[str, Callable[[Any, str], Any]]:
+        return {
+            name: _JSON_TYPES[kind][1]
+            for name, parameter in self.parameters.items()
+            for kind in _members(parameter.annotation)
+            if kind in _JSON_TYPES
+        }
+
+    def encode(self, arguments: Mapping[str, Any], run_id: str) -> tuple[str, dict[str, Any] | None]:
+        """The path with its query string, and the body, of a call with these arguments.
+
+        Raises:
+            ConfigError: an argument is not JSON. It is refused here, before it becomes some other JSON.
+        """
+        given = {name: value for name, value in arguments.items() if value is not UNSET}
+        names = {name: quote(str(given.pop(name, run_id)), safe="") for name in self.path_names}
+        path = self.path.format(**names)
+        if self.method == "GET":
+            query = urlencode({name: value for name, value in given.items() if value is not None})
+            return f"{path}?{query}" if query else path, None
+        for name, encode in self._encoders.items():
+            if given.get(name) is not None:
+                given[name] = encode(given[name], name)
+        return path, given if self.message is not None else None
+
+
+def read_rollout(content: dict[str, Any]) -> Rollout:
+    """A rollout from its JSON, with its attempt where it has one."""
+    return (AttemptedRollout if "attempt" in content else Rollout).model_validate(content)
+
+
+T = TypeVar("T")
+_Batch: TypeAlias = Annotated[list[T], Field(max_length=MAX_BATCH)]
+_INTEGERS: Final[dict[str, Any]] = {
+    "limit": Annotated[int, Field(ge=-1)],
+    "offset": Annotated[int, Field(ge=0)],
+    "keep": Annotated[int, Field(ge=0)],
+    "spans_dropped": Annotated[int, Field(ge=0)],
+}
+"""The ranges of parameters by name."""
+
+
+def _finite(values: Mapping[str, float], name: str) -> Mapping[str, float]:
+    return Metrics(step=0, time=0.0, values=dict(values)).values
+
+
+def _dump_resources(resources: Mapping[str, Resource | str], name: str) -> dict[str, Any]:
+    return {key: resource.model_dump(mode="json") for key, resource in read_resources(resources).items()}
+
+
+_JSON_TYPES: Final[dict[Any, tuple[Any, Callable[[Any, str], Any]]]] = {
+    Any: (Any, freeze),
+    Mapping[str, Any]: (JsonObject, freeze),
+    Mapping[str, float]: (dict[str, FiniteFloat], _finite),
+    Mapping[str, Resource | str]: (dict[str, AnyResource], _dump_resources),
+}
+"""For a type of a parameter: its type in a message, and the function that encodes it."""
+
+
+def _list_to_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value  # JSON has no tuples, and strict validation wants one
+
+
+def _json_type(name: str, annotation: Any) -> Any:
+    """The type in a message of a parameter with this annotation."""
+    arguments, origin = get_args(annotation), get_origin(annotation)
+    if annotation in _JSON_TYPES:
+        return _JSON_TYPES[annotation][0]
+    if origin in (Union, UnionType):
+        ignored = (Literal,) if str in arguments else ()  # ``str | Literal["latest"]`` is a str
+        members = [member for member in arguments if member is not Unset and get_origin(member) not in ignored]
+        return reduce(or_, [_json_type(name, member) for member in members])
+    if origin is Sequence:
+        return _Batch[_json_type(name, arguments[0])]  # type: ignore[misc] # a type that only exists at run time
+    if origin is tuple:
+        return Annotated[annotation, BeforeValidator(_list_to_tuple)]
+    return _INTEGERS.get(name, int) if annotation is int else annotation
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty and NoneType not in _members(parameter.annotation)
+
+
+def _reader(kind: Any) -> Callable[[Any], Any]:
+    """The function that makes a value of this type of its JSON."""
+    if kind is Rollout:
+        return read_rollout
+    if get_origin(kind) is Sequence:
+        read_item = _reader(get_args(kind)[0])
+        return lambda content: [read_item(item) for item in content]
+    if isinstance(kind, type) and issubclass(kind, PaginatedResult):
+        read_one = _reader(kind.__pydantic_generic_metadata__["args"][0])
+        return lambda content: kind.model_construct(
+            **{**content, "items": [read_one(item) for item in content["items"]]}
+        )
+    if isinstance(kind, type) and issubclass(kind, Record):
+        return kind.model_validate
+    return lambda content: content
