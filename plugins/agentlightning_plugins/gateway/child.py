@@ -1,6 +1,7 @@
 """The gateway in a process of its own: ``python -m agentlightning_plugins.gateway.child SOCKET_FD``.
 
-``launch.ServerProcess`` starts it and steers it over the inherited socket, whose end means that the parent is gone.
+``launch.ServerProcess`` starts it and sends it commands over the inherited socket. It ends when the socket closes,
+because then the parent is gone.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from agentlightning_plugins.gateway.settings import Settings
 
 
 def main() -> None:
-    """Serves until it is told to stop or the parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides when we stop
+    """Serves until the parent stops it or is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides when to stop
     connection = Connection(int(sys.argv[1]))
-    path: list[str] = connection.recv()  # first and alone: what comes next may need it to be unpickled
+    path: list[str] = connection.recv()  # first, because unpickling the next message may need it
     sys.path += [entry for entry in path if entry not in sys.path]
     store, settings = connection.recv()
     relax_collector()
@@ -40,19 +41,18 @@ async def _serve(connection: Connection, store: LightningStore, settings: Settin
         return
     with contextlib.suppress(EOFError, OSError):  # the parent is gone
         while (command := await asyncio.to_thread(connection.recv)) != "stop":
-            connection.send(await _obey(server, command))
+            connection.send(await _call(server, *command))
     await server.stop()
     await store.close()
-    with contextlib.suppress(OSError):  # nobody may be there to hear it
+    with contextlib.suppress(OSError):  # the parent is gone
         connection.send(None)
 
 
-async def _obey(server: GatewayServer, command: tuple[Any, ...]) -> Any:
-    """What a command gives, or the error that it raised, which is the parent's: calls go on."""
-    name, *arguments = command
-    assert name in COMMANDS, name
+async def _call(server: GatewayServer, command: str, *arguments: Any) -> Any:
+    """Returns the result of a command or its error, which the parent raises."""
+    assert command in COMMANDS, command
     try:
-        return await getattr(server, name)(*arguments)
+        return await getattr(server, command)(*arguments)
     except (LightningError, OSError) as error:
         return error
 

@@ -16,8 +16,8 @@ import pytest
 from agentlightning.errors import ConfigError
 from agentlightning.event import AttemptFinished, Event, RolloutFinished, RolloutStarted
 from agentlightning.resources import LLM, ProxyLLM
+from agentlightning_plugins.gateway.access.ended_attempts import EndedAttempts
 from agentlightning_plugins.gateway.backends.backend import ModelTable
-from agentlightning_plugins.gateway.limits.ended_attempt import EndedAttempts
 from agentlightning_plugins.gateway.proxy import LLMProxy
 from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
@@ -295,7 +295,7 @@ async def test_events_are_followed_whatever_the_store_raises(
                 raise LookupError("no such kind")
             yield AttemptFinished(rollout_id="ro-1", attempt_id="at-1", status="failed")
 
-    monkeypatch.setattr("agentlightning_plugins.gateway.limits.ended_attempt._RECONNECT_S", 0.01)
+    monkeypatch.setattr("agentlightning_plugins.gateway.access.ended_attempts._RECONNECT_S", 0.01)
     ended, store = EndedAttempts(), Strange()
     following = asyncio.create_task(ended.follow(store))  # type: ignore[arg-type] # it needs no more of a store
     await until(lambda: ended.is_over(("ro-1", "at-1")))

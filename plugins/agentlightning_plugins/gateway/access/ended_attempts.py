@@ -1,4 +1,4 @@
-"""Which attempts are over, learnt from the store's events, so that no call has to ask."""
+"""The attempts that are over, known from the store's events, so that no call has to query the store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RECONNECT_S: Final = 1.0
 
 
 class EndedAttempts:
-    """The attempts and rollouts that ended last, oldest forgotten first; what it does not know is not over."""
+    """The attempts and rollouts that ended last, up to a limit. Unknown ones count as not ended."""
 
     def __init__(
         self,
@@ -26,28 +26,26 @@ class EndedAttempts:
         on_attempt: Callable[[tuple[str, str]], None] = lambda attempt: None,
         on_rollout: Callable[[str], None] = lambda rollout_id: None,
     ) -> None:
-        """Knows nothing yet.
+        """Starts empty.
 
         Args:
-            limit: how many of each are remembered.
-            on_attempt: told each attempt that ends.
-            on_rollout: told each rollout that ends.
+            limit: how many attempts, and how many rollouts, are remembered.
+            on_attempt: called with each attempt that ends.
+            on_rollout: called with each rollout that ends.
         """
         self._limit = limit
         self._on_attempt, self._on_rollout = on_attempt, on_rollout
         self._attempts: dict[tuple[str, str], None] = {}
         self._rollouts: dict[str, set[str]] = {}
-        """Ended rollouts, each with the attempts that somebody began after its end: a retry."""
+        """Ended rollouts, each with the attempts that began after its end (retries)."""
 
     def is_over(self, attempt: tuple[str, str]) -> bool:
-        """Whether calls of this attempt (rollout id, attempt id) are to be refused."""
-        if attempt in self._attempts:
-            return True
-        begun_later = self._rollouts.get(attempt[0])
-        return begun_later is not None and attempt[1] not in begun_later
+        """Whether calls of this attempt (rollout id, attempt id) must be refused."""
+        retries = self._rollouts.get(attempt[0])
+        return attempt in self._attempts or (retries is not None and attempt[1] not in retries)
 
     def note(self, event: Event) -> None:
-        """Takes in one event of the store."""
+        """Applies an event of the store."""
         match event:
             case AttemptFinished():
                 self._attempts[event.rollout_id, event.attempt_id] = None
@@ -60,25 +58,23 @@ class EndedAttempts:
                 if len(self._rollouts) > self._limit:
                     del self._rollouts[next(iter(self._rollouts))]
                 self._on_rollout(event.rollout_id)
-            case RolloutStarted():
-                begun_later = self._rollouts.get(event.rollout_id)
-                if begun_later is not None:
-                    begun_later.add(event.attempt_id)
+            case RolloutStarted() if event.rollout_id in self._rollouts:
+                self._rollouts[event.rollout_id].add(event.attempt_id)
             case _:
                 pass
 
     async def follow(self, store: LightningStore) -> None:
-        """Notes the events of a store until cancelled; a lost connection is taken up again."""
+        """Applies the events of a store until cancelled; subscribes again after an error."""
         has_warned = False
         while True:
             try:
                 async for event in store.subscribe(_KINDS):
                     self.note(event)
-            except Exception as error:  # isolation point: whatever the store raises, later events are to be noted
+            except Exception as error:  # isolation point: after any error of the store, later events still count
                 if not has_warned:
                     logger.warning(
-                        "the gateway lost the store's events (%s) and tries again; until then it lets calls of ended "
-                        "attempts through",
+                        "the gateway lost the store's events (%s) and subscribes again; until then it relays calls of "
+                        "ended attempts",
                         error,
                     )
                     has_warned = True

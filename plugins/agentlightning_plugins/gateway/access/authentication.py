@@ -1,4 +1,4 @@
-"""Whose a call is: its URL says it, its key, or both."""
+"""API keys: which attempt a call belongs to, and who may operate the gateway."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_REMEMBERED: Final = 10_000
 
 
 class KeyRefused(LightningError):
-    """A call's key is not good for it."""
+    """The key of a call is missing, invalid, or for another attempt."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -31,28 +31,28 @@ class Authenticator:
         """Prepares to check keys.
 
         Args:
-            store: whose ``token`` signs; it is looked up when it is needed, because a store may be served later.
-            is_required: whether calls without a good key are refused, even where a URL names an attempt.
+            store: its ``token`` signs; read for each check, because a store may be served later.
+            is_required: whether calls without a valid key are refused, even if their URL names an attempt.
         """
         self.is_required = is_required
         self._store = store
         self._known: dict[str, attempt_token.AttemptToken] = {}
 
     def authenticate(self, headers: Mapping[str, str], named: Attempt | None) -> Attempt | None:
-        """The attempt of a call; None when nobody says: such a call is relayed and not recorded.
+        """Returns the attempt of a call; None if it is unknown: such a call is relayed and not recorded.
 
         Args:
             headers: of the call: ``Authorization: Bearer``, ``x-api-key`` or ``api-key``.
             named: the attempt in its URL.
 
         Raises:
-            KeyRefused: the key belongs to another attempt, or a key is required and this one is not good.
+            KeyRefused: the key belongs to another attempt, or a valid key is required.
         """
         key = read_key(headers)
         if key is None or not key.startswith(attempt_token.PREFIX):
             if self.is_required:
-                what = "shows no key" if key is None else "shows a key that is none of an attempt"
-                raise KeyRefused(401, f"this gateway wants the api_key of the attempt's LLM resource; the call {what}")
+                problem = "has no key" if key is None else "has a key that is not of an attempt"
+                raise KeyRefused(401, f"this gateway requires the api_key of the attempt's LLM; the call {problem}")
             return named
         try:
             claim = self._read(key)
@@ -63,15 +63,15 @@ class Authenticator:
             raise KeyRefused(401, f"{error}; {advice}") from None
         attempt = claim.rollout_id, claim.attempt_id
         if named is not None and named != attempt:
-            raise KeyRefused(403, f"the key is good for attempt {attempt[1]}, and the URL names {named[1]}")
+            raise KeyRefused(403, f"the key is for attempt {attempt[1]}, but the URL names {named[1]}")
         return attempt
 
     def is_operator(self, headers: Mapping[str, str], *, always: bool = False) -> bool:
-        """Whether a request shows the store's token; anyone is welcome where none is asked for.
+        """Whether a request may operate the gateway: it has the store's token, or needs none.
 
         Args:
             headers: of the request.
-            always: ask for it wherever the store has one, not just where keys are required.
+            always: whether a token is needed whenever the store has one, not only if keys are required.
         """
         key, token = read_key(headers), self._store.token
         if not self.is_required and (token is None or not always):
@@ -89,7 +89,7 @@ class Authenticator:
 
 
 def read_key(headers: Mapping[str, str]) -> str | None:
-    """The API key of a request, as OpenAI's, Anthropic's and Azure's clients send it."""
+    """Returns the API key of a request of OpenAI's, Anthropic's or Azure's clients."""
     bearer = headers.get("Authorization")
     if bearer is not None:
         return bearer.removeprefix("Bearer ").strip()
