@@ -115,13 +115,7 @@ def resume_command(url: str, token: str | None, weight_version: int | None) -> N
 
 
 def ask_gateway(url: str, token: str | None, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Requests ``status``, ``pause``, ``drain`` or ``resume`` of a gateway.
-
-    Args:
-        url: of the gateway, with or without ``/v1``.
-        token: of its store.
-        path: what to request.
-        body: to post; None sends a GET.
+    """Sends a request to an endpoint for operators: a POST with ``body``, or a GET.
 
     Raises:
         ConfigError: not an http(s) URL.
@@ -147,21 +141,16 @@ def ask_gateway(url: str, token: str | None, path: str, body: dict[str, Any] | N
 
 
 def _print_status(status: dict[str, Any]) -> None:
-    print_table(
-        ("model", "backend", "served as", "provider", "weight", "in flight", "health"),
-        [
-            (
-                backend["model"],
-                backend["endpoint"],
-                backend["served_model"],
-                backend["provider"],
-                f"{backend['weight']:g}",
-                backend["in_flight"],
-                "up" if backend["up"] else f"down: {backend['failure']}",
-            )
-            for backend in status["backends"]
-        ],
-    )
+    head = ("model", "backend", "served as", "provider", "weight", "in flight", "health")
+    keys = ("model", "endpoint", "served_model", "provider", "weight", "in_flight")
+    rows = [
+        (
+            *(f"{backend[key]:g}" if key == "weight" else backend[key] for key in keys),
+            "up" if backend["up"] else f"down: {backend['failure']}",
+        )
+        for backend in status["backends"]
+    ]
+    print_table(head, rows)
     click.echo(
         f"{'paused' if status['paused'] else 'serving'}, {status['in_flight']} calls in flight, "
         f"{status['waiting']} waiting; {_version(status)}; "

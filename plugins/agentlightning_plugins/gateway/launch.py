@@ -1,6 +1,7 @@
 """Runs the gateway's server in a thread or in a process.
 
-The methods of both classes block, and may be called from any thread except the server's own.
+The methods of both classes block, and may be called from any thread except the server's own. This module is also the
+main module of the process: ``python -m agentlightning_plugins.gateway.launch SOCKET_FD``.
 """
 
 from __future__ import annotations
@@ -9,22 +10,23 @@ import asyncio
 import contextlib
 import logging
 import pickle
+import signal
 import subprocess
 import sys
 import threading
 from concurrent.futures import Future
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
 
-from agentlightning.errors import ConfigError, StoreError
+from agentlightning.errors import ConfigError, LightningError, StoreError
 from agentlightning.store.protocol import LightningStore
+from agentlightning_plugins.garbage_collection import relax_collector
 from agentlightning_plugins.gateway.server import GatewayServer
 from agentlightning_plugins.gateway.settings import Settings
 
 logger = logging.getLogger("agentlightning")
-COMMANDS: Final = frozenset({"set_models", "flush", "pause", "drain", "resume", "status"})
-"""The methods of ``GatewayServer`` that ``call`` takes."""
 _EXIT_S: Final = 5.0
 
 
@@ -45,7 +47,7 @@ class ServerThread:
         return started.result()
 
     def call(self, command: str, *arguments: Any) -> Any:
-        """Calls a method of the server, one of ``COMMANDS``; raises what the method raises."""
+        """Calls a method of ``GatewayServer`` and returns its result or raises its error."""
         return asyncio.run_coroutine_threadsafe(getattr(self._server, command)(*arguments), self._loop).result()
 
     def stop(self) -> None:
@@ -92,7 +94,7 @@ class ServerProcess:
         """Begins to serve and returns the port; raises OSError if the address cannot be bound."""
         self._connection, theirs = Pipe()
         with theirs:
-            arguments = [sys.executable, "-m", "agentlightning_plugins.gateway.child", str(theirs.fileno())]
+            arguments = [sys.executable, "-m", "agentlightning_plugins.gateway.launch", str(theirs.fileno())]
             self._process = subprocess.Popen(arguments, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         self._connection.send([entry or str(Path.cwd()) for entry in sys.path])
         self._connection.send_bytes(self._job)
@@ -104,12 +106,7 @@ class ServerProcess:
         return port
 
     def call(self, command: str, *arguments: Any) -> Any:
-        """Calls a method of the server, one of ``COMMANDS``.
-
-        Raises:
-            StoreError: the process is gone.
-            Exception: raised by the method.
-        """
+        """Calls a method of ``GatewayServer`` and returns its result or raises its error; StoreError if it is gone."""
         return self._send((command, *arguments))
 
     def stop(self) -> None:
@@ -143,3 +140,39 @@ class ServerProcess:
         except (EOFError, ConnectionResetError):
             code = self._process.wait()
             raise StoreError(f"the gateway's process exited with code {code}; calls not yet stored are lost") from None
+
+
+def main() -> None:
+    """Serves in the new process until the parent stops it or is gone, which closes the socket."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides when to stop
+    connection = Connection(int(sys.argv[1]))
+    path: list[str] = connection.recv()  # first, because unpickling the next message may need it
+    sys.path += [entry for entry in path if entry not in sys.path]
+    store, settings = connection.recv()
+    relax_collector()
+    asyncio.run(_serve(connection, store, settings))
+
+
+async def _serve(connection: Connection, store: LightningStore, settings: Settings) -> None:
+    server = GatewayServer(store, settings)
+    try:
+        connection.send(await server.start())
+    except OSError as error:
+        connection.send(error)
+        return
+    with contextlib.suppress(EOFError, OSError):  # the parent is gone
+        while (message := await asyncio.to_thread(connection.recv)) != "stop":
+            command, *arguments = message
+            try:
+                answer = await getattr(server, command)(*arguments)
+            except (LightningError, OSError) as error:
+                answer = error  # the parent raises it
+            connection.send(answer)
+    await server.stop()
+    await store.close()
+    with contextlib.suppress(OSError):  # the parent is gone
+        connection.send(None)
+
+
+if __name__ == "__main__":
+    main()

@@ -33,6 +33,8 @@ class LLMProxy:
     their ``ProxyLLM`` resource, with a key that is valid for this attempt only and names it too. Recorded calls have
     the token ids and log-probabilities that training needs; the agent gets only what it asked for. Calls to plain
     ``/v1`` without such a key are relayed and not recorded, or refused if keys are required.
+
+    ``pause``, ``drain``, ``resume`` and ``status`` raise ConflictError if the gateway does not serve.
     """
 
     store: LightningStore | None
@@ -161,9 +163,6 @@ class LLMProxy:
         """Makes new calls wait, so that the weights of the models can change; calls in flight go on.
 
         Up to ten thousand calls wait, each for up to ``pause_wait_s``; the others get status 429 with Retry-After.
-
-        Raises:
-            ConflictError: the gateway does not serve.
         """
         await self._call("pause")
 
@@ -171,9 +170,6 @@ class LLMProxy:
         """Waits until no call is in flight; returns False after ``timeout`` seconds.
 
         Pause first, or new calls take the place of those that end.
-
-        Raises:
-            ConflictError: the gateway does not serve.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
@@ -186,23 +182,14 @@ class LLMProxy:
     async def resume(self, weight_version: int | None = None) -> None:
         """Lets calls go on.
 
-        Args:
-            weight_version: of the new weights. It is recorded with calls whose backend does not state its own version.
-                None leaves it as it is.
-
-        Raises:
-            ConflictError: the gateway does not serve.
+        ``weight_version`` is recorded with calls whose backend does not state its own; None leaves it as it is.
         """
         await self._call("resume", weight_version)
         if weight_version is not None:
             self._settings = replace(self._settings, weight_version=weight_version)
 
     async def status(self) -> dict[str, Any]:
-        """Returns backends and their health, calls in flight and waiting, and the weight version, as ``/status`` does.
-
-        Raises:
-            ConflictError: the gateway does not serve.
-        """
+        """Returns backends and their health, calls in flight and waiting, and the weight version, as ``/status`` does."""
         status: dict[str, Any] = await self._call("status")
         return status
 

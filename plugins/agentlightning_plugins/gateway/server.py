@@ -16,17 +16,15 @@ from aiohttp import web
 from agentlightning.errors import StoreError
 from agentlightning.store.protocol import LightningStore
 from agentlightning.store.span_writer import SpanWriter
+from agentlightning_plugins.gateway.access.attempts import EndedAttempts, InFlightCall, InFlightCalls
 from agentlightning_plugins.gateway.access.authentication import Attempt, Authenticator, KeyRefused
-from agentlightning_plugins.gateway.access.ended_attempts import EndedAttempts
-from agentlightning_plugins.gateway.access.in_flight import InFlightCall, InFlightCalls
 from agentlightning_plugins.gateway.backends.backend import Backend, ModelTable, describe_error
 from agentlightning_plugins.gateway.backends.health import HealthCheck
 from agentlightning_plugins.gateway.backends.idle_timeout import IdleTimeout
 from agentlightning_plugins.gateway.backends.provider import BackendAnswer
-from agentlightning_plugins.gateway.backends.request import BackendRequest
 from agentlightning_plugins.gateway.backends.upstream import Reply, Upstream, refuse, relayed_headers
 from agentlightning_plugins.gateway.control import CONTROL_PATHS, Controls, describe_status, json_response
-from agentlightning_plugins.gateway.dialects.dialect import Completion, Dialect, load_dialects
+from agentlightning_plugins.gateway.dialects.dialect import Completion, load_dialects
 from agentlightning_plugins.gateway.dialects.json_text import dump_json, parse_json
 from agentlightning_plugins.gateway.dialects.models import list_models
 from agentlightning_plugins.gateway.dialects.openai import CHAT, read_version
@@ -68,9 +66,7 @@ class GatewayServer:
         self._admission = Admission(pause_wait_s=settings.pause_wait_s)
         self._admission.weight_version = settings.weight_version
         self._in_flight = InFlightCalls()
-        self._ended = EndedAttempts(
-            on_attempt=self._in_flight.cancel_attempt, on_rollout=self._in_flight.cancel_rollout
-        )
+        self._ended = EndedAttempts(self._in_flight)
         self._writer = SpanWriter.shared(store)  # shared, so that a wait for an attempt's spans includes ours
         self._metrics = GatewayMetrics(lambda: self._models, self._admission, self._writer, lambda: self._in_flight)
         self._controls = Controls(self._authenticator, self._admission, self._metrics, self.status)
@@ -147,9 +143,10 @@ class GatewayServer:
             message = f"no model {call.model!r}; models: {', '.join(self._models.names) or 'none yet'}"
             return self._fail(call, refuse(dialect, 404, message, "model_not_found"))
         if attempt is not None:
-            await self._restore_usage(attempt)
+            if self._usage.needs(attempt):
+                await self._restore_usage(attempt)
             if self._ended.is_over(attempt):  # checked last: it may have ended while the request was read
-                return self._refuse(_over(dialect, attempt))
+                return self._refuse(refuse(dialect, 410, _over(attempt), "attempt_over"))
             call.exceeded_limit = self._usage.begin(attempt)
             if call.exceeded_limit is not None:  # not 429, after which clients and frameworks would try again
                 never = {"x-should-retry": "false"}
@@ -163,7 +160,7 @@ class GatewayServer:
                 raise
             in_flight.task.uncancel()
             assert attempt is not None
-            return self._fail(call, _over(dialect, attempt))
+            return self._fail(call, refuse(dialect, 410, _over(attempt), "attempt_over"))
         except Exception as error:  # isolation point: dialects and providers may be third-party code
             logger.exception("a call of model %r failed inside the gateway", call.model)
             message = f"the gateway failed: {type(error).__name__}"
@@ -175,9 +172,7 @@ class GatewayServer:
             self._in_flight.remove(in_flight)
 
     async def _restore_usage(self, attempt: Attempt) -> None:
-        """Reads the usage of an attempt before this gateway started, if it is limited and not known."""
-        if not self._usage.is_limited or self._usage.knows(attempt):
-            return
+        """Reads what an attempt used before this gateway started, from its spans."""
         try:
             self._usage.restore(attempt, await read_usage(self._store, attempt))
         except (StoreError, OSError, aiohttp.ClientError) as error:
@@ -223,7 +218,8 @@ class GatewayServer:
     def _relay(self, call: Call, reply: Reply, version: int | None) -> web.Response:
         if reply.error is not None:
             return self._fail(call, reply)
-        request = _request_of(call)
+        request = call.request
+        assert request is not None  # set by Upstream.send
         if call.attempt is None and request.translation is None:
             call.is_complete = True
             self._finish(call, reply.status)
@@ -254,9 +250,10 @@ class GatewayServer:
         version: int | None,
         in_flight: InFlightCall,
     ) -> web.StreamResponse:
+        assert call.request is not None  # set by Upstream.send
         response = web.StreamResponse(headers=relayed_headers(upstream.headers))
         _set_version(call, upstream.headers, None)
-        reader, failure, relayed = StreamReader(call, _request_of(call)), None, b""
+        reader, failure, relayed = StreamReader(call, call.request), None, b""
         limit_s = self._settings.read_timeout_s
         try:
             await response.prepare(request)
@@ -297,7 +294,7 @@ class GatewayServer:
                 raise
             in_flight.task.uncancel()
             assert call.attempt is not None
-            message, is_open = _over_message(call.attempt), not call.end_time
+            message, is_open = _over(call.attempt), not call.end_time
             self._finish(call, 410, message)
             last = call.dialect.error_event(410, message, "attempt_over") if is_open else b""
             await _end_stream(request, response, last, _FINAL_WRITE_S)
@@ -315,7 +312,7 @@ class GatewayServer:
         self._metrics.count(call, str(status))
         if call.attempt is None:
             return
-        if self._usage.is_limited and call.backend is not None:
+        if call.backend is not None:
             tokens, price = used_tokens(call), call.backend.price
             self._usage.add(call.attempt, sum(tokens), price.cost(*tokens) if price is not None else 0.0)
         self._writer.put(call_to_span(call))
@@ -332,11 +329,6 @@ class GatewayServer:
             call.model,
             call.backend.endpoint if call.backend is not None else "?",
         )
-
-
-def _request_of(call: Call) -> BackendRequest:
-    assert call.request is not None, "a call that was answered had a request"
-    return call.request
 
 
 def _set_version(call: Call, headers: Mapping[str, str], version: int | None) -> None:
@@ -362,12 +354,8 @@ async def _end_stream(request: web.BaseRequest, response: web.StreamResponse, la
             request.transport.abort()
 
 
-def _over_message(attempt: Attempt) -> str:
+def _over(attempt: Attempt) -> str:
     return f"attempt {attempt[1]} of rollout {attempt[0]} is over; its calls are refused"
-
-
-def _over(dialect: Dialect, attempt: Attempt) -> Reply:
-    return refuse(dialect, 410, _over_message(attempt), "attempt_over")
 
 
 def _respond(reply: Reply) -> web.Response:

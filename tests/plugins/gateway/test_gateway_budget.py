@@ -117,7 +117,7 @@ def test_a_ledger_forgets_the_attempt_that_called_longest_ago() -> None:
         assert tracker.begin(("r", attempt)) is None
     assert tracker.begin(("r", "a")) is not None
     tracker.add(("r", "b"), 5, 0.5)
-    assert not tracker.knows(("r", "b")), "what it has used is read from its spans again"
+    assert tracker.needs(("r", "b")), "what it has used is read from its spans again"
 
 
 @pytest.mark.parametrize(

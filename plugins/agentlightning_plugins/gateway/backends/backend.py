@@ -1,9 +1,10 @@
-"""Backends, and the table of models that they serve."""
+"""Backends, the table of models that they serve, and load balancing."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,6 @@ from yarl import URL
 
 from agentlightning.errors import ConfigError, PluginError
 from agentlightning.plugin.registry import get_manager
-from agentlightning_plugins.gateway.backends.balance import RoundRobin, rank
 from agentlightning_plugins.gateway.backends.provider import Provider
 from agentlightning_plugins.gateway.limits.usage import Price, read_price
 from agentlightning_plugins.gateway.validation import check_keys, check_number
@@ -35,6 +35,7 @@ _COMMON_KEYS: Final = ("sampling_parameters", "provider", "weight", "price")
 _ENTRY_KEYS: Final = ("model_name", "litellm_params", *_COMMON_KEYS)
 _PLAIN_KEYS: Final = ("model_name", "model", "endpoint", "api_key", *_COMMON_KEYS)
 _LITELLM_KEYS: Final = ("model", "api_base", "api_key")
+_HASH_RANGE: Final = float(2**64)
 _ENVIRONMENT_PREFIX: Final = "os.environ/"  # as in LiteLLM: keeps keys out of files
 _providers: Final[dict[Any, Provider]] = {}
 """One of each kind. They have no state that depends on a model list."""
@@ -114,21 +115,49 @@ def describe_error(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
+def _rank(backends: Sequence[Backend], key: str) -> list[Backend]:
+    """Orders backends for a key by weighted rendezvous hashing.
+
+    The score of a backend is -weight / ln(u), with u uniform in (0, 1) from the hash of key and backend; the highest
+    score comes first. So each backend is first for its share of the keys, and a new or removed backend moves only its
+    own keys. (Thaler and Ravishankar, "Using name-based mappings to increase hit rates", 1998.)
+    """
+    text = key.encode()
+    return sorted(backends, key=lambda backend: _score(text, backend), reverse=True)
+
+
+def _score(key: bytes, backend: Backend) -> float:
+    digest = hashlib.blake2b(key, digest_size=8, key=backend.identity).digest()
+    uniform = (int.from_bytes(digest, "big") + 0.5) / _HASH_RANGE
+    return math.inf if uniform >= 1.0 else -backend.weight / math.log(uniform)
+
+
+class _RoundRobin:
+    """Smooth weighted round-robin, as in nginx."""
+
+    def __init__(self) -> None:
+        self._current_weights: dict[bytes, float] = {}
+
+    def order(self, backends: Sequence[Backend]) -> list[Backend]:
+        """Returns all backends, beginning with the next in turn."""
+        weights = {b.identity: self._current_weights.get(b.identity, 0.0) + b.weight for b in backends}
+        order = sorted(backends, key=lambda backend: weights[backend.identity], reverse=True)
+        weights[order[0].identity] -= sum(backend.weight for backend in backends)
+        self._current_weights = weights
+        return order
+
+
 class ModelTable:
     """The models of one ``model_list``. Entries with the same name are backends of one model."""
 
     def __init__(self, model_list: Sequence[Mapping[str, Any]], previous: ModelTable | None = None) -> None:
-        """Reads a model list.
-
-        Args:
-            model_list: as in ``LLMProxy``.
-            previous: the table that this one replaces. Unchanged backends stay the same objects and keep their health.
+        """Reads a model list. Backends that did not change since ``previous`` stay the same objects, with their health.
 
         Raises:
             ConfigError: an entry has an unknown or missing key, or a wrong value.
         """
         self._backends: dict[str, list[Backend]] = {}
-        self._round_robin: dict[str, RoundRobin] = {}
+        self._round_robin: dict[str, _RoundRobin] = {}
         known = {backend.identity: backend for backend in previous.backends} if previous is not None else {}
         for position, entry in enumerate(model_list):
             backend = _read_entry(entry, f"model_list[{position}]")
@@ -157,9 +186,9 @@ class ModelTable:
         if backends is None or len(backends) == 1:
             return backends or []
         if rollout_id is None:
-            order = self._round_robin.setdefault(model, RoundRobin()).order(backends)
+            order = self._round_robin.setdefault(model, _RoundRobin()).order(backends)
         else:
-            order = rank(backends, rollout_id)
+            order = _rank(backends, rollout_id)
         return sorted(order, key=lambda backend: not backend.is_up or backend.retry_at > now)
 
 

@@ -17,7 +17,7 @@ logger = logging.getLogger("agentlightning")
 INTERVAL_S: Final = 10.0
 """Between checks of a backend that is up."""
 _DOWN_INTERVAL_S: Final = 1.0
-"""Between checks of a backend that is down."""
+"""Between checks of a backend that is down, unless the other interval is shorter."""
 _TIMEOUT_S: Final = 5.0
 _MAX_SILENCES: Final = 3
 """Unanswered checks in a row before a backend is down: a server that trains or compiles is busy, not gone."""
@@ -32,14 +32,7 @@ class HealthCheck:
         interval_s: float = INTERVAL_S,
         timeout_s: float = _TIMEOUT_S,
     ) -> None:
-        """Prepares the checks.
-
-        Args:
-            backends: returns those to check; called for each round, because the model list may change.
-            interval_s: for backends that are up; those that are down are checked at least once a second.
-            timeout_s: for one check.
-        """
-        self._backends = backends
+        self._backends = backends  # called for each round, because the model list may change
         self._interval_s = interval_s
         self._timeout_s = timeout_s
         self._silences: Counter[bytes] = Counter()

@@ -18,11 +18,9 @@ class BackendContent(Protocol):
 
     async def readany(self) -> bytes:
         """Returns what has arrived, after waiting for something; empty at the end."""
-        ...
 
     def at_eof(self) -> bool:
         """Whether everything has been read."""
-        ...
 
 
 class BackendAnswer(Protocol):
@@ -37,14 +35,12 @@ class BackendAnswer(Protocol):
     @property
     def content_type(self) -> str:
         """``text/event-stream`` for a stream."""
-        ...
 
     @property
     def content(self) -> BackendContent: ...
 
     async def read(self) -> bytes:
         """Returns the whole body."""
-        ...
 
     async def __aenter__(self) -> Self: ...
 
@@ -53,70 +49,38 @@ class BackendAnswer(Protocol):
     ) -> None: ...
 
 
-class Provider(Protocol):
-    """A kind of model server. Created once, without arguments, and shared by all its backends."""
+class Provider:
+    """A kind of model server with an HTTP API. Created once, without arguments, and shared by all its backends."""
 
-    @property
-    def name(self) -> str:
-        """OpenTelemetry's ``gen_ai.provider.name``."""
-        ...
-
-    @property
-    def dialects(self) -> frozenset[str]:
-        """The names of the dialects that it speaks. Others are translated to ``openai-chat``, if that is included."""
-        ...
-
-    @property
-    def endpoint(self) -> str | None:
-        """The default endpoint; None if the model list must state one."""
-        ...
+    name: str = "openai"
+    """OpenTelemetry's ``gen_ai.provider.name``."""
+    endpoint: str | None = None
+    """The default endpoint; None if the model list must state one."""
+    dialects: frozenset[str] = frozenset({"openai-chat", "openai-completions", "openai-embeddings"})
+    """The names of the dialects that it speaks. Others are translated to ``openai-chat``, if that is included."""
 
     def url(self, endpoint: str, path: str) -> str:
         """Returns the URL of a path such as ``chat/completions``, below an endpoint without a trailing slash."""
-        ...
+        return f"{endpoint}/{path}"
 
     def authorize(self, api_key: str) -> Mapping[str, str]:
         """Returns the headers that carry a key."""
-        ...
+        return {"Authorization": f"Bearer {api_key}"}
 
     async def send(
         self, session: aiohttp.ClientSession, backend: Backend, path: str, body: bytes, headers: Mapping[str, str]
     ) -> BackendAnswer:
         """Sends a request and returns its answer, whose status and headers have arrived.
 
-        Args:
-            session: the connections of the gateway.
-            backend: the recipient.
-            path: of one of ``dialects``, such as ``chat/completions``.
-            body: JSON.
-            headers: those of the agent that are passed on, and those of ``authorize``.
+        ``headers`` include those of ``authorize``.
 
         Raises:
             TimeoutError, aiohttp.ClientError, OSError: no answer came; the call is tried again, or elsewhere.
         """
-        ...
-
-
-class HttpProvider(Provider):
-    """A kind of model server with an HTTP API and its key in a header."""
-
-    name: str = "openai"
-    endpoint: str | None = None
-    dialects: frozenset[str] = frozenset({"openai-chat", "openai-completions", "openai-embeddings"})
-
-    def url(self, endpoint: str, path: str) -> str:
-        return f"{endpoint}/{path}"
-
-    def authorize(self, api_key: str) -> Mapping[str, str]:
-        return {"Authorization": f"Bearer {api_key}"}
-
-    async def send(
-        self, session: aiohttp.ClientSession, backend: Backend, path: str, body: bytes, headers: Mapping[str, str]
-    ) -> BackendAnswer:
         return await session.post(backend.url(path), data=body, headers=headers, allow_redirects=False)
 
 
-class OpenAICompatible(HttpProvider):
+class OpenAICompatible(Provider):
     """A server with OpenAI's Chat Completions, Completions and Embeddings."""
 
 
@@ -126,14 +90,14 @@ class VLLM(OpenAICompatible):
     name = "vllm"
 
 
-class OpenAI(HttpProvider):
+class OpenAI(Provider):
     """OpenAI."""
 
     endpoint = "https://api.openai.com/v1"
-    dialects = HttpProvider.dialects | {"openai-responses"}
+    dialects = Provider.dialects | {"openai-responses"}
 
 
-class Anthropic(HttpProvider):
+class Anthropic(Provider):
     """Anthropic, and servers that speak its Messages."""
 
     name = "anthropic"

@@ -59,13 +59,8 @@ class Upstream:
     """The pooled connections to all backends."""
 
     def __init__(self, num_retries: int, read_timeout_s: float) -> None:
-        """Must be called on the event loop that uses it.
-
-        Args:
-            num_retries: further rounds over a model's backends after the first.
-            read_timeout_s: how long a backend may be silent.
-        """
-        self._num_retries = num_retries
+        """Must be called on the event loop that uses it."""
+        self._num_retries = num_retries  # further rounds over a model's backends
         self._read_timeout_s = read_timeout_s
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
@@ -81,12 +76,8 @@ class Upstream:
 
         After a connect error or one of ``RETRIED_STATUS`` the next backend is tried at once. After all have been tried,
         a new round begins after a back-off, or at the time of the backend's Retry-After. A backend that accepted the
-        call and fell silent is not tried again, because it may still work on it.
-
-        Args:
-            call: gets the backend and the request of each try.
-            backends: in the order to try; not empty.
-            headers: those of the agent.
+        call and fell silent is not tried again, because it may still work on it. The call gets the backend and the
+        request of each try.
         """
         sent_headers = {name: value for name, value in headers.items() if name.lower() not in _NOT_SENT}
         sent_headers["traceparent"] = call.trace.to_header()

@@ -39,12 +39,7 @@ class PartReader:
     """Splits an answer, whole or in chunks, into parts. Reads one choice, because the other APIs have only one."""
 
     def __init__(self, *, keeps_logprobs: bool = False) -> None:
-        """Begins an answer.
-
-        Args:
-            keeps_logprobs: whether parts collect the log-probabilities of their tokens, most of the answer's bytes.
-        """
-        self._keeps_logprobs = keeps_logprobs
+        self._keeps_logprobs = keeps_logprobs  # only on demand: they are most of an answer's bytes
         self.parts: list[Part] = []
         self.finish_reason: str | None = None
         self.id: str = ""

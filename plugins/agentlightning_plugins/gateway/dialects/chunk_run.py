@@ -29,11 +29,7 @@ class ChunkRun(NamedTuple):
     """The bytes before and after the choice of each event; None for a single event."""
 
     def write(self, *, as_around: bool) -> bytes:
-        """Writes the events with the present content of ``chunk``.
-
-        Args:
-            as_around: whether only the choices have changed.
-        """
+        """Writes the events with the present ``chunk``; ``as_around`` says that only its choices have changed."""
         if self.around is None:
             return to_event(dumps(self.chunk))
         choices = self.chunk["choices"]
@@ -46,9 +42,7 @@ class ChunkRun(NamedTuple):
 def find_run(events: bytes, *, is_alone: bool) -> ChunkRun | None:
     """Finds the run at the start of whole server-sent events; None if the first event has another form.
 
-    Args:
-        events: whole server-sent events.
-        is_alone: whether to take one event only: the first of a stream has other fields than those that follow.
+    ``is_alone`` takes one event only: the first of a stream has other fields than those that follow.
     """
     if not events.startswith(_HEAD):
         return None

@@ -107,19 +107,15 @@ class Translation(Protocol):
             TranslationError: Chat Completions cannot express the call.
             AttributeError, KeyError, TypeError: the call is malformed.
         """
-        ...
 
     def answer(self, answer: dict[str, Any]) -> dict[str, Any]:
         """Translates a whole ``chat.completion``."""
-        ...
 
     def feed(self, chunk: dict[str, Any]) -> bytes:
         """Translates a ``chat.completion.chunk`` to server-sent events."""
-        ...
 
     def close(self) -> bytes:
         """Returns the events that end the stream."""
-        ...
 
 
 class Dialect(Protocol):
@@ -128,30 +124,15 @@ class Dialect(Protocol):
     Implement it by inheriting. The defaults fit an API without streaming, tools and token data.
     """
 
-    @property
-    def name(self) -> str:
-        """The name of the component; providers list the dialects that they speak by name."""
-        ...
-
-    @property
-    def routes(self) -> Sequence[str]:
-        """Paths at which agents call it, such as ``v1/chat/completions``."""
-        ...
-
-    @property
-    def path(self) -> str:
-        """Its path at a backend, below ``/v1/``."""
-        ...
-
-    @property
-    def span_name(self) -> str:
-        """The name of the spans of its calls."""
-        ...
-
-    @property
-    def operation(self) -> str:
-        """OpenTelemetry's ``gen_ai.operation.name``."""
-        ...
+    name: str
+    """The name of the component; providers list the dialects that they speak by name."""
+    routes: Sequence[str]
+    """Paths at which agents call it, such as ``v1/chat/completions``."""
+    path: str
+    """Its path at a backend, below ``/v1/``."""
+    span_name: str
+    operation: str
+    """OpenTelemetry's ``gen_ai.operation.name``."""
 
     def read_token_options(self, body: Mapping[str, Any]) -> TokenOptions:
         """Returns the token data that a request asks for."""
@@ -163,7 +144,6 @@ class Dialect(Protocol):
 
     def read_messages(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Returns the input of a request as OpenTelemetry's ``gen_ai.input.messages``; raises as ``read_answer``."""
-        ...
 
     def read_tools(self, body: Mapping[str, Any]) -> Sequence[Any]:
         """Returns the tools as OpenTelemetry's ``gen_ai.tool.definitions``; raises as ``read_answer``."""
@@ -175,7 +155,6 @@ class Dialect(Protocol):
         Raises:
             KeyError, TypeError, ValueError, AttributeError: it is not an answer of this API.
         """
-        ...
 
     def read_chunk(self, chunk: Mapping[str, Any], completion: Completion) -> None:
         """Adds the JSON of one server-sent event to ``completion``; raises as ``read_answer``."""
@@ -199,7 +178,6 @@ class Dialect(Protocol):
 
     def error_body(self, status: int, message: str, code: str | None) -> dict[str, Any]:
         """Returns an error of the gateway in the form that clients of this API expect."""
-        ...
 
     def error_event(self, status: int, message: str, code: str | None) -> bytes:
         """Returns the same as the last server-sent event of a stream."""

@@ -23,12 +23,7 @@ _DROPPED: Final = frozenset(
     "service_tier inference_geo diagnostics speed context_management mcp_servers".split()
 )
 _TOOL_CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
-_REASONS: Final = {
-    "stop": "end_turn",
-    "length": "max_tokens",
-    "tool_calls": "tool_use",
-    "content_filter": "refusal",
-}
+_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
 _DELTAS: Final = {
     "text": ("text_delta", "text"),
     "refusal": ("text_delta", "text"),

@@ -57,14 +57,9 @@ class UsageTracker:
         self._max_attempts = max_attempts
         self._used: dict[tuple[str, str], Usage] = {}
 
-    @property
-    def is_limited(self) -> bool:
-        """Whether there is any limit."""
-        return bool(self._limits)
-
-    def knows(self, attempt: tuple[str, str]) -> bool:
-        """Whether the usage of an attempt is in memory."""
-        return attempt in self._used
+    def needs(self, attempt: tuple[str, str]) -> bool:
+        """Whether the usage of an attempt is limited but not known."""
+        return bool(self._limits) and attempt not in self._used
 
     def restore(self, attempt: tuple[str, str], usage: Usage) -> None:
         """Sets the earlier usage of an attempt that is not known."""

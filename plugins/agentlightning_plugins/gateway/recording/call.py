@@ -82,12 +82,9 @@ def used_tokens(call: Call) -> tuple[int, int]:
     """Input and output tokens of a call: as the backend states them, else the number of token ids."""
     completion = call.completion
     if completion.input_tokens is not None:
-        return _count(completion.input_tokens), _count(completion.output_tokens)
+        stated: tuple[object, object] = completion.input_tokens, completion.output_tokens  # backends may state anything
+        input_tokens, output_tokens = (number if isinstance(number, int) else 0 for number in stated)
+        return input_tokens, output_tokens
     choices = completion.choices.values()
     prompt = completion.prompt_token_ids or next((c.prompt_token_ids for c in choices if c.prompt_token_ids), None)
     return len(prompt or ()), sum(len(choice.token_ids or ()) for choice in choices)
-
-
-def _count(stated: object) -> int:
-    """Backends may state anything."""
-    return stated if isinstance(stated, int) else 0

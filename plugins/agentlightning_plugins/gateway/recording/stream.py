@@ -43,13 +43,9 @@ class StreamReader:
         return relayed + b"".join([self._read(event) for event in split_events(events)])
 
     def close(self, failure: str | None) -> bytes:
-        """Ends the reading and sets in the call whether its answer is complete.
+        """Ends the reading: sets whether the answer is complete and returns the last bytes for the agent.
 
-        Args:
-            failure: why the backend's stream broke; None if it ended normally.
-
-        Returns:
-            The last bytes for the agent, with an error event if the agent could not notice the failure otherwise.
+        ``failure`` is why the backend's stream broke, None if it ended; the agent gets it as an error event.
         """
         call, last, has_ended = self._call, b"", self._is_read and failure is None
         if has_ended and self._splitter.rest and not self.is_done:
