@@ -1,1 +1,1 @@
-"""The LLM gateway: an OpenAI-compatible reverse proxy that records what a model was asked and what it answered."""
+"""The LLM gateway: a reverse proxy for model APIs that records each call as a span."""

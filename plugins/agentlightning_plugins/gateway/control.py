@@ -1,26 +1,29 @@
-"""What others than agents ask a gateway over HTTP: how it does, and to hold calls back while weights change."""
+"""The operator's endpoints: health, metrics and status, and pausing while weights change."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Final
 
 from aiohttp import web
 
+from agentlightning.store.span_writer import SpanWriter
+from agentlightning_plugins.gateway.access.authentication import Authenticator
+from agentlightning_plugins.gateway.backends.backend import ModelTable
 from agentlightning_plugins.gateway.dialects.json_text import dump_json, parse_json
 from agentlightning_plugins.gateway.dialects.openai import CHAT
 from agentlightning_plugins.gateway.limits.admission import Admission
-from agentlightning_plugins.gateway.limits.key import Authenticator
-from agentlightning_plugins.gateway.recording.metric import CONTENT_TYPE, GatewayMetrics
+from agentlightning_plugins.gateway.recording.call import Call
+from agentlightning_plugins.gateway.recording.metric import CONTENT_TYPE, GatewayMetrics, count_by_backend
 
-PATHS: Final = ("health", "metrics", "status", "pause", "drain", "resume")
+CONTROL_PATHS: Final = ("health", "metrics", "status", "pause", "drain", "resume")
 _CHANGES: Final = ("pause", "drain", "resume")
 _DRAIN_S: Final = 60.0
 _MAX_DRAIN_S: Final = 600.0
 
 
 class Controls:
-    """Answers requests to ``PATHS``."""
+    """Answers requests to ``CONTROL_PATHS``."""
 
     def __init__(
         self,
@@ -35,43 +38,68 @@ class Controls:
         self._status = status
 
     async def answer(self, request: web.BaseRequest, path: str) -> web.Response:
-        """The answer to a request, whose path is one of ``PATHS``."""
         if path == "health":
             return json_response({"status": "paused" if self._admission.is_paused else "ok"})
-        is_allowed = self._authenticator.is_operator(request.headers, always=path in _CHANGES)
-        if not is_allowed:
-            return _refuse(401, f"/{path} wants the token of the gateway's store", "wrong_key")
+        if not self._authenticator.is_operator(request.headers, always=path in _CHANGES):
+            return _refuse(401, f"/{path} requires the token of the gateway's store", "wrong_key")
         if path == "status":
             return json_response(await self._status())
         if path == "metrics":
             return web.Response(body=await self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
         if request.method != "POST":
             return _refuse(405, f"/{path} takes POST, not {request.method}", "method_not_allowed")
-        if request.content_type != "application/json":  # which no web page can send here unasked
+        if request.content_type != "application/json":  # web pages cannot send it to another origin without permission
             return _refuse(415, f"/{path} takes JSON with Content-Type: application/json", "invalid_request")
         try:
             return await self._change(path, parse_json(await request.read() or b"{}"))
         except (ValueError, AttributeError) as error:
             return _refuse(400, f"/{path}: {error}", "invalid_request")
 
-    async def _change(self, path: str, wanted: dict[str, Any]) -> web.Response:
+    async def _change(self, path: str, body: dict[str, Any]) -> web.Response:
         if path == "drain":
-            timeout_s = wanted.get("timeout_s", _DRAIN_S)
+            timeout_s = body.get("timeout_s", _DRAIN_S)
             if not isinstance(timeout_s, (int, float)) or not 0 <= timeout_s <= _MAX_DRAIN_S:
                 raise ValueError(f"timeout_s is {timeout_s!r}; give seconds from 0 to {_MAX_DRAIN_S:g}")
             return json_response({"drained": await self._admission.drain(timeout_s)})
         if path == "pause":
             self._admission.pause()
         else:
-            version = wanted.get("weight_version")
+            version = body.get("weight_version")
             if version is not None and (not isinstance(version, int) or isinstance(version, bool)):
                 raise ValueError(f"weight_version is {version!r}; give a whole number, or leave it out")
             self._admission.resume(version)
         return json_response(await self._status())
 
 
+def describe_status(
+    models: ModelTable, admission: Admission, running: Iterable[Call], writer: SpanWriter
+) -> dict[str, Any]:
+    """Returns the state of a gateway as JSON, without keys: the content of ``/status``."""
+    in_flight = count_by_backend(running)
+    return {
+        "backends": [
+            {
+                "model": backend.model,
+                "endpoint": backend.endpoint,
+                "served_model": backend.served_model,
+                "provider": backend.provider.name,
+                "weight": backend.weight,
+                "up": backend.is_up,
+                "failure": backend.failure,
+                "in_flight": in_flight[backend.identity],
+            }
+            for backend in models.backends
+        ],
+        "paused": admission.is_paused,
+        "in_flight": admission.in_flight,
+        "waiting": admission.waiting,
+        "weight_version": admission.weight_version,
+        "spans_queued": writer.queued,
+        "spans_lost": writer.lost,
+    }
+
+
 def json_response(value: Any, status: int = 200) -> web.Response:
-    """An answer in JSON."""
     return web.Response(status=status, body=dump_json(value), content_type="application/json")
 
 

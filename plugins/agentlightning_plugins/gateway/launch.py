@@ -1,4 +1,8 @@
-"""Where the gateway's server runs. Every method blocks, and may be called from any thread but the server's own."""
+"""Runs the gateway's server in a thread or in a process.
+
+The methods of both classes block, and may be called from any thread except the server's own. This module is also the
+main module of the process: ``python -m agentlightning_plugins.gateway.launch SOCKET_FD``.
+"""
 
 from __future__ import annotations
 
@@ -6,51 +10,24 @@ import asyncio
 import contextlib
 import logging
 import pickle
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Coroutine
 from concurrent.futures import Future
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final
 
-from agentlightning.errors import ConfigError, StoreError
+from agentlightning.errors import ConfigError, LightningError, StoreError
 from agentlightning.store.protocol import LightningStore
+from agentlightning_plugins.garbage_collection import relax_collector
 from agentlightning_plugins.gateway.server import GatewayServer
 from agentlightning_plugins.gateway.settings import Settings
 
 logger = logging.getLogger("agentlightning")
-T = TypeVar("T")
-COMMANDS: Final = frozenset({"set_models", "flush", "pause", "drain", "resume", "status"})
-"""The methods of ``GatewayServer`` by which it is steered."""
 _EXIT_S: Final = 5.0
-
-
-class ServerHandle(Protocol):
-    """A gateway server that somebody else can steer."""
-
-    def start(self) -> int:
-        """Begins to serve and returns the port; raises OSError when the address cannot be bound."""
-        ...
-
-    def ask(self, command: str, *arguments: Any) -> Any:
-        """Calls a method of the server, one of ``COMMANDS``, and returns what it returns.
-
-        Raises:
-            StoreError: the server's process is gone.
-            Exception: what the method raised.
-        """
-        ...
-
-    def stop(self) -> None:
-        """Ends open calls, stores what was recorded and ends the server."""
-        ...
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether what runs the server is still there."""
-        ...
 
 
 class ServerThread:
@@ -61,6 +38,7 @@ class ServerThread:
         self._settings = settings
 
     def start(self) -> int:
+        """Begins to serve and returns the port; raises OSError if the address cannot be bound."""
         started: Future[int] = Future()
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._serve(started)), name="agentlightning-gateway", daemon=True
@@ -68,11 +46,13 @@ class ServerThread:
         self._thread.start()
         return started.result()
 
-    def ask(self, command: str, *arguments: Any) -> Any:
-        return self._run(getattr(self._server, command)(*arguments))
+    def call(self, command: str, *arguments: Any) -> Any:
+        """Calls a method of ``GatewayServer`` and returns its result or raises its error."""
+        return asyncio.run_coroutine_threadsafe(getattr(self._server, command)(*arguments), self._loop).result()
 
     def stop(self) -> None:
-        self._run(self._server.stop())
+        """Ends open calls, stores the recorded spans and ends the server."""
+        self.call("stop")
         self._loop.call_soon_threadsafe(self._stopped.set)
         self._thread.join()
 
@@ -85,18 +65,15 @@ class ServerThread:
         try:
             self._server = GatewayServer(self._store, self._settings)
             port = await self._server.start()
-        except BaseException as error:  # isolation point: whatever it is belongs to the caller of start
+        except BaseException as error:  # isolation point: any error belongs to the caller of start
             started.set_exception(error)
             return
         started.set_result(port)
         await self._stopped.wait()
 
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
 
 class ServerProcess:
-    """Runs the server in a process of its own, started from scratch: the user's main module is not imported again."""
+    """Runs the server in a new process, which does not import the user's main module."""
 
     def __init__(self, store: LightningStore, settings: Settings) -> None:
         """Prepares the process.
@@ -114,9 +91,10 @@ class ServerProcess:
             ) from error
 
     def start(self) -> int:
+        """Begins to serve and returns the port; raises OSError if the address cannot be bound."""
         self._connection, theirs = Pipe()
         with theirs:
-            arguments = [sys.executable, "-m", "agentlightning_plugins.gateway.child", str(theirs.fileno())]
+            arguments = [sys.executable, "-m", "agentlightning_plugins.gateway.launch", str(theirs.fileno())]
             self._process = subprocess.Popen(arguments, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         self._connection.send([entry or str(Path.cwd()) for entry in sys.path])
         self._connection.send_bytes(self._job)
@@ -127,14 +105,16 @@ class ServerProcess:
         assert isinstance(port, int)
         return port
 
-    def ask(self, command: str, *arguments: Any) -> Any:
-        return self._ask((command, *arguments))
+    def call(self, command: str, *arguments: Any) -> Any:
+        """Calls a method of ``GatewayServer`` and returns its result or raises its error; StoreError if it is gone."""
+        return self._send((command, *arguments))
 
     def stop(self) -> None:
+        """Ends open calls, stores the recorded spans and ends the process."""
         try:
-            self._ask("stop")
+            self._send("stop")
             self._process.wait(_EXIT_S)
-        except (StoreError, subprocess.TimeoutExpired) as error:  # nothing is left to stop, and the caller goes on
+        except (StoreError, subprocess.TimeoutExpired) as error:  # it is killed below, and the caller goes on
             logger.warning("%s", error)
         finally:
             self._process.kill()
@@ -145,10 +125,10 @@ class ServerProcess:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def _ask(self, command: object) -> Any:
-        with self._lock:  # one question, one answer
-            with contextlib.suppress(BrokenPipeError):  # receiving says it better
-                self._connection.send(command)
+    def _send(self, message: object) -> Any:
+        with self._lock:  # one answer for each message
+            with contextlib.suppress(BrokenPipeError):  # receiving raises a better error
+                self._connection.send(message)
             answer = self._receive()
         if isinstance(answer, Exception):
             raise answer
@@ -159,6 +139,40 @@ class ServerProcess:
             return self._connection.recv()
         except (EOFError, ConnectionResetError):
             code = self._process.wait()
-            raise StoreError(
-                f"the gateway's process died with exit code {code}; calls that it had not stored are lost"
-            ) from None
+            raise StoreError(f"the gateway's process exited with code {code}; calls not yet stored are lost") from None
+
+
+def main() -> None:
+    """Serves in the new process until the parent stops it or is gone, which closes the socket."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides when to stop
+    connection = Connection(int(sys.argv[1]))
+    path: list[str] = connection.recv()  # first, because unpickling the next message may need it
+    sys.path += [entry for entry in path if entry not in sys.path]
+    store, settings = connection.recv()
+    relax_collector()
+    asyncio.run(_serve(connection, store, settings))
+
+
+async def _serve(connection: Connection, store: LightningStore, settings: Settings) -> None:
+    server = GatewayServer(store, settings)
+    try:
+        connection.send(await server.start())
+    except OSError as error:
+        connection.send(error)
+        return
+    with contextlib.suppress(EOFError, OSError):  # the parent is gone
+        while (message := await asyncio.to_thread(connection.recv)) != "stop":
+            command, *arguments = message
+            try:
+                answer = await getattr(server, command)(*arguments)
+            except (LightningError, OSError) as error:
+                answer = error  # the parent raises it
+            connection.send(answer)
+    await server.stop()
+    await store.close()
+    with contextlib.suppress(OSError):  # the parent is gone
+        connection.send(None)
+
+
+if __name__ == "__main__":
+    main()

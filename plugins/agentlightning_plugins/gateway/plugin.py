@@ -1,86 +1,37 @@
-"""The gateway, the APIs that it speaks, and the model servers that it knows."""
+"""The gateway, the dialects and providers it supports, and ``agl gateway``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from agentlightning.plugin.hookspecs import Component, hookimpl
+from agentlightning.plugin.hookspecs import Component, ComponentKind, hookimpl
 
 if TYPE_CHECKING:
     import click
 
+_COMPONENTS: Final[tuple[tuple[ComponentKind, str, str, str], ...]] = (
+    ("gateway", "gateway", "proxy:LLMProxy", "OpenAI-compatible, records every call"),
+    ("dialect", "openai-chat", "dialects.openai:ChatCompletions", "Chat Completions"),
+    ("dialect", "openai-completions", "dialects.openai:Completions", "Completions"),
+    ("dialect", "openai-embeddings", "dialects.openai:Embeddings", "Embeddings"),
+    ("dialect", "openai-responses", "dialects.responses:Responses", "Responses"),
+    ("dialect", "anthropic-messages", "dialects.messages:Messages", "Anthropic Messages"),
+    ("dialect", "anthropic-count-tokens", "dialects.messages:CountTokens", "tokens of Messages"),
+    ("provider", "openai-compatible", "backends.provider:OpenAICompatible", "the default"),
+    ("provider", "vllm", "backends.provider:VLLM", "vLLM, with token ids"),
+    ("provider", "openai", "backends.provider:OpenAI", "OpenAI itself"),
+    ("provider", "anthropic", "backends.provider:Anthropic", "Anthropic itself"),
+    ("provider", "litellm", "backends.litellm:LiteLLM", "any that litellm knows"),
+)
+
 
 @hookimpl
 def components() -> Iterable[Component]:
+    package = "agentlightning_plugins.gateway"
     return [
-        Component(
-            "gateway",
-            "gateway",
-            "agentlightning_plugins.gateway.proxy:LLMProxy",
-            summary="OpenAI-compatible, records every call",
-        ),
-        Component(
-            "dialect",
-            "openai-chat",
-            "agentlightning_plugins.gateway.dialects.openai:ChatCompletions",
-            summary="Chat Completions",
-        ),
-        Component(
-            "dialect",
-            "openai-completions",
-            "agentlightning_plugins.gateway.dialects.openai:Completions",
-            summary="Completions",
-        ),
-        Component(
-            "dialect",
-            "openai-embeddings",
-            "agentlightning_plugins.gateway.dialects.embeddings:Embeddings",
-            summary="Embeddings",
-        ),
-        Component(
-            "dialect",
-            "openai-responses",
-            "agentlightning_plugins.gateway.dialects.responses:Responses",
-            summary="Responses",
-        ),
-        Component(
-            "dialect",
-            "anthropic-messages",
-            "agentlightning_plugins.gateway.dialects.messages:Messages",
-            summary="Anthropic Messages",
-        ),
-        Component(
-            "dialect",
-            "anthropic-count-tokens",
-            "agentlightning_plugins.gateway.dialects.messages:CountTokens",
-            summary="tokens of Messages",
-        ),
-        Component(
-            "provider",
-            "openai-compatible",
-            "agentlightning_plugins.gateway.backends.provider:OpenAICompatible",
-            summary="the default",
-        ),
-        Component(
-            "provider", "vllm", "agentlightning_plugins.gateway.backends.provider:VLLM", summary="vLLM, with token ids"
-        ),
-        Component(
-            "provider", "openai", "agentlightning_plugins.gateway.backends.provider:OpenAI", summary="OpenAI itself"
-        ),
-        Component(
-            "provider",
-            "anthropic",
-            "agentlightning_plugins.gateway.backends.provider:Anthropic",
-            summary="Anthropic itself",
-        ),
-        Component(
-            "provider",
-            "litellm",
-            "agentlightning_plugins.gateway.backends.litellm:LiteLLM",
-            extra="litellm",
-            summary="any that litellm knows",
-        ),
+        Component(kind, name, f"{package}.{target}", "litellm" if name == "litellm" else None, summary)
+        for kind, name, target, summary in _COMPONENTS
     ]
 
 

@@ -1,4 +1,4 @@
-"""An agent's HTTP request, and the call that it asks for."""
+"""Reads the HTTP requests of agents."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 def make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: asyncio.Task[None]) -> web.BaseRequest:
-    """What ``aiohttp.web.Server`` makes requests by."""
+    """The request factory of ``aiohttp.web.Server``."""
     loop = asyncio.get_running_loop()
     return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=MAX_BODY_BYTES)
 
 
 async def read_call(request: web.BaseRequest, dialect: Dialect, attempt: tuple[str, str] | None) -> Call | Reply:
-    """The call of a request, or what to tell the agent that sent none."""
+    """Reads the call of a request. Returns an error for the agent if the request contains none."""
     if request.method != "POST":
         return refuse(dialect, 405, f"{request.path} takes POST, not {request.method}", "method_not_allowed")
     if request.headers.get("Expect", "").lower() == "100-continue" and request.version == HttpVersion11:
-        await request.writer.write(_CONTINUE)  # curl, for one, holds back a body of a megabyte until it gets this
+        await request.writer.write(_CONTINUE)  # curl, for example, waits for it before it sends a large body
         request.writer.output_size = 0
     try:
         text = await request.read()
@@ -39,12 +39,5 @@ async def read_call(request: web.BaseRequest, dialect: Dialect, attempt: tuple[s
     model = body.get("model") if isinstance(body, dict) else None
     if not isinstance(model, str):
         return refuse(dialect, 400, "the request is not an object with a 'model'", "invalid_request")
-    return Call(
-        attempt=attempt,
-        dialect=dialect,
-        text=text,
-        body=body,
-        model=model,
-        trace=TraceContext.from_header(request.headers.get("traceparent")),
-        query=request.query_string,
-    )
+    trace = TraceContext.from_header(request.headers.get("traceparent"))
+    return Call(attempt, dialect, text, body, model, trace, request.query_string)

@@ -1,4 +1,4 @@
-"""The HTTP server of the gateway; it lives on one event loop, in a thread or process that ``proxy`` gives it."""
+"""The HTTP server of the gateway."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import aiohttp
@@ -16,26 +16,24 @@ from aiohttp import web
 from agentlightning.errors import StoreError
 from agentlightning.store.protocol import LightningStore
 from agentlightning.store.span_writer import SpanWriter
+from agentlightning_plugins.gateway.access.attempts import EndedAttempts, InFlightCall, InFlightCalls
+from agentlightning_plugins.gateway.access.authentication import Attempt, Authenticator, KeyRefused
 from agentlightning_plugins.gateway.backends.backend import Backend, ModelTable, describe_error
 from agentlightning_plugins.gateway.backends.health import HealthCheck
 from agentlightning_plugins.gateway.backends.idle_timeout import IdleTimeout
 from agentlightning_plugins.gateway.backends.provider import BackendAnswer
 from agentlightning_plugins.gateway.backends.upstream import Reply, Upstream, refuse, relayed_headers
-from agentlightning_plugins.gateway.control import PATHS as CONTROLS
-from agentlightning_plugins.gateway.control import Controls, json_response
-from agentlightning_plugins.gateway.dialects.dialect import Completion, Dialect, load_dialects
+from agentlightning_plugins.gateway.control import CONTROL_PATHS, Controls, describe_status, json_response
+from agentlightning_plugins.gateway.dialects.dialect import Completion, load_dialects
 from agentlightning_plugins.gateway.dialects.json_text import dump_json, parse_json
-from agentlightning_plugins.gateway.dialects.model_list import list_models
+from agentlightning_plugins.gateway.dialects.models import list_models
 from agentlightning_plugins.gateway.dialects.openai import CHAT, read_version
 from agentlightning_plugins.gateway.limits.admission import Admission
-from agentlightning_plugins.gateway.limits.budget import BudgetLedger, read_usage
-from agentlightning_plugins.gateway.limits.ended_attempt import EndedAttempts
-from agentlightning_plugins.gateway.limits.in_flight import InFlightCall, InFlightCalls
-from agentlightning_plugins.gateway.limits.key import Attempt, Authenticator, KeyRefused
-from agentlightning_plugins.gateway.recording.call import Call, call_to_span, used_tokens
+from agentlightning_plugins.gateway.limits.usage import UsageTracker, read_usage
+from agentlightning_plugins.gateway.recording.call import Call, used_tokens
 from agentlightning_plugins.gateway.recording.metric import GatewayMetrics
-from agentlightning_plugins.gateway.recording.status import describe
-from agentlightning_plugins.gateway.recording.stream import StreamReader
+from agentlightning_plugins.gateway.recording.span import call_to_span
+from agentlightning_plugins.gateway.recording.stream import MALFORMED, StreamReader
 from agentlightning_plugins.gateway.request import make_request, read_call
 from agentlightning_plugins.gateway.settings import Settings
 
@@ -44,35 +42,32 @@ logger = logging.getLogger("agentlightning")
 _PATH: Final = re.compile(r"(?:/rollout/([^/]+)/attempt/([^/]+))?/(.+?)/?")
 _SHUTDOWN_S: Final = 2.0
 _TAIL_S: Final = 0.1
-_GONE: Final = "the agent disconnected before the answer was complete"
-_GONE_STATUS: Final = 499  # nginx's; for the metrics, since nobody is there to see it
-_LAST_WORD_S: Final = 1.0  # how long it may take to tell an agent that its stream is over
+_DISCONNECTED: Final = "the agent disconnected before the answer was complete"
+_DISCONNECTED_STATUS: Final = 499  # as in nginx; for the metrics only
+_FINAL_WRITE_S: Final = 1.0  # how long the last error event of a stream may take
 _PAUSED_RETRY_S: Final = 5
-_UNREAD: Final = (AttributeError, KeyError, TypeError, ValueError)  # what reading a wrong answer raises
 
 
 class GatewayServer:
-    """Relays calls to backends and hands a span of each to the store. Every method belongs to one event loop."""
+    """Relays calls to backends and hands a span of each to the store. Belongs to one event loop."""
 
     def __init__(self, store: LightningStore, settings: Settings) -> None:
         """Prepares a server.
 
         Raises:
-            ConfigError: the model list of the settings is not understood.
+            ConfigError: the model list is invalid.
         """
         self._store = store
         self._settings = settings
         self._dialects = load_dialects()
         self._models = ModelTable(settings.model_list)
-        self._authenticator = Authenticator(store, is_required=settings.requires_keys)
-        self._ledger = BudgetLedger(settings.budget)
+        self._authenticator = Authenticator(store, is_required=settings.require_keys)
+        self._usage = UsageTracker(settings.limits)
         self._admission = Admission(pause_wait_s=settings.pause_wait_s)
         self._admission.weight_version = settings.weight_version
         self._in_flight = InFlightCalls()
-        self._ended = EndedAttempts(
-            on_attempt=self._in_flight.cancel_attempt, on_rollout=self._in_flight.cancel_rollout
-        )
-        self._writer = SpanWriter.shared(store)  # so that whoever waits for an attempt's spans waits for ours too
+        self._ended = EndedAttempts(self._in_flight)
+        self._writer = SpanWriter.shared(store)  # shared, so that a wait for an attempt's spans includes ours
         self._metrics = GatewayMetrics(lambda: self._models, self._admission, self._writer, lambda: self._in_flight)
         self._controls = Controls(self._authenticator, self._admission, self._metrics, self.status)
         self._warned: set[str] = set()
@@ -101,7 +96,7 @@ class GatewayServer:
         return bound
 
     async def stop(self) -> None:
-        """Ends open calls after a short wait and stores what was recorded."""
+        """Ends open calls after a short wait and stores the recorded spans."""
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
@@ -111,29 +106,23 @@ class GatewayServer:
         await self.flush()
         self._writer.release()
 
-    async def set_models(self, model_list: list[Mapping[str, Any]]) -> None:
-        """Replaces models and backends from the next call on."""
+    async def set_models(self, model_list: Sequence[Mapping[str, Any]]) -> None:
         self._models = ModelTable(model_list, self._models)
 
     async def flush(self) -> None:
-        """Returns when every call answered so far is in the store."""
         await self._writer.flush()
 
     async def pause(self) -> None:
-        """Makes new calls wait; those in flight go on."""
         self._admission.pause()
 
     async def drain(self, timeout_s: float | None) -> bool:
-        """Waits until no call is in flight; False when the time ran out."""
         return await self._admission.drain(timeout_s)
 
     async def resume(self, weight_version: int | None) -> None:
-        """Lets calls go on, with the version of the weights that they get from now on."""
         self._admission.resume(weight_version)
 
     async def status(self) -> dict[str, Any]:
-        """How the gateway does: plain JSON."""
-        return describe(self._models, self._admission, self._in_flight, self._writer)
+        return describe_status(self._models, self._admission, self._in_flight, self._writer)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         target = _PATH.fullmatch(request.path)
@@ -145,35 +134,34 @@ class GatewayServer:
         try:
             attempt = self._authenticator.authenticate(request.headers, named)
         except KeyRefused as error:
-            return self._refuse(dialect, error.status, str(error), "wrong_key")
+            return self._refuse(refuse(dialect, error.status, str(error), "wrong_key"))
         call = await read_call(request, dialect, attempt)
         if isinstance(call, Reply):
-            self._metrics.refuse(call.status)
-            return _respond(call)
+            return self._refuse(call)
         backends = self._models.route(call.model, attempt and attempt[0], time.monotonic())
         if not backends:
             message = f"no model {call.model!r}; models: {', '.join(self._models.names) or 'none yet'}"
             return self._fail(call, refuse(dialect, 404, message, "model_not_found"))
         if attempt is not None:
-            if self._ledger.is_limited and not self._ledger.knows(attempt):
-                await self._recall(attempt)
-            if self._ended.is_over(attempt):  # asked last: it may have ended while the request was read
-                return self._refuse(dialect, 410, _over(attempt), "attempt_over")
-            call.exceeded_budget = self._ledger.begin(attempt)
-            if call.exceeded_budget is not None:  # not 429: clients, and frameworks around them, would try again
+            if self._usage.needs(attempt):
+                await self._restore_usage(attempt)
+            if self._ended.is_over(attempt):  # checked last: it may have ended while the request was read
+                return self._refuse(refuse(dialect, 410, _over(attempt), "attempt_over"))
+            call.exceeded_limit = self._usage.begin(attempt)
+            if call.exceeded_limit is not None:  # not 429, after which clients and frameworks would try again
                 never = {"x-should-retry": "false"}
-                return self._fail(call, refuse(dialect, 402, call.exceeded_budget, "budget_exceeded", never))
+                return self._fail(call, refuse(dialect, 402, call.exceeded_limit, "budget_exceeded", never))
         in_flight = self._in_flight.add(call)
         try:
             return await self._serve(call, backends, request, in_flight)
-        except asyncio.CancelledError:  # what the server does to a handler whose client is gone
+        except asyncio.CancelledError:  # by us, or by aiohttp because the client disconnected
             if not in_flight.is_attempt_over:
-                self._finish(call, _GONE_STATUS, _GONE)
+                self._finish(call, _DISCONNECTED_STATUS, _DISCONNECTED)
                 raise
             in_flight.task.uncancel()
             assert attempt is not None
             return self._fail(call, refuse(dialect, 410, _over(attempt), "attempt_over"))
-        except Exception as error:  # isolation point: a dialect or provider may be somebody else's code
+        except Exception as error:  # isolation point: dialects and providers may be third-party code
             logger.exception("a call of model %r failed inside the gateway", call.model)
             message = f"the gateway failed: {type(error).__name__}"
             if in_flight.is_streaming:
@@ -183,12 +171,12 @@ class GatewayServer:
         finally:
             self._in_flight.remove(in_flight)
 
-    async def _recall(self, attempt: Attempt) -> None:
-        """Learns what an attempt spent before this gateway began."""
+    async def _restore_usage(self, attempt: Attempt) -> None:
+        """Reads what an attempt used before this gateway started, from its spans."""
         try:
-            self._ledger.recall(attempt, await read_usage(self._store, attempt))
+            self._usage.restore(attempt, await read_usage(self._store, attempt))
         except (StoreError, OSError, aiohttp.ClientError) as error:
-            logger.warning("what attempt %s has spent cannot be read, so it counts from now on: %s", attempt[1], error)
+            logger.warning("the usage of attempt %s cannot be read, so it counts from now on: %s", attempt[1], error)
 
     async def _serve(
         self, call: Call, backends: list[Backend], request: web.BaseRequest, in_flight: InFlightCall
@@ -211,15 +199,16 @@ class GatewayServer:
         models = list_models(path, self._models.names)
         if models is not None:
             return json_response(models)
-        if path in CONTROLS:
+        if path in CONTROL_PATHS:
             return await self._controls.answer(request, path)
-        known = ", ".join(f"/{known}" for known in (*self._dialects, "v1/models", *CONTROLS))
-        return self._refuse(CHAT, 404, f"no {request.method} {request.path} here; there is {known}", "not_found")
+        known = ", ".join(f"/{known}" for known in (*self._dialects, "v1/models", *CONTROL_PATHS))
+        message = f"no {request.method} {request.path} here; there is {known}"
+        return self._refuse(refuse(CHAT, 404, message, "not_found"))
 
-    def _refuse(self, dialect: Dialect, status: int, message: str, code: str) -> web.Response:
-        """Answers what never becomes a call."""
-        self._metrics.refuse(status)
-        return _respond(refuse(dialect, status, message, code))
+    def _refuse(self, reply: Reply) -> web.Response:
+        """Answers a request that is not recorded as a call."""
+        self._metrics.refuse(reply.status)
+        return _respond(reply)
 
     def _fail(self, call: Call, reply: Reply) -> web.Response:
         call.http_status = reply.status
@@ -229,23 +218,25 @@ class GatewayServer:
     def _relay(self, call: Call, reply: Reply, version: int | None) -> web.Response:
         if reply.error is not None:
             return self._fail(call, reply)
-        if call.attempt is None and call.translation is None:
+        request = call.request
+        assert request is not None  # set by Upstream.send
+        if call.attempt is None and request.translation is None:
             call.is_complete = True
             self._finish(call, reply.status)
             return _respond(reply)
         try:
             answer = parse_json(reply.body)
-            call.wire.read_answer(answer, call.completion)
-            if call.translation is not None:
-                answer, is_changed = call.translation.answer(answer), True
+            request.dialect.read_answer(answer, call.completion)
+            if request.translation is not None:
+                answer, is_changed = request.translation.answer(answer), True
             else:
-                is_changed = call.wire.restore(answer, call.asked)
-        except _UNREAD as error:
+                is_changed = request.dialect.strip(answer, request.options)
+        except MALFORMED as error:
             call.completion = Completion()
             excerpt = call.redact_key(reply.body)[:200].decode(errors="replace")
-            message = f"the backend's answer is not one of {call.wire.path} ({error!r}): {excerpt}"
+            message = f"the backend's answer is invalid for {request.dialect.path} ({error!r}): {excerpt}"
             return self._fail(call, refuse(call.dialect, 502, message, "bad_gateway"))
-        _read_version(call, reply.headers, version)
+        _set_version(call, reply.headers, version)
         call.error = call.completion.error
         call.is_complete = call.error is None
         self._finish(call, reply.status)
@@ -259,9 +250,10 @@ class GatewayServer:
         version: int | None,
         in_flight: InFlightCall,
     ) -> web.StreamResponse:
+        assert call.request is not None  # set by Upstream.send
         response = web.StreamResponse(headers=relayed_headers(upstream.headers))
-        _read_version(call, upstream.headers, None)
-        reader, failure, shown = StreamReader(call), None, b""
+        _set_version(call, upstream.headers, None)
+        reader, failure, relayed = StreamReader(call, call.request), None, b""
         limit_s = self._settings.read_timeout_s
         try:
             await response.prepare(request)
@@ -276,27 +268,27 @@ class GatewayServer:
                             break
                         if not piece:
                             break
-                        shown = reader.feed(piece)
+                        relayed = reader.feed(piece)
                         if call.error is not None:
-                            shown = _redact_key(call, shown)
-                        if shown and not reader.is_done:
-                            await response.write(shown)
+                            relayed = _redact_key(call, relayed)
+                        if relayed and not reader.is_done:
+                            await response.write(relayed)
                         idle.reset()
             except TimeoutError as error:
-                failure, limit_s = f"the answer stood still: {error}", _LAST_WORD_S
-            last = shown if reader.is_done else reader.close(failure)
+                failure, limit_s = f"the answer stood still: {error}", _FINAL_WRITE_S
+            last = relayed if reader.is_done else reader.close(failure)
             if call.error is not None:
                 last = _redact_key(call, last)
             if call.completion.weight_version is None:
                 call.completion.weight_version = version
             self._finish(call, 200 if call.is_complete else 502)
             await _end_stream(request, response, last, limit_s)
-            if not upstream.content.at_eof():  # else the connection could not be used again
+            if not upstream.content.at_eof():  # read the rest, so that the connection can be used again
                 with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
                     async with asyncio.timeout(_TAIL_S):
                         await upstream.content.readany()
         except ConnectionResetError:
-            self._finish(call, _GONE_STATUS, _GONE)
+            self._finish(call, _DISCONNECTED_STATUS, _DISCONNECTED)
         except asyncio.CancelledError:
             if not in_flight.is_attempt_over:
                 raise
@@ -305,14 +297,13 @@ class GatewayServer:
             message, is_open = _over(call.attempt), not call.end_time
             self._finish(call, 410, message)
             last = call.dialect.error_event(410, message, "attempt_over") if is_open else b""
-            await _end_stream(request, response, last, _LAST_WORD_S)
+            await _end_stream(request, response, last, _FINAL_WRITE_S)
         return response
 
     def _finish(self, call: Call, status: int, error: str | None = None) -> None:
         """Counts a finished call and hands it to the span writer, once.
 
-        Always before the agent sees the end of its answer: whoever has an answer may rely on a flush, ours or the
-        writer's, to bring its span to the store.
+        Must be called before the agent sees the end of its answer: a flush after an answer must include its span.
         """
         if call.end_time:
             return
@@ -321,9 +312,9 @@ class GatewayServer:
         self._metrics.count(call, str(status))
         if call.attempt is None:
             return
-        if self._ledger.is_limited and call.backend is not None:
-            used, price = used_tokens(call), call.backend.price
-            self._ledger.charge(call.attempt, sum(used), price.cost(*used) if price is not None else 0.0)
+        if call.backend is not None:
+            tokens, price = used_tokens(call), call.backend.price
+            self._usage.add(call.attempt, sum(tokens), price.cost(*tokens) if price is not None else 0.0)
         self._writer.put(call_to_span(call))
         if call.is_complete and call.model not in self._warned:
             self._check_token_ids(call)
@@ -333,32 +324,32 @@ class GatewayServer:
             return
         self._warned.add(call.model)
         logger.warning(
-            "model %r at %s gives no token ids, so its calls cannot train a model (prompts can still be tuned). "
-            "Serve it with vLLM >= 0.10.2 or another server that understands return_token_ids",
+            "model %r at %s returns no token ids, so its calls cannot train a model (prompts can still be tuned). "
+            "Serve it with vLLM >= 0.10.2 or another server that supports return_token_ids",
             call.model,
             call.backend.endpoint if call.backend is not None else "?",
         )
 
 
-def _read_version(call: Call, headers: Mapping[str, str], version: int | None) -> None:
-    """The version of the weights that answered: the body says it, else a header, else whoever owns the gateway."""
+def _set_version(call: Call, headers: Mapping[str, str], version: int | None) -> None:
+    """Sets the weight version of an answer: from its body, else from a header, else the gateway's own."""
     if call.completion.weight_version is None:
         stated = read_version(headers.get("x-weight-version"))
         call.completion.weight_version = version if stated is None else stated
 
 
-def _redact_key(call: Call, shown: bytes) -> bytes:
-    """Blacks out the backend's key in the error that its stream told, and in what the agent sees of it."""
+def _redact_key(call: Call, relayed: bytes) -> bytes:
+    """Removes the backend's key from the error of a stream and from the bytes for the agent."""
     call.error = call.redact_key((call.error or "").encode()).decode()
-    return call.redact_key(shown)
+    return call.redact_key(relayed)
 
 
 async def _end_stream(request: web.BaseRequest, response: web.StreamResponse, last: bytes, limit_s: float) -> None:
-    """Writes the end of a stream; an agent that does not read it in time loses its connection, and holds up nobody."""
+    """Writes the end of a stream; closes the connection if the agent does not read it in time."""
     try:
         async with asyncio.timeout(limit_s):
             await response.write_eof(last)
-    except (TimeoutError, ConnectionResetError, asyncio.CancelledError):  # aiohttp's, after a write that was cancelled
+    except (TimeoutError, ConnectionResetError, asyncio.CancelledError):  # aiohttp's, after a write was cancelled
         if request.transport is not None:
             request.transport.abort()
 

@@ -17,10 +17,8 @@ from openai import OpenAI
 from agentlightning import semconv
 from agentlightning.types import AttemptedRollout, Span
 from agentlightning_plugins.gateway.dialects.openai import CHAT
-from agentlightning_plugins.gateway.recording.call import Call, TraceContext
-from agentlightning_plugins.gateway.recording.stream import StreamReader
 from agentlightning_plugins.scripted_model.server import EOS, Answer, ScriptedOpenAI, encode, logprob, render_prompt
-from tests.plugins.gateway.gateway_setup import ADD, HELLO, PROVIDER_KEY, gateway, until
+from tests.plugins.gateway.gateway_setup import ADD, HELLO, PROVIDER_KEY, gateway, stream_reader, until
 
 PROMPT_IDS = encode(render_prompt({"messages": HELLO}))
 
@@ -150,8 +148,7 @@ def test_a_stream_may_be_cut_anywhere(newline: bytes) -> None:
     )
     seen = set()
     for cut in range(len(stream)):
-        call = Call(("r", "a"), CHAT, b"{}", {}, "m", TraceContext.from_header(None))
-        reader = StreamReader(call)
+        call, reader = stream_reader(CHAT, {})
         seen.add(reader.feed(stream[:cut]) + reader.feed(stream[cut:]) + reader.close(None))
         assert call.is_complete
         assert (call.completion.choices[0].text, call.completion.choices[0].token_ids) == ("AB", [65, 66])

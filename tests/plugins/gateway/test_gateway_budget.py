@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from agentlightning.errors import ConfigError, StoreError
-from agentlightning_plugins.gateway.limits.budget import Budget, BudgetLedger, Usage, read_usage
+from agentlightning_plugins.gateway.limits.usage import Usage, UsageLimits, UsageTracker, read_usage
 from agentlightning_plugins.gateway.proxy import LLMProxy
 from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI, encode, render_prompt
 from tests.plugins.gateway.gateway_setup import HELLO, entry, gateway
@@ -112,12 +112,12 @@ async def test_the_agent_is_told_in_the_dialect_that_it_speaks() -> None:
 
 
 def test_a_ledger_forgets_the_attempt_that_called_longest_ago() -> None:
-    ledger = BudgetLedger(Budget(calls=2), limit=2)
+    tracker = UsageTracker(UsageLimits(calls=2), max_attempts=2)
     for attempt in ("a", "b", "a", "c"):
-        assert ledger.begin(("r", attempt)) is None
-    assert ledger.begin(("r", "a")) is not None
-    ledger.charge(("r", "b"), 5, 0.5)
-    assert not ledger.knows(("r", "b")), "what it has used is read from its spans again"
+        assert tracker.begin(("r", attempt)) is None
+    assert tracker.begin(("r", "a")) is not None
+    tracker.add(("r", "b"), 5, 0.5)
+    assert tracker.needs(("r", "b")), "what it has used is read from its spans again"
 
 
 @pytest.mark.parametrize(

@@ -110,29 +110,29 @@ NOT_STREAMED: dict[str, tuple[Misbehaviour, int, str]] = {
     "resets in its body": (sends(body(b"{}" * 100)[:-50]), 502, "cannot be reached"),
     "says nothing": (stalls, 504, "did not answer in time"),
     "speaks no HTTP": (sends(b"SSH-2.0-OpenSSH_9.6\r\n"), 502, "cannot be reached"),
-    "sends half its JSON": (sends(body(b'{"id": "x", "choices": [{"ind'), then_resets=False), 502, "is not one of"),
-    "sends JSON of another kind": (sends(body(b"[1, 2]"), then_resets=False), 502, "is not one of"),
-    "sends no JSON": (sends(body(b"\xff\xfe\x00"), then_resets=False), 502, "is not one of"),
-    "sends null": (sends(body(b"null"), then_resets=False), 502, "is not one of"),
+    "sends half its JSON": (sends(body(b'{"id": "x", "choices": [{"ind'), then_resets=False), 502, "is invalid for"),
+    "sends JSON of another kind": (sends(body(b"[1, 2]"), then_resets=False), 502, "is invalid for"),
+    "sends no JSON": (sends(body(b"\xff\xfe\x00"), then_resets=False), 502, "is invalid for"),
+    "sends null": (sends(body(b"null"), then_resets=False), 502, "is invalid for"),
     "sends events as JSON": (
         sends(body(EVENT + b"data: [DONE]\n\n"), then_resets=False),
         502,
-        "is not one of",
+        "is invalid for",
     ),
     "tells token ids that are none": (
         sends(body(b'{"id": "x", "choices": [], "prompt_token_ids": 5}'), then_resets=False),
         502,
-        "is not one of",
+        "is invalid for",
     ),
     "quotes its key where an excerpt ends": (
         sends(body(b"x" * 190 + PROVIDER_KEY.encode()), then_resets=False),
         502,
-        "is not one of",
+        "is invalid for",
     ),
     "sends a page": (
         sends(b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 6\r\n\r\n<html>", then_resets=False),
         502,
-        "is not one of",
+        "is invalid for",
     ),
 }
 
@@ -141,7 +141,7 @@ STREAMED: dict[str, tuple[Misbehaviour, str]] = {
     "resets in an event": (sends(STREAM_HEAD + chunk(EVENT), chunk(EVENT[:30])), "broke off"),
     "resets in a chunk": (sends(STREAM_HEAD + chunk(EVENT), b"ff\r\ndata: {"), "broke off"),
     "falls silent in a stream": (stalls_in_a_stream, "stood still"),
-    "streams half a JSON": (sends(STREAM_HEAD + chunk(b'data: {"id": \n\n'), chunk(b"")), "streamed what is no chunk"),
+    "streams half a JSON": (sends(STREAM_HEAD + chunk(b'data: {"id": \n\n'), chunk(b"")), "streamed an invalid chunk"),
     "ends a stream early": (
         sends(STREAM_HEAD + chunk(EVENT) + chunk(b""), then_resets=False),
         "ended its answer early",

@@ -18,7 +18,7 @@ from agentlightning.run import attempt_token
 from agentlightning.runner import LitAgentRunner
 from agentlightning.tracer.dummy import DummyTracer
 from agentlightning.types import AttemptedRollout
-from agentlightning_plugins.gateway.limits.key import Authenticator
+from agentlightning_plugins.gateway.access.authentication import Authenticator
 from agentlightning_plugins.gateway.proxy import LLMProxy
 from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
@@ -73,9 +73,9 @@ async def test_where_keys_are_required_only_the_attempts_own_opens() -> None:
         rollout, client = await case.start()
         other, _ = await case.start()
         await client.with_options(api_key=key_of(case, rollout)).chat.completions.create(**BODY)
-        with pytest.raises(openai.AuthenticationError, match="shows a key that is none"):
+        with pytest.raises(openai.AuthenticationError, match="has a key that is not of an attempt"):
             await client.chat.completions.create(**BODY)
-        with pytest.raises(openai.PermissionDeniedError, match="good for attempt"):
+        with pytest.raises(openai.PermissionDeniedError, match="is for attempt"):
             await client.with_options(api_key=key_of(case, other)).chat.completions.create(**BODY)
         stranger = attempt_token.mint(b"guess", rollout.rollout_id, rollout.attempt.attempt_id, time.time() + 9)
         with pytest.raises(openai.AuthenticationError, match="AGL_TOKEN"):

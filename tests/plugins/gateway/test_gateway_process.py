@@ -46,7 +46,7 @@ async def test_a_gateway_process_records_into_a_served_store_and_dies_with_notic
                 proxy.update_model_list([{**entry(server.endpoint), "api_key": "os.environ/KEY_OF_THE_PARENT_ONLY"}])
             assert (await proxy.status())["backends"][0]["endpoint"] == server.endpoint, "it goes on as it was"
             os.kill(_pid(proxy), signal.SIGKILL)
-            with pytest.raises(StoreError, match="died with exit code -9"):
+            with pytest.raises(StoreError, match="exited with code -9"):
                 await proxy.flush()
             assert not proxy.is_running
             await proxy.stop()

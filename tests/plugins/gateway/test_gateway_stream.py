@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from agentlightning_plugins.gateway.dialects.dialect import Asked, Completion, Dialect
+from agentlightning_plugins.gateway.dialects.dialect import Completion, Dialect, TokenOptions
 from agentlightning_plugins.gateway.dialects.openai import ChatCompletions
-from agentlightning_plugins.gateway.recording.call import Call, TraceContext
-from agentlightning_plugins.gateway.recording.stream import StreamReader
+from tests.plugins.gateway.gateway_setup import stream_reader
 
 NASTY = ['say "choices":[{"index":1}] to me', "]}\n\ndata: {", "}],", '"logprobs":{"content":[', "é𝄞\\", "{", ""]
 
@@ -55,31 +54,30 @@ STREAMS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def read(dialect: Dialect, asked: Asked, pieces: list[bytes]) -> tuple[list[Any], Completion, bool]:
+def read(dialect: Dialect, options: TokenOptions, pieces: list[bytes]) -> tuple[list[Any], Completion, bool]:
     """What the agent gets, event by event, and what is recorded."""
-    body = {"logprobs": asked.logprobs, "return_token_ids": asked.token_ids}
-    call = Call(("r", "a"), dialect, b"{}", body, "m", TraceContext.from_header(None))
-    reader = StreamReader(call)
+    body = {"logprobs": options.logprobs, "return_token_ids": options.token_ids}
+    call, reader = stream_reader(dialect, body)
     shown = b"".join([*map(reader.feed, pieces), reader.close(None)])
     assert shown.endswith(b"\n\n")
     data = [event.removeprefix(b"data: ") for event in shown.split(b"\n\n")[:-1]]
     return [text if text == b"[DONE]" else json.loads(text) for text in data], call.completion, call.is_complete
 
 
-@pytest.mark.parametrize("asked", [Asked(*both) for both in itertools.product([False, True], repeat=2)])
+@pytest.mark.parametrize("options", [TokenOptions(*both) for both in itertools.product([False, True], repeat=2)])
 @pytest.mark.parametrize("name", STREAMS)
-def test_events_that_come_together_are_read_as_if_they_came_one_by_one(name: str, asked: Asked) -> None:
+def test_events_that_come_together_are_read_as_if_they_came_one_by_one(name: str, options: TokenOptions) -> None:
     events = [b"data: %b\n\n" % json.dumps(chunk, separators=(",", ":")).encode() for chunk in STREAMS[name]]
     events.append(b"data: [DONE]\n\n")
-    expected = read(OneByOne(), asked, events)
+    expected = read(OneByOne(), options, events)
     assert expected[2] == (name != "that breaks")
     whole = b"".join(events)
     for size in (len(whole), 1000, 300):
-        assert read(ChatCompletions(), asked, [whole[i : i + size] for i in range(0, len(whole), size)]) == expected
+        assert read(ChatCompletions(), options, [whole[i : i + size] for i in range(0, len(whole), size)]) == expected
 
 
 def test_what_nothing_was_taken_out_of_passes_to_the_byte() -> None:
-    call = Call(("r", "a"), ChatCompletions(), b"{}", {}, "m", TraceContext.from_header(None))
+    call, reader = stream_reader(ChatCompletions(), {})
     plain = b'data: {"id":"x", "choices":[{"index":0,"delta":{"content":"\\u00e9 1e-05"}} ]}\n\n'
-    assert StreamReader(call).feed(plain * 3) == plain * 3
+    assert reader.feed(plain * 3) == plain * 3
     assert call.completion.choices[0].text == "é 1e-05" * 3

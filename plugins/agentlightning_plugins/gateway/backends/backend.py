@@ -1,9 +1,10 @@
-"""Which endpoints serve which model, and in what order a call tries them."""
+"""Backends, the table of models that they serve, and load balancing."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,11 +13,11 @@ from urllib.parse import urlsplit
 
 from yarl import URL
 
-from agentlightning.errors import ConfigError, PluginError, suggest
+from agentlightning.errors import ConfigError, PluginError
 from agentlightning.plugin.registry import get_manager
-from agentlightning_plugins.gateway.backends.balance import RoundRobin, rank
 from agentlightning_plugins.gateway.backends.provider import Provider
-from agentlightning_plugins.gateway.limits.budget import Price, read_price
+from agentlightning_plugins.gateway.limits.usage import Price, read_price
+from agentlightning_plugins.gateway.validation import check_keys, check_number
 
 logger = logging.getLogger("agentlightning")
 _PREFIXES: Final = {
@@ -29,13 +30,15 @@ _PREFIXES: Final = {
 """LiteLLM's prefixes, and our provider for each."""
 _HOSTS: Final = {"api.openai.com": "openai", "api.anthropic.com": "anthropic"}
 _ENVIRONMENT: Final = {"openai": "OPENAI", "anthropic": "ANTHROPIC"}
-"""Whose ``_BASE_URL`` and ``_API_KEY`` are used when an entry names neither."""
+"""Providers whose variables ``_BASE_URL`` and ``_API_KEY`` are used if an entry has no endpoint."""
 _COMMON_KEYS: Final = ("sampling_parameters", "provider", "weight", "price")
 _ENTRY_KEYS: Final = ("model_name", "litellm_params", *_COMMON_KEYS)
 _PLAIN_KEYS: Final = ("model_name", "model", "endpoint", "api_key", *_COMMON_KEYS)
 _LITELLM_KEYS: Final = ("model", "api_base", "api_key")
+_HASH_RANGE: Final = float(2**64)
+_ENVIRONMENT_PREFIX: Final = "os.environ/"  # as in LiteLLM: keeps keys out of files
 _providers: Final[dict[Any, Provider]] = {}
-"""One of each kind; they have no state that a model list could change."""
+"""One of each kind. They have no state that depends on a model list."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,24 +48,24 @@ class Backend:
     model: str
     """The name that agents use."""
     served_model: str
-    """The name that the endpoint knows it by."""
+    """The name at the endpoint."""
     endpoint: str
-    """Base URL without a trailing slash, usually ending in ``/v1``."""
+    """Base URL without a trailing slash, usually ending in ``/v1``; empty if the provider needs none."""
     provider: Provider
     api_key: str | None = field(default=None, repr=False)
     sampling_parameters: Mapping[str, Any] = field(default_factory=dict)
     """Top-level fields that replace those of every request."""
-    refused: frozenset[str] = frozenset()
-    """Fields of ours that this endpoint answered with an error; they are not sent again."""
     settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """``litellm_params``, for providers that read more of them."""
+    """``litellm_params``, for providers that read further ones."""
     weight: float = 1.0
-    """Its share of the model's calls, relative to the other backends."""
+    """The share of the model's calls, relative to the other backends."""
     price: Price | None = None
+    refused: frozenset[str] = frozenset()
+    """Fields of capture that this endpoint answered with an error; they are not sent again."""
     retry_at: float = 0.0
-    """``time.monotonic()`` before which other endpoints are tried first."""
+    """``time.monotonic()`` until which other endpoints are tried first."""
     failure: str | None = None
-    """Why it is down: other endpoints are tried first until a health check finds it again. None: it is up."""
+    """Why it is down, until a health check succeeds; None if it is up. Backends that are down are tried last."""
     identity: bytes = field(init=False, repr=False)
     """The same for the same backend in every process and every model list."""
     _urls: dict[str, URL] = field(default_factory=dict, repr=False)
@@ -73,20 +76,14 @@ class Backend:
 
     @property
     def is_up(self) -> bool:
-        """Whether calls to it may succeed, as far as is known."""
         return self.failure is None
 
-    @property
-    def is_probed(self) -> bool:
-        """Whether it has an address to ask."""
-        return bool(self.endpoint)
-
     def redact_key(self, text: bytes) -> bytes:
-        """Blacks out this endpoint's key."""
+        """Replaces this endpoint's key by asterisks."""
         return text if self.api_key is None else text.replace(self.api_key.encode(), b"***")
 
     def mark(self, failure: str | None) -> None:
-        """Notes that somebody could not reach it, or could (None)."""
+        """Records that it could not be reached, or that it could (None)."""
         if failure is not None and self.failure is None:
             logger.warning("backend %s of model %r is down: %s", self.endpoint, self.model, failure)
         elif failure is None and self.failure is not None:
@@ -95,12 +92,12 @@ class Backend:
         self.failure = failure
 
     def is_like(self, other: Backend) -> bool:
-        """Whether a model list says the same of both."""
+        """Whether both have the same entry in the model list."""
         names = ("identity", "api_key", "provider", "sampling_parameters", "settings", "weight", "price")
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
     def url(self, path: str) -> URL:
-        """The URL of ``chat/completions`` and the like; parsed once, unless an agent adds a query."""
+        """Returns the URL of a path such as ``chat/completions``; caches it unless the path has a query."""
         url = self._urls.get(path)
         if url is None:
             url = URL(self.provider.url(self.endpoint, path))
@@ -109,31 +106,58 @@ class Backend:
         return url
 
     def authorize(self, headers: Mapping[str, str]) -> Mapping[str, str]:
-        """Adds this endpoint's own key to headers that have none."""
+        """Adds this endpoint's key to headers without one."""
         return headers if self.api_key is None else {**headers, **self.provider.authorize(self.api_key)}
 
 
 def describe_error(error: Exception) -> str:
-    """What went wrong with a connection, in a few words."""
+    """Describes a connection error in a few words."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
+def _rank(backends: Sequence[Backend], key: str) -> list[Backend]:
+    """Orders backends for a key by weighted rendezvous hashing.
+
+    The score of a backend is -weight / ln(u), with u uniform in (0, 1) from the hash of key and backend; the highest
+    score comes first. So each backend is first for its share of the keys, and a new or removed backend moves only its
+    own keys. (Thaler and Ravishankar, "Using name-based mappings to increase hit rates", 1998.)
+    """
+    text = key.encode()
+    return sorted(backends, key=lambda backend: _score(text, backend), reverse=True)
+
+
+def _score(key: bytes, backend: Backend) -> float:
+    digest = hashlib.blake2b(key, digest_size=8, key=backend.identity).digest()
+    uniform = (int.from_bytes(digest, "big") + 0.5) / _HASH_RANGE
+    return math.inf if uniform >= 1.0 else -backend.weight / math.log(uniform)
+
+
+class _RoundRobin:
+    """Smooth weighted round-robin, as in nginx."""
+
+    def __init__(self) -> None:
+        self._current_weights: dict[bytes, float] = {}
+
+    def order(self, backends: Sequence[Backend]) -> list[Backend]:
+        """Returns all backends, beginning with the next in turn."""
+        weights = {b.identity: self._current_weights.get(b.identity, 0.0) + b.weight for b in backends}
+        order = sorted(backends, key=lambda backend: weights[backend.identity], reverse=True)
+        weights[order[0].identity] -= sum(backend.weight for backend in backends)
+        self._current_weights = weights
+        return order
+
+
 class ModelTable:
-    """The models of one ``model_list``. Several entries of one name are several backends of that model."""
+    """The models of one ``model_list``. Entries with the same name are backends of one model."""
 
     def __init__(self, model_list: Sequence[Mapping[str, Any]], previous: ModelTable | None = None) -> None:
-        """Reads a model list.
-
-        Args:
-            model_list: as ``LLMProxy`` takes it.
-            previous: the table that this one replaces; backends of which nothing changed stay the same objects, with
-                what is known of their health.
+        """Reads a model list. Backends that did not change since ``previous`` stay the same objects, with their health.
 
         Raises:
-            ConfigError: an entry with an unknown or missing key.
+            ConfigError: an entry has an unknown or missing key, or a wrong value.
         """
         self._backends: dict[str, list[Backend]] = {}
-        self._round_robin: dict[str, RoundRobin] = {}
+        self._round_robin: dict[str, _RoundRobin] = {}
         known = {backend.identity: backend for backend in previous.backends} if previous is not None else {}
         for position, entry in enumerate(model_list):
             backend = _read_entry(entry, f"model_list[{position}]")
@@ -144,57 +168,50 @@ class ModelTable:
 
     @property
     def names(self) -> list[str]:
-        """The models that agents can ask for, in the order of the list."""
+        """The models that agents can use, in the order of the list."""
         return list(self._backends)
 
     @property
     def backends(self) -> list[Backend]:
-        """Those of all models, model by model."""
+        """The backends of all models, model by model."""
         return [backend for backends in self._backends.values() for backend in backends]
 
     def route(self, model: str, rollout_id: str | None, now: float) -> list[Backend]:
-        """The backends of a model in the order in which to try them.
+        """Returns the backends of a model in the order in which to try them; none if the model is unknown.
 
-        Calls of one rollout begin at the same backend, so that its prefix cache helps; calls without a rollout take
-        turns. Backends that are down, or failed a moment ago, come last.
-
-        Args:
-            model: as the agent named it; unknown gives an empty list.
-            rollout_id: whose call it is.
-            now: ``time.monotonic()``.
+        All calls of a rollout begin at the same backend, for its prefix cache; other calls are distributed in turn.
+        Backends that are down, or failed a moment before ``now`` (``time.monotonic()``), come last.
         """
         backends = self._backends.get(model)
         if backends is None or len(backends) == 1:
             return backends or []
         if rollout_id is None:
-            order = self._round_robin.setdefault(model, RoundRobin()).order(backends)
+            order = self._round_robin.setdefault(model, _RoundRobin()).order(backends)
         else:
-            order = rank(backends, rollout_id)
+            order = _rank(backends, rollout_id)
         return sorted(order, key=lambda backend: not backend.is_up or backend.retry_at > now)
 
 
 def _read_entry(entry: Mapping[str, Any], where: str) -> Backend:
     if not isinstance(entry, Mapping):
         raise ConfigError(f"{where} is {entry!r}; give a mapping with 'model' and 'endpoint'")
-    kind, params = entry.get("provider"), {}
-    if "litellm_params" in entry:
-        _check_keys(entry, _ENTRY_KEYS, where)
-        params, where = entry["litellm_params"], f"{where}['litellm_params']"
-        if not isinstance(params, Mapping):
-            raise ConfigError(f"{where} is {params!r}; give a mapping with 'model' and 'api_base'")
+    kind, source, endpoint_key = entry.get("provider"), entry, "endpoint"
+    is_litellm_form = "litellm_params" in entry
+    check_keys(entry, _ENTRY_KEYS if is_litellm_form else _PLAIN_KEYS, where)
+    if is_litellm_form:
+        source, where, endpoint_key = entry["litellm_params"], f"{where}['litellm_params']", "api_base"
+        if not isinstance(source, Mapping):
+            raise ConfigError(f"{where} is {source!r}; give a mapping with 'model' and 'api_base'")
         if kind != "litellm":
-            _check_keys(params, _LITELLM_KEYS, where)
-        served, name = _text(params, "model", where), "api_base"
-        endpoint, key, model = params.get("api_base"), params.get("api_key"), entry.get("model_name")
-        prefix, _, rest = served.partition("/")
-        if kind != "litellm" and rest and prefix in _PREFIXES:
-            served, kind = rest, kind or _PREFIXES[prefix]
-            if kind == "openai" and endpoint is not None:  # LiteLLM's way to say: like OpenAI
-                kind = None
-    else:
-        _check_keys(entry, _PLAIN_KEYS, where)
-        served, name = _text(entry, "model", where), "endpoint"
-        endpoint, key, model = entry.get("endpoint"), entry.get("api_key"), entry.get("model_name")
+            check_keys(source, _LITELLM_KEYS, where)
+    served, endpoint, key = source.get("model"), source.get(endpoint_key), source.get("api_key")
+    if not isinstance(served, str) or not served:
+        raise ConfigError(f"{where} needs 'model', got {served!r}")
+    prefix, _, rest = served.partition("/")
+    if is_litellm_form and kind != "litellm" and rest and prefix in _PREFIXES:
+        served, kind = rest, kind or _PREFIXES[prefix]
+        if kind == "openai" and endpoint is not None:  # LiteLLM uses this prefix for OpenAI-compatible servers too
+            kind = None
     provider = _find_provider(kind or _kind_of(endpoint), where)
     if not endpoint:
         environment = _ENVIRONMENT.get(kind or "")
@@ -204,16 +221,17 @@ def _read_entry(entry: Mapping[str, Any], where: str) -> Backend:
         endpoint = endpoint or provider.endpoint
     if endpoint is None:
         raise ConfigError(
-            f"{where} needs {name!r}, the base URL of an OpenAI-compatible endpoint of {served!r}, or a 'provider'"
+            f"{where} needs {endpoint_key!r}, the base URL of an OpenAI-compatible endpoint of {served!r}, "
+            "or a 'provider'"
         )
     return Backend(
-        model=model or served,
+        model=entry.get("model_name") or served,
         served_model=served,
         endpoint=_read_endpoint(endpoint, where) if endpoint else "",
         provider=provider,
         api_key=_read_key(key, where),
         sampling_parameters=dict(entry.get("sampling_parameters") or {}),
-        settings=dict(params),
+        settings=dict(source) if is_litellm_form else {},
         weight=_read_weight(entry.get("weight"), where),
         price=read_price(entry.get("price"), where),
     )
@@ -233,19 +251,6 @@ def _find_provider(kind: Any, where: str) -> Provider:
     return _providers[kind]
 
 
-def _check_keys(entry: Mapping[str, Any], known: Sequence[str], where: str) -> None:
-    for key in entry:
-        if key not in known:
-            raise ConfigError(f"{where} has no key {key!r}.{suggest(str(key), known)} Keys: {', '.join(known)}.")
-
-
-def _text(entry: Mapping[str, Any], key: str, where: str) -> str:
-    value = entry.get(key)
-    if not isinstance(value, str) or not value:
-        raise ConfigError(f"{where} needs {key!r}, got {value!r}")
-    return value
-
-
 def _read_endpoint(endpoint: Any, where: str) -> str:
     try:
         url = URL(endpoint)
@@ -254,15 +259,14 @@ def _read_endpoint(endpoint: Any, where: str) -> str:
     if url.scheme not in ("http", "https") or not url.host:
         raise ConfigError(f"{where}: the endpoint {endpoint!r} is not an http(s) URL such as http://127.0.0.1:8000/v1")
     if url.user or url.password:
-        raise ConfigError(f"{where}: the endpoint of {url.host} carries credentials; give them as api_key")
+        raise ConfigError(f"{where}: the endpoint of {url.host} contains credentials; give them as api_key")
     return str(endpoint).rstrip("/")
 
 
 def _read_weight(weight: Any, where: str) -> float:
-    if weight is None:
-        return 1.0
-    if not isinstance(weight, (int, float)) or isinstance(weight, bool) or not 0 < weight < float("inf"):
-        raise ConfigError(f"{where}: weight is {weight!r}; give a number above 0")
+    weight = check_number(1.0 if weight is None else weight, f"{where}: weight")
+    if weight == float("inf"):
+        raise ConfigError(f"{where}: weight is infinite; give a number above 0")
     return float(weight)
 
 
@@ -271,10 +275,9 @@ def _read_key(key: Any, where: str) -> str | None:
         return None
     if not isinstance(key, str):
         raise ConfigError(f"{where}: api_key is a {type(key).__name__}; give a string")
-    prefix = "os.environ/"  # LiteLLM's way to keep keys out of files
-    if key.startswith(prefix):
-        name = key.removeprefix(prefix)
-        if name not in os.environ:
-            raise ConfigError(f"{where}: api_key names the environment variable {name}, which is not set")
-        return os.environ[name]
-    return key
+    if not key.startswith(_ENVIRONMENT_PREFIX):
+        return key
+    name = key.removeprefix(_ENVIRONMENT_PREFIX)
+    if name not in os.environ:
+        raise ConfigError(f"{where}: api_key names the environment variable {name}, which is not set")
+    return os.environ[name]

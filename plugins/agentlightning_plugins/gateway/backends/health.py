@@ -1,4 +1,4 @@
-"""Looks after backends in the background: finds those that are gone before a call does, and those that are back."""
+"""Health checks: find backends that are down before a call does, and those that are up again."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from agentlightning_plugins.gateway.backends.backend import Backend, describe_er
 logger = logging.getLogger("agentlightning")
 
 INTERVAL_S: Final = 10.0
-"""Between two looks at a backend that is up."""
+"""Between checks of a backend that is up."""
 _DOWN_INTERVAL_S: Final = 1.0
-"""Between two looks at one that is down."""
+"""Between checks of a backend that is down, unless the other interval is shorter."""
 _TIMEOUT_S: Final = 5.0
 _MAX_SILENCES: Final = 3
-"""Looks in a row that may stay without an answer: a server that trains or compiles is busy, not gone."""
+"""Unanswered checks in a row before a backend is down: a server that trains or compiles is busy, not gone."""
 
 
 class HealthCheck:
-    """Asks each backend for its models every few seconds. Any answer below 500 shows that somebody is there."""
+    """Requests the models of each backend every few seconds. Any status below 500 shows that the backend is up."""
 
     def __init__(
         self,
@@ -32,40 +32,33 @@ class HealthCheck:
         interval_s: float = INTERVAL_S,
         timeout_s: float = _TIMEOUT_S,
     ) -> None:
-        """Prepares the check.
-
-        Args:
-            backends: those to look at; asked again for each round, as a model list may change.
-            interval_s: for backends that are up; those that are down are looked at every second, if that is sooner.
-            timeout_s: for one look.
-        """
-        self._backends = backends
+        self._backends = backends  # called for each round, because the model list may change
         self._interval_s = interval_s
         self._timeout_s = timeout_s
         self._silences: Counter[bytes] = Counter()
-        self._next_look: dict[bytes, float] = {}
+        self._next_check: dict[bytes, float] = {}
         self._broken: set[bytes] = set()
-        """Those whose provider failed to look."""
+        """Backends whose provider raised an unexpected error, which is logged once."""
 
     async def run(self) -> None:
-        """Looks until cancelled."""
+        """Checks until cancelled."""
         clock = asyncio.get_running_loop().time
         async with aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(force_close=True),  # whether a new one can be made is the question
+            connector=aiohttp.TCPConnector(force_close=True),  # each check tries to make a new connection
             timeout=aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=self._timeout_s / 2),
             cookie_jar=aiohttp.DummyCookieJar(),
         ) as session:
             while True:
-                backends = {backend.identity: backend for backend in self._backends() if backend.is_probed}
+                backends = {backend.identity: backend for backend in self._backends() if backend.endpoint}
                 now = clock()
-                due = [b for name, b in backends.items() if not b.is_up or self._next_look.get(name, 0.0) <= now]
-                await asyncio.gather(*(self._look(session, backend) for backend in due))
-                looked = clock()
-                self._next_look = {name: self._next_look.get(name, 0.0) for name in backends}
-                self._next_look.update((backend.identity, looked + self._interval_s) for backend in due)
+                due = [b for name, b in backends.items() if not b.is_up or self._next_check.get(name, 0.0) <= now]
+                await asyncio.gather(*(self._check(session, backend) for backend in due))
+                next_check = clock() + self._interval_s
+                self._next_check = {name: self._next_check.get(name, 0.0) for name in backends}
+                self._next_check.update((backend.identity, next_check) for backend in due)
                 await asyncio.sleep(min(_DOWN_INTERVAL_S, self._interval_s))
 
-    async def _look(self, session: aiohttp.ClientSession, backend: Backend) -> None:
+    async def _check(self, session: aiohttp.ClientSession, backend: Backend) -> None:
         failure = None
         try:
             url, headers = backend.url("models"), backend.authorize({})
@@ -79,10 +72,10 @@ class HealthCheck:
                 if self._silences[backend.identity] < _MAX_SILENCES:
                     return
                 failure = f"it did not answer for {self._timeout_s:g} s, {_MAX_SILENCES} times in a row"
-        except Exception:  # isolation point: a provider may be somebody else's code, and others are still to be asked
+        except Exception:  # isolation point: a provider may be third-party code, and the other backends need checks
             if backend.identity not in self._broken:
                 self._broken.add(backend.identity)
-                logger.exception("backend %s of model %r cannot be looked at", backend.endpoint, backend.model)
+                logger.exception("backend %s of model %r cannot be checked", backend.endpoint, backend.model)
             return
         else:
             self._silences.pop(backend.identity, None)

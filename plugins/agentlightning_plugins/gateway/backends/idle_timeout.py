@@ -1,4 +1,4 @@
-"""A time limit that every sign of life puts off."""
+"""A timeout that activity resets."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Self
 
 
 class IdleTimeout:
-    """Raises TimeoutError in the block once it has not been ``reset`` for too long.
+    """Raises TimeoutError in its block if ``reset`` is not called for too long.
 
-    One timer for the whole block, however often it is reset: one for each piece of a stream, as aiohttp's
-    ``sock_read`` sets, shows in the CPU time of a call. It works for providers that use no aiohttp, too.
+    It uses one timer for the whole block, because a timer for each piece of a stream, as in aiohttp's ``sock_read``,
+    shows in the CPU time of a call. It also works for providers that do not use aiohttp.
     """
 
     __slots__ = ("_cancelling", "_is_expired", "_limit_s", "_loop", "_reset_at", "_task", "_timer")
@@ -20,7 +20,7 @@ class IdleTimeout:
         self._limit_s = limit_s
 
     def reset(self) -> None:
-        """Begins the time anew."""
+        """Restarts the timeout."""
         self._reset_at = self._loop.time()
 
     def __enter__(self) -> Self:

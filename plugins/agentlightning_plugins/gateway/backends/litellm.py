@@ -1,4 +1,4 @@
-"""Model servers that speak no dialect of ours, through the ``litellm`` library in this process."""
+"""The provider ``litellm``: model servers without a dialect of ours, through the litellm library in this process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentlightning_plugins.gateway.backends.provider import BackendAnswer, Prov
 from agentlightning_plugins.gateway.dialects.json_text import dump_json, parse_json
 from agentlightning_plugins.gateway.dialects.sse import DONE, to_event
 
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else the import fetches a list of prices
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # without it, the import downloads a list of prices
 
 import litellm  # it reads the variable when it is imported
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 litellm.suppress_debug_info = True
 
-_OURS: Final = ("return_token_ids",)  # providers behind it have none, and refuse what they do not know
-_NO_MCP: Final = {"_skip_mcp_handler": True}  # tools are the agent's; litellm's own would need another version of mcp
+_CAPTURE_FIELDS: Final = ("return_token_ids",)  # unknown to the providers behind it, which refuse unknown fields
+_NO_MCP: Final = {"_skip_mcp_handler": True}  # the tools are the agent's; litellm's own need another version of mcp
 _OWN: Final = ("model", "api_base", "api_key")
 
 
 class LiteLLM(Provider):
-    """Any provider that ``litellm`` knows: the entry's ``model`` has its prefix, as in ``bedrock/...``."""
+    """Any provider that ``litellm`` supports: the entry's ``model`` has its prefix, as in ``bedrock/...``."""
 
     name = "litellm"
     dialects = frozenset({"openai-chat", "openai-embeddings"})
@@ -43,7 +43,7 @@ class LiteLLM(Provider):
     async def send(
         self, session: aiohttp.ClientSession, backend: Backend, path: str, body: bytes, headers: Mapping[str, str]
     ) -> BackendAnswer:
-        request = {key: value for key, value in parse_json(body).items() if key not in _OURS}
+        request = {key: value for key, value in parse_json(body).items() if key not in _CAPTURE_FIELDS}
         settings = {key: value for key, value in backend.settings.items() if key not in _OWN}
         call = litellm.aembedding if path == "embeddings" else litellm.acompletion
         try:
@@ -52,27 +52,29 @@ class LiteLLM(Provider):
                 api_base=backend.endpoint or None,
                 api_key=backend.api_key,
                 drop_params=True,
-                num_retries=0,  # the gateway tries again itself
+                num_retries=0,  # the gateway retries
                 max_retries=0,
                 **_NO_MCP if path == "chat/completions" else {},
             )
         except litellm.exceptions.APIConnectionError as error:
             raise aiohttp.ClientConnectionError(_first_line(error, backend.api_key)) from error
         except Exception as error:  # isolation point: each provider behind litellm has errors of its own
-            return _tell(error, backend.api_key)
+            status, message = getattr(error, "status_code", 500), _first_line(error, backend.api_key)
+            told = {"error": {"message": message, "type": type(error).__name__, "param": None, "code": None}}
+            return _Answer(status if isinstance(status, int) else 500, _once(dump_json(told)))
         if request.get("stream"):
-            return _Answer(200, "text/event-stream", _events(answer), backend.api_key, answer)
-        return _Answer(200, "application/json", _once(dump_json(answer.model_dump(mode="json"))))
+            return _Answer(200, _events(answer), "text/event-stream", backend.api_key, answer)
+        return _Answer(200, _once(dump_json(answer.model_dump(mode="json"))))
 
 
 class _Answer:
-    """An answer that never was HTTP, in the form of one."""
+    """An answer of litellm in the form of an HTTP response."""
 
     def __init__(
         self,
         status: int,
-        content_type: str,
         pieces: AsyncIterator[bytes],
+        content_type: str = "application/json",
         api_key: str | None = None,
         source: object = None,
     ) -> None:
@@ -105,20 +107,14 @@ class _Answer:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        for stream in (self._pieces, self._source):  # a generator does not close what it iterates over
+        for stream in (self._pieces, self._source):  # closing a generator does not close its source
             close = getattr(stream, "aclose", None)
             if close is not None:
                 await close()
 
 
-def _tell(error: Exception, api_key: str | None) -> _Answer:
-    status, message = getattr(error, "status_code", 500), _first_line(error, api_key)
-    body = {"error": {"message": message, "type": type(error).__name__, "param": None, "code": None}}
-    return _Answer(status if isinstance(status, int) else 500, "application/json", _once(dump_json(body)))
-
-
 def _first_line(error: Exception, api_key: str | None) -> str:
-    """What an error says, without the traceback and the advice that litellm appends, and without the key."""
+    """Returns an error's message without the key, and without the traceback and advice that litellm appends."""
     line = str(getattr(error, "message", None) or error).partition("\n")[0]
     return line.replace(api_key, "***") if api_key else line
 

@@ -1,4 +1,4 @@
-"""How kinds of model servers are spoken to: the component kind ``provider``."""
+"""The component kind ``provider``: a kind of model server."""
 
 from __future__ import annotations
 
@@ -14,43 +14,33 @@ if TYPE_CHECKING:
 
 
 class BackendContent(Protocol):
-    """The body of an answer, as it arrives."""
+    """The body of an answer while it arrives."""
 
     async def readany(self) -> bytes:
-        """What has arrived, waiting for something if nothing has; nothing at the end."""
-        ...
+        """Returns what has arrived, after waiting for something; empty at the end."""
 
     def at_eof(self) -> bool:
-        """Whether all has been read."""
-        ...
+        """Whether everything has been read."""
 
 
 class BackendAnswer(Protocol):
-    """What a backend answered; an ``aiohttp.ClientResponse`` is one."""
+    """The answer of a backend, such as an ``aiohttp.ClientResponse``."""
 
     @property
-    def status(self) -> int:
-        """As in HTTP."""
-        ...
+    def status(self) -> int: ...
 
     @property
-    def headers(self) -> CIMultiDictProxy[str]:
-        """As in HTTP."""
-        ...
+    def headers(self) -> CIMultiDictProxy[str]: ...
 
     @property
     def content_type(self) -> str:
-        """``text/event-stream`` makes it a stream."""
-        ...
+        """``text/event-stream`` for a stream."""
 
     @property
-    def content(self) -> BackendContent:
-        """To read a stream by."""
-        ...
+    def content(self) -> BackendContent: ...
 
     async def read(self) -> bytes:
-        """The whole body."""
-        ...
+        """Returns the whole body."""
 
     async def __aenter__(self) -> Self: ...
 
@@ -59,93 +49,56 @@ class BackendAnswer(Protocol):
     ) -> None: ...
 
 
-class Provider(Protocol):
-    """A kind of model server. Made once, without arguments, and shared by all its backends."""
-
-    @property
-    def name(self) -> str:
-        """OpenTelemetry's ``gen_ai.provider.name``."""
-        ...
-
-    @property
-    def dialects(self) -> frozenset[str]:
-        """The names of the dialects that it speaks itself. Others are translated to ``openai-chat`` if that is one."""
-        ...
-
-    @property
-    def endpoint(self) -> str | None:
-        """Where it is when a model list does not say; None when it must say."""
-        ...
-
-    def url(self, endpoint: str, path: str) -> str:
-        """The URL of a dialect's path.
-
-        Args:
-            endpoint: as in the model list, without a trailing slash.
-            path: such as ``chat/completions``.
-        """
-        ...
-
-    def authorize(self, api_key: str) -> Mapping[str, str]:
-        """The headers that carry a key."""
-        ...
-
-    async def send(
-        self, session: aiohttp.ClientSession, backend: Backend, path: str, body: bytes, headers: Mapping[str, str]
-    ) -> BackendAnswer:
-        """Sends a request and returns its answer, of which status and headers have arrived.
-
-        Args:
-            session: the gateway's connections.
-            backend: to whom.
-            path: of one of ``dialects``, such as ``chat/completions``.
-            body: JSON.
-            headers: those of the agent that may go on, with those of ``authorize``.
-
-        Raises:
-            TimeoutError, aiohttp.ClientError, OSError: there is no answer; the call is tried again, or elsewhere.
-        """
-        ...
-
-
-class HttpProvider(Provider):
-    """A kind of model server that is spoken to over HTTP, with its key in a header."""
+class Provider:
+    """A kind of model server with an HTTP API. Created once, without arguments, and shared by all its backends."""
 
     name: str = "openai"
+    """OpenTelemetry's ``gen_ai.provider.name``."""
     endpoint: str | None = None
+    """The default endpoint; None if the model list must state one."""
     dialects: frozenset[str] = frozenset({"openai-chat", "openai-completions", "openai-embeddings"})
+    """The names of the dialects that it speaks. Others are translated to ``openai-chat``, if that is included."""
 
     def url(self, endpoint: str, path: str) -> str:
+        """Returns the URL of a path such as ``chat/completions``, below an endpoint without a trailing slash."""
         return f"{endpoint}/{path}"
 
     def authorize(self, api_key: str) -> Mapping[str, str]:
+        """Returns the headers that carry a key."""
         return {"Authorization": f"Bearer {api_key}"}
 
     async def send(
         self, session: aiohttp.ClientSession, backend: Backend, path: str, body: bytes, headers: Mapping[str, str]
     ) -> BackendAnswer:
+        """Sends a request and returns its answer, whose status and headers have arrived.
+
+        ``headers`` include those of ``authorize``.
+
+        Raises:
+            TimeoutError, aiohttp.ClientError, OSError: no answer came; the call is tried again, or elsewhere.
+        """
         return await session.post(backend.url(path), data=body, headers=headers, allow_redirects=False)
 
 
-class OpenAICompatible(HttpProvider):
-    """A server that speaks Chat Completions, Completions and Embeddings as OpenAI does."""
+class OpenAICompatible(Provider):
+    """A server with OpenAI's Chat Completions, Completions and Embeddings."""
 
 
 class VLLM(OpenAICompatible):
-    """vLLM. Its own Responses and Messages tell no token ids, so those are translated."""
+    """vLLM. Its own Responses and Messages return no token ids, so these are translated."""
 
     name = "vllm"
 
 
-class OpenAI(HttpProvider):
-    """OpenAI itself."""
+class OpenAI(Provider):
+    """OpenAI."""
 
     endpoint = "https://api.openai.com/v1"
-    dialects = HttpProvider.dialects | {"openai-responses"}
+    dialects = Provider.dialects | {"openai-responses"}
 
 
-class Anthropic(HttpProvider):
-    """Anthropic itself, and servers that speak its Messages."""
+class Anthropic(Provider):
+    """Anthropic, and servers that speak its Messages."""
 
     name = "anthropic"
     endpoint = "https://api.anthropic.com"

@@ -1,1 +1,1 @@
-"""The APIs that the gateway speaks."""
+"""The APIs that agents and model servers speak."""

@@ -1,8 +1,9 @@
-"""The parts of a ``chat.completion`` in their order, as APIs that list what they answer need them."""
+"""Translation of requests to Chat Completions and of its answers, part by part, to APIs that list their parts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -11,22 +12,22 @@ PartKind: TypeAlias = Literal["reasoning", "text", "refusal", "tool_call"]
 
 @dataclass(slots=True)
 class Part:
-    """A stretch of reasoning, of text or of refusal, or one tool call."""
+    """A stretch of reasoning, text or refusal, or one tool call."""
 
     kind: PartKind
     index: int
     """Among all parts."""
     text: str = ""
-    """So far; of a tool call its arguments."""
+    """So far; the arguments of a tool call."""
     call_id: str = ""
     name: str = ""
-    """Of the tool that is called."""
+    """Of the called tool."""
     logprobs: list[Any] = field(default_factory=list)
-    """Of its tokens, as Chat Completions tells them, where they are kept."""
+    """Of its tokens, in the form of Chat Completions; empty if they are not kept."""
 
 
-class Step(NamedTuple):
-    """One thing that happens to a part."""
+class PartEvent(NamedTuple):
+    """A change of a part."""
 
     event: Literal["start", "delta", "stop"]
     part: Part
@@ -35,15 +36,10 @@ class Step(NamedTuple):
 
 
 class PartReader:
-    """Cuts an answer, whole or in chunks, into parts. It reads one choice: the APIs it serves know no more."""
+    """Splits an answer, whole or in chunks, into parts. Reads one choice, because the other APIs have only one."""
 
     def __init__(self, *, keeps_logprobs: bool = False) -> None:
-        """Begins an answer.
-
-        Args:
-            keeps_logprobs: whether parts collect the log-probabilities of their tokens, which are most of an answer.
-        """
-        self._keeps_logprobs = keeps_logprobs
+        self._keeps_logprobs = keeps_logprobs  # only on demand: they are most of an answer's bytes
         self.parts: list[Part] = []
         self.finish_reason: str | None = None
         self.id: str = ""
@@ -52,7 +48,7 @@ class PartReader:
         self.usage: Mapping[str, Any] = {}
         self.prompt_tokens: int = 0
         self.stop_sequence: str | None = None
-        """The text that ended the answer, where the backend says so, as vLLM does."""
+        """The text that ended the answer, if the backend states it, as vLLM does."""
         self._open: Part | None = None
         self._calls: dict[int, Part] = {}
 
@@ -60,21 +56,19 @@ class PartReader:
         """Reads a whole answer.
 
         Raises:
-            KeyError, TypeError, ValueError, AttributeError: it is none.
+            KeyError, TypeError, ValueError, AttributeError: it is not a chat completion.
         """
-        choices = [{**choice, "delta": choice["message"]} for choice in answer["choices"]]
-        for choice in choices:
-            calls = choice["delta"].get("tool_calls") or ()
-            choice["delta"] = {
-                **choice["delta"],
-                "tool_calls": [{**call, "index": position} for position, call in enumerate(calls)],
-            }
+        choices = []
+        for choice in answer["choices"]:
+            message = choice["message"]
+            calls = [{**call, "index": index} for index, call in enumerate(message.get("tool_calls") or ())]
+            choices.append({**choice, "delta": {**message, "tool_calls": calls}})
         for _ in self.feed({**answer, "choices": choices}):
             pass
         self._open = None
 
-    def feed(self, chunk: Mapping[str, Any]) -> Iterator[Step]:
-        """What a chunk adds; raises as ``read_whole``."""
+    def feed(self, chunk: Mapping[str, Any]) -> Iterator[PartEvent]:
+        """Yields the changes that a chunk makes; raises as ``read_whole``."""
         self.id = self.id or chunk.get("id") or ""
         self.model = self.model or chunk.get("model") or ""
         self.created = self.created or chunk.get("created") or 0
@@ -86,13 +80,13 @@ class PartReader:
             if not choice.get("index"):
                 yield from self._read(choice)
 
-    def close(self) -> Iterator[Step]:
+    def close(self) -> Iterator[PartEvent]:
         """Ends the part that is still open."""
         part, self._open = self._open, None
         if part is not None:
-            yield Step("stop", part)
+            yield PartEvent("stop", part)
 
-    def _read(self, choice: Mapping[str, Any]) -> Iterator[Step]:
+    def _read(self, choice: Mapping[str, Any]) -> Iterator[PartEvent]:
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
         if isinstance(choice.get("stop_reason"), str):
             self.stop_sequence = choice["stop_reason"]
@@ -106,19 +100,19 @@ class PartReader:
         for position, call in enumerate(delta.get("tool_calls") or ()):
             yield from self._add_call(call.get("index", position), call)
 
-    def _add(self, kind: PartKind, text: str | None, logprobs: tuple[Any, ...] = ()) -> Iterator[Step]:
+    def _add(self, kind: PartKind, text: str | None, logprobs: tuple[Any, ...] = ()) -> Iterator[PartEvent]:
         if not text:
             return
         part = self._open
         if part is None or part.kind != kind:
             yield from self.close()
             part = self._start(kind)
-            yield Step("start", part)
+            yield PartEvent("start", part)
         part.text += text
         part.logprobs += logprobs
-        yield Step("delta", part, text, logprobs)
+        yield PartEvent("delta", part, text, logprobs)
 
-    def _add_call(self, position: int, call: Mapping[str, Any]) -> Iterator[Step]:
+    def _add_call(self, position: int, call: Mapping[str, Any]) -> Iterator[PartEvent]:
         function = call.get("function") or {}
         part = self._calls.get(position)
         if part is None:
@@ -126,15 +120,64 @@ class PartReader:
             part = self._calls[position] = self._start("tool_call")
             part.call_id = call.get("id") or f"call_{part.index}"
             part.name = function.get("name") or ""
-            yield Step("start", part)
+            yield PartEvent("start", part)
         elif part is not self._open:
             raise ValueError("the backend interleaves the tool calls of a stream")
         arguments = function.get("arguments")
         if arguments:
             part.text += arguments
-            yield Step("delta", part, arguments)
+            yield PartEvent("delta", part, arguments)
 
     def _start(self, kind: PartKind) -> Part:
         part = self._open = Part(kind, len(self.parts))
         self.parts.append(part)
         return part
+
+
+class PartTranslation(ABC):
+    """Base of translations whose answers list their parts."""
+
+    def __init__(self, body: Mapping[str, Any], *, keeps_logprobs: bool = False) -> None:
+        self._body = body
+        self._reader = PartReader(keeps_logprobs=keeps_logprobs)
+        self._has_begun = False
+
+    def feed(self, chunk: dict[str, Any]) -> bytes:
+        """Translates a ``chat.completion.chunk`` to server-sent events."""
+        events = list(self._reader.feed(chunk))
+        return self._head() + b"".join(map(self._write, events))
+
+    def _head(self) -> bytes:
+        """The events at the start of the stream, once."""
+        if self._has_begun:
+            return b""
+        self._has_begun = True
+        return self._begin()
+
+    def _tail(self) -> bytes:
+        """The events that end the open part."""
+        return b"".join(map(self._write, self._reader.close()))
+
+    @abstractmethod
+    def _begin(self) -> bytes: ...
+
+    @abstractmethod
+    def _write(self, event: PartEvent) -> bytes: ...
+
+
+def take(**fields: Any) -> dict[str, Any]:
+    """Returns the fields that are not None."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def to_content(content: Any, to_part: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Any:
+    """Translates the parts of a message; a single text becomes a plain string."""
+    if not isinstance(content, list):
+        return content
+    parts = [to_part(part) for part in content]
+    return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
+
+
+def to_tool_call(id: Any, name: Any, arguments: Any) -> dict[str, Any]:
+    """Returns a tool call of a chat message."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -1,7 +1,7 @@
-"""Chunks of a stream that came together and differ in their only choice, as nearly all do.
+"""Parses runs of stream chunks that are equal except for their only choice.
 
-What is around the choices is the same bytes in each, so a run of them is parsed as one chunk of many choices, and
-written as it came around each. That spares a stream most of its JSON.
+The bytes around the choices are the same in each chunk, so a run is parsed as one chunk with many choices, and these
+bytes are copied when it is written. This saves most of the JSON work of a stream.
 """
 
 from __future__ import annotations
@@ -19,21 +19,17 @@ _END: Final = b"\n\n"
 
 
 class ChunkRun(NamedTuple):
-    """Events of OpenAI's streams: one, or several of one choice each."""
+    """One event of an OpenAI stream, or several with one choice each."""
 
     chunk: dict[str, Any]
-    """As one: the choices of all in order, and what is the same in all."""
+    """The choices of all events in order, and the fields that are the same in all."""
     rest: bytes
-    """The events behind them."""
+    """The events after the run."""
     around: tuple[bytes, bytes] | None = None
-    """What each of several has before its choice, and behind it; None for one."""
+    """The bytes before and after the choice of each event; None for a single event."""
 
     def write(self, *, as_around: bool) -> bytes:
-        """The events as the chunk is now.
-
-        Args:
-            as_around: whether it has changed in its choices only.
-        """
+        """Writes the events with the present ``chunk``; ``as_around`` says that only its choices have changed."""
         if self.around is None:
             return to_event(dumps(self.chunk))
         choices = self.chunk["choices"]
@@ -44,11 +40,9 @@ class ChunkRun(NamedTuple):
 
 
 def find_run(events: bytes, *, is_alone: bool) -> ChunkRun | None:
-    """The chunks that begin whole events; None when the first of these is of another form.
+    """Finds the run at the start of whole server-sent events; None if the first event has another form.
 
-    Args:
-        events: server-sent events.
-        is_alone: whether to take one: the first of a stream has more around its choices than the others.
+    ``is_alone`` takes one event only: the first of a stream has other fields than those that follow.
     """
     if not events.startswith(_HEAD):
         return None
@@ -59,13 +53,13 @@ def find_run(events: bytes, *, is_alone: bool) -> ChunkRun | None:
             return run
     try:
         chunk = loads(events[len(_DATA) : end])
-    except JSONDecodeError:  # several lines, NaN, or no JSON
+    except JSONDecodeError:  # several lines, NaN, or not JSON
         return None
     return None if "error" in chunk else ChunkRun(chunk, events[end:])
 
 
 def _find_several(events: bytes, end: int) -> ChunkRun | None:
-    """Those that have what is around the choice of the first, which ends at ``end``."""
+    """Finds the events with the same bytes around their choice as the first, which ends at ``end``."""
     start = events.find(_CHOICES, 0, end) + len(_CHOICES)
     head, tail = events[:start], events[events.rfind(b"]", 0, end) : end]
     *choices, last = events[start:].split(tail + head)
@@ -75,7 +69,7 @@ def _find_several(events: bytes, end: int) -> ChunkRun | None:
         rest = last[end:]
     else:
         rest = head + last
-    try:  # that both are JSON shows that they were cut apart where they should be
+    try:  # both parse only if the events were split at the right places
         found, chunk = loads(b"[%b]" % b",".join(choices)), loads(head[len(_DATA) :] + tail)
     except JSONDecodeError:
         return None

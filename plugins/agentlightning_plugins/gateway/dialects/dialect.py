@@ -1,4 +1,4 @@
-"""What the gateway must know of an API to relay and record it: the component kind ``dialect``."""
+"""The component kind ``dialect``: an API that the gateway relays and records."""
 
 from __future__ import annotations
 
@@ -32,45 +32,40 @@ class Choice:
     """By their position in the answer."""
     finish_reason: str | None = None
     prompt_token_ids: list[int] | None = None
-    """Where prompts differ between choices: Completions take several."""
+    """Set if the choices have different prompts, as in Completions."""
     token_ids: list[int] | None = None
-    """The sampled tokens, the one that ended the answer included; None when the backend did not say."""
+    """The sampled tokens, including the one that ended the answer; None if the backend did not return them."""
     logprobs: list[float] | None = None
     """Of the sampled tokens."""
 
     def to_message(self) -> dict[str, Any]:
-        """This choice as a message of OpenTelemetry's ``gen_ai.output.messages``."""
-        parts: list[dict[str, Any]] = []
-        if self.reasoning:
-            parts.append({"type": "reasoning", "content": self.reasoning})
-        if self.text:
-            parts.append({"type": "text", "content": self.text})
-        if self.refusal:
-            parts.append({"type": "refusal", "content": self.refusal})
-        parts += (tool_call_part(call.id, call.name, call.arguments) for call in self.tool_calls.values())
+        """Returns this choice as a message of OpenTelemetry's ``gen_ai.output.messages``."""
+        texts = (("reasoning", self.reasoning), ("text", self.text), ("refusal", self.refusal))
+        parts = [{"type": kind, "content": text} for kind, text in texts if text]
+        parts += [tool_call_part(call.id, call.name, call.arguments) for call in self.tool_calls.values()]
         return {"role": "assistant", "parts": parts, "finish_reason": self.finish_reason}
 
 
 @dataclass(slots=True)
 class Completion:
-    """What a backend answered, in no API's form; a stream fills it chunk by chunk."""
+    """The answer of a backend, independent of its API. A stream fills it chunk by chunk."""
 
     id: str | None = None
     model: str | None = None
     prompt_token_ids: list[int] | None = None
-    """Where all choices have the same."""
+    """Set if all choices have the same prompt."""
     choices: dict[int, Choice] = field(default_factory=dict)
     """By their index."""
     input_tokens: int | None = None
     output_tokens: int | None = None
     weight_version: int | None = None
     error: str | None = None
-    """What the backend told instead of an answer, or of the rest of a stream."""
+    """The error that the backend sent instead of an answer, or of the rest of a stream."""
     is_ended: bool = False
-    """Whether the event has come with which this API ends its streams; those of OpenAI's older ones end with DONE."""
+    """Whether the final event of a stream has come, for APIs that do not end with ``[DONE]``."""
 
     def choice(self, index: int) -> Choice:
-        """The choice at an index, made when it is new."""
+        """Returns the choice at an index, creating it if needed."""
         choice = self.choices.get(index)
         if choice is None:
             choice = self.choices[index] = Choice()
@@ -78,106 +73,80 @@ class Completion:
 
     @property
     def is_finished(self) -> bool:
-        """Whether there are choices, and all of them say why they ended."""
+        """Whether there are choices, and all of them have a finish reason."""
         return bool(self.choices) and all(choice.finish_reason for choice in self.choices.values())
 
 
 def tool_call_part(id: str | None, name: str | None, arguments: str | None) -> dict[str, Any]:
-    """A tool call as a part of an OpenTelemetry message; the arguments stay text, to the blank."""
+    """Returns a tool call as a part of an OpenTelemetry message. The arguments stay text."""
     return {"type": "tool_call", "id": id, "name": name, "arguments": arguments}
 
 
-def take(**fields: Any) -> dict[str, Any]:
-    """The fields that are not None."""
-    return {name: value for name, value in fields.items() if value is not None}
-
-
-class Untranslatable(ValueError):
-    """A call asks for what the dialect that it is to be translated to cannot say; the message tells the agent what."""
+class TranslationError(ValueError):
+    """A call cannot be expressed in the backend's dialect; the message tells the agent why."""
 
     def __init__(self, message: str, code: str = "not_translatable") -> None:
         super().__init__(message)
         self.code = code
 
 
-class Asked(NamedTuple):
-    """What the agent itself asked for, and therefore gets."""
+class TokenOptions(NamedTuple):
+    """The token data that the agent asked for, and therefore gets."""
 
     token_ids: bool
     logprobs: bool
 
 
 class Translation(Protocol):
-    """One call of an API, carried over Chat Completions to a backend that does not speak the API itself."""
+    """Translates one call and its answer between an API and Chat Completions."""
 
     def request(self) -> dict[str, Any]:
-        """The request as a body of ``chat/completions``.
+        """Returns the request as a body of ``chat/completions``.
 
         Raises:
-            Untranslatable: the call asks for something that Chat Completions cannot say.
-            AttributeError, KeyError, TypeError: it is malformed.
+            TranslationError: Chat Completions cannot express the call.
+            AttributeError, KeyError, TypeError: the call is malformed.
         """
-        ...
 
     def answer(self, answer: dict[str, Any]) -> dict[str, Any]:
-        """A whole ``chat.completion`` in the form of the API."""
-        ...
+        """Translates a whole ``chat.completion``."""
 
     def feed(self, chunk: dict[str, Any]) -> bytes:
-        """The server-sent events that one ``chat.completion.chunk`` makes, as they go to the agent."""
-        ...
+        """Translates a ``chat.completion.chunk`` to server-sent events."""
 
     def close(self) -> bytes:
-        """The events that end a stream which the backend has ended."""
-        ...
+        """Returns the events that end the stream."""
 
 
 class Dialect(Protocol):
-    """One endpoint of an API. Stateless, shared by all calls.
+    """One endpoint of an API. Stateless, and shared by all calls.
 
-    Implement it by inheriting: what has a body here is what an API needs that neither streams, knows tools, nor tells
-    tokens.
+    Implement it by inheriting. The defaults fit an API without streaming, tools and token data.
     """
 
-    @property
-    def name(self) -> str:
-        """The name of its component, by which providers say that they speak it."""
-        ...
+    name: str
+    """The name of the component; providers list the dialects that they speak by name."""
+    routes: Sequence[str]
+    """Paths at which agents call it, such as ``v1/chat/completions``."""
+    path: str
+    """Its path at a backend, below ``/v1/``."""
+    span_name: str
+    operation: str
+    """OpenTelemetry's ``gen_ai.operation.name``."""
 
-    @property
-    def routes(self) -> Sequence[str]:
-        """Where agents call it, such as ``v1/chat/completions``, below the gateway's address and that of an attempt."""
-        ...
+    def read_token_options(self, body: Mapping[str, Any]) -> TokenOptions:
+        """Returns the token data that a request asks for."""
+        return TokenOptions(True, True)
 
-    @property
-    def path(self) -> str:
-        """Where it is at a backend, below ``/v1/``."""
-        ...
-
-    @property
-    def span_name(self) -> str:
-        """Of the spans of its calls."""
-        ...
-
-    @property
-    def operation(self) -> str:
-        """OpenTelemetry's ``gen_ai.operation.name``."""
-        ...
-
-    def read_asked(self, body: Mapping[str, Any]) -> Asked:
-        """What a request asks for by itself."""
-        return Asked(True, True)
-
-    def fields_to_ask(self, asked: Asked) -> Mapping[str, Any]:
-        """What to set in a request so that the backend tells what the agent has not asked for."""
+    def capture_fields(self, options: TokenOptions) -> Mapping[str, Any]:
+        """Returns the fields that make the backend return the token data that the agent did not ask for."""
         return {}
 
     def read_messages(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The input of a request as OpenTelemetry's ``gen_ai.input.messages``: role and parts; raises as below."""
-        ...
+        """Returns the input of a request as OpenTelemetry's ``gen_ai.input.messages``; raises as ``read_answer``."""
 
     def read_tools(self, body: Mapping[str, Any]) -> Sequence[Any]:
-        """The tools of a request as OpenTelemetry's ``gen_ai.tool.definitions``; raises as below."""
+        """Returns the tools as OpenTelemetry's ``gen_ai.tool.definitions``; raises as ``read_answer``."""
         return ()
 
     def read_answer(self, answer: Mapping[str, Any], completion: Completion) -> None:
@@ -186,44 +155,37 @@ class Dialect(Protocol):
         Raises:
             KeyError, TypeError, ValueError, AttributeError: it is not an answer of this API.
         """
-        ...
 
     def read_chunk(self, chunk: Mapping[str, Any], completion: Completion) -> None:
         """Adds the JSON of one server-sent event to ``completion``; raises as ``read_answer``."""
         raise ValueError(f"{self.path} does not stream")
 
-    def restore(self, answer: dict[str, Any], asked: Asked) -> bool:
-        """Removes from an answer or chunk what only the gateway asked for; False when there was nothing to remove."""
+    def strip(self, answer: dict[str, Any], options: TokenOptions) -> bool:
+        """Removes what only the gateway asked for from an answer or chunk. Returns whether there was anything."""
         return False
 
-    def relay_events(self, events: bytes, completion: Completion, asked: Asked) -> tuple[bytes, bytes]:
-        """Does ``read_chunk`` and ``restore`` to several events at once, where a dialect has a quicker way.
-
-        Args:
-            events: whole server-sent events.
-            completion: is added to.
-            asked: see ``restore``.
+    def relay_events(self, events: bytes, completion: Completion, options: TokenOptions) -> tuple[bytes, bytes]:
+        """Does ``read_chunk`` and ``strip`` for several whole events at once, if the dialect has a faster way.
 
         Returns:
-            What the agent gets of those that were read, and the rest, which are still to be read one by one.
+            The events for the agent, and the rest, which are still to be read one by one.
         """
         return b"", events
 
     def translate(self, body: Mapping[str, Any]) -> Translation | None:
-        """How to carry a call over Chat Completions; None for what cannot be carried."""
+        """Returns a translation of a call to Chat Completions; None if the API has none."""
         return None
 
     def error_body(self, status: int, message: str, code: str | None) -> dict[str, Any]:
-        """An error of the gateway in the form that clients of this API understand."""
-        ...
+        """Returns an error of the gateway in the form that clients of this API expect."""
 
     def error_event(self, status: int, message: str, code: str | None) -> bytes:
-        """The same as a server-sent event, after which a stream ends."""
+        """Returns the same as the last server-sent event of a stream."""
         return to_event(dump_json(self.error_body(status, message, code)))
 
 
 def load_dialects() -> dict[str, Dialect]:
-    """The dialects of all plugins, one of each, by their routes."""
+    """Creates the dialects of all plugins. Returns them by route."""
     manager = get_manager()
     dialects: list[Dialect] = [manager.create("dialect", name) for name in manager.components("dialect")]
     return {route: dialect for dialect in dialects for route in dialect.routes}

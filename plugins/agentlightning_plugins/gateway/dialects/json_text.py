@@ -1,4 +1,4 @@
-"""JSON as bytes: orjson's speed, the standard library's tolerance, and edits that leave the rest as it was."""
+"""JSON as bytes: parsing, writing, and edits that keep the other bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ABSENT: Final = object()
 
 
 def parse_json(text: bytes) -> Any:
-    """Parses JSON; NaN and infinities, which some model servers write, are understood too.
+    """Parses JSON, including NaN and infinities, which some model servers write.
 
     Raises:
         ValueError: it is not JSON.
@@ -27,7 +27,7 @@ def parse_json(text: bytes) -> Any:
 
 
 def dump_json(value: Any) -> bytes:
-    """Writes JSON without blanks; NaN is null, and what orjson refuses (lone surrogates) is escaped."""
+    """Writes compact JSON. NaN becomes null; lone surrogates, which orjson refuses, are escaped."""
     try:
         return orjson.dumps(value)
     except TypeError:
@@ -35,14 +35,9 @@ def dump_json(value: Any) -> bytes:
 
 
 def set_fields(text: bytes, parsed: Mapping[str, Any], fields: Mapping[str, Any]) -> bytes:
-    """Sets top-level fields of a JSON object.
+    """Sets top-level fields of the JSON object ``text``, whose parsed form is ``parsed``.
 
-    New fields are written in front and every other byte stays; only replacing a value writes the object anew.
-
-    Args:
-        text: the object as it was received.
-        parsed: the same, parsed.
-        fields: what to set.
+    New fields are inserted at the front and all other bytes stay; replacing a value rewrites the whole object.
     """
     changes = {key: value for key, value in fields.items() if parsed.get(key, _ABSENT) != value}
     if not changes:

@@ -1,4 +1,4 @@
-"""Anthropic's Messages: passed through to backends that speak it, translated for the others."""
+"""Anthropic's Messages: relayed to backends that speak it, translated for the others."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from typing import Any, Final, Protocol
 
 from agentlightning_plugins.gateway.dialects.dialect import Choice, Completion, Dialect, ToolCall, Translation
 from agentlightning_plugins.gateway.dialects.json_text import dump_json
-from agentlightning_plugins.gateway.dialects.messages_request import to_chat_messages, to_chat_tools
-from agentlightning_plugins.gateway.dialects.messages_translation import CountTranslation, MessagesTranslation
+from agentlightning_plugins.gateway.dialects.messages_translation import (
+    CountTranslation,
+    MessagesTranslation,
+    to_chat_messages,
+    to_chat_tools,
+)
 from agentlightning_plugins.gateway.dialects.openai import CHAT
-from agentlightning_plugins.gateway.dialects.sse import to_event
+from agentlightning_plugins.gateway.dialects.sse import to_typed_event
 
 _ERRORS: Final = {
     401: "authentication_error",
@@ -29,11 +33,11 @@ _REASONS: Final = {
     "tool_use": "tool_calls",
     "refusal": "content_filter",
 }
-"""Recorded in OpenAI's words, as the finish reasons of every dialect are."""
+"""OpenAI's finish reasons, which are recorded for every dialect."""
 
 
 class _Anthropic(Dialect, Protocol):
-    """What both endpoints have in common."""
+    """Base of both endpoints."""
 
     def read_messages(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
         return CHAT.read_messages({"messages": to_chat_messages(body)})
@@ -47,7 +51,7 @@ class _Anthropic(Dialect, Protocol):
         return {"type": "error", "error": {"type": kind, "message": message, **details}}
 
     def error_event(self, status: int, message: str, code: str | None) -> bytes:
-        return b"event: error\n" + to_event(dump_json(self.error_body(status, message, code)))
+        return to_typed_event("error", error=self.error_body(status, message, code)["error"])
 
 
 class Messages(_Anthropic):
@@ -60,8 +64,7 @@ class Messages(_Anthropic):
     operation = "chat"
 
     def read_answer(self, answer: Mapping[str, Any], completion: Completion) -> None:
-        completion.id, completion.model = answer["id"], answer.get("model")
-        _read_usage(answer.get("usage") or {}, completion)
+        _read_head(answer, completion)
         choice = completion.choice(0)
         for position, block in enumerate(answer["content"]):
             _read_block(block, position, choice)
@@ -70,22 +73,20 @@ class Messages(_Anthropic):
         choice.finish_reason = _read_reason(answer)
 
     def read_chunk(self, chunk: Mapping[str, Any], completion: Completion) -> None:
-        kind = chunk["type"]
-        if kind == "content_block_delta":
-            _read_delta(chunk["delta"], chunk["index"], completion.choice(0))
-        elif kind == "content_block_start":
-            _read_block(chunk["content_block"], chunk["index"], completion.choice(0))
-        elif kind == "message_start":
-            message = chunk["message"]
-            completion.id, completion.model = message["id"], message.get("model")
-            _read_usage(message.get("usage") or {}, completion)
-        elif kind == "message_delta":
-            completion.choice(0).finish_reason = _read_reason(chunk["delta"])
-            _read_usage(chunk.get("usage") or {}, completion)
-        elif kind == "message_stop":
-            completion.is_ended = True
-        elif kind == "error":
-            completion.error = str(chunk["error"].get("message"))
+        match chunk["type"]:
+            case "content_block_delta":
+                _read_delta(chunk["delta"], chunk["index"], completion.choice(0))
+            case "content_block_start":
+                _read_block(chunk["content_block"], chunk["index"], completion.choice(0))
+            case "message_start":
+                _read_head(chunk["message"], completion)
+            case "message_delta":
+                completion.choice(0).finish_reason = _read_reason(chunk["delta"])
+                _read_usage(chunk, completion)
+            case "message_stop":
+                completion.is_ended = True
+            case "error":
+                completion.error = str(chunk["error"].get("message"))
 
     def translate(self, body: Mapping[str, Any]) -> Translation | None:
         return MessagesTranslation(body)
@@ -107,13 +108,19 @@ class CountTokens(_Anthropic):
         return CountTranslation(body)
 
 
+def _read_head(message: Mapping[str, Any], completion: Completion) -> None:
+    completion.id, completion.model = message["id"], message.get("model")
+    _read_usage(message, completion)
+
+
 def _read_reason(data: Mapping[str, Any]) -> str | None:
     reason = data.get("stop_reason")
     return _REASONS.get(str(reason), reason)
 
 
-def _read_usage(usage: Mapping[str, Any], completion: Completion) -> None:
-    """Anthropic counts what its cache wrote and read apart; OpenTelemetry's input tokens are all of them."""
+def _read_usage(data: Mapping[str, Any], completion: Completion) -> None:
+    """Anthropic counts cached tokens separately; OpenTelemetry's input tokens include them."""
+    usage = data.get("usage") or {}
     if usage.get("input_tokens") is not None:
         parts = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
         completion.input_tokens = sum(usage.get(part) or 0 for part in parts)
@@ -129,7 +136,7 @@ def _read_block(block: Mapping[str, Any], position: int, choice: Choice) -> None
             choice.reasoning += block["thinking"]
         case "tool_use":
             choice.tool_calls[position] = ToolCall(block["id"], block["name"])
-        case _:  # what Anthropic ran itself: its trace is in the text that follows
+        case _:  # tools that Anthropic ran itself: their results show in the text that follows
             pass
 
 

@@ -1,21 +1,29 @@
-"""Anthropic's Messages over Chat Completions: a model that is served by the one answers in the form of the other."""
+"""Translates Anthropic's Messages to Chat Completions, and the answers back."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from agentlightning_plugins.gateway.dialects.chat_part import Part, PartReader, Step
+from agentlightning_plugins.gateway.dialects.chat_part import (
+    Part,
+    PartEvent,
+    PartTranslation,
+    take,
+    to_content,
+    to_tool_call,
+)
+from agentlightning_plugins.gateway.dialects.dialect import TranslationError
 from agentlightning_plugins.gateway.dialects.json_text import dump_json, parse_json
-from agentlightning_plugins.gateway.dialects.messages_request import to_chat_request
-from agentlightning_plugins.gateway.dialects.sse import to_event
+from agentlightning_plugins.gateway.dialects.sse import to_typed_event
 
-_REASONS: Final = {
-    "stop": "end_turn",
-    "length": "max_tokens",
-    "tool_calls": "tool_use",
-    "content_filter": "refusal",
-}
+_DROPPED: Final = frozenset(
+    # Translated below, or specific to Anthropic's own servers.
+    "messages system tools tool_choice stop_sequences metadata thinking output_config cache_control container "
+    "service_tier inference_geo diagnostics speed context_management mcp_servers".split()
+)
+_TOOL_CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
+_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
 _DELTAS: Final = {
     "text": ("text_delta", "text"),
     "refusal": ("text_delta", "text"),
@@ -24,13 +32,8 @@ _DELTAS: Final = {
 }
 
 
-class MessagesTranslation:
-    """One call of Messages, carried over Chat Completions. Each part of the answer is a content block of its own."""
-
-    def __init__(self, body: Mapping[str, Any]) -> None:
-        self._body = body
-        self._reader = PartReader()
-        self._has_begun = False
+class MessagesTranslation(PartTranslation):
+    """Translates one call of Messages. Each part of the answer becomes a content block."""
 
     def request(self) -> dict[str, Any]:
         return to_chat_request(self._body)
@@ -39,21 +42,24 @@ class MessagesTranslation:
         self._reader.read_whole(answer)
         return self._message() | {"usage": self._usage()}
 
-    def feed(self, chunk: dict[str, Any]) -> bytes:
-        steps = list(self._reader.feed(chunk))
-        begin = b""
-        if not self._has_begun:
-            self._has_begun = True
-            message = self._message() | {"content": [], "stop_reason": None, "stop_sequence": None}
-            usage = self._usage() | {"output_tokens": 0}
-            begin = _event("message_start", message=message | {"usage": usage})
-        return begin + b"".join([_tell(step) for step in steps])
-
     def close(self) -> bytes:
-        last = b"".join([_tell(step) for step in self._reader.close()])
-        message = self._message()
+        last, message = self._tail(), self._message()
         delta = {key: message[key] for key in ("stop_reason", "stop_sequence")}
-        return last + _event("message_delta", delta=delta, usage=self._usage()) + _event("message_stop")
+        return last + to_typed_event("message_delta", delta=delta, usage=self._usage()) + to_typed_event("message_stop")
+
+    def _begin(self) -> bytes:
+        message = self._message() | {"content": [], "stop_reason": None, "stop_sequence": None}
+        return to_typed_event("message_start", message=message | {"usage": self._usage() | {"output_tokens": 0}})
+
+    def _write(self, event: PartEvent) -> bytes:
+        part = event.part
+        if event.event == "delta":
+            kind, key = _DELTAS[part.kind]
+            return to_typed_event("content_block_delta", index=part.index, delta={"type": kind, key: event.delta})
+        if event.event == "stop":
+            return to_typed_event("content_block_stop", index=part.index)
+        empty = _to_block(Part(part.kind, part.index, call_id=part.call_id, name=part.name))
+        return to_typed_event("content_block_start", index=part.index, content_block=empty)
 
     def _message(self) -> dict[str, Any]:
         reader = self._reader
@@ -68,7 +74,7 @@ class MessagesTranslation:
             "type": "message",
             "role": "assistant",
             "model": reader.model,
-            "content": [_block(part) for part in reader.parts],
+            "content": [_to_block(part) for part in reader.parts],
             "stop_reason": reason,
             "stop_sequence": stop_sequence,
         }
@@ -85,7 +91,7 @@ class MessagesTranslation:
 
 
 class CountTranslation:
-    """Counts the tokens of a request by having one token answered: a chat server tells them in its usage."""
+    """Counts the tokens of a request: asks a chat server for one token and reads the usage of the answer."""
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         self._body = body
@@ -97,13 +103,117 @@ class CountTranslation:
         return {"input_tokens": answer["usage"]["prompt_tokens"]}
 
     def feed(self, chunk: dict[str, Any]) -> bytes:
-        raise ValueError("the backend streams an answer that was not to be streamed")
+        raise ValueError("the backend streams an answer for which no stream was requested")
 
     def close(self) -> bytes:
         return b""
 
 
-def _block(part: Part) -> dict[str, Any]:
+def to_chat_request(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Translates a request.
+
+    Raises:
+        TranslationError: it needs Anthropic's servers.
+    """
+    if body.get("thread"):  # its client sends the whole conversation after an error with this text and code
+        message = "'thread' needs a server that keeps conversations: send all messages with each request"
+        raise TranslationError(message, "thread_unsupported_request")
+    for tool in body.get("tools") or ():
+        if "input_schema" not in tool:
+            raise TranslationError(
+                f"tools of type {tool.get('type')!r} are Anthropic's own, and the model behind this gateway is served "
+                "by Chat Completions: give tools with an 'input_schema'"
+            )
+    chat: dict[str, Any] = {key: value for key, value in body.items() if key not in _DROPPED}
+    chat["messages"] = to_chat_messages(body)
+    if body.get("tools"):
+        chat["tools"] = to_chat_tools(body)
+    choice, output = body.get("tool_choice") or {}, body.get("output_config") or {}
+    return chat | take(
+        stop=body.get("stop_sequences"),
+        user=(body.get("metadata") or {}).get("user_id"),
+        tool_choice=_to_tool_choice(choice),
+        parallel_tool_calls=False if choice.get("disable_parallel_tool_use") else None,
+        response_format=_to_format(output.get("format")),
+        reasoning_effort=output.get("effort"),
+        stream_options={"include_usage": True} if body.get("stream") else None,
+    )
+
+
+def to_chat_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Translates system and messages; blocks that chat messages cannot express stay as they are."""
+    messages: list[dict[str, Any]] = []
+    if body.get("system"):
+        messages.append({"role": "system", "content": to_content(body["system"], _to_part)})
+    for message in body.get("messages") or ():
+        content = message["content"]
+        if isinstance(content, str):
+            messages.append({"role": message["role"], "content": content})
+        elif message["role"] == "assistant":
+            messages.append(_to_assistant(content))
+        else:
+            messages += _to_others(message["role"], content)
+    return messages
+
+
+def to_chat_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Translates the tools; Anthropic's own stay as they are."""
+    return [_to_tool(tool) if "input_schema" in tool else tool for tool in body.get("tools") or ()]
+
+
+def _to_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    description, strict = tool.get("description"), tool.get("strict")
+    function = take(name=tool["name"], description=description, parameters=tool["input_schema"], strict=strict)
+    return {"type": "function", "function": function}
+
+
+def _to_assistant(blocks: Sequence[Any]) -> dict[str, Any]:
+    thoughts = [block["thinking"] for block in blocks if block["type"] == "thinking"]
+    calls = [block for block in blocks if block["type"] == "tool_use"]
+    others = [block for block in blocks if block["type"] not in ("thinking", "redacted_thinking", "tool_use")]
+    message: dict[str, Any] = {"role": "assistant", "content": to_content(others, _to_part) if others else None}
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = [to_tool_call(c["id"], c["name"], dump_json(c["input"]).decode()) for c in calls]
+    return message
+
+
+def _to_others(role: str, blocks: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    """Translates a user's message: tool results become messages of their own, before the rest."""
+    for block in blocks:
+        if block["type"] == "tool_result":
+            content = block.get("content")
+            content = "" if content is None else to_content(content, _to_part)
+            yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": content}
+    others = [block for block in blocks if block["type"] != "tool_result"]
+    if others:
+        yield {"role": role, "content": to_content(others, _to_part)}
+
+
+def _to_part(block: Mapping[str, Any]) -> dict[str, Any]:
+    source = block.get("source") or {}
+    if block["type"] == "text":
+        return {"type": "text", "text": block["text"]}
+    if block["type"] == "image" and source.get("type") in ("base64", "url"):
+        url = source.get("url") or f"data:{source.get('media_type')};base64,{source.get('data')}"
+        return {"type": "image_url", "image_url": {"url": url}}
+    return dict(block)
+
+
+def _to_tool_choice(choice: Mapping[str, Any]) -> Any:
+    if choice.get("type") == "tool":
+        return {"type": "function", "function": {"name": choice["name"]}}
+    return _TOOL_CHOICES.get(str(choice.get("type")))
+
+
+def _to_format(form: Any) -> Any:
+    if not form:
+        return None
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.get("schema"), "strict": True}}
+
+
+def _to_block(part: Part) -> dict[str, Any]:
     if part.kind == "reasoning":
         return {"type": "thinking", "thinking": part.text, "signature": ""}
     if part.kind == "tool_call":
@@ -112,24 +222,9 @@ def _block(part: Part) -> dict[str, Any]:
 
 
 def _parse_arguments(text: str) -> dict[str, Any]:
-    """What the model wrote; text that is no JSON object is kept under a key, because the API has no other place."""
+    """Parses tool arguments; text that is not a JSON object is kept under a key, as the API has no other place."""
     try:
         arguments = parse_json(text.encode()) if text else {}
     except ValueError:
         arguments = None
     return arguments if isinstance(arguments, dict) else {"unparsed_arguments": text}
-
-
-def _tell(step: Step) -> bytes:
-    part = step.part
-    if step.event == "delta":
-        kind, key = _DELTAS[part.kind]
-        return _event("content_block_delta", index=part.index, delta={"type": kind, key: step.delta})
-    if step.event == "stop":
-        return _event("content_block_stop", index=part.index)
-    blank = _block(Part(part.kind, part.index, call_id=part.call_id, name=part.name))
-    return _event("content_block_start", index=part.index, content_block=blank)
-
-
-def _event(kind: str, **fields: Any) -> bytes:
-    return b"event: %b\n%b" % (kind.encode(), to_event(dump_json({"type": kind, **fields})))

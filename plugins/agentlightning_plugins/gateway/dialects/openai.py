@@ -1,7 +1,7 @@
-"""OpenAI's Chat Completions and Completions, with the token ids of vLLM (``return_token_ids``).
+"""OpenAI's Chat Completions, Completions and Embeddings, with vLLM's token ids (``return_token_ids``).
 
-vLLM puts ``token_ids`` on each choice and ``prompt_token_ids`` on the answer (chat) or on each choice (completions). In
-a stream the prompt comes with the first chunk, and every chunk has the ids of its own tokens.
+vLLM puts ``token_ids`` on each choice, and ``prompt_token_ids`` on the answer (chat) or on each choice (completions).
+In a stream the first chunk has the prompt's ids, and every chunk has the ids of its own tokens.
 """
 
 from __future__ import annotations
@@ -11,45 +11,48 @@ from operator import itemgetter
 from typing import Any, Final, Protocol
 
 from agentlightning_plugins.gateway.dialects.chunk_run import find_run
-from agentlightning_plugins.gateway.dialects.dialect import Asked, Choice, Completion, Dialect, ToolCall, tool_call_part
+from agentlightning_plugins.gateway.dialects.dialect import (
+    Choice,
+    Completion,
+    Dialect,
+    TokenOptions,
+    ToolCall,
+    tool_call_part,
+)
 from agentlightning_plugins.gateway.dialects.json_text import dump_json
 
 _ABSENT: Final = object()
 _MAX_RUNS: Final = 3
-"""Of what comes at once: the first chunk, those of a token each, the last. What has more is not worth the search."""
+"""Of events that arrive together: the first chunk, those of one token each, the last. More runs do not pay off."""
 _LOGPROB: Final = itemgetter("logprob")
 
 
-class OpenAIError(Dialect, Protocol):
-    """How OpenAI's APIs tell errors."""
+class OpenAIDialect(Dialect, Protocol):
+    """The error format of OpenAI's APIs."""
 
     def error_body(self, status: int, message: str, code: str | None) -> dict[str, Any]:
         kind = "invalid_request_error" if status < 500 else "server_error"
         return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
-class _Sampled(OpenAIError, Protocol):
-    """Both endpoints: they differ in where the content is, which the keys tell."""
+class _Sampled(OpenAIDialect, Protocol):
+    """Base of both completion endpoints; their contents are told apart by their keys."""
 
     ask_logprobs: bool | int
-    """What asks for the log-probabilities of the sampled tokens here."""
+    """The value of ``logprobs`` that asks for the log-probabilities of the sampled tokens."""
 
-    def read_asked(self, body: Mapping[str, Any]) -> Asked:
-        logprobs = body.get("logprobs")  # a bool in chat; in completions a number, of which 0 asks too
-        return Asked(body.get("return_token_ids") is True, logprobs is not None and logprobs is not False)
+    def read_token_options(self, body: Mapping[str, Any]) -> TokenOptions:
+        logprobs = body.get("logprobs")  # a bool in chat; a number in completions, where 0 asks too
+        return TokenOptions(body.get("return_token_ids") is True, logprobs is not None and logprobs is not False)
 
-    def fields_to_ask(self, asked: Asked) -> Mapping[str, Any]:
-        fields: dict[str, Any] = {}
-        if not asked.token_ids:
-            fields["return_token_ids"] = True
-        if not asked.logprobs:
-            fields["logprobs"] = self.ask_logprobs
-        return fields
+    def capture_fields(self, options: TokenOptions) -> Mapping[str, Any]:
+        fields: dict[str, Any] = {} if options.token_ids else {"return_token_ids": True}
+        return fields if options.logprobs else fields | {"logprobs": self.ask_logprobs}
 
     def read_messages(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
         if "messages" in body:
             return [_read_message(message) for message in body["messages"]]
-        return read_texts(body.get("prompt"))
+        return _read_texts(body.get("prompt"))
 
     def read_tools(self, body: Mapping[str, Any]) -> Sequence[Any]:
         tools = body.get("tools") or ()
@@ -67,13 +70,10 @@ class _Sampled(OpenAIError, Protocol):
         _read_envelope(chunk, completion)
         _take_choices(chunk.get("choices") or (), completion, True, True)
 
-    def relay_events(self, events: bytes, completion: Completion, asked: Asked) -> tuple[bytes, bytes]:
-        """Takes runs of events that differ in their only choice, as nearly all do, for one chunk of many choices.
-
-        That spares a stream most of its JSON: what is around a choice is read once, and written as it came.
-        """
-        shown: list[bytes] = []
-        wants_ids, wants_logprobs = asked
+    def relay_events(self, events: bytes, completion: Completion, options: TokenOptions) -> tuple[bytes, bytes]:
+        """Reads each run of events that are equal except for their only choice as one chunk with many choices."""
+        relayed: list[bytes] = []
+        wants_ids, wants_logprobs = options
         for _ in range(_MAX_RUNS):
             run = find_run(events, is_alone=completion.id is None)
             if run is None:
@@ -84,26 +84,26 @@ class _Sampled(OpenAIError, Protocol):
             if not wants_ids:
                 chunk.pop("prompt_token_ids", None)
             if len(chunk) < size or is_changed:
-                shown.append(run.write(as_around=len(chunk) == size))
+                relayed.append(run.write(as_around=len(chunk) == size))
             else:
-                shown.append(events[: len(events) - len(run.rest)])
+                relayed.append(events[: len(events) - len(run.rest)])
             events = run.rest
-        return b"".join(shown), events
+        return b"".join(relayed), events
 
-    def restore(self, answer: dict[str, Any], asked: Asked) -> bool:
-        changed = not asked.token_ids and answer.pop("prompt_token_ids", _ABSENT) is not _ABSENT
+    def strip(self, answer: dict[str, Any], options: TokenOptions) -> bool:
+        changed = not options.token_ids and answer.pop("prompt_token_ids", _ABSENT) is not _ABSENT
         for choice in answer.get("choices") or ():
-            if not asked.token_ids:
+            if not options.token_ids:
                 changed |= choice.pop("token_ids", _ABSENT) is not _ABSENT
                 changed |= choice.pop("prompt_token_ids", _ABSENT) is not _ABSENT
-            if not asked.logprobs and choice.get("logprobs") is not None:
-                choice["logprobs"] = None  # what OpenAI and vLLM answer when nobody asked
+            if not options.logprobs and choice.get("logprobs") is not None:
+                choice["logprobs"] = None  # as OpenAI and vLLM answer without a request for them
                 changed = True
         return changed
 
 
 class ChatCompletions(_Sampled):
-    """OpenAI's Chat Completions; what other dialects are translated to."""
+    """OpenAI's Chat Completions, to which other dialects are translated."""
 
     name = "openai-chat"
     routes = ("v1/chat/completions",)
@@ -124,18 +124,36 @@ class Completions(_Sampled):
     ask_logprobs = 1
 
 
+class Embeddings(OpenAIDialect):
+    """OpenAI's Embeddings. Their vectors are not recorded."""
+
+    name = "openai-embeddings"
+    routes = ("v1/embeddings",)
+    path = "embeddings"
+    span_name = "embeddings"
+    operation = "embeddings"
+
+    def read_messages(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return _read_texts(body["input"])
+
+    def read_answer(self, answer: Mapping[str, Any], completion: Completion) -> None:
+        answer["data"]  # every answer has it
+        completion.model = answer.get("model")
+        completion.input_tokens = (answer.get("usage") or {}).get("prompt_tokens")
+
+
 CHAT: Final[Dialect] = ChatCompletions()
 
 
 def read_version(value: object) -> int | None:
-    """A weight version as a backend tells it: a number, or one in digits; anything else is None."""
+    """Reads the weight version that a backend states: a number or decimal digits; None for anything else."""
     if isinstance(value, str) and value.isdecimal():
         return int(value)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def read_texts(value: Any) -> list[dict[str, Any]]:
-    """A text, several texts, token ids, or several lists of them, as messages of a user."""
+def _read_texts(value: Any) -> list[dict[str, Any]]:
+    """Returns a text, several texts, token ids, or several lists of them as messages of a user."""
     several = value if isinstance(value, list) and value and not isinstance(value[0], int) else [value]
     texts = [text if isinstance(text, str) else dump_json(text).decode() for text in several]
     return [{"role": "user", "parts": [{"type": "text", "content": text}]} for text in texts]
@@ -156,16 +174,16 @@ def _read_envelope(answer: Mapping[str, Any], completion: Completion) -> None:
 
 def _read_ids(value: Any) -> list[int] | None:
     if value is not None and not isinstance(value, list):
-        raise TypeError(f"prompt_token_ids is {value!r}, no list")
+        raise TypeError(f"prompt_token_ids is {value!r}, not a list")
     return value
 
 
 def _take_choices(
     choices: Iterable[dict[str, Any]], completion: Completion, wants_ids: bool, wants_logprobs: bool
 ) -> bool:
-    """Adds choices, or chunks of them, and takes out of them what was not asked for; False when there was no such.
+    """Adds choices, or chunks of them, and removes the token data the agent did not ask for. Returns if there was any.
 
-    One loop without calls: each token of a stream passes here.
+    Hot path, one iteration for each token of a stream: one loop without function calls.
     """
     is_changed = False
     for data in choices:
@@ -175,7 +193,7 @@ def _take_choices(
             token_ids = data["token_ids"]
             if token_ids is not None:
                 if choice.token_ids is None:
-                    choice.token_ids = [*token_ids]  # the agent may get this list, and only this
+                    choice.token_ids = [*token_ids]  # a copy: the list itself may be sent to the agent
                 else:
                     choice.token_ids += token_ids
             if not wants_ids:
@@ -188,7 +206,7 @@ def _take_choices(
             sampled = logprobs.get("content") or logprobs.get("refusal")
             choice.logprobs += map(_LOGPROB, sampled) if sampled else logprobs.get("token_logprobs") or ()
             if not wants_logprobs:
-                data["logprobs"] = None  # what OpenAI and vLLM answer when nobody asked
+                data["logprobs"] = None  # as OpenAI and vLLM answer without a request for them
                 is_changed = True
         finish_reason = data.get("finish_reason")
         if finish_reason:
@@ -205,13 +223,13 @@ def _take_choices(
         content = message.get("content")
         if content:
             choice.text += content
-        if not content or len(message) > 1 + ("role" in message):  # chunks of a stream rarely say more
+        if not content or len(message) > 1 + ("role" in message):  # rare in chunks of a stream
             _read_more(message, choice)
     return is_changed
 
 
 def _read_more(message: Mapping[str, Any], choice: Choice) -> None:
-    """Adds what a message has beside its text."""
+    """Adds the reasoning, refusal and tool calls of a message."""
     choice.reasoning += message.get("reasoning_content") or message.get("reasoning") or ""
     choice.refusal += message.get("refusal") or ""
     for position, part in enumerate(message.get("tool_calls") or ()):

@@ -1,4 +1,4 @@
-"""OpenAI's Responses: passed through to backends that speak it, translated for the others."""
+"""OpenAI's Responses: relayed to backends that speak it, translated for the others."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from agentlightning_plugins.gateway.dialects.dialect import Choice, Completion, ToolCall, Translation
-from agentlightning_plugins.gateway.dialects.json_text import dump_json
-from agentlightning_plugins.gateway.dialects.openai import CHAT, OpenAIError
-from agentlightning_plugins.gateway.dialects.responses_request import to_chat_messages, to_chat_tools
-from agentlightning_plugins.gateway.dialects.responses_translation import ResponsesTranslation
-from agentlightning_plugins.gateway.dialects.sse import to_event
+from agentlightning_plugins.gateway.dialects.openai import CHAT, OpenAIDialect
+from agentlightning_plugins.gateway.dialects.responses_translation import (
+    ResponsesTranslation,
+    to_chat_messages,
+    to_chat_tools,
+)
+from agentlightning_plugins.gateway.dialects.sse import to_typed_event
 
-_REASONS: Final = {"max_output_tokens": "length"}
 _DELTAS: Final = {
     "response.output_text.delta": "text",
     "response.refusal.delta": "refusal",
@@ -21,7 +22,7 @@ _DELTAS: Final = {
 }
 
 
-class Responses(OpenAIError):
+class Responses(OpenAIDialect):
     """OpenAI's Responses."""
 
     name = "openai-responses"
@@ -48,7 +49,7 @@ class Responses(OpenAIError):
             choice.finish_reason = "tool_calls" if choice.tool_calls else "stop"
         elif status == "incomplete":
             reason = (answer.get("incomplete_details") or {}).get("reason") or "length"
-            choice.finish_reason = _REASONS.get(reason, reason)
+            choice.finish_reason = "length" if reason == "max_output_tokens" else reason
         else:
             error = answer.get("error") or {}
             completion.error = str(error.get("message") or f"the response is {status}, not completed")
@@ -69,16 +70,14 @@ class Responses(OpenAIError):
         elif kind == "response.created":
             completion.id, completion.model = chunk["response"]["id"], chunk["response"].get("model")
         elif kind == "error":
-            error = chunk.get("error") or chunk
-            completion.error = str(error.get("message"))
+            completion.error = str((chunk.get("error") or chunk).get("message"))
 
     def translate(self, body: Mapping[str, Any]) -> Translation | None:
         return ResponsesTranslation(body)
 
     def error_event(self, status: int, message: str, code: str | None) -> bytes:
-        error = self.error_body(status, message, code)  # the client raises what is under "error"
-        event = {"type": "error", "code": code, "message": message, "param": None, "sequence_number": 0, **error}
-        return b"event: error\n" + to_event(dump_json(event))
+        error = self.error_body(status, message, code)  # the client raises the content of "error"
+        return to_typed_event("error", code=code, message=message, param=None, sequence_number=0, **error)
 
 
 def _read_item(item: Mapping[str, Any], position: int, choice: Choice) -> None:
@@ -91,5 +90,5 @@ def _read_item(item: Mapping[str, Any], position: int, choice: Choice) -> None:
             choice.reasoning += "".join(part["text"] for part in item.get("content") or item.get("summary") or ())
         case "function_call":
             choice.tool_calls[position] = ToolCall(item.get("call_id"), item["name"], item["arguments"])
-        case _:  # what OpenAI ran itself: its trace is in the text that follows
+        case _:  # tools that OpenAI ran itself: their results show in the text that follows
             pass

@@ -1,4 +1,4 @@
-"""OpenAI's Responses over Chat Completions: a model that is served by the one answers in the form of the other."""
+"""Translates OpenAI's Responses to Chat Completions, and the answers back."""
 
 from __future__ import annotations
 
@@ -6,12 +6,25 @@ import time
 from collections.abc import Mapping
 from typing import Any, Final
 
-from agentlightning_plugins.gateway.dialects.chat_part import Part, PartReader, Step
-from agentlightning_plugins.gateway.dialects.json_text import dump_json
-from agentlightning_plugins.gateway.dialects.responses_request import to_chat_request, wants_logprobs
-from agentlightning_plugins.gateway.dialects.sse import to_event
+from agentlightning_plugins.gateway.dialects.chat_part import (
+    Part,
+    PartEvent,
+    PartTranslation,
+    take,
+    to_content,
+    to_tool_call,
+)
+from agentlightning_plugins.gateway.dialects.dialect import TranslationError
+from agentlightning_plugins.gateway.dialects.sse import to_typed_event
 
-_ECHOED: Final[Mapping[str, Any]] = {
+_STATEFUL: Final = ("previous_response_id", "conversation", "prompt", "background")
+_DROPPED: Final = frozenset(
+    # Translated below, or without meaning if nothing is stored and no tool is hosted.
+    "input instructions tools tool_choice text max_output_tokens reasoning include truncation store stream_options "
+    "max_tool_calls context_management prompt_cache_options prompt_cache_retention moderation".split()
+).union(_STATEFUL)
+_ITEMS: Final = frozenset({"message", "function_call", "function_call_output", "reasoning"})
+_REPEATED: Final[Mapping[str, Any]] = {
     "background": False,
     "instructions": None,
     "max_output_tokens": None,
@@ -31,7 +44,7 @@ _ECHOED: Final[Mapping[str, Any]] = {
     "truncation": "disabled",
     "user": None,
 }
-"""What a response repeats of its request, and what it says where that says nothing."""
+"""Fields that a response repeats from its request, with their defaults."""
 _INCOMPLETE: Final = {"length": "max_output_tokens", "content_filter": "content_filter"}
 _PREFIX: Final = {"reasoning": "rs", "text": "msg", "refusal": "msg", "tool_call": "fc"}
 _EVENT: Final = {
@@ -43,75 +56,71 @@ _EVENT: Final = {
 _TEXT_KEY: Final = {"reasoning": "text", "text": "text", "refusal": "refusal", "tool_call": "arguments"}
 
 
-class ResponsesTranslation:
-    """One call of Responses, carried over Chat Completions. Each part of the answer is an output item of its own."""
+class ResponsesTranslation(PartTranslation):
+    """Translates one call of Responses. Each part of the answer becomes an output item."""
 
     def __init__(self, body: Mapping[str, Any]) -> None:
-        self._body = body
-        self._reader = PartReader(keeps_logprobs=wants_logprobs(body))
-        self._number = 0
-        self._has_begun = False
+        super().__init__(body, keeps_logprobs=_wants_logprobs(body))
+        self._next_number = 0
 
     def request(self) -> dict[str, Any]:
-        return to_chat_request(self._body)
+        return _to_chat_request(self._body)
 
     def answer(self, answer: dict[str, Any]) -> dict[str, Any]:
         self._reader.read_whole(answer)
         return self._response(self._status())
 
-    def feed(self, chunk: dict[str, Any]) -> bytes:
-        steps = list(self._reader.feed(chunk))
-        return self._begin() + b"".join([self._tell(step) for step in steps])
-
     def close(self) -> bytes:
-        last = b"".join([self._tell(step) for step in self._reader.close()])
-        if not self._reader.parts:  # clients expect a message, though there may be nothing to say
+        last = self._tail()
+        if not self._reader.parts:  # clients expect a message, even an empty one
             empty = Part("text", 0)
             self._reader.parts.append(empty)
-            last = self._begin() + self._tell(Step("start", empty)) + self._tell(Step("stop", empty))
+            last = self._head() + self._write(PartEvent("start", empty)) + self._write(PartEvent("stop", empty))
         status = self._status()
         return last + self._event(f"response.{status}", response=self._response(status))
 
     def _begin(self) -> bytes:
-        if self._has_begun:
-            return b""
-        self._has_begun = True
         response = self._response("in_progress") | {"output": []}
-        return self._event("response.created", response=response) + self._event(
-            "response.in_progress", response=response
-        )
+        created = self._event("response.created", response=response)
+        return created + self._event("response.in_progress", response=response)
 
-    def _tell(self, step: Step) -> bytes:
-        part = step.part
+    def _write(self, event: PartEvent) -> bytes:
+        part = event.part
         item = {"output_index": part.index, "item_id": self._item_id(part)}
         where = item if part.kind == "tool_call" else item | {"content_index": 0}
-        if step.event == "delta":
-            extra = {"logprobs": list(step.logprobs)} if part.kind == "text" else {}
-            return self._event(f"{_EVENT[part.kind]}.delta", **where, delta=step.delta, **extra)
-        is_start = step.event == "start"
-        whole = self._item(part, "in_progress" if is_start else "completed")
-        if is_start:
-            content = whole.pop("content", None)
-            head = whole | ({} if content is None else {"content": []})
-            told = self._event("response.output_item.added", output_index=part.index, item=head)
-            if content is None:
-                return told
-            blank = content[0] | {_TEXT_KEY[part.kind]: ""}
-            return told + self._event("response.content_part.added", **where, part=blank)
+        match event.event:
+            case "start":
+                return self._start(part, where)
+            case "delta":
+                extra = {"logprobs": list(event.logprobs)} if part.kind == "text" else {}
+                return self._event(f"{_EVENT[part.kind]}.delta", **where, delta=event.delta, **extra)
+            case "stop":
+                return self._stop(part, where)
+
+    def _start(self, part: Part, where: Mapping[str, Any]) -> bytes:
+        item = self._item(part, "in_progress")
+        content = item.get("content")
+        if content is None:
+            return self._event("response.output_item.added", output_index=part.index, item=item)
+        added = self._event("response.output_item.added", output_index=part.index, item=item | {"content": []})
+        empty = content[0] | {_TEXT_KEY[part.kind]: ""}
+        return added + self._event("response.content_part.added", **where, part=empty)
+
+    def _stop(self, part: Part, where: Mapping[str, Any]) -> bytes:
+        item = self._item(part, "completed")
         done: dict[str, Any] = {_TEXT_KEY[part.kind]: part.text}
         if part.kind == "text":
             done["logprobs"] = list(part.logprobs)
         elif part.kind == "tool_call":
             done["name"] = part.name
-        told = self._event(f"{_EVENT[part.kind]}.done", **where, **done)
+        events = self._event(f"{_EVENT[part.kind]}.done", **where, **done)
         if part.kind != "tool_call":
-            told += self._event("response.content_part.done", **where, part=whole["content"][0])
-        return told + self._event("response.output_item.done", output_index=part.index, item=whole)
+            events += self._event("response.content_part.done", **where, part=item["content"][0])
+        return events + self._event("response.output_item.done", output_index=part.index, item=item)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        event = {"type": kind, "sequence_number": self._number, **fields}
-        self._number += 1
-        return b"event: %b\n%b" % (kind.encode(), to_event(dump_json(event)))
+        self._next_number += 1
+        return to_typed_event(kind, sequence_number=self._next_number - 1, **fields)
 
     def _status(self) -> str:
         return "incomplete" if self._reader.finish_reason in _INCOMPLETE else "completed"
@@ -120,7 +129,7 @@ class ResponsesTranslation:
         reader = self._reader
         reason = _INCOMPLETE.get(reader.finish_reason or "") if status == "incomplete" else None
         parts = reader.parts or ([] if status == "in_progress" else [Part("text", 0)])
-        given = {key: value for key, value in self._body.items() if key in _ECHOED and value is not None}
+        given = {key: value for key, value in self._body.items() if key in _REPEATED and value is not None}
         return {
             "id": reader.id,
             "object": "response",
@@ -132,7 +141,7 @@ class ResponsesTranslation:
             "model": reader.model,
             "output": [self._item(part, "completed") for part in parts],
             "usage": _usage(reader.usage) if reader.usage else None,
-            **_ECHOED,
+            **_REPEATED,
             **given,
         }
 
@@ -168,3 +177,139 @@ def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": made.get("reasoning_tokens") or 0},
         "total_tokens": usage.get("total_tokens") or 0,
     }
+
+
+def _wants_logprobs(body: Mapping[str, Any]) -> bool:
+    return "message.output_text.logprobs" in (body.get("include") or ()) or bool(body.get("top_logprobs"))
+
+
+def _to_chat_request(body: Mapping[str, Any]) -> dict[str, Any]:
+    _check(body)
+    text, reasoning = body.get("text") or {}, body.get("reasoning") or {}
+    chat: dict[str, Any] = {key: value for key, value in body.items() if key not in _DROPPED}
+    chat["messages"] = to_chat_messages(body)
+    if body.get("tools"):
+        chat["tools"] = to_chat_tools(body)
+    chat |= take(
+        max_completion_tokens=body.get("max_output_tokens"),
+        tool_choice=_to_choice(body.get("tool_choice")),
+        response_format=_to_format(text.get("format")),
+        verbosity=text.get("verbosity"),
+        reasoning_effort=reasoning.get("effort"),
+        logprobs=_wants_logprobs(body) or None,
+        stream_options={"include_usage": True} if body.get("stream") else None,
+    )
+    choice = body.get("tool_choice")
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        allowed = {tool.get("name") for tool in choice.get("tools") or ()}
+        chat["tools"] = [tool for tool in chat.get("tools") or () if tool["function"]["name"] in allowed]
+    return chat
+
+
+def to_chat_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Translates the input; items that chat messages cannot express become parts of a user's message."""
+    messages: list[dict[str, Any]] = []
+    if body.get("instructions"):
+        messages.append({"role": "system", "content": body["instructions"]})
+    items = body.get("input")
+    if isinstance(items, str):
+        return [*messages, {"role": "user", "content": items}]
+    for item in items or ():
+        _add_item(item, messages)
+    return messages
+
+
+def to_chat_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Translates the tools; those that are not functions stay as they are."""
+    return [
+        {"type": "function", "function": _without_type(tool)} if tool.get("type") == "function" else tool
+        for tool in body.get("tools") or ()
+    ]
+
+
+def _check(body: Mapping[str, Any]) -> None:
+    for key in _STATEFUL:
+        if body.get(key):
+            raise TranslationError(
+                f"{key!r} needs a server that keeps responses, and the model behind this gateway is served by Chat "
+                "Completions: send the whole input with each request"
+            )
+    for tool in body.get("tools") or ():
+        if tool.get("type") != "function":
+            raise TranslationError(
+                f"tools of type {tool.get('type')!r} run at OpenAI, and the model behind this gateway is served by "
+                "Chat Completions: give tools of type 'function'"
+            )
+    items = body.get("input")
+    if not isinstance(items, (str, list)):
+        raise TranslationError(f"'input' is {items!r}; give a text or a list of items")
+    for item in () if isinstance(items, str) else items:
+        if item.get("type", "message") not in _ITEMS:
+            raise TranslationError(
+                f"input items of type {item.get('type')!r} have no form in Chat Completions, which serves the model "
+                f"behind this gateway; there is {', '.join(sorted(_ITEMS))}"
+            )
+
+
+def _add_item(item: Mapping[str, Any], messages: list[dict[str, Any]]) -> None:
+    match item.get("type", "message"):
+        case "message" if item.get("role") == "assistant":
+            message = _assistant(messages, "content", "tool_calls")
+            message["content"] = to_content(item.get("content"), _to_part)
+        case "message":
+            role = "system" if item.get("role") == "developer" else item.get("role")
+            messages.append({"role": role, "content": to_content(item.get("content"), _to_part)})
+        case "reasoning":
+            text = "".join(part.get("text") or "" for part in item.get("content") or item.get("summary") or ())
+            if text:
+                message = _assistant(messages, "content", "tool_calls")
+                message["reasoning_content"] = message.get("reasoning_content", "") + text
+        case "function_call":
+            call = to_tool_call(item.get("call_id"), item.get("name"), item.get("arguments"))
+            _assistant(messages).setdefault("tool_calls", []).append(call)
+        case "function_call_output":
+            content = to_content(item.get("output"), _to_part)
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+        case _:
+            messages.append({"role": "user", "content": [dict(item)]})
+
+
+def _assistant(messages: list[dict[str, Any]], *later: str) -> dict[str, Any]:
+    """Returns the assistant's message for an item: the last one, or a new one if that has content of ``later`` keys."""
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant" or any(last.get(key) for key in later):
+        last = {"role": "assistant", "content": None}
+        messages.append(last)
+    return last
+
+
+def _to_part(part: Mapping[str, Any]) -> dict[str, Any]:
+    match part.get("type"):
+        case "input_text" | "output_text" | "text":
+            return {"type": "text", "text": part.get("text")}
+        case "refusal":
+            return {"type": "text", "text": part.get("refusal")}
+        case "input_image":
+            return {"type": "image_url", "image_url": take(url=part.get("image_url"), detail=part.get("detail"))}
+        case "input_file":
+            return {"type": "file", "file": _without_type(part)}
+        case _:
+            return dict(part)
+
+
+def _to_choice(choice: Any) -> Any:
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") == "allowed_tools":
+        return choice.get("mode") or "auto"
+    return {"type": "function", "function": {"name": choice.get("name")}}
+
+
+def _to_format(form: Any) -> Any:
+    if not isinstance(form, dict) or form.get("type") != "json_schema":
+        return None if form is None or form.get("type") == "text" else form
+    return {"type": "json_schema", "json_schema": _without_type(form)}
+
+
+def _without_type(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if key != "type"}

@@ -4,40 +4,37 @@ from __future__ import annotations
 
 import itertools
 import re
-from typing import Final
+from typing import Any, Final
+
+from agentlightning_plugins.gateway.dialects.json_text import dump_json
 
 _END: Final = re.compile(rb"\r?\n\r?\n")
 DONE: Final = b"[DONE]"
 
 
 class EventSplitter:
-    """Finds the whole events in a byte stream, whatever the pieces it arrives in."""
+    """Splits a byte stream into whole events."""
 
-    def __init__(self) -> None:
-        self._rest = b""
+    rest: bytes = b""
+    """The beginning of an event that is not complete."""
 
     def feed(self, piece: bytes) -> bytes:
-        """The events that this piece completes, each with the blank line that ends it."""
-        text = self._rest + piece if self._rest else piece
-        searched = max(0, len(self._rest) - 3)  # an end may be cut anywhere
+        """Returns the events that this piece completes, each with the blank line that ends it."""
+        text = self.rest + piece if self.rest else piece
+        searched = max(0, len(self.rest) - 3)  # the blank line may be cut anywhere
         if text.endswith(b"\n\n"):
             end = len(text)
-        elif b"\r" in text:  # JSON has none: nearly no stream has any
+        elif b"\r" in text:  # rare: compact JSON contains none
             end = max((match.end() for match in _END.finditer(text, searched)), default=0)
         else:
             end = text.rfind(b"\n\n", searched) + 2
             end = 0 if end == 1 else end
-        self._rest = text[end:]
+        self.rest = text[end:]
         return text[:end]
-
-    @property
-    def rest(self) -> bytes:
-        """What has arrived of an event that is not complete."""
-        return self._rest
 
 
 def split_events(text: bytes) -> list[bytes]:
-    """Whole events, one by one, each with the blank line that ends it."""
+    """Splits whole events, each with the blank line that ends it."""
     if b"\r" not in text:
         return [event + b"\n\n" for event in text.split(b"\n\n")[:-1]]
     ends = [0, *(match.end() for match in _END.finditer(text))]
@@ -45,7 +42,7 @@ def split_events(text: bytes) -> list[bytes]:
 
 
 def event_data(event: bytes) -> bytes | None:
-    """The data of an event that has exactly one data line; None for comments and others."""
+    """Returns the data of an event with exactly one data line; None for comments and other events."""
     if event.startswith(b"data:"):
         data = event[5:].strip()
         return data if b"\n" not in data else None
@@ -54,5 +51,10 @@ def event_data(event: bytes) -> bytes | None:
 
 
 def to_event(data: bytes) -> bytes:
-    """An event with one line of data."""
+    """Writes an event with one line of data."""
     return b"data: %b\n\n" % data
+
+
+def to_typed_event(kind: str, **fields: Any) -> bytes:
+    """Writes an event whose type is both the name of the event and a field of its JSON."""
+    return b"event: %b\n%b" % (kind.encode(), to_event(dump_json({"type": kind, **fields})))

@@ -1,1 +1,1 @@
-"""What the gateway lets through."""
+"""Limits on calls: pauses of the gateway, and the usage of each attempt."""

@@ -1,4 +1,4 @@
-"""Admission of calls to the models, which is paused while their weights change."""
+"""Admission control: holds calls back while the weights of the models change."""
 
 from __future__ import annotations
 
@@ -9,22 +9,16 @@ from typing import Final
 MAX_WAITING: Final = 10_000
 """Calls that may wait at once; more get 429."""
 PAUSE_WAIT_S: Final = 300.0
-"""For how long a call waits by default; then it gets 429. Below the 600 s after which official clients give up."""
+"""Default wait of a call before it gets 429. Shorter than the 600 s after which official clients give up."""
 
 
 class Admission:
-    """Admits calls, or makes them wait; counts those that are in flight. Belongs to one event loop."""
+    """Admits calls or makes them wait, and counts those in flight. Belongs to one event loop."""
 
     weight_version: int | None = None
-    """Of the weights that calls get now, as far as the owner of the gateway said."""
+    """The version of the weights that calls get now, if the owner of the gateway stated it."""
 
     def __init__(self, max_waiting: int = MAX_WAITING, pause_wait_s: float = PAUSE_WAIT_S) -> None:
-        """Admits calls from now on.
-
-        Args:
-            max_waiting: how many calls may wait at once.
-            pause_wait_s: for how long a call may wait; 0: none waits.
-        """
         self._max_waiting = max_waiting
         self._pause_wait_s = pause_wait_s
         self._is_closed = False
@@ -43,9 +37,9 @@ class Admission:
         return not self._is_open.is_set()
 
     async def enter(self) -> bool:
-        """Waits until the call is admitted. False: too many wait already, it took too long, or the gateway stops.
+        """Waits until the call is admitted; each True needs one ``leave``.
 
-        Every True needs one ``leave``.
+        Returns False if too many calls wait already, the wait takes too long, or the gateway stops.
         """
         if self.is_paused:
             if self.waiting >= self._max_waiting:
@@ -53,7 +47,7 @@ class Admission:
             deadline = time.monotonic() + self._pause_wait_s
             self.waiting += 1
             try:
-                while self.is_paused:  # it may have been paused again before our turn came
+                while self.is_paused:  # it may be paused again before this task runs
                     async with asyncio.timeout(deadline - time.monotonic()):
                         await self._is_open.wait()
             except TimeoutError:
@@ -68,7 +62,7 @@ class Admission:
         return True
 
     def leave(self) -> None:
-        """Says that an admitted call has ended."""
+        """Ends an admitted call."""
         self.in_flight -= 1
         if not self.in_flight:
             self._is_empty.set()
@@ -78,22 +72,18 @@ class Admission:
         self._is_open.clear()
 
     def resume(self, weight_version: int | None) -> None:
-        """Admits calls again.
-
-        Args:
-            weight_version: of the weights that they get; None leaves it as it is.
-        """
+        """Admits calls again, with a new version of the weights unless that is None."""
         if weight_version is not None:
             self.weight_version = weight_version
         self._is_open.set()
 
     def close(self) -> None:
-        """Admits no call any more, nor those that wait: while weights change, nobody could say which they got."""
+        """Refuses all further calls and those that wait, because their weight version would be unknown."""
         self._is_closed = True
         self._is_open.set()
 
     async def drain(self, timeout_s: float | None) -> bool:
-        """Waits until no call is in flight; False when the time ran out."""
+        """Waits until no call is in flight; returns False if the time runs out first."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._is_empty.wait()

@@ -1,1 +1,1 @@
-"""What the gateway records of calls."""
+"""Calls, their spans, and the metrics of the gateway."""

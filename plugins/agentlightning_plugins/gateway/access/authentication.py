@@ -1,4 +1,4 @@
-"""Whose a call is: its URL says it, its key, or both."""
+"""API keys: which attempt a call belongs to, and who may operate the gateway."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_REMEMBERED: Final = 10_000
 
 
 class KeyRefused(LightningError):
-    """A call's key is not good for it."""
+    """The key of a call is missing, invalid, or for another attempt."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -28,53 +28,41 @@ class Authenticator:
     """Checks API keys: attempt tokens, signed with the token of the gateway's store."""
 
     def __init__(self, store: LightningStore, *, is_required: bool) -> None:
-        """Prepares to check keys.
-
-        Args:
-            store: whose ``token`` signs; it is looked up when it is needed, because a store may be served later.
-            is_required: whether calls without a good key are refused, even where a URL names an attempt.
-        """
-        self.is_required = is_required
-        self._store = store
+        self._is_required = is_required
+        self._store = store  # its token is read for each check, because a store may be served later
         self._known: dict[str, attempt_token.AttemptToken] = {}
 
     def authenticate(self, headers: Mapping[str, str], named: Attempt | None) -> Attempt | None:
-        """The attempt of a call; None when nobody says: such a call is relayed and not recorded.
-
-        Args:
-            headers: of the call: ``Authorization: Bearer``, ``x-api-key`` or ``api-key``.
-            named: the attempt in its URL.
+        """Returns the attempt of a call, by its key or its URL (``named``); None if neither names one.
 
         Raises:
-            KeyRefused: the key belongs to another attempt, or a key is required and this one is not good.
+            KeyRefused: the key belongs to another attempt, or a valid key is required.
         """
-        key = read_key(headers)
+        key = _read_key(headers)
         if key is None or not key.startswith(attempt_token.PREFIX):
-            if self.is_required:
-                what = "shows no key" if key is None else "shows a key that is none of an attempt"
-                raise KeyRefused(401, f"this gateway wants the api_key of the attempt's LLM resource; the call {what}")
+            if self._is_required:
+                problem = "has no key" if key is None else "has a key that is not of an attempt"
+                raise KeyRefused(401, f"this gateway requires the api_key of the attempt's LLM; the call {problem}")
             return named
         try:
             claim = self._read(key)
         except ValueError as error:
-            if named is not None and not self.is_required:
+            if named is not None and not self._is_required:
                 return named
             advice = "give the store, its runners and the gateway the same token (AGL_TOKEN)"
             raise KeyRefused(401, f"{error}; {advice}") from None
         attempt = claim.rollout_id, claim.attempt_id
         if named is not None and named != attempt:
-            raise KeyRefused(403, f"the key is good for attempt {attempt[1]}, and the URL names {named[1]}")
+            raise KeyRefused(403, f"the key is for attempt {attempt[1]}, but the URL names {named[1]}")
         return attempt
 
     def is_operator(self, headers: Mapping[str, str], *, always: bool = False) -> bool:
-        """Whether a request shows the store's token; anyone is welcome where none is asked for.
+        """Whether a request may operate the gateway: it has the store's token, or needs none.
 
-        Args:
-            headers: of the request.
-            always: ask for it wherever the store has one, not just where keys are required.
+        It needs the token if keys are required; with ``always``, whenever the store has one.
         """
-        key, token = read_key(headers), self._store.token
-        if not self.is_required and (token is None or not always):
+        key, token = _read_key(headers), self._store.token
+        if not self._is_required and (token is None or not always):
             return True
         return key is not None and token is not None and hmac.compare_digest(key.encode(), token.encode())
 
@@ -88,8 +76,8 @@ class Authenticator:
         return claim
 
 
-def read_key(headers: Mapping[str, str]) -> str | None:
-    """The API key of a request, as OpenAI's, Anthropic's and Azure's clients send it."""
+def _read_key(headers: Mapping[str, str]) -> str | None:
+    """Returns the API key of a request of OpenAI's, Anthropic's or Azure's clients."""
     bearer = headers.get("Authorization")
     if bearer is not None:
         return bearer.removeprefix("Bearer ").strip()

@@ -1,0 +1,1 @@
+"""Which attempt a call belongs to, and whether that attempt may still make calls."""

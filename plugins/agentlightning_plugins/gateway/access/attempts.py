@@ -1,0 +1,121 @@
+"""The calls in flight and the attempts that are over."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from agentlightning.event import AttemptFinished, Event, RolloutFinished, RolloutStarted
+from agentlightning.store.protocol import LightningStore
+from agentlightning_plugins.gateway.recording.call import Call
+
+logger = logging.getLogger("agentlightning")
+_KINDS: Final = ("rollout_started", "attempt_finished", "rollout_finished")
+_MAX_REMEMBERED: Final = 100_000
+_RECONNECT_S: Final = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class InFlightCall:
+    """A call and the task that relays it."""
+
+    call: Call
+    task: asyncio.Task[object]
+    is_attempt_over: bool = False
+    """Whether the task was cancelled because the attempt is over."""
+    is_streaming: bool = False
+    """Whether the agent has got the head of an answer."""
+
+
+class InFlightCalls:
+    """The calls of one event loop, by their attempt."""
+
+    def __init__(self) -> None:
+        self._by_attempt: dict[tuple[str, str] | None, set[InFlightCall]] = {}
+
+    def add(self, call: Call) -> InFlightCall:
+        """Adds a call that the current task relays."""
+        task = asyncio.current_task()
+        assert task is not None
+        in_flight = InFlightCall(call, task)
+        self._by_attempt.setdefault(call.attempt, set()).add(in_flight)
+        return in_flight
+
+    def remove(self, in_flight: InFlightCall) -> None:
+        calls = self._by_attempt[in_flight.call.attempt]
+        calls.discard(in_flight)
+        if not calls:
+            del self._by_attempt[in_flight.call.attempt]
+
+    def cancel_attempt(self, attempt: tuple[str, str]) -> None:
+        """Cancels the calls of an attempt."""
+        for in_flight in self._by_attempt.get(attempt, ()):
+            if not in_flight.is_attempt_over:
+                in_flight.is_attempt_over = True
+                in_flight.task.cancel()
+
+    def cancel_rollout(self, rollout_id: str) -> None:
+        """Cancels the calls of all attempts of a rollout."""
+        for attempt in [key for key in self._by_attempt if key is not None and key[0] == rollout_id]:
+            self.cancel_attempt(attempt)
+
+    def __iter__(self) -> Iterator[Call]:
+        return (in_flight.call for calls in self._by_attempt.values() for in_flight in calls)
+
+
+class EndedAttempts:
+    """The attempts and rollouts that ended last, up to a limit, known from the store's events.
+
+    Unknown attempts count as not ended. Calls in flight of an attempt that ends are cancelled.
+    """
+
+    def __init__(self, in_flight: InFlightCalls, limit: int = _MAX_REMEMBERED) -> None:
+        self._in_flight = in_flight
+        self._limit = limit
+        self._attempts: dict[tuple[str, str], None] = {}
+        self._rollouts: dict[str, set[str]] = {}
+        """Ended rollouts, each with the attempts that began after its end (retries)."""
+
+    def is_over(self, attempt: tuple[str, str]) -> bool:
+        """Whether calls of this attempt (rollout id, attempt id) must be refused."""
+        retries = self._rollouts.get(attempt[0])
+        return attempt in self._attempts or (retries is not None and attempt[1] not in retries)
+
+    def note(self, event: Event) -> None:
+        """Applies an event of the store."""
+        match event:
+            case AttemptFinished():
+                self._attempts[event.rollout_id, event.attempt_id] = None
+                if len(self._attempts) > self._limit:
+                    del self._attempts[next(iter(self._attempts))]
+                self._in_flight.cancel_attempt((event.rollout_id, event.attempt_id))
+            case RolloutFinished():
+                self._rollouts.pop(event.rollout_id, None)
+                self._rollouts[event.rollout_id] = set()
+                if len(self._rollouts) > self._limit:
+                    del self._rollouts[next(iter(self._rollouts))]
+                self._in_flight.cancel_rollout(event.rollout_id)
+            case RolloutStarted() if event.rollout_id in self._rollouts:
+                self._rollouts[event.rollout_id].add(event.attempt_id)
+            case _:
+                pass
+
+    async def follow(self, store: LightningStore) -> None:
+        """Applies the events of a store until cancelled; subscribes again after an error."""
+        has_warned = False
+        while True:
+            try:
+                async for event in store.subscribe(_KINDS):
+                    self.note(event)
+            except Exception as error:  # isolation point: after any error of the store, later events still count
+                if not has_warned:
+                    logger.warning(
+                        "the gateway lost the store's events (%s) and subscribes again; until then it relays calls of "
+                        "ended attempts",
+                        error,
+                    )
+                    has_warned = True
+            await asyncio.sleep(_RECONNECT_S)

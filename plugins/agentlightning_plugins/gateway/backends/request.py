@@ -1,0 +1,60 @@
+"""The request of one try: a call in the form that one backend understands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from agentlightning_plugins.gateway.backends.backend import Backend
+from agentlightning_plugins.gateway.dialects.dialect import Dialect, TokenOptions, Translation, TranslationError
+from agentlightning_plugins.gateway.dialects.json_text import dump_json, set_fields
+from agentlightning_plugins.gateway.dialects.openai import CHAT
+from agentlightning_plugins.gateway.recording.call import Call
+
+
+class BackendRequest(NamedTuple):
+    """One try of a call. Immutable: another try, at the same or another backend, has another request."""
+
+    backend: Backend
+    dialect: Dialect
+    """The dialect that the backend is spoken to in: the agent's, or Chat Completions with a ``translation``."""
+    path: str
+    """Below ``/v1/`` of the backend, with the query of the agent's URL."""
+    body: Mapping[str, Any]
+    text: bytes | None
+    """The body as the agent sent it; None if it was translated."""
+    options: TokenOptions
+    """The token data that the agent gets; the gateway keeps the rest for itself."""
+    translation: Translation | None = None
+
+    def encode(self, fields: Mapping[str, Any]) -> bytes:
+        """Returns the body with some fields set."""
+        if self.text is None:
+            return dump_json({**self.body, **fields})
+        return set_fields(self.text, self.body, fields)
+
+
+def prepare(call: Call, backend: Backend) -> BackendRequest:
+    """Prepares a call for a backend.
+
+    Raises:
+        TranslationError: the backend speaks neither the agent's dialect nor one that the call can be translated to.
+        AttributeError, KeyError, TypeError: the call is malformed.
+    """
+    spoken, dialect = backend.provider.dialects, call.dialect
+    if dialect.name in spoken:
+        path = f"{dialect.path}?{call.query}" if call.query else dialect.path
+        return BackendRequest(backend, dialect, path, call.body, call.text, _options(call, dialect, call.body))
+    translation = dialect.translate(call.body) if CHAT.name in spoken else None
+    if translation is None:
+        raise TranslationError(
+            f"{backend.endpoint} of model {call.model!r} does not speak {dialect.name}, only "
+            f"{', '.join(sorted(spoken))}; set the entry's 'provider' if it does, or to 'litellm'"
+        )
+    body = translation.request()
+    return BackendRequest(backend, CHAT, CHAT.path, body, None, _options(call, CHAT, body), translation)
+
+
+def _options(call: Call, dialect: Dialect, body: Mapping[str, Any]) -> TokenOptions:
+    """Calls that are not recorded pass as they are."""
+    return TokenOptions(True, True) if call.attempt is None else dialect.read_token_options(body)

@@ -1,0 +1,138 @@
+"""Limits on what each attempt may use of the models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Final
+
+from agentlightning import semconv
+from agentlightning.errors import ConfigError
+from agentlightning.store.protocol import LightningStore
+from agentlightning_plugins.gateway.validation import check_keys, check_number
+
+_MAX_REMEMBERED: Final = 100_000
+BACKEND: Final = "agentlightning.gateway.backend"
+"""Span attribute: the endpoint that a call was sent to; absent for calls that were refused before."""
+COST: Final = "agentlightning.gateway.cost"
+"""Span attribute: the cost of a call, if the model list has a price."""
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """The price of a million tokens, in the currency of the cost limit."""
+
+    input_per_million: float = 0.0
+    output_per_million: float = 0.0
+
+    def cost(self, input_tokens: int, output_tokens: int) -> float:
+        return (input_tokens * self.input_per_million + output_tokens * self.output_per_million) / 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class UsageLimits:
+    """Limits of each attempt; None means no limit. A call that ends in an error counts as a call without tokens."""
+
+    calls: int | None = None
+    tokens: int | None = None
+    """Input and output tokens together."""
+    cost: float | None = None
+    """By the prices of the model list."""
+
+
+@dataclass(slots=True)
+class Usage:
+    """What an attempt has used so far."""
+
+    calls: int = 0
+    tokens: int = 0
+    cost: float = 0.0
+
+
+class UsageTracker:
+    """Counts the usage of attempts. Forgets the attempt whose last call is the oldest."""
+
+    def __init__(self, limits: UsageLimits, max_attempts: int = _MAX_REMEMBERED) -> None:
+        self._limits = {name: limit for name, limit in asdict(limits).items() if limit is not None}
+        self._max_attempts = max_attempts
+        self._used: dict[tuple[str, str], Usage] = {}
+
+    def needs(self, attempt: tuple[str, str]) -> bool:
+        """Whether the usage of an attempt is limited but not known."""
+        return bool(self._limits) and attempt not in self._used
+
+    def restore(self, attempt: tuple[str, str], usage: Usage) -> None:
+        """Sets the earlier usage of an attempt that is not known."""
+        self._used.setdefault(attempt, usage)
+
+    def begin(self, attempt: tuple[str, str]) -> str | None:
+        """Counts a call that begins. If a limit is reached, returns the reason to refuse the call."""
+        if not self._limits:
+            return None
+        usage = self._used.pop(attempt, None) or Usage()
+        self._used[attempt] = usage
+        if len(self._used) > self._max_attempts:
+            del self._used[next(iter(self._used))]
+        for name, limit in self._limits.items():
+            used = getattr(usage, name)
+            if used >= limit:
+                return f"the attempt has used {used:.6g} of its {limit:.6g} {name}"
+        usage.calls += 1
+        return None
+
+    def add(self, attempt: tuple[str, str], tokens: int, cost: float) -> None:
+        """Adds the usage of a call; ignores attempts that were forgotten, because their spans contain it."""
+        usage = self._used.get(attempt)
+        if usage is not None:
+            usage.tokens += tokens
+            usage.cost += cost
+
+
+async def read_usage(store: LightningStore, attempt: tuple[str, str]) -> Usage:
+    """Sums up the usage of an attempt from the spans of its calls.
+
+    Raises:
+        StoreError: the store cannot be reached.
+    """
+    usage = Usage()
+    for span in await store.query_spans(*attempt):
+        if BACKEND in span.attributes:
+            names = (semconv.GEN_AI_INPUT_TOKENS, semconv.GEN_AI_OUTPUT_TOKENS, COST)
+            values = [span.attributes.get(name) for name in names]
+            input_tokens, output_tokens, cost = (value if isinstance(value, (int, float)) else 0 for value in values)
+            usage.calls += 1
+            usage.tokens += int(input_tokens + output_tokens)
+            usage.cost += cost
+    return usage
+
+
+def read_limits(limits: Mapping[str, Any] | UsageLimits | None) -> UsageLimits:
+    """Reads ``budget`` of ``LLMProxy``.
+
+    Raises:
+        ConfigError: an unknown key, or a limit that is not a number above 0.
+    """
+    if isinstance(limits, UsageLimits):
+        return limits
+    given = limits or {}
+    check_keys(given, [field.name for field in fields(UsageLimits)], "budget")
+    for name, limit in given.items():
+        if limit is not None:
+            check_number(limit, f"budget: {name}")
+    return UsageLimits(**given)
+
+
+def read_price(price: Any, where: str) -> Price | None:
+    """Reads the price of an entry of a model list.
+
+    Raises:
+        ConfigError: it is not a mapping, has an unknown key, or a negative number.
+    """
+    if price is None:
+        return None
+    if not isinstance(price, Mapping):
+        raise ConfigError(f"{where}: price is {price!r}; give input_per_million and output_per_million")
+    check_keys(price, [field.name for field in fields(Price)], f"{where}['price']")
+    for name, value in price.items():
+        check_number(value, f"{where}['price']: {name}", allow_zero=True)
+    return Price(**price)

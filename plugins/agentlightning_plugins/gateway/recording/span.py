@@ -1,0 +1,143 @@
+"""The span of a call.
+
+The attributes follow OpenTelemetry's ``gen_ai`` conventions. Training also needs ``prompt_token_ids``,
+``response_token_ids`` and ``logprobs`` (of the sampled tokens), ``agentlightning.weight_version``, and
+``agentlightning.gateway.complete``; a call without the latter must not be trained on.
+
+With n > 1 the unprefixed token data are those of choice 0; choice i > 0 has
+``agentlightning.choice.{i}.response_token_ids`` and ``.logprobs`` (and ``.prompt_token_ids`` if prompts differ).
+``gen_ai.output.messages`` and ``gen_ai.response.finish_reasons`` list all choices in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from agentlightning import semconv
+from agentlightning.frozen import FrozenList
+from agentlightning.types import Span, TraceStatus
+from agentlightning_plugins.gateway.dialects.dialect import Choice, Completion, Dialect
+from agentlightning_plugins.gateway.dialects.json_text import dump_json
+from agentlightning_plugins.gateway.limits.usage import BACKEND, COST
+from agentlightning_plugins.gateway.recording.call import Call, used_tokens
+
+_OK: Final = TraceStatus(status_code="OK")
+_MIN_INT64: Final = -(2**63)
+_MAX_INT64: Final = 2**63 - 1
+_MAX_DESCRIPTION: Final = 2000
+_SAMPLING: Final = {
+    "temperature": "gen_ai.request.temperature",
+    "top_p": "gen_ai.request.top_p",
+    "top_k": "gen_ai.request.top_k",
+    "max_tokens": "gen_ai.request.max_tokens",
+    "max_completion_tokens": "gen_ai.request.max_tokens",
+    "max_output_tokens": "gen_ai.request.max_tokens",
+    "frequency_penalty": "gen_ai.request.frequency_penalty",
+    "presence_penalty": "gen_ai.request.presence_penalty",
+    "stop": "gen_ai.request.stop_sequences",
+    "stop_sequences": "gen_ai.request.stop_sequences",
+    "seed": "gen_ai.request.seed",
+    "n": "gen_ai.request.choice.count",
+}
+
+
+def call_to_span(call: Call) -> Span:
+    """Returns the span of a finished call of an attempt. The store assigns its ``sequence_id``."""
+    assert call.attempt is not None
+    rollout_id, attempt_id = call.attempt
+    attributes: dict[str, Any] = {
+        semconv.GEN_AI_OPERATION_NAME: call.dialect.operation,
+        semconv.GEN_AI_REQUEST_MODEL: call.model,
+        semconv.GATEWAY_COMPLETE: call.is_complete,
+    }
+    dialect, body = (call.dialect, call.body) if call.request is None else (call.request.dialect, call.request.body)
+    forced: Mapping[str, Any] = {}
+    if call.backend is not None:
+        attributes[semconv.GEN_AI_PROVIDER_NAME] = call.backend.provider.name
+        attributes[BACKEND] = call.backend.endpoint
+        if call.backend.price is not None:
+            attributes[COST] = call.backend.price.cost(*used_tokens(call))
+        forced = call.backend.sampling_parameters
+    sampling = {**body, **forced} if forced else body
+    for key in sorted(_SAMPLING.keys() & sampling.keys(), reverse=True):  # the successors of max_tokens overwrite it
+        value = sampling[key]
+        if value is not None:
+            attributes[_SAMPLING[key]] = [value] if key == "stop" and isinstance(value, str) else value
+    if call.first_time:
+        attributes[semconv.GEN_AI_TIME_TO_FIRST_CHUNK] = call.first_time - call.start_time
+    if call.exceeded_limit is not None:
+        attributes["agentlightning.gateway.budget_exceeded"] = call.exceeded_limit
+    if call.http_status is not None:
+        attributes["http.response.status_code"] = call.http_status
+    status = _OK
+    if call.error is not None:
+        attributes["error.type"] = str(call.http_status or "_OTHER")
+        status = TraceStatus(status_code="ERROR", description=call.error[:_MAX_DESCRIPTION])
+    _add_input(dialect, body, attributes)
+    _add_output(call.completion, attributes)
+    return Span.from_attributes(
+        attributes=attributes,
+        rollout_id=rollout_id,
+        attempt_id=attempt_id,
+        trace_id=call.trace.trace_id,
+        span_id=call.trace.span_id,
+        parent_id=call.trace.parent_id,
+        name=call.dialect.span_name,
+        status=status,
+        start_time=call.start_time,
+        end_time=call.end_time,
+    )
+
+
+def _add_input(dialect: Dialect, body: Mapping[str, Any], attributes: dict[str, Any]) -> None:
+    try:
+        messages, tools = dialect.read_messages(body), dialect.read_tools(body)
+    except (AttributeError, KeyError, TypeError, ValueError):  # a malformed request, which the backend refused too
+        messages, tools = [], ()
+    attributes[semconv.GEN_AI_INPUT_MESSAGES] = dump_json(messages).decode()
+    if tools:
+        attributes[semconv.GEN_AI_TOOL_DEFINITIONS] = dump_json(tools).decode()
+
+
+def _add_output(completion: Completion, attributes: dict[str, Any]) -> None:
+    choices = sorted(completion.choices.items())
+    first = completion.choices.get(0) or Choice()
+    prompt_token_ids = completion.prompt_token_ids or first.prompt_token_ids
+    input_tokens, output_tokens = completion.input_tokens, completion.output_tokens
+    if input_tokens is None and prompt_token_ids is not None:  # a stream states its usage only on request
+        input_tokens = len(prompt_token_ids)
+        output_tokens = sum(len(choice.token_ids or ()) for _, choice in choices)
+    known = {
+        semconv.GEN_AI_RESPONSE_ID: completion.id,
+        semconv.GEN_AI_RESPONSE_MODEL: completion.model,
+        semconv.GEN_AI_INPUT_TOKENS: input_tokens,
+        semconv.GEN_AI_OUTPUT_TOKENS: output_tokens,
+        semconv.WEIGHT_VERSION: completion.weight_version,
+        semconv.PROMPT_TOKEN_IDS: _freeze_numbers(prompt_token_ids),
+        semconv.RESPONSE_TOKEN_IDS: _freeze_numbers(first.token_ids),
+        semconv.LOGPROBS: _freeze_numbers(first.logprobs),
+    }
+    for index, choice in choices:
+        if index == 0:
+            continue
+        prefix = f"{semconv.CHOICE}.{index}"
+        known[f"{prefix}.{semconv.RESPONSE_TOKEN_IDS}"] = choice.token_ids
+        known[f"{prefix}.{semconv.LOGPROBS}"] = choice.logprobs
+        if choice.prompt_token_ids != first.prompt_token_ids:
+            known[f"{prefix}.{semconv.PROMPT_TOKEN_IDS}"] = choice.prompt_token_ids
+    attributes.update((name, value) for name, value in known.items() if value is not None)
+    if choices:
+        attributes[semconv.GEN_AI_FINISH_REASONS] = [choice.finish_reason or "" for _, choice in choices]
+        attributes[semconv.GEN_AI_OUTPUT_MESSAGES] = dump_json([choice.to_message() for _, choice in choices]).decode()
+
+
+def _freeze_numbers(values: Any) -> Any:
+    """Freezes a list of numbers and returns anything else as it is.
+
+    Hot path: the sum shows that all values are finite numbers of 64 bits, without a check of each.
+    """
+    try:
+        return FrozenList(values) if type(values) is list and _MIN_INT64 <= sum(values) <= _MAX_INT64 else values
+    except TypeError:
+        return values
