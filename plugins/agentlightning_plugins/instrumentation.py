@@ -62,6 +62,10 @@ class Patches:
         self._replaced.append((owner, name, vars(owner)[name], value))
         setattr(owner, name, value)
 
+    def wrap(self, owner: Any, name: str, wrapper: Callable[[Any, Any, Any, Any], Any]) -> None:
+        """Replaces a function; ``wrapper`` gets it, its instance, ``args`` and ``kwargs``, as of ``wrapt``."""
+        self.replace(owner, name, FunctionWrapper(vars(owner)[name], wrapper))
+
     def undo(self) -> None:
         """Restores every attribute, except where other code has wrapped it since."""
         while self._replaced:

@@ -14,7 +14,6 @@ from collections.abc import Callable, MutableMapping
 from typing import Any, Final
 
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-from wrapt import FunctionWrapper  # type: ignore[import-untyped] # wrapt has no types
 
 from agentlightning.tracer.tracer import activate, get_active
 from agentlightning_plugins.instrumentation import OnImport, Patches, Undo
@@ -48,8 +47,7 @@ def current_traceparent() -> str | None:
 def _patch(module_name: str) -> Undo:
     module, patches = importlib.import_module(module_name), Patches()
     for class_name, method, wrapper in _METHODS[module_name]:
-        owner = getattr(module, class_name)
-        patches.replace(owner, method, FunctionWrapper(vars(owner)[method], wrapper))
+        patches.wrap(getattr(module, class_name), method, wrapper)
     return patches.undo
 
 
