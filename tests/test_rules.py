@@ -40,6 +40,7 @@ LIBRARIES: dict[str, set[str]] = {
     "agentlightning_plugins.commands.configuration": {"commands.*"},
     "agentlightning_plugins.commands.terminal": {"commands.*"},
     "agentlightning_plugins.garbage_collection": {"gateway", "stores.http", "strategies.processes"},
+    "agentlightning_plugins.instrumentation": {"integrations.*", "tracers.*"},
     "agentlightning_plugins.scripted_model": {"commands.doctor", "commands.replay", "agentlightning.testing"},
     "agentlightning_plugins.statistics": {"algorithms.evaluation", "commands.ab"},
     "agentlightning_plugins.stores.condition": {"stores.*"},

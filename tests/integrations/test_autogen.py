@@ -197,7 +197,7 @@ async def test_a_team_stops_at_once_though_an_agent_of_it_heeds_no_cancellation_
 
 def test_a_team_with_a_runtime_of_its_own_is_refused() -> None:
     team = RoundRobinGroupChat([make_writer()], runtime=SingleThreadedAgentRuntime())
-    with pytest.raises(agl.ConfigError, match="has a runtime of its own"):
+    with pytest.raises(agl.ConfigError, match="has its own runtime"):
         agl.wrap(team)
 
 

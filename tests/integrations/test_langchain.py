@@ -142,7 +142,7 @@ async def test_a_model_that_cannot_be_pointed_elsewhere_fails_the_attempt_and_sa
         (rollout,) = await lab.run(ask(2, 3))
     assert rollout.attempt.error is not None
     assert rollout.attempt.error.type == "ConfigError"
-    assert "GenericFakeChatModel, which does not speak OpenAI's protocol" in rollout.attempt.error.message
+    assert "GenericFakeChatModel, which does not use OpenAI's API" in rollout.attempt.error.message
 
 
 async def test_an_error_of_a_node_is_on_its_span_and_on_the_attempt() -> None:

@@ -25,6 +25,7 @@ from agentlightning.testing.agent import AGENT_NAME, MODEL, AgentConformance, La
 from agentlightning.tracer import OtelTracer
 from agentlightning.types import Span
 from agentlightning_integrations.openai import client as openai_integration
+from agentlightning_plugins.instrumentation import _functions
 from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI, decode
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 from tests.integrations.framework_agent import NOWHERE, make_openai_agent
@@ -326,12 +327,12 @@ class TestAClient:
 
 
 def test_undoing_leaves_every_method_as_it_was() -> None:
-    before = dict(openai_integration._methods())
+    before = dict(_functions("openai.resources"))
     undo = openai_integration.instrument(TracerProvider())
-    wrapped = {place for place, value in openai_integration._methods() if before.get(place) is not value}
+    wrapped = {place for place, value in _functions("openai.resources") if before.get(place) is not value}
     assert (openai.resources.chat.completions.Completions, "create") in wrapped
     undo()
-    after = dict(openai_integration._methods())
+    after = dict(_functions("openai.resources"))
     assert {place for place in before if after[place] is not before[place]} == set()
     assert not [place for place in after if type(after[place]).__name__ == "FunctionWrapper"]
     undo()

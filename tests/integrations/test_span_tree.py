@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from agentlightning_integrations.framework.span_tree import SpanTree, leave_ended, to_text
+from agentlightning_integrations.framework.span_tree import SpanTree, detach_ended, to_text
 
 
 class Recording:
@@ -38,7 +38,7 @@ def recording() -> Iterator[Recording]:
     recording = Recording()
     yield recording
     recording.tree.clear()
-    leave_ended()
+    detach_ended()
 
 
 def test_what_runs_inside_comes_under_the_innermost_open_span(recording: Recording) -> None:
@@ -57,8 +57,8 @@ def test_a_named_parent_counts_more_than_the_active_span_and_is_found_through_wh
     recording: Recording,
 ) -> None:
     recording.tree.begin("a", "agent", {})
-    recording.tree.pass_over("s", "a")
-    recording.tree.pass_over("deeper", "s")
+    recording.tree.skip("s", "a")
+    recording.tree.skip("deeper", "s")
     recording.tree.begin("other", "other", {})
     recording.tree.begin("t", "tool", {}, parent="deeper")
     recording.tree.begin("unknown", "of nobody", {}, parent="no such id")

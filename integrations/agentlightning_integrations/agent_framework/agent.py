@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AsyncExitStack, nullcontext, suppress
 from typing import Any, TypeAlias
 
 import agent_framework.observability as observability_module
@@ -30,29 +30,26 @@ from agentlightning.plugin.hookspecs import WrapOptions
 from agentlightning.resources import LLM
 from agentlightning.tracer.tracer import get_active_trace
 from agentlightning_integrations.framework.object_copy import copy_except, walk
-from agentlightning_integrations.framework.openai_client import carry_clients, optional_client
+from agentlightning_integrations.framework.openai_client import async_client
 from agentlightning_integrations.framework.span_tree import to_text
+from agentlightning_plugins.instrumentation import Patches
 
 Runnable: TypeAlias = BaseAgent | Workflow
 
 
 def wrap_agent(agent: Any, options: WrapOptions) -> AgentFrameworkAgent | None:
-    """See the hook of this name."""
-    if not isinstance(agent, (BaseAgent, Workflow)):
-        return None
-    carry_clients()
-    return AgentFrameworkAgent(agent, options)
+    return AgentFrameworkAgent(agent, options) if isinstance(agent, (BaseAgent, Workflow)) else None
 
 
 class AgentFrameworkAgent(FrameworkAgent[Runnable]):
     """Runs a copy of an agent or workflow on a task; the output is its ``AgentResponse`` or ``WorkflowRunResult``.
 
-    Every rollout has agents and executors of its own, in the state that the object was given in. Tools, middleware and
-    context providers are shared by all rollouts. Model calls are Chat Completions, whatever client the object has.
+    Every rollout has its own agents and executors, in the state in which the object was given. Tools, middleware and
+    context providers are shared by all rollouts. Model calls use Chat Completions, whatever client the object has.
     """
 
     def texts(self) -> Mapping[str, str]:
-        """Of each agent by its name: ``writer.instructions`` and ``writer.description``."""
+        """The texts of each agent by its name: ``writer.instructions`` and ``writer.description``."""
         texts = {}
         for agent in _agents(self.agent):
             instructions = getattr(agent, "default_options", {}).get("instructions")
@@ -64,8 +61,8 @@ class AgentFrameworkAgent(FrameworkAgent[Runnable]):
     async def run_async(
         self, task: Any, llm: LLM | None, texts: Mapping[str, str]
     ) -> AgentResponse[Any] | WorkflowRunResult:
-        """Runs the copy on what it takes as input; anything else becomes JSON."""
-        async with optional_client(llm) as client:
+        """Runs a copy on the task, converted to JSON unless it is an accepted input."""
+        async with async_client(llm) if llm is not None else nullcontext() as client:
             copied = _Copier(llm, client, texts).copy(self.agent)
             if isinstance(copied, Workflow):
                 takes = tuple(kind for kind in copied.input_types if isinstance(kind, type))
@@ -76,7 +73,7 @@ class AgentFrameworkAgent(FrameworkAgent[Runnable]):
 
 
 class _Copier:
-    """Copies agents and workflows for one rollout, each that is found twice once."""
+    """Copies agents and workflows for one rollout; an object that is found twice is copied once."""
 
     def __init__(self, llm: LLM | None, client: AsyncOpenAI | None, texts: Mapping[str, str]) -> None:
         self._llm = llm
@@ -86,20 +83,17 @@ class _Copier:
 
     def copy(self, part: Any) -> Any:
         """The copy of an agent, workflow, chat client or tool; anything else is shared."""
-        if id(part) not in self._copies:
-            make = next((make for cls, make in self._ways() if isinstance(part, cls)), None)
-            if make is None:
-                return part
-            make(part)
-        return self._copies[id(part)]
-
-    def _ways(self) -> tuple[tuple[type[Any], Callable[[Any], None]], ...]:
-        return (
-            (BaseAgent, self._copy_agent),
-            (Workflow, self._copy_workflow),
-            (BaseChatClient, self._redirect),
-            (FunctionTool, self._copy_tool),
-        )
+        if id(part) in self._copies:
+            return self._copies[id(part)]
+        if isinstance(part, BaseAgent):
+            self._copy_agent(part)
+        elif isinstance(part, Workflow):
+            self._copy_workflow(part)
+        elif isinstance(part, BaseChatClient):
+            self._redirect(part)
+        elif isinstance(part, FunctionTool):
+            self._copy_tool(part)
+        return self._copies.get(id(part), part)
 
     def _copy_agent(self, agent: BaseAgent) -> None:
         copied = self._copies[id(agent)] = copy.copy(agent)
@@ -118,14 +112,15 @@ class _Copier:
             options["instructions"] = instructions
 
     def _copy_workflow(self, workflow: Workflow) -> None:
-        exchanged = {}
-        for part in walk(workflow, _is_open):
-            if part is not workflow and isinstance(part, (BaseAgent, Workflow, BaseChatClient)):
-                exchanged[id(part)] = self.copy(part)
-        self._copies[id(workflow)] = copy_except(workflow, exchanged, workflow.name or workflow.id)
+        replacements = {
+            id(part): self.copy(part)
+            for part in walk(workflow, _children)
+            if part is not workflow and isinstance(part, (BaseAgent, Workflow, BaseChatClient))
+        }
+        self._copies[id(workflow)] = copy_except(workflow, replacements, workflow.name or workflow.id)
 
     def _copy_tool(self, tool: FunctionTool) -> None:
-        """A tool counts its calls, and one that is an agent holds it in its function's closure."""
+        """Copies a tool, because it counts its calls; one made of an agent holds it in its function's closure."""
         copied = self._copies[id(tool)] = copy.copy(tool)
         function: Any = copied.func
         if isinstance(function, types.FunctionType) and _agents_in(function):
@@ -138,7 +133,7 @@ class _Copier:
             copied.func = bound
 
     def _redirect(self, client: BaseChatClient[Any]) -> None:
-        """The same chat client for the rollout's endpoint."""
+        """Copies a chat client for the rollout's endpoint."""
         if self._llm is None or self._client is None:
             self._copies[id(client)] = client
         elif isinstance(client, OpenAIChatCompletionClient):
@@ -156,36 +151,23 @@ class _Copier:
 
 
 def _agents_in(function: types.FunctionType) -> list[BaseAgent]:
-    contents = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    contents = []
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # an empty cell
+            contents.append(cell.cell_contents)
     return [content for content in contents if isinstance(content, BaseAgent)]
 
 
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 # an empty cell says so by raising
-    except ValueError:
-        return False
-    return True
-
-
-def _is_open(part: Any) -> bool:
-    """Whether agents may be found inside."""
-    return isinstance(part, (BaseAgent, Executor, Workflow))
+def _children(part: Any) -> Iterable[Any]:
+    if isinstance(part, FunctionTool) and isinstance(part.func, types.FunctionType):
+        return _agents_in(part.func)
+    return vars(part).values() if isinstance(part, (BaseAgent, Executor, Workflow)) else ()
 
 
 def _agents(root: Runnable) -> Iterator[BaseAgent]:
-    """The agents that have a name or instructions of their own, tools that are agents included."""
-    seen: set[int] = set()
-    waiting: list[Any] = [root]
-    while waiting:
-        for part in walk(waiting.pop(0), _is_open):
-            if id(part) in seen:
-                continue
-            seen.add(id(part))
-            if isinstance(part, BaseAgent) and not isinstance(part, WorkflowAgent):
-                yield part
-            if isinstance(part, FunctionTool) and isinstance(part.func, types.FunctionType):
-                waiting.extend(_agents_in(part.func))
+    """The agents that have a name or instructions of their own, including agents used as tools."""
+    agents = (part for part in walk(root, _children) if isinstance(part, BaseAgent))
+    return (agent for agent in agents if not isinstance(agent, WorkflowAgent))
 
 
 def _name(agent: BaseAgent) -> str:
@@ -193,36 +175,24 @@ def _name(agent: BaseAgent) -> str:
 
 
 def instrument(tracer_provider: Any) -> Callable[[], None]:
-    """Has the framework's own spans recorded by the provider, with their contents, inside attempts.
+    """Has the provider record the framework's own spans inside attempts, with prompts and answers.
 
-    By itself it takes OpenTelemetry's global provider, and leaves contents out so that they do not reach exporters.
+    By default it uses OpenTelemetry's global provider, and leaves contents out so that they do not reach exporters.
     """
     tracer = otel.get_tracer("agentlightning.agent_framework", tracer_provider=tracer_provider)
-    original_get_tracer = observability_module.get_tracer
 
-    def get_tracer(*args: Any, **kwargs: Any) -> otel.Tracer:
-        return original_get_tracer(*args, **kwargs) if get_active_trace() is None else tracer
+    def get_tracer(wrapped: Callable[..., otel.Tracer], instance: Any, args: Any, kwargs: Any) -> otel.Tracer:
+        return wrapped(*args, **kwargs) if get_active_trace() is None else tracer
 
-    replaced: list[tuple[Any, str, Any, Any]] = []
-
-    def replace(owner: Any, name: str, value: Any) -> None:
-        replaced.append((owner, name, vars(owner)[name], value))
-        setattr(owner, name, value)
-
-    replace(observability_module, "get_tracer", get_tracer)
+    patches = Patches()
+    patches.wrap(observability_module, "get_tracer", get_tracer)
     for name in ("enable_instrumentation", "enable_sensitive_data"):
-        replace(ObservabilitySettings, name, _on_in_attempts(vars(ObservabilitySettings)[name]))
-
-    def undo() -> None:
-        for owner, name, original, value in reversed(replaced):
-            if vars(owner).get(name) is value:  # else somebody has wrapped it since
-                setattr(owner, name, original)
-
-    return undo
+        patches.replace(ObservabilitySettings, name, _on_in_attempts(vars(ObservabilitySettings)[name]))
+    return patches.undo
 
 
 def _on_in_attempts(setting: property) -> property:
-    """A switch of the framework that is on inside attempts, and elsewhere what the user says."""
+    """A setting of the framework that is always on inside attempts."""
     assert setting.fget is not None
     read = setting.fget
 

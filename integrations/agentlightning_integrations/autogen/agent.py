@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import types
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import autogen_agentchat.agents as agents_module
@@ -32,17 +32,16 @@ from agentlightning.plugin.hookspecs import WrapOptions
 from agentlightning.resources import LLM
 from agentlightning.tracer.tracer import get_active_trace
 from agentlightning_integrations.framework.object_copy import copy_except, walk
-from agentlightning_integrations.framework.openai_client import carry_clients, optional_client
+from agentlightning_integrations.framework.openai_client import async_client
 from agentlightning_integrations.framework.span_tree import (
     INPUT,
     OPERATION,
     OUTPUT,
-    TOOL_ARGUMENTS,
-    TOOL_CALL_ID,
-    TOOL_NAME,
     TOOL_RESULT,
     to_text,
+    tool_attributes,
 )
+from agentlightning_plugins.instrumentation import Patches
 
 Runnable: TypeAlias = ChatAgent | Team
 
@@ -53,17 +52,15 @@ _TEXTS: Final = {
     "_selector_prompt": "selector_prompt",
     "_final_answer_prompt": "final_answer_prompt",
 }
-"""Attributes that hold a text, and what users call it."""
+"""Attributes that hold a text, and its name for users."""
 
 
 def wrap_agent(agent: Any, options: WrapOptions) -> AutoGenAgent | None:
-    """See the hook of this name."""
     if not isinstance(agent, (ChatAgent, Team)):
         return None
     for part in _named_parts(agent):
         if not getattr(part, "_embedded_runtime", True):
-            raise ConfigError(f"team {part.name!r} has a runtime of its own; make it without: each rollout gets one")
-    carry_clients()
+            raise ConfigError(f"team {part.name!r} has its own runtime; create it without: each rollout gets one")
     register_reducer(SingleThreadedAgentRuntime, lambda runtime: (SingleThreadedAgentRuntime, ()))
     return AutoGenAgent(agent, options)
 
@@ -71,20 +68,20 @@ def wrap_agent(agent: Any, options: WrapOptions) -> AutoGenAgent | None:
 class AutoGenAgent(FrameworkAgent[Runnable]):
     """Runs a copy of an agent or team on a task; the output is its ``TaskResult``.
 
-    Every rollout has agents, model contexts, memories and termination conditions of its own, in the state that the
-    object was given in. Tools, code executors and memories other than ``ListMemory`` are shared by all rollouts.
+    Every rollout has its own agents, model contexts, memories and termination conditions, in the state in which the
+    object was given. Tools, code executors and memories other than ``ListMemory`` are shared by all rollouts.
     """
 
     def texts(self) -> Mapping[str, str]:
-        """Of each agent and team by its name: ``writer.system_message``, ``writer.description``, and so on."""
+        """The texts of each agent and team by its name, such as ``writer.system_message``."""
         return {path: text for part in _named_parts(self.agent) for path, text in _read_texts(part)}
 
     async def run_async(self, task: Any, llm: LLM | None, texts: Mapping[str, str]) -> TaskResult:
-        """Runs the copy on a text, a message or messages; anything else becomes JSON."""
+        """Runs a copy on a text, a message or messages; anything else is converted to JSON."""
         is_message = isinstance(task, BaseChatMessage) or (
             isinstance(task, Sequence) and all(isinstance(item, BaseChatMessage) for item in task)
         )
-        async with optional_client(llm) as client:
+        async with async_client(llm) if llm is not None else contextlib.nullcontext() as client:
             copied = _copy(self.agent, llm, client)
             for part in _named_parts(copied):
                 _write_texts(part, texts)
@@ -92,15 +89,15 @@ class AutoGenAgent(FrameworkAgent[Runnable]):
 
 
 async def _run(agent: Runnable, task: Any) -> TaskResult:
-    """Runs it so that cancelling us stops it: a team alone would go on until its conversation is over."""
+    """Runs an agent and stops it on cancellation; a team alone would go on to the end of its conversation."""
     token = CancellationToken()
     work = asyncio.ensure_future(agent.run(task=task, cancellation_token=token))
     try:
         await asyncio.wait({work})
     except asyncio.CancelledError:
         token.cancel()
-        for runtime in [part for part in _walk(agent) if isinstance(part, SingleThreadedAgentRuntime)]:
-            for message in list(runtime._background_tasks):  # of agents that do not heed the token
+        for runtime in [part for part in walk(agent, _children) if isinstance(part, SingleThreadedAgentRuntime)]:
+            for message in list(runtime._background_tasks):  # of agents that ignore the token
                 message.cancel()
         work.cancel()
         await asyncio.gather(work, return_exceptions=True)
@@ -109,9 +106,9 @@ async def _run(agent: Runnable, task: Any) -> TaskResult:
 
 
 def _copy(agent: Runnable, llm: LLM | None, client: AsyncOpenAI | None) -> Runnable:
-    """Copies what has state; gives the copy's models the rollout's endpoint."""
+    """Copies what has state, with models for the rollout's endpoint."""
     memo: dict[int, Any] = {}
-    for part in _walk(agent):
+    for part in walk(agent, _children):
         if isinstance(part, ChatCompletionClient):
             memo[id(part)] = part if llm is None or client is None else _redirect(part, llm, client)
         elif isinstance(part, SingleThreadedAgentRuntime):
@@ -124,11 +121,11 @@ def _copy(agent: Runnable, llm: LLM | None, client: AsyncOpenAI | None) -> Runna
 
 
 def _redirect(model: ChatCompletionClient, llm: LLM, client: AsyncOpenAI) -> ChatCompletionClient:
-    """The same model client for another endpoint and model, with the sampling parameters of both."""
+    """Copies a model client for another endpoint and model, with the sampling parameters of both."""
     own = {"model": llm.model, **llm.sampling_parameters}
     if not isinstance(model, BaseOpenAIChatCompletionClient):
         return BaseOpenAIChatCompletionClient(client, create_args=own, model_info=model.model_info)
-    copied = object.__new__(type(model))  # its constructor, and so copy(), makes a client of its own
+    copied = object.__new__(type(model))  # the constructor, and therefore copy(), would create another client
     copied.__dict__.update(
         model.__dict__,
         _client=client,
@@ -141,32 +138,30 @@ def _redirect(model: ChatCompletionClient, llm: LLM, client: AsyncOpenAI) -> Cha
 
 
 def _is_shared(part: Any) -> bool:
-    """Whether all rollouts use the same object: what may hold connections, and what holds no conversation."""
+    """Whether all rollouts use the same object: it may hold connections, and holds no conversation."""
     if isinstance(part, Memory):
         return not isinstance(part, ListMemory)
     if isinstance(part, BaseTool):
         return not isinstance(part, TaskRunnerTool)
     if isinstance(part, Workbench):
         return not isinstance(part, StaticWorkbench)
-    if isinstance(part, types.MethodType):  # copied, it would take its object along
+    if isinstance(part, types.MethodType):  # a copy would copy its object
         return not isinstance(part.__self__, ComponentBase)
     return isinstance(part, CodeExecutor)
 
 
-def _walk(agent: Runnable) -> Iterator[Any]:
-    return walk(agent, _is_open)
-
-
-def _is_open(part: Any) -> bool:
-    """Whether agents may be found inside."""
+def _children(part: Any) -> Iterable[Any]:
+    """The attributes of objects that may contain agents."""
     if isinstance(part, (SingleThreadedAgentRuntime, ChatCompletionClient)) or _is_shared(part):
-        return False
-    return isinstance(part, ComponentBase) or type(part).__module__.startswith("autogen_")
+        return ()
+    if isinstance(part, ComponentBase) or type(part).__module__.startswith("autogen_"):
+        return getattr(part, "__dict__", {}).values()
+    return ()
 
 
 def _named_parts(agent: Runnable) -> Iterator[Any]:
-    """The agents and teams, in the order in which they are reached."""
-    return (part for part in _walk(agent) if isinstance(part, (ChatAgent, Team)))
+    """The agents and teams, breadth first."""
+    return (part for part in walk(agent, _children) if isinstance(part, (ChatAgent, Team)))
 
 
 def _read_texts(part: Any) -> Iterator[tuple[str, str]]:
@@ -186,115 +181,71 @@ def _write_texts(part: Any, texts: Mapping[str, str]) -> None:
         text = texts.get(f"{part.name}.{label}")
         if text is not None:
             setattr(part, attribute, text)
-    if hasattr(part, "_participants"):  # a team keeps its own list of what its members say of themselves
+    if hasattr(part, "_participants"):  # a team keeps its own list of them
         part._participant_descriptions = [participant.description for participant in part._participants]
 
 
 def instrument(tracer_provider: Any) -> Callable[[], None]:
-    """Has AutoGen's spans of agents and tools recorded by the provider, with what goes in and comes out.
+    """Has the provider record AutoGen's spans of agents and tools inside attempts, with inputs and outputs.
 
-    By itself it opens them with OpenTelemetry's global provider and says no more than names.
+    By default it uses OpenTelemetry's global provider, and records only names.
     """
     tracer = otel.get_tracer("agentlightning.autogen", tracer_provider=tracer_provider)
-    replaced: list[tuple[Any, str, Any, Any]] = []
 
-    def replace(owner: Any, name: str, value: Any) -> None:
-        replaced.append((owner, name, vars(owner)[name], value))
-        setattr(owner, name, value)
+    def trace_agent(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return wrapped(*args, **kwargs, **({} if get_active_trace() is None else {"tracer": tracer}))
 
-    for module in (agent_module, container_module):
-        replace(module, "trace_invoke_agent_span", _with_tracer(tracer, module.trace_invoke_agent_span))
-    replace(tools_module, "trace_tool_span", _unless_traced(vars(tools_module)["trace_tool_span"]))
-    replace(BaseTool, "run_json", _record_tool(tracer, BaseTool.run_json))
-    replace(BaseStreamTool, "run_json_stream", _record_stream_tool(tracer, BaseStreamTool.run_json_stream))
-    for cls in [
-        cls for cls in vars(agents_module).values() if isinstance(cls, type) and issubclass(cls, BaseChatAgent)
-    ]:
-        if "on_messages_stream" in vars(cls):
-            replace(cls, "on_messages_stream", _describe_turn(vars(cls)["on_messages_stream"]))
+    def trace_tool(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return wrapped(*args, **kwargs) if get_active_trace() is None else contextlib.nullcontext()  # ours is instead
 
-    def undo() -> None:
-        for owner, name, original, value in reversed(replaced):
-            if vars(owner).get(name) is value:  # else somebody has wrapped it since
-                setattr(owner, name, original)
-
-    return undo
-
-
-def _with_tracer(tracer: otel.Tracer, original: Callable[..., Any]) -> Callable[..., Any]:
-    """AutoGen's own span of an agent's turn, ours inside an attempt."""
-
-    def trace_invoke_agent_span(**arguments: Any) -> contextlib.AbstractContextManager[Any]:
-        own = {} if get_active_trace() is None else {"tracer": tracer}
-        opened: contextlib.AbstractContextManager[Any] = original(**arguments, **own)
-        return opened
-
-    return trace_invoke_agent_span
-
-
-def _unless_traced(original: Callable[..., Any]) -> Callable[..., Any]:
-    """AutoGen's own span of a tool; inside an attempt there is ours instead."""
-
-    def trace_tool_span(*args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[Any]:
-        opened: contextlib.AbstractContextManager[Any]
-        opened = contextlib.nullcontext() if get_active_trace() is not None else original(*args, **kwargs)
-        return opened
-
-    return trace_tool_span
-
-
-def _record_tool(tracer: otel.Tracer, original: Callable[..., Any]) -> Callable[..., Any]:
-    async def run_json(self: Any, args: Any, cancellation_token: Any, call_id: str | None = None) -> Any:
-        if get_active_trace() is None:
-            return await original(self, args, cancellation_token, call_id)
-        with _tool_span(tracer, self, args, call_id) as span:
-            result = await original(self, args, cancellation_token, call_id)
-            span.set_attribute(TOOL_RESULT, self.return_value_as_string(result))
+    async def run_tool(wrapped: Callable[..., Any], tool: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        with _tool_span(tracer, tool, *args, **kwargs) as span:
+            result = await wrapped(*args, **kwargs)
+            if span.is_recording():
+                span.set_attribute(TOOL_RESULT, tool.return_value_as_string(result))
         return result
 
-    return run_json
-
-
-def _record_stream_tool(tracer: otel.Tracer, original: Callable[..., Any]) -> Callable[..., Any]:
-    async def run_json_stream(
-        self: Any, args: Any, cancellation_token: Any, call_id: str | None = None
-    ) -> AsyncGenerator[Any, None]:
-        if get_active_trace() is None:
-            async for item in original(self, args, cancellation_token, call_id):
-                yield item
-            return
-        with _tool_span(tracer, self, args, call_id) as span:
+    async def run_stream_tool(wrapped: Callable[..., Any], tool: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        with _tool_span(tracer, tool, *args, **kwargs) as span:
             item = None
-            async for item in original(self, args, cancellation_token, call_id):
+            async for item in wrapped(*args, **kwargs):
                 yield item
-            span.set_attribute(TOOL_RESULT, self.return_value_as_string(item))
+            if span.is_recording():
+                span.set_attribute(TOOL_RESULT, tool.return_value_as_string(item))
 
-    return run_json_stream
+    patches = Patches()
+    for module in (agent_module, container_module):
+        patches.wrap(module, "trace_invoke_agent_span", trace_agent)
+    patches.wrap(tools_module, "trace_tool_span", trace_tool)
+    patches.wrap(BaseTool, "run_json", run_tool)
+    patches.wrap(BaseStreamTool, "run_json_stream", run_stream_tool)
+    for cls in vars(agents_module).values():
+        if isinstance(cls, type) and issubclass(cls, BaseChatAgent) and "on_messages_stream" in vars(cls):
+            patches.wrap(cls, "on_messages_stream", _describe_turn)
+    return patches.undo
 
 
 def _tool_span(
-    tracer: otel.Tracer, tool: Any, arguments: Any, call_id: str | None
+    tracer: otel.Tracer, tool: Any, args: Any, cancellation_token: Any, call_id: str | None = None
 ) -> contextlib.AbstractContextManager[otel.Span]:
-    attributes = {
-        OPERATION: "execute_tool",
-        TOOL_NAME: tool.name,
-        TOOL_ARGUMENTS: to_text(arguments) or "{}",
-        **({} if call_id is None else {TOOL_CALL_ID: call_id}),
-    }
-    return tracer.start_as_current_span(f"execute_tool {tool.name}", attributes=attributes)
+    """The span of a call of ``run_json(args, cancellation_token, call_id=None)``; not recorded outside attempts."""
+    if get_active_trace() is None:
+        return contextlib.nullcontext(otel.INVALID_SPAN)
+    attributes = tool_attributes(tool.name, to_text(args) or "{}", call_id)
+    known = {key: value for key, value in attributes.items() if value is not None}
+    return tracer.start_as_current_span(f"execute_tool {tool.name}", attributes=known)
 
 
-def _describe_turn(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Says on the agent's span, which is open while it takes its turn, what it was given and what it gave."""
-
-    async def on_messages_stream(self: Any, messages: Any, cancellation_token: Any) -> AsyncGenerator[Any, None]:
-        span: Any = otel.get_current_span()
-        is_agent = getattr(span, "attributes", {}).get(OPERATION) == "invoke_agent"
-        if is_agent:
-            span.set_attribute(INPUT, "\n".join(message.to_text() for message in messages))
-        async for item in original(self, messages, cancellation_token):
-            if is_agent and isinstance(item, Response):
-                span.set_attribute(OUTPUT, item.chat_message.to_text())
-            yield item
-
-    return on_messages_stream
+async def _describe_turn(
+    wrapped: Callable[..., Any], agent: Any, args: Any, kwargs: dict[str, Any]
+) -> AsyncGenerator[Any, None]:
+    """Wraps ``on_messages_stream(messages, cancellation_token)``: adds input and output to the agent's open span."""
+    span: Any = otel.get_current_span()
+    is_agent = getattr(span, "attributes", {}).get(OPERATION) == "invoke_agent"
+    if is_agent:
+        messages = args[0] if args else kwargs["messages"]
+        span.set_attribute(INPUT, "\n".join(message.to_text() for message in messages))
+    async for item in wrapped(*args, **kwargs):
+        if is_agent and isinstance(item, Response):
+            span.set_attribute(OUTPUT, item.chat_message.to_text())
+        yield item

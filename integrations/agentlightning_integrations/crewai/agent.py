@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import types
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 from crewai import Agent, Crew, Flow
 from crewai.crews import CrewOutput
@@ -29,7 +30,6 @@ from crewai.lite_agent_output import LiteAgentOutput
 from crewai.llms.base_llm import BaseLLM
 from crewai.llms.providers.openai.completion import OpenAICompletion
 from crewai.memory.unified_memory import Memory
-from openai import AsyncOpenAI, OpenAI
 from opentelemetry import trace as otel
 from wrapt import wrap_function_wrapper  # type: ignore[import-untyped] # wrapt has no types
 
@@ -38,19 +38,10 @@ from agentlightning.litagent.pickling import register_reducer
 from agentlightning.plugin.hookspecs import WrapOptions
 from agentlightning.resources import LLM
 from agentlightning.tracer.tracer import get_active_trace
-from agentlightning_integrations.framework.object_copy import copy_except, walk
-from agentlightning_integrations.framework.openai_client import async_client, carry_clients, sync_client
-from agentlightning_integrations.framework.span_tree import (
-    AGENT_NAME,
-    INPUT,
-    OPERATION,
-    OUTPUT,
-    TOOL_ARGUMENTS,
-    TOOL_NAME,
-    TOOL_RESULT,
-    SpanTree,
-    to_text,
-)
+from agentlightning_integrations.framework.object_copy import ModelCache, copy_except, walk
+from agentlightning_integrations.framework.openai_client import Clients, open_clients
+from agentlightning_integrations.framework.span_tree import OUTPUT, TOOL_RESULT, SpanTree, to_text
+from agentlightning_plugins.instrumentation import Patches
 
 Runnable: TypeAlias = Crew | Agent
 A = TypeVar("A")
@@ -64,28 +55,25 @@ _CREW_MODELS: Final = ("manager_llm", "function_calling_llm", "planning_llm", "c
 
 
 def wrap_agent(agent: Any, options: WrapOptions) -> FrameworkAgent[Any] | None:
-    """See the hook of this name."""
     if not isinstance(agent, (Crew, Agent, Flow)):
         return None
-    carry_clients()
-    _stay_home()
-    if not isinstance(agent, Flow):
-        return CrewAIAgent(agent, options)
+    _disable_telemetry()
     register_reducer(Memory, _reduce_memory)
-    return CrewAIFlow(agent, options)
+    return CrewAIFlow(agent, options) if isinstance(agent, Flow) else CrewAIAgent(agent, options)
 
 
 class CrewAIAgent(FrameworkAgent[Runnable]):
     """Runs a copy of a crew or agent; the output is its ``CrewOutput`` or ``LiteAgentOutput``.
 
-    A crew takes a task that has fields as its inputs, any other as the input ``task``. Every rollout has agents and
-    tasks of its own; tools, memory and knowledge are shared by all rollouts.
+    A task with fields becomes a crew's inputs, any other its input ``task``. Every rollout has its own agents and
+    tasks; tools, memory and knowledge are shared by all rollouts.
     """
 
     def texts(self) -> Mapping[str, str]:
-        """Of agents by their role: ``writer.role``, ``.goal``, ``.backstory``; of tasks by their name or number.
+        """The texts of agents by their role, and of tasks by their name or number.
 
-        A task is ``draft.description`` if it has the name ``draft``, else ``task_1.description``.
+        These are ``writer.role``, ``.goal`` and ``.backstory``, and ``draft.description`` and ``.expected_output`` of a
+        task with the name ``draft``; the first task without one is ``task_1``.
         """
         return {
             f"{name}.{label}": getattr(part, label)
@@ -95,14 +83,13 @@ class CrewAIAgent(FrameworkAgent[Runnable]):
         }
 
     async def run_async(self, task: Any, llm: LLM | None, texts: Mapping[str, str]) -> CrewOutput | LiteAgentOutput:
-        """Runs the copy on a task."""
         result: Any
-        async with _open_clients(llm) as clients:
+        async with open_clients(llm) as clients:
             copied = _copy(self.agent, llm, clients)
             for name, part, labels in _named_parts(copied):
                 for label in labels:
                     setattr(part, label, texts.get(f"{name}.{label}", getattr(part, label)))
-            with _quietly(copied.verbose):
+            with _silenced(copied.verbose):
                 if isinstance(copied, Agent):
                     result = await copied.akickoff(task if isinstance(task, (str, list)) else to_text(task) or "")
                 else:
@@ -113,66 +100,31 @@ class CrewAIAgent(FrameworkAgent[Runnable]):
 class CrewAIFlow(FrameworkAgent[Flow[Any]]):
     """Runs a copy of a flow, with ``kickoff_async``; the output is what that returns.
 
-    A flow takes a task as a crew does. Its methods make agents and crews as they like, so the endpoint of a rollout is
-    not put into a copy of those: models ask on each call, in the context of the rollout, whether another one answers.
+    It takes a task as a crew does. Its methods may create any agents and crews, which cannot be copied beforehand, so
+    models are replaced on each call, according to the context of the rollout.
     """
 
     async def run_async(self, task: Any, llm: LLM | None, texts: Mapping[str, str]) -> Any:
-        """Runs the copy on a task."""
-        _ask_on_each_call()
-        async with _open_clients(llm) as clients:
-            token = _current.set(None if llm is None else _Models(llm, clients))
+        _patch_models()
+        async with open_clients(llm) as clients:
+            redirect = functools.partial(_redirect, llm=llm, clients=clients)
+            token = _models.set(None if llm is None else ModelCache(redirect))
             try:
-                with _quietly(is_verbose=False):
+                with _silenced(is_verbose=False):
                     return await _copy_flow(self.agent).kickoff_async(inputs=_inputs(task))
             finally:
-                _current.reset(token)
+                _models.reset(token)
 
 
-class _Clients(NamedTuple):
-    """What the models of one rollout call with; the framework awaits, or calls in threads."""
-
-    awaited: AsyncOpenAI
-    blocking: OpenAI
+_models: ContextVar[ModelCache | None] = ContextVar("agentlightning_crewai_models", default=None)
 
 
-@contextlib.asynccontextmanager
-async def _open_clients(llm: LLM | None) -> AsyncIterator[_Clients | None]:
-    if llm is None:
-        yield None
-        return
-    with sync_client(llm) as blocking:
-        async with async_client(llm) as awaited:
-            yield _Clients(awaited, blocking)
-
-
-class _Models:
-    """The models that answer in one rollout, by those that they answer for."""
-
-    def __init__(self, llm: LLM, clients: _Clients | None) -> None:
-        self._llm = llm
-        self._clients = clients
-        self._found: dict[int, tuple[Any, Any]] = {}
-
-    def answering_for(self, model: Any) -> Any:
-        """The model that calls the rollout's endpoint."""
-        _, found = self._found.get(id(model), (None, None))
-        if found is None:
-            found = _redirect(model, self._llm, self._clients)
-            self._found[id(model)] = model, found  # both are kept, so that their ids stay theirs
-            self._found[id(found)] = found, found
-        return found
-
-
-_current: ContextVar[_Models | None] = ContextVar("agentlightning_crewai_models", default=None)
-
-
-def _ask_on_each_call() -> None:
-    """Has the models that are known by now ask who answers; outside rollouts of flows nothing changes."""
+def _patch_models() -> None:
+    """Has the models that are known by now look up their replacement; outside rollouts of flows nothing changes."""
 
     def call(wrapped: Callable[..., Any], model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        models = _current.get()
-        chosen = model if models is None else models.answering_for(model)
+        models = _models.get()
+        chosen = model if models is None else models.get(model)
         answer = wrapped if chosen is model else getattr(chosen, wrapped.__name__)
         return answer(*args, **kwargs)
 
@@ -181,33 +133,29 @@ def _ask_on_each_call() -> None:
         cls = classes.pop()
         classes += cls.__subclasses__()
         for name in ("call", "acall"):
-            if type(vars(cls).get(name)) is types.FunctionType:  # and no wrapper of ours
+            if type(vars(cls).get(name)) is types.FunctionType:  # not wrapped already
                 wrap_function_wrapper(cls, name, call)
 
 
 def _copy_flow(flow: Flow[Any]) -> Flow[Any]:
-    """A flow in the state that this one was given in; what it remembers and stores is shared."""
+    """Copies a flow in the state in which it was given; its memory and persistence are shared."""
     shared = [flow.memory, flow.persistence, flow.input_provider]
-    exchanged: dict[int, Any] = {id(part): part for part in shared if part is not None}
+    replacements: dict[int, Any] = {id(part): part for part in shared if part is not None}
     for lock in (value for value in (flow.__pydantic_private__ or {}).values() if isinstance(value, _LOCK)):
-        exchanged[id(lock)] = threading.Lock()
-    for part in walk(flow, lambda part: part is flow):
+        replacements[id(lock)] = threading.Lock()
+    for part in walk(flow, lambda part: vars(part).values() if part is flow else ()):
         if isinstance(part, (Crew, Agent)):
-            exchanged[id(part)] = _copy(part, None, None)
+            replacements[id(part)] = _copy(part, None, None)
         elif isinstance(part, BaseLLM):
-            exchanged[id(part)] = part
-    copied = copy_except(flow, exchanged, flow.name or type(flow).__name__)
+            replacements[id(part)] = part
+    copied = copy_except(flow, replacements, flow.name or type(flow).__name__)
     copied.stream = copied.tracing = False
     return copied
 
 
 def _reduce_memory(memory: Memory) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A memory that is opened anew: every flow has one, with the connection to its database."""
-    return _make_memory, ({name: getattr(memory, name) for name in memory.model_fields_set},)
-
-
-def _make_memory(settings: dict[str, Any]) -> Memory:
-    return Memory(**settings)
+    """Pickles the memory of a flow by its settings, without the connection to its database."""
+    return functools.partial(Memory, **{name: getattr(memory, name) for name in memory.model_fields_set}), ()
 
 
 def _inputs(task: Any) -> dict[str, Any]:
@@ -215,7 +163,7 @@ def _inputs(task: Any) -> dict[str, Any]:
 
 
 def _named_parts(root: Runnable) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
-    """The agents and tasks with their names and the attributes that hold their texts."""
+    """Yields the name of each agent and task, the object, and the attributes that hold its texts."""
     if isinstance(root, Agent):
         yield root.role.strip(), root, _AGENT_TEXTS
         return
@@ -226,12 +174,12 @@ def _named_parts(root: Runnable) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
         yield task.name or f"task_{number}", task, _TASK_TEXTS
 
 
-def _copy(root: Runnable, llm: LLM | None, clients: _Clients | None) -> Runnable:
-    """CrewAI's own copy, with models that call the rollout's endpoint."""
+def _copy(root: Runnable, llm: LLM | None, clients: Clients | None) -> Runnable:
+    """Uses CrewAI's own copy, with models for the rollout's endpoint."""
     if isinstance(root, Agent):
         return _copy_agent(root, root.copy(), llm, clients)
     models = {name: vars(root).get(name) for name in _CREW_MODELS}
-    bare = root.model_copy(update=dict.fromkeys(_CREW_MODELS[1:]))  # copying a crew makes dicts of these
+    bare = root.model_copy(update=dict.fromkeys(_CREW_MODELS[1:]))  # copying a crew converts these to dicts
     copied = bare.copy()
     copied.stream = copied.tracing = False
     for name, model in models.items():
@@ -244,16 +192,16 @@ def _copy(root: Runnable, llm: LLM | None, clients: _Clients | None) -> Runnable
     return copied
 
 
-def _copy_agent(agent: Any, copied: A, llm: LLM | None, clients: _Clients | None) -> A:
+def _copy_agent(agent: Any, copied: A, llm: LLM | None, clients: Clients | None) -> A:
     for name in _AGENT_MODELS:
-        model = vars(agent).get(name)  # asked as an attribute, a deprecated one warns
+        model = vars(agent).get(name)  # reading a deprecated attribute warns
         if model is not None:
             setattr(copied, name, _redirect(model, llm, clients))
     return copied
 
 
-def _redirect(model: Any, llm: LLM | None, clients: _Clients | None) -> Any:
-    """The same model settings for another endpoint and model; a model may be no more than its name."""
+def _redirect(model: Any, llm: LLM | None, clients: Clients | None) -> Any:
+    """Copies a model for another endpoint and model; a model may be given by its name only."""
     if llm is None or clients is None:
         return model
     known = {name: value for name, value in llm.sampling_parameters.items() if name in OpenAICompletion.model_fields}
@@ -263,7 +211,7 @@ def _redirect(model: Any, llm: LLM | None, clients: _Clients | None) -> Any:
         "model": llm.model,
         "base_url": llm.get_base_url(),
         "api_key": llm.api_key or "unused",
-        "custom_openai": True,  # that it is no server of OpenAI's, which answers other questions too
+        "custom_openai": True,  # not OpenAI's own server, which has further endpoints
         "api": "completions",
         "is_o1_model": False,
         "is_gpt4_model": False,
@@ -278,8 +226,8 @@ def _redirect(model: Any, llm: LLM | None, clients: _Clients | None) -> Any:
 
 
 @contextlib.contextmanager
-def _quietly(is_verbose: bool) -> Iterator[None]:
-    """Keeps CrewAI from offering to upload traces, looking for new versions and printing, in this context alone."""
+def _silenced(is_verbose: bool) -> Iterator[None]:
+    """Disables CrewAI's offer to upload traces, its check for new versions and its output, in this context only."""
     tokens: list[Any] = [
         tracing_module.set_tracing_enabled(False),
         tracing_module._first_time_trace_hook.set(lambda: False),
@@ -294,74 +242,54 @@ def _quietly(is_verbose: bool) -> Iterator[None]:
             token.var.reset(token)
 
 
-def _stay_home() -> None:
-    """Switches anonymous usage reports off, here and in processes that we start. They are sent unless this is set."""
+def _disable_telemetry() -> None:
+    """Switches anonymous usage reports off, here and in child processes."""
     os.environ.setdefault("CREWAI_DISABLE_TELEMETRY", "true")
 
 
 def instrument(tracer_provider: Any) -> Callable[[], None]:
-    """Makes spans of the events of agents and tools; model calls are recorded by their client's instrumentation.
+    """Records the events of agents and tools as spans; model calls are recorded by their client's instrumentation.
 
-    Handlers of the event bus run in other threads, where no span can be made active for the agent. So the bus itself is
-    listened to, in the thread that emits.
+    Handlers of the event bus run in other threads, where a span cannot be made active for the agent. So the bus itself
+    is patched, which is called in the thread that emits.
     """
-    _stay_home()
-    recorder = _Recorder(otel.get_tracer("agentlightning.crewai", tracer_provider=tracer_provider))
+    _disable_telemetry()
+    spans = SpanTree(otel.get_tracer("agentlightning.crewai", tracer_provider=tracer_provider))
     original = CrewAIEventsBus.emit
 
     def emit(self: CrewAIEventsBus, source: Any, event: BaseEvent) -> Any:
-        result = original(self, source, event)  # gives the event its place among the others
+        result = original(self, source, event)  # assigns the event's ids
         if get_active_trace() is not None:
-            recorder.record(event)
+            _record(spans, event)
         return result
 
-    bus: Any = CrewAIEventsBus
-    bus.emit = emit
+    patches = Patches()
+    patches.replace(CrewAIEventsBus, "emit", emit)
 
     def undo() -> None:
-        if bus.emit is emit:  # else somebody has wrapped it since
-            bus.emit = original
-        recorder.clear()
+        patches.undo()
+        spans.clear()
 
     return undo
 
 
-class _Recorder:
-    """Agents and tools as spans."""
-
-    def __init__(self, tracer: otel.Tracer) -> None:
-        self._spans = SpanTree(tracer)
-
-    def clear(self) -> None:
-        """Ends what was left open."""
-        self._spans.clear()
-
-    def record(self, event: BaseEvent) -> None:
-        """Begins or ends a span."""
-        parent = event.parent_event_id
-        match event:
-            case AgentExecutionStartedEvent():
-                self._begin_agent(event.event_id, event.agent.role, event.task_prompt, parent)
-            case LiteAgentExecutionStartedEvent():
-                self._begin_agent(event.event_id, event.agent_info["role"], event.messages, parent)
-            case AgentExecutionCompletedEvent() | LiteAgentExecutionCompletedEvent():
-                self._spans.end(event.started_event_id, {OUTPUT: event.output})
-            case AgentExecutionErrorEvent() | LiteAgentExecutionErrorEvent():
-                self._spans.end(event.started_event_id, error=RuntimeError(event.error))
-            case ToolUsageStartedEvent():
-                attributes = {
-                    OPERATION: "execute_tool",
-                    TOOL_NAME: event.tool_name,
-                    TOOL_ARGUMENTS: to_text(event.tool_args),
-                }
-                self._spans.begin(event.event_id, f"execute_tool {event.tool_name}", attributes, parent)
-            case ToolUsageFinishedEvent():
-                self._spans.end(event.started_event_id, {TOOL_RESULT: to_text(event.output)})
-            case ToolUsageErrorEvent():
-                self._spans.end(event.started_event_id, error=RuntimeError(str(event.error)))
-            case _ if event.type.endswith("_started"):
-                self._spans.pass_over(event.event_id, parent)
-
-    def _begin_agent(self, key: str, role: str, given: Any, parent: str | None) -> None:
-        attributes = {OPERATION: "invoke_agent", AGENT_NAME: role.strip(), INPUT: to_text(given)}
-        self._spans.begin(key, f"invoke_agent {role.strip()}", attributes, parent)
+def _record(spans: SpanTree, event: BaseEvent) -> None:
+    """Begins or ends the span of an event."""
+    key, started, parent = event.event_id, event.started_event_id, event.parent_event_id
+    match event:
+        case AgentExecutionStartedEvent():
+            spans.begin_agent(key, event.agent.role.strip(), parent, event.task_prompt)
+        case LiteAgentExecutionStartedEvent():
+            spans.begin_agent(key, event.agent_info["role"].strip(), parent, event.messages)
+        case AgentExecutionCompletedEvent() | LiteAgentExecutionCompletedEvent():
+            spans.end(started, {OUTPUT: event.output})
+        case AgentExecutionErrorEvent() | LiteAgentExecutionErrorEvent():
+            spans.end(started, error=RuntimeError(event.error))
+        case ToolUsageStartedEvent():
+            spans.begin_tool(key, event.tool_name, parent, event.tool_args)
+        case ToolUsageFinishedEvent():
+            spans.end(started, {TOOL_RESULT: to_text(event.output)})
+        case ToolUsageErrorEvent():
+            spans.end(started, error=RuntimeError(str(event.error)))
+        case _ if event.type.endswith("_started"):
+            spans.skip(key, parent)

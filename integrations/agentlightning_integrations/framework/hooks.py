@@ -1,27 +1,22 @@
-"""The hooks of a framework's plugin: its objects become agents, and its spans are switched on when it is imported."""
+"""Plugin hooks of a framework: wrap its objects as agents, and instrument it once it is imported."""
 
 from __future__ import annotations
 
 import importlib
-import logging
-import threading
 from collections.abc import Callable
 from typing import Any
-
-from wrapt import register_post_import_hook  # type: ignore[import-untyped] # wrapt has no types
 
 from agentlightning.errors import PluginError
 from agentlightning.litagent import LitAgent
 from agentlightning.plugin.hookspecs import WrapOptions, hookimpl
-
-logger = logging.getLogger("agentlightning")
+from agentlightning_plugins.instrumentation import OnImport
 
 
 class Framework:
     """The hooks ``wrap_agent`` and ``instrument`` of one framework.
 
-    Its module may import the framework at its top: it is loaded only once the framework is. The module defines
-    ``wrap_agent``, ``instrument`` or both, with the signatures of the hooks.
+    ``module`` defines functions of the same names and signatures. It may import the framework at its top: it is loaded
+    only once the framework is.
     """
 
     def __init__(self, *, package: str, module: str, extra: str) -> None:
@@ -29,8 +24,8 @@ class Framework:
 
         Args:
             package: the framework's top-level package.
-            module: the integration's module, imported when an object of the framework arrives or it is instrumented.
-            extra: the extra of ``lightning`` that installs what the module imports.
+            module: the integration's module.
+            extra: the extra of ``lightning`` that installs what ``module`` imports.
         """
         self.package, self.module, self.extra = package, module, extra
 
@@ -39,48 +34,15 @@ class Framework:
         if all(cls.__module__.partition(".")[0] != self.package for cls in type(agent).__mro__):
             return None
         try:
-            wrap = getattr(importlib.import_module(self.module), "wrap_agent", None)
+            module: Any = importlib.import_module(self.module)
         except ImportError as error:
             raise PluginError(
                 f"{type(agent).__name__} needs more than what is installed: {error}. "
                 f"Install with: pip install 'lightning[{self.extra}]'"
             ) from error
-        found: LitAgent[Any] | None = None if wrap is None else wrap(agent, options)
-        return found
+        wrapped: LitAgent[Any] | None = module.wrap_agent(agent, options)
+        return wrapped
 
     @hookimpl
-    def instrument(self, tracer_provider: Any) -> Callable[[], None] | None:
-        instrumentation = _Instrumentation(self, tracer_provider)
-        register_post_import_hook(instrumentation.turn_on, self.package)
-        return instrumentation.turn_off
-
-
-class _Instrumentation:
-    """The spans of one framework for one provider: on once it is imported, before us or after."""
-
-    def __init__(self, framework: Framework, tracer_provider: Any) -> None:
-        self._framework = framework
-        self._tracer_provider = tracer_provider
-        self._lock = threading.RLock()
-        self._is_over = False
-        self._undo: Callable[[], None] | None = None
-
-    def turn_on(self, module: Any) -> None:
-        """Called at the end of the framework's import."""
-        with self._lock:
-            if self._is_over or self._undo is not None:
-                return
-            try:
-                begin = getattr(importlib.import_module(self._framework.module), "instrument", None)
-                self._undo = None if begin is None else begin(self._tracer_provider)
-            except Exception as error:  # isolation point: a framework that cannot be traced must still be importable
-                package = self._framework.package
-                logger.warning("%s is not traced: %s: %s", package, type(error).__name__, error, exc_info=error)
-
-    def turn_off(self) -> None:
-        """Undoes ``turn_on``, or forbids it."""
-        with self._lock:
-            self._is_over = True
-            undo, self._undo = self._undo, None
-        if undo is not None:
-            undo()
+    def instrument(self, tracer_provider: Any) -> Callable[[], None]:
+        return OnImport(self.package, lambda: importlib.import_module(self.module).instrument(tracer_provider)).undo

@@ -1,4 +1,4 @@
-"""Clients of ``openai`` that call one attempt's endpoint; they share TLS settings, so that one costs a millisecond."""
+"""Clients of ``openai`` for the endpoint of one attempt. They share a TLS context, so one costs about a millisecond."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import socket
 import ssl
 import threading
 import weakref
-from collections.abc import AsyncIterator, Iterator, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient, DefaultHttpxClient, OpenAI
 
@@ -28,31 +28,39 @@ async def async_client(llm: LLM) -> AsyncIterator[AsyncOpenAI]:
         yield client
 
 
-@contextlib.asynccontextmanager
-async def optional_client(llm: LLM | None) -> AsyncIterator[AsyncOpenAI | None]:
-    """As ``async_client``; None where the framework's object keeps its own."""
-    if llm is None:
-        yield None
-        return
-    async with async_client(llm) as client:
-        yield client
-
-
 @contextlib.contextmanager
 def sync_client(llm: LLM) -> Iterator[OpenAI]:
-    """As ``async_client``, for code that does not await; threads may share it, and their calls end with the block."""
-    transport = _Stoppable(verify=_tls())
+    """A client for one rollout that threads may share; leaving the block ends their calls."""
+    transport = _StoppableClient(verify=_tls())
     try:
         yield OpenAI(base_url=llm.get_base_url(), api_key=llm.api_key or "unused", http_client=transport)
     finally:
         transport.stop()
 
 
-class _Stoppable(DefaultHttpxClient):
+class Clients(NamedTuple):
+    """Clients of one rollout, for frameworks that call models both ways."""
+
+    awaited: AsyncOpenAI
+    blocking: OpenAI
+
+
+@contextlib.asynccontextmanager
+async def open_clients(llm: LLM | None) -> AsyncIterator[Clients | None]:
+    """Both clients of a rollout; None without an LLM."""
+    if llm is None:
+        yield None
+        return
+    with sync_client(llm) as blocking:
+        async with async_client(llm) as awaited:
+            yield Clients(awaited, blocking)
+
+
+class _StoppableClient(DefaultHttpxClient):
     """An HTTP client that can be stopped while other threads wait for answers.
 
-    ``close`` alone closes what those threads wait on: they do not notice, and once the number of the file is given to
-    somebody else, they wait for that. Hanging up ends their wait, and each closes what it has used.
+    ``close`` alone closes the sockets that those threads wait on without waking them, and once the file descriptor is
+    reused, they wait on a foreign socket. ``shutdown`` wakes them, and each closes its own connection.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -64,41 +72,41 @@ class _Stoppable(DefaultHttpxClient):
         self._is_stopped = False
 
     def send(self, request: Any, **settings: Any) -> Any:
-        """Sends a request, unless the client was stopped."""
+        """Sends a request.
+
+        Raises:
+            RuntimeError: the client was stopped.
+        """
         with self._lock:
             if self._is_stopped:
                 raise RuntimeError("the rollout of this client is over")
             self._in_flight += 1
         try:
-            request.extensions = {**request.extensions, "trace": self._note}
+            request.extensions = {**request.extensions, "trace": self._on_transport_event}
             response = super().send(request, **settings)
             if settings.get("stream"):
                 self._streams.add(response)
             return response
         finally:
-            self._end()
-
-    def _end(self) -> None:
-        with self._lock:
-            self._in_flight -= 1
-        if self._is_stopped:
-            self._close_if_idle()
+            with self._lock:
+                self._in_flight -= 1
+            self._close_if_done()
 
     def stop(self) -> None:
-        """Ends what is in flight, and forbids the rest."""
+        """Ends the requests in flight and refuses later ones."""
         with self._lock:
             self._is_stopped = True
         for connection in list(self._sockets):
             with contextlib.suppress(OSError):  # closed already
                 connection.shutdown(socket.SHUT_RDWR)
-        self._close_if_idle()
+        self._close_if_done()
 
-    def _close_if_idle(self) -> None:
-        if not self._in_flight and all(stream.is_closed for stream in list(self._streams)):
+    def _close_if_done(self) -> None:
+        if self._is_stopped and not self._in_flight and all(stream.is_closed for stream in list(self._streams)):
             self.close()
 
-    def _note(self, event: str, info: Mapping[str, Any]) -> None:
-        """Called by the transport at every step of a request; those that open a connection give it."""
+    def _on_transport_event(self, event: str, info: Mapping[str, Any]) -> None:
+        """Called by httpx at every step of a request; remembers the sockets that are opened."""
         stream = info.get("return_value")
         if event.endswith(("connect_tcp.complete", "start_tls.complete")) and stream is not None:
             self._sockets.add(stream.get_extra_info("socket"))
@@ -111,13 +119,8 @@ def _tls() -> ssl.SSLContext:
     return context
 
 
-def carry_clients() -> None:
-    """Lets the clients that a framework's object holds travel to runner processes, without their connections."""
-    for cls in (OpenAI, AsyncOpenAI):
-        register_reducer(cls, _reduce)
-
-
 def _reduce(client: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Pickles a client by its settings, without its connections."""
     settings = {
         "api_key": client.api_key,
         "organization": client.organization,
@@ -130,8 +133,9 @@ def _reduce(client: Any) -> tuple[Any, tuple[Any, ...]]:
     }
     if hasattr(client, "_api_version"):  # of Azure
         settings["api_version"] = client._api_version
-    return _make, (type(client), settings)
+    cls: Callable[..., Any] = type(client)
+    return functools.partial(cls, **settings), ()
 
 
-def _make(cls: type[Any], settings: dict[str, Any]) -> Any:
-    return cls(**settings)
+for _client in (OpenAI, AsyncOpenAI):
+    register_reducer(_client, _reduce)

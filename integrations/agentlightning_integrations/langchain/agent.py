@@ -1,13 +1,14 @@
-"""LangChain and LangGraph: runnables, ``create_agent`` and compiled graphs."""
+"""LangChain and LangGraph: runnables, agents of ``create_agent`` and compiled graphs."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from langchain_core.language_models.chat_models import BaseChatModel
 from langchain_core.messages import BaseMessage, SystemMessage
@@ -19,7 +20,8 @@ from agentlightning.errors import ConfigError
 from agentlightning.litagent import FrameworkAgent
 from agentlightning.plugin.hookspecs import WrapOptions
 from agentlightning.resources import LLM
-from agentlightning_integrations.framework.span_tree import leave_ended
+from agentlightning_integrations.framework.object_copy import ModelCache
+from agentlightning_integrations.framework.span_tree import detach_ended
 from agentlightning_integrations.langchain.trace import instrument as instrument
 
 _MODEL_METHODS: Final = (
@@ -30,25 +32,22 @@ _MODEL_METHODS: Final = (
     "_chat_model_stream_v3",
     "_achat_model_stream_v3",
 )
-"""Where every call of a chat model passes."""
+"""Every call of a chat model passes one of these."""
 
 
 def wrap_agent(agent: Any, options: WrapOptions) -> LangChainAgent | None:
-    """See the hook of this name."""
     if not isinstance(agent, Runnable):
         return None
-    with contextlib.suppress(ImportError):  # there are LangChain models of other makers
-        from agentlightning_integrations.framework.openai_client import carry_clients
-
-        carry_clients()
+    with contextlib.suppress(ImportError):  # models of other vendors do not need openai
+        importlib.import_module("agentlightning_integrations.framework.openai_client")  # registers how it is pickled
     return LangChainAgent(agent, options)
 
 
 class LangChainAgent(FrameworkAgent[Runnable[Any, Any]]):
     """Runs a runnable with ``ainvoke``; the output is what it returns.
 
-    A graph may reach its models in any way, as nodes that use a global do, so the endpoint of a rollout is not put into
-    a copy of the graph: chat models ask on each call, in the context of the rollout, whether another one answers.
+    A graph may reach its models in any way, such as through a global, and cannot be copied with other models. So chat
+    models are replaced on each call, according to the context of the rollout.
     """
 
     def texts(self) -> Mapping[str, str]:
@@ -60,54 +59,41 @@ class LangChainAgent(FrameworkAgent[Runnable[Any, Any]]):
         return {path: text for path, (text, _) in _find_texts(self.agent).items()}
 
     async def run_async(self, task: Any, llm: LLM | None, texts: Mapping[str, str]) -> Any:
-        """Runs the runnable on what it takes as input; a text becomes the user's message where it is a graph."""
+        """Runs the runnable on the task; a text becomes the user's message of a graph."""
         found = _find_texts(self.agent)
-        changed = [(*found[path], text) for path, text in texts.items()]
+        tuned = [(*found[path], text) for path, text in texts.items()]
         if isinstance(task, str) and _is_message_graph(self.agent):
             task = {"messages": [("user", task)]}
-        _ask_on_each_call()
-        async with contextlib.AsyncExitStack() as stack:
-            clients = None
-            if llm is not None:
-                from agentlightning_integrations.framework.openai_client import async_client, sync_client
-
-                clients = stack.enter_context(sync_client(llm)), await stack.enter_async_context(async_client(llm))
-            token = _current.set(_Change(llm, clients, changed))
+        _patch_models()
+        async with _open_clients(llm) as clients:
+            token = _overrides.set(_Overrides(llm, clients, tuned))
             try:
                 return await self.agent.ainvoke(task)
             finally:
-                _current.reset(token)
-                leave_ended()  # LangChain ends its runs in tasks of their own
+                _overrides.reset(token)
+                detach_ended()  # LangChain ends its runs in other tasks
 
 
-class _Change:
-    """What one rollout changes: whose models answer, and which texts are said."""
+def _open_clients(llm: LLM | None) -> contextlib.AbstractAsyncContextManager[Any]:
+    if llm is None:
+        return contextlib.nullcontext()
+    from agentlightning_integrations.framework.openai_client import open_clients
 
-    def __init__(self, llm: LLM | None, clients: tuple[Any, Any] | None, texts: list[tuple[str, Any, str]]) -> None:
-        self._llm = llm
-        self._clients = clients
+    return open_clients(llm)
+
+
+class _Overrides:
+    """The models, sampling parameters and texts of one rollout."""
+
+    def __init__(self, llm: LLM | None, clients: Any, texts: list[tuple[str, PromptTemplate | None, str]]) -> None:
+        self.parameters: Mapping[str, Any] = {} if llm is None else llm.sampling_parameters
+        self.models = ModelCache(lambda model: model if llm is None else _redirect(model, llm, clients))
         self._messages = {old: new for old, template, new in texts if template is None}
         self._templates = {id(template): new for _, template, new in texts if template is not None}
-        self._models: dict[int, tuple[Any, Any]] = {}
         self._tuned: dict[int, SystemMessage] = {}
 
-    def model(self, model: BaseChatModel) -> BaseChatModel:
-        """The model that answers for another."""
-        if self._llm is None or self._clients is None:
-            return model
-        _, found = self._models.get(id(model), (None, None))
-        if found is None:
-            found = _point_at(model, self._llm, *self._clients)
-            self._models[id(model)] = model, found  # both are kept, so that their ids stay theirs
-            self._models[id(found)] = found, found
-        return cast(BaseChatModel, found)
-
-    def parameters(self) -> Mapping[str, Any]:
-        """What each call is to sample with."""
-        return {} if self._llm is None else self._llm.sampling_parameters
-
     def messages(self, messages: list[BaseMessage]) -> list[BaseMessage]:
-        """The messages with the tuned system prompts in place of the object's."""
+        """Replaces the object's system prompts by the tuned ones."""
         return [self._tune(message) if isinstance(message, SystemMessage) else message for message in messages]
 
     def _tune(self, message: SystemMessage) -> SystemMessage:
@@ -120,55 +106,56 @@ class _Change:
         return message
 
     def template(self, template: PromptTemplate) -> PromptTemplate:
-        """The tuned form of a template."""
+        """The tuned form of a template, or the template itself."""
         new = self._templates.get(id(template))
         return template if new is None else template.model_copy(update={"template": new})
 
 
-_current: ContextVar[_Change | None] = ContextVar("agentlightning_langchain_change", default=None)
+_overrides: ContextVar[_Overrides | None] = ContextVar("agentlightning_langchain_overrides", default=None)
 
 
-def _point_at(model: BaseChatModel, llm: LLM, client: Any, async_client: Any) -> BaseChatModel:
+def _redirect(model: BaseChatModel, llm: LLM, clients: Any) -> BaseChatModel:
+    """Copies a model for the rollout's endpoint."""
     from langchain_openai.chat_models.base import BaseChatOpenAI
 
     if not isinstance(model, BaseChatOpenAI):
         raise ConfigError(
-            f"the graph calls {type(model).__name__}, which does not speak OpenAI's protocol: its calls cannot go to "
+            f"the graph calls {type(model).__name__}, which does not use OpenAI's API, so its calls cannot go to "
             f"{llm.model!r} of this rollout; use ChatOpenAI, or give no LLM resource to tune prompts only"
         )
     return model.model_copy(
         update={
-            "client": client.chat.completions,
-            "async_client": async_client.chat.completions,
-            "root_client": client,
-            "root_async_client": async_client,
+            "client": clients.blocking.chat.completions,
+            "async_client": clients.awaited.chat.completions,
+            "root_client": clients.blocking,
+            "root_async_client": clients.awaited,
             "model_name": llm.model,
-            "cache": False,  # an answer of another rollout is no sample of this one
+            "cache": False,  # every rollout needs samples of its own
         }
     )
 
 
 @functools.cache
-def _ask_on_each_call() -> None:
-    """Has chat models and prompt templates ask whether a rollout changes them; outside rollouts nothing changes."""
+def _patch_models() -> None:
+    """Has chat models and prompt templates look up the overrides of their rollout; outside rollouts nothing changes."""
 
     def call_model(wrapped: Callable[..., Any], model: BaseChatModel, args: Any, kwargs: dict[str, Any]) -> Any:
-        change = _current.get()
-        if change is None:
+        overrides = _overrides.get()
+        if overrides is None:
             return wrapped(*args, **kwargs)
         name = "messages" if wrapped.__name__ in ("generate", "agenerate") else "input"
         given = args[0] if args else kwargs.pop(name)
         if name == "messages":
-            given = [change.messages(messages) for messages in given]
+            given = [overrides.messages(messages) for messages in given]
         else:
-            given = change.messages(model._convert_input(given).to_messages())
-        chosen = change.model(model)
+            given = overrides.messages(model._convert_input(given).to_messages())
+        chosen = overrides.models.get(model)
         call = wrapped if chosen is model else getattr(chosen, wrapped.__name__)
-        return call(given, *args[1:], **{**kwargs, **change.parameters()})
+        return call(given, *args[1:], **{**kwargs, **overrides.parameters})
 
     def format_template(wrapped: Callable[..., Any], template: PromptTemplate, args: Any, kwargs: Any) -> Any:
-        change = _current.get()
-        chosen = template if change is None else change.template(template)
+        overrides = _overrides.get()
+        chosen = template if overrides is None else overrides.template(template)
         return wrapped(*args, **kwargs) if chosen is template else chosen.format(*args, **kwargs)
 
     for name in _MODEL_METHODS:
@@ -214,7 +201,7 @@ def _add_system_prompts(graph: Any, prefix: str, found: dict[str, tuple[str, Pro
 
 
 def _graph_of(runnable: Any) -> Any:
-    """The graph that a runnable is or has bound; None where there is none."""
+    """The graph that a runnable is or has bound, else None."""
     while runnable is not None and not (hasattr(runnable, "nodes") and hasattr(runnable, "get_subgraphs")):
         runnable = getattr(runnable, "bound", None)
     return runnable

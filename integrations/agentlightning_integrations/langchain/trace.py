@@ -17,11 +17,7 @@ from opentelemetry import trace as otel
 from agentlightning import semconv
 from agentlightning.tracer.attribute import to_json
 from agentlightning_integrations.framework.span_tree import (
-    AGENT_NAME,
     OPERATION,
-    TOOL_ARGUMENTS,
-    TOOL_CALL_ID,
-    TOOL_NAME,
     TOOL_RESULT,
     SpanTree,
     to_text,
@@ -29,7 +25,7 @@ from agentlightning_integrations.framework.span_tree import (
 
 
 def instrument(tracer_provider: Any) -> Callable[[], None]:
-    """Attaches a handler to every run of a runnable, in the way LangChain has for it; returns what detaches it."""
+    """Attaches a handler to every run of a runnable by a hook of LangChain; returns what detaches it."""
     handler = handler_of(tracer_provider)
     everywhere: ContextVar[Any] = ContextVar("agentlightning_langchain_handler", default=handler)
     langchain_context.register_configure_hook(everywhere, inheritable=True)
@@ -44,58 +40,39 @@ def instrument(tracer_provider: Any) -> Callable[[], None]:
 
 @functools.cache
 def handler_of(tracer_provider: Any) -> SpanHandler:
-    """The handler that records with a provider; there is one of each, which LangChain attaches to a run only once."""
+    """The handler of a provider; there is one each, because LangChain attaches the same handler only once to a run."""
     return SpanHandler(otel.get_tracer("agentlightning.langchain", tracer_provider=tracer_provider))
 
 
 class SpanHandler(BaseCallbackHandler):
-    """Makes spans of LangChain's runs. Prompts, parsers and sequences have none: they are steps, no actors.
+    """Records LangChain's runs as spans, except for prompts, parsers and sequences.
 
-    An agent is a named ``create_agent``, or a node of any other graph, or else the graph itself.
+    An agent is a named ``create_agent``, a node of any other graph, or else the graph itself.
     """
 
-    run_inline = True  # in the caller's context, so that what runs inside comes under the span
+    run_inline = True  # in the caller's context, so that inner spans become children
 
     def __init__(self, tracer: otel.Tracer) -> None:
         self._spans = SpanTree(tracer)
 
     def clear(self) -> None:
-        """Ends what was left open."""
         self._spans.clear()
 
     def on_chain_start(
-        self,
-        serialized: dict[str, Any],
-        inputs: Any,
-        *,
-        run_id: UUID,
-        parent_run_id: UUID | None = None,
-        tags: list[str] | None = None,
-        metadata: dict[str, Any] | None = None,
-        **kwargs: Any,
+        self, serialized: dict[str, Any], inputs: Any, *, run_id: UUID, parent_run_id: UUID | None = None, **info: Any
     ) -> None:
-        """Begins a graph or a node."""
-        name, metadata = str(kwargs.get("name") or ""), metadata or {}
-        agent_name = metadata.get("lc_agent_name")
+        name, metadata = str(info.get("name") or ""), info.get("metadata") or {}
+        is_node = any(tag.startswith("graph:step:") for tag in info.get("tags") or ())
         if name in ("__start__", "__end__"):
-            self._spans.pass_over(run_id, parent_run_id)
-        elif any(tag.startswith("graph:step:") for tag in tags or ()) and metadata.get("langgraph_node") == name:
+            self._spans.skip(run_id, parent_run_id)
+        elif is_node and metadata.get("langgraph_node") == name:
             is_agent = metadata.get("ls_integration") != "langchain_create_agent"
             attributes = {"langchain.chain.type": name} if is_agent else {}
             self._spans.begin(run_id, f"node {name}", attributes, parent_run_id)
-        elif name and (name == agent_name or name == "LangGraph"):
-            attributes = {OPERATION: "invoke_agent", AGENT_NAME: name}
-            self._spans.begin(run_id, f"invoke_agent {name}", attributes, parent_run_id)
+        elif name and name in (metadata.get("lc_agent_name"), "LangGraph"):
+            self._spans.begin_agent(run_id, name, parent_run_id)
         else:
-            self._spans.pass_over(run_id, parent_run_id)
-
-    def on_chain_end(self, outputs: Any, *, run_id: UUID, **kwargs: Any) -> None:
-        """Ends a graph or a node."""
-        self._spans.end(run_id)
-
-    def on_chain_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
-        """Ends a graph or a node that raised."""
-        self._spans.end(run_id, error=error)
+            self._spans.skip(run_id, parent_run_id)
 
     def on_tool_start(
         self,
@@ -104,27 +81,12 @@ class SpanHandler(BaseCallbackHandler):
         *,
         run_id: UUID,
         parent_run_id: UUID | None = None,
-        inputs: dict[str, Any] | None = None,
-        **kwargs: Any,
+        **info: Any,
     ) -> None:
-        """Begins a tool."""
-        name = str((serialized or {}).get("name") or kwargs.get("name") or "tool")
-        attributes = {
-            OPERATION: "execute_tool",
-            TOOL_NAME: name,
-            TOOL_CALL_ID: kwargs.get("tool_call_id"),
-            TOOL_ARGUMENTS: input_str if inputs is None else to_json(inputs),
-        }
-        self._spans.begin(run_id, f"execute_tool {name}", attributes, parent_run_id)
-
-    def on_tool_end(self, output: Any, *, run_id: UUID, **kwargs: Any) -> None:
-        """Ends a tool."""
-        content = getattr(output, "content", output)
-        self._spans.end(run_id, {TOOL_RESULT: to_text(content)})
-
-    def on_tool_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
-        """Ends a tool that raised."""
-        self._spans.end(run_id, error=error)
+        name = str((serialized or {}).get("name") or info.get("name") or "tool")
+        inputs = info.get("inputs")
+        arguments = input_str if inputs is None else to_json(inputs)
+        self._spans.begin_tool(run_id, name, parent_run_id, arguments, info.get("tool_call_id"))
 
     def on_chat_model_start(
         self,
@@ -133,13 +95,11 @@ class SpanHandler(BaseCallbackHandler):
         *,
         run_id: UUID,
         parent_run_id: UUID | None = None,
-        metadata: dict[str, Any] | None = None,
-        **kwargs: Any,
+        **info: Any,
     ) -> None:
-        """Begins a call of a chat model."""
         attributes = {
             OPERATION: "chat",
-            semconv.GEN_AI_REQUEST_MODEL: (metadata or {}).get("ls_model_name"),
+            semconv.GEN_AI_REQUEST_MODEL: (info.get("metadata") or {}).get("ls_model_name"),
             semconv.GEN_AI_INPUT_MESSAGES: to_json(_to_messages(messages[0] if messages else ())),
         }
         self._spans.begin(run_id, "chat", attributes, parent_run_id)
@@ -151,35 +111,36 @@ class SpanHandler(BaseCallbackHandler):
         *,
         run_id: UUID,
         parent_run_id: UUID | None = None,
-        **kwargs: Any,
+        **info: Any,
     ) -> None:
-        """Begins a call of a completion model."""
         messages = [{"role": "user", "content": prompt} for prompt in prompts]
         attributes = {OPERATION: "text_completion", semconv.GEN_AI_INPUT_MESSAGES: to_json(messages)}
         self._spans.begin(run_id, "text_completion", attributes, parent_run_id)
 
-    def on_llm_end(self, response: LLMResult, *, run_id: UUID, **kwargs: Any) -> None:
-        """Ends a model call."""
+    def on_chain_end(self, outputs: Any, *, run_id: UUID, **info: Any) -> None:
+        self._spans.end(run_id)
+
+    def on_tool_end(self, output: Any, *, run_id: UUID, **info: Any) -> None:
+        self._spans.end(run_id, {TOOL_RESULT: to_text(getattr(output, "content", output))})
+
+    def on_llm_end(self, response: LLMResult, *, run_id: UUID, **info: Any) -> None:
         self._spans.end(run_id, _answer_attributes(response))
 
-    def on_llm_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
-        """Ends a model call that failed."""
+    def _on_error(self, error: BaseException, *, run_id: UUID, **info: Any) -> None:
         self._spans.end(run_id, error=error)
+
+    on_chain_error = on_tool_error = on_llm_error = _on_error
 
 
 def _answer_attributes(response: LLMResult) -> Mapping[str, Any]:
     generations = response.generations[0] if response.generations else []
     messages = [generation.message for generation in generations if isinstance(generation, ChatGeneration)]
-    said = (
-        _to_messages(messages)
-        if messages
-        else [{"role": "assistant", "content": generation.text} for generation in generations]
-    )
+    completions = [{"role": "assistant", "content": generation.text} for generation in generations]
     about = dict(messages[0].response_metadata) if messages else dict(response.llm_output or {})
     usage = getattr(messages[0], "usage_metadata", None) or {} if messages else {}
     reasons = [message.response_metadata.get("finish_reason") for message in messages]
     return {
-        semconv.GEN_AI_OUTPUT_MESSAGES: to_json(said),
+        semconv.GEN_AI_OUTPUT_MESSAGES: to_json(_to_messages(messages) if messages else completions),
         semconv.GEN_AI_RESPONSE_ID: about.get("id"),
         semconv.GEN_AI_RESPONSE_MODEL: about.get("model_name"),
         semconv.GEN_AI_FINISH_REASONS: [reason for reason in reasons if reason] or None,

@@ -1,55 +1,31 @@
-"""The ``openai`` client: its calls are recorded, in chat, completions and responses, sync, async and streamed.
+"""The ``openai`` client: records its calls (chat, completions, responses and embeddings; sync, async and streamed).
 
-A client is an agent by itself too: one that makes one call for each task.
+A client can also be used as an agent, which makes one call for each task.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import sys
-import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from openai import AsyncOpenAI, OpenAI
-from wrapt import FunctionWrapper, wrap_function_wrapper  # type: ignore[import-untyped] # wrapt has no types
+from wrapt import wrap_function_wrapper  # type: ignore[import-untyped] # wrapt has no types
 
 from agentlightning.errors import ConfigError
 from agentlightning.litagent import FrameworkAgent
 from agentlightning.plugin.hookspecs import WrapOptions
 from agentlightning.resources import LLM
-from agentlightning_integrations.framework.openai_client import async_client, carry_clients, sync_client
+from agentlightning_integrations.framework.openai_client import async_client, sync_client
+from agentlightning_plugins.instrumentation import instrument_and_restore
 
 logger = logging.getLogger("agentlightning")
 
-_WITH_HEADERS: Final = (
-    ("openai.resources.chat.completions", "Completions.create"),
-    ("openai.resources.chat.completions", "Completions.parse"),
-    ("openai.resources.chat.completions", "AsyncCompletions.create"),
-    ("openai.resources.chat.completions", "AsyncCompletions.parse"),
-    ("openai.resources.completions", "Completions.create"),
-    ("openai.resources.completions", "AsyncCompletions.create"),
-    ("openai.resources.embeddings", "Embeddings.create"),
-    ("openai.resources.embeddings", "AsyncEmbeddings.create"),
-)
-"""Methods whose instrumentation writes ``traceparent`` into the caller's ``extra_headers``."""
-_WITH_INPUT: Final = (
-    ("openai.resources.responses", "Responses.create"),
-    ("openai.resources.responses", "Responses.parse"),
-    ("openai.resources.responses", "AsyncResponses.create"),
-    ("openai.resources.responses", "AsyncResponses.parse"),
-)
-"""Methods whose instrumentation writes into the caller's ``input``."""
-
 
 def wrap_agent(agent: Any, options: WrapOptions) -> OpenAIClientAgent | None:
-    """See the hook of this name."""
-    if not isinstance(agent, (OpenAI, AsyncOpenAI)):
-        return None
-    carry_clients()
-    return OpenAIClientAgent(agent, options)
+    return OpenAIClientAgent(agent, options) if isinstance(agent, (OpenAI, AsyncOpenAI)) else None
 
 
 class OpenAIClientAgent(FrameworkAgent[OpenAI | AsyncOpenAI]):
@@ -61,20 +37,17 @@ class OpenAIClientAgent(FrameworkAgent[OpenAI | AsyncOpenAI]):
     """
 
     def texts(self) -> Mapping[str, str]:
-        """``instructions``: what the model is told before the task, nothing to begin with."""
+        """``instructions``: the system prompt, empty by default."""
         return {"instructions": ""}
 
     def is_async(self) -> bool:
-        """Whether the client is."""
         return isinstance(self.agent, AsyncOpenAI)
 
     def run(self, task: Any, llm: LLM | None, texts: Mapping[str, str]) -> Any:
-        """Makes the call with the synchronous client."""
         with sync_client(llm) if llm is not None else contextlib.nullcontext(self.agent) as client:
             return _call(client, task, llm, texts.get("instructions"))
 
     async def run_async(self, task: Any, llm: LLM | None, texts: Mapping[str, str]) -> Any:
-        """Makes the call with the asynchronous client."""
         async with async_client(llm) if llm is not None else contextlib.nullcontext(self.agent) as client:
             return await _call(client, task, llm, texts.get("instructions"))
 
@@ -99,99 +72,65 @@ def _call(client: Any, task: Any, llm: LLM | None, instructions: str | None) -> 
     return client.chat.completions.create(**arguments)
 
 
-def instrument(tracer_provider: Any) -> Callable[[], None]:
-    """Has calls of the client recorded by a provider; returns what undoes it."""
-    instrumentation = _Instrumentation()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of pydantic, about the instrumentation
-        instrumentation.begin(tracer_provider)
-    return instrumentation.undo
+def instrument(tracer_provider: Any) -> Callable[[], object]:
+    """Has a provider record the calls of the client; returns what undoes it."""
+    from opentelemetry.instrumentation.openai import OpenAIInstrumentor
+    from opentelemetry.instrumentation.openai.shared.config import Config
+    from opentelemetry.metrics import NoOpMeterProvider
 
+    settings = {name: value for name, value in vars(Config).items() if not name.startswith("_")}
 
-class _Instrumentation:
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._original: dict[tuple[type, str], Any] = {}
-        self._installed: dict[tuple[type, str], Any] = {}
-        self._settings: dict[str, Any] = {}
-
-    def undo(self) -> None:
-        """Puts back every method that is still as we left it."""
-        with self._lock:
-            if not self._installed:
-                return
-            from opentelemetry.instrumentation.openai import OpenAIInstrumentor
-
-            now = {place: vars(place[0]).get(place[1]) for place in self._installed}
-            OpenAIInstrumentor().uninstrument()  # forgets some methods, and strips other people's wrappers off ours
-            for (owner, name), wrapper in self._installed.items():
-                value = now[owner, name]
-                setattr(owner, name, self._original[owner, name] if value is wrapper else value)
-            self._installed = {}
-            self._restore_settings()
-
-    def begin(self, tracer_provider: Any) -> None:
-        """Wraps the client's methods."""
-        from opentelemetry.instrumentation.openai import OpenAIInstrumentor
-        from opentelemetry.instrumentation.openai.shared.config import Config
-        from opentelemetry.metrics import NoOpMeterProvider
-
-        self._settings = {name: value for name, value in vars(Config).items() if not name.startswith("_")}
-        # Images stay in the messages: the default uploader makes it drop the whole prompt.
-        instrumentor = OpenAIInstrumentor(upload_base64_image=None)
-        if instrumentor.is_instrumented_by_opentelemetry:
-            self._restore_settings()
-            logger.info("openai is instrumented already; its spans are recorded if they use the global provider")
-            return
-        before = dict(_methods())
-        instrumentor.instrument(tracer_provider=tracer_provider, meter_provider=NoOpMeterProvider())
-        wrappers = {**dict.fromkeys(_WITH_HEADERS, _own_headers), **dict.fromkeys(_WITH_INPUT, _own_input)}
-        for (module, method), wrapper in wrappers.items():
-            try:
-                wrap_function_wrapper(module, method, wrapper)
-            except (ImportError, AttributeError):  # this version of openai does not have it
-                continue
-        for place, value in _methods():
-            original = before[place] if place in before else _unwrap(value)  # the instrumentation imports some
-            if original is not value:
-                self._original[place], self._installed[place] = original, value
-
-    def _restore_settings(self) -> None:
-        """Making an instrumentor, of which there is one in a process, has changed its settings."""
-        from opentelemetry.instrumentation.openai.shared.config import Config
-
-        for name, value in self._settings.items():
+    def restore_settings() -> None:
+        """Undoes what the constructor of the instrumentor, a singleton, has changed."""
+        for name, value in settings.items():
             setattr(Config, name, value)
 
+    # Images stay in the messages: with the default uploader the whole prompt is dropped.
+    instrumentor = OpenAIInstrumentor(upload_base64_image=None)
+    if instrumentor.is_instrumented_by_opentelemetry:
+        restore_settings()
+        logger.info("openai is instrumented already; its spans are recorded if they use the global provider")
+        return lambda: None
 
-def _own_headers(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Gives each call headers of its own: callers share one dict among threads, and may pass None.
+    def begin() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of pydantic, about the instrumentation
+            instrumentor.instrument(tracer_provider=tracer_provider, meter_provider=NoOpMeterProvider())
+        for module, method, wrapper in _COPIES:
+            for name in (method, f"Async{method}"):
+                with contextlib.suppress(ImportError, AttributeError):  # this version of openai does not have it
+                    wrap_function_wrapper(f"openai.resources.{module}", name, wrapper)
 
-    What they say is not given is left out, because the instrumentation would complain about it.
+    def end() -> None:
+        instrumentor.uninstrument()  # misses some methods, and removes wrappers of other code around ours
+        restore_settings()
+
+    return instrument_and_restore("openai.resources", begin, end)
+
+
+def _copy_headers(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Gives each call its own headers: callers share one dict among threads, and may pass None.
+
+    Drops arguments marked as not given, because the instrumentation would log a warning about them.
     """
     kwargs = {name: value for name, value in kwargs.items() if type(value).__name__ not in ("Omit", "NotGiven")}
     kwargs["extra_headers"] = dict(kwargs.get("extra_headers") or {})
     return wrapped(*args, **kwargs)
 
 
-def _own_input(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Gives each call an input of its own."""
+def _copy_input(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Gives each call its own input."""
     if isinstance(kwargs.get("input"), list):
         kwargs = {**kwargs, "input": [dict(item) if isinstance(item, dict) else item for item in kwargs["input"]]}
     return wrapped(*args, **kwargs)
 
 
-def _unwrap(value: Any) -> Any:
-    while isinstance(value, FunctionWrapper):
-        value = value.__wrapped__
-    return value
-
-
-def _methods() -> Iterator[tuple[tuple[type, str], Any]]:
-    """Every attribute of every class of the client's resources that are imported by now."""
-    for name, module in sys.modules.copy().items():  # other threads import meanwhile
-        if name.startswith("openai.resources"):
-            for owner in list(vars(module).values()):
-                if isinstance(owner, type) and owner.__module__ == name:
-                    for attribute, value in list(vars(owner).items()):
-                        yield (owner, attribute), value
+_COPIES: Final = (
+    ("chat.completions", "Completions.create", _copy_headers),
+    ("chat.completions", "Completions.parse", _copy_headers),
+    ("completions", "Completions.create", _copy_headers),
+    ("embeddings", "Embeddings.create", _copy_headers),
+    ("responses", "Responses.create", _copy_input),
+    ("responses", "Responses.parse", _copy_input),
+)
+"""Methods whose instrumentation writes into the caller's ``extra_headers`` or ``input``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -25,14 +25,13 @@ from opentelemetry import trace as otel
 from agentlightning.litagent import FrameworkAgent
 from agentlightning.plugin.hookspecs import WrapOptions
 from agentlightning.resources import LLM
-from agentlightning_integrations.framework.openai_client import async_client, carry_clients
+from agentlightning_integrations.framework.object_copy import walk
+from agentlightning_integrations.framework.openai_client import async_client
 from agentlightning_integrations.framework.span_tree import (
-    AGENT_NAME,
     INPUT,
     OPERATION,
     OUTPUT,
     TOOL_ARGUMENTS,
-    TOOL_NAME,
     TOOL_RESULT,
     SpanTree,
     to_text,
@@ -40,40 +39,35 @@ from agentlightning_integrations.framework.span_tree import (
 
 
 def wrap_agent(agent: Any, options: WrapOptions) -> OpenAIAgentsAgent | None:
-    """See the hook of this name."""
-    if not isinstance(agent, Agent):
-        return None
-    carry_clients()
-    return OpenAIAgentsAgent(agent, options)
+    return OpenAIAgentsAgent(agent, options) if isinstance(agent, Agent) else None
 
 
 class OpenAIAgentsAgent(FrameworkAgent[Agent[Any]]):
-    """Runs an agent with ``Runner.run``; the output is its ``RunResult``, and ``final_output`` of that the answer.
+    """Runs an agent with ``Runner.run``; the output is its ``RunResult``, with the answer in ``final_output``.
 
-    The endpoint and the prompts of a rollout are given by the run's configuration, which reaches the agents that are
-    handed over to and those that are tools.
+    The endpoint and the prompts of a rollout are set in the run's configuration, which also applies to agents that are
+    handed over to or used as tools.
     """
 
     def texts(self) -> Mapping[str, str]:
-        """The instructions of each agent, by its name, as ``writer.instructions``."""
+        """The instructions of each agent by its name, such as ``writer.instructions``."""
         return {
             f"{agent.name}.instructions": agent.instructions
-            for agent in _walk(self.agent)
+            for agent in _agents(self.agent)
             if isinstance(agent.instructions, str)
         }
 
     async def run_async(self, task: Any, llm: LLM | None, texts: Mapping[str, str]) -> RunResult:
         """Runs the agent on a text or a list of input items."""
 
-        def tune(data: CallModelData[Any]) -> ModelInputData:
+        def set_instructions(data: CallModelData[Any]) -> ModelInputData:
             given = data.model_data
-            instructions = texts.get(f"{data.agent.name}.instructions", given.instructions)
-            return replace(given, instructions=instructions)
+            return replace(given, instructions=texts.get(f"{data.agent.name}.instructions", given.instructions))
 
         config = RunConfig(
-            call_model_input_filter=tune if texts else None,
-            tracing_disabled=not _is_recorded(),
-            trace_include_sensitive_data=True,  # it goes to the store and nowhere else
+            call_model_input_filter=set_instructions if texts else None,
+            tracing_disabled=not any(isinstance(processor, _Recorder) for processor in _processors()),
+            trace_include_sensitive_data=True,  # it goes to the store only
         )
         if llm is None:
             return await Runner.run(self.agent, task, run_config=config)
@@ -83,24 +77,17 @@ class OpenAIAgentsAgent(FrameworkAgent[Agent[Any]]):
             return await Runner.run(self.agent, task, run_config=config)
 
 
-def _walk(agent: Agent[Any]) -> Iterator[Agent[Any]]:
-    """The agent and all that can be reached from it, each once."""
-    seen: set[int] = set()
-    waiting = [agent]
-    while waiting:
-        found = waiting.pop(0)
-        if id(found) in seen:
-            continue
-        seen.add(id(found))
-        yield found
-        for handoff in found.handoffs:
-            other = handoff._agent_ref() if isinstance(handoff, Handoff) and handoff._agent_ref else handoff
-            if isinstance(other, Agent):
-                waiting.append(other)
-        for tool in found.tools:
-            inner = getattr(tool, "_agent_instance", None)
-            if isinstance(inner, Agent):
-                waiting.append(inner)
+def _agents(root: Agent[Any]) -> Iterator[Agent[Any]]:
+    """The agent and all agents reachable from it."""
+    return (part for part in walk(root, _children) if isinstance(part, Agent))
+
+
+def _children(part: Any) -> Iterable[Any]:
+    if isinstance(part, Agent):
+        return part.handoffs, part.tools
+    if isinstance(part, Handoff):
+        return (part._agent_ref() if part._agent_ref else None,)
+    return (getattr(part, "_agent_instance", None),)  # of a tool
 
 
 def _to_settings(parameters: Mapping[str, Any]) -> ModelSettings:
@@ -111,15 +98,15 @@ def _to_settings(parameters: Mapping[str, Any]) -> ModelSettings:
 
 
 def instrument(tracer_provider: Any) -> Callable[[], None]:
-    """Sends the SDK's own tracing to the provider, and nowhere else: it is not uploaded to OpenAI meanwhile."""
+    """Sends the SDK's own tracing to the provider, and keeps it from being uploaded to OpenAI meanwhile."""
     recorder = _Recorder(otel.get_tracer("agentlightning.openai_agents", tracer_provider=tracer_provider))
     before = _processors()
     kept = [processor for processor in before if not _uploads(processor)]
     set_trace_processors([*kept, recorder])
 
     def undo() -> None:
-        added = [processor for processor in _processors() if processor is not recorder and processor not in kept]
-        set_trace_processors([*before, *(processor for processor in added if processor not in before)])
+        added = [processor for processor in _processors() if processor is not recorder and processor not in before]
+        set_trace_processors([*before, *added])
 
     return undo
 
@@ -133,10 +120,6 @@ def _uploads(processor: TracingProcessor) -> bool:
     return isinstance(processor, BatchTraceProcessor) and isinstance(processor._exporter, BackendSpanExporter)
 
 
-def _is_recorded() -> bool:
-    return any(isinstance(processor, _Recorder) for processor in _processors())
-
-
 class _Recorder(TracingProcessor):
     """Agents, tools, handoffs and guardrails as spans; model calls are recorded by the client's instrumentation."""
 
@@ -144,29 +127,25 @@ class _Recorder(TracingProcessor):
         self._spans = SpanTree(tracer)
 
     def on_trace_start(self, trace: Trace) -> None:
-        """Not of interest: the attempt has a trace already."""
+        """Does nothing: the attempt has a trace already."""
 
     def on_trace_end(self, trace: Trace) -> None:
-        """See ``on_trace_start``."""
+        """Does nothing."""
 
     def on_span_start(self, span: Span[Any]) -> None:
-        """Begins our span."""
-        data = span.span_data
+        data, key, parent = span.span_data, span.span_id, span.parent_id
         if isinstance(data, AgentSpanData):
-            attributes = {OPERATION: "invoke_agent", AGENT_NAME: data.name}
-            self._spans.begin(span.span_id, f"invoke_agent {data.name}", attributes, span.parent_id)
+            self._spans.begin_agent(key, data.name, parent)
         elif isinstance(data, FunctionSpanData):
-            attributes = {OPERATION: "execute_tool", TOOL_NAME: data.name}
-            self._spans.begin(span.span_id, f"execute_tool {data.name}", attributes, span.parent_id)
+            self._spans.begin_tool(key, data.name, parent)
         elif isinstance(data, HandoffSpanData):
-            self._spans.begin(span.span_id, "handoff", {OPERATION: "handoff"}, span.parent_id)
+            self._spans.begin(key, "handoff", {OPERATION: "handoff"}, parent)
         elif isinstance(data, GuardrailSpanData):
-            self._spans.begin(span.span_id, f"guardrail {data.name}", {OPERATION: "guardrail"}, span.parent_id)
+            self._spans.begin(key, f"guardrail {data.name}", {OPERATION: "guardrail"}, parent)
         else:
-            self._spans.pass_over(span.span_id, span.parent_id)
+            self._spans.skip(key, parent)
 
     def on_span_end(self, span: Span[Any]) -> None:
-        """Ends our span, with what is known by now."""
         data = span.span_data
         attributes: dict[str, Any] = {}
         if isinstance(data, FunctionSpanData):
@@ -175,14 +154,13 @@ class _Recorder(TracingProcessor):
             attributes = {INPUT: data.from_agent, OUTPUT: data.to_agent}
         elif isinstance(data, GuardrailSpanData):
             attributes = {"guardrail.triggered": data.triggered}
-        error = (
-            None if span.error is None else RuntimeError(f"{span.error['message']} {to_text(span.error['data']) or ''}")
-        )
+        error = None
+        if span.error is not None:
+            error = RuntimeError(f"{span.error['message']} {to_text(span.error['data']) or ''}")
         self._spans.end(span.span_id, attributes, error)
 
     def shutdown(self) -> None:
-        """Ends what was left open."""
         self._spans.clear()
 
     def force_flush(self) -> None:
-        """Nothing is held back."""
+        """Does nothing: spans are passed on when they end."""

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from agentlightning.plugin.hookspecs import Component, hookimpl
 
 
 @hookimpl
-def components() -> Iterable[Component]:
-    return [
-        Component(
-            "adapter",
-            "trajectory",
-            "agentlightning_plugins.trajectories.trajectory:TraceToTrajectories",
-            summary="tokens with masks, calls joined",
-        ),
-    ]
+def components() -> list[Component]:
+    target = "agentlightning_plugins.trajectories.trajectory:TraceToTrajectories"
+    return [Component("adapter", "trajectory", target, summary="tokens with masks, calls joined")]

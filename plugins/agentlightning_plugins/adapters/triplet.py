@@ -1,25 +1,16 @@
-"""The adapters of core, under their names."""
+"""The adapters of core."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 from agentlightning.plugin.hookspecs import Component, hookimpl
 
 
 @hookimpl
-def components() -> Iterable[Component]:
+def components() -> list[Component]:
+    triplet, message = "agentlightning.adapter.triplet", "agentlightning.adapter.message"
+    gateway = "the same, of what the gateway saw"
     return [
-        Component(
-            "adapter", "triplet", "agentlightning.adapter.triplet:TraceToTriplet", summary="prompt, response, reward"
-        ),
-        Component(
-            "adapter",
-            "llm-proxy-triplet",
-            "agentlightning.adapter.triplet:LlmProxyTraceToTriplet",
-            summary="the same, of what the gateway saw",
-        ),
-        Component(
-            "adapter", "messages", "agentlightning.adapter.message:TraceToMessages", summary="chat histories with tools"
-        ),
+        Component("adapter", "triplet", f"{triplet}:TraceToTriplet", summary="prompt, response, reward"),
+        Component("adapter", "llm-proxy-triplet", f"{triplet}:LlmProxyTraceToTriplet", summary=gateway),
+        Component("adapter", "messages", f"{message}:TraceToMessages", summary="chat histories with tools"),
     ]

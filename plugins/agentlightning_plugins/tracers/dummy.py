@@ -1,16 +1,11 @@
-"""The tracer ``dummy``, whose class core needs for itself."""
+"""The tracer ``dummy``. Its class is part of core, which uses it itself."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 from agentlightning.plugin.hookspecs import Component, hookimpl
 
 
 @hookimpl
-def components() -> Iterable[Component]:
-    return [
-        Component(
-            "tracer", "dummy", "agentlightning.tracer.dummy:DummyTracer", summary="records only what the agent emits"
-        ),
-    ]
+def components() -> list[Component]:
+    target = "agentlightning.tracer.dummy:DummyTracer"
+    return [Component("tracer", "dummy", target, summary="records only what the agent emits")]

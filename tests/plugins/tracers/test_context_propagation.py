@@ -143,7 +143,7 @@ def test_processes_and_clients_are_as_they_were_after_teardown() -> None:
             vars(subprocess.Popen)["__init__"],
             vars(multiprocessing.process.BaseProcess)["start"],
             vars(ProcessPoolExecutor)["submit"],
-            vars(aiohttp.ClientSession)["_request"],
+            vars(aiohttp.ClientSession)["__init__"],
             *(vars(client)["send"] for client in clients),
         ]
 

@@ -120,7 +120,7 @@ async def test_tracers_export_only_what_they_trace(receiver: Receiver) -> None:
 async def test_an_endpoint_that_hangs_slows_neither_the_agent_nor_the_store(
     receiver: Receiver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(otlp_export, "_LONGEST_SHUTDOWN_S", 0.2)
+    monkeypatch.setattr(otlp_export, "_MAX_SHUTDOWN_S", 0.2)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     receiver.hanging = asyncio.Event()
     store = InMemoryLightningStore()
@@ -136,7 +136,7 @@ async def test_an_endpoint_that_hangs_slows_neither_the_agent_nor_the_store(
 async def test_an_endpoint_that_is_down_costs_nothing_but_a_log_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(otlp_export, "_LONGEST_SHUTDOWN_S", 0.2)
+    monkeypatch.setattr(otlp_export, "_MAX_SHUTDOWN_S", 0.2)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     store = InMemoryLightningStore()
     tracer = OtelTracer(otlp_endpoint="http://127.0.0.1:9")
@@ -155,8 +155,11 @@ async def test_an_endpoint_that_is_down_costs_nothing_but_a_log_line(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"otlp_endpoint": "127.0.0.1:4318"}, r"otlp_endpoint = '127.0.0.1:4318' is no http\(s\) URL, such as http://"),
-        ({"headers": {"a": "b"}}, "headers are sent to otlp_endpoint, and there is none"),
+        (
+            {"otlp_endpoint": "127.0.0.1:4318"},
+            r"otlp_endpoint = '127.0.0.1:4318': give an http\(s\) URL such as http://",
+        ),
+        ({"headers": {"a": "b"}}, "headers are sent to otlp_endpoint: give otlp_endpoint too"),
     ],
 )
 def test_a_wrong_endpoint_is_refused_at_once(settings: dict[str, Any], message: str) -> None:

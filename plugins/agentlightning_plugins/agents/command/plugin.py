@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from agentlightning.plugin.hookspecs import Component, hookimpl
 
 
 @hookimpl
-def components() -> Iterable[Component]:
-    return [
-        Component(
-            "agent",
-            "command",
-            "agentlightning_plugins.agents.command.agent:CommandAgent",
-            summary="a command line in any language",
-        ),
-    ]
+def components() -> list[Component]:
+    target = "agentlightning_plugins.agents.command.agent:CommandAgent"
+    return [Component("agent", "command", target, summary="a command line in any language")]

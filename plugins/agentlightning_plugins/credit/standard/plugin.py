@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from agentlightning.plugin.hookspecs import Component, hookimpl
 
 
 @hookimpl
-def components() -> Iterable[Component]:
+def components() -> list[Component]:
+    module = "agentlightning_plugins.credit.standard.rule"
     return [
-        Component(
-            "credit",
-            "identical",
-            "agentlightning_plugins.credit.standard.rule:IdenticalCredit",
-            summary="the final reward for all calls",
-        ),
-        Component(
-            "credit",
-            "nearest",
-            "agentlightning_plugins.credit.standard.rule:NearestCredit",
-            summary="rewards of the nearest call",
-        ),
-        Component(
-            "credit",
-            "discounted",
-            "agentlightning_plugins.credit.standard.rule:DiscountedCredit",
-            summary="discounted return-to-go",
-        ),
+        Component("credit", "identical", f"{module}:IdenticalCredit", summary="the final reward for all calls"),
+        Component("credit", "nearest", f"{module}:NearestCredit", summary="rewards of the nearest call"),
+        Component("credit", "discounted", f"{module}:DiscountedCredit", summary="discounted return-to-go"),
     ]

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from agentlightning.plugin.hookspecs import Component, hookimpl
 
 
 @hookimpl
-def components() -> Iterable[Component]:
-    return [
-        Component(
-            "tracer",
-            "agentops",
-            "agentlightning_plugins.tracers.agentops.tracer:AgentOpsTracer",
-            extra="agentops",
-            summary="AgentOps' instrumentation without its cloud",
-        ),
-    ]
+def components() -> list[Component]:
+    target = "agentlightning_plugins.tracers.agentops.tracer:AgentOpsTracer"
+    summary = "AgentOps' instrumentation without its cloud"
+    return [Component("tracer", "agentops", target, extra="agentops", summary=summary)]

@@ -1,16 +1,16 @@
-"""``OpenInferenceTracer``: OpenInference's instrumentation as the source of spans."""
+"""``OpenInferenceTracer``: records spans of OpenInference's instrumentors."""
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from opentelemetry.sdk.trace import TracerProvider
 
 from agentlightning.errors import ConfigError, suggest
-from agentlightning_plugins.tracers.opentelemetry.library_source import Library
-from agentlightning_plugins.tracers.opentelemetry.pipeline import Undo
+from agentlightning_plugins.instrumentation import OnImport, Undo
 from agentlightning_plugins.tracers.opentelemetry.tracer import OtelTracer
 
 GROUP: Final = "openinference_instrumentor"
@@ -19,16 +19,16 @@ _MODULES: Final = {
     "llama_index": "llama_index.core",
     "openai_agents": "agents",
 }
-"""The module of a library where its instrumentor has another name."""
-_LONGEST_IMAGE: Final = 2**30
-"""Characters; OpenInference cuts images out of prompts by default, and a cut prompt cannot be trained on."""
+"""Modules whose instrumentor has another name."""
+_MAX_IMAGE_CHARS: Final = 2**30
+"""By default OpenInference cuts images out of prompts, and a cut prompt cannot be trained on."""
 
 
 class OpenInferenceTracer(OtelTracer):
-    """Records what the installed ``openinference-instrumentation-*`` packages see, instead of our own plugins.
+    """Uses the installed ``openinference-instrumentation-*`` packages instead of our own plugins.
 
-    Each is switched on when its library is imported, before us or after. With the gateway's spans of the same calls
-    there is a triplet for each call, as with the default tracer.
+    Each is switched on when its library is imported, before or after ``init``. Combined with the gateway's spans of the
+    same calls there is one triplet for each call, as with the default tracer.
     """
 
     def __init__(
@@ -42,14 +42,13 @@ class OpenInferenceTracer(OtelTracer):
         """Makes a tracer.
 
         Args:
-            instrumentors: names of those to use, such as ``["openai", "langchain"]``; default is all that are
-                installed.
-            join_global_provider: as ``OtelTracer`` takes it.
-            otlp_endpoint: as ``OtelTracer`` takes it.
-            headers: as ``OtelTracer`` takes them.
+            instrumentors: names such as ``["openai", "langchain"]``; default is all that are installed.
+            join_global_provider: as for ``OtelTracer``.
+            otlp_endpoint: as for ``OtelTracer``.
+            headers: as for ``OtelTracer``.
 
         Raises:
-            ConfigError: an instrumentor that is not installed, or as ``OtelTracer``.
+            ConfigError: an instrumentor is not installed, or as for ``OtelTracer``.
         """
         super().__init__(join_global_provider, otlp_endpoint=otlp_endpoint, headers=headers)
         installed = {point.name for point in importlib.metadata.entry_points(group=GROUP)}
@@ -66,21 +65,18 @@ class OpenInferenceTracer(OtelTracer):
         return ("openinference", self.instrumentors)
 
     def _instrument(self, provider: TracerProvider) -> Iterator[Undo]:
-        points = importlib.metadata.entry_points(group=GROUP)
-        for point in points:
+        for point in importlib.metadata.entry_points(group=GROUP):
             if point.name in self.instrumentors:
-                yield Library(_MODULES.get(point.name, point.name), _beginning(point, provider)).turn_off
+                module = _MODULES.get(point.name, point.name)
+                yield OnImport(module, functools.partial(_instrument, point, provider)).undo
 
 
-def _beginning(point: importlib.metadata.EntryPoint, provider: TracerProvider) -> Callable[[], Undo | None]:
-    def begin() -> Undo | None:
-        from openinference.instrumentation import TraceConfig
+def _instrument(point: importlib.metadata.EntryPoint, provider: TracerProvider) -> Undo | None:
+    from openinference.instrumentation import TraceConfig
 
-        instrumentor: Any = point.load()()
-        if instrumentor.is_instrumented_by_opentelemetry:  # by the user, and then it is theirs to undo
-            return None
-        instrumentor.instrument(tracer_provider=provider, config=TraceConfig(base64_image_max_length=_LONGEST_IMAGE))
-        undo: Undo = instrumentor.uninstrument
-        return undo
-
-    return begin
+    instrumentor: Any = point.load()()
+    if instrumentor.is_instrumented_by_opentelemetry:  # by the user, who undoes it
+        return None
+    instrumentor.instrument(tracer_provider=provider, config=TraceConfig(base64_image_max_length=_MAX_IMAGE_CHARS))
+    undo: Undo = instrumentor.uninstrument
+    return undo

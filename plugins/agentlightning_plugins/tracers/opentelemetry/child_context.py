@@ -1,4 +1,4 @@
-"""What a child process of ``multiprocessing`` does before its work. Each imports this, which imports nothing heavy."""
+"""Runs code of child processes in the trace context of their parent. Children import this: it imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -9,20 +9,13 @@ from typing import Any, Final
 VARIABLE: Final = "TRACEPARENT"
 
 
-def run_in_context(context: str, run: Callable[[], None]) -> None:
-    """Runs a process that does the work of one trace."""
-    os.environ[VARIABLE] = context
-    run()
-
-
-def call_in_context(context: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Makes one call of a pool's process, which does the work of other traces afterwards."""
+def call_in_context(traceparent: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Calls a function with ``TRACEPARENT`` set, and restores it: processes of a pool serve several traces."""
     before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = context
+    os.environ[VARIABLE] = traceparent
     try:
         return function(*args, **kwargs)
     finally:
-        if before is None:
-            del os.environ[VARIABLE]
-        else:
+        del os.environ[VARIABLE]
+        if before is not None:
             os.environ[VARIABLE] = before

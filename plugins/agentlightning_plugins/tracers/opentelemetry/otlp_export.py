@@ -1,4 +1,4 @@
-"""The same spans for Jaeger, Phoenix, Langfuse or any other OTLP endpoint, besides the store."""
+"""Exports spans to Jaeger, Phoenix, Langfuse or any other OTLP endpoint, besides the store."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("agentlightning")
 
-_NEEDED: Final = "opentelemetry.exporter.otlp.proto.http"
+_DISTRIBUTION: Final = "opentelemetry-exporter-otlp-proto-http"
 _VARIABLES: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _MAX_QUEUED: Final = 16384
-"""Spans that wait for a slow endpoint; more are lost there (never in the store), with a warning."""
-_LONGEST_SHUTDOWN_S: Final = 5.0
+"""Spans that wait for a slow endpoint; the exporter drops more with a warning, the store keeps them."""
+_MAX_SHUTDOWN_S: Final = 5.0
 
 
 class Target(NamedTuple):
     """An OTLP endpoint."""
 
     endpoint: str | None
-    """None: what the environment says, in OpenTelemetry's own variables."""
+    """None: OpenTelemetry's own environment variables name it."""
     headers: tuple[tuple[str, str], ...] = ()
 
     def __repr__(self) -> str:
-        return f"Target({self.endpoint!r}, {len(self.headers)} headers)"  # which hold keys
+        return f"Target({self.endpoint!r}, {len(self.headers)} headers)"  # headers hold keys
 
 
 def find_target(endpoint: str | None, headers: Mapping[str, str] | None) -> Target | None:
-    """Where spans go to besides the store: what the user says, else the environment; None when nobody names a place.
+    """Finds the endpoint for spans besides the store: the given one, else that of the environment, else None.
 
     Raises:
-        ConfigError: no URL, or headers for nowhere.
+        ConfigError: ``endpoint`` is not a URL, or there are headers without it.
         PluginError: the exporter is not installed.
     """
     if endpoint:
         url = urlsplit(endpoint)
         if url.scheme not in ("http", "https") or not url.netloc:
             raise ConfigError(
-                f"otlp_endpoint = {endpoint!r} is no http(s) URL, such as http://127.0.0.1:4318/v1/traces"
+                f"otlp_endpoint = {endpoint!r}: give an http(s) URL such as http://127.0.0.1:4318/v1/traces"
             )
         if url.path in ("", "/"):
             endpoint = f"{endpoint.rstrip('/')}/v1/traces"
@@ -54,7 +54,7 @@ def find_target(endpoint: str | None, headers: Mapping[str, str] | None) -> Targ
             raise PluginError(f"otlp_endpoint needs {_DISTRIBUTION}. Install with: pip install 'lightning[otlp]'")
         return Target(endpoint, tuple(sorted((headers or {}).items())))
     if headers:
-        raise ConfigError("headers are sent to otlp_endpoint, and there is none; give otlp_endpoint too")
+        raise ConfigError("headers are sent to otlp_endpoint: give otlp_endpoint too")
     variable = next((name for name in _VARIABLES if os.environ.get(name)), None)
     if endpoint is not None or variable is None:
         return None
@@ -64,25 +64,21 @@ def find_target(endpoint: str | None, headers: Mapping[str, str] | None) -> Targ
     return Target(None)
 
 
-_DISTRIBUTION: Final = "opentelemetry-exporter-otlp-proto-http"
-
-
 def _is_installed() -> bool:
     try:
-        return importlib.util.find_spec(_NEEDED) is not None
+        return importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http") is not None
     except ModuleNotFoundError:
         return False
 
 
 class Exporters:
-    """One exporter for each endpoint in use; each sends in a thread of its own."""
+    """One exporter per endpoint in use; each sends in its own thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._used: dict[Target, tuple[BatchSpanProcessor, int]] = {}
 
     def acquire(self, target: Target) -> None:
-        """Gets ready to export; undone by ``release``."""
         with self._lock:
             if target in self._used:
                 processor, users = self._used[target]
@@ -96,7 +92,7 @@ class Exporters:
         return None if used is None else used[0]
 
     def release(self, target: Target) -> None:
-        """Undoes one ``acquire``; the last one sends what is left, for a few seconds at most."""
+        """Undoes one ``acquire``; the last one sends the remaining spans, for a few seconds at most."""
         with self._lock:
             used = self._used.pop(target, None)
             if used is None:
@@ -105,10 +101,10 @@ class Exporters:
             if users > 1:
                 self._used[target] = processor, users - 1
                 return
-        # BatchSpanProcessor.shutdown takes no time limit of its own and its exporter may retry for a minute.
+        # BatchSpanProcessor.shutdown takes no timeout, and its exporter may retry for a minute.
         closing = threading.Thread(target=processor.shutdown, name="agl-otlp-shutdown", daemon=True)
         closing.start()
-        closing.join(_LONGEST_SHUTDOWN_S)
+        closing.join(_MAX_SHUTDOWN_S)
         if closing.is_alive():
             logger.warning("the OTLP endpoint did not take the last spans in time; the store has them")
 

@@ -1,6 +1,6 @@
-"""The OpenTelemetry provider of this process: one for all tracers, because a library can be instrumented for one only.
+"""The OpenTelemetry provider of this process: one for all tracers, because a library can be instrumented only once.
 
-It is ours, so that no setting of the environment samples spans away or cuts attributes off.
+It ignores the environment, so that no setting of it drops spans or truncates attributes.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from agentlightning import semconv
 from agentlightning.plugin.registry import get_manager
 from agentlightning.tracer.tracer import Trace, get_active_trace
 from agentlightning.types import Span
-from agentlightning_plugins.tracers.opentelemetry.context_propagation import carry_context_out
+from agentlightning_plugins.instrumentation import Undo
+from agentlightning_plugins.tracers.opentelemetry.context_propagation import propagate_context
 from agentlightning_plugins.tracers.opentelemetry.otlp_export import Exporters, Target
-from agentlightning_plugins.tracers.opentelemetry.thread_pool import carry_traces_into_pools
 
 logger = logging.getLogger("agentlightning")
 
-Undo = Callable[[], object]
 Instrument = Callable[[TracerProvider], Iterable[Undo]]
 
 _MAX_ROUTES: Final = 16384
-"""How many traces are remembered (closed ones too, for their late spans), and open spans of foreign traces."""
+"""Limit of the traces that are remembered (closed ones for their late spans), and of open spans of foreign traces."""
+_CONTEXT_PROPAGATION: Final = "context propagation"
 
 
 class _Route(NamedTuple):
-    """Where the spans of a trace go."""
+    """The destinations of a trace's spans."""
 
     trace: Trace
     exporter: SpanProcessor | None
-    """Takes them to an OTLP endpoint besides."""
+    """Sends them to an OTLP endpoint as well."""
 
 
 class Router(SpanProcessor):
-    """Gives each span that ends to the trace it belongs to, in microseconds.
+    """Adds each span that ends to the trace of its attempt, in microseconds.
 
-    A span belongs to the attempt whose root opened its trace, wherever it runs: a thread that lost the context but was
-    given a parent keeps the trace. A span of any other trace belongs where it was started, because a library that opens
-    traces of its own still runs in the attempt's context; its descendants follow it.
+    A span belongs to the attempt whose root opened its OpenTelemetry trace, wherever it runs: a thread that lost the
+    context but was given a parent keeps the trace. A span of any other trace belongs to the attempt it was started in,
+    because a library that opens its own traces still runs in the attempt's context; its descendants follow it.
     """
 
     def __init__(self) -> None:
@@ -61,19 +61,17 @@ class Router(SpanProcessor):
         self._local = threading.local()
 
     def add_route(self, trace_id: int, trace: Trace, exporter: SpanProcessor | None = None) -> None:
-        """Sends the spans of an OpenTelemetry trace to an attempt's trace, and to an exporter."""
         route = _Route(trace, exporter)
         _remember(self._by_trace, trace_id, route, self._lock)
         self._opened[trace] = trace_id, route
 
     def close_route(self, trace: Trace) -> None:
-        """Keeps the way to the store for spans that come late, and lets go of the spans in memory."""
+        """Releases the spans in memory; late spans still go to the store."""
         trace_id, route = self._opened.pop(trace, (None, None))
         if trace_id is not None and route is not None:
             self._by_trace[trace_id] = _Route(trace.for_late_spans(), route.exporter)
 
     def clear(self) -> None:
-        """Forgets all traces."""
         with self._lock:
             self._by_trace.clear()
             self._by_span.clear()
@@ -95,12 +93,11 @@ class Router(SpanProcessor):
             _remember(self._by_span, context.span_id, route, self._lock)
 
     def take_last(self) -> Span | None:
-        """What ``on_end`` passed on last in this thread; None when asked again."""
+        """Returns, once, the last span that ended in this thread."""
         last: Span | None = self._local.__dict__.pop("last", None)
         return last
 
     def on_end(self, span: ReadableSpan) -> None:
-        """Passes a span on."""
         context = span.context
         route = self._by_trace.get(context.trace_id)
         if route is None:
@@ -121,25 +118,17 @@ def _remember(routes: OrderedDict[int, _Route], key: int, route: _Route, lock: t
             routes.popitem(last=False)
 
 
-class _Source(NamedTuple):
-    """Libraries instrumented for the sake of some tracers."""
-
-    users: int
-    undo: list[Undo]
-
-
 class Pipeline:
     """The provider of this process and the instrumentation of libraries for it."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # what is instrumented may import what is instrumented
-        self._users = 0
-        self._undo: list[Undo] = []
-        self._sources: dict[Hashable, _Source] = {}
+        self._lock = threading.RLock()  # instrumenting one library may import another that is instrumented
+        self._sources: dict[Hashable, tuple[int, list[Undo]]] = {}
+        """Users of each source, and what undoes it."""
         self._joined: TracerProvider | None = None
         self.router = Router()
         self.exporters = Exporters()
-        with _without_environment("OTEL_SDK_DISABLED"):  # said to quieten a framework; it would silence us too
+        with _without_environment("OTEL_SDK_DISABLED"):  # meant for a framework, it would disable our provider too
             self.provider = TracerProvider(
                 sampler=ALWAYS_ON,
                 resource=Resource(
@@ -169,44 +158,48 @@ class Pipeline:
         """Prepares the process for a tracer; each call is undone by one ``release`` of the same source and target.
 
         Args:
-            source: tracers that name the same one share what ``instrument`` did.
-            instrument: switches libraries on and gives what undoes it.
-            target: where spans are exported to as well.
+            source: tracers with the same source share what ``instrument`` did.
+            instrument: instruments libraries; returns what undoes it.
+            target: where spans are exported to besides the store.
             join_global_provider: whether spans of the global provider are recorded.
         """
         with self._lock:
             if join_global_provider:
                 self._join_global_provider()
-            self._users += 1
-            if self._users == 1:
-                self._undo = [carry_traces_into_pools(), carry_context_out()]
-            users, undo = self._sources.get(source) or _Source(0, [])
-            self._sources[source] = _Source(users + 1, undo)
-            if not users:
-                undo.extend(instrument(self.provider))
+            self._acquire(_CONTEXT_PROPAGATION, propagate_context)
+            self._acquire(source, lambda: instrument(self.provider))
             if target is not None:
                 self.exporters.acquire(target)
 
     def release(self, source: Hashable, target: Target | None) -> None:
         """Undoes one ``acquire``; the last one leaves the process as it was."""
         with self._lock:
-            used = self._sources.pop(source, None)
-            if used is None:
+            if source not in self._sources:
                 return
-            if used.users > 1:
-                self._sources[source] = used._replace(users=used.users - 1)
-            else:
-                _run_backwards(used.undo)
-            self._users -= 1
-            if self._users == 0:
-                _run_backwards(self._undo)
+            self._release(source)
+            self._release(_CONTEXT_PROPAGATION)
+            if not self._sources:
                 self.router.clear()
         if target is not None:
             self.exporters.release(target)
 
+    def _acquire(self, source: Hashable, instrument: Callable[[], Iterable[Undo]]) -> None:
+        users, undo = self._sources.get(source, (0, []))
+        self._sources[source] = users + 1, undo
+        if not users:
+            undo.extend(instrument())
+
+    def _release(self, source: Hashable) -> None:
+        users, undo = self._sources.pop(source)
+        if users > 1:
+            self._sources[source] = users - 1, undo
+            return
+        while undo:
+            undo.pop()()
+
     def _join_global_provider(self) -> None:
         provider = otel.get_tracer_provider()
-        if isinstance(provider, otel.ProxyTracerProvider):  # nobody has set one
+        if isinstance(provider, otel.ProxyTracerProvider):  # the program has set none
             otel.set_tracer_provider(self.provider)
         elif provider is not self.provider and provider is not self._joined and isinstance(provider, TracerProvider):
             self._joined = provider
@@ -214,7 +207,7 @@ class Pipeline:
 
 
 def instrument_by_plugins(provider: TracerProvider) -> Iterator[Undo]:
-    """Has each plugin instrument its libraries; gives the functions that undo it."""
+    """Calls the hook ``instrument`` of every plugin; yields the functions that undo it."""
     for implementation in get_manager().hook.instrument.get_hookimpls():
         try:
             undo: Any = implementation.function(*[provider][: len(implementation.argnames)])
@@ -223,11 +216,6 @@ def instrument_by_plugins(provider: TracerProvider) -> Iterator[Undo]:
             continue
         if undo is not None:
             yield undo
-
-
-def _run_backwards(undo: list[Undo]) -> None:
-    while undo:
-        undo.pop()()
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
-"""``OtelTracer``: records what OpenTelemetry instrumentation of any library sees, each span with its own attempt.
+"""``OtelTracer``: records the OpenTelemetry spans of any instrumented library, each for its own attempt.
 
-All tracers of a process share one provider (``otel_pipeline``). Spans of OpenTelemetry's global provider arrive too:
-ours becomes the global one if there is none, else its spans are read beside its own exporters.
+All tracers of a process share one provider (``pipeline``). Spans of OpenTelemetry's global provider are recorded too:
+ours becomes the global one if there is none, else a span processor is added to the existing one.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from agentlightning import semconv
 from agentlightning.plugin.registry import get_manager
 from agentlightning.tracer.tracer import OpenSpan, Trace, Tracer, get_active_trace
 from agentlightning.types import Span, TraceStatus
+from agentlightning_plugins.instrumentation import Undo
 from agentlightning_plugins.tracers.opentelemetry.context_propagation import current_traceparent
 from agentlightning_plugins.tracers.opentelemetry.otlp_export import find_target
-from agentlightning_plugins.tracers.opentelemetry.pipeline import Undo, instrument_by_plugins, pipeline
+from agentlightning_plugins.tracers.opentelemetry.pipeline import instrument_by_plugins, pipeline
 
 
 class OtelTracer(Tracer):
-    """The default tracer. Between ``init`` and ``teardown`` the libraries that plugins know are instrumented."""
+    """The default tracer. Between ``init`` and ``teardown``, the plugins' hook ``instrument`` is in effect."""
 
     def __init__(
         self,
@@ -39,16 +40,16 @@ class OtelTracer(Tracer):
         """Makes a tracer.
 
         Args:
-            join_global_provider: whether to record spans made with OpenTelemetry's global provider as well. Ours takes
-                its place when the program has set none; the place cannot be given back, so a program that sets its own
-                later should say False.
-            otlp_endpoint: URL of an OTLP/HTTP endpoint that gets the same spans besides the store, as Jaeger, Phoenix
-                and Langfuse have one; ``/v1/traces`` is added to a URL without a path. Default is what the environment
-                says in ``OTEL_EXPORTER_OTLP_ENDPOINT`` and its companions; ``""`` is none.
+            join_global_provider: whether to record spans of OpenTelemetry's global provider as well. Our provider
+                becomes the global one if the program has set none. This cannot be undone, so a program that sets its
+                own later should pass False.
+            otlp_endpoint: URL of an OTLP/HTTP endpoint, such as that of Jaeger, Phoenix or Langfuse, which gets the
+                spans besides the store; ``/v1/traces`` is added to a URL without a path. Default: the environment
+                variable ``OTEL_EXPORTER_OTLP_ENDPOINT`` and its companions. ``""`` disables the export.
             headers: sent to ``otlp_endpoint``, such as ``{"authorization": ...}``.
 
         Raises:
-            ConfigError: ``otlp_endpoint`` is no URL, or there are headers without it.
+            ConfigError: ``otlp_endpoint`` is not a URL, or there are headers without it.
             PluginError: the exporter is not installed.
         """
         self.join_global_provider = join_global_provider
@@ -61,22 +62,22 @@ class OtelTracer(Tracer):
         pipeline.release(self._source(), self._target)
 
     def get_traceparent(self) -> str | None:
-        """W3C's ``traceparent`` of what the caller does, for a header or a child's environment; None outside attempts.
+        """W3C's ``traceparent`` of the caller's span, for a header or a child's environment; None outside attempts.
 
-        Child processes and requests of the usual HTTP clients carry it by themselves.
+        Child processes and requests of common HTTP clients carry it automatically.
         """
         return current_traceparent()
 
     def get_langchain_handler(self) -> Any:
-        """See ``Tracer``. LangChain attaches it to every run by itself; to pass it as well is harmless."""
+        """See ``Tracer``. The LangChain integration attaches it to every run; passing it as well is harmless."""
         return get_manager().get("handler", "langchain")(pipeline.provider)
 
     def _source(self) -> Hashable:
-        """Names what ``_instrument`` does: tracers with equal sources share it."""
+        """Identifies what ``_instrument`` does: tracers with equal sources share it."""
         return "plugins"
 
     def _instrument(self, provider: TracerProvider) -> Iterable[Undo]:
-        """Has libraries report to a provider; gives the functions that undo it."""
+        """Instruments libraries for a provider; returns the functions that undo it."""
         return instrument_by_plugins(provider)
 
     @contextlib.contextmanager
@@ -97,13 +98,9 @@ class OtelTracer(Tracer):
         *,
         is_root: bool = False,
     ) -> OpenSpan:
-        """See ``Tracer.start_span``."""
         trace = get_active_trace()
         span = pipeline.tracer.start_span(
-            name,
-            context=Context() if is_root else None,
-            attributes=attributes,
-            start_time=_to_ns(start_time),
+            name, context=Context() if is_root else None, attributes=attributes, start_time=_to_ns(start_time)
         )
         if is_root and trace is not None:
             exporter = pipeline.exporters.find(self._target)
@@ -120,7 +117,9 @@ class _OtelSpan(OpenSpan):
         self._trace = trace
 
     def active(self) -> contextlib.AbstractContextManager[None]:
-        return _use(self._span)
+        return otel.use_span(  # type: ignore[return-value] # yields the span
+            self._span, end_on_exit=False, record_exception=False, set_status_on_exception=False
+        )
 
     def set_attributes(self, attributes: Mapping[str, Any]) -> None:
         self._span.set_attributes(attributes)
@@ -133,19 +132,11 @@ class _OtelSpan(OpenSpan):
         if status is not None and status.status_code != "UNSET":
             self._span.set_status(Status(StatusCode[status.status_code], status.description))
         self._span.end(_to_ns(end_time))
-        record = pipeline.router.take_last()  # made in the course of ending, unless nobody's trace is open
+        record = pipeline.router.take_last()  # made while the span ended, unless no trace was open
         if record is not None and record.span_id == f"{self._span.context.span_id:016x}":
             return record
-        trace = self._trace
-        return Span.from_opentelemetry(
-            self._span, trace.rollout_id if trace is not None else "", trace.attempt_id if trace is not None else ""
-        )
-
-
-@contextlib.contextmanager
-def _use(span: SdkSpan) -> Iterator[None]:
-    with otel.use_span(span, end_on_exit=False, record_exception=False, set_status_on_exception=False):
-        yield
+        trace = self._trace or Trace()
+        return Span.from_opentelemetry(self._span, trace.rollout_id, trace.attempt_id)
 
 
 def _to_ns(time_s: float | None) -> int | None:

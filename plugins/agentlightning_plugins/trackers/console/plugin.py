@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from agentlightning.plugin.hookspecs import Component, hookimpl
 
 
 @hookimpl
-def components() -> Iterable[Component]:
-    return [
-        Component(
-            "tracker",
-            "console",
-            "agentlightning_plugins.trackers.console.tracker:ConsoleTracker",
-            summary="live at the terminal",
-        ),
-    ]
+def components() -> list[Component]:
+    target = "agentlightning_plugins.trackers.console.tracker:ConsoleTracker"
+    return [Component("tracker", "console", target, summary="live at the terminal")]

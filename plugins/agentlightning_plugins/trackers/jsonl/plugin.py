@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from agentlightning.plugin.hookspecs import Component, hookimpl
 
 
 @hookimpl
-def components() -> Iterable[Component]:
-    return [
-        Component(
-            "tracker",
-            "jsonl",
-            "agentlightning_plugins.trackers.jsonl.tracker:JsonlTracker",
-            summary="metrics.jsonl in the run's directory",
-        ),
-    ]
+def components() -> list[Component]:
+    target = "agentlightning_plugins.trackers.jsonl.tracker:JsonlTracker"
+    return [Component("tracker", "jsonl", target, summary="metrics.jsonl in the run's directory")]

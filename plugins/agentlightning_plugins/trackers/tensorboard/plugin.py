@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from agentlightning.plugin.hookspecs import Component, hookimpl
 
 
 @hookimpl
-def components() -> Iterable[Component]:
-    return [
-        Component(
-            "tracker",
-            "tensorboard",
-            "agentlightning_plugins.trackers.tensorboard.tracker:TensorBoardTracker",
-            extra="tensorboard",
-            summary="event files",
-        ),
-    ]
+def components() -> list[Component]:
+    target = "agentlightning_plugins.trackers.tensorboard.tracker:TensorBoardTracker"
+    return [Component("tracker", "tensorboard", target, extra="tensorboard", summary="event files")]

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from agentlightning.plugin.hookspecs import Component, hookimpl
 
 
 @hookimpl
-def components() -> Iterable[Component]:
-    return [
-        Component(
-            "tracker",
-            "trackio",
-            "agentlightning_plugins.trackers.trackio.tracker:TrackioTracker",
-            extra="trackio",
-            summary="a local dashboard",
-        ),
-    ]
+def components() -> list[Component]:
+    target = "agentlightning_plugins.trackers.trackio.tracker:TrackioTracker"
+    return [Component("tracker", "trackio", target, extra="trackio", summary="a local dashboard")]

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from agentlightning.plugin.hookspecs import Component, hookimpl
 
 
 @hookimpl
-def components() -> Iterable[Component]:
-    return [
-        Component(
-            "tracker",
-            "wandb",
-            "agentlightning_plugins.trackers.wandb.tracker:WandbTracker",
-            extra="wandb",
-            summary="Weights & Biases",
-        ),
-    ]
+def components() -> list[Component]:
+    target = "agentlightning_plugins.trackers.wandb.tracker:WandbTracker"
+    return [Component("tracker", "wandb", target, extra="wandb", summary="Weights & Biases")]
