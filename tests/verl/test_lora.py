@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import agentlightning as agl
-from agentlightning_algorithms.verl.training.lora import merge_adapter
+from agentlightning_algorithms.verl.inference.lora import merge_adapter
 
 
 @pytest.mark.filterwarnings("ignore")  # those of peft's imports

@@ -27,8 +27,8 @@ from agentlightning.types import Dataset, Triplet
 from agentlightning_algorithms.verl.config import compose_config, dump_config
 from agentlightning_algorithms.verl.environment import start_ray
 from agentlightning_algorithms.verl.preflight import check_run
-from agentlightning_algorithms.verl.rollout.rollout import Mode, RolloutController, RolloutSettings, cancel_open
-from agentlightning_algorithms.verl.rollout.row import RowKind
+from agentlightning_algorithms.verl.rollout.controller import Mode, RolloutController, RolloutSettings, cancel_open
+from agentlightning_algorithms.verl.rollout.batch_row import RowKind
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -116,7 +116,7 @@ class VERL(Algorithm):
                 stack.push_async_callback(gateway.stop)
             if await asyncio.to_thread(start_ray, config):
                 stack.push_async_callback(asyncio.to_thread, _stop_ray)
-            from agentlightning_algorithms.verl.training.training import train
+            from agentlightning_algorithms.verl.training.trainer import train
 
             controller = RolloutController(
                 store=self.get_store(),

@@ -13,8 +13,8 @@ from tensordict import TensorDict
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
-from agentlightning_algorithms.verl.rollout.rollout import Episode, Mode, RolloutController
-from agentlightning_algorithms.verl.rollout.row import row_to_fields, weight_range
+from agentlightning_algorithms.verl.rollout.controller import Episode, Mode, RolloutController
+from agentlightning_algorithms.verl.rollout.batch_row import row_to_fields, weight_range
 
 _Worker: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
 """verl's worker without Ray's wrapping, found as verl's own ``single_controller`` finds such classes."""

@@ -17,9 +17,9 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.workers.utils.padding import response_to_nested
 
 from agentlightning_algorithms.verl.rollout.agent_loop import RolloutManager
-from agentlightning_algorithms.verl.rollout.rollout import RolloutController
+from agentlightning_algorithms.verl.rollout.controller import RolloutController
 from agentlightning_algorithms.verl.training.advantage import OF_GROUPS, rollout_advantages
-from agentlightning_algorithms.verl.training.gpu import GPUMonitor
+from agentlightning_algorithms.verl.training.gpu_monitor import GPUMonitor
 
 logger = logging.getLogger("agentlightning")
 

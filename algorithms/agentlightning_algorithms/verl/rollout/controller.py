@@ -18,8 +18,8 @@ from agentlightning.resources import Resource
 from agentlightning.reward import find_final_reward
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Dataset, EnqueueRolloutRequest, Rollout, RolloutConfig, Span, Triplet
-from agentlightning_algorithms.verl.rollout.metric import Outcome, RolloutMetrics
-from agentlightning_algorithms.verl.rollout.row import Row, RowKind, build_rows, placeholder_row
+from agentlightning_algorithms.verl.rollout.metrics import Outcome, RolloutMetrics
+from agentlightning_algorithms.verl.rollout.batch_row import Row, RowKind, build_rows, placeholder_row
 
 logger = logging.getLogger("agentlightning")
 T = TypeVar("T")

@@ -19,8 +19,8 @@ from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutReplica
 
 from agentlightning.errors import ConfigError
-from agentlightning_algorithms.verl.rollout.engine import InferenceEngine
-from agentlightning_algorithms.verl.training.lora import merge_adapter
+from agentlightning_algorithms.verl.inference.engine import InferenceEngine
+from agentlightning_algorithms.verl.inference.lora import merge_adapter
 
 _NAME: Final = "agentlightning_replica_{rank}"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import agentlightning as agl
-from agentlightning_algorithms.verl.rollout.rollout import cancel_open
+from agentlightning_algorithms.verl.rollout.controller import cancel_open
 
 
 async def test_rollouts_that_an_earlier_life_left_open_are_cancelled() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agentlightning_algorithms.verl.training.gpu import GPUMonitor
+from agentlightning_algorithms.verl.training.gpu_monitor import GPUMonitor
 
 
 @pytest.fixture

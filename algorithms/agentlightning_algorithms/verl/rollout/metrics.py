@@ -11,7 +11,7 @@ from typing import Any
 
 from agentlightning import semconv
 from agentlightning.types import AttemptedRollout, Rollout, Span
-from agentlightning_algorithms.verl.rollout.row import Rows, drift
+from agentlightning_algorithms.verl.rollout.batch_row import Rows, drift
 
 
 @dataclass(frozen=True)

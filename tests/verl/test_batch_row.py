@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 import agentlightning as agl
-from agentlightning_algorithms.verl.rollout.metric import Outcome, summarize
-from agentlightning_algorithms.verl.rollout.rollout import Episode
-from agentlightning_algorithms.verl.rollout.row import Row, build_rows, cut_row, drift, placeholder_row, weight_range
+from agentlightning_algorithms.verl.rollout.metrics import Outcome, summarize
+from agentlightning_algorithms.verl.rollout.controller import Episode
+from agentlightning_algorithms.verl.rollout.batch_row import Row, build_rows, cut_row, drift, placeholder_row, weight_range
 
 
 def call(prompt: list[int], response: list[int], *, version: int = 0, reward: float | None = None) -> agl.Triplet:
