@@ -1,8 +1,7 @@
-"""Which resources a serving process uses while an algorithm learns from it.
+"""Library: the resources of a serving process while an algorithm learns from it.
 
-The algorithm writes a ``LiveState`` to the store; ``LiveResources`` in each serving process follows it. A version that
-is on trial is published in a run of its own, ``<run>.live``: the latest resources of the run stay the proven ones, for
-whoever does not ask a ``LiveResources``.
+The algorithm writes a ``LiveState`` to the store; ``LiveResources`` in each serving process follows it. Candidates are
+published in a run of their own, ``<run>.live``, so that the latest resources of the run are always proven ones.
 """
 
 from __future__ import annotations
@@ -32,33 +31,33 @@ LivePhase: TypeAlias = Literal["watching", "checking", "trial"]
 
 
 class LiveState(Resource):
-    """Where the learning stands; each version that was stored is one step of its history."""
+    """The state of live learning; its stored versions are its history."""
 
     resource_type: Literal["live_state"] = "live_state"
     phase: LivePhase
-    """Gathering rewards of the stable version, running a candidate on recorded tasks, or serving it."""
+    """Collecting rewards of the stable version, running a candidate on recorded tasks, or serving it."""
     since: float
     """Unix time at which the phase began."""
     stable: str
     """The version, as in ``rs-1@3``, that candidates are compared with."""
     candidate: str | None = None
     share: float = 0.0
-    """Of the traffic that the candidate gets, from 0 to 1."""
+    """Share of the traffic that the candidate gets, from 0 to 1."""
     trial: int = 0
     """Number of the newest candidate, from 1."""
     note: str = ""
-    """What happened last, for people."""
+    """The last event, as text for people."""
 
 
 @dataclass(frozen=True)
-class LivePlace:
-    """The ids under which live learning of a run keeps its things in the store."""
+class LiveIds:
+    """The ids that live learning of a run uses in the store."""
 
     run_id: str
 
     @property
-    def desk_run_id(self) -> str:
-        """The run that holds states and candidates."""
+    def learner_run_id(self) -> str:
+        """The run of states and candidates."""
         return f"{self.run_id}.live"
 
     @property
@@ -68,38 +67,38 @@ class LivePlace:
 
     @property
     def candidate_id(self) -> str:
-        """The snapshot whose versions are the candidates: version n is that of trial n."""
+        """The snapshot whose version n is the candidate of trial n."""
         return f"{self.run_id}.candidate"
 
     @property
     def worker_id(self) -> str:
-        """Whose heartbeats say that somebody watches the trial."""
+        """The worker whose heartbeats show that a learner is alive."""
         return f"{self.run_id}.live-learner"
 
 
 async def read_live_state(store: LightningStore) -> tuple[LiveState, int] | None:
-    """The newest state of live learning in the store's run, with its version; None where there was none."""
-    update = await store.get_resources_by_id(LivePlace(store.run_id).state_id)
+    """The newest state of live learning in the store's run, with its version; None if there is none."""
+    update = await store.get_resources_by_id(LiveIds(store.run_id).state_id)
     return None if update is None else (_state_in(update), update.version)
 
 
 async def read_live_history(store: LightningStore) -> list[LiveState]:
-    """Every state of live learning in the store's run, oldest first; each has a note that says what happened."""
-    place = LivePlace(store.run_id)
-    updates = await store.with_run(place.desk_run_id).query_resources(resources_id=place.state_id)
+    """Every state of live learning in the store's run, oldest first; its note tells what happened."""
+    ids = LiveIds(store.run_id)
+    updates = await store.with_run(ids.learner_run_id).query_resources(resources_id=ids.state_id)
     return [_state_in(update) for update in updates]
 
 
 def _state_in(update: ResourcesUpdate) -> LiveState:
     state = update.resources[STATE_NAME]
     if not isinstance(state, LiveState):
-        raise ConfigError(f"resources {update.resources_id!r} hold {state.resource_type!r}, no live state")  # type: ignore[attr-defined] # every resource class names its type
+        raise ConfigError(f"resources {update.resources_id!r} hold {state.resource_type!r}, not a live state")  # type: ignore[attr-defined] # every resource class names its type
     return state
 
 
 @dataclass(frozen=True)
 class Result:
-    """A served rollout that has ended."""
+    """A served rollout that has ended, with its reward."""
 
     rollout: Rollout
     reward: float
@@ -108,22 +107,22 @@ class Result:
 
 @dataclass(frozen=True)
 class Experience:
-    """What better resources are made from."""
+    """The input of a proposer."""
 
     resources: Mapping[str, Resource]
     """The stable version."""
     results: Sequence[Result]
     """Rollouts that were served with it, oldest first, with their rewards; their spans are in the store."""
     notes: Sequence[str]
-    """What happened so far, such as what became of earlier candidates, oldest first."""
+    """The events so far, such as the results of earlier candidates, oldest first."""
     store: LightningStore
     directory: Path | None = None
-    """Where the run keeps its files; None when it keeps none."""
+    """The run's directory, if it has one."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What one task is served with: arguments for ``runner.step``."""
+    """The version that one task is served with, as arguments for ``runner.step``."""
 
     resources_id: str | None
     """A version, as in ``rs-1@3``; None while the run has no resources."""
@@ -132,42 +131,42 @@ class Choice:
 
 
 class LiveResources:
-    """Says in a serving process which resources each task gets. Asking it does no I/O.
+    """Chooses the resources of each task in a serving process, without I/O.
 
-    A candidate is served only while somebody watches it: without a sign of the learner for ``learner_timeout_s``, every
-    task gets the stable version. While the store is out of reach the last known version is served.
+    A candidate is served only while its learner is alive: after ``learner_timeout_s`` without a heartbeat, every task
+    gets the stable version. While the store is unreachable, the last known version is served.
     """
 
     def __init__(
         self, store: LightningStore, *, refresh_s: float = 5.0, learner_timeout_s: float = 30.0, seed: int | None = None
     ) -> None:
-        """Knows nothing yet; use it as ``async with LiveResources(store) as live``.
+        """Use it as ``async with LiveResources(store) as live``.
 
         Args:
-            store: of the run that is served.
-            refresh_s: seconds between two looks at the learner's heartbeat; news of versions arrive at once.
-            learner_timeout_s: seconds after which a silent learner counts as gone.
+            store: the store of the run that is served.
+            refresh_s: seconds between two reads of the learner's heartbeat; new versions arrive at once.
+            learner_timeout_s: seconds without a heartbeat after which the learner counts as gone.
             seed: makes the choices repeatable.
         """
         self.stable: str | None = None
         self.state: LiveState | None = None
         self._store = store
-        self._place = LivePlace(store.run_id)
+        self._ids = LiveIds(store.run_id)
         self._refresh_s = refresh_s
         self._learner_timeout_s = learner_timeout_s
         self._draw = random.Random(seed)
         self._heartbeat: float | None = None
         self._alive_at: float | None = None
-        """When the heartbeat was last seen to change, on the monotonic clock: those of two machines differ otherwise,
-        and one that is there at first sight may be old."""
+        """When the heartbeat last changed, on our monotonic clock, because clocks of two machines differ. The first
+        heartbeat that is read may be old and does not count."""
         self._reading = asyncio.Lock()
         self._tasks: Sequence[asyncio.Task[None]] = ()
         self._failing = False
 
     async def __aenter__(self) -> Self:
         await self._read()
-        runs = (self._store, self._store.with_run(self._place.desk_run_id))
-        self._tasks = [asyncio.create_task(work) for work in (*map(self._listen, runs), self._look_regularly())]
+        runs = (self._store, self._store.with_run(self._ids.learner_run_id))
+        self._tasks = [asyncio.create_task(work) for work in (*map(self._listen, runs), self._refresh_regularly())]
         return self
 
     async def __aexit__(
@@ -187,28 +186,28 @@ class LiveResources:
         return state if is_watched else None
 
     def pick(self, key: str | None = None) -> Choice:
-        """What the next task is served with: ``runner.step(task, resources_id=..., metadata=...)``.
+        """Chooses for the next task: ``runner.step(task, resources_id=..., metadata=...)``.
 
         Args:
-            key: who asks, such as a user's id: the same one gets the same version throughout a trial. None draws.
+            key: such as a user's id; the same key gets the same version throughout a trial. None draws at random.
         """
         trial = self.trial
         if trial is None:
             return Choice(self.stable, {"group": "stable"})
-        chance = self._draw.random() if key is None else _place_on_line(f"{trial.candidate}/{key}")
+        chance = self._draw.random() if key is None else _hash_to_unit(f"{trial.candidate}/{key}")
         if chance < trial.share:
             return Choice(trial.candidate, {"group": "treatment", "step": trial.trial})
         return Choice(self.stable, {"group": "control", "step": trial.trial})
 
     async def reward(self, rollout: Rollout | str, reward: float | Mapping[str, float]) -> None:
-        """Says how well a rollout went, at any time after it ended: by its user, or by what came of it.
+        """Adds a reward to a rollout, at any time after it ended.
 
         Args:
             rollout: what ``runner.step`` returned, or its id.
             reward: as ``emit_reward`` takes it; one of several is named ``primary``.
 
         Raises:
-            NotFoundError: there is no such rollout, or it has no attempt.
+            NotFoundError: the rollout does not exist or has no attempt.
         """
         rollout_id = rollout if isinstance(rollout, str) else rollout.rollout_id
         attempt = rollout.attempt if isinstance(rollout, AttemptedRollout) else None
@@ -222,10 +221,10 @@ class LiveResources:
         )
 
     async def _read(self) -> None:
-        async with self._reading:  # one after the other, so that the last to end has read the newest
+        async with self._reading:  # one at a time, so that the last to end has read the newest state
             latest = await self._store.get_latest_resources()
             found = await read_live_state(self._store)
-            learner = await self._store.get_worker_by_id(self._place.worker_id)
+            learner = await self._store.get_worker_by_id(self._ids.worker_id)
             self.stable = None if latest is None else latest.version_id
             self.state = None if found is None else found[0]
             heartbeat = None if learner is None else learner.last_heartbeat_time
@@ -236,28 +235,28 @@ class LiveResources:
 
     async def _listen(self, store: LightningStore) -> None:
         while True:
-            with contextlib.suppress(LightningError, OSError):  # the regular look says so
+            with contextlib.suppress(LightningError, OSError):  # the regular refresh logs it
                 async for _ in store.subscribe(["resources_published"]):
-                    await self._look()
+                    await self._refresh()
             await asyncio.sleep(self._refresh_s)
 
-    async def _look_regularly(self) -> None:
+    async def _refresh_regularly(self) -> None:
         while True:
-            await self._look()
+            await self._refresh()
             await asyncio.sleep(self._refresh_s)
 
-    async def _look(self) -> None:
+    async def _refresh(self) -> None:
         try:
             await self._read()
         except (LightningError, OSError) as error:
             if not self._failing:
-                logger.warning("live resources stay as they are: the store cannot be asked (said once): %s", error)
+                logger.warning("live resources stay the same while the store is unreachable (logged once): %s", error)
             self._failing = True
         else:
             self._failing = False
 
 
-def _place_on_line(text: str) -> float:
-    """A number from 0 to 1 that depends on nothing but the text."""
+def _hash_to_unit(text: str) -> float:
+    """Hashes a text to a number from 0 to 1."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64

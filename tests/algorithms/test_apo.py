@@ -132,7 +132,7 @@ def test_the_same_seed_gives_the_same_lineage_and_another_seed_another(server: S
     assert lineage(4) != first
 
 
-def test_what_failed_or_took_too_long_counts_as_nothing() -> None:
+def test_rollouts_that_fail_or_time_out_count_as_zero() -> None:
     async def fragile(task: Any, prompt: agl.PromptTemplate) -> float:
         agl.emit_reward(1.0)
         if task["question"] == "val 0":
@@ -211,13 +211,13 @@ def test_several_prompts_are_tuned_in_turn_and_others_stay(server: ScriptedOpenA
     assert '<other_prompt name="writer">' in asked(server, "critic")[0]
 
 
-def test_an_edit_that_loses_a_placeholder_is_mended_or_dropped() -> None:
+def test_an_edit_that_loses_a_placeholder_is_repaired_or_dropped() -> None:
     def careless(request: RecordedRequest) -> Answer:
         messages = request.body["messages"]
         if is_critic(request):
             return critic_and_editor(request)
-        mends = "RULE-A" in edit(request)  # only this child listens when it is told what it broke
-        if len(messages) == 3 and mends:
+        repairs = "RULE-A" in edit(request)  # only this child listens when it is told what it broke
+        if len(messages) == 3 and repairs:
             assert "it lost the placeholders {question}" in messages[2]["content"]
             return Answer(edit(request))
         return Answer(edit(request).replace("{question}", "it"))
@@ -265,7 +265,7 @@ def test_when_no_model_call_succeeds_the_run_fails_and_keeps_the_seed() -> None:
     with Server([Answer(status=401, error="wrong key")]) as server:
         apo = make(server)
         with pytest.raises(
-            agl.LightningError, match="learned nothing, for its model calls failed: AuthenticationError"
+            agl.LightningError, match="learned nothing because its model calls failed: AuthenticationError"
         ):
             train(apo)
     assert apo.stopped_because == "model_calls_failed"
@@ -311,7 +311,7 @@ def test_without_an_initial_validation_the_seed_is_tried_with_its_children_only(
     assert steps == [1]
 
 
-def test_a_users_own_words_replace_ours(server: ScriptedOpenAI) -> None:
+def test_a_users_own_prompts_replace_ours(server: ScriptedOpenAI) -> None:
     apo = make(
         server,
         beam_rounds=1,
@@ -350,7 +350,7 @@ def test_all_candidates_of_a_round_run_at_once() -> None:
     assert met.is_set()
 
 
-def test_a_child_is_tried_while_others_are_still_being_thought_of(server: ScriptedOpenAI) -> None:
+def test_a_child_is_tried_while_others_are_still_being_made(server: ScriptedOpenAI) -> None:
     tried = threading.Event()
     seen: list[bool] = []
 
@@ -404,7 +404,7 @@ def test_wrong_settings_are_refused(server: ScriptedOpenAI, settings: dict[str, 
     [
         ({"llm": agl.LLM(endpoint="http://nowhere", model="m")}, {}, "there is no prompt to tune"),
         ({"prompt": SEED}, {"prompts": "promt"}, r"prompts = \['promt'\]: the prompts of this run are prompt"),
-        ({"prompt": "{a.b}"}, {}, "no plain name"),
+        ({"prompt": "{a.b}"}, {}, "not a plain name"),
     ],
 )
 def test_what_cannot_be_tuned_is_refused_before_anything_runs(

@@ -126,14 +126,14 @@ def test_a_dead_model_ends_it_with_the_seed() -> None:
     with Server([Answer(status=401, error="wrong key")]) as server:
         gepa = make(server)
         with pytest.raises(
-            agl.LightningError, match="learned nothing, for its model calls failed: AuthenticationError"
+            agl.LightningError, match="learned nothing because its model calls failed: AuthenticationError"
         ):
             train(gepa)
     assert gepa.stopped_because == "model_calls_failed"
     assert gepa.get_best_prompt() == agl.PromptTemplate(SEED)
 
 
-def test_an_edit_without_its_placeholder_is_mended() -> None:
+def test_an_edit_without_its_placeholder_is_repaired() -> None:
     def careless(request: RecordedRequest) -> Answer:
         if len(request.body["messages"]) == 1:
             return Answer("```\nforgot it\n```")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import agentlightning as agl
-from agentlightning_algorithms.live.result import Feed, Results
+from agentlightning_algorithms.live.reward_feed import EventFeed, ResultReader
 from agentlightning_algorithms.live.sequential import MeanBound, SequentialTest
 from agentlightning_algorithms.live_resources import LiveState, read_live_history, read_live_state
 from tests.algorithms.live_service import BEGIN, GOOD, WORSE, Service, run_checks, running, serving, until
@@ -196,7 +196,7 @@ async def test_what_somebody_else_publishes_becomes_stable_and_ends_the_trial(st
         await until(lambda: service.live.trial is not None)
         await store.update_resources("by-hand", {"prompt": "quality 0.9"})
         await until(lambda: service.live.state is not None and service.live.state.stable == "by-hand@1")
-        assert "published by somebody else" in (await read_live_history(store))[-1].note
+        assert "published from outside" in (await read_live_history(store))[-1].note
         await until(lambda: service.live.stable == "by-hand@1")
         given = service.served.copy()
         await until(lambda: service.served["by-hand@1"] >= given["by-hand@1"] + 10)
@@ -340,25 +340,25 @@ def test_a_setting_out_of_range_is_refused_by_name(wrong: dict[str, Any], messag
 
 
 async def test_results_are_given_once_and_also_those_whose_event_was_missed(store: agl.LightningStore) -> None:
-    feed = Feed(store)
-    results = Results(store, feed, groups={"stable"}, since=0.0, reward_timeout_s=0.3)
+    feed = EventFeed(store)
+    results = ResultReader(store, feed, groups={"stable"}, since=0.0, reward_timeout_s=0.3)
     async with serving(store) as service:
         first = await service.serve(3)
-        assert [r.rollout.rollout_id for r in await results.more()] == [r.rollout_id for r in first]
+        assert [r.rollout.rollout_id for r in await results.read_new()] == [r.rollout_id for r in first]
         async with running(feed.follow(pause_s=0.05)):
             await asyncio.sleep(0)
             second = await service.serve(2)
             (silent,) = await service.serve(1, late=True)
-            assert [r.rollout.rollout_id for r in await results.more()] == [r.rollout_id for r in second]
+            assert [r.rollout.rollout_id for r in await results.read_new()] == [r.rollout_id for r in second]
         await service.serve(2)
-        assert await results.more() == []
+        assert await results.read_new() == []
         feed.gaps += 1
-        assert len(await results.more()) == 2
+        assert len(await results.read_new()) == 2
         await asyncio.sleep(0.3)
-        assert await results.more() == []
+        assert await results.read_new() == []
         assert results.unrated == 1
         await service.live.reward(silent, 1.0)
-        assert await results.more() == []
+        assert await results.read_new() == []
 
 
 @pytest.mark.parametrize("turns", range(6))
@@ -372,7 +372,7 @@ async def test_a_listener_that_is_cancelled_while_news_come_in_stops(turns: int)
             yield None
             await asyncio.Event().wait()
 
-    feed = Feed(Store())
+    feed = EventFeed(Store())
 
     async def listen() -> None:
         while True:

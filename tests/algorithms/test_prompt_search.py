@@ -1,4 +1,4 @@
-"""The parts of a search: placeholders, ledger, budget, what critics read."""
+"""The parts of a prompt search: placeholders, the cache of model calls, the budget, what critics read."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from agentlightning.errors import ConfigError
 from agentlightning.resources import PromptTemplate
-from agentlightning_algorithms.prompt_search.budget import Budget, Usage
+from agentlightning_algorithms.prompt_search.budget import SearchBudget, Usage
+from agentlightning_algorithms.prompt_search.call_cache import CallCache, ModelCall
 from agentlightning_algorithms.prompt_search.candidate import Candidate
 from agentlightning_algorithms.prompt_search.critique import read_prompt, shorten_middle
-from agentlightning_algorithms.prompt_search.ledger import Ledger, PaidCall
 from agentlightning_algorithms.prompt_search.placeholder import find_placeholders, fit
 
 ORIGINAL = PromptTemplate("Answer {question} in {style}, {score:.1f}.")
@@ -33,7 +33,7 @@ VALUES = {"question": "Q", "style": "S", "score": 0.25}
         ("{question}{style}{score} {{kept}}", "QS0.25 {kept}"),
     ],
 )
-def test_an_edit_keeps_its_gaps_and_other_braces_are_meant_as_they_stand(edited: str, filled: str) -> None:
+def test_an_edit_keeps_its_placeholders_and_other_braces_are_literal(edited: str, filled: str) -> None:
     assert fit(edited, ORIGINAL).format(**VALUES) == filled
 
 
@@ -45,56 +45,57 @@ def test_an_edit_keeps_its_gaps_and_other_braces_are_meant_as_they_stand(edited:
         ("{question} {style} {score:zzz}", "it lost the placeholders {score}"),
     ],
 )
-def test_an_edit_that_loses_a_gap_is_refused(edited: str, problem: str) -> None:
+def test_an_edit_that_loses_a_placeholder_is_refused(edited: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         fit(edited, ORIGINAL)
 
 
 @given(st.text(alphabet="{}ab:! question", max_size=40))
-def test_what_fits_can_be_filled(noise: str) -> None:
+def test_a_fitted_edit_can_be_formatted(noise: str) -> None:
     fitted = fit("{question}" + noise, PromptTemplate("{question}"))
     assert fitted.format(question="Q").startswith("Q")
 
 
-def test_gaps_of_jinja_are_checked_too() -> None:
+def test_placeholders_of_jinja_are_checked_too() -> None:
     original = PromptTemplate("{% for q in questions %}{{ q }}{% endfor %} {{ style }}", "jinja")
     assert find_placeholders(original) == {"questions", "style"}
     assert fit("{{ style }}: {{ questions | join }}", original).engine == "jinja"
     for edited, problem in (
         ("{{ style }}", r"lost the placeholders \{\{ questions \}\}"),
-        ("{{ style }} {{ questions }} {{ more }}", r"nobody fills its placeholders \{\{ more \}\}"),
+        ("{{ style }} {{ questions }} {{ more }}", r"it has unknown placeholders \{\{ more \}\}"),
         ("{{ style }} {{ questions", "not a jinja template"),
     ):
         with pytest.raises(ConfigError, match=problem):
             fit(edited, original)
 
 
-def test_a_ledger_survives_a_kill_in_the_middle_of_a_line(tmp_path: Path) -> None:
+def test_a_call_cache_survives_a_kill_in_the_middle_of_a_line(tmp_path: Path) -> None:
     file = tmp_path / "calls.jsonl"
-    ledger = Ledger(file)
-    ledger.record(PaidCall("edit/1", "m", "first\nanswer ü", 3, 4))
-    ledger.give_up(["edit/9"])
-    ledger.record(PaidCall("edit/2", "m", "second"))
+    first = ModelCall(place="edit/1", model="m", answer="first\nanswer ü", prompt_tokens=3, completion_tokens=4)
+    cache = CallCache(file)
+    cache.record(first)
+    cache.skip(["edit/9"])
+    cache.record(ModelCall(place="edit/2", model="m", answer="second"))
     whole = file.read_bytes()
     for cut in range(1, len(whole.splitlines(keepends=True)[-1])):
         file.write_bytes(whole[:-cut])
-        again = Ledger(file)
-        assert again.calls == {"edit/1": PaidCall("edit/1", "m", "first\nanswer ü", 3, 4)}
+        again = CallCache(file)
+        assert again.calls == {"edit/1": first}
         assert again.skipped == {"edit/9"}
-        again.record(PaidCall("edit/2", "m", "other"))
-        assert Ledger(file).calls["edit/2"].answer == "other"
+        again.record(ModelCall(place="edit/2", model="m", answer="other"))
+        assert CallCache(file).calls["edit/2"].answer == "other"
 
 
-def test_a_damaged_ledger_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+def test_a_damaged_call_cache_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     file = tmp_path / "calls.jsonl"
     file.write_text('{"place": "a"\n' + json.dumps({"skipped": []}) + "\n")
     with pytest.raises(ConfigError, match="line 1: not a record"):
-        Ledger(file)
+        CallCache(file)
     assert file.read_text().startswith('{"place": "a"\n')
 
 
-def test_a_budget_knows_models_by_the_beginning_of_their_names() -> None:
-    budget = Budget(max_cost=1.0, prices={"gpt": (1.0, 2.0), "gpt-mini": (0.5, 1.0)})
+def test_a_budget_finds_prices_by_the_prefix_of_a_models_name() -> None:
+    budget = SearchBudget(max_cost=1.0, prices={"gpt": (1.0, 2.0), "gpt-mini": (0.5, 1.0)})
     budget.spend([Usage("gpt-mini-2026-01-01", 1_000_000, 100_000), Usage("llama", 5_000_000, 0)])
     assert budget.cost == pytest.approx(0.6)
     assert not budget.is_spent()
@@ -110,11 +111,11 @@ def test_a_budget_knows_models_by_the_beginning_of_their_names() -> None:
         ("  Do {x}. ", "Do {x}."),
     ],
 )
-def test_the_prompt_is_found_in_what_an_editor_answers(answer: str, prompt: str) -> None:
+def test_the_prompt_is_extracted_from_an_editors_answer(answer: str, prompt: str) -> None:
     assert read_prompt(answer) == prompt
 
 
-def test_the_middle_of_what_is_long_is_left_out() -> None:
+def test_a_long_text_loses_its_middle() -> None:
     short = shorten_middle("a" * 500 + "b" * 500, 100)
     assert short == "a" * 50 + "\n[900 characters left out]\n" + "b" * 50
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
@@ -14,11 +15,11 @@ import yaml
 from hydra import compose, initialize_config_dir
 
 import agentlightning as agl
-from agentlightning_algorithms.verl import release
+from agentlightning_algorithms.verl import environment
 from agentlightning_algorithms.verl.config import CPU_DEFAULTS, DEFAULTS, _compose_own, compose_config, dump_config
 
 
-def test_ours_stand_over_verls_and_the_users_over_both() -> None:
+def test_our_defaults_override_verls_and_the_users_keys_override_both() -> None:
     composed = compose_config({"data": {"train_batch_size": 64}, "algorithm.gamma": 0.9})
     assert composed.data.train_batch_size == 64
     assert composed.algorithm.gamma == 0.9
@@ -26,7 +27,7 @@ def test_ours_stand_over_verls_and_the_users_over_both() -> None:
     assert composed.algorithm.lam == 1.0  # verl's
 
 
-def test_the_contracts_defaults_hold() -> None:
+def test_the_defaults_of_the_contract_hold() -> None:
     composed = compose_config({})
     actor, model = composed.actor_rollout_ref.actor, composed.actor_rollout_ref.model
     assert composed.algorithm.adv_estimator == "grpo"
@@ -39,7 +40,7 @@ def test_the_contracts_defaults_hold() -> None:
     assert model.use_remove_padding is model.enable_gradient_checkpointing is True
 
 
-def test_every_default_of_ours_is_a_key_of_verls() -> None:
+def test_verl_has_a_key_for_each_of_our_defaults() -> None:
     compose_config({**DEFAULTS, **CPU_DEFAULTS})  # as a user's keys, which are checked
 
 
@@ -50,22 +51,22 @@ def test_every_default_of_ours_is_a_key_of_verls() -> None:
         ({"algoritm": {"gamma": 1}}, "'algoritm'. Did you mean 'algorithm'?"),
         ({"actor_rollout_ref.actor.optim.learning": 1}, "'actor_rollout_ref.actor.optim.learning'"),
         ({"trainer": {"device": {"name": "cpu"}}}, "trainer.device is one value, not a mapping"),
-        ({"data.train_files": "x.parquet"}, "data.train_files is not yours to set: the tasks are the trainer's"),
+        ({"data.train_files": "x.parquet"}, "data.train_files cannot be set: the tasks are the trainer's"),
         ({"trainer.v1.trainer_mode": "separate_async"}, "supported: sync, colocate_async"),
-        ({"data.train_batch_size": 33}, "train_batch_size = 33 is no multiple"),
+        ({"data.train_batch_size": 33}, "train_batch_size = 33 is not a multiple"),
         (
             {"algorithm.adv_estimator": "gae", "critic.ppo_mini_batch_size": 24},
-            "train_batch_size = 32 is no multiple of critic.ppo_mini_batch_size = 24",
+            "train_batch_size = 32 is not a multiple of critic.ppo_mini_batch_size = 24",
         ),
         ({"actor_rollout_ref.rollout.n": 0}, "rollout.n = 0: a task needs at least one rollout"),
         ({"actor_rollout_ref.rollout.temperature": 0.0}, "temperature must be above 0"),
         (
             {"actor_rollout_ref": {"rollout.name": "transformers", "model.custom_chat_template": "{{ x }}"}},
-            "custom_chat_template = '{{ x }}': the rollout backend transformers takes the model as it was saved",
+            "custom_chat_template = '{{ x }}': the rollout backend transformers loads the model as it was saved",
         ),
     ],
 )
-def test_a_wrong_key_or_value_says_what_is_right(config: dict[str, Any], message: str) -> None:
+def test_an_error_about_a_key_or_value_names_the_right_one(config: dict[str, Any], message: str) -> None:
     with pytest.raises(agl.ConfigError, match=re.escape(message)):
         compose_config(config)
 
@@ -83,7 +84,7 @@ def test_a_field_that_only_verls_dataclass_has_is_known() -> None:
     assert composed.actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype == "bf16"
 
 
-def test_a_plus_adds_a_key_unchecked() -> None:
+def test_a_key_with_a_plus_is_added_unchecked() -> None:
     assert compose_config({"+trainer.mine": 1}).trainer.mine == 1
 
 
@@ -93,7 +94,7 @@ def test_the_composed_configuration_can_be_printed() -> None:
     assert dump_config(compose_config({})) == dump_config(compose_config({}))
 
 
-def test_the_command_prints_what_verl_gets_and_loads_neither_verl_nor_ray_nor_torch(tmp_path: Path) -> None:
+def test_the_command_prints_the_configuration_and_loads_neither_verl_nor_ray_nor_torch(tmp_path: Path) -> None:
     algorithm = {"name": "verl", "config": {"trainer.device": "cpu", "data.train_batch_size": 64}}
     (tmp_path / "train.yaml").write_text(yaml.safe_dump({"agent": "mine:agent", "algorithm": algorithm}))
     program = (
@@ -110,7 +111,7 @@ def test_the_command_prints_what_verl_gets_and_loads_neither_verl_nor_ray_nor_to
     assert ended.stderr == "set()\n"
 
 
-def test_the_configuration_of_a_script_of_hydra_stays(tmp_path: Path) -> None:
+def test_the_hydra_configuration_of_a_users_script_stays(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("a: 1")
     _compose_own.cache_clear()
     with initialize_config_dir(str(tmp_path), version_base=None):
@@ -124,10 +125,10 @@ def test_bypass_mode_reaches_the_loss() -> None:
     assert (loss.loss_mode, loss.rollout_correction.rollout_rs) == ("bypass_mode", "token_k1")
 
 
-def test_a_verl_that_is_not_supported_says_which_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_about_an_unsupported_verl_names_the_supported_releases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: "0.8.2")
     with pytest.raises(
-        agl.ConfigError, match=re.escape(f"verl 0.8.2 is installed; supported is verl{release.SUPPORTED}")
+        agl.ConfigError, match=re.escape(f"verl 0.8.2 is installed; supported is verl{environment.SUPPORTED}")
     ):
         compose_config({})
 
@@ -138,7 +139,7 @@ def test_settings_of_ours_are_checked(settings: dict[str, Any]) -> None:
         agl.VERL({}, **settings)
 
 
-def test_the_runs_seed_takes_the_place_of_seeds_that_are_not_given(tmp_path: Path) -> None:
+def test_the_runs_seed_replaces_seeds_that_are_not_given(tmp_path: Path) -> None:
     batch = {"data.train_batch_size": 2, "actor_rollout_ref.actor.ppo_mini_batch_size": 2}
     algorithm = agl.VERL({**batch, "actor_rollout_ref.rollout.seed": 5})
     algorithm.context = agl.RunContext(seed=7)
@@ -149,3 +150,12 @@ def test_the_runs_seed_takes_the_place_of_seeds_that_are_not_given(tmp_path: Pat
         7,
     )
     assert config.actor_rollout_ref.rollout.seed == 5
+
+
+def test_verl_finds_the_dataset_of_the_tasks(tmp_path: Path) -> None:
+    batch = {"data.train_batch_size": 2, "actor_rollout_ref.actor.ppo_mini_batch_size": 2}
+    algorithm = agl.VERL(batch)
+    algorithm.context = agl.RunContext()
+    data = algorithm._complete(["a", "b"], None, tmp_path).data
+    module = importlib.import_module(data.custom_cls.path.removeprefix("pkg://"))
+    assert len(getattr(module, data.custom_cls.name)(data.train_files)) == 2

@@ -1,4 +1,4 @@
-"""Adapters and the weights that they are for."""
+"""LoRA adapters merged into their base weights."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import agentlightning as agl
-from agentlightning_algorithms.verl.training.lora import merge_adapter
+from agentlightning_algorithms.verl.inference.lora import merge_adapter
 
 
-@pytest.mark.filterwarnings("ignore")  # those of peft's imports
+@pytest.mark.filterwarnings("ignore")  # of peft's imports
 @pytest.mark.parametrize("use_rslora", [False, True])
-def test_weights_with_an_adapter_are_those_that_peft_makes(use_rslora: bool) -> None:
+def test_merged_weights_equal_those_of_peft(use_rslora: bool) -> None:
     from peft import LoraConfig, get_peft_model
     from peft.utils.save_and_load import get_peft_model_state_dict
 

@@ -18,7 +18,7 @@ def record_advantages(path: Path) -> None:
     """Makes the trainers write, for every row, its key, reward, mask and advantages, as verl left them in its queue."""
     import transfer_queue
 
-    from agentlightning_algorithms.verl.training import training
+    from agentlightning_algorithms.verl.training import trainer
 
     def recording(cls: Any) -> Any:
         class Recording(cls):
@@ -37,8 +37,8 @@ def record_advantages(path: Path) -> None:
 
         return Recording
 
-    own = {"sync": training.SyncTraining, "colocate_async": training.ColocateAsyncTraining}
-    training.TRAINERS.update({name: recording(cls) for name, cls in own.items()})
+    own = {"sync": trainer.SyncTrainer, "colocate_async": trainer.ColocateAsyncTrainer}
+    trainer.TRAINERS.update({name: recording(cls) for name, cls in own.items()})
 
 
 def main() -> None:

@@ -1,232 +1,192 @@
 """``apo``: automatic prompt optimisation by textual gradients and beam search.
 
-Pryzant et al. 2023, Automatic Prompt Optimization with "Gradient Descent" and Beam Search, arXiv:2305.03495. Its
-"gradient" is a critique of the prompt that a model writes from rollouts, its "step" an edit that follows the critique.
+Pryzant et al. 2023, Automatic Prompt Optimization with "Gradient Descent" and Beam Search, arXiv:2305.03495. A
+"gradient" is a critique of the prompt that a model writes from rollouts, a "step" an edit that follows the critique.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
-
-from openai import AsyncOpenAI
 
 from agentlightning.errors import LightningError
 from agentlightning.plugin.settings import require_least
 from agentlightning.resources import PromptTemplate
 from agentlightning.types import Dataset, RolloutMode
 from agentlightning_algorithms.live_resources import Experience
-from agentlightning_algorithms.prompt_search.budget import Budget
-from agentlightning_algorithms.prompt_search.candidate import Candidate
+from agentlightning_algorithms.prompt_search.candidate import Candidate, choose_prompts
 from agentlightning_algorithms.prompt_search.critique import (
     EDIT_PROMPTS,
     GRADIENT_PROMPTS,
+    Templates,
     read_templates,
     show_rollouts,
 )
 from agentlightning_algorithms.prompt_search.placeholder import show_placeholders
-from agentlightning_algorithms.prompt_search.search import PromptSearch, choose_prompts
-from agentlightning_algorithms.prompt_search.trial import RolloutResult, mean_score, read_result
+from agentlightning_algorithms.prompt_search.search import PromptSearch, call_place
+from agentlightning_algorithms.prompt_search.trial import TrialResult, mean_score, read_trial_result
 
 logger = logging.getLogger("agentlightning")
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class APO(PromptSearch):
-    """Makes prompts better: a critic reads how the agent did, an editor rewrites the prompt, the best survive.
+    """Improves prompts: a critic reads rollouts, an editor rewrites the prompt, the best candidates survive.
 
-    Each round takes ``beam_width`` parents from the beam and makes ``branch_factor`` children of each; parents and
-    children are compared on one validation batch, the best ``beam_width`` of them are the next beam, and its leader is
-    tried on the whole validation set. The best prompt ever found there stays the latest resource of the run.
+    Each round takes ``beam_width`` parents from the beam and makes ``branch_factor`` children of each. Parents and
+    children are compared on one validation batch; the best ``beam_width`` of them are the next beam, whose first is run
+    on the whole validation set. The best prompt found there is the latest resource of the run.
+
+    Raises:
+        ConfigError: a value is out of range, or ``max_cost`` is set without the prices of critic and editor.
     """
 
-    def __init__(
-        self,
-        async_openai_client: AsyncOpenAI | None = None,
-        *,
-        gradient_model: str = "gpt-5-mini",
-        apply_edit_model: str = "gpt-4.1-mini",
-        diversity_temperature: float = 1.0,
-        gradient_batch_size: int = 4,
-        val_batch_size: int = 16,
-        beam_width: int = 4,
-        branch_factor: int = 4,
-        beam_rounds: int = 3,
-        rollout_batch_timeout: float = 3600.0,
-        run_initial_validation: bool = True,
-        patience: int | None = None,
-        target_score: float | None = None,
-        prompts: Sequence[str] | str | None = None,
-        gradient_prompts: str | PromptTemplate | Sequence[str | PromptTemplate] | None = None,
-        edit_prompts: str | PromptTemplate | Sequence[str | PromptTemplate] | None = None,
-        seed: int | None = None,
-        llm_attempts: int = 3,
-        max_calls: int | None = None,
-        max_tokens: int | None = None,
-        max_cost: float | None = None,
-        prices: Mapping[str, tuple[float, float]] | None = None,
-    ) -> None:
-        """Sets up the search.
+    gradient_model: str = "gpt-5-mini"
+    """The critic."""
+    apply_edit_model: str = "gpt-4.1-mini"
+    """The editor."""
+    diversity_temperature: float = 1.0
+    """Sampling temperature of both."""
+    gradient_batch_size: int = 4
+    """Rollouts that a critic reads."""
+    val_batch_size: int = 16
+    """Validation tasks on which the candidates of a round are compared."""
+    beam_width: int = 4
+    """Candidates that survive a round, and parents in the next."""
+    branch_factor: int = 4
+    """Children of each parent."""
+    beam_rounds: int = 3
+    """Rounds at most."""
+    run_initial_validation: bool = True
+    """Whether the seed is run on the whole validation set first."""
+    patience: int | None = None
+    """Stop after so many rounds without a better prompt."""
+    gradient_prompts: Templates = None
+    """Replace the critic's prompts: templates with ``{name}``, ``{prompt}``, ``{other_prompts}`` and ``{rollouts}``, of
+    which each call draws one."""
+    edit_prompts: Templates = None
+    """Replace the editor's prompts, with ``{name}``, ``{prompt}``, ``{critique}`` and ``{placeholders}``."""
 
-        Args:
-            async_openai_client: for critic and editor, of any OpenAI-compatible endpoint; None takes OPENAI_API_KEY and
-                OPENAI_BASE_URL.
-            gradient_model: the critic.
-            apply_edit_model: the editor.
-            diversity_temperature: sampling temperature of both.
-            gradient_batch_size: rollouts that a critic reads.
-            val_batch_size: validation tasks on which the candidates of a round are compared.
-            beam_width: candidates that survive a round, and parents in the next.
-            branch_factor: children of each parent.
-            beam_rounds: rounds.
-            rollout_batch_timeout: seconds for the rollouts of one trial; those not done by then count as 0.
-            run_initial_validation: whether the prompt to begin with is tried on the whole validation set.
-            patience: stop after so many rounds without a better prompt.
-            target_score: stop when the best prompt has this mean reward on the whole validation set.
-            prompts: names of the prompt resources to tune, all by default. Each child edits one of them, in turn.
-            gradient_prompts: instead of our own, what the critic is told: templates with ``{name}``, ``{prompt}``,
-                ``{other_prompts}`` and ``{rollouts}``, of which one is drawn each time.
-            edit_prompts: what the editor is told, with ``{name}``, ``{prompt}``, ``{critique}`` and ``{placeholders}``.
-            seed: of everything that is drawn; default is the run's.
-            llm_attempts: how often a model call that fails is tried before it is skipped.
-            max_calls: budget in model calls, those of critic, editor and, as far as they are traced, agents. What is
-                spent ends the search after the round in which it is; critic and editor stop at once.
-            max_tokens: the same in tokens of prompts and answers.
-            max_cost: the same in money.
-            prices: by model, for a million tokens of prompts and of answers.
+    def __post_init__(self) -> None:
+        for name in ("gradient_batch_size", "val_batch_size", "beam_width", "branch_factor", "beam_rounds", "patience"):
+            require_least(1, **{name: getattr(self, name)})
+        super().__post_init__()
+        self._gradient_templates = read_templates("gradient_prompts", self.gradient_prompts, GRADIENT_PROMPTS)
+        self._edit_templates = read_templates("edit_prompts", self.edit_prompts, EDIT_PROMPTS)
 
-        Raises:
-            ConfigError: a value out of range, or a ``max_cost`` without the prices of critic and editor.
-        """
-        require_least(1, gradient_batch_size=gradient_batch_size, val_batch_size=val_batch_size)
-        require_least(1, beam_width=beam_width, branch_factor=branch_factor, beam_rounds=beam_rounds, patience=patience)
-        super().__init__(
-            async_openai_client,
-            models=(gradient_model, apply_edit_model),
-            prompts=prompts,
-            rollout_batch_timeout=rollout_batch_timeout,
-            target_score=target_score,
-            seed=seed,
-            budget=Budget(max_calls, max_tokens, max_cost, prices or {}),
-            llm_attempts=llm_attempts,
-        )
-        self.gradient_model = gradient_model
-        self.apply_edit_model = apply_edit_model
-        self.diversity_temperature = diversity_temperature
-        self.gradient_batch_size = gradient_batch_size
-        self.val_batch_size = val_batch_size
-        self.beam_width = beam_width
-        self.branch_factor = branch_factor
-        self.beam_rounds = beam_rounds
-        self.run_initial_validation = run_initial_validation
-        self.patience = patience
-        self.gradient_prompts = read_templates("gradient_prompts", gradient_prompts, GRADIENT_PROMPTS)
-        self.edit_prompts = read_templates("edit_prompts", edit_prompts, EDIT_PROMPTS)
+    @property
+    def models(self) -> Sequence[str]:
+        """Critic and editor."""
+        return self.gradient_model, self.apply_edit_model
 
     async def search(self, seed: Candidate, train: Dataset[Any], val: Dataset[Any]) -> None:
         """Runs the rounds."""
         if self.run_initial_validation:
-            seed = await self._check(0, seed, val)
+            seed = await self._validate(0, seed, val)
             await self._finish_round(0, [seed], 0)
-        beam, stale = [seed], 0
+        beam, rounds_without_gain = [seed], 0
         for number in range(1, self.beam_rounds + 1):
-            if self._is_good_enough() or self.is_spent():
+            if self.has_reached_target() or self.is_spent():
                 break
-            self.chat.begin()
-            beam, n_children = await self._select(number, beam, train, val)
+            self.chat.start_round()
+            beam, n_children = await self._expand(number, beam, train, val)
             if self.chat.failed and not self.chat.answered:
                 self.stopped_because = "model_calls_failed"
                 break
-            self._ledger.give_up(self.chat.failed)
-            beam[0] = await self._check(number, beam[0], val)
-            stale = 0 if self.take_if_better(beam[0]) else stale + 1
+            self._cache.skip(self.chat.failed)
+            beam[0] = await self._validate(number, beam[0], val)
+            rounds_without_gain = 0 if self.take_if_better(beam[0]) else rounds_without_gain + 1
             await self._finish_round(number, beam, n_children)
-            if self.patience is not None and stale >= self.patience:
+            if self.patience is not None and rounds_without_gain >= self.patience:
                 self.stopped_because = "patience"
                 break
-        if not self._is_good_enough() and self.stopped_because is None:
+        if not self.has_reached_target() and self.stopped_because is None:
             self.stopped_because = "rounds"
 
     async def compute_textual_gradient(
-        self, prompt: Candidate, rollout_results: Sequence[RolloutResult], *, name: str | None = None
+        self, prompt: Candidate, rollout_results: Sequence[TrialResult], *, name: str | None = None
     ) -> str | None:
-        """What is wrong with a prompt, in a critic's words.
+        """Asks the critic what is wrong with a prompt.
 
         Args:
             prompt: the candidate that the rollouts used.
-            rollout_results: what happened, with messages.
+            rollout_results: the rollouts, with messages.
             name: which of its prompts is meant, when it has several.
 
         Returns:
             The critique; None when the model call failed or the budget is spent.
         """
-        name = _name(prompt, name)
-        place = _place("gradient", prompt, name, rollout_results)
+        name = prompt.prompt_name(name)
         others = [
             f'<other_prompt name="{other}">\n{template.template}\n</other_prompt>\n'
             for other, template in prompt.prompts.items()
             if other != name
         ]
-        template = self._variant(self.gradient_prompts, prompt, name, rollout_results)
+        template = self._draw_template(self._gradient_templates, prompt, name, rollout_results)
         request = template.format(
             name=name,
             prompt=prompt.prompts[name].template,
             other_prompts="\n".join(others),
             rollouts=show_rollouts(rollout_results),
         )
-        messages = [{"role": "user", "content": request}]
-        return await self.chat.ask(place, self.gradient_model, messages, temperature=self.diversity_temperature)
+        return await self.chat.ask(
+            call_place("gradient", prompt, name, rollout_results),
+            self.gradient_model,
+            [{"role": "user", "content": request}],
+            temperature=self.diversity_temperature,
+        )
 
     async def textual_gradient_and_apply_edit(
-        self, prompt: Candidate, rollout_results: Sequence[RolloutResult], *, name: str | None = None
+        self, prompt: Candidate, rollout_results: Sequence[TrialResult], *, name: str | None = None
     ) -> Candidate | None:
-        """A child: the prompt as an editor rewrites it after the critique.
+        """Makes a child: an editor rewrites the prompt to meet the critique.
 
         Returns:
-            None when a model call failed, the budget is spent, or the edit broke a placeholder and its repair too.
+            None when a model call failed, the budget is spent, or edit and repair both broke a placeholder.
         """
-        name = _name(prompt, name)
+        name = prompt.prompt_name(name)
         critique = await self.compute_textual_gradient(prompt, rollout_results, name=name)
         if critique is None:
             return None
         original = prompt.prompts[name]
-        place = _place("edit", prompt, name, rollout_results)
-        template = self._variant(self.edit_prompts, prompt, name, rollout_results)
+        template = self._draw_template(self._edit_templates, prompt, name, rollout_results)
         request = template.format(
             name=name, prompt=original.template, critique=critique, placeholders=show_placeholders(original)
         )
+        place = call_place("edit", prompt, name, rollout_results)
         edited = await self.ask_for_edit(
             place, self.apply_edit_model, request, original, temperature=self.diversity_temperature
         )
         return None if edited is None else Candidate.of({**prompt.prompts, name: edited}, prompt, critique=critique)
 
     async def propose(self, experience: Experience) -> dict[str, PromptTemplate] | None:
-        """A child of the prompts that a service uses, for live learning: ``LiveLearning(APO(...).propose)``.
+        """Makes a child of a service's prompts, for live learning: ``LiveLearning(APO(...).propose)``.
 
         The critic reads ``gradient_batch_size`` of the rollouts that were served, half of them the worst.
 
         Returns:
-            The prompt that is new; None when the budget is spent or the edit broke a placeholder and its repair too.
+            The edited prompt; None when the budget is spent, or edit and repair both broke a placeholder.
 
         Raises:
-            ConfigError: the service uses no prompt that is tuned here.
+            ConfigError: the service uses none of the prompts to tune.
             LightningError: a model call failed.
         """
         parent = Candidate.of(choose_prompts(experience.resources, self.prompts))
         number = len(experience.notes)
-        draw = self.draw("live", number)
-        served = sorted(draw.sample(experience.results, len(experience.results)), key=lambda result: result.reward)
+        random = self.random_for("live", number)
+        served = sorted(random.sample(experience.results, len(experience.results)), key=lambda result: result.reward)
         size = min(self.gradient_batch_size, len(served))
         worst = served[: (size + 1) // 2]
-        chosen = [*worst, *draw.sample(served[len(worst) :], size - len(worst))]
-        adapter = self.message_adapter
-        read = await asyncio.gather(*(read_result(experience.store, each.rollout, adapter) for each in chosen))
-        self.open_books(experience.directory)
+        chosen = [*worst, *random.sample(served[len(worst) :], size - len(worst))]
+        store, adapter = experience.store, self.message_adapter
+        results = await asyncio.gather(*(read_trial_result(store, each.rollout, adapter) for each in chosen))
+        self.open_chat(experience.directory)
         try:
             name = list(parent.prompts)[number % len(parent.prompts)]
-            child = await self.textual_gradient_and_apply_edit(parent, read, name=name)
+            child = await self.textual_gradient_and_apply_edit(parent, results, name=name)
             if child is None and self.chat.failed:
                 raise LightningError(next(iter(self.chat.failed.values())))
         finally:
@@ -241,7 +201,7 @@ class APO(PromptSearch):
         *,
         indices: Sequence[int] | None = None,
         place: Sequence[str | int] = ("evaluate",),
-    ) -> tuple[list[RolloutResult], float]:
+    ) -> tuple[list[TrialResult], float]:
         """Runs a published candidate on tasks and scores it.
 
         Args:
@@ -249,42 +209,39 @@ class APO(PromptSearch):
             dataset: the tasks.
             mode: of the rollouts.
             indices: which tasks; None is all.
-            place: which evaluation of the search this is; the same place is run once in the life of a run.
+            place: identifies the evaluation within the search; a resumed search does not run it again.
 
         Returns:
-            The results in order, and their mean reward, in which failures and time-outs count as 0.
+            The results in order, and their mean reward, in which failures and timeouts count as 0.
         """
         chosen = range(len(dataset)) if indices is None else indices
-        results = await self.try_on(prompt, dataset, chosen, mode, *place, with_messages=mode == "train")
+        results = await self.run_trial(prompt, dataset, chosen, mode, *place, with_messages=mode == "train")
         return results, mean_score(results)
 
-    async def _select(
+    async def _expand(
         self, number: int, beam: Sequence[Candidate], train: Dataset[Any], val: Dataset[Any]
     ) -> tuple[list[Candidate], int]:
         """Makes the children of a round and compares them with the beam on one batch.
 
-        A child is tried as soon as it is made, while others are still being thought of, so that runners never wait for
-        a model; the beam is tried with the first child.
+        A child is run as soon as it is made, while models still work on others, so that runners do not wait for models.
 
         Returns:
-            The best, of equals the older first, and the number of children that were new.
+            The best candidates, older ones first among equals, and the number of new children.
         """
         batch = self._batch(number, val)
         trials: dict[str, asyncio.Task[float]] = {}
-
-        def compare(candidate: Candidate) -> None:
-            if candidate.candidate_id not in trials:
-                trials[candidate.candidate_id] = asyncio.create_task(self._compare(number, candidate, val, batch))
+        known = {candidate.candidate_id for candidate in self.history}
 
         async def grow(n: int, parent: Candidate) -> Candidate | None:
             child = await self._make_child(number, n, parent, train)
             if child is None or child.candidate_id in known:
                 return None
             for candidate in (child, *beam):
-                compare(candidate)
+                if candidate.candidate_id not in trials:
+                    comparison = self._compare(number, candidate, val, batch)
+                    trials[candidate.candidate_id] = asyncio.create_task(comparison)
             return child
 
-        known = {candidate.candidate_id for candidate in self.history}
         try:
             made = await asyncio.gather(*(grow(n, parent) for n, parent in enumerate(self._parents(number, beam))))
             await asyncio.gather(*trials.values())
@@ -292,7 +249,7 @@ class APO(PromptSearch):
             for trial in trials.values():
                 trial.cancel()
         children: dict[str, Candidate] = {}
-        for child in made:  # by place, not by arrival: the same child may have been made of two parents
+        for child in made:  # in the order of parents: two parents may have made the same child
             if child is not None:
                 children.setdefault(child.candidate_id, child)
         self.history += children.values()
@@ -306,7 +263,7 @@ class APO(PromptSearch):
     def _parents(self, number: int, beam: Sequence[Candidate]) -> list[Candidate]:
         """The parent of each child of a round."""
         if len(beam) >= self.beam_width:
-            parents = self.draw("parents", number).sample(beam, self.beam_width)
+            parents = self.random_for("parents", number).sample(beam, self.beam_width)
         else:
             parents = [beam[slot % len(beam)] for slot in range(self.beam_width)]
         return [parent for parent in parents for _ in range(self.branch_factor)]
@@ -314,7 +271,7 @@ class APO(PromptSearch):
     def _batch(self, number: int, val: Dataset[Any]) -> list[int]:
         """The validation tasks of a round."""
         order = list(range(len(val)))
-        self.draw("val").shuffle(order)
+        self.random_for("val").shuffle(order)
         size = min(self.val_batch_size, len(order))
         return [order[((number - 1) * size + position) % len(order)] for position in range(size)]
 
@@ -325,17 +282,16 @@ class APO(PromptSearch):
 
     async def _make_child(self, number: int, n: int, parent: Candidate, train: Dataset[Any]) -> Candidate | None:
         size = min(self.gradient_batch_size, len(train))
-        indices = self.draw("train", number, n).sample(range(len(train)), size)
-        results, _ = await self.evaluate_prompt_on_batch(
-            parent, train, "train", indices=indices, place=("train", number, n)
-        )
+        indices = self.random_for("train", number, n).sample(range(len(train)), size)
+        place = ("train", number, n)
+        results, _ = await self.evaluate_prompt_on_batch(parent, train, "train", indices=indices, place=place)
         names = list(parent.prompts)
         name = names[(number - 1 + n) % len(names)]
         child = await self.textual_gradient_and_apply_edit(parent, results, name=name)
         return None if child is None else child.model_copy(update={"round": number})
 
-    async def _check(self, number: int, candidate: Candidate, val: Dataset[Any]) -> Candidate:
-        """The candidate with its score on the whole validation set, which is found out once."""
+    async def _validate(self, number: int, candidate: Candidate, val: Dataset[Any]) -> Candidate:
+        """Scores a candidate on the whole validation set, unless that was done before."""
         if candidate.full_score is not None:
             return candidate
         _, score = await self.evaluate_prompt_on_batch(candidate, val, place=("check", number))
@@ -355,25 +311,8 @@ class APO(PromptSearch):
         await self.get_store().add_metrics(number, values)
         logger.info("round %d: %d children, best score %s", number, n_children, self.get_best().score)
 
-    def _is_good_enough(self) -> bool:
-        score = self.get_best().full_score
-        if self.target_score is not None and score is not None and score >= self.target_score:
-            self.stopped_because = "target_score"
-        return self.stopped_because == "target_score"
-
-    def _variant(
-        self, templates: Sequence[PromptTemplate], prompt: Candidate, name: str, results: Sequence[RolloutResult]
+    def _draw_template(
+        self, templates: Sequence[PromptTemplate], prompt: Candidate, name: str, results: Sequence[TrialResult]
     ) -> PromptTemplate:
-        """One of several ways to ask, which depends on what is asked about and not on the run."""
-        return self.draw(prompt.candidate_id, name, repr([result.task for result in results])).choice(templates)
-
-
-def _name(prompt: Candidate, name: str | None) -> str:
-    chosen = prompt.prompt(name)
-    return name if name is not None else next(n for n, template in prompt.prompts.items() if template is chosen)
-
-
-def _place(stage: str, prompt: Candidate, name: str, results: Sequence[RolloutResult]) -> str:
-    """Which model call this is. The ids of the rollouts are the same in every life of a run."""
-    text = "/".join((prompt.candidate_id, name, *(result.rollout_id for result in results)))
-    return f"{stage}/{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
+        """Draws a template; the choice depends on prompt and tasks, not on the run."""
+        return self.random_for(prompt.candidate_id, name, repr([result.task for result in results])).choice(templates)

@@ -1,4 +1,4 @@
-"""``baseline``: runs the agent over the data and reports what it earned. The dry run of every other algorithm."""
+"""``baseline``: runs the agent over the data and reports its rewards. The dry run of every other algorithm."""
 
 from __future__ import annotations
 
@@ -14,25 +14,14 @@ from agentlightning.algorithm.context import RunContext
 from agentlightning.errors import ConfigError
 from agentlightning.plugin.settings import require_least
 from agentlightning.resources import LLM
-from agentlightning.reward import find_final_reward
-from agentlightning.types import (
-    AttemptedRollout,
-    AttemptFailure,
-    Dataset,
-    EnqueueRolloutRequest,
-    Rollout,
-    RolloutConfig,
-    RolloutMode,
-    Span,
-)
+from agentlightning.types import Dataset, EnqueueRolloutRequest, RolloutMode
+from agentlightning_algorithms.rollout_result import RolloutResult, read_result, retry_lost
 
 logger = logging.getLogger("agentlightning")
-_CONFIG = RolloutConfig(max_attempts=3, retry_condition=["unresponsive"])
-"""A rollout whose runner was lost, as by a kill of everything, says nothing about the agent: it is run again."""
 
 
 class Baseline(FastAlgorithm):
-    """Queues every task once per epoch and waits for the results; learns nothing and publishes nothing."""
+    """Runs every task once per epoch; learns nothing and publishes nothing."""
 
     def __init__(
         self,
@@ -49,12 +38,12 @@ class Baseline(FastAlgorithm):
             n_epochs: passes over the data.
             train_split: when only one dataset is given, the share of its tasks that runs in mode ``train``; the rest
                 runs in mode ``val``.
-            polling_interval: seconds between two reports while nothing finishes; results themselves are not polled for.
+            polling_interval: seconds between two log lines while no rollout ends; results are not polled for.
             max_queue_length: rollouts in flight at once.
-            span_verbosity: what the log says of each span: attribute names, names and values, or nothing.
+            span_verbosity: what the log shows of each span: attribute names, names and values, or nothing.
 
         Raises:
-            ConfigError: a value out of range.
+            ConfigError: a value is out of range.
         """
         require_least(1, n_epochs=n_epochs, max_queue_length=max_queue_length)
         if not 0.0 <= train_split <= 1.0:
@@ -75,47 +64,45 @@ class Baseline(FastAlgorithm):
         """Runs all tasks and records, for each epoch, the mean reward, the success rate and the errors by type."""
         _require_data(train_dataset, val_dataset)
         if self.context.adapter is not None:
-            unread = type(self.context.adapter).__name__
-            logger.warning("the adapter %s has no effect: baseline learns nothing; leave adapter out", unread)
+            adapter = type(self.context.adapter).__name__
+            logger.warning("the adapter %s has no effect: baseline learns nothing; leave adapter out", adapter)
         store = self.get_store()
         for epoch in range(self.n_epochs):
-            tasks = self._tasks(train_dataset, val_dataset)
-            finished: list[tuple[Rollout, float | None]] = []
-            in_flight: set[asyncio.Task[tuple[Rollout, float | None]]] = set()
+            results: list[RolloutResult] = []
+            in_flight: set[asyncio.Task[RolloutResult]] = set()
             try:
-                for position, (task, mode) in enumerate(tasks):
+                for position, (task, mode) in enumerate(self._tasks(train_dataset, val_dataset)):
                     rollout_id = self.context.rollout_id(mode, epoch, position)
-                    request = EnqueueRolloutRequest(input=task, mode=mode, rollout_id=rollout_id, config=_CONFIG)
+                    request = EnqueueRolloutRequest(input=task, mode=mode, rollout_id=rollout_id, config=retry_lost())
                     await store.enqueue_many_rollouts([request])
-                    in_flight.add(asyncio.create_task(self._result(rollout_id)))
+                    in_flight.add(asyncio.create_task(self._wait_for_result(rollout_id)))
                     if len(in_flight) >= self.max_queue_length:
-                        finished += await self._some(in_flight)
+                        results += await self._take_finished(in_flight)
                 while in_flight:
-                    finished += await self._some(in_flight)
+                    results += await self._take_finished(in_flight)
             finally:
                 for waiting in in_flight:
                     waiting.cancel()
-            summary = _summarize(finished)
+            summary = _summarize(results)
             await store.add_metrics(epoch + 1, {**summary, "progress": (epoch + 1) / self.n_epochs})
-            logger.info("epoch %d of %d: %s", epoch + 1, self.n_epochs, _show(summary))
+            logger.info("epoch %d of %d: %s", epoch + 1, self.n_epochs, _to_text(summary))
 
     def _tasks(
         self, train_dataset: Dataset[Any] | None, val_dataset: Dataset[Any] | None
     ) -> Iterator[tuple[Any, RolloutMode]]:
-        if train_dataset is not None and val_dataset is not None:
-            n_train = len(train_dataset)
-        else:
-            n_train = round(len(train_dataset or val_dataset or ()) * self.train_split)
+        datasets = [dataset for dataset in (train_dataset, val_dataset) if dataset is not None]
+        n_train = len(datasets[0])
+        if len(datasets) == 1:
+            n_train = round(n_train * self.train_split)
         index = 0
-        for dataset in (train_dataset, val_dataset):
-            for position in range(len(dataset) if dataset is not None else 0):
-                yield dataset[position], "train" if index < n_train else "val"  # type: ignore[index] # len 0 if None
+        for dataset in datasets:
+            for position in range(len(dataset)):
+                yield dataset[position], "train" if index < n_train else "val"
                 index += 1
 
-    async def _some(
-        self, in_flight: set[asyncio.Task[tuple[Rollout, float | None]]]
-    ) -> list[tuple[Rollout, float | None]]:
-        done: set[asyncio.Task[tuple[Rollout, float | None]]] = set()
+    async def _take_finished(self, in_flight: set[asyncio.Task[RolloutResult]]) -> list[RolloutResult]:
+        """Waits for at least one result and removes what is done from ``in_flight``."""
+        done: set[asyncio.Task[RolloutResult]] = set()
         while not done:
             done, _ = await asyncio.wait(in_flight, timeout=self.polling_interval, return_when=asyncio.FIRST_COMPLETED)
             if not done:
@@ -123,24 +110,22 @@ class Baseline(FastAlgorithm):
         in_flight -= done
         return [task.result() for task in done]
 
-    async def _result(self, rollout_id: str) -> tuple[Rollout, float | None]:
+    async def _wait_for_result(self, rollout_id: str) -> RolloutResult:
         store = self.get_store()
         (rollout,) = await store.wait_for_rollouts([rollout_id])
-        spans = await store.query_spans(rollout_id, "latest")
-        reward = find_final_reward(spans.items)
-        if isinstance(rollout, AttemptedRollout) and rollout.attempt.error is not None:
-            self._report(rollout_id, rollout.attempt.error)
-        logger.info("%s %s %s: reward %s, %d spans", rollout.mode, rollout_id, rollout.status, reward, len(spans))
-        for span in spans.items:
-            if self.span_verbosity != "none":
-                logger.info("  %s %s", span.name, _describe(span, values=self.span_verbosity == "key_values"))
-        return rollout, reward
-
-    def _report(self, rollout_id: str, error: AttemptFailure) -> None:
-        """Logs each distinct error once; what a mistake does to one task it does to all of them."""
-        if (error.type, error.message) not in self._reported:
-            self._reported.add((error.type, error.message))
-            logger.warning("rollout %s failed:\n%s", rollout_id, error.traceback.rstrip())
+        result = await read_result(store, rollout)
+        failure, spans = result.failure, result.spans
+        if failure is not None and (failure.type, failure.message) not in self._reported:  # each error once
+            self._reported.add((failure.type, failure.message))
+            logger.warning("rollout %s failed:\n%s", rollout_id, failure.traceback.rstrip())
+        logger.info(
+            "%s %s %s: reward %s, %d spans", rollout.mode, rollout_id, rollout.status, result.reward, len(spans)
+        )
+        if self.span_verbosity != "none":
+            for span in spans:
+                shown = dict(span.attributes) if self.span_verbosity == "key_values" else sorted(span.attributes)
+                logger.info("  %s %s", span.name, shown)
+        return result
 
 
 def _require_data(train_dataset: Dataset[Any] | None, val_dataset: Dataset[Any] | None) -> None:
@@ -148,37 +133,23 @@ def _require_data(train_dataset: Dataset[Any] | None, val_dataset: Dataset[Any] 
         raise ConfigError("baseline needs a train_dataset or a val_dataset")
 
 
-def _describe(span: Span, *, values: bool) -> object:
-    return dict(span.attributes) if values else sorted(span.attributes)
-
-
-def _summarize(results: list[tuple[Rollout, float | None]]) -> dict[str, float]:
-    """Statistics of an epoch; a rollout that failed or said no reward counts as 0, as in every algorithm here."""
-    rewards = [reward if reward is not None and rollout.status == "succeeded" else 0.0 for rollout, reward in results]
-    failed = [rollout for rollout, _ in results if rollout.status != "succeeded"]
-    errors = Counter(_error_type(rollout) for rollout in failed)
-    by_mode = {
-        mode: [reward for (rollout, _), reward in zip(results, rewards, strict=True) if rollout.mode == mode]
-        for mode in ("train", "val")
-    }
+def _summarize(results: list[RolloutResult]) -> dict[str, float]:
+    """Statistics of an epoch; rollouts that failed or have no reward count as 0."""
+    scores = [result.score for result in results]
+    errors = Counter(result.error_type for result in results if result.error_type is not None)
+    by_mode = {mode: [result.score for result in results if result.rollout.mode == mode] for mode in ("train", "val")}
     return {
-        "reward": statistics.fmean(rewards) if rewards else 0.0,
-        "reward_median": statistics.median(rewards) if rewards else 0.0,
+        "reward": statistics.fmean(scores) if scores else 0.0,
+        "reward_median": statistics.median(scores) if scores else 0.0,
         **{f"{mode}_reward": statistics.fmean(values) for mode, values in by_mode.items() if values},
-        "success_rate": 1.0 - len(failed) / len(results) if results else 0.0,
+        "success_rate": 1.0 - errors.total() / len(results) if results else 0.0,
         "rollouts": float(len(results)),
-        "rollouts_without_reward": float(sum(reward is None for _, reward in results)),
+        "rollouts_without_reward": float(sum(result.reward is None for result in results)),
         **{f"errors/{name}": float(count) for name, count in sorted(errors.items())},
     }
 
 
-def _error_type(rollout: Rollout) -> str:
-    """The type of the error, or how the rollout ended where there is none."""
-    attempt = rollout.attempt if isinstance(rollout, AttemptedRollout) else None
-    return attempt.error.type if attempt is not None and attempt.error is not None else rollout.status
-
-
-def _show(summary: dict[str, float]) -> str:
+def _to_text(summary: dict[str, float]) -> str:
     errors = [f"{value:.0f} x {name.removeprefix('errors/')}" for name, value in summary.items() if "errors/" in name]
     return (
         f"{summary['rollouts']:.0f} rollouts, reward {summary['reward']:.4g} (mean), "

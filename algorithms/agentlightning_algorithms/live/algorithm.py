@@ -1,122 +1,356 @@
-"""``live``: learns from the traffic of a serving process, one guarded trial after another."""
+"""``live``: learns from the traffic of a serving process, in one guarded trial after another."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import logging
-from collections.abc import Mapping
-from typing import Any, TypeAlias
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Final, TypeAlias
 
 from agentlightning.algorithm.algorithm import Algorithm
-from agentlightning.errors import ConfigError
+from agentlightning.errors import ConfigError, ConflictError, StoreError
 from agentlightning.plugin.settings import require_least
-from agentlightning.types import Dataset
-from agentlightning_algorithms import live_resources as live
-from agentlightning_algorithms.live.proposal import Proposer, load_proposer
-from agentlightning_algorithms.live.session import Session
+from agentlightning.resources import split_version_id
+from agentlightning.store.protocol import LightningStore
+from agentlightning.types import Dataset, EnqueueRolloutRequest, Rollout, RolloutConfig
+from agentlightning_algorithms import live_resources
+from agentlightning_algorithms.live.proposal import Proposer, load_proposer, make_candidate
+from agentlightning_algorithms.live.reward_feed import EventFeed, ResultReader, read_reward
+from agentlightning_algorithms.live.sequential import SequentialTest
+from agentlightning_algorithms.live_resources import (
+    STATE_NAME,
+    Experience,
+    LiveIds,
+    LiveState,
+    Result,
+    read_live_history,
+    read_live_state,
+)
+from agentlightning_algorithms.rollout_result import run_rollouts
 
 logger = logging.getLogger("agentlightning")
 
+_HEARTBEAT_S: Final = 5.0
 
-class LiveLearning(Algorithm):
-    """Improves the resources of a process that serves, without putting its users at risk.
 
-    Again and again: rewards of the stable version come in; the proposer makes a candidate; runners run that on tasks
-    that were served before (the offline check); it is served to a small share of the traffic, while rewards of both
+class _ProposerTypes:  # a base, because a dataclass would take them for settings
+    Experience: TypeAlias = live_resources.Experience
+    Result: TypeAlias = live_resources.Result
+
+
+@dataclass(eq=False, repr=False)
+class LiveLearning(Algorithm, _ProposerTypes):
+    """Improves the resources of a serving process without putting its users at risk.
+
+    The learner repeats these phases: rewards of the stable version come in; the proposer makes a candidate; runners run
+    it on tasks that were served before (the offline check); a small share of the traffic gets it, while rewards of both
     versions come in at the same time; a sequential test ends the trial. A candidate that is not worse is promoted:
-    published as the run's latest resources. One that is worse is rolled back: nobody is served with it any more.
+    published as the run's latest resources. A worse one is rolled back: its share ends.
 
-    Serving processes ask ``agl.LiveResources`` for the version of each task. All of the state is in the store, so a
-    learner that was killed goes on where it was; while there is none, everybody is served with the stable version.
+    Serving processes ask ``agl.LiveResources`` for the version of each task. All state is in the store, so a restarted
+    learner continues where it was killed; while no learner runs, all tasks get the stable version.
+
+    Raises:
+        ConfigError: a value is out of range, or the proposer does not exist.
     """
 
-    Experience: TypeAlias = live.Experience
-    Result: TypeAlias = live.Result
+    propose: Proposer | str | Mapping[str, Any]
+    """Makes candidates. In configuration files ``"module:function"``, or an algorithm that has ``propose``, as in
+    ``{"name": "apo", "max_calls": 200}``."""
+    _: KW_ONLY
+    evidence: int = 20
+    """Rewards of the stable version that are collected before each candidate."""
+    check_tasks: int = 16
+    """Recorded tasks of the offline check; 0 leaves it out."""
+    check_tolerance: float = 0.2
+    """How much lower the mean reward on them may be than with the stable version, as a share of ``reward_range``; and
+    how much larger the share of failures."""
+    check_timeout_s: float = 300.0
+    """Seconds in which runners must have run them."""
+    share: float = 0.1
+    """Of the traffic that a candidate gets during its trial."""
+    risk: float = 0.05
+    """Probability of rolling back a candidate that is not worse, and of promoting one that is worse by more than
+    ``margin``, before ``max_treated`` ends the trial."""
+    margin: float = 0.1
+    """How much worse still counts as not worse, in units of reward."""
+    max_treated: int = 1000
+    """Rewards of a candidate after which its trial ends undecided: it is then promoted if its mean is at least the
+    control's, and rolled back otherwise."""
+    reward_range: tuple[float, float] = (0.0, 1.0)
+    """The lowest and the highest reward."""
+    reward_timeout_s: float = 3600.0
+    """Seconds after the end of a rollout in which its reward may arrive."""
+    refresh_s: float = 1.0
+    """Seconds between two reads of rewards that arrive late; the end of a rollout is noticed at once."""
+    max_trials: int | None = None
+    """``run`` returns after so many candidates of the run; None goes on until it is stopped."""
 
-    def __init__(
-        self,
-        propose: Proposer | str | Mapping[str, Any],
-        *,
-        evidence: int = 20,
-        check_tasks: int = 16,
-        check_tolerance: float = 0.2,
-        check_timeout_s: float = 300.0,
-        share: float = 0.1,
-        risk: float = 0.05,
-        margin: float = 0.1,
-        max_treated: int = 1000,
-        reward_range: tuple[float, float] = (0.0, 1.0),
-        reward_timeout_s: float = 3600.0,
-        refresh_s: float = 1.0,
-        max_trials: int | None = None,
-    ) -> None:
-        """Sets how candidates are made and judged. Margin and range are in units of the agent's reward.
-
-        Args:
-            propose: makes candidates. In configuration files ``"module:function"``, or an algorithm that can, as in
-                ``{"name": "apo", "max_calls": 200}``.
-            evidence: rewards of the stable version before a candidate is asked for, each time anew.
-            check_tasks: recorded tasks of the offline check; 0 leaves it out.
-            check_tolerance: how much lower the mean reward on them may be than it was with the stable version, as a
-                share of ``reward_range``; and how much larger the share of those that fail.
-            check_timeout_s: seconds in which runners must have run them.
-            share: of the traffic that a candidate gets during its trial.
-            risk: probability of rolling back a candidate that is not worse, and of promoting one that is worse by more
-                than ``margin``, before ``max_treated`` ends the trial.
-            margin: how much worse still counts as not worse.
-            max_treated: rewards of a candidate after which its trial ends undecided: then it is promoted if its mean is
-                at least the control's, and rolled back otherwise.
-            reward_range: the least and the greatest reward.
-            reward_timeout_s: seconds after the end of a rollout until which its reward is waited for.
-            refresh_s: seconds between two looks for rewards that come late; the end of a rollout is seen at once.
-            max_trials: ``run`` returns after so many candidates of the run; None goes on until it is stopped.
-
-        Raises:
-            ConfigError: a value out of range, or a proposer that is not there.
-        """
-        shares = {"share": share, "risk": risk}
-        if wrong := {name: value for name, value in shares.items() if not 0 < value < 1}:
-            raise ConfigError(f"{_show(wrong)}: a number between 0 and 1 is needed")
-        require_least(1, evidence=evidence, max_treated=max_treated, max_trials=max_trials)
-        require_least(0, check_tasks=check_tasks, check_tolerance=check_tolerance, margin=margin)
-        times = {"check_timeout_s": check_timeout_s, "reward_timeout_s": reward_timeout_s, "refresh_s": refresh_s}
-        if wrong := {name: value for name, value in times.items() if value <= 0}:
-            raise ConfigError(f"{_show(wrong)}: more than 0 is needed")
-        if not reward_range[0] < reward_range[1]:
-            raise ConfigError(f"reward_range = {reward_range}: the least reward comes first, the greatest second")
-        self.propose = load_proposer(propose)
-        self.evidence = evidence
-        self.check_tasks = check_tasks
-        self.check_tolerance = check_tolerance
-        self.check_timeout_s = check_timeout_s
-        self.share = share
-        self.risk = risk
-        self.margin = margin
-        self.max_treated = max_treated
-        self.reward_range = (float(reward_range[0]), float(reward_range[1]))
-        self.reward_timeout_s = reward_timeout_s
-        self.refresh_s = refresh_s
-        self.max_trials = max_trials
+    def __post_init__(self) -> None:
+        for name in ("share", "risk"):
+            if not 0 < getattr(self, name) < 1:
+                raise ConfigError(f"{name} = {getattr(self, name)}: a number between 0 and 1 is needed")
+        for name in ("check_timeout_s", "reward_timeout_s", "refresh_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} = {getattr(self, name)}: more than 0 is needed")
+        require_least(1, evidence=self.evidence, max_treated=self.max_treated, max_trials=self.max_trials)
+        require_least(0, check_tasks=self.check_tasks, check_tolerance=self.check_tolerance, margin=self.margin)
+        low, high = self.reward_range
+        if not low < high:
+            raise ConfigError(f"reward_range = {self.reward_range}: the lower bound must come first")
+        self.reward_range = (float(low), float(high))
+        self.propose = load_proposer(self.propose)
 
     async def run(self, train_dataset: Dataset[Any] | None = None, val_dataset: Dataset[Any] | None = None) -> None:
-        """Learns until ``max_trials`` candidates were decided on, or for ever. Datasets are not used.
+        """Learns until ``max_trials`` candidates were decided on, or until it is stopped. Datasets are not used.
 
         Raises:
-            ConfigError: nothing to improve was published in the run.
+            ConfigError: no resources were published in the run.
             ConflictError: another learner works on the run.
         """
         if self.context.adapter is not None:
-            unread = type(self.context.adapter).__name__
-            logger.warning("the adapter %s has no effect: live learning reads rewards; leave adapter out", unread)
-        session = Session(self, self.get_store())
-        following = [asyncio.create_task(session.feed.follow()), asyncio.create_task(session.beat())]
+            adapter = type(self.context.adapter).__name__
+            logger.warning("the adapter %s has no effect: live learning reads rewards; leave adapter out", adapter)
+        learner = _Learner(self, self.get_store())
+        background = [asyncio.create_task(learner.feed.follow()), asyncio.create_task(learner.send_heartbeats())]
         try:
-            await session.learn()
+            await learner.learn()
         finally:
-            for task in following:
+            for task in background:
                 task.cancel()
-            await asyncio.gather(*following, return_exceptions=True)
+            await asyncio.gather(*background, return_exceptions=True)
 
 
-def _show(values: Mapping[str, object]) -> str:
-    return ", ".join(f"{name} = {value}" for name, value in values.items())
+class _Learner:
+    """Runs the phases; the state is in the store after each step."""
+
+    def __init__(self, settings: LiveLearning, store: LightningStore) -> None:
+        self.settings = settings
+        self.store = store
+        self.ids = LiveIds(store.run_id)
+        self.learner_store = store.with_run(self.ids.learner_run_id)
+        self.feed = EventFeed(store)
+        self.state: LiveState
+        self.version = 0
+
+    async def learn(self) -> None:
+        await self._load_state()
+        phases = {"watching": self._watch, "checking": self._check, "trial": self._try}
+        while True:
+            state = self.state
+            if state.phase == "watching" and state.trial >= (self.settings.max_trials or state.trial + 1):
+                return
+            await phases[state.phase]()
+
+    async def send_heartbeats(self) -> None:
+        """Shows serving processes that a learner is alive, and at which version of the state."""
+        while True:
+            stats = {"version": self.version}
+            try:
+                await self.store.update_worker(self.ids.worker_id, heartbeat_stats=stats)
+            except (StoreError, OSError) as error:
+                logger.warning("the live learner could not send its heartbeat: %s", error)
+            await asyncio.sleep(min(_HEARTBEAT_S, self.settings.refresh_s))
+
+    async def _load_state(self) -> None:
+        found = await read_live_state(self.store)
+        if found is not None:
+            self.state, self.version = found
+            logger.info("live learning continues: %s", self.state.note)
+            return
+        latest = await self.store.get_latest_resources()
+        if latest is None:
+            raise ConfigError(
+                f"live learning has nothing to improve: no resources were published in run {self.store.run_id!r}; "
+                "give Trainer(initial_resources=...) or call store.add_resources"
+            )
+        await self._save(LiveState(phase="watching", since=time.time(), stable=latest.version_id, note="began"))
+
+    async def _save(self, state: LiveState) -> None:
+        update = await self.learner_store.update_resources(self.ids.state_id, {STATE_NAME: state})
+        if update.version != self.version + 1:
+            raise ConflictError(
+                f"another learner works on run {self.store.run_id!r}: its state is at version {update.version}, "
+                f"not {self.version + 1}; run only one of them"
+            )
+        self.state, self.version = state, update.version
+
+    async def _enter(self, note: str, **changes: Any) -> None:
+        logger.info("live learning: %s", note)
+        await self._save(self.state.model_copy(update={"since": time.time(), "note": note, **changes}))
+
+    async def _watch_again(self, note: str, **changes: Any) -> None:
+        await self._enter(note, phase="watching", candidate=None, share=0.0, **changes)
+
+    async def _is_superseded(self) -> bool:
+        """Ends the phase when other resources were published than those that it began with.
+
+        They come from outside, or from this learner if it was killed before it could record a promotion.
+        """
+        latest = await self.store.get_latest_resources()
+        state = self.state
+        if latest is None or latest.version_id == state.stable:
+            return False
+        candidate = None if state.candidate is None else await self.store.get_resources_by_id(state.candidate)
+        if candidate is not None and candidate.resources == latest.resources:
+            note = f"candidate {state.trial} is promoted as {latest.version_id}"
+        else:
+            note = f"{latest.version_id} was published from outside and is the stable version now"
+        await self._watch_again(note, stable=latest.version_id)
+        return True
+
+    # --- watching: rewards of the stable version ---
+
+    async def _watch(self) -> None:
+        reader = self._reader({"stable"}, self.state.since)
+        results: list[Result] = []
+        while not await self._is_superseded():
+            results += await reader.read_new()
+            if len(results) >= self.settings.evidence:
+                await self._propose(sorted(results, key=lambda result: result.rollout.start_time))
+                return
+            await self.feed.wait(self.settings.refresh_s)
+
+    async def _propose(self, results: Sequence[Result]) -> None:
+        number = self.state.trial + 1
+        candidate = await self.store.get_resources_by_id(self.ids.candidate_id, number)
+        if candidate is None:  # otherwise the learner was killed after the proposer had made it
+            stable = await self.store.get_resources_by_id(self.state.stable)
+            assert stable is not None, "versions are never removed"
+            notes = [state.note for state in await read_live_history(self.store)]
+            experience = Experience(stable.resources, results, notes, self.store, self.settings.context.directory)
+            try:
+                assert callable(self.settings.propose), "load_proposer made it one"
+                resources = await make_candidate(self.settings.propose, experience)
+            except Exception as error:  # isolation point: a failing proposer must not end the learning
+                logger.exception("the proposer failed")
+                await self._watch_again(f"the proposer failed: {type(error).__name__}: {error}"[:500])
+                return
+            if resources == dict(stable.resources):
+                await self._watch_again("the proposer had nothing new")
+                return
+            candidate = await self.learner_store.update_resources(self.ids.candidate_id, resources)
+        note = f"candidate {number} is checked offline"
+        await self._enter(note, phase="checking", candidate=candidate.version_id, trial=number)
+
+    # --- checking: the candidate on recorded tasks ---
+
+    async def _check(self) -> None:
+        if await self._is_superseded():
+            return
+        state, settings = self.state, self.settings
+        recorded = await self._recorded()
+        requests = [
+            EnqueueRolloutRequest(
+                input=result.rollout.input,
+                mode="val",
+                resources_id=state.candidate,
+                config=RolloutConfig(timeout_seconds=settings.check_timeout_s),
+                metadata={"group": "check", "step": state.trial},
+                rollout_id=_check_id(state, result.rollout),
+            )
+            for result in recorded
+        ]
+        left_s = max(state.since + settings.check_timeout_s - time.time(), 1.0)
+        ended = await run_rollouts(self.store, requests, timeout_s=left_s)
+        n_cancelled = sum(rollout.status == "cancelled" for rollout in ended)
+        if n_cancelled:
+            await self._watch_again(
+                f"candidate {state.trial} is rejected: {n_cancelled} of {len(ended)} recorded tasks were not run "
+                f"within {settings.check_timeout_s:g} s; are there runners?"
+            )
+            return
+        rewards = [await read_reward(self.store, rollout) for rollout in ended]
+        pairs = zip(rewards, recorded, strict=True)
+        differences = [reward - before.reward for reward, before in pairs if reward is not None]  # users rate the rest
+        change = statistics.fmean(differences) if differences else 0.0
+        failed = sum(rollout.status == "failed" for rollout in ended)
+        failed_before = sum(result.rollout.status == "failed" for result in recorded)
+        summary = (
+            f"candidate {state.trial} ran on {len(ended)} recorded tasks: {failed} failed, "
+            f"{change:+.3f} on the {len(differences)} with a reward"
+        )
+        low, high = settings.reward_range
+        is_worse = change < -settings.check_tolerance * (high - low)
+        if is_worse or failed - failed_before > settings.check_tolerance * len(recorded):
+            await self._watch_again(f"{summary}; rejected by the offline check")
+        else:
+            note = f"{summary}; gets {settings.share:.0%} of the traffic"
+            await self._enter(note, phase="trial", share=settings.share)
+
+    async def _recorded(self) -> list[Result]:
+        """The newest different tasks that were served with the stable version, with their rewards."""
+        state, limit = self.state, self.settings.check_tasks
+        served: list[Rollout] = []
+        for group in ("stable", "control"):
+            served += await self.store.query_rollouts(
+                status_in=["succeeded", "failed"],
+                metadata={"group": group},
+                start_before=state.since,
+                sort_by="start_time",
+                sort_order="desc",
+                limit=max(4 * limit, 1),
+            )
+        found: dict[str, Result] = {}
+        for rollout in sorted(served, key=lambda rollout: rollout.start_time, reverse=True):
+            task = json.dumps(rollout.input, sort_keys=True)
+            if len(found) == limit:
+                break
+            if rollout.resources_id == state.stable and task not in found:
+                reward = await read_reward(self.store, rollout)
+                if reward is not None:
+                    found[task] = Result(rollout, reward)
+        return list(found.values())
+
+    # --- trial: the candidate on a share of the traffic ---
+
+    async def _try(self) -> None:
+        settings, state = self.settings, self.state
+        # Step and group tell which rollouts count; the minute allows for clocks that differ.
+        reader = self._reader({"control", "treatment"}, state.since - 60.0, state.trial)
+        test = SequentialTest(risk=settings.risk, margin=settings.margin, reward_range=settings.reward_range)
+        while not await self._is_superseded():
+            for result in await reader.read_new():
+                group = (result.rollout.metadata or {})["group"]
+                test.add(result.reward, is_treatment=group == "treatment")
+                if await self._is_decided(test):
+                    return
+            await self.feed.wait(settings.refresh_s)
+
+    async def _is_decided(self, test: SequentialTest) -> bool:
+        """Ends the trial if the test has a verdict."""
+        verdict, treated, state = test.verdict, test.treatment.n, self.state
+        if verdict is None and treated >= self.settings.max_treated:
+            verdict = "not worse" if test.difference >= 0 else "worse"
+        if verdict is None:
+            return False
+        low, high = test.interval
+        summary = (
+            f"candidate {state.trial}: {test.difference:+.3f} [{low:+.3f}, {high:+.3f}] "
+            f"after {treated} against {test.control.n} rewards"
+        )
+        numbers = {"live/difference": test.difference, "live/low": low, "live/high": high, "live/treated": treated}
+        await self.store.add_metrics(state.trial, {**numbers, "live/promoted": float(verdict == "not worse")})
+        if verdict == "worse":
+            await self._watch_again(f"{summary}; rolled back")
+            return True
+        candidate = await self.store.get_resources_by_id(state.candidate or "")
+        assert candidate is not None, "versions are never removed"
+        update = await self.store.update_resources(split_version_id(state.stable)[0], candidate.resources)
+        await self._watch_again(f"{summary}; promoted as {update.version_id}", stable=update.version_id)
+        return True
+
+    def _reader(self, groups: set[str], since: float, step: int | None = None) -> ResultReader:
+        timeout_s = self.settings.reward_timeout_s
+        return ResultReader(self.store, self.feed, groups=groups, since=since, step=step, reward_timeout_s=timeout_s)
+
+
+def _check_id(state: LiveState, recorded: Rollout) -> str:
+    """The id of a check, which is the same when a restarted learner queues it again."""
+    text = f"{state.candidate}/{recorded.rollout_id}"
+    return "ro-" + hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

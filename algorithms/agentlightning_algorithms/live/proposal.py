@@ -1,4 +1,4 @@
-"""Proposers: what makes a candidate from the experience with the stable version."""
+"""Proposers make a candidate from the experience with the stable version."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from agentlightning_algorithms.live_resources import Experience
 
 Proposal: TypeAlias = Mapping[str, Resource | str] | None
 Proposer: TypeAlias = Callable[[Experience], Proposal | Awaitable[Proposal]]
-"""Makes better resources, those that change by name; None when it has no idea. A plain str is a prompt."""
+"""Returns the resources to change, by name; None for no change. A plain str is a prompt."""
 
 
 def load_proposer(given: Proposer | str | Mapping[str, Any]) -> Proposer:
-    """What makes candidates.
+    """Resolves the ``propose`` setting.
 
     Args:
         given: a function; ``"module:function"``; or an algorithm that has ``propose(experience)``, by its name or as
             ``{"name": "apo", **settings}``.
 
     Raises:
-        ConfigError: nothing of this kind is there.
-        PluginError: there is no such algorithm.
+        ConfigError: it does not exist, or the algorithm has no ``propose``.
+        PluginError: there is no algorithm of this name.
     """
     if callable(given):
         return given
@@ -35,7 +35,7 @@ def load_proposer(given: Proposer | str | Mapping[str, Any]) -> Proposer:
         try:
             found: Proposer = EntryPoint("propose", given, "agentlightning").load()
         except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(f"propose = {given!r}: nothing to import, as in 'module:function': {error}") from error
+            raise ConfigError(f"propose = {given!r} cannot be imported as 'module:function': {error}") from error
         return found
     algorithm = get_manager().create("algorithm", given)
     propose: Proposer | None = getattr(algorithm, "propose", None)
@@ -45,15 +45,15 @@ def load_proposer(given: Proposer | str | Mapping[str, Any]) -> Proposer:
 
 
 async def make_candidate(propose: Callable[[Experience], Any], experience: Experience) -> dict[str, Resource]:
-    """The resources that a proposer wants: all of them, changed or not. A synchronous one gets a thread.
+    """Calls a proposer and returns all resources, changed or not. A synchronous proposer gets a thread.
 
     Raises:
-        ConfigError: it proposed something that is no resource, or under a name that the stable version does not have.
-        Exception: whatever the proposer raised.
+        ConfigError: it proposed something other than resources, or a name that the stable version does not have.
+        Exception: the proposer's own.
     """
     if inspect.iscoroutinefunction(propose):
         answer = propose(experience)
-    else:  # it may take long, and the heartbeats must go on
+    else:  # in a thread, because heartbeats must go on
         answer = await asyncio.to_thread(propose, experience)
     proposal: Proposal = await answer if inspect.isawaitable(answer) else answer
     changes = {} if proposal is None else read_resources(proposal)

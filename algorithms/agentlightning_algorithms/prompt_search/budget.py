@@ -1,4 +1,4 @@
-"""What a search may spend, and what it has spent."""
+"""The budget of a prompt search in model calls, tokens and money."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentlightning.types import Span
 
 @dataclass(frozen=True)
 class Usage:
-    """Model calls and their tokens."""
+    """The model and the tokens of one model call."""
 
     model: str
     prompt_tokens: int = 0
@@ -22,8 +22,8 @@ class Usage:
 
 
 @dataclass
-class Budget:
-    """Counts model calls, tokens and money, the agents' own among them as far as their spans tell."""
+class SearchBudget:
+    """Limits and counts of model calls, tokens and cost; agents' calls count as far as they are traced."""
 
     max_calls: int | None = None
     max_tokens: int | None = None
@@ -31,7 +31,8 @@ class Budget:
     max_cost: float | None = None
     """In the currency of ``prices``."""
     prices: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """By the beginning of a model's name: for a million tokens of prompts, and of answers. Others cost nothing."""
+    """By prefix of the model's name: price of a million prompt tokens, and of a million answer tokens. Other models
+    cost nothing."""
     calls: int = 0
     tokens: int = 0
     cost: float = 0.0
@@ -40,14 +41,14 @@ class Budget:
         for name in ("max_calls", "max_tokens", "max_cost"):
             limit = getattr(self, name)
             if limit is not None and not limit > 0:
-                raise ConfigError(f"{name} = {limit}: above 0 is needed; None is no limit")
+                raise ConfigError(f"{name} = {limit}: a number above 0 is needed; None is no limit")
         self.prices = {model: (float(price[0]), float(price[1])) for model, price in self.prices.items()}
 
     def require_prices(self, *models: str) -> None:
         """Checks that the cost of these models can be counted.
 
         Raises:
-            ConfigError: there is a ``max_cost`` and one of them has no price.
+            ConfigError: ``max_cost`` is set and one of them has no price.
         """
         for model in models:
             if self.max_cost is not None and model not in self.prices:
@@ -56,29 +57,25 @@ class Budget:
                     f"prices={{{model!r}: (for a million prompt tokens, for a million answer tokens)}}"
                 )
 
-    def price(self, usage: Usage) -> float:
-        """What a call costs."""
-        named = [model for model in self.prices if usage.model.startswith(model)]  # servers answer with a dated name
-        prompt, completion = self.prices[max(named, key=len)] if named else (0.0, 0.0)
-        return (usage.prompt_tokens * prompt + usage.completion_tokens * completion) / 1e6
-
     def spend(self, used: Iterable[Usage]) -> None:
         """Counts calls."""
         for usage in used:
             self.calls += 1
             self.tokens += usage.prompt_tokens + usage.completion_tokens
-            self.cost += self.price(usage)
+            prefixes = [prefix for prefix in self.prices if usage.model.startswith(prefix)]  # answers name dated models
+            prompt, completion = self.prices[max(prefixes, key=len)] if prefixes else (0.0, 0.0)
+            self.cost += (usage.prompt_tokens * prompt + usage.completion_tokens * completion) / 1e6
 
     def is_spent(self, further: Iterable[Usage] = ()) -> bool:
         """Whether a limit is reached when ``further`` calls are counted too."""
-        after = Budget(calls=self.calls, tokens=self.tokens, cost=self.cost, prices=self.prices)
+        after = SearchBudget(calls=self.calls, tokens=self.tokens, cost=self.cost, prices=self.prices)
         after.spend(further)
         pairs = ((after.calls, self.max_calls), (after.tokens, self.max_tokens), (after.cost, self.max_cost))
         return any(limit is not None and spent >= limit for spent, limit in pairs)
 
 
 def read_usage(spans: Iterable[Span]) -> list[Usage]:
-    """The model calls of an attempt; one that client and gateway both recorded is one."""
+    """The model calls of an attempt; a call that client and gateway both recorded counts once."""
     used = []
     for call in find_calls(build_tree(list(spans), repair=True), semconv.is_llm_call):
         attributes = [node.span.attributes for node in reversed(call.nodes)]

@@ -1,11 +1,11 @@
-"""A candidate: prompts that were tried, where they came from and what they earned."""
+"""Candidates: sets of prompts with their lineage and scores."""
 
 from __future__ import annotations
 
 import difflib
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, Field
@@ -15,33 +15,33 @@ from agentlightning.frozen import FrozenDict
 from agentlightning.resources import PromptTemplate, Resource
 
 CANDIDATE_NAME: Final = "prompt_candidate"
-"""The name of this record among the resources of a candidate's snapshot."""
+"""The resource name of this record in a candidate's snapshot."""
 
 
 class Candidate(Resource):
-    """One set of prompts, with its lineage and scores. It is stored beside them in its snapshot of resources."""
+    """One set of prompts with its lineage and scores, stored beside the prompts in a snapshot of resources."""
 
     resource_type: Literal["prompt_candidate"] = "prompt_candidate"
     candidate_id: str
     """A hash of the prompts."""
     prompts: Annotated[dict[str, PromptTemplate], AfterValidator(FrozenDict)] = Field(repr=False)
-    """The prompts that are tuned, by the name of their resource."""
+    """The tuned prompts by resource name."""
     round: int = 0
-    """In which it was made; the seed's is 0."""
+    """The round that made it; 0 for the seed."""
     parent_id: str | None = None
-    """The candidate it is an edit of."""
+    """The candidate that was edited."""
     edited: tuple[str, ...] = ()
     """The names of the prompts that differ from the parent's."""
     critique: str | None = Field(default=None, repr=False)
-    """What the edit was made for."""
+    """The critique that the edit answers."""
     batch_score: float | None = None
-    """Mean reward over the validation batch that it was last compared on; failures and time-outs count as 0."""
+    """Mean reward over its last validation batch; failures and timeouts count as 0."""
     full_score: float | None = None
-    """Mean reward over the whole validation set, where it was tried on it."""
+    """Mean reward over the whole validation set; None when it was not run on all of it."""
 
     @classmethod
     def of(cls, prompts: Mapping[str, PromptTemplate], parent: Candidate | None = None, **fields: object) -> Candidate:
-        """A candidate of these prompts."""
+        """Makes a candidate of these prompts."""
         text = json.dumps({name: [prompt.engine, prompt.template] for name, prompt in sorted(prompts.items())})
         edited = () if parent is None else tuple(n for n, prompt in prompts.items() if prompt != parent.prompts[n])
         data = {
@@ -55,27 +55,50 @@ class Candidate(Resource):
 
     @property
     def score(self) -> float | None:
-        """The best that is known: over the whole validation set, else over a batch of it."""
+        """The score over the whole validation set, else over a batch of it."""
         return self.batch_score if self.full_score is None else self.full_score
 
-    def prompt(self, name: str | None = None) -> PromptTemplate:
-        """One of the prompts; without a name, the only one.
+    def prompt_name(self, name: str | None = None) -> str:
+        """Checks the name of a prompt, which may be left out when there is only one.
 
         Raises:
-            ConfigError: there is none of this name, or there are several and none is named.
+            ConfigError: there is no prompt of this name, or there are several and ``name`` is None.
         """
         names = ", ".join(sorted(self.prompts))
         if name is None and len(self.prompts) > 1:
             raise ConfigError(f"{len(self.prompts)} prompts are tuned; name one of: {names}")
         if name is not None and name not in self.prompts:
-            raise ConfigError(f"no prompt {name!r} is tuned; tuned: {names}")
-        return self.prompts[name] if name is not None else next(iter(self.prompts.values()))
+            raise ConfigError(f"no prompt {name!r} is tuned; the tuned prompts are {names}")
+        return name if name is not None else next(iter(self.prompts))
+
+    def prompt(self, name: str | None = None) -> PromptTemplate:
+        """A prompt by ``prompt_name(name)``."""
+        return self.prompts[self.prompt_name(name)]
 
     def diff(self, older: Candidate) -> str:
-        """What changed since an older candidate, prompt by prompt, as a unified diff; empty when nothing did."""
+        """A unified diff of every prompt from an older candidate; empty when they are equal."""
         changes: list[str] = []
         for name, prompt in self.prompts.items():
             before, after = older.prompts[name].template.splitlines(), prompt.template.splitlines()
             labels = f"{name} ({older.candidate_id})", f"{name} ({self.candidate_id})"
             changes += difflib.unified_diff(before, after, *labels, lineterm="", n=99)
         return "\n".join(changes)
+
+
+def choose_prompts(resources: Mapping[str, Resource], wanted: Sequence[str] | None) -> dict[str, PromptTemplate]:
+    """The prompts to tune: all, or those in ``wanted``.
+
+    Raises:
+        ConfigError: there is no prompt, or a wanted one does not exist.
+    """
+    known = {name: value for name, value in resources.items() if isinstance(value, PromptTemplate)}
+    if not known:
+        raise ConfigError(
+            "there is no prompt to tune: give one as in Trainer(initial_resources={'prompt': 'Answer: {question}'}); "
+            f"resources: {', '.join(sorted(resources)) or 'none'}"
+        )
+    if wanted is None:
+        return dict(sorted(known.items()))
+    if not wanted or any(name not in known for name in wanted):
+        raise ConfigError(f"prompts = {list(wanted)}: the prompts of this run are {', '.join(sorted(known))}")
+    return {name: known[name] for name in wanted}

@@ -1,4 +1,4 @@
-"""Model calls that a search pays for: retried, counted, and never made twice."""
+"""The model calls of a prompt search: cached, counted and retried."""
 
 from __future__ import annotations
 
@@ -7,106 +7,102 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-# A client imports this when it is used first: half a second within a round, and in two threads at once a deadlock.
+# A client imports this at its first call: that takes half a second, and deadlocks when two threads do it at once.
 import openai.resources.chat  # noqa: F401 # for the effect
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient, OpenAIError
 
 from agentlightning.errors import ConfigError
-from agentlightning_algorithms.prompt_search.budget import Budget, Usage
-from agentlightning_algorithms.prompt_search.ledger import Ledger, PaidCall
+from agentlightning_algorithms.prompt_search.budget import SearchBudget, Usage
+from agentlightning_algorithms.prompt_search.call_cache import CallCache, ModelCall
 
 logger = logging.getLogger("agentlightning")
+_MAX_CONCURRENCY: Final = 16
 _RETRIED_STATUS: Final = frozenset({408, 409, 429})
 
 
-class PaidChat:
-    """Asks chat models, within a budget. An answer is in the ledger before anybody uses it."""
+class CachedChat:
+    """Calls chat models within a budget. An answer is in the cache before it is used."""
 
     def __init__(
-        self,
-        client: AsyncOpenAI | None,
-        ledger: Ledger,
-        budget: Budget,
-        *,
-        attempts: int = 3,
-        backoff_s: float = 1.0,
-        max_concurrency: int = 16,
+        self, client: AsyncOpenAI | None, cache: CallCache, budget: SearchBudget, *, attempts: int = 3
     ) -> None:
         """Sets up the calls.
 
         Args:
             client: of any OpenAI-compatible endpoint; None takes it from the environment.
-            ledger: what has been paid for already.
-            budget: what may be spent; counts the answers that this object gives.
+            cache: calls that were paid for already.
+            budget: limits the calls, and counts those that are answered here.
             attempts: how often a call that fails is tried.
-            backoff_s: before the second try; doubled before each further one.
-            max_concurrency: calls at once.
 
         Raises:
             ConfigError: there is no key in the environment.
         """
         self._given = client
-        self._client = private_copy(client)
-        self._ledger = ledger
+        self._client = copy_client(client)
+        self._cache = cache
         self._budget = budget
         self._attempts = attempts
-        self._backoff_s = backoff_s
-        self._gate = asyncio.Semaphore(max_concurrency)
+        self._backoff_s = 1.0
+        """Before the second try; doubled before each further one."""
+        self._slots = asyncio.Semaphore(_MAX_CONCURRENCY)
         self._counted: set[str] = set()
         self._in_flight = 0
         self.answered = 0
         self.failed: dict[str, str] = {}
-        """Why a call failed, by its place, since ``begin``."""
+        """Why calls failed, by place, since ``start_round``."""
 
     async def close(self) -> None:
-        """Closes the connections, those of a client that the user still holds excepted."""
+        """Closes our connections; a client that the user still holds stays open."""
         if self._client is not self._given:
             await self._client.close()
 
-    def begin(self) -> None:
-        """Forgets what happened so far; called when a round begins."""
+    def start_round(self) -> None:
+        """Resets what is known of answered and failed calls."""
         self.answered = 0
         self.failed = {}
 
     async def ask(
         self, place: str, model: str, messages: Sequence[Mapping[str, Any]], *, temperature: float
     ) -> str | None:
-        """The answer to a call; None when it failed or there is no budget for it.
+        """Makes a call, or takes its answer from the cache.
 
         Args:
-            place: which call of the search this is. The same place is asked once in the life of a run.
+            place: identifies the call within the search.
             model: as the endpoint names it.
             messages: the chat.
             temperature: of the sampling.
+
+        Returns:
+            The answer; None when the call failed or the budget is spent.
         """
-        call = self._ledger.calls.get(place)
+        call = self._cache.calls.get(place)
         if call is None:
-            if place in self._ledger.skipped:
+            if place in self._cache.skipped:
                 return None
-            async with self._gate:
+            async with self._slots:
                 if self._is_spent():
                     return None
                 self._in_flight += 1
                 try:
-                    call = await self._pay(place, model, messages, temperature)
+                    call = await self._call_model(place, model, messages, temperature)
                 finally:
                     self._in_flight -= 1
             if call is None:
                 return None
         if place not in self._counted:
             self._counted.add(place)
-            self._budget.spend([_usage(call)])
+            self._budget.spend([call])
         self.answered += 1
         return call.answer
 
     def _is_spent(self) -> bool:
-        """What is recorded, but not asked for yet in this life of the run, is paid for as well."""
-        waiting = [_usage(call) for place, call in self._ledger.calls.items() if place not in self._counted]
-        return self._budget.is_spent([*waiting, *(Usage("") for _ in range(self._in_flight))])
+        """Counts cached calls too that the resumed search has not come to yet, and calls in flight."""
+        cached = [call for place, call in self._cache.calls.items() if place not in self._counted]
+        return self._budget.is_spent([*cached, *(Usage("") for _ in range(self._in_flight))])
 
-    async def _pay(
+    async def _call_model(
         self, place: str, model: str, messages: Sequence[Mapping[str, Any]], temperature: float
-    ) -> PaidCall | None:
+    ) -> ModelCall | None:
         for attempt in range(self._attempts):
             if attempt:
                 await asyncio.sleep(self._backoff_s * 2 ** (attempt - 1))
@@ -120,31 +116,28 @@ class PaidChat:
             except Exception as error:  # isolation point: a call that fails is skipped, and the search goes on
                 self.failed[place] = f"{type(error).__name__}: {error}"
                 logger.warning("model call %s to %s failed: %s", place, model, self.failed[place])
-                if not _is_worth_retrying(error):
+                if not _is_transient(error):
                     return None
                 continue
-            usage = reply.usage
-            call = PaidCall(
-                place,
-                model,
-                answer,
-                getattr(usage, "prompt_tokens", 0) or 0,
-                getattr(usage, "completion_tokens", 0) or 0,
-            )
+            tokens = {
+                name: getattr(reply.usage, name, 0) or 0  # some endpoints send no usage
+                for name in ("prompt_tokens", "completion_tokens")
+            }
+            call = ModelCall(place=place, model=model, answer=answer, **tokens)
             if answer:
-                self._ledger.record(call)
+                self._cache.record(call)
                 self.failed.pop(place, None)
                 return call
-            self._budget.spend([_usage(call)])
-            self.failed[place] = f"{model} answered nothing"
+            self._budget.spend([call])
+            self.failed[place] = f"{model} gave an empty answer"
         return None
 
 
-def private_copy(client: AsyncOpenAI | None) -> AsyncOpenAI:
-    """A client for one event loop, with connections of its own; None takes it from the environment.
+def copy_client(client: AsyncOpenAI | None) -> AsyncOpenAI:
+    """A client with connections of its own, because connections do not outlive their event loop.
 
-    A run has a loop of its own, and connections do not outlive their loop. A client with the user's own
-    ``http_client``, or of another class, is used as it is.
+    None takes the client from the environment. A client of another class, or with the user's own ``http_client``, is
+    used as it is.
 
     Raises:
         ConfigError: there is no key in the environment.
@@ -154,18 +147,14 @@ def private_copy(client: AsyncOpenAI | None) -> AsyncOpenAI:
             return AsyncOpenAI(max_retries=0)
         except OpenAIError as error:
             raise ConfigError(
-                "a search for prompts asks a model for better ones: set OPENAI_API_KEY (and OPENAI_BASE_URL for "
-                "another endpoint than OpenAI's), or give async_openai_client=AsyncOpenAI(...)"
+                "a prompt search calls models: set OPENAI_API_KEY (and OPENAI_BASE_URL for an endpoint other than "
+                "OpenAI's), or give async_openai_client=AsyncOpenAI(...)"
             ) from error
     if type(getattr(client, "_client", None)).__name__ == "AsyncHttpxClientWrapper":
         return client.copy(http_client=DefaultAsyncHttpxClient())
     return client
 
 
-def _usage(call: PaidCall) -> Usage:
-    return Usage(call.model, call.prompt_tokens, call.completion_tokens)
-
-
-def _is_worth_retrying(error: Exception) -> bool:
+def _is_transient(error: Exception) -> bool:
     status = getattr(error, "status_code", None)
     return not isinstance(status, int) or status in _RETRIED_STATUS or status >= 500

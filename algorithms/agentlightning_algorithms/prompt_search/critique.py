@@ -1,19 +1,19 @@
-"""What critic and editor are told. Every text here is a prompt template that a user can replace."""
+"""The prompts of critic and editor, and how rollouts are shown to them. Users can replace each prompt."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from agentlightning.adapter.message import ChatHistory, drop_prefixes
 from agentlightning.errors import ConfigError
 from agentlightning.resources import PromptTemplate
-from agentlightning_algorithms.prompt_search.trial import RolloutResult
+from agentlightning_algorithms.prompt_search.trial import TrialResult
 
 ROLLOUT_CHARS: Final = 6000
-"""Of one rollout that a critic sees; the middle of what is longer is left out."""
+"""Length of one rollout as a critic sees it; a longer text loses its middle."""
 
 GRADIENT_PROMPTS: Final = (
     PromptTemplate(
@@ -47,7 +47,7 @@ which of it the instructions lack, and which of their parts do harm. Give at mos
 instructions."""
     ),
 )
-"""One of them is drawn for each child: different questions find different faults."""
+"""Each child draws one of them: different questions find different faults."""
 
 EDIT_PROMPTS: Final = (
     PromptTemplate(
@@ -73,8 +73,11 @@ nothing else."""
 )
 
 
+Templates: TypeAlias = str | PromptTemplate | Sequence[str | PromptTemplate] | None
+
+
 def read_prompt(answer: str) -> str:
-    """The prompt in an editor's answer: between its tags, else the whole without a fence around it."""
+    """The prompt in an editor's answer: the text between its tags, else the whole without its code fence."""
     tagged = re.search(r"<prompt[^>]*>\n?(.*)</prompt>", answer, re.DOTALL)
     if tagged is not None:
         return tagged[1].strip()
@@ -82,25 +85,25 @@ def read_prompt(answer: str) -> str:
     return (answer if fenced is None else fenced[1]).strip()
 
 
-def show_rollouts(results: Sequence[RolloutResult]) -> str:
-    """Rollouts as a critic reads them."""
+def show_rollouts(results: Sequence[TrialResult]) -> str:
+    """Formats rollouts for a critic."""
     return "\n\n".join(_show_rollout(number, result) for number, result in enumerate(results, 1))
 
 
 def show_messages(histories: Sequence[ChatHistory]) -> str:
-    """Chats as text, each conversation once."""
+    """Formats chats, each conversation once."""
     return "\n---\n".join("\n".join(map(_show_message, each["messages"])) for each in drop_prefixes(histories))
 
 
 def shorten_middle(text: str, length: int) -> str:
-    """The text, without its middle where it is longer than ``length``."""
+    """Leaves out the middle of a text that is longer than ``length``."""
     if len(text) <= length:
         return text
     head = length // 2
     return f"{text[:head]}\n[{len(text) - length} characters left out]\n{text[head - length :]}"
 
 
-def _show_rollout(number: int, result: RolloutResult) -> str:
+def _show_rollout(number: int, result: TrialResult) -> str:
     reward = "none" if result.reward is None else f"{result.reward:g}"
     parts = [f"<task>{_to_text(result.task)}</task>"]
     if result.messages:
@@ -123,17 +126,15 @@ def _to_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def read_templates(
-    name: str, given: str | PromptTemplate | Sequence[str | PromptTemplate] | None, default: Sequence[PromptTemplate]
-) -> tuple[PromptTemplate, ...]:
-    """What a user gave instead of our prompts; a plain str is an f-string template.
+def read_templates(name: str, given: Templates, default: Sequence[PromptTemplate]) -> tuple[PromptTemplate, ...]:
+    """A user's prompts, or the default; a plain str is an f-string template.
 
     Raises:
-        ConfigError: an empty sequence, or something else.
+        ConfigError: ``given`` is empty or holds something else.
     """
     if given is None:
         return tuple(default)
     several = [given] if isinstance(given, (str, PromptTemplate)) else list(given)
     if not several or not all(isinstance(each, (str, PromptTemplate)) for each in several):
-        raise ConfigError(f"{name} = {given!r}: give a prompt template, or several of which one is drawn each time")
+        raise ConfigError(f"{name} = {given!r}: give a prompt template or several, of which each call draws one")
     return tuple(PromptTemplate(each) if isinstance(each, str) else each for each in several)

@@ -1,4 +1,4 @@
-"""The gaps of a prompt, such as ``{question}``: an edit of the prompt has to keep them, all and no others."""
+"""The placeholders of a prompt, such as ``{question}``: an edit must keep all of them and add no others."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from agentlightning.resources import PromptTemplate
 
 
 def find_placeholders(prompt: PromptTemplate) -> frozenset[str]:
-    """The names of the values that a prompt wants.
+    """The names of the values that fill a prompt.
 
     Raises:
-        ConfigError: it cannot be read as a template of its engine.
+        ConfigError: it is not a template of its engine.
     """
     if prompt.engine == "f-string":
         return frozenset(name for name, _ in _fields(prompt.template))
@@ -30,12 +30,12 @@ def find_placeholders(prompt: PromptTemplate) -> frozenset[str]:
 
 
 def fit(text: str, original: PromptTemplate) -> PromptTemplate:
-    """Makes a template of an edited text that wants what the original wants.
+    """Makes a template of an edited text with the placeholders of the original.
 
-    In an f-string, braces around anything else are meant as they stand, as in an example of JSON, and are doubled.
+    In an f-string, braces around anything else are literal, as in an example of JSON, and are doubled.
 
     Raises:
-        ConfigError: a gap is missing or new, or the text cannot be read as a template.
+        ConfigError: a placeholder is missing or new, or the text is not a template.
     """
     edited = original.model_copy(update={"template": text})
     wanted = find_placeholders(original)
@@ -51,12 +51,12 @@ def fit(text: str, original: PromptTemplate) -> PromptTemplate:
     if missing := wanted - found:
         raise ConfigError(f"it lost the placeholders {_show(original, missing)}")
     if unknown := found - wanted:
-        raise ConfigError(f"nobody fills its placeholders {_show(original, unknown)}")
+        raise ConfigError(f"it has unknown placeholders {_show(original, unknown)}")
     return edited
 
 
 def show_placeholders(prompt: PromptTemplate) -> str:
-    """The gaps as they are written in the prompt."""
+    """The placeholders as they are written in the prompt."""
     return _show(prompt, find_placeholders(prompt)) or "none"
 
 
@@ -66,7 +66,7 @@ def _show(prompt: PromptTemplate, names: frozenset[str]) -> str:
 
 
 def _fields(template: str) -> list[tuple[str, str]]:
-    """Name and format of each gap of an f-string."""
+    """Name and format of each placeholder of an f-string."""
     try:
         parsed = [
             (name, (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else ""))
@@ -77,11 +77,11 @@ def _fields(template: str) -> list[tuple[str, str]]:
         raise ConfigError(f"not a template: {error}; write {{{{ for a literal brace") from error
     for name, _ in parsed:
         if not name.isidentifier():
-            raise ConfigError(f"not a template: {{{name}}} is no plain name; write {{{{ for a literal brace")
+            raise ConfigError(f"not a template: {{{name}}} is not a plain name; write {{{{ for a literal brace")
     return parsed
 
 
 def _escape(text: str, wanted: frozenset[str]) -> str:
-    """Doubles every brace but those around a wanted name."""
+    """Doubles every brace except those around a wanted name."""
     names = "|".join(map(re.escape, sorted(wanted))) or r"(?!)"
     return re.sub(rf"\{{(?:{names})\}}|[{{}}]", lambda match: match[0] if len(match[0]) > 1 else match[0] * 2, text)

@@ -1,13 +1,15 @@
-"""The ground that searches for prompts stand on: candidates in the store, trials, paid model calls, a budget."""
-
-from __future__ import annotations
+"""The base of prompt searches: candidates in the store, trials, model calls, a budget."""
 
 import asyncio
+import hashlib
 import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+from openai import AsyncOpenAI
 
 from agentlightning.adapter.message import TraceToMessages
 from agentlightning.algorithm.algorithm import Algorithm
@@ -15,68 +17,81 @@ from agentlightning.algorithm.context import RunContext
 from agentlightning.errors import ConfigError, LightningError
 from agentlightning.plugin.settings import require_least
 from agentlightning.resources import LLM, PromptTemplate, Resource
-from agentlightning.types import Dataset, RolloutMode
-from agentlightning_algorithms.prompt_search.budget import Budget
-from agentlightning_algorithms.prompt_search.candidate import CANDIDATE_NAME, Candidate
-from agentlightning_algorithms.prompt_search.chat import PaidChat, private_copy
+from agentlightning.types import Dataset, EnqueueRolloutRequest, RolloutMode
+from agentlightning_algorithms.prompt_search.budget import SearchBudget
+from agentlightning_algorithms.prompt_search.call_cache import FILE_NAME, CallCache
+from agentlightning_algorithms.prompt_search.candidate import CANDIDATE_NAME, Candidate, choose_prompts
+from agentlightning_algorithms.prompt_search.chat import CachedChat, copy_client
 from agentlightning_algorithms.prompt_search.critique import REPAIR_PROMPT, read_prompt
-from agentlightning_algorithms.prompt_search.ledger import FILE_NAME, Ledger
 from agentlightning_algorithms.prompt_search.placeholder import find_placeholders, fit, show_placeholders
-from agentlightning_algorithms.prompt_search.trial import RolloutResult, make_requests, run_trial
-
-if TYPE_CHECKING:
-    from openai import AsyncOpenAI
+from agentlightning_algorithms.prompt_search.trial import TrialResult, read_trial_result
+from agentlightning_algorithms.rollout_result import retry_lost, run_rollouts
 
 logger = logging.getLogger("agentlightning")
 
 
+# No ``from __future__ import annotations``: the types of these settings are read in the modules of the subclasses.
+@dataclass(eq=False, repr=False)
 class PromptSearch(Algorithm):
-    """What APO and GEPA share.
+    """The base of APO and GEPA, with the settings that they share.
 
-    A search can be killed at any moment: resumed, it is the same search run again, in which every rollout that has
-    finished and every model call that was recorded answers at once.
+    A search can be killed at any moment. A resumed search is the same search run again: finished rollouts and recorded
+    model calls return at once.
     """
 
     default_adapter: ClassVar[str | None] = "messages"
 
-    def __init__(
-        self,
-        async_openai_client: AsyncOpenAI | None,
-        *,
-        models: Sequence[str],
-        prompts: Sequence[str] | str | None,
-        rollout_batch_timeout: float,
-        target_score: float | None,
-        seed: int | None,
-        budget: Budget,
-        llm_attempts: int,
-    ) -> None:
-        if not rollout_batch_timeout > 0:
-            raise ConfigError(f"rollout_batch_timeout = {rollout_batch_timeout}: seconds above 0 are needed")
-        require_least(1, llm_attempts=llm_attempts)
-        budget.require_prices(*models)
-        self.async_openai_client = async_openai_client
-        self.models = models
-        self.prompts = (prompts,) if isinstance(prompts, str) else prompts
-        self.rollout_batch_timeout = rollout_batch_timeout
-        self.target_score = target_score
-        self.seed = seed
-        self.budget = budget
-        self.llm_attempts = llm_attempts
+    async_openai_client: AsyncOpenAI | None = None
+    """Client of any OpenAI-compatible endpoint; None takes OPENAI_API_KEY and OPENAI_BASE_URL."""
+    _: KW_ONLY
+    rollout_batch_timeout: float = 3600.0
+    """Seconds for the rollouts of one trial; those still open after it count as 0."""
+    target_score: float | None = None
+    """Stop when the best prompt has this mean reward on the whole validation set."""
+    prompts: Sequence[str] | str | None = None
+    """Names of the prompt resources to tune, all by default; they are edited in turn."""
+    seed: int | None = None
+    """Of all random choices; default is the run's."""
+    llm_attempts: int = 3
+    """How often a model call that fails is tried before it is skipped."""
+    max_calls: int | None = None
+    """Budget in model calls of the search and, as far as they are traced, of agents. The search ends after the round
+    that spends it; the search's own calls stop at once."""
+    max_tokens: int | None = None
+    """Budget in tokens of prompts and answers."""
+    max_cost: float | None = None
+    """Budget in money; needs the prices of the search's models."""
+    prices: Mapping[str, tuple[float, float]] | None = None
+    """Price of a million prompt tokens and of a million answer tokens, by model."""
+
+    def __post_init__(self) -> None:
+        if not self.rollout_batch_timeout > 0:
+            raise ConfigError(f"rollout_batch_timeout = {self.rollout_batch_timeout}: seconds above 0 are needed")
+        require_least(1, llm_attempts=self.llm_attempts)
+        self.budget = SearchBudget(self.max_calls, self.max_tokens, self.max_cost, self.prices or {})
+        self.budget.require_prices(*self.models)
+        if isinstance(self.prompts, str):
+            self.prompts = (self.prompts,)
         self.history: list[Candidate] = []
-        """Every candidate in the order of their making, with lineage and scores; the seed is the first."""
+        """Every candidate in the order they were made, with lineage and scores; the seed is the first."""
         self._reset()
+
+    @property
+    def models(self) -> Sequence[str]:
+        """The models that the search calls."""
+        return ()
 
     def _reset(self) -> None:
         self.history.clear()
         self.stopped_because: str | None = None
-        """Why the search ended: ``rounds``, ``target_score``, ``patience``, ``budget`` or ``model_calls_failed``."""
+        """Why the search ended: ``rounds``, ``rollouts``, ``target_score``, ``patience``, ``budget`` or
+        ``model_calls_failed``."""
         self._best: Candidate | None = None
         self._base: Mapping[str, Resource] = {}
         self._versions: dict[str, int] = {}
         self._published: dict[str, Candidate] = {}
-        self._chat: PaidChat | None = None
-        self._ledger = Ledger()
+        self._chat: CachedChat | None = None
+        self._cache = CallCache()
 
     def get_best_prompt(self, name: str | None = None) -> PromptTemplate:
         """The best prompt found so far.
@@ -85,12 +100,12 @@ class PromptSearch(Algorithm):
             name: of the resource; needed when several prompts are tuned.
 
         Raises:
-            ConfigError: the search has not begun, or ``name`` does not say which prompt is meant.
+            ConfigError: the search has not begun, or ``name`` is not one of the tuned prompts.
         """
         return self.get_best().prompt(name)
 
     def get_best(self) -> Candidate:
-        """The best candidate found so far: all its prompts, its scores and where it came from.
+        """The best candidate found so far, with all its prompts, its scores and its lineage.
 
         Raises:
             ConfigError: the search has not begun.
@@ -100,15 +115,15 @@ class PromptSearch(Algorithm):
         return self._best
 
     def diff(self) -> str:
-        """What the search changed: a unified diff from the seed to the best prompts; empty when nothing is better."""
+        """A unified diff from the seed to the best prompts; empty when no candidate is better."""
         return self.get_best().diff(self.history[0])
 
     def check_setup(self, context: RunContext) -> Sequence[LLM]:
-        """Refuses what ``run`` would: no task, no prompt to tune, no key."""
+        """Refuses a run without tasks, without a prompt to tune, or without an API key."""
         check_datasets(context.train_dataset, context.val_dataset)
         if context.store is None:
             choose_prompts(context.initial_resources or {}, self.prompts)
-        client = private_copy(self.async_openai_client)
+        client = copy_client(self.async_openai_client)
         return [LLM(endpoint=str(client.base_url), model=model, api_key=client.api_key) for model in self.models]
 
     async def run(self, train_dataset: Dataset[Any] | None = None, val_dataset: Dataset[Any] | None = None) -> None:
@@ -116,33 +131,31 @@ class PromptSearch(Algorithm):
 
         Raises:
             ConfigError: there is no task, or no prompt to tune.
-            LightningError: model calls failed, and nothing was learned.
+            LightningError: all model calls failed, so no candidate was made.
         """
         train, val = check_datasets(train_dataset, val_dataset)
         if self.context.adapter is not None and not isinstance(self.context.adapter, TraceToMessages):
-            unread, name = type(self.context.adapter).__name__, type(self).__name__
-            logger.warning("the adapter %s has no effect: %s reads messages; leave adapter out", unread, name)
+            adapter, name = type(self.context.adapter).__name__, type(self).__name__
+            logger.warning("the adapter %s has no effect: %s reads messages; leave adapter out", adapter, name)
         try:
             await self.search(await self.begin(), train, val)
-            self.report()
-            if self.stopped_because == "model_calls_failed":
-                self._report_failed_calls()
+            self._report()
         finally:
             await self.close_chat()
 
     async def search(self, seed: Candidate, train: Dataset[Any], val: Dataset[Any]) -> None:
-        """What a subclass does, from the published seed on."""
+        """Searches from the published seed on; subclasses define it."""
         raise ConfigError(f"{type(self).__name__} defines no search(seed, train, val)")
 
     async def begin(self) -> Candidate:
         """Finds the prompts to tune and publishes the seed. Called when a run begins or is resumed.
 
         Raises:
-            ConfigError: there is no prompt to tune, or one that ``prompts`` names is not there.
+            ConfigError: there is no prompt to tune, or one that ``prompts`` names does not exist.
         """
         self._reset()
-        self.open_books(self.context.directory)
-        self._base = await self._find_base()
+        self.open_chat(self.context.directory)
+        self._base = await self._read_base()
         seed = Candidate.of(choose_prompts(self._base, self.prompts))
         for prompt in seed.prompts.values():
             find_placeholders(prompt)
@@ -151,12 +164,12 @@ class PromptSearch(Algorithm):
         await self.publish()
         return seed
 
-    def open_books(self, directory: Path | None) -> None:
-        """Counts from now on what is spent, with what the ledger of the directory says was paid before."""
+    def open_chat(self, directory: Path | None) -> None:
+        """Opens the cache of model calls in the run's directory, and counts the budget from 0."""
         self.budget.calls, self.budget.tokens, self.budget.cost = 0, 0, 0.0
         if directory is not None:
-            self._ledger = Ledger(directory / FILE_NAME)
-        self._chat = self._open_chat()
+            self._cache = CallCache(directory / FILE_NAME)
+        self._chat = self._new_chat()
 
     async def close_chat(self) -> None:
         """Closes the connections to the models."""
@@ -165,18 +178,21 @@ class PromptSearch(Algorithm):
             self._chat = None
 
     @property
-    def chat(self) -> PaidChat:
+    def chat(self) -> CachedChat:
         """The model calls of this run."""
         if self._chat is None:
-            self._chat = self._open_chat()
+            self._chat = self._new_chat()
         return self._chat
 
-    def draw(self, *place: str | int) -> random.Random:
-        """Random numbers for one place of the search: the same for the same seed, whatever ran before."""
+    def _new_chat(self) -> CachedChat:
+        return CachedChat(self.async_openai_client, self._cache, self.budget, attempts=self.llm_attempts)
+
+    def random_for(self, *place: str | int) -> random.Random:
+        """Random numbers for one place of the search, which depend only on it and the seed."""
         seed = self.context.seed if self.seed is None else self.seed
         return random.Random("/".join(map(str, (seed, *place))))
 
-    async def try_on(
+    async def run_trial(
         self,
         candidate: Candidate,
         dataset: Dataset[Any],
@@ -184,31 +200,35 @@ class PromptSearch(Algorithm):
         mode: RolloutMode,
         *place: str | int,
         with_messages: bool = False,
-    ) -> list[RolloutResult]:
-        """Runs a candidate on tasks of a dataset, all at once.
+    ) -> list[TrialResult]:
+        """Runs a published candidate on tasks of a dataset, all at once.
 
         Args:
             candidate: must be published.
             dataset: the tasks.
             indices: which of them.
             mode: of the rollouts.
-            place: which trial of the search this is; a resumed search does not run it again.
+            place: identifies the trial within the search; a resumed search does not run it again.
             with_messages: whether to read the chats as well.
+
+        Returns:
+            The results, in the order of ``indices``.
         """
-        context = self.context
-        tasks = {
-            context.rollout_id(*place, candidate.candidate_id, position): dataset[index]
-            for position, index in enumerate(indices)
-        }
         step = next((part for part in place if isinstance(part, int)), 0)
-        requests = make_requests(
-            tasks,
-            resources_id=self.resources_id(candidate),
-            mode=mode,
-            metadata={"group": candidate.candidate_id, "step": step, "place": "/".join(map(str, place))},
-        )
-        adapter = self.message_adapter if with_messages else None
-        results = await run_trial(self.get_store(), requests, timeout_s=self.rollout_batch_timeout, adapter=adapter)
+        requests = [
+            EnqueueRolloutRequest(
+                input=dataset[index],
+                mode=mode,
+                resources_id=self.resources_id(candidate),
+                config=retry_lost(),
+                metadata={"group": candidate.candidate_id, "step": step, "place": "/".join(map(str, place))},
+                rollout_id=self.context.rollout_id(*place, candidate.candidate_id, position),
+            )
+            for position, index in enumerate(indices)
+        ]
+        store, adapter = self.get_store(), self.message_adapter if with_messages else None
+        rollouts = await run_rollouts(store, requests, timeout_s=self.rollout_batch_timeout)
+        results = await asyncio.gather(*(read_trial_result(store, rollout, adapter) for rollout in rollouts))
         self.budget.spend(usage for result in results for usage in result.usage)
         return results
 
@@ -228,18 +248,18 @@ class PromptSearch(Algorithm):
         temperature: float,
         read: Callable[[str], str] = read_prompt,
     ) -> PromptTemplate | None:
-        """A model's rewriting of a prompt, with the placeholders of the original; the model may mend it once.
+        """Asks a model to rewrite a prompt. If the answer breaks a placeholder, the model may repair it once.
 
         Args:
-            place: which call of the search this is.
+            place: identifies the call within the search.
             model: the editor.
-            request: what it is told.
+            request: the text of the call.
             original: the prompt.
             temperature: of the sampling.
-            read: finds the new prompt in an answer.
+            read: extracts the new prompt from an answer.
 
         Returns:
-            None when a call failed, the budget is spent, or the mended prompt cannot be used either.
+            None when a call failed, the budget is spent, or the repaired prompt cannot be used either.
         """
         messages = [{"role": "user", "content": request}]
         for stage in ("", "/repair"):
@@ -255,11 +275,11 @@ class PromptSearch(Algorithm):
         return None
 
     def resources_id(self, candidate: Candidate) -> str:
-        """Of the snapshot that holds a candidate's prompts, all other resources and its lineage."""
+        """The snapshot that holds a candidate's prompts, its lineage and all other resources."""
         return self._snapshot_id(candidate.candidate_id)
 
     def update(self, candidate: Candidate, **fields: Any) -> Candidate:
-        """Changes what is known of a candidate, in the history too."""
+        """Replaces a candidate by one with changed fields, in the history too."""
         changed = candidate.model_copy(update=fields)
         self.history = [changed if old.candidate_id == changed.candidate_id else old for old in self.history]
         if self._best is not None and self._best.candidate_id == changed.candidate_id:
@@ -277,7 +297,7 @@ class PromptSearch(Algorithm):
         return True
 
     async def publish(self) -> None:
-        """Stores what is new of the candidates; the best prompts stay the latest resources of the run."""
+        """Stores new versions of changed candidates; the best prompts stay the latest resources of the run."""
         store = self.get_store()
         new = [each for each in self.history if self._published.get(each.candidate_id) != each]
         wrote = await asyncio.gather(*(self._store_version(candidate) for candidate in new))
@@ -290,36 +310,25 @@ class PromptSearch(Algorithm):
         await store.update_resources(best_id, {**self._base, **self.get_best().prompts})
 
     async def publish_prompts(self, candidate: Candidate) -> None:
-        """Makes a candidate's prompts ready to be run, before its place in the lineage is settled."""
+        """Publishes a candidate's prompts for trials, before its lineage is known."""
         if candidate.candidate_id not in self._published:
             await self._store_version(Candidate.of(candidate.prompts, round=candidate.round))
 
     def is_spent(self) -> bool:
-        """Whether the budget is used up; says so once."""
-        if self.stopped_because != "budget" and self.budget.is_spent():
+        """Whether the budget is spent; sets ``stopped_because``."""
+        if self.budget.is_spent():
             self.stopped_because = "budget"
         return self.stopped_because == "budget"
 
-    def report(self) -> None:
-        """Logs how it ended and what changed, and keeps the diff in the run's directory."""
-        best, seed, diff = self.get_best(), self.history[0], self.diff()
-        logger.info(
-            "%s tried %d prompts and stopped (%s): %s -> %s; %d model calls, %d tokens, cost %.4f\n%s",
-            type(self).__name__,
-            len(self.history),
-            self.stopped_because,
-            seed.score,
-            best.score,
-            self.budget.calls,
-            self.budget.tokens,
-            self.budget.cost,
-            diff or "no prompt was better than the first",
-        )
-        if self.context.directory is not None:
-            (self.context.directory / "prompts.diff").write_text(diff and diff + "\n", encoding="utf-8")
+    def has_reached_target(self) -> bool:
+        """Whether the best candidate reaches ``target_score``; sets ``stopped_because``."""
+        score = self.get_best().full_score
+        if self.target_score is not None and score is not None and score >= self.target_score:
+            self.stopped_because = "target_score"
+        return self.stopped_because == "target_score"
 
     def metrics(self) -> dict[str, float]:
-        """What every round reports."""
+        """The metrics of every round."""
         best = self.get_best()
         scores = {"reward": best.score, "best_score": best.full_score}
         return {
@@ -330,20 +339,34 @@ class PromptSearch(Algorithm):
             "cost": self.budget.cost,
         }
 
-    def _report_failed_calls(self) -> None:
-        reason = next(iter(self.chat.failed.values()), "no edit could be used")
-        if len(self.history) == 1:
-            raise LightningError(f"{type(self).__name__} learned nothing, for its model calls failed: {reason}")
-        logger.error("%s ended early, for its model calls failed: %s", type(self).__name__, reason)
-
-    def _open_chat(self) -> PaidChat:
-        return PaidChat(self.async_openai_client, self._ledger, self.budget, attempts=self.llm_attempts)
+    def _report(self) -> None:
+        """Logs the result, writes the diff to the run's directory, and raises when no model call succeeded."""
+        name, diff = type(self).__name__, self.diff()
+        logger.info(
+            "%s tried %d prompts and stopped (%s): %s -> %s; %d model calls, %d tokens, cost %.4f\n%s",
+            name,
+            len(self.history),
+            self.stopped_because,
+            self.history[0].score,
+            self.get_best().score,
+            self.budget.calls,
+            self.budget.tokens,
+            self.budget.cost,
+            diff or "no prompt was better than the first",
+        )
+        if self.context.directory is not None:
+            (self.context.directory / "prompts.diff").write_text(diff and diff + "\n", encoding="utf-8")
+        if self.stopped_because == "model_calls_failed":
+            reason = next(iter(self.chat.failed.values()), "no edit could be used")
+            if len(self.history) == 1:
+                raise LightningError(f"{name} learned nothing because its model calls failed: {reason}")
+            logger.error("%s ended early because its model calls failed: %s", name, reason)
 
     def _snapshot_id(self, name: str) -> str:
         return self.context.rollout_id("resources", name).replace("ro-", "rs-", 1)
 
-    async def _find_base(self) -> Mapping[str, Resource]:
-        """What the run began with: stored with its first life, for later ones find candidates as the latest."""
+    async def _read_base(self) -> Mapping[str, Resource]:
+        """The resources that the run began with. They are stored, because a resumed run finds others as the latest."""
         store, base_id = self.get_store(), self._snapshot_id("seed")
         kept = await store.get_resources_by_id(base_id)
         if kept is None:
@@ -353,7 +376,7 @@ class PromptSearch(Algorithm):
         return {name: resource for name, resource in kept.resources.items() if name != CANDIDATE_NAME}
 
     async def _store_version(self, candidate: Candidate) -> bool:
-        """Stores the next version of a candidate's snapshot, unless an earlier life of the run has."""
+        """Stores the next version of a candidate's snapshot; False when the run stored it before it was resumed."""
         store, resources_id = self.get_store(), self.resources_id(candidate)
         version = self._versions[resources_id] = self._versions.get(resources_id, 0) + 1
         self._published[candidate.candidate_id] = candidate
@@ -363,36 +386,22 @@ class PromptSearch(Algorithm):
         return True
 
 
+def call_place(stage: str, prompt: Candidate, name: str, results: Sequence[TrialResult]) -> str:
+    """Identifies the model call about a prompt and rollouts: a resumed run makes the same rollouts."""
+    text = "/".join((prompt.candidate_id, name, *(result.rollout_id for result in results)))
+    return f"{stage}/{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
+
+
 def check_datasets(
     train_dataset: Dataset[Any] | None, val_dataset: Dataset[Any] | None
 ) -> tuple[Dataset[Any], Dataset[Any]]:
-    """Training and validation tasks; where one of them is missing, the other serves for both.
+    """Training and validation tasks; if one of them is missing, the other serves for both.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no task.
     """
     train = train_dataset if train_dataset is not None and len(train_dataset) else val_dataset
     val = val_dataset if val_dataset is not None and len(val_dataset) else train_dataset
     if train is None or val is None or not len(train):
-        raise ConfigError("a search for prompts needs tasks: give a train_dataset, and a val_dataset to judge by")
+        raise ConfigError("a prompt search needs tasks: give a train_dataset, and a val_dataset to compare prompts on")
     return train, val
-
-
-def choose_prompts(resources: Mapping[str, Resource], wanted: Sequence[str] | None) -> dict[str, PromptTemplate]:
-    """The prompts to tune: all that there are, or those that are wanted.
-
-    Raises:
-        ConfigError: there is none, or none of a name that is wanted.
-    """
-    known = {name: value for name, value in resources.items() if isinstance(value, PromptTemplate)}
-    if not known:
-        raise ConfigError(
-            "there is no prompt to tune: give one as in Trainer(initial_resources={'prompt': 'Answer: {question}'}); "
-            f"resources: {', '.join(sorted(resources)) or 'none'}"
-        )
-    if wanted is None:
-        return dict(sorted(known.items()))
-    unknown = [name for name in wanted if name not in known]
-    if unknown or not wanted:
-        raise ConfigError(f"prompts = {list(wanted)}: the prompts of this run are {', '.join(sorted(known))}")
-    return {name: known[name] for name in wanted}

@@ -1,1 +1,1 @@
-"""Training on many GPUs through verl: agents roll out here, verl trains."""
+"""Training on many GPUs through verl."""

@@ -1,4 +1,4 @@
-"""verl's configuration: the user's keys over our defaults over verl's own ``ppo_trainer``, composed by Hydra."""
+"""Composes verl's configuration: the user's keys over our defaults over verl's own ``ppo_trainer``."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from agentlightning.errors import ConfigError, suggest
-from agentlightning_algorithms.verl.environment import choose_platform
-from agentlightning_algorithms.verl.release import check_release
+from agentlightning_algorithms.verl.environment import check_release, choose_platform
 
 DEFAULTS: Final[Mapping[str, Any]] = {
     "algorithm.adv_estimator": "grpo",
@@ -28,10 +27,10 @@ DEFAULTS: Final[Mapping[str, Any]] = {
     "data.train_batch_size": 32,
     "data.max_prompt_length": 4096,
     "data.max_response_length": 2048,
-    "data.dataloader_num_workers": 0,  # a row is a number
+    "data.dataloader_num_workers": 0,  # an item is an index
     "actor_rollout_ref.actor.ppo_mini_batch_size": 32,
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 4,
-    "actor_rollout_ref.actor.use_dynamic_bsz": True,  # rollouts differ in the number of their rows
+    "actor_rollout_ref.actor.use_dynamic_bsz": True,  # rollouts differ in their number of rows
     "actor_rollout_ref.actor.optim.lr": 1e-6,
     "actor_rollout_ref.actor.use_kl_loss": False,
     "actor_rollout_ref.actor.entropy_coeff": 0,
@@ -46,7 +45,7 @@ DEFAULTS: Final[Mapping[str, Any]] = {
     "critic.model.path": "${actor_rollout_ref.model.path}",
     "critic.model.tokenizer_path": "${actor_rollout_ref.model.path}",
     "critic.ppo_micro_batch_size_per_gpu": 4,
-    "reward.num_workers": 0,  # agents say their rewards themselves
+    "reward.num_workers": 0,  # agents emit their rewards themselves
     "algorithm.rollout_correction.rollout_is": "token",
     "algorithm.rollout_correction.rollout_is_threshold": 2.0,
     "trainer.logger": [],  # the run's trackers get every metric
@@ -55,7 +54,7 @@ DEFAULTS: Final[Mapping[str, Any]] = {
     "trainer.project_name": "agentlightning",
     "trainer.experiment_name": "verl",
 }
-"""What differs from verl's own values, by dotted key."""
+"""Our values where they differ from verl's, by dotted key."""
 
 _FLOAT32: Final = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 CPU_DEFAULTS: Final[Mapping[str, Any]] = {
@@ -83,10 +82,10 @@ CPU_DEFAULTS: Final[Mapping[str, Any]] = {
     "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
     "transfer_queue.backend.SimpleStorage.total_storage_size": 10_000,
 }
-"""What besides is needed where ``trainer.device`` is ``cpu``."""
+"""Further values for ``trainer.device=cpu``."""
 
 _OURS: Final = {
-    "trainer.use_v1": "the V1 trainer is the only one that takes external agents",
+    "trainer.use_v1": "only the V1 trainer takes external agents",
     "data.train_files": "the tasks are the trainer's train_dataset",
     "data.val_files": "the tasks are the trainer's val_dataset",
     "data.custom_cls": "the tasks are the trainer's datasets",
@@ -98,16 +97,16 @@ _MODES: Final = ("sync", "colocate_async")
 class _Setting(NamedTuple):
     key: tuple[str, ...]
     value: Any
-    is_added: bool
-    """Written with a plus, as Hydra has it: the key is not checked."""
+    is_unchecked: bool
+    """Written with a plus, as in Hydra."""
 
 
 def compose_config(config: Mapping[str, Any]) -> DictConfig:
-    """Composes the whole configuration that verl gets.
+    """Composes verl's whole configuration.
 
     Args:
-        config: nested, or with dotted keys, or both. A key that begins with ``+`` is added without a check, for what
-            verl reads but declares nowhere. ``model_engine`` chooses another engine's files, such as ``megatron``.
+        config: nested, or with dotted keys, or both. A key that begins with ``+`` is not checked, for keys that verl
+            reads but does not declare. ``model_engine`` selects the files of another engine, such as ``megatron``.
 
     Raises:
         ConfigError: a key that verl does not know, or a value that its configuration refuses.
@@ -118,36 +117,38 @@ def compose_config(config: Mapping[str, Any]) -> DictConfig:
     settings = [s for s in settings if s.key != ("model_engine",)]
     device = next((s.value for s in settings if s.key == ("trainer", "device")), "cuda")
     choose_platform(device)
-    composed = copy.deepcopy(_compose_own(*(f"model_engine={setting.value}" for setting in engine)))
-    given = {s.key for s in settings}
-    for defaults in (DEFAULTS, CPU_DEFAULTS if device == "cpu" else {}):
-        for name, value in defaults.items():
-            key = tuple(name.split("."))
-            if not any(_begins(own, key) or _begins(key, own) for own in given):
-                _write(composed, _Setting(key, value, is_added=True))  # ours are known to be right
+    own = _compose_own(*(f"model_engine={setting.value}" for setting in engine))
     for setting in settings:
-        name = ".".join(setting.key)
-        for taken, reason in _OURS.items():
-            if name == taken or name.startswith(f"{taken}."):
-                raise ConfigError(f"verl's {name} is not yours to set: {reason}")
-        _write(composed, setting)
-    _complete_bypass(composed)
+        _check_key(own, setting)
+    composed = copy.deepcopy(own)
+    defaults = {**DEFAULTS, **(CPU_DEFAULTS if device == "cpu" else {})}
+    for name, value in defaults.items():
+        key = tuple(name.split("."))
+        if not any(given.key[: len(key)] == key or key[: len(given.key)] == given.key for given in settings):
+            _write(composed, key, value)
+    for setting in settings:
+        _write(composed, setting.key, setting.value)
+    _pass_bypass_correction(composed)
     _check(composed)
     return composed
 
 
+def given_keys(config: Mapping[str, Any]) -> Iterator[str]:
+    """The dotted keys that the user set."""
+    return (".".join(setting.key) for setting in _flatten(config, ()))
+
+
 def dump_config(composed: DictConfig) -> str:
-    """The composed configuration as YAML, with references filled in."""
+    """The composed configuration as YAML, with interpolations resolved."""
     return str(OmegaConf.to_yaml(composed, resolve=True))
 
 
 @functools.cache
 def _compose_own(*overrides: str) -> DictConfig:
     spec = importlib.util.find_spec("verl")
-    assert spec is not None
-    assert spec.origin is not None
+    assert spec is not None and spec.origin is not None  # noqa: PT018 # check_release found it
     folder = Path(spec.origin).parent / "trainer" / "config"
-    of_user = get_gh_backup()  # a script may be Hydra's own
+    backup = get_gh_backup()  # of a user's script that uses Hydra itself
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(folder), version_base=None):
@@ -155,65 +156,62 @@ def _compose_own(*overrides: str) -> DictConfig:
     except HydraException as error:
         raise ConfigError(f"verl's configuration cannot be composed with {', '.join(overrides)}: {error}") from error
     finally:
-        restore_gh_from_backup(of_user)
+        restore_gh_from_backup(backup)
 
 
 def _flatten(value: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[_Setting]:
     for name, child in value.items():
-        plain = str(name)
-        is_added = plain.startswith("+")
-        key = (*path, *plain.lstrip("+").split("."))
-        if isinstance(child, Mapping) and child and not is_added:
+        is_unchecked = str(name).startswith("+")
+        key = (*path, *str(name).lstrip("+").split("."))
+        if isinstance(child, Mapping) and child and not is_unchecked:
             yield from _flatten(child, key)
         else:
-            yield _Setting(key, child, is_added)
+            yield _Setting(key, child, is_unchecked)
 
 
-def _begins(key: tuple[str, ...], start: tuple[str, ...]) -> bool:
-    return key[: len(start)] == start
-
-
-def _write(composed: DictConfig, setting: _Setting) -> None:
-    """Sets one value; the path to it must exist in the YAML, in the dataclass it is for, or in an open mapping."""
-    node: Any = composed
-    is_open = setting.is_added
-    for depth, name in enumerate(setting.key):
-        last = depth == len(setting.key) - 1
+def _check_key(own: DictConfig, setting: _Setting) -> None:
+    """Checks that verl has a key: in its YAML, in the dataclass of a node, or in a mapping that verl leaves empty."""
+    name = ".".join(setting.key)
+    for taken, reason in _OURS.items():
+        if name == taken or name.startswith(f"{taken}."):
+            raise ConfigError(f"verl's {name} cannot be set: {reason}")
+    node: Any = own
+    for depth, part in enumerate(setting.key):
+        where = ".".join(setting.key[:depth])
         if not isinstance(node, DictConfig):
-            raise ConfigError(f"verl's {'.'.join(setting.key[:depth])} is one value, not a mapping")
-        is_open = is_open or not node or _was_open(node)
-        if name not in node and not is_open and name not in _declared(node):
+            raise ConfigError(f"verl's {where} is one value, not a mapping")
+        if not node:
+            return
+        if part not in node:
             known = sorted({*map(str, node.keys()), *_declared(node)} - {"_target_"})
-            where = ".".join(setting.key[:depth]) or "the top"
-            raise ConfigError(
-                f"verl's configuration has no key {'.'.join(setting.key[: depth + 1])!r}.{suggest(name, known)} "
-                f"Keys of {where}: {', '.join(known)}. A key that verl reads but does not declare is written '+{name}'."
-            )
-        with open_dict(node):
-            if last:
-                try:
-                    node[name] = setting.value
-                except OmegaConfBaseException as error:
-                    raise ConfigError(f"verl's {'.'.join(setting.key)} = {setting.value!r}: {error}") from error
+            if setting.is_unchecked or part in known:
                 return
-            if name not in node or node._get_node(name) is None or OmegaConf.is_missing(node, name):
-                node[name] = {}
-            elif not OmegaConf.is_config(node[name]):
-                if node[name] is not None:
-                    raise ConfigError(f"verl's {'.'.join(setting.key[: depth + 1])} is one value, not a mapping")
-                node[name] = {}
-        if not node[name]:
-            node[name].__dict__["_agl_open"] = True
-        node = node[name]
+            raise ConfigError(
+                f"verl's configuration has no key {'.'.join(setting.key[: depth + 1])!r}.{suggest(part, known)} "
+                f"Keys of {where or 'the top level'}: {', '.join(known)}. "
+                f"Write a key that verl reads but does not declare as '+{name}'."
+            )
+        node = node.get(part)
+        if node is None:
+            return
 
 
-def _was_open(node: DictConfig) -> bool:
-    """Whether verl left a mapping empty, so that any key may stand in it."""
-    return bool(node.__dict__.get("_agl_open", False))
+def _write(composed: DictConfig, key: tuple[str, ...], value: Any) -> None:
+    node: Any = composed
+    for part in key[:-1]:
+        if node.get(part) is None:
+            with open_dict(node):
+                node[part] = {}
+        node = node[part]
+    with open_dict(node):
+        try:
+            node[key[-1]] = value
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"verl's {'.'.join(key)} = {value!r}: {error}") from error
 
 
 def _declared(node: DictConfig) -> set[str]:
-    """Fields of the dataclass that a node becomes: verl's YAML files leave some out."""
+    """Fields of the dataclass that a node becomes, of which verl's YAML files leave some out."""
     target = node.get("_target_", None)
     if not isinstance(target, str):
         return set()
@@ -227,7 +225,7 @@ def _check(composed: DictConfig) -> None:
     if mode not in _MODES:
         raise ConfigError(
             f"verl's trainer.v1.trainer_mode = {mode!r}; supported: {', '.join(_MODES)}. (In verl 0.9.1 separate_async "
-            "hands agents' requests to servers past the gateway.)"
+            "sends agents' requests to servers past the gateway.)"
         )
     tasks = composed.data.train_batch_size
     mini_batches = {"actor_rollout_ref.actor": composed.actor_rollout_ref.actor.ppo_mini_batch_size}
@@ -236,8 +234,8 @@ def _check(composed: DictConfig) -> None:
     for role, mini in mini_batches.items():
         if mini < 1 or tasks < 1 or tasks % mini:
             raise ConfigError(
-                f"verl's data.train_batch_size = {tasks} is no multiple of {role}.ppo_mini_batch_size = {mini}: their "
-                "quotient is the number of optimizer steps of a batch"
+                f"verl's data.train_batch_size = {tasks} is not a multiple of {role}.ppo_mini_batch_size = {mini}; "
+                "their quotient is the number of optimizer steps per batch"
             )
     rollout = composed.actor_rollout_ref.rollout
     for key, n in (("n", rollout.n), ("val_kwargs.n", rollout.val_kwargs.n)):
@@ -250,13 +248,13 @@ def _check(composed: DictConfig) -> None:
         for name in ("custom_chat_template", "trust_remote_code"):
             if model.get(name):
                 raise ConfigError(
-                    f"verl's actor_rollout_ref.model.{name} = {model[name]!r}: the rollout backend transformers takes "
-                    "the model as it was saved; save it with its chat template, or take vllm"
+                    f"verl's actor_rollout_ref.model.{name} = {model[name]!r}: the rollout backend transformers loads "
+                    "the model as it was saved; save it with its chat template, or use vllm"
                 )
 
 
-def _complete_bypass(composed: DictConfig) -> None:
-    """Passes the correction on to the loss, which verl's V1 trainer leaves out: rejections were ignored in silence.
+def _pass_bypass_correction(composed: DictConfig) -> None:
+    """Passes the correction on to the loss, because verl's V1 trainer does not and so ignores rejections.
 
     https://github.com/volcengine/verl/blob/v0.9.1/verl/trainer/ppo/rollout_corr_helper.py (``apply_bypass_mode``)
     """

@@ -1,4 +1,4 @@
-"""What can be known to fail before Ray is started, as errors that say what to do."""
+"""Checks that need no Ray cluster, so that a wrong configuration fails early."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 _PACKAGES: Final = {"vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt_llm"}
-"""What verl's own inference engines are imported from."""
+"""Packages of verl's own inference engines."""
 _PARALLEL: Final = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
 
 
 def check_run(config: DictConfig) -> None:
-    """Looks for what verl would find only after its workers have started; imports verl, which takes seconds.
+    """Finds errors that verl would find only after its workers have started. Imports verl, which takes seconds.
 
     Raises:
-        ConfigError: the inference engine is not installed, the GPUs cannot be divided among its replicas, there is no
-            such model, or verl's own check refuses the configuration.
+        ConfigError: the inference engine is not installed, the GPUs cannot be divided among its replicas, the model
+            does not exist, or verl's own check refuses the configuration.
     """
     from hydra.errors import InstantiationException
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_policy_loss_fn
@@ -38,7 +38,7 @@ def check_run(config: DictConfig) -> None:
         validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=has_critic)
         get_policy_loss_fn(config.actor_rollout_ref.actor.policy_loss.loss_mode)
         get_adv_estimator_fn(config.algorithm.adv_estimator)
-    except InstantiationException as error:  # Hydra's, of a dataclass's own error
+    except InstantiationException as error:  # Hydra wraps the error of a dataclass
         raise ConfigError(f"verl refuses its configuration: {error.__cause__ or error}") from error
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(f"verl refuses its configuration: {error}") from error
@@ -55,14 +55,14 @@ def _check_engine(config: DictConfig) -> None:
     if package is not None and importlib.util.find_spec(package) is None:
         raise ConfigError(
             f"verl's actor_rollout_ref.rollout.name = {rollout.name!r}, and {package} is not installed: install it as "
-            "verl's documentation says for your CUDA, or take 'transformers'. Without a GPU set trainer.device to 'cpu'"
+            "verl's documentation says for your CUDA, or use 'transformers'. Without a GPU set trainer.device to 'cpu'"
         )
     gpus = config.trainer.nnodes * config.trainer.n_gpus_per_node
     of_replica = math.prod(rollout[name] for name in _PARALLEL)
     if gpus % of_replica:
         raise ConfigError(
-            f"verl's trainer.nnodes * trainer.n_gpus_per_node = {gpus} GPUs are no multiple of the {of_replica} of a "
-            f"replica: the product of {', '.join(_PARALLEL)} in actor_rollout_ref.rollout"
+            f"verl's trainer.nnodes * trainer.n_gpus_per_node = {gpus} GPUs are not a multiple of the {of_replica} of "
+            f"a replica: the product of {', '.join(_PARALLEL)} in actor_rollout_ref.rollout"
         )
 
 
@@ -71,9 +71,9 @@ def _check_model(config: DictConfig, role: str) -> None:
 
     model = config[role].model
     if "://" in model.path:
-        return  # verl's to fetch
+        return  # verl fetches it
     if model.path.startswith((".", "/", "~")) and not Path(model.path).is_dir():
-        raise ConfigError(f"verl's {role}.model.path = {model.path!r} is no folder; no ~ is filled in")
+        raise ConfigError(f"verl's {role}.model.path = {model.path!r} is not a folder; ~ is not expanded")
     try:
         AutoConfig.from_pretrained(model.path, trust_remote_code=model.get("trust_remote_code", False))
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What verl loads through its entry-point group ``verl.plugins``, in every process that imports it."""
+"""Registers our rollout backend and platform; verl loads it by the entry-point group ``verl.plugins``."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 
 def _load_replica() -> type[RolloutReplica]:
-    from agentlightning_algorithms.verl.rollout.replica import TransformersReplica
+    from agentlightning_algorithms.verl.inference.replica import TransformersReplica
 
     return TransformersReplica
 
 
 RolloutReplicaRegistry.register("transformers", _load_replica)
-_ROLLOUT_REGISTRY["transformers", "async"] = "agentlightning_algorithms.verl.rollout.replica.TransformersAdapter"
+_ROLLOUT_REGISTRY["transformers", "async"] = "agentlightning_algorithms.verl.inference.replica.ServerAdapter"
 
 if os.environ.get("VERL_PLATFORM") == "cpu":
-    from agentlightning_algorithms.verl.training import cpu_platform
+    from agentlightning_algorithms.verl import cpu_platform
 
     cpu_platform.install()

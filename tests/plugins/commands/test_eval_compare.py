@@ -14,10 +14,10 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.plugin.registry import get_manager
+from agentlightning_plugins.statistics.score import Score
 from tests.plugins.commands.agl_here import run_here
 
 Evaluation = get_manager().get("algorithm", "evaluation")
-Score = Evaluation.Score
 
 AGENTS = """
 import itertools

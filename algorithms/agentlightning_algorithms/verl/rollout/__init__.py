@@ -1,1 +1,1 @@
-"""Rollouts for verl."""
+"""Rollouts for verl: verl's agent loop over our store, runners and gateway."""

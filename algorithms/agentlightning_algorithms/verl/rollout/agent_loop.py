@@ -1,7 +1,7 @@
-"""Where verl asks for rollouts: an agent loop manager whose one worker lives in the trainer's own process.
+"""verl's agent loop: hands verl's prompts to the rollout controller.
 
-verl's worker does the rest: it groups, counts sessions, and writes rows to TransferQueue. Nothing here computes, so
-there is no reason to spread it over Ray processes, which would each need a way to store and gateway.
+The manager has one worker, in the trainer's own process. verl's worker groups sessions and writes rows to
+TransferQueue; it computes nothing, so Ray processes, which could not reach store and gateway, would bring nothing.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from tensordict import TensorDict
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
-from agentlightning_algorithms.verl.rollout.rollout import Episode, Mode, RolloutController
-from agentlightning_algorithms.verl.rollout.row import row_to_fields, weight_range
+from agentlightning_algorithms.verl.rollout.batch_row import weight_range
+from agentlightning_algorithms.verl.rollout.controller import Episode, Mode, RolloutController
 
 _Worker: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
-"""verl's worker without Ray's wrapping, found as verl's own ``single_controller`` finds such classes."""
+"""verl's worker without Ray's wrapper, found as verl's ``single_controller`` finds such classes."""
 
 
-class RolloutWorker(_Worker):  # type: ignore[misc] # verl's classes are untyped
+class AgentLoopWorker(_Worker):  # type: ignore[misc] # verl's classes are untyped
     """Runs each session of a prompt as one rollout."""
 
     controller: RolloutController
@@ -35,32 +35,34 @@ class RolloutWorker(_Worker):  # type: ignore[misc] # verl's classes are untyped
         await self._agent_loop_postprocess(outputs, trajectory["validate"], **kwargs)
 
 
-class RolloutManager(AgentLoopManagerTQ):  # type: ignore[misc] # verl's classes are untyped
-    """Hands verl's prompts to the worker, on the event loop of store and gateway."""
+class AgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc] # verl's classes are untyped
+    """Hands prompts to the worker, on the event loop of store and gateway."""
 
     controller: RolloutController
 
     async def _init_agent_loop_workers(self) -> None:
-        """There is one, and ``attach`` makes it."""
+        """``attach`` makes the only worker."""
 
     def attach(self, controller: RolloutController) -> None:
-        """Makes the worker; called once, before prompts come."""
+        """Makes the worker; called once, before prompts arrive."""
         self.controller = controller
-        self.worker = RolloutWorker(self.config, self.llm_client, self.teacher_client, self.reward_loop_worker_handles)
+        self.worker = AgentLoopWorker(
+            self.config, self.llm_client, self.teacher_client, self.reward_loop_worker_handles
+        )
         self.worker.controller = controller
 
     def generate_sequences(self, prompts: TensorDict) -> None:
-        """Begins the rollouts of a batch of prompts and returns."""
+        """Starts the rollouts of a batch of prompts and returns."""
         self.controller.call(self.worker.generate_sequences(prompts))
 
     def cancel(self) -> None:
-        """Forgets rollouts whose results nobody will read."""
+        """Cancels the rollouts that are still running."""
         for task in list(self.worker.background_tasks):
             self.controller.loop.call_soon_threadsafe(cast("asyncio.Task[None]", task).cancel)
 
 
 def episode_to_outputs(episode: Episode, current: int) -> list[AgentLoopOutput]:
-    """Makes what verl's agent loops return of an episode.
+    """Converts an episode to what verl's agent loops return.
 
     Args:
         episode: a finished rollout.
@@ -69,12 +71,15 @@ def episode_to_outputs(episode: Episode, current: int) -> list[AgentLoopOutput]:
     oldest, newest = weight_range(episode.rows, current)
     return [
         AgentLoopOutput(
-            **row_to_fields(row),
+            prompt_ids=row.prompt_ids,
+            response_ids=row.response_ids,
+            response_mask=row.response_mask,
+            response_logprobs=row.response_logprobs,
             reward_score=episode.reward,
             num_turns=episode.calls,
             metrics=AgentLoopMetrics(),
             extra_fields={
-                "reward_extra_info": {},  # must be there where a run has several rows
+                "reward_extra_info": {},  # required where a rollout has several rows
                 "rewards": row.rewards,
                 "min_global_steps": oldest,
                 "max_global_steps": newest,

@@ -1,1 +1,1 @@
-"""verl's trainers, with agents."""
+"""verl's trainers, adapted to rollouts of agents."""

@@ -1,7 +1,7 @@
 """Advantages of rollouts, for estimators that compare the rollouts of a task.
 
-verl's other estimators than ``grpo`` take every row for a rollout, so that one with more rows weighs more in its
-group's baseline. Here each rollout is one row, its last, and all its rows get what that one got; verl does ``grpo`` so.
+Except for ``grpo``, verl's estimators treat every row as a rollout, so that a rollout with more rows weighs more in its
+group's baseline. Here the last row of each rollout represents it, and all its rows get that row's advantage.
 
 B   rows          R   rollouts          T   tokens of the longest response
 """
@@ -18,7 +18,7 @@ from verl.trainer.ppo.ray_trainer import compute_advantage
 OF_GROUPS: Final = frozenset(
     {"gpg", "grpo_passk", "grpo_vectorized", "opo", "reinforce_plus_plus_baseline", "rloo", "rloo_vectorized"}
 )
-"""Estimators whose advantage is one number for a rollout."""
+"""Estimators whose advantage is one number per rollout."""
 
 
 def last_rows(keys: Sequence[str]) -> tuple[list[int], list[int]]:
@@ -42,13 +42,13 @@ def last_rows(keys: Sequence[str]) -> tuple[list[int], list[int]]:
 
 
 def rollout_advantages(data: DataProto, keys: Sequence[str], estimator: str, config: Any) -> torch.Tensor:
-    """The advantages (B, T) of rows that belong to rollouts, by verl's own estimator.
+    """Computes the advantages (B, T) of rows by verl's own estimator over rollouts.
 
     Args:
         data: with ``token_level_rewards`` and ``response_mask`` (B, T), and ``uid`` (B,), the group.
         keys: of the rows.
         estimator: one of ``OF_GROUPS``.
-        config: verl's ``algorithm``.
+        config: verl's ``algorithm`` section.
     """
     last_R, owner_B = last_rows(keys)
     chosen = compute_advantage(data.select_idxs(last_R), adv_estimator=estimator, config=config)

@@ -167,13 +167,12 @@ def _run_one(
 
 
 def _show(contestants: list[_Contestant], as_json: bool) -> None:
-    from agentlightning.plugin.registry import get_manager
+    from agentlightning_plugins.statistics.score import Score
 
-    make_score = get_manager().get("algorithm", "evaluation").Score
-    first = make_score(contestants[0].by_task())
+    first = Score(contestants[0].by_task())
     rows: list[dict[str, Any]] = []
     for contestant in contestants:
-        score = make_score(contestant.by_task())
+        score = Score(contestant.by_task())
         low, high = score.interval()
         rows.append(
             {

@@ -1,7 +1,7 @@
-"""The rollout backend ``transformers``, for tests, laptops and small models, as verl knows it.
+"""The rollout backend ``transformers`` as verl uses it: a replica, and the adapter that sends it weights.
 
-verl starts one replica per inference engine; each is a Ray actor with a policy server. The adapter lives in verl's
-training process and brings the weights over through Ray's object store.
+Each replica is a Ray actor with a policy server. The adapter is in verl's training process and sends the weights
+through Ray's object store.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutReplica
 
 from agentlightning.errors import ConfigError
-from agentlightning_algorithms.verl.rollout.engine import InferenceEngine
-from agentlightning_algorithms.verl.training.lora import merge_adapter
+from agentlightning_algorithms.verl.inference.lora import merge_adapter
+from agentlightning_algorithms.verl.inference.server import TransformersServer
 
 _NAME: Final = "agentlightning_replica_{rank}"
 
 
 class TransformersReplica(RolloutReplica):  # type: ignore[misc] # verl's classes are untyped
-    """One server for each inference engine of verl's configuration."""
+    """Launches the server of a replica."""
 
     async def launch_servers(self) -> None:
         options = {"name": _NAME.format(rank=self.replica_rank), "num_cpus": 0.1, "max_concurrency": 256}
-        server: Any = ray.remote(InferenceEngine).options(**options)
+        server: Any = ray.remote(TransformersServer).options(**options)
         handle = server.remote(
             model=self.model_config.path,
             dtype=self.config.dtype,
@@ -43,12 +43,12 @@ class TransformersReplica(RolloutReplica):  # type: ignore[misc] # verl's classe
 
 
 def _visible_devices(_: Any) -> str:
-    """The GPUs of the process that this runs in; empty where it has none."""
+    """The GPUs of the process that this runs in; empty if it has none."""
     return os.environ.get(get_visible_devices_keyword(), "") if torch.cuda.is_available() else ""
 
 
-class TransformersAdapter(BaseRollout):  # type: ignore[misc] # verl's classes are untyped
-    """The end of the weights' way that lives in verl's training process."""
+class ServerAdapter(BaseRollout):  # type: ignore[misc] # verl's classes are untyped
+    """Sends weights from verl's training process to the replica's server."""
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1) -> None:
         super().__init__(config, model_config, device_mesh)
@@ -57,13 +57,13 @@ class TransformersAdapter(BaseRollout):  # type: ignore[misc] # verl's classes a
         self.replica_rank = replica_rank if replica_rank >= 0 else rank // per_replica
         self.is_leader_rank = rank % per_replica == 0
         self._base: dict[str, torch.Tensor] | None = None
-        """The weights that a LoRA adapter is for; they come once."""
+        """The base weights of a LoRA adapter, which verl sends once."""
 
     async def resume(self, tags: list[str]) -> None:
-        """There is no memory to take back."""
+        """The server shares no memory with the trainer."""
 
     async def release(self) -> None:
-        """There is no memory to give back."""
+        """The server shares no memory with the trainer."""
 
     async def update_weights(
         self,
@@ -76,29 +76,28 @@ class TransformersAdapter(BaseRollout):  # type: ignore[misc] # verl's classes a
     ) -> None:
         if wire_format != "named_tensors":
             raise ConfigError(
-                f"checkpoint_engine sends {wire_format!r}; the rollout backend transformers takes whole tensors: leave "
+                f"checkpoint_engine sends {wire_format!r}; the rollout backend transformers takes whole tensors; leave "
                 "actor_rollout_ref.rollout.checkpoint_engine.backend at naive"
             )
-        own: dict[str, torch.Tensor] = {}
+        # Every rank iterates, because sharded tensors are gathered on the way.
         if isinstance(weights, AsyncIterator):
-            async for name, tensor in weights:
-                own[name] = _copy(tensor)
+            own = {name: _copy(tensor) async for name, tensor in weights}
         else:
-            for name, tensor in weights:  # every rank takes part: sharded tensors are gathered on the way
-                own[name] = _copy(tensor)
-        if self.is_leader_rank:
-            if peft_config is not None:
-                if not base_sync_done:
-                    self._base = own
-                    return
-                if self._base is None:
-                    raise ConfigError("LoRA needs actor_rollout_ref.rollout.load_format = 'dummy', verl's own value")
-                own = merge_adapter(self._base, own, peft_config)
-            server = ray.get_actor(_NAME.format(rank=self.replica_rank))
-            file = await asyncio.to_thread(save, own)
-            await server.load_weights.remote(ray.put(file), global_steps)
+            own = {name: _copy(tensor) for name, tensor in weights}
+        if not self.is_leader_rank:
+            return
+        if peft_config is not None:
+            if not base_sync_done:
+                self._base = own
+                return
+            if self._base is None:
+                raise ConfigError("LoRA needs actor_rollout_ref.rollout.load_format = 'dummy', verl's own value")
+            own = merge_adapter(self._base, own, peft_config)
+        server = ray.get_actor(_NAME.format(rank=self.replica_rank))
+        file = await asyncio.to_thread(save, own)
+        await server.load_weights.remote(ray.put(file), global_steps)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """What is sent next may be written to the same place."""
+    """Copies a tensor, because the next one may be written to the same memory."""
     return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)

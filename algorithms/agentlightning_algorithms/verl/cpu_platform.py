@@ -1,6 +1,6 @@
-"""The platform ``cpu``: what verl asks of an accelerator, answered by a machine that has none.
+"""verl's platform ``cpu``, with which verl 0.9 trains without an accelerator through FSDP2 and gloo.
 
-verl 0.9 trains on CPU with it, through FSDP2 and gloo. It is chosen by ``trainer.device=cpu``, for tests and laptops.
+``trainer.device=cpu`` selects it, for tests and laptops.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
-from agentlightning_algorithms.verl.release import check_release
+from agentlightning_algorithms.verl.environment import check_release
 
 
 class CPUPlatform(PlatformBase):  # type: ignore[misc] # verl's classes are untyped
-    """One device, always there, with nothing to synchronise and no memory of its own."""
+    """One device, without synchronisation or memory of its own."""
 
     @property
     def device_name(self) -> str:
@@ -37,28 +37,23 @@ class CPUPlatform(PlatformBase):  # type: ignore[misc] # verl's classes are unty
         return True
 
     def current_device(self) -> Any:
-        return torch.device("cpu")  # verl does tensor.to(current_device()), and 0 would be a GPU
+        return torch.device("cpu")  # verl calls tensor.to(current_device()), and 0 would be a GPU
 
     def device_count(self) -> int:
         return 1
 
-    def set_device(self, device_index: int) -> None:
-        """There is one."""
+    def set_device(self, device_index: int) -> None: ...
 
-    def synchronize(self, device_index: int | None = None) -> None:
-        """Work on a CPU is done when it returns."""
+    def synchronize(self, device_index: int | None = None) -> None: ...
 
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
-    def manual_seed_all(self, seed: int) -> None:
-        torch.manual_seed(seed)
+    manual_seed_all = manual_seed
 
-    def set_allocator_settings(self, settings: str) -> None:
-        """The allocator is the system's."""
+    def set_allocator_settings(self, settings: str) -> None: ...
 
-    def empty_cache(self) -> None:
-        """The allocator is the system's."""
+    def empty_cache(self) -> None: ...
 
     def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
         return None, None
@@ -70,7 +65,7 @@ class CPUPlatform(PlatformBase):  # type: ignore[misc] # verl's classes are unty
         return "CUDA_VISIBLE_DEVICES"
 
     def ray_resource_name(self) -> str:
-        return "GPU"  # Ray is told that there are some: verl places its workers by them
+        return "GPU"  # start_ray declares some, by which verl places its workers
 
     def ray_noset_envvars(self) -> list[str]:
         return []
@@ -81,11 +76,9 @@ class CPUPlatform(PlatformBase):  # type: ignore[misc] # verl's classes are unty
     def cudart(self) -> Any:
         return None
 
-    def profiler_start(self) -> None:
-        """There is no profiler."""
+    def profiler_start(self) -> None: ...
 
-    def profiler_stop(self) -> None:
-        """There is no profiler."""
+    def profiler_stop(self) -> None: ...
 
     @contextmanager
     def nvtx_range(self, msg: str) -> Iterator[None]:
@@ -93,17 +86,17 @@ class CPUPlatform(PlatformBase):  # type: ignore[misc] # verl's classes are unty
 
 
 def install() -> None:
-    """Registers the platform, completes ``torch.cpu``, and mends three places where verl 0.9 assumes an accelerator."""
+    """Registers the platform, completes ``torch.cpu``, and patches three functions of verl 0.9 that need a GPU."""
     PlatformRegistry.register(platform="cpu")(CPUPlatform)
     _complete_torch_cpu()
-    check_release()  # the functions below are those of the releases that it allows
+    check_release()  # the patches are for the releases that it allows
     _name_gloo_once()
     _offload_without_pinning()
     _load_critics_without_flash_attention()
 
 
 def _complete_torch_cpu() -> None:
-    """Adds to ``torch.cpu`` what verl calls on a device's module; verl compares it with ``torch.cpu``."""
+    """Adds functions of device modules to ``torch.cpu``, which verl compares by identity and so cannot be wrapped."""
     nothing: dict[str, Callable[..., Any]] = {
         **dict.fromkeys(
             ("max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved"),
@@ -122,7 +115,7 @@ def _complete_torch_cpu() -> None:
 
 
 def _name_gloo_once() -> None:
-    """Verl asks for the backend ``cpu:gloo,cpu:gloo``, which torch refuses.
+    """Verl requests the backend ``cpu:gloo,cpu:gloo``, which torch refuses.
 
     https://github.com/volcengine/verl/blob/v0.9.1/verl/utils/distributed.py
     """
@@ -138,7 +131,7 @@ def _name_gloo_once() -> None:
 
 
 def _offload_without_pinning() -> None:
-    """Verl offloads the reference model to pinned memory, which torch can pin for an accelerator only.
+    """Verl offloads the reference model to pinned memory, which needs an accelerator.
 
     https://github.com/volcengine/verl/blob/v0.9.1/verl/workers/engine/fsdp/transformer_impl.py
     """
@@ -148,7 +141,7 @@ def _offload_without_pinning() -> None:
 
 
 def _load_critics_without_flash_attention() -> None:
-    """Value models are loaded with flash attention, which needs a GPU, whatever the configuration says.
+    """Verl loads value models with flash attention, which needs a GPU, whatever is configured.
 
     https://github.com/volcengine/verl/blob/v0.9.1/verl/utils/model.py
     """

@@ -1,4 +1,4 @@
-"""A LoRA adapter merged into the weights that it is for, in float32: verl's own merge rounds them to bfloat16."""
+"""Merges a LoRA adapter into its base weights in float32; verl's own merge rounds them to bfloat16."""
 
 from __future__ import annotations
 
@@ -10,41 +10,33 @@ import torch
 
 from agentlightning.errors import ConfigError
 
-_OTHER_KINDS: Final = (
-    "alpha_pattern",
-    "fan_in_fan_out",
-    "lora_bias",
-    "modules_to_save",
-    "target_parameters",
-    "use_dora",
-)
-"""Of peft's settings, those that make something else of an adapter than two matrices and one scale."""
+_UNSUPPORTED: Final = "alpha_pattern fan_in_fan_out lora_bias modules_to_save target_parameters use_dora".split()
+"""peft's settings that make an adapter more than two matrices and one scale."""
 
 
 def merge_adapter(
     base: Mapping[str, torch.Tensor], adapter: Mapping[str, torch.Tensor], config: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """The weights W + s B A of Hu et al. 2021, arXiv:2106.09685, section 4.1; ``base`` is left as it is.
+    """Computes W + s B A of Hu et al. 2021, arXiv:2106.09685, section 4.1; ``base`` is not changed.
 
     Args:
-        base: weights by name; ``.base_layer`` in a name, which marks what an adapter is for, is taken out.
+        base: weights by name; ``.base_layer``, which peft adds to names, is removed.
         adapter: the matrices A (r, in) and B (out, r), named as peft saves them.
-        config: peft's, as a mapping.
+        config: peft's configuration.
 
     Raises:
-        ConfigError: the adapter is of another kind, or for a weight that is not there.
+        ConfigError: the adapter is of an unsupported kind, or a base weight is missing.
     """
-    other = [name for name in _OTHER_KINDS if config.get(name)]
-    if other:
+    if unsupported := [name for name in _UNSUPPORTED if config.get(name)]:
         raise ConfigError(
-            f"the rollout backend transformers cannot merge a LoRA adapter with {', '.join(other)}: set "
-            "actor_rollout_ref.model.lora.merge to true, which has verl merge it"
+            f"the rollout backend transformers cannot merge a LoRA adapter with {', '.join(unsupported)}: set "
+            "actor_rollout_ref.model.lora.merge to true, so that verl merges it"
         )
     merged = {name.replace(".base_layer.", "."): weight for name, weight in base.items()}
     for name, down in adapter.items():
         module, mark, _ = name.removeprefix("base_model.model.").partition(".lora_A.")
         if not mark:
-            continue  # B, found by its A
+            continue  # B, which is read together with its A
         up = adapter[name.replace(".lora_A.", ".lora_B.")]
         weight = merged.get(f"{module}.weight")
         if weight is None:

@@ -1,4 +1,4 @@
-"""The ledger: every model call that a search has paid for, written down before its answer is used."""
+"""A cache of model calls on disk: a resumed search does not pay for a recorded call again."""
 
 from __future__ import annotations
 
@@ -10,49 +10,46 @@ from pathlib import Path
 from typing import Final
 
 from agentlightning.errors import ConfigError
+from agentlightning_algorithms.prompt_search.budget import Usage
 
 FILE_NAME: Final = "llm_calls.jsonl"
 
 
-@dataclass(frozen=True)
-class PaidCall:
-    """One answered model call."""
+@dataclass(frozen=True, kw_only=True)
+class ModelCall(Usage):
+    """A model call with its answer."""
 
     place: str
-    """Which call of the search it is: the same in every life of a run."""
-    model: str
+    """Identifies the call within the search; a resumed search makes the same call at the same place."""
     answer: str
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
 
 
-class Ledger:
-    """Paid calls by their place. With a file it survives the process: a recorded call is never made again."""
+class CallCache:
+    """Answered calls by place. With a file, they survive the process."""
 
     def __init__(self, file: Path | None = None) -> None:
-        """Opens the ledger.
+        """Opens the cache.
 
         Args:
-            file: JSON lines, one for each call; None keeps them in memory only. A last line that a kill cut off is
-                dropped.
+            file: JSON lines, one per call; None keeps calls in memory only. An incomplete last line is dropped.
 
         Raises:
-            ConfigError: the file is damaged elsewhere.
+            ConfigError: another line of the file is damaged.
         """
-        self.calls: dict[str, PaidCall] = {}
+        self.calls: dict[str, ModelCall] = {}
         self.skipped: set[str] = set()
         """Places whose call failed in a finished round; the search went on without them."""
         self._file = file
         if file is not None and file.exists():
             self._load(file)
 
-    def record(self, call: PaidCall) -> None:
-        """Keeps a call; when this returns, a kill does not lose it."""
+    def record(self, call: ModelCall) -> None:
+        """Adds a call; it is on disk when this returns."""
         self._append(asdict(call))
         self.calls[call.place] = call
 
-    def give_up(self, places: Iterable[str]) -> None:
-        """Keeps that these calls failed for good."""
+    def skip(self, places: Iterable[str]) -> None:
+        """Records that the calls at these places failed for good."""
         new = sorted(set(places) - self.skipped)
         if new:
             self._append({"skipped": new})
@@ -68,8 +65,8 @@ class Ledger:
             os.fsync(stream.fileno())
 
     def _load(self, file: Path) -> None:
-        whole, newline, cut_off = file.read_bytes().rpartition(b"\n")
-        if cut_off:
+        whole, newline, incomplete = file.read_bytes().rpartition(b"\n")
+        if incomplete:
             os.truncate(file, len(whole) + len(newline))
         for number, line in enumerate(whole.splitlines(), 1):
             try:
@@ -77,7 +74,6 @@ class Ledger:
                 if "skipped" in record:
                     self.skipped.update(record["skipped"])
                 else:
-                    call = PaidCall(**record)
-                    self.calls[call.place] = call
-            except (ValueError, TypeError) as error:
+                    self.calls[record["place"]] = ModelCall(**record)
+            except (KeyError, TypeError, ValueError) as error:
                 raise ConfigError(f"{file}, line {number}: not a record of a model call: {error}") from error

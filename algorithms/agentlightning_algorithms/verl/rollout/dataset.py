@@ -1,4 +1,4 @@
-"""The dataset that verl sees: positions. Tasks are any Python objects and stay with the algorithm."""
+"""The dataset that verl reads: indices. Tasks are any Python objects and stay with the algorithm."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import Any, Final
 
 from torch.utils.data import Dataset
 
-PREFIX: Final = "positions:"
+PREFIX: Final = "indices:"
 
 
-class PositionDataset(Dataset[dict[str, Any]]):
-    """As many rows as there are tasks; ``index`` says which, the rest is what verl reads of every row."""
+class IndexDataset(Dataset[dict[str, Any]]):
+    """One item per task: its ``index``, and the other fields that verl reads of every item."""
 
     def __init__(self, data_files: Any, **_: Any) -> None:
-        """As verl calls it.
+        """Called by verl.
 
         Args:
-            data_files: ``positions:N`` for N rows.
+            data_files: ``indices:N`` for N tasks.
         """
         text = str(data_files if isinstance(data_files, str) else data_files[0])
         self._size = int(text.removeprefix(PREFIX))

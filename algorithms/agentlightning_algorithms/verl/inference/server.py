@@ -1,7 +1,7 @@
-"""One inference engine of the rollout backend ``transformers``: a policy server, and what verl asks of an engine.
+"""The inference server of one replica of the rollout backend ``transformers``.
 
-It runs in a Ray process of its own, which needs neither verl nor torch and so starts at once; the model is in the
-policy server's process, and both end together.
+It runs in a Ray process that imports neither verl nor torch and so starts at once; the model is in the policy server's
+process, and both end together.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from agentlightning.plugin.registry import get_manager
 from agentlightning_algorithms.policy_backend import PolicyBackend, PolicySetup
 
 
-class InferenceEngine:
-    """Serves the OpenAI API on loopback, streaming and tool calls included, from weights that verl replaces."""
+class TransformersServer:
+    """Serves the OpenAI API on loopback, with streaming and tool calls, from weights that verl replaces."""
 
     def __init__(self, *, model: str, dtype: str, max_length: int, seed: int, visible_devices: str) -> None:
-        """Takes what is served.
+        """Sets what is served.
 
         Args:
             model: directory written by ``save_pretrained``, or a hub name.
             dtype: of the weights.
             max_length: tokens of a prompt and its answer together.
-            seed: of calls that bring none.
-            visible_devices: the trainer's GPU, which this engine shares; empty for none.
+            seed: of calls that have none.
+            visible_devices: the trainer's GPU, which this server shares; empty for none.
         """
         if visible_devices:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices
@@ -46,25 +46,25 @@ class InferenceEngine:
         self._version = 0
 
     async def launch(self) -> str:
-        """Begins to serve; the address, as ``host:port``."""
+        """Starts to serve and returns the address, as ``host:port``."""
         await self._backend.start(self._setup)
         return str(urlsplit(self._backend.model_entry["endpoint"]).netloc)
 
     async def load_weights(self, weights: bytes, version: int | None) -> None:
-        """Replaces the weights; answers under way are completed with the old ones.
+        """Replaces the weights; calls in flight end with the old ones.
 
         Args:
-            weights: all of them, as a file of safetensors.
-            version: what they are called; None keeps the last name.
+            weights: all of them, as a safetensors file.
+            version: of the weights; None keeps the last one.
         """
         self._version = self._version if version is None else version
-        with tempfile.TemporaryDirectory(dir=self._folder.name) as folder:  # the model has them then
+        with tempfile.TemporaryDirectory(dir=self._folder.name) as folder:
             file = Path(folder, "model.safetensors")
             await asyncio.to_thread(file.write_bytes, weights)
             await self._backend.load_weights(file.parent, self._version)
 
     async def nothing(self, *_: Any, **__: Any) -> None:
-        """What verl asks of engines that share memory with the trainer: there is none to give back here."""
+        """Implements verl's calls to engines that share memory with the trainer; this one does not."""
 
     wake_up = sleep = clear_kv_cache = release_kv_cache = resume_kv_cache = nothing
     abort_all_requests = resume_generation = start_profile = stop_profile = nothing

@@ -1,4 +1,4 @@
-"""verl's trainers, with agents: they stop the gateway while weights change, and take the optimizer steps asked for."""
+"""verl's trainers: they pause the gateway while weights change and report metrics to the run."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.workers.utils.padding import response_to_nested
 
-from agentlightning_algorithms.verl.rollout.agent_loop import RolloutManager
-from agentlightning_algorithms.verl.rollout.rollout import RolloutController
+from agentlightning_algorithms.verl.rollout.agent_loop import AgentLoopManager
+from agentlightning_algorithms.verl.rollout.controller import RolloutController
 from agentlightning_algorithms.verl.training.advantage import OF_GROUPS, rollout_advantages
-from agentlightning_algorithms.verl.training.gpu import GPUMonitor
+from agentlightning_algorithms.verl.training.gpu_monitor import GPUMonitor
 
 logger = logging.getLogger("agentlightning")
 
 
 class _NothingToTrainOn(Exception):
-    """No rollout of a batch left a token that the model sampled; no error, but how its step is left."""
+    """Ends the step of a batch without any token that the model sampled."""
 
     def __init__(self, batch: Any) -> None:
         super().__init__()
         self.batch = batch
 
 
-class _AgentTraining:
-    """What both trainers do besides verl's own; stands before one of them in the order of bases."""
+class _AgentTrainer:
+    """A mixin for verl's trainers; it comes before them in the order of bases."""
 
     controller: RolloutController
     gpu_monitor: GPUMonitor
 
     def on_init_end(self: Any) -> None:
-        super().on_init_end()  # type: ignore[misc] # verl's trainer comes after
+        super().on_init_end()  # type: ignore[misc] # of verl's trainer
         self.controller.call(self.controller.register(self.llm_server_manager.get_addresses()))
         self.controller.call(self.controller.publish(self.global_steps))
-        steps = _Steps(self)
-        self.actor_rollout_wg = _Group(self.actor_rollout_wg, "update_actor", steps.actor, steps.count)
+        steps = _OptimizerSteps(self)
+        self.actor_rollout_wg = _WorkerGroup(self.actor_rollout_wg, "update_actor", steps.actor_rows, steps.count)
         if self.use_critic:
-            self.critic_wg = _Group(self.critic_wg, "train_mini_batch", steps.critic)
+            self.critic_wg = _WorkerGroup(self.critic_wg, "train_mini_batch", steps.critic_rows)
         self.steps = steps
 
     def on_sample_end(self: Any) -> None:
@@ -58,13 +58,13 @@ class _AgentTraining:
         self.controller.call(self.controller.publish(self.global_steps))
 
     def _step_once(self: Any, metrics: dict[str, Any], *args: Any) -> Any:
-        """Trains on a batch; one with nothing to train on, which verl cannot take, leaves the weights as they are."""
+        """Trains on a batch; skips one with nothing to train on, which verl cannot process."""
         self.is_skipped = False
         try:
             return super()._step_once(metrics, *args)  # type: ignore[misc] # as above
         except _NothingToTrainOn as nothing:
             self.is_skipped = True
-            logger.warning("step %d is skipped: none of its rollouts left anything to train on", self.global_steps)
+            logger.warning("step %d is skipped: its rollouts have nothing to train on", self.global_steps)
             return nothing.batch
 
     def _balance_batch(self: Any, batch: Any, metrics: dict[str, Any], **kwargs: Any) -> Any:
@@ -121,72 +121,76 @@ class _AgentTraining:
         return metrics
 
     def _report(self: Any, metrics: Mapping[str, Any]) -> None:
-        self.controller.call(self.controller.store.add_metrics(self.global_steps, numbers_of(metrics)))
+        self.controller.call(self.controller.store.add_metrics(self.global_steps, finite_numbers(metrics)))
 
 
-class SyncTraining(_AgentTraining, PPOTrainerSync):  # type: ignore[misc] # verl's classes are untyped
+class SyncTrainer(_AgentTrainer, PPOTrainerSync):  # type: ignore[misc] # verl's classes are untyped
     """Samples, then trains, then samples from the new weights."""
 
 
-class ColocateAsyncTraining(_AgentTraining, PPOTrainerColocateAsync):  # type: ignore[misc] # as above
-    """Rollouts go on where they were when the weights have changed; between two turns, never within one."""
+class ColocateAsyncTrainer(_AgentTrainer, PPOTrainerColocateAsync):  # type: ignore[misc] # as above
+    """Continues rollouts after the weights have changed: between two turns, never within one."""
 
 
 _POLL_S: Final = 0.5
-"""Between two looks at whether a batch is complete; verl's 2 s are long where a step takes as many."""
-TRAINERS: Final = {"sync": SyncTraining, "colocate_async": ColocateAsyncTraining}
+"""Interval of checks whether a batch is complete; verl's 2 s are long when a step takes as long."""
+TRAINERS: Final = {"sync": SyncTrainer, "colocate_async": ColocateAsyncTrainer}
 
 
-class _Steps:
-    """How the rows of a batch are divided among optimizer steps.
+class _OptimizerSteps:
+    """Divides the rows of a batch among optimizer steps.
 
     verl pads the rows to a multiple of the rollouts of a mini batch, so that agents with more turns get more optimizer
-    steps. Here a batch gets ``train_batch_size / ppo_mini_batch_size`` of them whatever its rows, and the loss of each
-    is divided by its rollouts, as verl has it (``global_batch_size``).
+    steps. Here a batch gets ``train_batch_size / ppo_mini_batch_size`` steps whatever its rows, and the loss of each
+    is divided by its rollouts, as in verl (``global_batch_size``).
     """
 
     def __init__(self, trainer: Any) -> None:
         config = trainer.config
         tasks = config.data.train_batch_size // trainer.parameter_sync_step
         actor = config.actor_rollout_ref.actor
-        self._of_actor: int = max(1, tasks // actor.ppo_mini_batch_size)
+        self._actor_steps: int = max(1, tasks // actor.ppo_mini_batch_size)
         mapping = trainer.actor_rollout_wg._query_dispatch_info("actor")
-        unit = max(mapping) + 1  # rows are dealt evenly to data-parallel ranks
+        unit = max(mapping) + 1  # rows are divided evenly among data-parallel ranks
         if not actor.use_dynamic_bsz:
             unit *= actor.ppo_micro_batch_size_per_gpu
-        self._unit = unit * self._of_actor
-        self._of_critic = 1
+        self._unit = unit * self._actor_steps
+        self._critic_steps = 1
         if trainer.use_critic:
-            self._of_critic = max(1, tasks // config.critic.ppo_mini_batch_size)
-            self._unit = math.lcm(self._unit, unit * self._of_critic)
+            self._critic_steps = max(1, tasks // config.critic.ppo_mini_batch_size)
+            self._unit = math.lcm(self._unit, unit * self._critic_steps)
         self.total = 0
-        """Rows of the batch, with padding."""
+        """Rows of the batch, padding included."""
         self.taken = 0
-        """Optimizer steps of the actor on the batch, as its workers report them."""
+        """Optimizer steps of the actor on the batch, as reported by its workers."""
 
     def plan(self, rows: int) -> None:
         self.total = math.ceil(rows / self._unit) * self._unit
 
-    def actor(self) -> int:
-        return self.total // self._of_actor
+    def actor_rows(self) -> int:
+        return self.total // self._actor_steps
 
-    def critic(self) -> int:
-        return self.total // self._of_critic
+    def critic_rows(self) -> int:
+        return self.total // self._critic_steps
 
     def count(self, output: Any) -> None:
         self.taken += len(output["metrics"]["grad_norm"])
 
 
-class _Group:
-    """A worker group, one of whose methods gets another ``mini_batch_size``; ``watch`` sees what it answers."""
+class _WorkerGroup:
+    """Wraps a worker group to give one method another ``mini_batch_size`` and pass its output to ``on_output``."""
 
     def __init__(
-        self, group: Any, method: str, mini_batch_size: Callable[[], int], watch: Callable[[Any], None] | None = None
+        self,
+        group: Any,
+        method: str,
+        mini_batch_size: Callable[[], int],
+        on_output: Callable[[Any], None] = lambda _: None,
     ) -> None:
         self._group = group
         self._method = method
         self._mini_batch_size = mini_batch_size
-        self._watch = watch
+        self._on_output = on_output
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._group, name)
@@ -196,15 +200,14 @@ class _Group:
         def update(batch: Any) -> Any:
             batch.extra_info["mini_batch_size"] = self._mini_batch_size()
             output = found(batch)
-            if self._watch is not None:
-                self._watch(output)
+            self._on_output(output)
             return output
 
         return update
 
 
 def train(config: DictConfig, controller: RolloutController) -> None:
-    """Trains to the end; blocks. Ray must run, and the controller's loop in another thread."""
+    """Trains to the end; blocks. Ray must be running, and the controller's loop in another thread."""
     transfer_queue.init(config.transfer_queue)
     trainer: Any = None
     monitor = GPUMonitor()
@@ -214,7 +217,7 @@ def train(config: DictConfig, controller: RolloutController) -> None:
         trainer.controller, trainer.gpu_monitor = controller, monitor
         trainer.replay_buffer.poll_interval = _POLL_S
         trainer.init()
-        manager = RolloutManager.create(
+        manager = AgentLoopManager.create(
             config=config,
             llm_client=trainer.get_llm_client(),
             teacher_client=trainer.get_teacher_client(),
@@ -234,8 +237,8 @@ def train(config: DictConfig, controller: RolloutController) -> None:
         transfer_queue.close()
 
 
-def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The finite numbers among metrics, as plain floats."""
+def finite_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The finite numbers among metrics, as floats."""
     numbers = {}
     for name, value in metrics.items():
         if isinstance(value, (str, bytes, bool)) or value is None:

@@ -1,13 +1,21 @@
-"""From model calls to rows."""
+"""Conversion of model calls to rows of a batch."""
 
 from __future__ import annotations
 
 import pytest
 
 import agentlightning as agl
-from agentlightning_algorithms.verl.rollout.metric import Outcome, summarize
-from agentlightning_algorithms.verl.rollout.rollout import Episode
-from agentlightning_algorithms.verl.rollout.row import Row, build_rows, cut_row, drift, placeholder_row, weight_range
+from agentlightning_algorithms.verl.rollout.batch_row import (
+    BatchRow,
+    BuiltRows,
+    build_rows,
+    cut_row,
+    drift,
+    placeholder_row,
+    weight_range,
+)
+from agentlightning_algorithms.verl.rollout.controller import Episode
+from agentlightning_algorithms.verl.rollout.metrics import RolloutStats, summarize
 
 
 def call(prompt: list[int], response: list[int], *, version: int = 0, reward: float | None = None) -> agl.Triplet:
@@ -22,14 +30,14 @@ def call(prompt: list[int], response: list[int], *, version: int = 0, reward: fl
 CHAIN = [call([1, 2], [3, 4], reward=0.5), call([1, 2, 3, 4, 5], [6], version=1)]
 
 
-def test_calls_whose_tokens_go_on_become_one_row() -> None:
+def test_calls_that_continue_each_others_tokens_become_one_row() -> None:
     (row,) = build_rows(CHAIN, kind="trajectory", max_prompt=9, max_response=9).rows
-    assert (row.prompt_ids, row.response_ids, row.mask) == ([1, 2], [3, 4, 5, 6], [1, 1, 0, 1])
-    assert row.logprobs == [-0.5, -0.5, 0.0, -0.5]
-    assert (row.versions, row.rewards) == ([0, 1], [0.5, None])
+    assert (row.prompt_ids, row.response_ids, row.response_mask) == ([1, 2], [3, 4, 5, 6], [1, 1, 0, 1])
+    assert row.response_logprobs == [-0.5, -0.5, 0.0, -0.5]
+    assert (row.weight_versions, row.rewards) == ([0, 1], [0.5, None])
 
 
-def test_transitions_are_a_row_each() -> None:
+def test_each_transition_becomes_a_row() -> None:
     rows = build_rows(CHAIN, kind="transition", max_prompt=9, max_response=9).rows
     assert [(row.prompt_ids, row.response_ids) for row in rows] == [([1, 2], [3, 4]), ([1, 2, 3, 4, 5], [6])]
 
@@ -43,7 +51,7 @@ def test_a_prompt_that_is_too_long_is_dropped_and_counted() -> None:
 def test_a_row_that_is_too_long_is_cut_after_a_sampled_token() -> None:
     built = build_rows(CHAIN, kind="trajectory", max_prompt=2, max_response=3)
     (row,) = built.rows
-    assert (row.response_ids, row.mask, row.logprobs) == ([3, 4], [1, 1], [-0.5, -0.5])
+    assert (row.response_ids, row.response_mask, row.response_logprobs) == ([3, 4], [1, 1], [-0.5, -0.5])
     assert built.dropped == {"response_cut": 1}
 
 
@@ -56,16 +64,16 @@ def test_calls_without_tokens_or_logprobs_are_counted() -> None:
         assert built.dropped == {"no_tokens": 1, "no_logprobs": 1}
 
 
-def test_a_response_of_observations_only_is_cut_to_nothing_and_says_so() -> None:
-    row = Row([1], [2, 3, 4], [0, 0, 1], [0.0, 0.0, -1.0])
+def test_a_response_of_observations_only_is_cut_to_nothing() -> None:
+    row = BatchRow([1], [2, 3, 4], [0, 0, 1], [0.0, 0.0, -1.0])
     assert cut_row(row, 2)
     assert row.response_ids == []
 
 
 def test_a_placeholder_trains_nothing() -> None:
     row = placeholder_row(7)
-    assert sum(row.mask) == 0
-    assert len(row.prompt_ids) == len(row.response_ids) == len(row.mask) == len(row.logprobs) == 1
+    assert sum(row.response_mask) == 0
+    assert len(row.prompt_ids) == len(row.response_ids) == len(row.response_mask) == len(row.response_logprobs) == 1
 
 
 def test_weight_versions_of_a_rollout_are_a_range() -> None:
@@ -75,26 +83,25 @@ def test_weight_versions_of_a_rollout_are_a_range() -> None:
     assert drift(rows, 1) == 0.5
 
 
-def test_a_step_without_rollouts_has_no_numbers() -> None:
+def test_a_step_without_rollouts_has_no_metrics() -> None:
     assert summarize([]) == {}
 
 
-def test_rollouts_that_give_nothing_count_in_every_mean() -> None:
-    good = Outcome(
-        "train", "", 1.0, True, calls=2, rows=1, tokens=10, drift=0.0, queue_s=1.0, run_s=2.0, call_s=(0.5, 1.5)
-    )
-    bad = Outcome("train", "ValueError", 0.0, False, calls=0, rows=0, tokens=0, drift=0.0, queue_s=3.0, run_s=4.0)
+def test_rollouts_without_rows_count_in_every_mean() -> None:
+    built = BuiltRows([BatchRow([1], [2] * 10, [1] * 10, [0.0] * 10)], calls=2)
+    good = RolloutStats(1.0, True, built=built, queue_s=1.0, run_s=2.0, call_s=(0.5, 1.5))
+    bad = RolloutStats(0.0, False, "ValueError", queue_s=3.0, run_s=4.0)
     numbers = summarize([good, bad])
     assert (numbers["reward"], numbers["valid_ratio"], numbers["calls_per_rollout"]) == (0.5, 0.5, 1.0)
     assert (numbers["errors/ValueError"], numbers["queue_s_max"], numbers["call_s"]) == (1.0, 3.0, 1.0)
 
 
-@pytest.mark.filterwarnings("ignore")  # those of verl while it is imported
-def test_what_the_agent_said_of_each_call_goes_with_its_row() -> None:
+@pytest.mark.filterwarnings("ignore")  # of verl's imports
+def test_rewards_of_calls_are_kept_beside_their_rows() -> None:
     from agentlightning_algorithms.verl.rollout.agent_loop import episode_to_outputs
 
     rows = build_rows(CHAIN, kind="transition", max_prompt=9, max_response=9).rows
     outputs = episode_to_outputs(Episode(rows, reward=1.0, calls=2), current=1)
     assert [output.extra_fields["rewards"] for output in outputs] == [[0.5], [None]]
-    assert [output.reward_score for output in outputs] == [1.0, 1.0]  # what is trained on is the rollout's
+    assert [output.reward_score for output in outputs] == [1.0, 1.0]  # verl trains on the rollout's reward
     assert {(o.extra_fields["min_global_steps"], o.extra_fields["max_global_steps"]) for o in outputs} == {(0, 1)}

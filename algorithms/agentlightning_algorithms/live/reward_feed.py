@@ -1,4 +1,4 @@
-"""The rewards of served rollouts, as they become known."""
+"""Reads the rewards of served rollouts as they arrive."""
 
 from __future__ import annotations
 
@@ -6,46 +6,44 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Final
 
 from agentlightning.errors import StoreError
 from agentlightning.event import RolloutFinished
-from agentlightning.reward import find_final_reward
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import Rollout
 from agentlightning_algorithms.live_resources import Result
+from agentlightning_algorithms.rollout_result import read_result
 
 logger = logging.getLogger("agentlightning")
 
-_BATCH: Final = 100
+_BATCH_SIZE: Final = 100
 _RESYNC_S: Final = 30.0
 _OVERLAP_S: Final = 600.0
-"""How far back a regular look goes: a rollout that takes longer and whose end was missed is not counted."""
-_GATHER_S: Final = 0.2
-"""How long news are gathered, so that much traffic means few questions to the store that serves it too."""
-_LATE_AT_ONCE: Final = 200
-"""Rollouts without a reward that are asked for it again in one round."""
+"""How far back a resync reads. A rollout that takes longer, and whose event was lost, is not counted."""
+_DEBOUNCE_S: Final = 0.2
+"""How long events are collected before they are read, to limit queries to the store that serves users too."""
+_MAX_UNRATED: Final = 200
+"""Rollouts without a reward that are read again in one round."""
 
 
 async def read_reward(store: LightningStore, rollout: Rollout) -> float | None:
-    """The reward of a rollout that has ended: 0 if it failed, None while nobody has said one."""
-    if rollout.status != "succeeded":
-        return 0.0
-    return find_final_reward((await store.query_spans(rollout.rollout_id, "latest")).items)
+    """The reward of a rollout that has ended: 0 if it failed, None if it has no reward yet."""
+    return (await read_result(store, rollout)).reward if rollout.status == "succeeded" else 0.0
 
 
-class Feed:
-    """The ends of rollouts in a run, from its event stream.
+class EventFeed:
+    """Collects the ends of a run's rollouts from its event stream.
 
-    While the stream is broken events are lost, so a reader looks for itself whenever ``gaps`` has grown.
+    Events are lost while the stream is broken; ``gaps`` counts how often that happened.
     """
 
     def __init__(self, store: LightningStore) -> None:
         self.gaps = 0
         self._store = store
         self._finished: list[str] = []
-        self._bell = asyncio.Event()
+        self._arrived = asyncio.Event()
 
     async def follow(self, pause_s: float = 1.0) -> None:
         """Listens until it is cancelled."""
@@ -54,20 +52,21 @@ class Feed:
                 async for event in self._store.subscribe(["rollout_finished", "resources_published"]):
                     if isinstance(event, RolloutFinished):
                         self._finished.append(event.rollout_id)
-                    self._bell.set()
+                    self._arrived.set()
             except (StoreError, OSError) as error:
-                logger.warning("live learning does not hear the store, and tries again: %s", error)
+                logger.warning("live learning lost the store's event stream and subscribes again: %s", error)
             await asyncio.sleep(pause_s)
             self.gaps += 1
-            self._bell.set()
+            self._arrived.set()
 
     async def wait(self, timeout_s: float) -> None:
-        """Returns when there is news, or after ``timeout_s``."""
+        """Returns after an event, or after ``timeout_s``."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):  # wait_for of Python 3.11 loses a cancellation that comes with news
-                await self._bell.wait()
-            await asyncio.sleep(min(timeout_s, _GATHER_S))
-        self._bell.clear()
+            # Python 3.11's wait_for loses a cancellation that arrives together with the event.
+            async with asyncio.timeout(timeout_s):
+                await self._arrived.wait()
+            await asyncio.sleep(min(timeout_s, _DEBOUNCE_S))
+        self._arrived.clear()
 
     def take(self) -> list[str]:
         """The rollouts that have ended since the last call."""
@@ -75,34 +74,34 @@ class Feed:
         return taken
 
 
-class Results:
-    """The results of one phase: of rollouts that began in it, in certain groups. Each is given once.
+class ResultReader:
+    """Reads the results of one phase: of rollouts that began in it, in certain groups. Each is returned once.
 
-    A rollout counts with the reward it has when it is first seen to have one; a later one changes nothing.
+    A rollout counts with the first reward that is read; later ones change nothing.
     """
 
     def __init__(
         self,
         store: LightningStore,
-        feed: Feed,
+        feed: EventFeed,
         *,
         groups: Collection[str],
         since: float,
         step: int | None = None,
         reward_timeout_s: float,
     ) -> None:
-        """Has given nothing yet.
+        """Sets which rollouts are read.
 
         Args:
-            store: of the run.
+            store: the store of the run.
             feed: its events.
             groups: values of ``group`` in the metadata.
-            since: Unix time.
+            since: Unix time at which the phase began.
             step: value of ``step`` in the metadata; None means any.
-            reward_timeout_s: seconds after the end of a rollout until which its reward is waited for.
+            reward_timeout_s: seconds after the end of a rollout in which its reward may arrive.
         """
         self.unrated = 0
-        """Rollouts whose reward never came."""
+        """Rollouts whose reward did not arrive in time."""
         self._store = store
         self._feed = feed
         self._groups = groups
@@ -112,20 +111,21 @@ class Results:
         self._known: set[str] = set()
         self._waiting: dict[str, Rollout] = {}
         self._gaps = -1
-        self._looked_at = 0.0
+        self._synced_at = 0.0
 
-    async def more(self) -> list[Result]:
-        """What is new since the last call, without waiting for anything to happen."""
-        # What has ended while a look was on its way is in the feed: read that first, then look.
-        named = self._feed.take()
-        if self._gaps != self._feed.gaps or time.monotonic() - self._looked_at > _RESYNC_S:
-            ended = await self._look()
+    async def read_new(self) -> list[Result]:
+        """The results since the last call, without waiting for more."""
+        finished = self._feed.take()  # before the query, so that rollouts that end during it are read next time
+        if self._gaps != self._feed.gaps or time.monotonic() - self._synced_at > _RESYNC_S:
+            ended = await self._query()
         else:
-            ended = [rollout async for rollout in self._fetch(named)]
+            ended = []
+            for start in range(0, len(finished), _BATCH_SIZE):
+                ended += await self._store.query_rollouts(rollout_id_in=finished[start : start + _BATCH_SIZE])
         new = [rollout for rollout in ended if rollout.rollout_id not in self._known and self._belongs(rollout)]
         self._known.update(rollout.rollout_id for rollout in new)
-        late = list(self._waiting.values())[:_LATE_AT_ONCE]
-        return [*await self._rate(new), *await self._rate(late)]
+        waiting = list(self._waiting.values())[:_MAX_UNRATED]
+        return [*await self._read(new), *await self._read(waiting)]
 
     def _belongs(self, rollout: Rollout) -> bool:
         metadata = rollout.metadata or {}
@@ -136,12 +136,7 @@ class Results:
             and (self._step is None or metadata.get("step") == self._step)
         )
 
-    async def _fetch(self, rollout_ids: Sequence[str]) -> AsyncIterator[Rollout]:
-        for start in range(0, len(rollout_ids), _BATCH):
-            for rollout in await self._store.query_rollouts(rollout_id_in=rollout_ids[start : start + _BATCH]):
-                yield rollout
-
-    async def _look(self) -> list[Rollout]:
+    async def _query(self) -> list[Rollout]:
         is_first, gaps, now = self._gaps < 0, self._feed.gaps, time.monotonic()
         since = self._since if is_first else max(self._since, time.time() - _OVERLAP_S)
         found: list[Rollout] = []
@@ -156,13 +151,13 @@ class Results:
                 cursor = page.cursor
                 if cursor is None:
                     break
-        self._gaps, self._looked_at = gaps, now
+        self._gaps, self._synced_at = gaps, now
         return found
 
-    async def _rate(self, rollouts: Iterable[Rollout]) -> list[Result]:
+    async def _read(self, rollouts: Iterable[Rollout]) -> list[Result]:
         results = []
         for rollout in rollouts:
-            self._waiting.pop(rollout.rollout_id, None)  # those that still wait go to the end of the line
+            self._waiting.pop(rollout.rollout_id, None)  # those still without a reward move to the end
             reward = await read_reward(self._store, rollout)
             if reward is not None:
                 results.append(Result(rollout, reward))

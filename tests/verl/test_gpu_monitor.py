@@ -1,4 +1,4 @@
-"""How busy the GPUs are, with a driver's tool that always says the same."""
+"""Utilization of GPUs, with a fake ``nvidia-smi``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agentlightning_algorithms.verl.training.gpu import GPUMonitor
+from agentlightning_algorithms.verl.training.gpu_monitor import GPUMonitor
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_the_share_of_busy_time_and_the_memory_of_all_gpus_are_told_once(tool: Path) -> None:
+def test_utilization_and_memory_of_all_gpus_are_reported_once(tool: Path) -> None:
     monitor = GPUMonitor()
     try:
         deadline = time.monotonic() + 60
@@ -34,7 +34,7 @@ def test_the_share_of_busy_time_and_the_memory_of_all_gpus_are_told_once(tool: P
     assert monitor._process.poll() is not None
 
 
-def test_without_a_gpu_nothing_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_gpu_nothing_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monitor = GPUMonitor()
     assert monitor.take() == {}

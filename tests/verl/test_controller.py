@@ -1,12 +1,12 @@
-"""What a resumed run does with the rollouts of its earlier life."""
+"""Open rollouts of a run that is resumed."""
 
 from __future__ import annotations
 
 import agentlightning as agl
-from agentlightning_algorithms.verl.rollout.rollout import cancel_open
+from agentlightning_algorithms.verl.rollout.controller import cancel_open
 
 
-async def test_rollouts_that_an_earlier_life_left_open_are_cancelled() -> None:
+async def test_rollouts_left_open_before_a_resume_are_cancelled() -> None:
     store = agl.InMemoryLightningStore()
     await store.enqueue_many_rollouts([agl.EnqueueRolloutRequest(input=n) for n in range(3)])
     done, running = [await store.dequeue_rollout("worker") for _ in range(2)]

@@ -1,4 +1,4 @@
-"""How busy the GPUs of the trainer's machine are, as the driver's own tool says it."""
+"""Measures the utilization of the machine's GPUs with ``nvidia-smi``."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _QUERY: Final = ("--query-gpu=utilization.gpu,memory.used", "--format=csv,nohead
 
 
 class GPUMonitor:
-    """Looks at this machine's GPUs every few seconds, until :meth:`stop`; where there are none, at nothing."""
+    """Samples this machine's GPUs until :meth:`stop`; without ``nvidia-smi`` it reports nothing."""
 
     def __init__(self, interval_s: int = 2) -> None:
-        """Starts to look, every ``interval_s`` seconds."""
+        """Starts to sample every ``interval_s`` seconds."""
         self._lock = threading.Lock()
         self._busy: list[float] = []
         self._used_mib: list[float] = []
@@ -34,13 +34,13 @@ class GPUMonitor:
                 try:
                     percent, mib = float(busy), float(used)
                 except ValueError:
-                    continue  # a GPU that does not tell
+                    continue  # a GPU that does not report it
                 with self._lock:
                     self._busy.append(percent)
                     self._used_mib.append(mib)
 
     def take(self) -> dict[str, float]:
-        """The mean share of the time that a GPU was busy, and the most memory of one, since this was last asked."""
+        """Mean utilization and largest memory use of a GPU since the last call."""
         with self._lock:
             busy, self._busy = self._busy, []
             used, self._used_mib = self._used_mib, []
@@ -49,7 +49,7 @@ class GPUMonitor:
         return {"gpu_utilization": sum(busy) / len(busy) / 100, "gpu_memory_gb_max": max(used) * 2**20 / 1e9}
 
     def stop(self) -> None:
-        """Looks no more; harmless at any time."""
+        """Stops; may be called at any time."""
         if self._process is not None:
             self._process.terminate()
             self._process.wait()

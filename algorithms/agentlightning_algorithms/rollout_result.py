@@ -1,0 +1,81 @@
+"""Library: runs rollouts through the store and reads their results."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from agentlightning.errors import ConflictError
+from agentlightning.reward import find_final_reward
+from agentlightning.store.protocol import LightningStore
+from agentlightning.types import AttemptedRollout, AttemptFailure, EnqueueRolloutRequest, Rollout, RolloutConfig, Span
+
+
+def retry_lost(timeout_s: float | None = None, *, max_attempts: int = 3) -> RolloutConfig:
+    """Retries rollouts whose runner was lost, which says nothing about the agent; other failures are final."""
+    return RolloutConfig(timeout_seconds=timeout_s, max_attempts=max_attempts, retry_condition=["unresponsive"])
+
+
+@dataclass(frozen=True)
+class RolloutResult:
+    """A rollout that has ended."""
+
+    rollout: Rollout
+    spans: Sequence[Span]
+    """Of its latest attempt."""
+    reward: float | None
+    """The final reward that the agent emitted, also when it failed afterwards."""
+
+    @property
+    def score(self) -> float:
+        """The reward; 0 when the rollout failed or has no reward."""
+        return self.reward if self.reward is not None and self.rollout.status == "succeeded" else 0.0
+
+    @property
+    def failure(self) -> AttemptFailure | None:
+        """The exception that the agent raised."""
+        return self.rollout.attempt.error if isinstance(self.rollout, AttemptedRollout) else None
+
+    @property
+    def error_type(self) -> str | None:
+        """The type of that exception, else the rollout's status; None when it succeeded."""
+        if self.rollout.status == "succeeded":
+            return None
+        return self.rollout.status if self.failure is None else self.failure.type
+
+
+async def read_result(store: LightningStore, rollout: Rollout) -> RolloutResult:
+    """Reads the spans and the reward of a rollout that has ended."""
+    spans = (await store.query_spans(rollout.rollout_id, "latest")).items
+    return RolloutResult(rollout, spans, find_final_reward(spans))
+
+
+async def run_rollouts(
+    store: LightningStore, requests: Sequence[EnqueueRolloutRequest], *, timeout_s: float | None = None
+) -> list[Rollout]:
+    """Enqueues rollouts and waits until all have ended.
+
+    Args:
+        store: the store that runners claim them from.
+        requests: the rollouts. An id that the store knows already is not run again.
+        timeout_s: seconds for all of them together, after which those still open are cancelled.
+
+    Returns:
+        The rollouts, in the order of the requests.
+    """
+    if not requests:
+        return []
+    ids = [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
+    ended = {rollout.rollout_id: rollout for rollout in await store.wait_for_rollouts(ids, timeout=timeout_s)}
+    if late := [rollout_id for rollout_id in ids if rollout_id not in ended]:
+        await cancel_rollouts(store, late)
+        ended.update({rollout.rollout_id: rollout for rollout in await store.wait_for_rollouts(late)})
+    return [ended[rollout_id] for rollout_id in ids]
+
+
+async def cancel_rollouts(store: LightningStore, rollout_ids: Sequence[str]) -> None:
+    """Cancels rollouts; those that have ended in the meantime stay as they are."""
+    for rollout_id in rollout_ids:
+        with contextlib.suppress(ConflictError):
+            await store.cancel_rollout(rollout_id)

@@ -1,0 +1,1 @@
+"""The rollout backend ``transformers``: verl's inference replicas on policy servers."""

@@ -1,0 +1,195 @@
+"""Runs rollouts for verl: queued in our store, run by our runners, sampled through our gateway, read back as rows."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+
+import aiohttp
+
+from agentlightning import semconv
+from agentlightning.adapter.adapter import TraceAdapter
+from agentlightning.algorithm.context import Gateway, serve_models
+from agentlightning.errors import AdapterError, ConfigError
+from agentlightning.resources import Resource
+from agentlightning.store.protocol import LightningStore
+from agentlightning.types import AttemptedRollout, Dataset, EnqueueRolloutRequest, Triplet
+from agentlightning_algorithms.rollout_result import RolloutResult, cancel_rollouts, read_result, retry_lost
+from agentlightning_algorithms.verl.rollout.batch_row import BatchRow, build_rows, drift, placeholder_row
+from agentlightning_algorithms.verl.rollout.metrics import RolloutMetrics, RolloutStats
+from agentlightning_algorithms.verl.rollout.settings import RolloutSettings
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+logger = logging.getLogger("agentlightning")
+T = TypeVar("T")
+Mode = Literal["train", "val"]
+
+MODEL_NAMES: Final[Mapping[Mode, str]] = {"train": "policy", "val": "policy-val"}
+"""The model's name by mode: the gateway forces other sampling parameters on each."""
+_NO_PENALTIES: Final = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+_AGENT_PARAMETERS: Final = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+"""The sampling parameters that agents are given, because OpenAI's client takes no others; the gateway forces all."""
+_OPEN_STATUSES: Final = ("queuing", "preparing", "running", "requeuing")
+_READY_S: Final = 600.0
+
+
+@dataclass(frozen=True)
+class Episode:
+    """A finished rollout, as verl trains on it."""
+
+    rows: list[BatchRow]
+    """At least one."""
+    reward: float
+    calls: int
+
+
+@dataclass
+class RolloutController:
+    """Connects verl's trainer, which runs in a thread, with store and gateway, which belong to an event loop."""
+
+    store: LightningStore
+    gateway: Gateway
+    adapter: TraceAdapter[Sequence[Triplet]]
+    tasks: Mapping[Mode, Dataset[Any]]
+    initial_resources: Mapping[str, Resource]
+    settings: RolloutSettings
+    config: DictConfig
+    """verl's."""
+    loop: asyncio.AbstractEventLoop
+    metrics: RolloutMetrics = field(default_factory=RolloutMetrics)
+    failure: BaseException | None = None
+    """The first error that did not come from an agent."""
+    _resources: dict[Mode, str] = field(default_factory=dict)
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine on the event loop from the trainer's thread, and waits for it."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+
+    def check(self) -> None:
+        """Raises the first error that did not come from an agent: verl would go on after it."""
+        if self.failure is not None:
+            message = f"a rollout could not be run, for a reason other than its agent: {self.failure}"
+            raise RuntimeError(message) from self.failure
+
+    async def register(self, addresses: Sequence[str]) -> None:
+        """Makes inference replicas (``host:port``) the backends of the gateway's models."""
+        names = await asyncio.gather(*(_fetch_model_name(address) for address in addresses))
+        entries = [
+            {
+                "model": name,
+                "model_name": MODEL_NAMES[mode],
+                "endpoint": f"http://{address}/v1",
+                "sampling_parameters": self._sampling(mode),
+            }
+            for mode in MODEL_NAMES
+            for address, name in zip(addresses, names, strict=True)
+        ]
+        serve_models(self.gateway, entries)
+
+    def _sampling(self, mode: Mode) -> dict[str, Any]:
+        rollout = self.config.actor_rollout_ref.rollout
+        given = rollout if mode == "train" else rollout.val_kwargs
+        return {"temperature": given.temperature, "top_p": given.top_p, "top_k": given.top_k, **_NO_PENALTIES}
+
+    async def pause(self) -> None:
+        """Holds new calls back and lets calls in flight end, so that replicas can sleep."""
+        await self.gateway.pause()
+        if not await self.gateway.drain(self.settings.drain_timeout_s):
+            self.metrics.count("drain_timeouts")
+            logger.warning(
+                "model calls are still in flight after %s s and will be aborted; raise drain_timeout_s if answers take "
+                "longer",
+                self.settings.drain_timeout_s,
+            )
+
+    async def publish(self, version: int) -> None:
+        """Publishes the resources of new rollouts, and lets calls go on with new weights."""
+        for mode in ("val", "train"):  # the latest resources are those for training
+            sampling = {name: value for name, value in self._sampling(mode).items() if name in _AGENT_PARAMETERS}
+            resource = self.gateway.as_resource(model=MODEL_NAMES[mode], sampling_parameters=sampling)
+            resources = {**self.initial_resources, self.settings.resource_name: resource}
+            self._resources[mode] = (await self.store.add_resources(resources)).resources_id
+        await self.gateway.resume(version)
+
+    async def roll_out(self, mode: Mode, index: int, group: str, step: int) -> Episode:
+        """Runs the agent once on a task. A failing agent gives an episode too."""
+        try:
+            request = EnqueueRolloutRequest(
+                input=self.tasks[mode][index],
+                mode=mode,
+                resources_id=self._resources[mode],
+                metadata={"step": step, "task_id": index, "group": group},
+                config=retry_lost(self.settings.rollout_timeout_s, max_attempts=2),
+            )
+            (queued,) = await self.store.enqueue_many_rollouts([request])
+            await self.store.wait_for_rollouts([queued.rollout_id])
+            await self.gateway.flush()
+            rollout = await self.store.get_rollout_by_id(queued.rollout_id)
+            assert rollout is not None
+            return await asyncio.to_thread(self._to_episode, mode, await read_result(self.store, rollout), step)
+        except Exception as error:  # isolation point: of store or dataset; ``check`` raises it in the trainer
+            self.failure = self.failure or error
+            raise
+
+    def _to_episode(self, mode: Mode, result: RolloutResult, step: int) -> Episode:
+        settings, rollout, spans = self.settings, result.rollout, result.spans
+        attempt = rollout.attempt if isinstance(rollout, AttemptedRollout) else None
+        error = result.error_type or ""
+        reward = None if error else result.reward
+        triplets: Sequence[Triplet] | None = []
+        try:
+            triplets = self.adapter.adapt(spans) if attempt is None else self.adapter.adapt_attempt(attempt, spans)
+        except AdapterError as adapter_error:
+            logger.warning("rollout %s has nothing to train on: %s", rollout.rollout_id, adapter_error)
+            error = error or "AdapterError"
+        if triplets and not isinstance(triplets[0], Triplet):
+            raise ConfigError(
+                f"the adapter {type(self.adapter).__name__} makes {type(triplets[0]).__name__}, and verl trains on "
+                "triplets: leave the trainer's adapter out"
+            )
+        if triplets is None:
+            error, reward, triplets = error or "SpansDropped", None, []
+        data = self.config.data
+        built = build_rows(
+            triplets, kind=settings.rows, max_prompt=data.max_prompt_length, max_response=data.max_response_length
+        )
+        began = rollout.start_time if attempt is None else attempt.start_time
+        ended = began if rollout.end_time is None else rollout.end_time
+        stats = RolloutStats(
+            reward=settings.failed_reward if reward is None else reward,
+            has_reward=reward is not None,
+            error=error,
+            built=built,
+            drift=drift(built.rows, step - 1 if mode == "train" else step),  # a step samples from the one before it
+            queue_s=max(0.0, began - rollout.start_time),
+            run_s=max(0.0, ended - began),
+            call_s=[
+                span.end_time - span.start_time
+                for span in spans
+                if semconv.is_gateway_call(span) and span.start_time is not None and span.end_time is not None
+            ],
+        )
+        self.metrics.add(mode, stats)
+        return Episode(built.rows or [placeholder_row()], stats.reward, built.calls)
+
+
+async def cancel_open(store: LightningStore) -> None:
+    """Cancels the open rollouts of a run that is resumed: the steps since its checkpoint are done again."""
+    left = await store.query_rollouts(status_in=_OPEN_STATUSES)
+    await cancel_rollouts(store, [rollout.rollout_id for rollout in left])
+
+
+async def _fetch_model_name(address: str) -> str:
+    """The name under which an inference server serves its model; waits until it answers."""
+    timeout = aiohttp.ClientTimeout(total=_READY_S)
+    async with (
+        aiohttp.ClientSession(timeout=timeout) as session,
+        session.get(f"http://{address}/v1/models") as answer,
+    ):
+        answer.raise_for_status()
+        return str((await answer.json())["data"][0]["id"])

@@ -1,0 +1,98 @@
+"""Metrics of the rollouts of a step."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from agentlightning_algorithms.verl.rollout.batch_row import BuiltRows
+
+
+@dataclass(frozen=True)
+class RolloutStats:
+    """The numbers of one finished rollout."""
+
+    reward: float
+    """``failed_reward`` when the agent failed or emitted none."""
+    has_reward: bool
+    error: str = ""
+    """Type of the error; empty for none."""
+    built: BuiltRows = field(default_factory=BuiltRows)
+    drift: float = 0.0
+    """Versions of the weights between the calls and the step of the rollout."""
+    queue_s: float = 0.0
+    run_s: float = 0.0
+    call_s: Sequence[float] = ()
+    """Duration of each call at the gateway, pauses for new weights included."""
+
+
+class RolloutMetrics:
+    """Collects the stats of rollouts; safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stats: dict[str, list[RolloutStats]] = {}
+        self._counts: Counter[str] = Counter()
+
+    def add(self, mode: str, stats: RolloutStats) -> None:
+        """Adds a finished rollout."""
+        with self._lock:
+            self._stats.setdefault(mode, []).append(stats)
+
+    def count(self, name: str) -> None:
+        """Counts another event."""
+        with self._lock:
+            self._counts[name] += 1
+
+    def take(self, mode: str) -> dict[str, float]:
+        """Returns the metrics of a mode's rollouts since the last call; without rollouts, none."""
+        with self._lock:
+            stats = self._stats.pop(mode, [])
+            counts, self._counts = self._counts, Counter()
+        return {**summarize(stats), **{name: float(count) for name, count in counts.items()}}
+
+
+def summarize(stats: Sequence[RolloutStats]) -> dict[str, float]:
+    """Means over rollouts, and counts of errors by kind."""
+    if not stats:
+        return {}
+    rewards = [each.reward for each in stats]
+    calls = [each.built.calls for each in stats]
+    rows = [len(each.built.rows) for each in stats]
+    queue_s, run_s = [each.queue_s for each in stats], [each.run_s for each in stats]
+    numbers: dict[str, float] = {
+        "reward": statistics.fmean(rewards),
+        "reward_std": statistics.pstdev(rewards),
+        "reward_min": min(rewards),
+        "reward_max": max(rewards),
+        "reward_median": statistics.median(rewards),
+        "rollouts": len(stats),
+        "rollouts_without_reward": sum(not each.has_reward for each in stats),
+        "rollouts_without_rows": rows.count(0),
+        "valid_ratio": statistics.fmean(bool(each.built.rows) and each.has_reward for each in stats),
+        "calls": sum(calls),
+        "rows": sum(rows),
+        "sampled_tokens": sum(sum(row.response_mask) for each in stats for row in each.built.rows),
+        "calls_per_rollout": statistics.fmean(calls),
+        "calls_per_rollout_max": max(calls),
+        "drift": statistics.fmean([each.drift for each in stats if each.built.rows] or [0.0]),
+        "queue_s": statistics.fmean(queue_s),
+        "queue_s_max": max(queue_s),
+        "run_s": statistics.fmean(run_s),
+        "run_s_max": max(run_s),
+    }
+    call_s = [seconds for each in stats for seconds in each.call_s]
+    if call_s:
+        numbers["call_s"] = statistics.fmean(call_s)
+        numbers["call_s_median"] = statistics.median(call_s)
+        numbers["call_s_max"] = max(call_s)
+    for prefix, counts in (
+        ("errors", Counter(each.error for each in stats if each.error)),
+        ("dropped", sum((each.built.dropped for each in stats), Counter())),
+        ("mismatches", sum((each.built.mismatches for each in stats), Counter())),
+    ):
+        numbers.update({f"{prefix}/{name}": count for name, count in counts.items()})
+    return {name: float(number) for name, number in numbers.items()}
