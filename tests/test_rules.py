@@ -26,7 +26,7 @@ from tests.source import REPO, ROOTS, SourceFile, all_test_files, pyproject, pyt
 
 # Inside core a file imports only from names to its left; a package counts as its name.
 CORE_ORDER = """
-    version errors frozen types resources semconv event lifecycle plugin logging
+    version errors frozen types event lifecycle plugin resources semconv logging
     store tracer emitter reward adapter litagent run algorithm runner execution trainer cli __main__ testing
 """.split()
 
@@ -51,11 +51,7 @@ LIBRARIES: dict[str, set[str]] = {
 }
 
 # Names of the contract that look back, for the type checker only.
-BACK_REFERENCES = {
-    ("algorithm", "trainer"): "Algorithm.get_trainer() returns the Trainer",
-    ("plugin", "litagent"): "wrap_agent makes a LitAgent",
-    ("run", "runner"): "a Hook is handed its Runner",
-}
+BACK_REFERENCES = {("algorithm", "trainer"): "Algorithm.get_trainer() returns the Trainer"}
 
 # Nobody pays for these before asking for a component that needs them.
 HEAVY = """

@@ -127,7 +127,7 @@ class Baseline(FastAlgorithm):
         store = self.get_store()
         (rollout,) = await store.wait_for_rollouts([rollout_id])
         spans = await store.query_spans(rollout_id, "latest")
-        reward = find_final_reward(spans.items)
+        reward = find_final_reward(spans.items, rollout)
         if isinstance(rollout, AttemptedRollout) and rollout.attempt.error is not None:
             self._report(rollout_id, rollout.attempt.error)
         logger.info("%s %s %s: reward %s, %d spans", rollout.mode, rollout_id, rollout.status, reward, len(spans))

@@ -12,7 +12,7 @@ from typing import Any
 from agentlightning.algorithm.algorithm import FastAlgorithm
 from agentlightning.errors import ConfigError
 from agentlightning.plugin.settings import require_least
-from agentlightning.reward import find_final_reward
+from agentlightning.reward import read_final_reward
 from agentlightning.types import AttemptedRollout, Dataset, EnqueueRolloutRequest, RolloutConfig, RolloutMode
 from agentlightning_plugins.statistics.significance import mean_interval, paired_p_value
 
@@ -149,8 +149,7 @@ class Evaluation(FastAlgorithm):
         ended = await store.wait_for_rollouts([rollout.rollout_id for rollout in queued])
         results: list[tuple[float, str | None]] = []
         for rollout in ended:
-            spans = await store.query_spans(rollout.rollout_id, "latest")
-            reward = find_final_reward(spans.items)
+            reward = await read_final_reward(store, rollout)
             error = None
             if rollout.status != "succeeded":
                 attempt = rollout.attempt if isinstance(rollout, AttemptedRollout) else None

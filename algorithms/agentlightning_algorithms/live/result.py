@@ -11,7 +11,7 @@ from typing import Final
 
 from agentlightning.errors import StoreError
 from agentlightning.event import RolloutFinished
-from agentlightning.reward import find_final_reward
+from agentlightning.reward import read_final_reward
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import Rollout
 from agentlightning_algorithms.live_resources import Result
@@ -32,7 +32,7 @@ async def read_reward(store: LightningStore, rollout: Rollout) -> float | None:
     """The reward of a rollout that has ended: 0 if it failed, None while nobody has said one."""
     if rollout.status != "succeeded":
         return 0.0
-    return find_final_reward((await store.query_spans(rollout.rollout_id, "latest")).items)
+    return await read_final_reward(store, rollout)
 
 
 class Feed:

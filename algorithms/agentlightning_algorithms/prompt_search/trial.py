@@ -105,5 +105,11 @@ async def read_result(store: LightningStore, rollout: Rollout, adapter: TraceToM
     except AdapterError as problem:
         error = error or str(problem)
     return RolloutResult(
-        rollout.rollout_id, rollout.input, status, find_final_reward(spans), tuple(messages), error, tuple(usage)
+        rollout.rollout_id,
+        rollout.input,
+        status,
+        find_final_reward(spans, rollout),
+        tuple(messages),
+        error,
+        tuple(usage),
     )

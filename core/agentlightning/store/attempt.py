@@ -60,6 +60,7 @@ class AttemptMethods(Transactional):
         *,
         error: AttemptFailure | Unset | None = UNSET,
         spans_dropped: int | Unset = UNSET,
+        reward: float | Unset | None = UNSET,
     ) -> Attempt:
         """Changes what is given; the status of the latest attempt drives the rollout.
 
@@ -80,6 +81,7 @@ class AttemptMethods(Transactional):
                 "metadata": freeze(metadata, "metadata") if metadata is not UNSET else UNSET,
                 "error": error,
                 "spans_dropped": spans_dropped,
+                "reward": reward,
             }.items()
             if value is not UNSET
         }

@@ -6,13 +6,15 @@ import importlib
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from wrapt import register_post_import_hook  # type: ignore[import-untyped] # wrapt has no types
 
 from agentlightning.errors import PluginError
-from agentlightning.litagent import LitAgent
 from agentlightning.plugin.hookspecs import WrapOptions, hookimpl
+
+if TYPE_CHECKING:
+    from agentlightning.litagent import LitAgent
 
 logger = logging.getLogger("agentlightning")
 

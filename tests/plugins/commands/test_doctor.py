@@ -229,7 +229,7 @@ def test_a_plugin_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch) -
     ("agent", "message"),
     [
         ("goood", "has no goood. Did you mean 'good'?"),
-        ("NOT_AN_AGENT", "3 is no agent; give a function"),
+        ("NOT_AN_AGENT", "3 is not an agent; give a function"),
     ],
 )
 async def test_an_agent_that_is_none_is_said_to_be_none(agents: str, agent: str, message: str) -> None:

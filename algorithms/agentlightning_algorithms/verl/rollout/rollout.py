@@ -153,7 +153,7 @@ class RolloutController:
         error = ""
         if rollout.status != "succeeded":
             error = attempt.error.type if attempt is not None and attempt.error is not None else rollout.status
-        reward = find_final_reward(spans) if not error else None
+        reward = find_final_reward(spans, rollout) if not error else None
         triplets: Sequence[Triplet] | None = []
         try:
             triplets = self.adapter.adapt(spans) if attempt is None else self.adapter.adapt_attempt(attempt, spans)

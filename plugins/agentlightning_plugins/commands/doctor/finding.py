@@ -126,7 +126,7 @@ class Finding:
         return None if self._answered else unchecked(name, "needs an answered call")
 
     def _reward(self) -> Link:
-        reward = find_final_reward(self.spans)
+        reward = find_final_reward(self.spans, self.rollout)
         if reward is not None:
             return ok("reward", f"the rollout's reward is {reward:g}")
         if self.rollout.status != "succeeded":

@@ -201,6 +201,7 @@ class UpdateAttempt(TypedDict, total=False):
     metadata: JsonObject | None
     error: AttemptFailure | None
     spans_dropped: Annotated[int, Field(ge=0)]
+    reward: Annotated[float, Field(allow_inf_nan=False)] | None
 
 
 @_strict

@@ -228,6 +228,7 @@ class RolloutCalls(StoreCalls):
         *,
         error: AttemptFailure | Unset | None = UNSET,
         spans_dropped: int | Unset = UNSET,
+        reward: float | Unset | None = UNSET,
     ) -> Attempt:
         body = given(
             status=status,
@@ -236,6 +237,7 @@ class RolloutCalls(StoreCalls):
             metadata=frozen(metadata, "metadata"),
             error=error,
             spans_dropped=spans_dropped,
+            reward=reward,
         )
         path = f"/rollouts/{quoted(rollout_id)}/attempts/{quoted(attempt_id)}"
         return Attempt.model_validate(await self._post(path, body, repeatable=True))
