@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from agentlightning.adapter.message import TraceToMessages
 from agentlightning.algorithm.algorithm import Algorithm
 from agentlightning.algorithm.context import RunContext
 from agentlightning.errors import ConfigError, LightningError
@@ -23,6 +22,7 @@ from agentlightning_algorithms.prompt_search.critique import REPAIR_PROMPT, read
 from agentlightning_algorithms.prompt_search.ledger import FILE_NAME, Ledger
 from agentlightning_algorithms.prompt_search.placeholder import find_placeholders, fit, show_placeholders
 from agentlightning_algorithms.prompt_search.trial import RolloutResult, make_requests, run_trial
+from agentlightning_plugins.chat_history.adapter import TraceToMessages
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

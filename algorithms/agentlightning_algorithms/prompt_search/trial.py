@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentlightning.adapter.message import ChatHistory, TraceToMessages
 from agentlightning.errors import AdapterError, ConflictError
 from agentlightning.reward import find_final_reward
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, EnqueueRolloutRequest, Rollout, RolloutConfig, RolloutMode, Span
 from agentlightning_algorithms.prompt_search.budget import Usage, read_usage
+from agentlightning_plugins.chat_history.adapter import ChatHistory, TraceToMessages
 
 
 @dataclass(frozen=True)

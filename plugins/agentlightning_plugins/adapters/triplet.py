@@ -1,4 +1,4 @@
-"""The adapters of core, under their names."""
+"""The adapters ``triplet``, ``llm-proxy-triplet`` and ``messages``."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ def components() -> Iterable[Component]:
             summary="the same, of what the gateway saw",
         ),
         Component(
-            "adapter", "messages", "agentlightning.adapter.message:TraceToMessages", summary="chat histories with tools"
+            "adapter",
+            "messages",
+            "agentlightning_plugins.chat_history.adapter:TraceToMessages",
+            summary="chat histories with tools",
         ),
     ]

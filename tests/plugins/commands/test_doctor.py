@@ -405,7 +405,7 @@ async def test_an_agent_match_that_matches_nobody_is_found_out(
 ) -> None:
     links = await check(agents, "named", endpoint=server.url, agent_match="writer")
     assert broken(links) == ["triplets"]
-    assert "1 made by agent 'solver', which agent_match='writer' does not want" in links["triplets"].text
+    assert "1 made by agent 'solver', which agent_match='writer' excludes" in links["triplets"].text
     assert "agents here: solver" in links["triplets"].mend
     matched = await check(agents, "named", endpoint=server.url, agent_match="solver")
     assert matched["triplets"].text == "1 triplet to learn from, by solver"

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from agentlightning import semconv
 from agentlightning.adapter import TraceToTriplet, build_trajectories
-from agentlightning.adapter.conversation import link_calls
 from agentlightning.errors import AdapterError
 from agentlightning.reward import find_final_reward
 from agentlightning.types import AttemptedRollout, Span, Triplet
+from agentlightning_plugins.chat_history.linking import link_calls
 from agentlightning_plugins.commands.doctor.link import Link, broken, ok, one_line, unchecked
 
 _USE_LLM = (

@@ -8,11 +8,11 @@ from typing import Any, Final
 
 from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
 
-from agentlightning.adapter.message import ChatHistory, TraceToMessages, drop_prefixes
 from agentlightning.frozen import thaw
 from agentlightning.reward import read_final_reward
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout
+from agentlightning_plugins.chat_history.adapter import ChatHistory, TraceToMessages, drop_prefixes
 from agentlightning_plugins.commands.terminal.access import every
 
 logger = logging.getLogger("agentlightning")
