@@ -21,7 +21,7 @@ from packaging.utils import canonicalize_name
 from tests.source import REPO, ROOTS, pyproject, run_python
 
 # Each needs an environment of its own, or serves development only.
-NOT_IN_ALL = {"agentops", "dev", "test", "verl", "vllm"}
+NOT_IN_ALL = {"agentops", "dev", "poml", "test", "verl", "vllm"}
 
 
 def _project() -> Mapping[str, Any]:

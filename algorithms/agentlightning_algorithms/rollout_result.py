@@ -48,7 +48,7 @@ class RolloutResult:
 async def read_result(store: LightningStore, rollout: Rollout) -> RolloutResult:
     """Reads the spans and the reward of a rollout that has ended."""
     spans = (await store.query_spans(rollout.rollout_id, "latest")).items
-    return RolloutResult(rollout, spans, find_final_reward(spans))
+    return RolloutResult(rollout, spans, find_final_reward(spans, rollout))
 
 
 async def run_rollouts(

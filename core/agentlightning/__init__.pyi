@@ -53,8 +53,8 @@ from agentlightning.reward import find_reward_spans as find_reward_spans
 from agentlightning.reward import get_reward_value as get_reward_value
 from agentlightning.reward import get_rewards_from_span as get_rewards_from_span
 from agentlightning.reward import is_reward_span as is_reward_span
-from agentlightning.run.hook import Hook as Hook
 from agentlightning.run.tracker import Tracker as Tracker
+from agentlightning.runner import Hook as Hook
 from agentlightning.runner import LitAgentRunner as LitAgentRunner
 from agentlightning.runner import Runner as Runner
 from agentlightning.store import InMemoryLightningStore as InMemoryLightningStore

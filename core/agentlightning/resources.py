@@ -1,32 +1,32 @@
-"""What an algorithm tunes and an agent is given: model endpoints, prompts, and whatever plugins add.
+"""Resources: what an algorithm tunes and an agent uses, such as model endpoints and prompts.
 
-A resource is a frozen record that names its own type in ``resource_type``; a snapshot of several, by name, is one
-version of ``ResourcesUpdate``.
+A resource is a frozen record that names its type in ``resource_type``; a ``ResourcesUpdate`` is one version of a named
+set of resources.
 """
 
 from __future__ import annotations
 
 import re
 import string
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Final, Literal, Protocol, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, field_serializer
+from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, field_serializer, field_validator
 
-from agentlightning.errors import ConfigError
+from agentlightning.errors import ConfigError, suggest
 from agentlightning.frozen import FrozenDict
 from agentlightning.types import AttemptedRollout, JsonObject, Record, Rollout
 
 ATTEMPT_KEY: Final = "agentlightning"
-"""The ``api_key`` of a ProxyLLM whose agents get one that is good for their attempt. As it stands it opens nothing, but
-clients insist on a key, and without one they would send the user's own."""
+"""The ``api_key`` of a ProxyLLM that the runner replaces by a key for the attempt. It grants nothing itself, but
+clients require a key, and without one they would send the user's own."""
 
 
 class Resource(Record):
-    """Base of everything tunable. A subclass declares ``resource_type: Literal["its_name"] = "its_name"``."""
+    """Base of all resources. A subclass declares ``resource_type: Literal["its_name"] = "its_name"``."""
 
     by_type: ClassVar[dict[str, type[Resource]]] = {}
-    """Every resource class that was imported so far, by its type name."""
+    """The resource classes imported so far, by type name."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
@@ -48,7 +48,7 @@ class LLM(Resource):
     """Keyword arguments for ``chat.completions.create``, such as ``temperature``."""
 
     def get_base_url(self, rollout_id: str | None = None, attempt_id: str | None = None) -> str:
-        """The URL to give to a client; the ids are accepted so that callers need not know which kind this is."""
+        """Returns the URL for a client; takes the ids only for compatibility with ``ProxyLLM``."""
         _check_pair(rollout_id, attempt_id)
         return self.endpoint
 
@@ -67,13 +67,12 @@ class ProxyLLM(LLM):
         _check_pair(rollout_id, attempt_id)
         if not rollout_id:
             return self.endpoint
-        root, version = self.endpoint.rstrip("/"), ""
-        if root.endswith("/v1"):
-            root, version = root[: -len("/v1")], "/v1"
-        return f"{root}/rollout/{rollout_id}/attempt/{attempt_id}{version}"
+        root = self.endpoint.rstrip("/")
+        version = "/v1" if root.endswith("/v1") else ""
+        return f"{root.removesuffix('/v1')}/rollout/{rollout_id}/attempt/{attempt_id}{version}"
 
     def with_attempted_rollout(self, rollout: AttemptedRollout) -> LLM:
-        """A plain LLM whose endpoint belongs to this attempt: what an agent gets."""
+        """Returns a plain LLM whose endpoint belongs to this attempt, for the agent."""
         return LLM(
             endpoint=self.get_base_url(rollout.rollout_id, rollout.attempt.attempt_id),
             model=self.model,
@@ -88,7 +87,7 @@ def _check_pair(rollout_id: str | None, attempt_id: str | None) -> None:
 
 
 class _ValuesOnlyFormatter(string.Formatter):
-    """``str.format`` whose fields are names of values: no attributes, no items, no nested or huge format specs."""
+    """``str.format`` whose fields are names of values: no attributes, items, nested or huge format specs."""
 
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> tuple[Any, str]:
         if not field_name.isidentifier():
@@ -99,36 +98,57 @@ class _ValuesOnlyFormatter(string.Formatter):
         return kwargs[field_name], field_name
 
     def format_field(self, value: Any, format_spec: str) -> str:
-        if any(len(digits) > 3 for digits in "".join(c if c.isdigit() else " " for c in format_spec).split()):
+        if re.search(r"\d{4}", format_spec):
             raise ConfigError(f"prompt format spec {format_spec!r} is too wide; at most 999")
         return str(format(value, format_spec))
 
 
+class TemplateEngine(Protocol):
+    """Renders templates of one language; a plugin offers it as a component of kind ``template_engine``."""
+
+    def render(self, template: str, values: Mapping[str, Any]) -> str:
+        """Returns the text; raises ConfigError for a wrong template or a missing value."""
+        ...
+
+
 class PromptTemplate(Resource):
-    """A tunable text with named gaps. A template reaches the values it is given, never attributes or code."""
+    """A tunable text with placeholders. A template reaches the values it is given, never attributes or code."""
 
     resource_type: Literal["prompt_template"] = "prompt_template"
     template: str
-    engine: Literal["f-string", "jinja", "poml"] = "f-string"
+    engine: str = "f-string"
+    """``f-string``, ``jinja`` (sandboxed), or the name of a component of kind ``template_engine``, such as ``poml``."""
 
-    def __init__(self, template: str, engine: Literal["f-string", "jinja", "poml"] = "f-string", **data: Any) -> None:
+    def __init__(self, template: str, engine: str = "f-string", **data: Any) -> None:
         super().__init__(**{"template": template, "engine": engine, **data})
 
+    @field_validator("engine")
+    @classmethod
+    def _check_engine(cls, engine: str) -> str:
+        if engine in ("f-string", "jinja"):
+            return engine
+        from agentlightning.plugin.registry import get_manager
+
+        known = ["f-string", "jinja", *get_manager().components("template_engine")]
+        if engine not in known:
+            raise ConfigError(f"unknown template engine {engine!r}.{suggest(engine, known)} Known: {', '.join(known)}")
+        return engine
+
     def format(self, **values: Any) -> str:
-        """Fills the gaps.
+        """Fills the placeholders.
 
         Raises:
-            ConfigError: a gap without a value, a forbidden expression, or an engine that is not installed.
+            ConfigError: a placeholder without a value, or a forbidden or invalid expression.
+            PluginError: the engine is not installed.
         """
         if self.engine == "f-string":
             try:
                 return _ValuesOnlyFormatter().vformat(self.template, (), values)
+            except ConfigError:
+                raise
             except ValueError as error:
-                if isinstance(error, ConfigError):
-                    raise
-                raise ConfigError(
-                    f"prompt template cannot be formatted: {error}. Write {{{{ for a literal brace"
-                ) from error
+                what = f"prompt template cannot be formatted: {error}. Write {{{{ for a literal brace"
+                raise ConfigError(what) from error
         if self.engine == "jinja":
             from jinja2 import StrictUndefined, TemplateError
             from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -138,11 +158,10 @@ class PromptTemplate(Resource):
                 return environment.from_string(self.template).render(**values)
             except TemplateError as error:
                 raise ConfigError(f"jinja prompt template cannot be rendered: {error}") from error
-        raise ConfigError(f"template engine {self.engine!r} is not installed; installed: f-string, jinja")
+        from agentlightning.plugin.registry import get_manager
 
-
-resource_finders: list[Callable[[str], type[Resource] | None]] = []
-"""Further places to look a resource class up by its type name; the plugin manager adds itself."""
+        engine: TemplateEngine = get_manager().create("template_engine", self.engine)
+        return engine.render(self.template, values)
 
 
 def _read_resource(value: Any) -> Any:
@@ -151,22 +170,28 @@ def _read_resource(value: Any) -> Any:
     if isinstance(value, str):
         return PromptTemplate(value)
     if isinstance(value, Mapping) and isinstance(name := value.get("resource_type"), str):
-        found = (find(name) for find in resource_finders)
-        cls = Resource.by_type.get(name) or next(filter(None, found), None)
-        if cls is None:
-            known = ", ".join(sorted(Resource.by_type))
-            raise ValueError(f"unknown resource_type {name!r}; known: {known}")
-        return cls.model_validate(value)
+        return (Resource.by_type.get(name) or _find_resource_class(name)).model_validate(value)
     raise ValueError(f"a resource is a Resource, a str (a prompt) or a mapping with resource_type, not {value!r}")
+
+
+def _find_resource_class(name: str) -> type[Resource]:
+    from agentlightning.plugin.registry import get_manager
+
+    offered = get_manager().components("resource")
+    if name not in offered:
+        known = ", ".join(sorted({*Resource.by_type, *offered}))
+        raise ValueError(f"unknown resource_type {name!r}; known: {known}")
+    found: type[Resource] = get_manager().get("resource", name)
+    return found
 
 
 AnyResource: TypeAlias = Annotated[SerializeAsAny[Resource], BeforeValidator(_read_resource)]
 NamedResources: TypeAlias = Mapping[str, Resource]
-"""What a rollout is given, by name. Where we take resources, a plain ``str`` means ``PromptTemplate(str)``."""
+"""The resources of a rollout by name. As an argument, a plain ``str`` means ``PromptTemplate(str)``."""
 
 
 class ResourcesUpdate(Record):
-    """One immutable version of a snapshot of resources."""
+    """One immutable version of a named set of resources."""
 
     resources_id: str
     create_time: float
@@ -177,7 +202,7 @@ class ResourcesUpdate(Record):
 
     @property
     def version_id(self) -> str:
-        """Names this version, as in ``rs-1@3``, wherever a ``resources_id`` is taken; that alone means the newest."""
+        """Names this version, such as ``rs-1@3``, as a ``resources_id``; without ``@3`` it means the newest."""
         return f"{self.resources_id}@{self.version}"
 
     @field_serializer("resources")
@@ -189,14 +214,10 @@ _VERSION_ID: Final = re.compile(r"(.+)@([1-9][0-9]{0,17})", re.DOTALL)
 
 
 def split_version_id(resources_id: str, version: int | None = None) -> tuple[str, int | None]:
-    """The snapshot and the version that an id means; the version is None where it means the newest.
-
-    Args:
-        resources_id: of a snapshot, or of one version of it: ``rs-1@3``.
-        version: another way to say the version.
+    """Splits an id such as ``rs-1@3`` into the id and the version; the version None means the newest.
 
     Raises:
-        ConfigError: the two name different versions.
+        ConfigError: ``version`` is given and differs from the one in the id.
     """
     match = _VERSION_ID.fullmatch(resources_id)
     if match is None:
@@ -208,7 +229,7 @@ def split_version_id(resources_id: str, version: int | None = None) -> tuple[str
 
 
 def read_resources(resources: Mapping[str, Resource | str | Mapping[str, Any]]) -> dict[str, Resource]:
-    """Normalises what users give: resources, plain strings and their JSON form.
+    """Converts resources as users give them: resources, plain strings and their JSON form.
 
     Raises:
         ConfigError: a value that is none of these, or an unknown ``resource_type``.
@@ -223,7 +244,7 @@ def read_resources(resources: Mapping[str, Resource | str | Mapping[str, Any]]) 
 
 
 def scope_to_attempt(resources: Mapping[str, Resource], rollout: Rollout) -> dict[str, Resource]:
-    """Gives every ProxyLLM the URL of this attempt, so that an agent's calls are attributed without its help."""
+    """Gives every ProxyLLM the URL of this attempt, so that the agent's calls are attributed to it."""
     if not isinstance(rollout, AttemptedRollout):
         return dict(resources)
     return {
@@ -233,7 +254,7 @@ def scope_to_attempt(resources: Mapping[str, Resource], rollout: Rollout) -> dic
 
 
 def with_attempt_key(resources: Mapping[str, Resource], key: str) -> dict[str, Resource]:
-    """Puts an attempt's key where a ProxyLLM says that there will be one."""
+    """Replaces ``ATTEMPT_KEY`` in every ProxyLLM by the attempt's key."""
     return {
         name: resource.model_copy(update={"api_key": key})
         if isinstance(resource, ProxyLLM) and resource.api_key == ATTEMPT_KEY

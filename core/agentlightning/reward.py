@@ -1,4 +1,4 @@
-"""Reads rewards from spans."""
+"""Reads rewards from spans and attempts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from agentlightning import semconv
-from agentlightning.types import Span
+from agentlightning.store.protocol import LightningStore
+from agentlightning.types import AttemptedRollout, Rollout, Span
 
 
 class Reward(NamedTuple):
@@ -17,12 +18,12 @@ class Reward(NamedTuple):
 
 
 def is_reward_span(span: Span) -> bool:
-    """Whether a span carries a reward, whoever made it."""
+    """Whether a span carries a reward."""
     return f"{semconv.REWARD}.0.value" in span.attributes
 
 
 def get_rewards_from_span(span: Span) -> list[Reward]:
-    """All dimensions of a reward, the primary one first; empty for other spans."""
+    """Returns all dimensions of a reward, the primary one first; an empty list for other spans."""
     rewards: list[Reward] = []
     key = f"{semconv.REWARD}.0"
     while (value := span.attributes.get(f"{key}.value")) is not None:
@@ -32,17 +33,30 @@ def get_rewards_from_span(span: Span) -> list[Reward]:
 
 
 def get_reward_value(span: Span) -> float | None:
-    """The primary reward of a span; None when it has none."""
+    """Returns the primary reward of a span, or None."""
     value = span.attributes.get(f"{semconv.REWARD}.0.value")
     return None if value is None else float(value)
 
 
 def find_reward_spans(spans: Iterable[Span]) -> list[Span]:
-    """The spans that carry a reward, in the order given."""
+    """Returns the spans that carry a reward, in the given order."""
     return [span for span in spans if is_reward_span(span)]
 
 
-def find_final_reward(spans: Iterable[Span]) -> float | None:
-    """The primary reward of the last reward span; a store gives spans in the order of their arrival."""
+def find_final_reward(spans: Iterable[Span], rollout: Rollout | None = None) -> float | None:
+    """Returns the final reward of an attempt: the primary reward of its last reward span.
+
+    Args:
+        spans: of one attempt, in the order of their arrival, as the store returns them.
+        rollout: a reward that is stored on its latest attempt takes precedence over the spans.
+    """
+    if isinstance(rollout, AttemptedRollout) and rollout.attempt.reward is not None:
+        return rollout.attempt.reward
     rewards = find_reward_spans(spans)
     return get_reward_value(rewards[-1]) if rewards else None
+
+
+async def read_final_reward(store: LightningStore, rollout: Rollout) -> float | None:
+    """As ``find_final_reward`` for the latest attempt; reads its spans only if the attempt has no reward."""
+    stored = find_final_reward((), rollout)
+    return stored if stored is not None else find_final_reward(await store.query_spans(rollout.rollout_id, "latest"))

@@ -1,4 +1,4 @@
-"""Runners: take rollouts from the store, run the agent on them, and say how each ended."""
+"""Runners: claim rollouts from the store, run the agent on them and report the result of each attempt."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import math
 import os
 import socket
 import threading
@@ -18,12 +19,13 @@ from agentlightning.errors import ConfigError, NotFoundError, StoreError
 from agentlightning.event import AttemptRevoked
 from agentlightning.frozen import thaw
 from agentlightning.litagent import LitAgent, check_result
+from agentlightning.plugin.settings import require_least
 from agentlightning.resources import Resource, with_attempt_key
-from agentlightning.run.hook import Hook
+from agentlightning.reward import find_final_reward
 from agentlightning.run.stop_event import STOP_CHECK_S, StopEvent, is_set, until_set
 from agentlightning.run.thread import ThreadStopped, install_group_executor, run_in_thread, thread_group
 from agentlightning.store.protocol import LightningStore
-from agentlightning.tracer.tracer import Tracer
+from agentlightning.tracer.tracer import Trace, Tracer
 from agentlightning.types import (
     UNSET,
     AttemptedRollout,
@@ -41,6 +43,28 @@ logger = logging.getLogger("agentlightning")
 _CLAIM_AT_ONCE = 4
 
 
+class Hook:
+    """Callbacks around rollouts, in the runner's process. Override what you need; errors in a hook are only logged."""
+
+    async def on_rollout_start(self, *, agent: LitAgent[Any], runner: Runner[Any], rollout: AttemptedRollout) -> None:
+        """A rollout was claimed; nothing has run yet."""
+
+    async def on_trace_start(
+        self, *, agent: LitAgent[Any], runner: Runner[Any], tracer: Tracer, rollout: AttemptedRollout
+    ) -> None:
+        """The attempt's trace is open: spans made here belong to it."""
+
+    async def on_trace_end(
+        self, *, agent: LitAgent[Any], runner: Runner[Any], tracer: Tracer, rollout: AttemptedRollout
+    ) -> None:
+        """The agent has returned or failed; the trace is still open."""
+
+    async def on_rollout_end(
+        self, *, agent: LitAgent[Any], runner: Runner[Any], rollout: Rollout, spans: Sequence[Span]
+    ) -> None:
+        """The attempt has ended and its spans are stored."""
+
+
 class Runner(ABC, Generic[T]):
     """Runs an agent on rollouts. Use it inside ``run_context``."""
 
@@ -53,11 +77,11 @@ class Runner(ABC, Generic[T]):
         hooks: Sequence[Hook] | None = None,
         worker_id: str | None = None,
     ) -> contextlib.AbstractContextManager[Runner[T]]:
-        """Gives the runner what it works with, for the duration of the context."""
+        """Gives the runner its agent and store for the duration of the context."""
 
     @abstractmethod
     async def iter(self, event: StopEvent | None = None) -> None:
-        """Takes and runs rollouts until ``event`` is set or the runner's own limit is reached, then drains."""
+        """Claims and runs rollouts until ``event`` is set or the runner's limit is reached, then drains."""
 
     @abstractmethod
     async def step(
@@ -70,23 +94,18 @@ class Runner(ABC, Generic[T]):
         resources_id: str | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> Rollout:
-        """Runs one task at once, past the queue, and returns the finished rollout.
+        """Runs one task immediately, bypassing the queue, and returns the finished rollout. ``event`` stops it.
 
-        Args:
-            input: the task.
-            resources: published for it as a new snapshot, which becomes the latest.
-            mode: of the rollout.
-            event: stops it.
-            resources_id: instead of ``resources``, a snapshot that is there, or one version of it, as in ``rs-1@3``.
-            metadata: of the rollout.
+        ``resources`` are published as a new snapshot, which becomes the latest; ``resources_id`` names a stored one
+        instead, or one version of it such as ``rs-1@3``.
         """
 
 
 class LitAgentRunner(Runner[T]):
-    """Runs many rollouts at once in one event loop: async agents as tasks, synchronous ones in a thread each.
+    """Runs many rollouts concurrently in one event loop: async agents as tasks, synchronous ones in a thread each.
 
-    What an agent raises is kept on the attempt and the runner goes on. An attempt over its time, or one that the store
-    has ended, is stopped: a task is cancelled, a thread gets ThreadStopped, of a pool too (``ThreadGroup``).
+    An exception of the agent is stored on the attempt and the runner continues. An attempt that exceeds its timeout, or
+    that the store has ended, is stopped: its task is cancelled, and its threads get ``ThreadStopped``.
     """
 
     def __init__(
@@ -102,17 +121,15 @@ class LitAgentRunner(Runner[T]):
         """Sets up a runner.
 
         Args:
-            tracer: records what the agent does.
-            max_rollouts: ``iter`` returns after this many; None means never by itself.
-            poll_interval: longest single wait for work, in seconds; new work is seen at once.
-            heartbeat_interval: seconds between signs of life to the store.
-            max_concurrency: rollouts at once.
-            max_abandoned_threads: ``iter`` returns, so that its process can be replaced, once more threads than this
-                were left behind by agents that could not be stopped.
+            tracer: records the agent's spans.
+            max_rollouts: ``iter`` returns after this many; None means no limit.
+            poll_interval: longest single wait for work, in seconds; new work is noticed immediately.
+            heartbeat_interval: seconds between heartbeats.
+            max_concurrency: number of concurrent rollouts.
+            max_abandoned_threads: ``iter`` returns, so that its process can be replaced, once agents that could not be
+                stopped have left more threads than this behind.
         """
-        for name, value in (("max_rollouts", max_rollouts), ("max_concurrency", max_concurrency)):
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} = {value}: at least 1 is needed")
+        require_least(1, max_rollouts=max_rollouts, max_concurrency=max_concurrency)
         self.tracer = tracer
         self.max_rollouts = max_rollouts
         self.poll_interval = poll_interval
@@ -127,10 +144,9 @@ class LitAgentRunner(Runner[T]):
         self._running: dict[str, asyncio.Task[None]] = {}
         """By attempt id."""
         self._unreported: set[str] = set()
-        """Those of them whose end the store has not been told of."""
+        """The running attempts whose end is not yet reported to the store."""
         self._revoked: set[str] = set()
-        self._freed = asyncio.Event()
-        """Set when a rollout ends."""
+        self._slot_freed = asyncio.Event()
         self._background_tasks: list[asyncio.Task[None]] = []
 
     @contextlib.contextmanager
@@ -156,28 +172,23 @@ class LitAgentRunner(Runner[T]):
 
     async def iter(self, event: StopEvent | None = None) -> None:
         store = self._given()[1]
-        taken = 0
-        self._freed = asyncio.Event()  # of this loop; the runner may be used in several, one after the other
+        left = math.inf if self.max_rollouts is None else self.max_rollouts
+        self._slot_freed = asyncio.Event()  # belongs to this loop; a runner may be used in several, one after the other
         self._start_background_tasks()
         try:
-            while not is_set(event) and not self.is_worn_out:
-                limit = min(self.max_concurrency - len(self._running), _CLAIM_AT_ONCE)
-                if self.max_rollouts is not None:
-                    limit = min(limit, self.max_rollouts - taken)
-                    if taken >= self.max_rollouts:
-                        break
+            while left > 0 and not is_set(event) and not self.is_worn_out:
+                limit = int(min(self.max_concurrency - len(self._running), _CLAIM_AT_ONCE, left))
                 if limit < 1:
-                    self._freed.clear()
+                    self._slot_freed.clear()
                     with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(STOP_CHECK_S):
-                            await self._freed.wait()
+                        await asyncio.wait_for(self._slot_freed.wait(), STOP_CHECK_S)
                     continue
                 claimed = await until_set(
                     store.dequeue_many_rollouts(limit=limit, worker_id=self.worker_id, timeout=self.poll_interval),
                     event,
                 )
                 for rollout in claimed or ():
-                    taken += 1
+                    left -= 1
                     self._begin(rollout)
             if self._running:
                 await asyncio.wait(list(self._running.values()))
@@ -214,14 +225,16 @@ class LitAgentRunner(Runner[T]):
 
     @property
     def is_worn_out(self) -> bool:
-        """Whether ``iter`` returned because too many threads were abandoned; a new process should take over."""
+        """Whether too many threads were abandoned, so that ``iter`` returns and a new process should take over."""
         return self._count_abandoned() > self.max_abandoned_threads
+
+    def _count_abandoned(self) -> int:
+        self._abandoned[:] = [thread for thread in self._abandoned if thread.is_alive()]
+        return len(self._abandoned)
 
     def _given(self) -> tuple[LitAgent[T], LightningStore]:
         if self._agent is None or self._store is None:
-            raise ConfigError(
-                "the runner has no agent yet; use it inside: with runner.run_context(agent=..., store=...)"
-            )
+            raise ConfigError("the runner has no agent; use it in: with runner.run_context(agent=..., store=...)")
         return self._agent, self._store
 
     def _begin(self, rollout: AttemptedRollout) -> asyncio.Task[None]:
@@ -234,7 +247,7 @@ class LitAgentRunner(Runner[T]):
 
     def _ended(self, attempt_id: str, task: asyncio.Task[None]) -> None:
         self._running.pop(attempt_id, None)
-        self._freed.set()
+        self._slot_freed.set()
         self._unreported.discard(attempt_id)
         self._revoked.discard(attempt_id)
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -245,36 +258,30 @@ class LitAgentRunner(Runner[T]):
         attempt_id = rollout.attempt.attempt_id
         status: AttemptStatus = "succeeded"
         failure: AttemptFailure | None = None
-        spans: Sequence[Span] = ()
-        dropped = 0
+        trace = Trace()
+        returned: Sequence[Span] = ()
         stopped: asyncio.CancelledError | None = None
         limit = asyncio.timeout(rollout.config.timeout_seconds)
+        call_hooks = functools.partial(self._call_hooks, agent=agent, runner=self, rollout=rollout)
         try:
-            await self._call_hooks("on_rollout_start", agent=agent, runner=self, rollout=rollout)
-            async with self.tracer.trace_context(
-                rollout_id=rollout.rollout_id, attempt_id=attempt_id, store=store
-            ) as trace:
+            await call_hooks("on_rollout_start")
+            context = self.tracer.trace_context(rollout_id=rollout.rollout_id, attempt_id=attempt_id, store=store)
+            async with context as trace:
                 try:
-                    await self._call_hooks(
-                        "on_trace_start", agent=agent, runner=self, tracer=self.tracer, rollout=rollout
-                    )
+                    await call_hooks("on_trace_start", tracer=self.tracer)
                     async with limit:
                         result = check_result(await self._call_agent(agent, store, rollout))
-                    await self._record_result(result, store, rollout)
+                    returned = await self._record_result(result, rollout)
                 finally:
-                    await self._call_hooks(
-                        "on_trace_end", agent=agent, runner=self, tracer=self.tracer, rollout=rollout
-                    )
+                    await call_hooks("on_trace_end", tracer=self.tracer)
         except asyncio.CancelledError as error:
             failure = AttemptFailure(type="Cancelled", message="the runner stopped it")
             status, stopped = "failed", error
-        except Exception as error:  # isolation point: what an agent raises is data about its attempt
+        except Exception as error:  # isolation point: an exception of the agent is data about its attempt
             status, failure = "failed", AttemptFailure.from_exception(error)
-            if limit.expired():  # named as the store names it, which may notice first
-                what = f"no result within timeout_seconds={rollout.config.timeout_seconds}"
-                status, failure = "timeout", failure.model_copy(update={"type": "Timeout", "message": what})
-        with contextlib.suppress(UnboundLocalError):  # the trace itself could not be opened
-            spans, dropped = trace.spans, trace.dropped
+            if limit.expired():  # worded as by the store, which may notice first
+                message = f"no result within timeout_seconds={rollout.config.timeout_seconds}"
+                status, failure = "timeout", failure.model_copy(update={"type": "Timeout", "message": message})
         if attempt_id in self._revoked:  # the store has ended this attempt and knows why
             return
         self._unreported.discard(attempt_id)
@@ -283,65 +290,64 @@ class LitAgentRunner(Runner[T]):
             attempt_id,
             status=status,
             error=failure,
-            spans_dropped=dropped or UNSET,
+            spans_dropped=trace.dropped or UNSET,
+            reward=find_final_reward((*trace.spans, *returned)),
         )
-        await self._call_hooks("on_rollout_end", agent=agent, runner=self, rollout=rollout, spans=spans)
+        await call_hooks("on_rollout_end", spans=trace.spans)
         if stopped is not None:
             raise stopped
 
     async def _call_agent(self, agent: LitAgent[T], store: LightningStore, rollout: AttemptedRollout) -> Any:
-        attempt_id, timeout_s = rollout.attempt.attempt_id, rollout.config.timeout_seconds
-        from agentlightning.run import attempt_token  # its libraries are not needed to set a runner up
+        from agentlightning.run import attempt_token  # imports cryptography that setting up a runner does not need
 
+        attempt_id, timeout_s = rollout.attempt.attempt_id, rollout.config.timeout_seconds
         key = attempt_token.issue(store.token, rollout.rollout_id, attempt_id, timeout_s)
         resources = with_attempt_key(await _resources_of(store, rollout), key)
         task = cast(T, thaw(rollout.input))
         training = rollout.mode == "train"
         if agent.is_async():
             method = agent.training_rollout_async if training else agent.validation_rollout_async
-            with thread_group(on_abandoned=self._abandoned.extend):  # for tools and nodes that do not await
+            with thread_group(on_abandoned=self._abandoned.extend):  # for synchronous tools and graph nodes
                 try:
                     return await method(task, resources, rollout)
-                except SystemExit as error:  # it would end the event loop, and with it everybody's rollouts
+                except SystemExit as error:  # it would end the event loop and with it all rollouts
                     raise RuntimeError(f"SystemExit: {error}") from error
         function = agent.training_rollout if training else agent.validation_rollout
         try:
             return await run_in_thread(
                 lambda: function(task, resources, rollout),
-                name=f"agent-{rollout.attempt.attempt_id}",
+                name=f"agent-{attempt_id}",
                 on_abandoned=self._abandoned.append,
             )
         except ThreadStopped as error:
             raise asyncio.CancelledError from error
 
-    def _count_abandoned(self) -> int:
-        self._abandoned[:] = [thread for thread in self._abandoned if thread.is_alive()]
-        return len(self._abandoned)
-
-    async def _record_result(self, result: RolloutRawResult, store: LightningStore, rollout: AttemptedRollout) -> None:
-        if result is None:
-            return
-        if isinstance(result, (int, float)):
+    async def _record_result(self, result: RolloutRawResult, rollout: AttemptedRollout) -> Sequence[Span]:
+        """Emits a returned reward, or stores returned spans and returns them."""
+        if isinstance(result, Sequence):
+            ids = {"rollout_id": rollout.rollout_id, "attempt_id": rollout.attempt.attempt_id}
+            return await self._given()[1].add_many_spans([span.model_copy(update=ids) for span in result])
+        if result is not None:
             emit_reward(float(result))
-            return
-        ids = {"rollout_id": rollout.rollout_id, "attempt_id": rollout.attempt.attempt_id}
-        await store.add_many_spans([span.model_copy(update=ids) for span in result])
+        return ()
 
     async def _call_hooks(self, name: str, **arguments: Any) -> None:
         for hook in self._hooks:
             try:
                 await getattr(hook, name)(**arguments)
-            except Exception:  # isolation point: a user's hook must not fail the rollout
+            except Exception:  # isolation point: an error in a user's hook must not fail the rollout
                 logger.exception("hook %s.%s failed", type(hook).__name__, name)
 
     def _start_background_tasks(self) -> None:
-        """Begins to send heartbeats and to obey the store, in the running event loop, unless that is being done."""
+        """Starts heartbeats and the watch for revoked attempts in the running event loop, unless they run already."""
         loop = asyncio.get_running_loop()
         if any(not task.done() and task.get_loop() is loop for task in self._background_tasks):
             return
         install_group_executor()
-        work = (self._send_heartbeats(), self._follow_revocations())
-        self._background_tasks = [loop.create_task(one) for one in work]
+        self._background_tasks = [
+            loop.create_task(self._send_heartbeats()),
+            loop.create_task(self._watch_revocations()),
+        ]
         for task in self._background_tasks:
             task.add_done_callback(_report_failure)
 
@@ -366,7 +372,7 @@ class LitAgentRunner(Runner[T]):
                     self._revoke(attempt_id, "the store does not know it as running")
             await asyncio.sleep(self.heartbeat_interval)
 
-    async def _follow_revocations(self) -> None:
+    async def _watch_revocations(self) -> None:
         async for event in self._given()[1].subscribe(["attempt_revoked"]):
             if isinstance(event, AttemptRevoked):
                 self._revoke(event.attempt_id, event.reason)
@@ -381,13 +387,11 @@ class LitAgentRunner(Runner[T]):
 
 async def _resources_of(store: LightningStore, rollout: Rollout) -> Mapping[str, Resource]:
     if rollout.resources_id is None:
-        latest = await store.get_latest_resources()
-        return {} if latest is None else latest.resources
+        update = await store.get_latest_resources()
+        return {} if update is None else update.resources
     update = await store.get_resources_by_id(rollout.resources_id)
     if update is None:
-        raise NotFoundError(
-            f"rollout {rollout.rollout_id} names resources {rollout.resources_id}, which are not stored"
-        )
+        raise NotFoundError(f"rollout {rollout.rollout_id}: the resources {rollout.resources_id} are not stored")
     return update.resources
 
 

@@ -17,15 +17,14 @@ from agentlightning.algorithm.algorithm import Algorithm, FastAlgorithm
 from agentlightning.algorithm.context import Gateway, RunContext
 from agentlightning.errors import ConfigError, LightningError
 from agentlightning.execution import RUNNERS_FAILED, ExecutionStrategy
-from agentlightning.litagent import LitAgent, RewardFunction, initial_prompts, wrap
+from agentlightning.litagent import LitAgent, RewardFunction, wrap
 from agentlightning.plugin.registry import get_manager
 from agentlightning.resources import Resource, read_resources
 from agentlightning.run.directory import RunDirectory
-from agentlightning.run.hook import Hook
 from agentlightning.run.stop_event import StopEvent
 from agentlightning.run.thread import run_beside_loop, run_in_thread
 from agentlightning.run.tracker import Tracker, follow
-from agentlightning.runner import LitAgentRunner, Runner
+from agentlightning.runner import Hook, LitAgentRunner, Runner
 from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
 from agentlightning.tracer.tracer import Tracer
@@ -232,7 +231,7 @@ class Trainer:
 
 def first_resources(agent: LitAgent[Any], given: Mapping[str, Resource] | None) -> Mapping[str, Resource] | None:
     """What a run begins with: what is given, over the prompts that the agent itself has; None if there are none."""
-    return {**initial_prompts(agent), **(given or {})} or None
+    return {**agent.initial_prompts(), **(given or {})} or None
 
 
 async def _find_run(store: LightningStore) -> Run | None:

@@ -208,6 +208,8 @@ class Attempt(Record):
     """A result that came after the attempt had ended; it never touches the rollout."""
     spans_dropped: int = 0
     """Spans that could not be delivered. Such an attempt is left out of training data."""
+    reward: float | None = Field(default=None, allow_inf_nan=False)
+    """The final reward, which the runner sets at the end. None: there is none, or only the spans have it."""
 
 
 class AttemptedRollout(Rollout):

@@ -496,12 +496,12 @@ def test_no_triplets_is_never_a_mystery(trace: Recorder, caplog: pytest.LogCaptu
     assert [trace.adapt(adapter), trace.adapt(adapter)] == [[], []], "the second time in silence"
     trace.client("r1")
     assert trace.adapt(adapter) == []
-    advice = ". `agl doctor AGENT` says how to mend it"
+    advice = ". `agl doctor AGENT` tells how to fix it"
     assert [record.getMessage() for record in caplog.records] == [
         "a trace without spans gives no triplets",
         "attempt at-1 of rollout ro-1 gives no triplets: none of its 1 spans is a model call" + advice,
         "attempt at-1 of rollout ro-1 gives no triplets: its model calls were left out: 1 made by agent None, which "
-        "agent_match='solver' does not want" + advice,
+        "agent_match='solver' excludes" + advice,
     ]
 
 

@@ -65,3 +65,8 @@ def test_resources_survive_json_with_their_types() -> None:
 def test_what_is_no_resource_is_refused_by_name(wrong: Any) -> None:
     with pytest.raises(agl.ConfigError, match="resource 'x'"):
         read_resources({"x": wrong})
+
+
+def test_an_unknown_template_engine_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"engine 'jinjja'. Did you mean 'jinja'\? Known: f-string, jinja"):
+        agl.PromptTemplate("Hi", engine="jinjja")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import agentlightning as agl
-from agentlightning.reward import find_final_reward
+from agentlightning.reward import find_final_reward, read_final_reward
 from agentlightning.run.stop_event import STOP_CHECK_S, until_set
 from agentlightning.types import AttemptedRollout
 
@@ -49,6 +49,38 @@ async def test_a_number_that_an_agent_returns_is_its_final_reward(store: agl.Lig
     assert [rollout.status for rollout in rollouts] == ["succeeded"] * 3
     assert [await reward_of(store, rollout) for rollout in rollouts] == [0.1, 0.2, 0.3]
     assert {rollout.attempt.worker_id for rollout in rollouts} == {"worker"}
+
+
+def emits(task: int) -> None:
+    agl.emit_reward(0.0)
+    agl.emit_reward(task / 10)
+
+
+def emits_and_fails(task: int) -> None:
+    emits(task)
+    raise ValueError("too late")
+
+
+def returns_spans(task: int) -> list[agl.Span]:
+    agl.emit_reward(0.0)
+    return [agl.emit_reward(task / 10, propagate=False), agl.emit_message("done", propagate=False)]
+
+
+@pytest.mark.parametrize("agent", [lambda task: task / 10, emits, emits_and_fails, returns_spans])
+async def test_the_final_reward_is_stored_on_the_attempt(store: agl.LightningStore, agent: Any) -> None:
+    (rollout,) = await run_all(store, agent, [5])
+    assert rollout.attempt.reward == 0.5
+    assert await read_final_reward(store, rollout) == 0.5
+
+
+async def test_a_reward_that_arrives_after_the_attempt_is_read_from_the_spans(store: agl.LightningStore) -> None:
+    (rollout,) = await run_all(store, lambda task: None, [0])
+    assert (rollout.attempt.reward, await read_final_reward(store, rollout)) == (None, None)
+    late = agl.emit_reward(0.25, propagate=False)
+    await store.add_span(
+        late.model_copy(update={"rollout_id": rollout.rollout_id, "attempt_id": rollout.attempt.attempt_id})
+    )
+    assert await read_final_reward(store, rollout) == 0.25
 
 
 async def test_what_an_agent_raises_is_kept_on_the_attempt_and_the_runner_goes_on(store: agl.LightningStore) -> None:
@@ -350,7 +382,7 @@ async def test_a_runner_that_missed_a_revocation_learns_of_it_by_its_heartbeat()
     async def miss_everything(self: Any) -> None:
         await asyncio.sleep(60)
 
-    runner._follow_revocations = miss_everything.__get__(runner)  # type: ignore[method-assign] # its stream is broken
+    runner._watch_revocations = miss_everything.__get__(runner)  # type: ignore[method-assign] # its stream is broken
     rollout = await store.enqueue_rollout(1)
     with runner.run_context(agent=agl.wrap(agent), store=store, worker_id="worker"):
         running = asyncio.create_task(runner.iter())

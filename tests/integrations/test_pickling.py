@@ -1,4 +1,4 @@
-"""What frameworks hold and nobody can pickle reaches a runner process all the same."""
+"""Objects of frameworks that cannot be pickled by themselves reach a runner process."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from openai import AsyncAzureOpenAI, AsyncOpenAI, OpenAI
 
-from agentlightning.litagent.pickling import dump, load
 from agentlightning_integrations.framework import openai_client  # noqa: F401 # registers how clients are pickled
+from agentlightning_integrations.framework.pickling import dump, load
 
 MISSING = object()
 """As frameworks mark what is not there: compared by identity."""

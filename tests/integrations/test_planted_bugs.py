@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
-from agentlightning.litagent import FrameworkAgent
 from agentlightning.plugin.hookspecs import WrapOptions
 from agentlightning.resources import LLM
 from agentlightning.testing.agent import AGENT_NAME, INSTRUCTIONS, AgentConformance, Lab, add
 from agentlightning.testing.agent.conformance import AgentConformance as Kit
 from agentlightning.tracer import get_active_tracer
+from agentlightning_integrations.framework.agent import FrameworkAgent
 
 TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 

@@ -271,7 +271,7 @@ def test_wrap_agent_of_the_plugin_leaves_alone_what_it_does_not_know() -> None:
     class Stranger: ...
 
     assert get_manager().hook.wrap_agent(agent=Stranger(), options=None) is None
-    with pytest.raises(agl.ConfigError, match="is no agent; give a function, a LitAgent"):
+    with pytest.raises(agl.ConfigError, match="is not an agent; give a function, a LitAgent"):
         agl.wrap(Stranger())
 
 

@@ -7,10 +7,10 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 
-from agentlightning.adapter.message import ChatHistory, drop_prefixes
 from agentlightning.errors import ConfigError
 from agentlightning.resources import PromptTemplate
 from agentlightning_algorithms.prompt_search.trial import TrialResult
+from agentlightning_plugins.chat_history.adapter import ChatHistory, drop_prefixes
 
 ROLLOUT_CHARS: Final = 6000
 """Length of one rollout as a critic sees it; a longer text loses its middle."""

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 from openai import AsyncOpenAI
 
-from agentlightning.adapter.message import TraceToMessages
 from agentlightning.algorithm.algorithm import Algorithm
 from agentlightning.algorithm.context import RunContext
 from agentlightning.errors import ConfigError, LightningError
@@ -26,6 +25,7 @@ from agentlightning_algorithms.prompt_search.critique import REPAIR_PROMPT, read
 from agentlightning_algorithms.prompt_search.placeholder import find_placeholders, fit, show_placeholders
 from agentlightning_algorithms.prompt_search.trial import TrialResult, read_trial_result
 from agentlightning_algorithms.rollout_result import retry_lost, run_rollouts
+from agentlightning_plugins.chat_history.adapter import TraceToMessages
 
 logger = logging.getLogger("agentlightning")
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentlightning.adapter.message import ChatHistory, TraceToMessages
 from agentlightning.errors import AdapterError
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Rollout
 from agentlightning_algorithms.prompt_search.budget import Usage, read_usage
 from agentlightning_algorithms.rollout_result import RolloutResult, read_result
+from agentlightning_plugins.chat_history.adapter import ChatHistory, TraceToMessages
 
 
 @dataclass(frozen=True)

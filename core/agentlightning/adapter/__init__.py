@@ -1,4 +1,4 @@
-"""Adapters: turn the spans of an attempt into training data."""
+"""Adapters: convert the spans of an attempt to training data."""
 
 from agentlightning.plugin.lazy_names import lazy_names
 

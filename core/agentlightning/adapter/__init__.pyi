@@ -1,17 +1,17 @@
-"""Adapters: turn the spans of an attempt into training data."""
+"""Adapters: convert the spans of an attempt to training data."""
 
 from agentlightning.adapter.adapter import Adapter as Adapter
 from agentlightning.adapter.adapter import TraceAdapter as TraceAdapter
-from agentlightning.adapter.credit import CreditRule as CreditRule
-from agentlightning.adapter.credit import Step as Step
 from agentlightning.adapter.matching import RewardMatchPolicy as RewardMatchPolicy
-from agentlightning.adapter.message import TraceToMessages as TraceToMessages
 from agentlightning.adapter.triplet import LlmProxyTraceToTriplet as LlmProxyTraceToTriplet
 from agentlightning.adapter.triplet import TracerTraceToTriplet as TracerTraceToTriplet
 from agentlightning.adapter.triplet import TraceToTriplet as TraceToTriplet
 from agentlightning_plugins.adapters.transition.adapter import TraceToTransitions as TraceToTransitions
 from agentlightning_plugins.adapters.transition.adapter import Transition as Transition
 from agentlightning_plugins.adapters.transition.adapter import triplets_to_transitions as triplets_to_transitions
+from agentlightning_plugins.chat_history.adapter import TraceToMessages as TraceToMessages
+from agentlightning_plugins.credit.rule import CreditRule as CreditRule
+from agentlightning_plugins.credit.rule import Step as Step
 from agentlightning_plugins.trajectories.trajectory import TraceToTrajectories as TraceToTrajectories
 from agentlightning_plugins.trajectories.trajectory import Trajectories as Trajectories
 from agentlightning_plugins.trajectories.trajectory import Trajectory as Trajectory

@@ -1,4 +1,4 @@
-"""What adapters have in common."""
+"""Base classes of adapters."""
 
 from __future__ import annotations
 
@@ -15,40 +15,32 @@ logger = logging.getLogger("agentlightning")
 
 
 class Adapter(ABC, Generic[From, To]):
-    """Turns one thing into another: a pure function with settings."""
+    """A pure conversion with settings."""
 
     @abstractmethod
     def adapt(self, source: From, /) -> To:
-        """Converts.
-
-        Raises:
-            AdapterError: ``source`` cannot be converted.
-        """
+        """Converts ``source``; raises AdapterError if that is impossible."""
 
 
 class TraceAdapter(Adapter[Sequence[Span], To]):
-    """Turns the spans of one attempt, in the order of their arrival, into what an algorithm trains on."""
+    """Converts the spans of one attempt, in the order of their arrival, to the training data of an algorithm."""
 
     def adapt_attempt(self, attempt: Attempt, spans: Sequence[Span]) -> To | None:
-        """Converts what an attempt left in the store.
-
-        Args:
-            attempt: whose spans these are, as it ended.
-            spans: of this attempt only.
+        """Converts the spans of a finished attempt.
 
         Returns:
-            None, with a warning, when some of its spans were lost: what is left may say something else than happened.
+            None, with a warning, when some of its spans were lost, because the rest would be misleading.
 
         Raises:
             AdapterError: as ``adapt``.
         """
-        if attempt.spans_dropped:
-            logger.warning(
-                "attempt %s of rollout %s is left out: %d of its spans were lost; the store was too slow or out of "
-                "reach for longer than the queue of 64 MB could bridge",
-                attempt.attempt_id,
-                attempt.rollout_id,
-                attempt.spans_dropped,
-            )
-            return None
-        return self.adapt(spans)
+        if not attempt.spans_dropped:
+            return self.adapt(spans)
+        logger.warning(
+            "attempt %s of rollout %s is left out: %d of its spans were lost, because the store was too slow or "
+            "unreachable for longer than the queue of 64 MB could buffer",
+            attempt.attempt_id,
+            attempt.rollout_id,
+            attempt.spans_dropped,
+        )
+        return None

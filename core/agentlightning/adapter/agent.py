@@ -1,4 +1,4 @@
-"""Which agent a span is of, in the words of the frameworks."""
+"""Reads the name of an agent from its span, in the conventions of several frameworks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NAMES = (
 
 
 def read_agent_name(span: Span) -> str | None:
-    """The name of the agent whose work the span is; None when it does not say that it is an agent's."""
+    """Returns the name of the agent that a span belongs to, or None if the span does not name one."""
     attributes = span.attributes
     for key in _NAMES:
         if attributes.get(key):

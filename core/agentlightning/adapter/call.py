@@ -1,4 +1,4 @@
-"""Model calls among the spans of an attempt: the spans of one call, whoever recorded them, brought together."""
+"""Finds the model calls of an attempt and groups the spans that client, framework and gateway recorded of each."""
 
 from __future__ import annotations
 
@@ -16,42 +16,40 @@ class Call:
     """One model call."""
 
     anchor: Node
-    """Where it stands in the agent: the outermost span of the client, or the gateway's when there is no other."""
+    """The outermost span of the client, or the gateway's if there is no other."""
     nodes: list[Node]
-    """All spans of the call; the gateway's is the last."""
+    """All spans of the call, the gateway's last."""
     response_id: str | None
     gateway: Node | None = None
     is_complete: bool = True
-    """False when the gateway saw no whole answer."""
+    """False if the gateway saw only a part of the answer."""
 
     @property
     def settled_at(self) -> float:
-        """From when on a reward can be about this call.
+        """The earliest time of a reward for this call.
 
-        The gateway writes down the end after the agent has got the answer, so of a call that only the gateway saw it is
-        the beginning.
+        The gateway records the end after the agent has received the answer, so its span counts from the start.
         """
         return self.anchor.start if self.anchor is self.gateway else self.anchor.end
 
 
 def find_calls(nodes: Sequence[Node], is_call: Callable[[Span], bool]) -> list[Call]:
-    """Finds the model calls, in the order of their beginnings.
+    """Finds the model calls, in the order of their starts.
 
-    The spans of one call are: a client's span and those it encloses that do not name another response; spans that
-    overlap and name the same response; the gateway's span that has a client's as parent or names its response. A
-    framework's span that knows neither id nor answer is of the one call that happened in its time and lost its place in
-    the tree.
+    The spans of one call are: a client's span and its descendants that do not name another response; spans that overlap
+    and name the same response; the gateway's span that has a client's as parent or names its response. A framework's
+    span without response id and answer belongs to the single call within its time that is misplaced in the tree.
 
     Args:
         nodes: parents before their children.
-        is_call: which spans are calls. A gateway's span that it refuses still gives its tokens to a client's.
+        is_call: selects the spans of calls. A gateway's span that it rejects still gives its tokens to a client's.
     """
     calls: list[Call] = []
     of_client: dict[str, Call] = {}
     by_response: dict[str, list[Call]] = {}
     _add_clients(nodes, is_call, calls, of_client, by_response)
     gateways = [node for node in nodes if semconv.is_gateway_call(node.span)]
-    gateways.sort(key=lambda node: (not node.span.attributes[semconv.GATEWAY_COMPLETE], node.start))  # whole ones first
+    gateways.sort(key=lambda node: (not node.span.attributes[semconv.GATEWAY_COMPLETE], node.start))  # complete first
     for node in gateways:
         response_id = semconv.read_response_id(node.span)
         parent = of_client.get(node.span.parent_id or "")
@@ -60,7 +58,7 @@ def find_calls(nodes: Sequence[Node], is_call: Callable[[Span], bool]) -> list[C
             candidates = (parent, *candidates)
         call = next((call for call in candidates if call.gateway is None), None)
         if call is None:
-            if parent is not None or not is_call(node.span):  # a try that the client repeated, or not wanted
+            if parent is not None or not is_call(node.span):  # a try that the client repeated, or rejected by is_call
                 continue
             call = Call(node, [], response_id)
             calls.append(call)
@@ -72,13 +70,12 @@ def find_calls(nodes: Sequence[Node], is_call: Callable[[Span], bool]) -> list[C
 
 
 def _join_frames(calls: list[Call]) -> list[Call]:
-    """Gives calls that hang higher in the tree than they should the place of the framework's span around them.
+    """Moves calls that are too high in the tree to the framework's span (frame) around them.
 
-    OpenAI Agents is recorded like that by AgentOps: a generation under its agent says nothing of the answer, and the
-    client's span, which does, is a child of the root. Where two such frames enclose a call, or one encloses two, nobody
-    can tell, and nothing is joined.
+    AgentOps records OpenAI Agents like that: the generation span under the agent has no answer, and the client's span,
+    which has it, is a child of the root. If two frames enclose a call, or one encloses two calls, nothing is joined.
     """
-    ends: list[tuple[float, int]] = []  # of the frames that began so far, in order
+    ends: list[tuple[float, int]] = []  # of the frames that started so far, in order
     enclosed: dict[int, list[int]] = {}
     for position, call in enumerate(calls):
         if _is_frame(call):
@@ -87,7 +84,7 @@ def _join_frames(calls: list[Call]) -> list[Call]:
             enclosed.setdefault(ends[-1][1], []).append(position)
     gone = set()
     for frame, positions in enclosed.items():
-        if len(positions) == 1 and _is_lost(calls[positions[0]], calls[frame]):
+        if len(positions) == 1 and _is_misplaced(calls[positions[0]], calls[frame]):
             found = calls[positions[0]]
             found.nodes = [*calls[frame].nodes, *found.nodes]
             found.anchor = calls[frame].anchor
@@ -103,8 +100,8 @@ def _is_frame(call: Call) -> bool:
     )
 
 
-def _is_lost(call: Call, frame: Call) -> bool:
-    """Whether a call hangs from something that the frame's own parent is under."""
+def _is_misplaced(call: Call, frame: Call) -> bool:
+    """Whether the call's parent is a proper ancestor of the frame's parent."""
     above = frame.anchor.parent
     while above is not None:
         above = above.parent

@@ -1,4 +1,4 @@
-"""Which model call a reward is about."""
+"""Matches rewards to model calls."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from agentlightning.types import Span
 
 
 class RewardMatchPolicy(StrEnum):
-    """Which call a reward is about, when it does not name one by a link (``semconv.link_attributes``)."""
+    """How to find the call of a reward that has no link to one (``semconv.link_attributes``)."""
 
     FIRST_OCCURRENCE = "first_occurrence"
-    """The last call that ended before the reward and has none yet."""
+    """The last call that ended before the reward and has no reward yet."""
     FIRST_SIBLING = "first_sibling"
     """The same, among the calls under the same parent."""
 
@@ -25,14 +25,14 @@ class RewardMatchPolicy(StrEnum):
 def match_rewards(
     nodes: Sequence[Node], calls: Sequence[Call], policy: RewardMatchPolicy, *, is_exclusive: bool = True
 ) -> dict[Call, float]:
-    """Finds the calls that rewards are about: a reward that names its call goes there, others go by their time.
+    """Finds the call of each reward: by its link, otherwise by time.
 
     Args:
         nodes: all spans of the attempt.
         calls: those that may have a reward.
-        policy: for rewards that name no call.
-        is_exclusive: a call takes one reward, and the next one in a row goes to the call before it. False lets every
-            reward go to the call nearest before it, where they add up.
+        policy: for rewards without a link.
+        is_exclusive: a call takes one reward, and the next consecutive one goes to the call before it. False: every
+            reward is added to the nearest call before it.
     """
     rewards: dict[Call, float] = {}
     by_link: dict[str, dict[Any, Call]] = {}

@@ -1,4 +1,4 @@
-"""The spans of one attempt as a tree, mended where spans lost their parents."""
+"""Builds the tree of an attempt's spans, and repairs it where spans lost their parents."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class Node:
     end: float
     parent: Node | None = None
     agent_name: str | None = None
-    """Of the nearest agent: the span itself or what it runs under."""
+    """Of the nearest agent: the span itself or an ancestor."""
     is_in_reward: bool = False
-    """Whether it is part of computing a reward."""
+    """Whether it belongs to the computation of a reward."""
 
 
 def build_tree(spans: Sequence[Span], *, repair: bool) -> list[Node]:
     """Links spans by their parent ids.
 
     Args:
-        spans: of one attempt, in any order; a span that is there twice counts once.
-        repair: whether a span whose parent is not known is put under the innermost span whose time encloses its own.
-            Model calls and rewards take no such children; a span that nothing encloses stays a root.
+        spans: of one attempt, in any order; duplicates count once.
+        repair: put spans with an unknown parent under the innermost span that encloses their time. Model calls and
+            rewards take no such children; a span that nothing encloses stays a root.
 
     Returns:
         All nodes: parents before their children, siblings in the order of their starts.
@@ -46,7 +46,7 @@ def build_tree(spans: Sequence[Span], *, repair: bool) -> list[Node]:
         first = spans[0]
         if span.attempt_id != first.attempt_id or span.rollout_id != first.rollout_id:
             raise AdapterError(
-                f"span {span.span_id} is of attempt {span.attempt_id!r} of rollout {span.rollout_id!r}, others are of "
+                f"span {span.span_id} belongs to attempt {span.attempt_id!r} of rollout {span.rollout_id!r}, others to "
                 f"{first.attempt_id!r} of {first.rollout_id!r}; adapt the spans of one attempt at a time"
             )
         start = span.start_time or 0.0
@@ -56,12 +56,12 @@ def build_tree(spans: Sequence[Span], *, repair: bool) -> list[Node]:
         node.parent = by_id.get(node.span.parent_id or "")
     _cut_cycles(nodes)
     if repair:
-        _mend(nodes)
+        _adopt_orphans(nodes)
     return _in_order(nodes)
 
 
 def _cut_cycles(nodes: Sequence[Node]) -> None:
-    """Takes the parent from one node of each cycle, which only broken instrumentation can make."""
+    """Removes one parent link from each cycle; only broken instrumentation makes cycles."""
     seen: dict[Node, int] = {}
     for walk, node in enumerate(nodes):
         step: Node | None = node
@@ -72,8 +72,8 @@ def _cut_cycles(nodes: Sequence[Node]) -> None:
             step = step.parent
 
 
-def _mend(nodes: Sequence[Node]) -> None:
-    """Gives orphans the innermost enclosing span as their parent; ``nodes`` are in the order of their starts."""
+def _adopt_orphans(nodes: Sequence[Node]) -> None:
+    """Gives orphans the innermost enclosing span as parent; ``nodes`` are in the order of their starts."""
     own_root: dict[Node, Node] = {}
     for node in nodes:
         path = []
@@ -84,14 +84,14 @@ def _mend(nodes: Sequence[Node]) -> None:
         root = own_root.setdefault(step, step)
         for passed in path:
             own_root[passed] = root
-    # Of the spans that began so far, one that ends no later than one that began after it is never the innermost.
-    # Without those, the ends fall from the bottom of the stack to its top, and bisection finds what encloses.
+    # A started span that ends no later than one started after it is never the innermost. Without those, the ends
+    # decrease from the bottom of the stack to its top, so bisection finds the enclosing span.
     stack: list[Node] = []
     falling_ends: list[float] = []
     for node in nodes:
         if node.parent is None:
             position = bisect_right(falling_ends, -node.end) - 1
-            while position >= 0 and own_root[stack[position]] is node:  # its own descendant, by a coarse clock
+            while position >= 0 and own_root[stack[position]] is node:  # its own descendant, if the clock is coarse
                 position -= 1
             if position >= 0:
                 node.parent = stack[position]
@@ -104,7 +104,7 @@ def _mend(nodes: Sequence[Node]) -> None:
 
 
 def _in_order(nodes: Sequence[Node]) -> list[Node]:
-    """Gives parents before children, and to both what they inherit."""
+    """Returns parents before children, with inherited agent names and reward flags."""
     children: dict[Node | None, list[Node]] = {}
     for node in nodes:
         children.setdefault(node.parent, []).append(node)

@@ -1,19 +1,16 @@
-"""Agents: a function, a ``LitAgent`` or a framework's object; every one of them becomes a ``LitAgent`` here."""
+"""Agents: ``wrap`` makes a ``LitAgent`` of a function, a ``LitAgent`` or an object of a framework."""
 
 from agentlightning.litagent.agent import LitAgent, RewardFunction, check_result
-from agentlightning.litagent.framework import FrameworkAgent
 from agentlightning.litagent.function import FunctionalLitAgent, llm_rollout, prompt_rollout, rollout
-from agentlightning.litagent.wrapping import Prompts, RewardedAgent, initial_prompts, wrap
+from agentlightning.litagent.wrapping import Prompts, RewardedAgent, wrap
 
 __all__ = [
-    "FrameworkAgent",
     "FunctionalLitAgent",
     "LitAgent",
     "Prompts",
     "RewardFunction",
     "RewardedAgent",
     "check_result",
-    "initial_prompts",
     "llm_rollout",
     "prompt_rollout",
     "rollout",

@@ -1,35 +1,33 @@
-"""``LitAgent``: what every agent becomes."""
+"""``LitAgent``: the base class of all agents."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable
-from typing import Any, Final, Generic, TypeAlias, TypeVar
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, ClassVar, Final, Generic, TypeAlias, TypeVar
 
 from agentlightning.errors import ConfigError, RolloutError
-from agentlightning.resources import NamedResources
+from agentlightning.resources import NamedResources, PromptTemplate
 from agentlightning.types import Rollout, RolloutRawResult, Span
 
 T = TypeVar("T")
-_METHODS: Final = (
-    "rollout",
-    "rollout_async",
-    "training_rollout",
-    "training_rollout_async",
-    "validation_rollout",
-    "validation_rollout_async",
+_METHODS: Final = tuple(
+    f"{mode}rollout{suffix}" for mode in ("", "training_", "validation_") for suffix in ("", "_async")
 )
 RewardFunction: TypeAlias = Callable[[Any, Any, Rollout], float | Awaitable[float]]
-"""``reward(task, output, rollout)``: what the output of the agent is worth."""
+"""``reward(task, output, rollout)``: rates the output of the agent."""
 
 
 class LitAgent(Generic[T]):
-    """An agent as a class. Override ``rollout`` or ``rollout_async``; the others fall back on these two.
+    """An agent as a class. Override ``rollout`` or ``rollout_async``; the other methods call these two by default.
 
     ``training_rollout`` runs for mode ``train``, ``validation_rollout`` for every other. An agent with any async method
-    runs in the event loop, its synchronous ones too. One instance serves many
-    rollouts at once, so keep what belongs to one rollout in local variables.
+    runs in the event loop, its synchronous ones too. One instance serves many rollouts concurrently, so keep the state
+    of a rollout in local variables.
     """
+
+    returns_output: ClassVar[bool] = False
+    """Whether a rollout returns any output, which a reward function rates and which is dropped without one."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -41,16 +39,16 @@ class LitAgent(Generic[T]):
 
         Args:
             task: the rollout's input, a private copy.
-            resources: what is tuned, by name, as published.
-            rollout: which rollout this is, with its attempt.
+            resources: the tuned resources by name, as published.
+            rollout: the rollout with its attempt.
 
         Returns:
-            None (the trace says it all), a number (the final reward), or a list of spans.
+            None (the reward is in the trace), a number (the final reward), or a list of spans.
         """
-        raise ConfigError(f"{type(self).__name__} defines neither rollout nor rollout_async; define one of them")
+        raise _missing_rollout(self)
 
     async def rollout_async(self, task: T, resources: NamedResources, rollout: Rollout) -> RolloutRawResult:
-        """As ``rollout``, for agents that await."""
+        """As ``rollout``, for async agents."""
         return self.rollout(task, resources, rollout)
 
     def training_rollout(self, task: T, resources: NamedResources, rollout: Rollout) -> RolloutRawResult:
@@ -62,13 +60,13 @@ class LitAgent(Generic[T]):
         return self.rollout(task, resources, rollout)
 
     async def training_rollout_async(self, task: T, resources: NamedResources, rollout: Rollout) -> RolloutRawResult:
-        """As ``training_rollout``, for agents that await."""
+        """As ``training_rollout``, for async agents."""
         if _is_overridden(self, "training_rollout"):
             return self.training_rollout(task, resources, rollout)
         return await self.rollout_async(task, resources, rollout)
 
     async def validation_rollout_async(self, task: T, resources: NamedResources, rollout: Rollout) -> RolloutRawResult:
-        """As ``validation_rollout``, for agents that await."""
+        """As ``validation_rollout``, for async agents."""
         if _is_overridden(self, "validation_rollout"):
             return self.validation_rollout(task, resources, rollout)
         return await self.rollout_async(task, resources, rollout)
@@ -77,15 +75,19 @@ class LitAgent(Generic[T]):
         """Whether the runner awaits this agent; a synchronous one gets a thread per rollout."""
         return any(_is_overridden(self, name) for name in _METHODS if name.endswith("_async"))
 
+    def initial_prompts(self) -> Mapping[str, PromptTemplate]:
+        """The initial values of prompts that the agent brings itself, by the name of their resource."""
+        return {}
+
 
 def check_agent(agent: LitAgent[Any]) -> None:
-    """Refuses an agent that cannot run.
-
-    Raises:
-        ConfigError: its class defines none of the methods.
-    """
+    """Raises ConfigError for an agent whose class overrides none of the rollout methods."""
     if not any(_is_overridden(agent, name) for name in _METHODS):
-        raise ConfigError(f"{type(agent).__name__} defines neither rollout nor rollout_async; define one of them")
+        raise _missing_rollout(agent)
+
+
+def _missing_rollout(agent: LitAgent[Any]) -> ConfigError:
+    return ConfigError(f"{type(agent).__name__} defines neither rollout nor rollout_async; define one of them")
 
 
 def _is_overridden(agent: LitAgent[Any], name: str) -> bool:
@@ -100,26 +102,23 @@ def _check_method(cls: type, name: str) -> None:
     if inspect.iscoroutinefunction(method) and not name.endswith("_async"):
         raise ConfigError(f"{where} is async; call it {name}_async")
     if inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
-        raise ConfigError(f"{where} is a generator; it returns None, a number or a list of spans")
+        raise ConfigError(f"{where} is a generator; return None, a number or a list of spans instead")
     try:
         inspect.signature(method).bind("self", "task", "resources", "rollout")
     except TypeError as error:
-        raise ConfigError(
-            f"{where}{inspect.signature(method)} is called with (task, resources, rollout): {error}"
-        ) from None
+        signature = inspect.signature(method)
+        raise ConfigError(f"{where}{signature} is called with (task, resources, rollout): {error}") from None
 
 
 def check_result(result: Any) -> RolloutRawResult:
-    """Refuses what an agent may not return.
+    """Returns the result of an agent as None, a number or a list of spans.
 
     Raises:
-        RolloutError: neither None, a number nor a list of spans.
+        RolloutError: it is none of these.
     """
     if result is None or (isinstance(result, (int, float)) and not isinstance(result, bool)):
         return result
-    if isinstance(result, bool):
-        return float(result)
-    if hasattr(result, "item") and not hasattr(result, "__len__"):  # a numpy or torch scalar
+    if isinstance(result, bool) or (hasattr(result, "item") and not hasattr(result, "__len__")):  # a numpy/torch scalar
         return float(result)
     if isinstance(result, (list, tuple)) and all(isinstance(span, Span) for span in result):
         return list(result)

@@ -1,4 +1,4 @@
-"""Every hook a plugin can implement, in one file. ``docs/plugins.md`` shows each in use.
+"""All hooks that a plugin can implement. ``docs/plugins.md`` shows each in use.
 
 A plugin is a module named by an entry point of the group ``agentlightning``; its hook implementations carry
 ``@hookimpl``, take the parameters by the names given here (or fewer) and are synchronous.
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     import click
 
     from agentlightning.event import Event
-    from agentlightning.litagent import LitAgent
-    from agentlightning.resources import PromptTemplate
 
 hookspec: Final = pluggy.HookspecMarker("agentlightning")
 hookimpl: Final = pluggy.HookimplMarker("agentlightning")
@@ -31,6 +29,7 @@ ComponentKind: TypeAlias = Literal[
     "strategy",
     "tracker",
     "resource",
+    "template_engine",
     "gateway",
     "agent",
     "dialect",
@@ -45,12 +44,20 @@ COMPONENT_KINDS: Final[tuple[str, ...]] = get_args(ComponentKind)
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """Something a plugin offers under a name that users write in code, configuration and error reports."""
+    """A class that a plugin offers under a name. Users select it by kind and name; ``agl plugins`` lists it.
+
+    Describing a component is cheap: ``target`` is imported, and the packages of ``extra`` are looked up, on first use.
+    Several plugins may offer one target under the same kind and name; offering different targets raises on use.
+
+        Component("tracker", "slack", "my_company.slack:SlackTracker", extra="slack", summary="posts to a channel")
+    """
 
     kind: ComponentKind
+    """The axis that it extends; ``docs/plugins.md`` says which class each kind expects."""
     name: str
+    """Unique within the kind. Users write it in code and configuration: ``Trainer(trackers=["slack"])``."""
     target: str
-    """``"module:attribute"`` of the class, imported only when somebody asks for it."""
+    """``"module:attribute"`` of the class, whose constructor takes the component's settings as keyword arguments."""
     extra: str | None = None
     """The extra of the plugin's distribution that installs what the target imports."""
     summary: str = ""
@@ -59,10 +66,10 @@ class Component:
 
 @dataclass(frozen=True, slots=True)
 class WrapOptions:
-    """What a user said about an object in ``agl.wrap`` that only its integration can carry out."""
+    """The options of ``agl.wrap`` that only the integration of the framework can apply."""
 
-    prompts: Mapping[str, str | PromptTemplate | None] = field(default_factory=dict)
-    """Which texts of the object are tuned, by path; ``agl.wrap`` says what the values mean."""
+    prompts: Mapping[str, Any] = field(default_factory=dict)
+    """The texts of the object to tune, by path. A value is a str, a PromptTemplate or None; see ``agl.wrap``."""
 
 
 @hookspec
@@ -74,26 +81,26 @@ def components() -> Iterable[Component]:  # type: ignore[empty-body] # a specifi
 def instrument(tracer_provider: Any) -> Callable[[], None] | None:
     """Called in each process that traces agents, once for each OpenTelemetry provider, before the first rollout.
 
-    Switches on a library's spans for ``tracer_provider`` and returns a function that undoes exactly this, or None when
-    the library is not installed. Must not import the library if it is not.
+    Turns on a library's spans for ``tracer_provider`` and returns a function that undoes exactly this, or None when the
+    library is not installed. Must not import the library if it is not.
     """
 
 
 @hookspec(firstresult=True)
-def wrap_agent(agent: Any, options: WrapOptions) -> LitAgent[Any] | None:
-    """Called when somebody gives Lightning an object that is neither a function nor a ``LitAgent``.
+def wrap_agent(agent: Any, options: WrapOptions) -> Any:
+    """Called when ``agl.wrap`` or ``Trainer.fit`` gets an object that is neither a function nor a ``LitAgent``.
 
-    Returns the object as an agent, usually a ``FrameworkAgent``, or None when it is not of this plugin's framework; the
-    first answer counts. Must not import the framework: an object of it exists only where its module is imported.
+    Returns a ``LitAgent`` that runs the object, usually a ``FrameworkAgent``, or None when the object does not belong
+    to this plugin's framework; the first ``LitAgent`` wins. Must not import the framework: an object of it exists only
+    where its module is imported.
     """
 
 
 @hookspec
 def observe(event: Event) -> None:
-    """Called in the trainer's process with every event of a run, in order, after what it tells of is durable.
+    """Called in the trainer's process with every event of a run, in order, once the event is durable.
 
-    It is called in the event loop: what takes long belongs in a thread or queue of the plugin's own. An error in it is
-    logged, and this plugin is not called again for the run.
+    Runs in a thread beside training. If it raises, the error is logged and this plugin is not called again for the run.
     """
 
 

@@ -1,4 +1,4 @@
-"""Names that are imported on first use, so that importing a package loads only what its user needs."""
+"""Lazy public names: importing a package imports none of them until it is used."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ _IMPORT = re.compile(r"^from ([\w.]+) import \(?\s*(\w+) as \2\b", re.MULTILINE)
 
 
 def lazy_names(package: str, file: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """Makes ``__all__``, ``__getattr__`` and ``__dir__`` of a package from its stub file, the one list of its names.
+    """Makes ``__all__``, ``__getattr__`` and ``__dir__`` of a package from its stub file, the only list of its names.
 
     Each line of the stub is ``from module import Name as Name``. A name whose module belongs to a plugin is looked up
-    among the installed components, so that a missing extra is reported with the command that installs it.
+    among the installed components, so that the error for a missing extra contains the command that installs it.
 
     Args:
         package: the package's ``__name__``.
-        file: the package's ``__file__``; the stub lies beside it.
+        file: the package's ``__file__``; the stub is in the same folder.
     """
     stub = Path(file).with_suffix(".pyi").read_text(encoding="utf-8")
-    homes = {name: module for module, name in _IMPORT.findall(stub)}
+    modules = {name: module for module, name in _IMPORT.findall(stub)}
 
     def __getattr__(name: str) -> Any:
-        if name not in homes:
+        if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = _resolve(package, homes[name], name)
+        value = _import_name(package, modules[name], name)
         setattr(sys.modules[package], name, value)
         return value
 
-    return sorted(homes), __getattr__, lambda: sorted({*vars(sys.modules[package]), *homes})
+    return sorted(modules), __getattr__, lambda: sorted({*vars(sys.modules[package]), *modules})
 
 
-def _resolve(package: str, module: str, name: str) -> Any:
+def _import_name(package: str, module: str, name: str) -> Any:
     if module == package:
         return importlib.import_module(f"{module}.{name}")
     if module.partition(".")[0] == "agentlightning":

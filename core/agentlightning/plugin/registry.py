@@ -1,8 +1,8 @@
-"""Finds plugins and hands out what they offer.
+"""The plugin manager: loads plugins and hands out their components.
 
-Ours rather than pluggy's ``load_setuptools_entrypoints``: one failing plugin must not take the host down, a
-duplicate name must not vanish, and a misspelt hook must not be ignored. A broken plugin is reported once, and raises
-only when somebody asks for one of its names.
+It replaces pluggy's ``load_setuptools_entrypoints`` because a failing plugin must not stop the host, a duplicate name
+must not disappear, and a misspelt hook must not be ignored. A broken plugin is reported once and raises only when one
+of its names is requested.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any, Literal, cast
 
 import pluggy
 
-from agentlightning import resources
 from agentlightning.errors import PluginError, suggest
 from agentlightning.plugin import hookspecs
 from agentlightning.plugin.hookspecs import COMPONENT_KINDS, Component, ComponentKind
@@ -27,15 +26,16 @@ from agentlightning.plugin.settings import bind_settings
 
 logger = logging.getLogger("agentlightning")
 GROUP = "agentlightning"
+_HOOKS = [name for name, value in vars(hookspecs).items() if hasattr(value, "agentlightning_spec")]
 
 
 @dataclass
 class Plugin:
-    """What is known of one plugin."""
+    """The state of one plugin."""
 
     name: str
     origin: str
-    """Distribution and version it came with, as in ``lightning 0.1.0``."""
+    """The distribution that installed it, with version, such as ``lightning 0.1.0``."""
     target: str
     state: Literal["loaded", "broken"] = "loaded"
     error: str = ""
@@ -43,15 +43,19 @@ class Plugin:
     distribution: importlib.metadata.Distribution | None = None
 
 
+@functools.cache  # parses a file, which costs as much as loading several plugins
+def _read_origin(distribution: importlib.metadata.Distribution | None) -> str:
+    if distribution is None:
+        return "unknown"
+    metadata = distribution.metadata
+    return f"{metadata['Name']} {metadata['Version']}"
+
+
 class PluginManager:
     """The plugins of this process."""
 
     def __init__(self, entry_points: Iterable[importlib.metadata.EntryPoint] | None = None) -> None:
-        """Loads the plugins that entry points of the group ``agentlightning`` name.
-
-        Args:
-            entry_points: instead of those of the installed distributions.
-        """
+        """Loads plugins; by default those that installed distributions declare in the group ``agentlightning``."""
         self.plugins: dict[str, Plugin] = {}
         self._pluggy = pluggy.PluginManager(GROUP)
         self._pluggy.add_hookspecs(hookspecs)
@@ -66,23 +70,23 @@ class PluginManager:
         """Calls a hook on every loaded plugin: ``manager.hook.instrument(tracer_provider=...)``."""
         return self._pluggy.hook
 
-    def register(self, module: ModuleType | object, name: str, origin: str = "registered by hand") -> Plugin:
-        """Adds a plugin object, as tests and notebooks do.
+    def register(self, module: ModuleType | object, name: str) -> Plugin:
+        """Adds a plugin object, for tests and notebooks.
 
         Raises:
             PluginError: a hook is misspelt or async, or the name is taken.
         """
-        plugin = Plugin(name=name, origin=origin, target=getattr(module, "__name__", repr(module)))
+        plugin = Plugin(name, "registered by hand", getattr(module, "__name__", repr(module)))
         self._add(plugin, module)
         return plugin
 
     def components(self, kind: ComponentKind) -> dict[str, Component]:
-        """What is offered of a kind, by name, in alphabetical order."""
+        """Returns the components of a kind by name, in alphabetical order."""
         names = sorted(name for offered, name in self._offers if offered == kind)
         return {name: self._offers[kind, name][0][1] for name in names}
 
     def missing_requirements(self, kind: ComponentKind, name: str) -> list[str]:
-        """Names the distributions that a component's extra asks for and that are not installed. Imports nothing."""
+        """Returns the distributions of a component's extra that are not installed. Imports nothing of the component."""
         plugin, component = self._offers[kind, name][0]
         if component.extra is None or plugin.distribution is None:
             return []
@@ -92,8 +96,7 @@ class PluginManager:
         for line in plugin.distribution.requires or []:
             requirement = Requirement(line)
             marker = requirement.marker
-            wanted = marker is not None and marker.evaluate({"extra": component.extra})
-            if not wanted or (marker is not None and marker.evaluate({"extra": ""})):
+            if marker is None or not marker.evaluate({"extra": component.extra}) or marker.evaluate({"extra": ""}):
                 continue
             try:
                 importlib.metadata.version(requirement.name)
@@ -102,7 +105,7 @@ class PluginManager:
         return missing
 
     def install_command(self, kind: ComponentKind, name: str) -> str:
-        """The command that installs what a component needs."""
+        """Returns the command that installs what a component needs."""
         plugin, component = self._offers[kind, name][0]
         distribution = plugin.distribution.name if plugin.distribution is not None else plugin.name
         return f"pip install '{distribution}[{component.extra}]'"
@@ -111,13 +114,14 @@ class PluginManager:
         """Imports a component.
 
         Raises:
-            PluginError: nobody offers it, two plugins do, its plugin is broken, or its extra is not installed.
+            PluginError: no plugin offers it, several offer different ones, its plugin is broken, or its extra is not
+                installed.
         """
         if kind not in COMPONENT_KINDS:
-            raise PluginError(f"no component kind {kind!r}; kinds: {', '.join(COMPONENT_KINDS)}")
+            raise PluginError(f"unknown component kind {kind!r}; kinds: {', '.join(COMPONENT_KINDS)}")
         offers = self._offers.get((kind, name), [])
         if not offers:
-            raise PluginError(self._unknown(kind, name))
+            raise PluginError(self._describe_unknown(kind, name))
         if len({component.target for _, component in offers}) > 1:
             plugins = " and ".join(f"{plugin.name} ({plugin.origin})" for plugin, _ in offers)
             raise PluginError(f"the {kind} {name!r} is offered by {plugins}; uninstall one of them")
@@ -129,7 +133,7 @@ class PluginManager:
         return _import_target(component.target, f"the {kind} {name!r} of plugin {plugin.name} ({plugin.origin})")
 
     def get_target(self, target: str) -> Any:
-        """Imports ``"module:attribute"``: as the component whose target it is, when a plugin offers one.
+        """Imports ``"module:attribute"``, as a component if a plugin offers one with this target.
 
         Raises:
             PluginError: as ``get``, or the module cannot be imported.
@@ -144,43 +148,37 @@ class PluginManager:
 
         Raises:
             PluginError: as ``get``.
-            ConfigError: a setting that the component's constructor does not take, or of the wrong type.
+            ConfigError: an unknown setting, or one of the wrong type.
         """
         cls, settings = self.check(kind, spec)
         return cls(**settings)
 
     def check(self, kind: ComponentKind, spec: str | Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The class and the checked settings of a component that is made elsewhere or later; raises as ``create``."""
-        if isinstance(spec, str):
-            name, settings = spec, {}
-        else:
-            settings = dict(spec)
-            name = settings.pop("name", None)
-            if not isinstance(name, str):
-                raise PluginError(f"a {kind} given as a mapping needs a 'name', got {dict(spec)!r}")
+        """Returns the class and the checked settings of a component that is created later; raises as ``create``."""
+        settings = {"name": spec} if isinstance(spec, str) else dict(spec)
+        name = settings.pop("name", None)
+        if not isinstance(name, str):
+            raise PluginError(f"a {kind} given as a mapping needs a 'name', got {spec!r}")
         cls = self.get(kind, name)
         return cls, bind_settings(cls, settings, f"{kind} {name!r}")
 
-    def _unknown(self, kind: str, name: str) -> str:
-        installed = [offered for offered_kind, offered in self._offers if offered_kind == kind]
-        broken = [plugin for plugin in self.plugins.values() if plugin.state == "broken"]
-        message = f"no {kind} named {name!r}.{suggest(name, installed)} Installed: {', '.join(sorted(installed))}."
-        if broken:
-            message += " Not loaded: " + "; ".join(f"{plugin.name} ({plugin.error})" for plugin in broken) + "."
-        return message
+    def _describe_unknown(self, kind: ComponentKind, name: str) -> str:
+        installed = self.components(kind)
+        broken = [f"{plugin.name} ({plugin.error})" for plugin in self.plugins.values() if plugin.state == "broken"]
+        message = f"no {kind} named {name!r}.{suggest(name, installed)} Installed: {', '.join(installed)}."
+        return message + (f" Not loaded: {'; '.join(broken)}." if broken else "")
 
     def _load(self, entry_point: importlib.metadata.EntryPoint) -> None:
-        distribution = entry_point.dist
-        origin = f"{distribution.name} {distribution.version}" if distribution is not None else "unknown"
-        plugin = Plugin(entry_point.name, origin, entry_point.value, distribution=distribution)
-        if entry_point.name in self.plugins:
-            other = self.plugins[entry_point.name]
-            plugin.name = f"{entry_point.name} ({origin})"
+        plugin = Plugin(
+            entry_point.name, _read_origin(entry_point.dist), entry_point.value, distribution=entry_point.dist
+        )
+        if (other := self.plugins.get(plugin.name)) is not None:
+            plugin.name = f"{entry_point.name} ({plugin.origin})"
             self._report(plugin, f"its name is taken by {other.target} of {other.origin}; rename its entry point")
             return
         try:
             self._add(plugin, entry_point.load())
-        except (Exception, SystemExit) as error:  # isolation point: a broken plugin must not take the host down
+        except (Exception, SystemExit) as error:  # isolation point: a broken plugin must not stop the host
             self._report(plugin, f"{type(error).__name__}: {error}")
 
     def _report(self, plugin: Plugin, error: str) -> None:
@@ -190,33 +188,34 @@ class PluginManager:
 
     def _add(self, plugin: Plugin, module: object) -> None:
         if plugin.name in self.plugins:
-            raise PluginError(f"a plugin named {plugin.name!r} is loaded already")
-        known = [name for name, value in vars(hookspecs).items() if hasattr(value, "agentlightning_spec")]
-        for name in dir(module):
-            value = getattr(module, name)
-            if not hasattr(value, "agentlightning_impl"):
-                continue
-            if name not in known:
-                raise PluginError(f"there is no hook {name!r}.{suggest(name, known)} Hooks: {', '.join(known)}")
-            if inspect.iscoroutinefunction(value) or inspect.isasyncgenfunction(value):
-                raise PluginError(f"hook {name!r} is async; hooks are plain functions")
-        self._pluggy.register(module, plugin.name)
+            raise PluginError(f"a plugin named {plugin.name!r} is already loaded")
+        _check_hooks(module)
         try:
+            self._pluggy.register(module, plugin.name)
             offer: Callable[[], Iterable[Component]] | None = getattr(module, "components", None)
             offers = list(offer()) if offer is not None and hasattr(offer, "agentlightning_impl") else []
             for component in offers:
                 if component.kind not in COMPONENT_KINDS:
-                    kinds = ", ".join(COMPONENT_KINDS)
-                    raise PluginError(
-                        f"component {component.name!r} has unknown kind {component.kind!r}; kinds: {kinds}"
-                    )
-        except Exception:
-            self._pluggy.unregister(name=plugin.name)
+                    what = f"component {component.name!r} has unknown kind {component.kind!r}"
+                    raise PluginError(f"{what}; kinds: {', '.join(COMPONENT_KINDS)}")
+        except (Exception, SystemExit):
+            self._pluggy.unregister(name=plugin.name)  # pluggy keeps the hooks it had registered before the error
             raise
         for component in offers:
             self._offers.setdefault((component.kind, component.name), []).append((plugin, component))
         plugin.offers = offers
         self.plugins[plugin.name] = plugin
+
+
+def _check_hooks(module: object) -> None:
+    for name in dir(module):
+        value = getattr(module, name)
+        if not hasattr(value, "agentlightning_impl"):
+            continue
+        if name not in _HOOKS:
+            raise PluginError(f"there is no hook {name!r}.{suggest(name, _HOOKS)} Hooks: {', '.join(_HOOKS)}")
+        if inspect.iscoroutinefunction(value) or inspect.isasyncgenfunction(value):
+            raise PluginError(f"hook {name!r} is async; hooks are plain functions")
 
 
 def _import_target(target: str, what: str) -> Any:
@@ -229,11 +228,5 @@ def _import_target(target: str, what: str) -> Any:
 
 @functools.cache
 def get_manager() -> PluginManager:
-    """The plugin manager of this process; the first call scans the installed entry points."""
-    manager = PluginManager()
-
-    def find_resource(name: str) -> Any:
-        return manager.get("resource", name) if name in manager.components("resource") else None
-
-    resources.resource_finders.append(find_resource)
-    return manager
+    """Returns the plugin manager of this process; the first call loads the plugins."""
+    return PluginManager()

@@ -254,6 +254,7 @@ class LightningStore(ABC):
         *,
         error: AttemptFailure | Unset | None = UNSET,
         spans_dropped: int | Unset = UNSET,
+        reward: float | Unset | None = UNSET,
     ) -> Attempt:
         """Changes what is given; the status of the latest attempt drives the rollout.
 

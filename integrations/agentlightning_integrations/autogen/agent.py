@@ -26,13 +26,13 @@ from openai import AsyncOpenAI
 from opentelemetry import trace as otel
 
 from agentlightning.errors import ConfigError
-from agentlightning.litagent import FrameworkAgent
-from agentlightning.litagent.pickling import register_reducer
 from agentlightning.plugin.hookspecs import WrapOptions
 from agentlightning.resources import LLM
 from agentlightning.tracer.tracer import get_active_trace
+from agentlightning_integrations.framework.agent import FrameworkAgent
 from agentlightning_integrations.framework.object_copy import copy_except, walk
 from agentlightning_integrations.framework.openai_client import async_client
+from agentlightning_integrations.framework.pickling import register_reducer
 from agentlightning_integrations.framework.span_tree import (
     INPUT,
     OPERATION,

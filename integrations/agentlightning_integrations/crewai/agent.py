@@ -33,13 +33,13 @@ from crewai.memory.unified_memory import Memory
 from opentelemetry import trace as otel
 from wrapt import wrap_function_wrapper  # type: ignore[import-untyped] # wrapt has no types
 
-from agentlightning.litagent import FrameworkAgent
-from agentlightning.litagent.pickling import register_reducer
 from agentlightning.plugin.hookspecs import WrapOptions
 from agentlightning.resources import LLM
 from agentlightning.tracer.tracer import get_active_trace
+from agentlightning_integrations.framework.agent import FrameworkAgent
 from agentlightning_integrations.framework.object_copy import ModelCache, copy_except, walk
 from agentlightning_integrations.framework.openai_client import Clients, open_clients
+from agentlightning_integrations.framework.pickling import register_reducer
 from agentlightning_integrations.framework.span_tree import OUTPUT, TOOL_RESULT, SpanTree, to_text
 from agentlightning_plugins.instrumentation import Patches
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient, DefaultHttpxClient, OpenAI
 
-from agentlightning.litagent.pickling import register_reducer
 from agentlightning.resources import LLM
+from agentlightning_integrations.framework.pickling import register_reducer
 
 
 @contextlib.asynccontextmanager

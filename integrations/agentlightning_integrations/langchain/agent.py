@@ -17,9 +17,9 @@ from langchain_core.runnables import Runnable
 from wrapt import wrap_function_wrapper  # type: ignore[import-untyped] # wrapt has no types
 
 from agentlightning.errors import ConfigError
-from agentlightning.litagent import FrameworkAgent
 from agentlightning.plugin.hookspecs import WrapOptions
 from agentlightning.resources import LLM
+from agentlightning_integrations.framework.agent import FrameworkAgent
 from agentlightning_integrations.framework.object_copy import ModelCache
 from agentlightning_integrations.framework.span_tree import detach_ended
 from agentlightning_integrations.langchain.trace import instrument as instrument

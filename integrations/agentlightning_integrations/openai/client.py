@@ -15,9 +15,9 @@ from openai import AsyncOpenAI, OpenAI
 from wrapt import wrap_function_wrapper  # type: ignore[import-untyped] # wrapt has no types
 
 from agentlightning.errors import ConfigError
-from agentlightning.litagent import FrameworkAgent
 from agentlightning.plugin.hookspecs import WrapOptions
 from agentlightning.resources import LLM
+from agentlightning_integrations.framework.agent import FrameworkAgent
 from agentlightning_integrations.framework.openai_client import async_client, sync_client
 from agentlightning_plugins.instrumentation import instrument_and_restore
 

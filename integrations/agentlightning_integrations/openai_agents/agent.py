@@ -22,9 +22,9 @@ from agents.tracing.processors import BackendSpanExporter, BatchTraceProcessor
 from agents.tracing.span_data import AgentSpanData, GuardrailSpanData, HandoffSpanData
 from opentelemetry import trace as otel
 
-from agentlightning.litagent import FrameworkAgent
 from agentlightning.plugin.hookspecs import WrapOptions
 from agentlightning.resources import LLM
+from agentlightning_integrations.framework.agent import FrameworkAgent
 from agentlightning_integrations.framework.object_copy import walk
 from agentlightning_integrations.framework.openai_client import async_client
 from agentlightning_integrations.framework.span_tree import (

@@ -1,4 +1,4 @@
-"""The adapters of core."""
+"""The adapters ``triplet``, ``llm-proxy-triplet`` and ``messages``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from agentlightning.plugin.hookspecs import Component, hookimpl
 
 @hookimpl
 def components() -> list[Component]:
-    triplet, message = "agentlightning.adapter.triplet", "agentlightning.adapter.message"
+    triplet, message = "agentlightning.adapter.triplet", "agentlightning_plugins.chat_history.adapter"
     gateway = "the same, of what the gateway saw"
     return [
         Component("adapter", "triplet", f"{triplet}:TraceToTriplet", summary="prompt, response, reward"),

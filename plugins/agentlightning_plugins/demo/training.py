@@ -143,7 +143,7 @@ async def _transcript(store: LightningStore, rollout: Rollout) -> dict[str, Any]
     error = rollout.attempt.error if isinstance(rollout, AttemptedRollout) else None
     return {
         "answer": rollout.input["answer"],
-        "reward": find_final_reward(spans) or 0.0,
+        "reward": find_final_reward(spans, rollout) or 0.0,
         "messages": _messages(spans),
         "error": None if error is None else f"{error.type}: {error.message}",
     }

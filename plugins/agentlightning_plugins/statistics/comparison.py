@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.resources import split_version_id
-from agentlightning.reward import find_final_reward
+from agentlightning.reward import read_final_reward
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import Rollout
 from agentlightning_plugins.statistics.significance import mean_interval, paired_p_value, unpaired_p_value
@@ -150,5 +150,5 @@ async def _read_reward(store: LightningStore, rollout: Rollout) -> tuple[float |
         return 0.0, "failed"
     if rollout.status != "succeeded":
         return None, "unfinished"
-    reward = find_final_reward((await store.query_spans(rollout.rollout_id, "latest")).items)
+    reward = await read_final_reward(store, rollout)
     return reward, "unrated" if reward is None else None

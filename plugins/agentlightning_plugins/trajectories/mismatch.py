@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
-from agentlightning.adapter.conversation import find_first_edit, read_answer, read_messages
 from agentlightning.types import Triplet
+from agentlightning_plugins.chat_history.linking import find_first_edit, read_answer, read_messages
 
 MismatchKind: TypeAlias = Literal["template", "retokenisation", "other"]
 """``template``: the chat template writes a message otherwise once it is history, such as without its reasoning.

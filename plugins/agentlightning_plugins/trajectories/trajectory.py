@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from agentlightning.adapter.adapter import TraceAdapter
-from agentlightning.adapter.conversation import link_calls
 from agentlightning.adapter.triplet import TraceToTriplet
 from agentlightning.types import Span, Triplet
+from agentlightning_plugins.chat_history.linking import link_calls
 from agentlightning_plugins.trajectories.mismatch import Mismatch, MismatchKind, explain_edit, explain_mismatch
 
 LeftOut: TypeAlias = Literal["no_tokens", "no_logprobs"]

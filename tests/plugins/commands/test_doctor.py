@@ -229,7 +229,7 @@ def test_a_plugin_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch) -
     ("agent", "message"),
     [
         ("goood", "has no goood. Did you mean 'good'?"),
-        ("NOT_AN_AGENT", "3 is no agent; give a function"),
+        ("NOT_AN_AGENT", "3 is not an agent; give a function"),
     ],
 )
 async def test_an_object_that_is_not_an_agent_is_reported(agents: str, agent: str, message: str) -> None:
@@ -405,7 +405,7 @@ async def test_an_agent_match_that_matches_no_agent_is_reported(
 ) -> None:
     checks = await check(agents, "named", endpoint=server.url, agent_match="writer")
     assert broken(checks) == ["triplets"]
-    assert "1 made by agent 'solver', which agent_match='writer' does not want" in checks["triplets"].text
+    assert "1 made by agent 'solver', which agent_match='writer' excludes" in checks["triplets"].text
     assert "agents in this rollout: solver" in checks["triplets"].fix
     matched = await check(agents, "named", endpoint=server.url, agent_match="solver")
     assert matched["triplets"].text == "1 triplet to learn from, by solver"

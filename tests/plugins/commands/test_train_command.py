@@ -260,9 +260,7 @@ def test_toml_reads_the_same_and_names_its_lines(folder: Path) -> None:
         ({"store": "postgresql://me:${DB_PASSWORD}@host/db"}, "environment variable DB_PASSWORD is not set"),
     ],
 )
-def test_an_error_names_file_line_key_and_closest_match(
-    folder: Path, changes: dict[str, Any], complaint: str
-) -> None:
+def test_an_error_names_file_line_key_and_closest_match(folder: Path, changes: dict[str, Any], complaint: str) -> None:
     write(folder, changes)
     said = refused(folder, "config.yaml")
     assert complaint in said

@@ -98,7 +98,7 @@ def test_a_discount_outside_0_to_1_is_refused() -> None:
 def test_an_unknown_rule_is_refused_with_those_there_are() -> None:
     with pytest.raises(PluginError, match=r"no credit named 'discount'.*'discounted'.*identical"):
         TraceToTriplet(credit="discount")
-    with pytest.raises(ConfigError, match="is no CreditRule"):
+    with pytest.raises(ConfigError, match="is not a CreditRule"):
         TraceToTriplet(credit=0.5)  # type: ignore[arg-type] # what a user might write
 
 

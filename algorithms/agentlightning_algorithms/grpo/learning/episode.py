@@ -96,7 +96,7 @@ def read_episode(rollout: Rollout, spans: Sequence[Span], adapter: TraceAdapter[
     attempt = rollout.attempt if isinstance(rollout, AttemptedRollout) else None
     if attempt is not None and attempt.error is not None:
         error = attempt.error.type
-    reward = find_final_reward(spans) if rollout.status == "succeeded" else None
+    reward = find_final_reward(spans, rollout) if rollout.status == "succeeded" else None
     try:
         triplets = adapter.adapt(spans) if attempt is None else adapter.adapt_attempt(attempt, spans)
     except AdapterError as adapter_error:

@@ -250,6 +250,7 @@ class BackendStore(LightningStore):
         *,
         error: AttemptFailure | Unset | None = UNSET,
         spans_dropped: int | Unset = UNSET,
+        reward: float | Unset | None = UNSET,
     ) -> Attempt:
         if status is not UNSET:
             check_choice("status", status, _ATTEMPT_STATUSES)
@@ -259,6 +260,7 @@ class BackendStore(LightningStore):
             metadata=metadata,
             error=error,
             spans_dropped=spans_dropped,
+            reward=reward,
         )
         return await self._attempts.update(rollout_id, attempt_id, status, changes)
 

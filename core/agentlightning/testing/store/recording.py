@@ -118,8 +118,11 @@ class RecordingTests:
     async def test_an_attempt_keeps_what_is_not_given(self, store: LightningStore) -> None:
         claimed = await claim(store)
         await store.update_attempt(claimed.rollout_id, "latest", metadata={"a": 1}, worker_id="worker-1")
-        attempt = await store.update_attempt(claimed.rollout_id, "latest", spans_dropped=2, last_heartbeat_time=5.0)
+        attempt = await store.update_attempt(
+            claimed.rollout_id, "latest", spans_dropped=2, reward=0.5, last_heartbeat_time=5.0
+        )
         assert (attempt.metadata, attempt.worker_id, attempt.spans_dropped) == ({"a": 1}, "worker-1", 2)
+        assert attempt.reward == 0.5
         assert (attempt.last_heartbeat_time, attempt.status) == (5.0, "preparing")
         cleared = await store.update_attempt(claimed.rollout_id, "latest", metadata=None)
         assert (cleared.metadata, cleared.spans_dropped) == (None, 2)

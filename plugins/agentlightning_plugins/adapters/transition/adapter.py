@@ -8,10 +8,10 @@ from typing import Any
 from pydantic import Field
 
 from agentlightning.adapter.adapter import TraceAdapter
-from agentlightning.adapter.conversation import link_calls, read_messages
 from agentlightning.adapter.triplet import TraceToTriplet
 from agentlightning.semconv import Message
 from agentlightning.types import Record, Span, Triplet
+from agentlightning_plugins.chat_history.linking import link_calls, read_messages
 
 
 class Transition(Record):

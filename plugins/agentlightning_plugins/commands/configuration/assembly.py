@@ -16,13 +16,14 @@ import yaml
 from agentlightning.algorithm.algorithm import Algorithm
 from agentlightning.algorithm.context import RunContext
 from agentlightning.errors import ConfigError, LightningError, PluginError
+from agentlightning.execution import ExecutionStrategy
 from agentlightning.litagent import LitAgent, wrap
 from agentlightning.plugin.hookspecs import ComponentKind
 from agentlightning.plugin.registry import get_manager
 from agentlightning.plugin.settings import bind_settings
 from agentlightning.resources import LLM, Resource, read_resources
 from agentlightning.run.directory import make_directory
-from agentlightning.run.hook import Hook
+from agentlightning.runner import Hook
 from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
 from agentlightning.trainer import Trainer, first_resources
@@ -131,7 +132,8 @@ def check_setup(config: TrainConfig, parts: Parts) -> Sequence[LLM]:
     Raises:
         ConfigError: a part is missing or incompatible.
     """
-    if getattr(parts.components.get("strategy"), "role", "both") == "runner":  # the algorithm runs elsewhere
+    strategy: ExecutionStrategy | None = parts.components.get("strategy")
+    if strategy is not None and strategy.role == "runner":  # the algorithm runs elsewhere
         return ()
     algorithm: Algorithm = parts.components["algorithm"]
     context = RunContext(

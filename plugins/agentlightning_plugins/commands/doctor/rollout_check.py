@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from agentlightning import semconv
 from agentlightning.adapter import TraceToTriplet, build_trajectories
-from agentlightning.adapter.conversation import link_calls
 from agentlightning.errors import AdapterError
 from agentlightning.reward import find_final_reward
 from agentlightning.types import AttemptedRollout, Span, Triplet
+from agentlightning_plugins.chat_history.linking import link_calls
 from agentlightning_plugins.commands.doctor.check import Check, broken, ok, one_line, unchecked
 
 _USE_LLM = (
@@ -126,7 +126,7 @@ class RolloutChecks:
         return None if self._answered else unchecked(name, "needs an answered call")
 
     def _reward(self) -> Check:
-        reward = find_final_reward(self.spans)
+        reward = find_final_reward(self.spans, self.rollout)
         if reward is not None:
             return ok("reward", f"the rollout's reward is {reward:g}")
         if self.rollout.status != "succeeded":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from agentlightning.adapter import TraceToTriplet
 from agentlightning.errors import LightningError
-from agentlightning.litagent import LitAgent, initial_prompts, wrap
+from agentlightning.litagent import LitAgent, wrap
 from agentlightning.plugin.registry import get_manager
 from agentlightning.resources import LLM, Resource, read_resources
 from agentlightning.runner import LitAgentRunner
@@ -130,7 +130,7 @@ async def _roll_out(
 ) -> tuple[AttemptedRollout | None, Check]:
     try:
         tracer: Tracer = get_manager().create("tracer", request.tracer)
-        given = read_resources({**initial_prompts(agent), **request.resources})
+        given = read_resources({**agent.initial_prompts(), **request.resources})
         models = [name for name, resource in given.items() if isinstance(resource, LLM)]
         resources = {**given, **dict.fromkeys(models or ["llm"], llm)}
         task = _choose_task(request)

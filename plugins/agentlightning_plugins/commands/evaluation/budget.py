@@ -12,7 +12,7 @@ from agentlightning.algorithm.algorithm import Algorithm
 from agentlightning.algorithm.context import RunContext
 from agentlightning.event import ResourcesPublished, RolloutEnqueued
 from agentlightning.resources import LLM
-from agentlightning.reward import find_final_reward
+from agentlightning.reward import read_final_reward
 from agentlightning.run.thread import run_in_thread
 from agentlightning.types import Dataset
 
@@ -96,8 +96,7 @@ class Budgeted(Algorithm):
         with contextlib.suppress(KeyError, TypeError):
             for rollout in (await store.query_rollouts(sort_by="start_time")).items:
                 if rollout.mode == "test" and rollout.metadata is not None:
-                    spans = await store.query_spans(rollout.rollout_id, "latest")
-                    reward = find_final_reward(spans.items) or 0.0
+                    reward = await read_final_reward(store, rollout) or 0.0
                     by_step.setdefault(rollout.metadata["step"], {})[rollout.metadata["task_id"]] = reward
         if by_step:
             last = by_step[max(by_step)]

@@ -8,11 +8,11 @@ from typing import Any, Final
 
 from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
 
-from agentlightning.adapter.message import ChatHistory, TraceToMessages, drop_prefixes
 from agentlightning.frozen import thaw
-from agentlightning.reward import find_final_reward
+from agentlightning.reward import read_final_reward
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout
+from agentlightning_plugins.chat_history.adapter import ChatHistory, TraceToMessages, drop_prefixes
 from agentlightning_plugins.commands.terminal.access import every
 
 logger = logging.getLogger("agentlightning")
@@ -38,13 +38,13 @@ async def select_examples(store: LightningStore, min_reward: float) -> AsyncIter
     """
     adapter = TraceToMessages()
     async for rollout in every(store.query_rollouts, status_in=["succeeded"]):
-        spans = (await store.query_spans(rollout.rollout_id, "latest")).items
-        reward = find_final_reward(spans)
+        reward = await read_final_reward(store, rollout)
         if reward is None or reward < min_reward:
             continue
         if isinstance(rollout, AttemptedRollout) and rollout.attempt.spans_dropped:
             logger.warning("rollout %s lost spans and is excluded", rollout.rollout_id)
             continue
+        spans = (await store.query_spans(rollout.rollout_id, "latest")).items
         for example in to_examples(adapter.adapt(spans)):
             yield example
 

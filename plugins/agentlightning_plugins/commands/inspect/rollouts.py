@@ -210,8 +210,8 @@ async def _each(action: Any, rollout_ids: tuple[str, ...], as_json: bool) -> Non
 
 async def _row(store: LightningStore, rollout: Rollout) -> tuple[Any, ...]:
     attempt = rollout.attempt if isinstance(rollout, AttemptedRollout) else None
-    reward = None
-    if attempt is not None:
+    reward = None if attempt is None else attempt.reward
+    if attempt is not None and reward is None:
         spans = await store.query_spans(rollout.rollout_id, "latest", name_contains="agentlightning.")
         reward = find_final_reward(spans.items)
     seconds = None if rollout.end_time is None else f"{rollout.end_time - rollout.start_time:.1f}"

@@ -14,7 +14,7 @@ from agentlightning import semconv
 from agentlightning.errors import ConfigError
 from agentlightning.frozen import thaw
 from agentlightning.resources import LLM, Resource
-from agentlightning.reward import find_final_reward
+from agentlightning.reward import find_final_reward, read_final_reward
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Rollout, Span
 from agentlightning_plugins.commands.terminal.access import found, with_store
@@ -111,8 +111,7 @@ async def _run(
     try:
         with runner.run_context(agent=agent, store=scratch):
             done = await runner.step(thaw(rollout.input), replaced, rollout.mode)
-            spans = (await scratch.query_spans(done.rollout_id, "latest")).items
-        return done, find_final_reward(spans)
+        return done, await read_final_reward(scratch, done)
     finally:
         await scratch.close()
 

@@ -132,13 +132,13 @@ async def _write_parquet(records: AsyncIterator[BaseModel], path: Path) -> int:
 
 
 def _arrow_type(arrow: Any, name: str) -> Any:
-    if name.endswith(("_time", "_at")):
+    if name == "reward" or name.endswith(("_time", "_at")):
         return arrow.float64()
     return arrow.int64() if name in ("sequence_id", "version", "spans_dropped") else arrow.string()
 
 
 def _flat(name: str, value: Any) -> Any:
     is_text = value is None or isinstance(value, str)
-    if is_text or name.endswith(("_time", "_at")) or name in ("sequence_id", "version", "spans_dropped"):
+    if is_text or name.endswith(("_time", "_at")) or name in ("sequence_id", "version", "spans_dropped", "reward"):
         return value
     return json.dumps(value, ensure_ascii=False)

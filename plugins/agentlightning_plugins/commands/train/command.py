@@ -92,7 +92,7 @@ def command(
     if resume is None:
         _keep(document.values, directory)
     setup_logging()
-    if getattr(trainer.strategy, "role", "both") == "algorithm":
+    if trainer.strategy.role == "algorithm":
         _show_runner_command(trainer, checked.store, config)
     _fit(trainer, parts, directory)
 

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from agentlightning import semconv
-from agentlightning.adapter.credit import CreditRule, Step, create_credit
+from agentlightning.adapter.triplet import load_credit_rule
 from agentlightning.errors import ConfigError
 from agentlightning.types import Span
+from agentlightning_plugins.credit.rule import CreditRule, Step
 
 Incident: TypeAlias = Literal["tool_success", "tool_failure", "invalid_output", "retry"]
 
@@ -58,7 +59,7 @@ class IntermediateCredit(CreditRule):
             self._error = re.compile(error_pattern)
         except re.error as error:
             raise ConfigError(f"error_pattern = {error_pattern!r} is not a regular expression: {error}") from error
-        self.base = create_credit(base)
+        self.base: CreditRule = load_credit_rule(base)
         self.weights: dict[Incident, float] = {
             "tool_success": tool_success,
             "tool_failure": tool_failure,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from agentlightning.adapter.credit import CreditRule, Step
 from agentlightning.errors import ConfigError
+from agentlightning_plugins.credit.rule import CreditRule, Step
 
 
 class IdenticalCredit(CreditRule):

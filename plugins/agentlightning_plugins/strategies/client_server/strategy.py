@@ -10,13 +10,12 @@ from typing import Literal, cast
 
 from agentlightning.errors import ConfigError
 from agentlightning.execution import AlgorithmJob, ExecutionStrategy, RunnerJob
+from agentlightning.execution.strategy import Role
 from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.strategies.processes.child_process import ChildProcesses, RunnerProcesses
 from agentlightning_plugins.strategies.processes.serving import served
 from agentlightning_plugins.strategies.processes.stopping import until_sigterm
 from agentlightning_plugins.strategies.processes.supervisor import Supervisor, run_both
-
-Role = Literal["both", "algorithm", "runner"]
 
 
 class ClientServerExecutionStrategy(ExecutionStrategy):

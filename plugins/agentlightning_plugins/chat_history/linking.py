@@ -1,4 +1,4 @@
-"""Which model call goes on with the conversation of which earlier one, as the messages tell."""
+"""Finds which model call continues the conversation of which earlier one, by comparing messages."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from agentlightning.types import Triplet
 
 
 def link_calls(triplets: Sequence[Triplet]) -> list[int | None]:
-    """Finds, for each triplet, the one whose prompt and answer its own prompt begins with; the latest if several do.
+    """Finds, for each triplet, the latest one whose prompt and answer are a prefix of its own prompt.
 
-    Linear in the messages. Ids of tool calls and the model's reasoning are not compared: clients drop or change them.
+    Linear in the messages. Ids of tool calls and the model's reasoning are ignored: clients drop or change them.
     """
     by_answer: dict[tuple[int, str], list[int]] = {}
     previous: list[int | None] = []
@@ -26,19 +26,19 @@ def link_calls(triplets: Sequence[Triplet]) -> list[int | None]:
 
 
 def read_messages(triplet: Triplet) -> Sequence[Message]:
-    """What the model was given; empty where nobody recorded it."""
+    """Returns the messages of the prompt; empty if they were not recorded."""
     content = triplet.prompt.get("raw_content") if isinstance(triplet.prompt, Mapping) else None
     return content if isinstance(content, list) else ()
 
 
 def read_answer(triplet: Triplet) -> Message | None:
-    """What the model answered, where it is known."""
+    """Returns the model's answer, if it was recorded."""
     content = triplet.response.get("raw_content") if isinstance(triplet.response, Mapping) else None
     return content[0] if isinstance(content, list) and content else None
 
 
 def find_first_edit(earlier: Sequence[Message], later: Sequence[Message]) -> int | None:
-    """The position of the first message of a history that is not what it was; None when it only grew."""
+    """Returns the position of the first message that differs in the later history; None if it only grew."""
     for position, message in enumerate(earlier):
         if position >= len(later) or _signature(message) != _signature(later[position]):
             return position
@@ -58,7 +58,7 @@ def _find_previous(
 
 
 def _signature(message: Message) -> str:
-    """What two copies of one message share."""
+    """Returns what two copies of one message have in common."""
     content: Any = message.get("content") or ""
     if isinstance(content, list) and all(part.get("type") == "text" for part in content if isinstance(part, dict)):
         content = "".join(part["text"] for part in content)

@@ -1,6 +1,6 @@
-"""Carries a framework's object to a runner process: cloudpickle, plus what frameworks hold that nobody can pickle.
+"""Pickles objects of frameworks: cloudpickle, plus locks, TLS contexts, weak references and registered classes.
 
-Bytes made here go to our own child processes only, through an inherited pipe.
+The bytes go only to our own child processes, through an inherited pipe.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Final, TypeAlias
 import cloudpickle
 
 Reducer: TypeAlias = Callable[[Any], tuple[Callable[..., Any], tuple[Any, ...]]]
-"""Says how an object is made again: a function and its arguments."""
+"""Returns a function and its arguments that make the object again."""
 
 _LOCK: Final = type(threading.Lock())
 _RLOCK: Final = type(threading.RLock())
@@ -26,17 +26,17 @@ _reducers: dict[type, Reducer] = {}
 
 
 def register_reducer(cls: type, reduce: Reducer) -> None:
-    """Says how objects of a class, and of those derived from it, travel with a framework's object.
+    """Registers how objects of a class and its subclasses are pickled with a framework's object.
 
     Args:
         cls: a class whose objects cannot be pickled, such as a client with open connections.
-        reduce: gives the function and the arguments that make such an object again in the other process.
+        reduce: returns the function and the arguments that make such an object again in the other process.
     """
     _reducers[cls] = reduce
 
 
 def dump(value: Any) -> bytes:
-    """Pickles a framework's object. Locks are new and free in the copy, and TLS settings are the default ones."""
+    """Pickles a framework's object. The copy has new, unlocked locks and default TLS settings."""
     buffer = io.BytesIO()
     _Pickler(buffer).dump(value)
     return buffer.getvalue()
@@ -67,7 +67,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ships n
 
 
 def _place_of_sentinel(sentinel: object) -> tuple[str, str] | None:
-    """Where a bare ``object()``, which frameworks compare by identity, is a module's global."""
+    """Finds the module and name of a bare ``object()``, which frameworks compare by identity."""
     for module_name, module in list(sys.modules.items()):
         for name, value in list(getattr(module, "__dict__", {}).items()):
             if value is sentinel:

@@ -1,33 +1,35 @@
-"""``FrameworkAgent``: what an integration of an agent framework supplies, and what it gets for free."""
+"""``FrameworkAgent``: the base class of agents that wrap an object of a framework."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from agentlightning.errors import ConfigError, suggest
 from agentlightning.litagent.agent import LitAgent
 from agentlightning.plugin.hookspecs import WrapOptions
 from agentlightning.resources import LLM, NamedResources, PromptTemplate, scope_to_attempt
 from agentlightning.types import Rollout
+from agentlightning_integrations.framework import pickling
 
 A = TypeVar("A")
 
 
 class FrameworkAgent(LitAgent[Any], Generic[A]):
-    """A framework's own object as an agent. An integration overrides ``texts`` and one of ``run`` and ``run_async``.
+    """An object of a framework as an agent. An integration overrides ``texts`` and one of ``run`` and ``run_async``.
 
-    One instance serves many rollouts at once: what is changed for one of them, its endpoint and its prompts, must show
-    in that rollout alone. The result of a rollout is the framework's, for the reward function; ``wrap`` drops it where
-    there is none.
+    One instance serves many rollouts concurrently: the endpoint and prompts of one rollout must not show in another.
+    The result of a rollout is the framework's, for the reward function.
     """
+
+    returns_output: ClassVar[bool] = True
 
     def __init__(self, agent: A, options: WrapOptions) -> None:
         """Takes the object.
 
         Args:
             agent: the framework's; never changed.
-            options: what the user said about it.
+            options: of ``agl.wrap``.
 
         Raises:
             ConfigError: ``options.prompts`` names a text that the object does not have.
@@ -37,21 +39,19 @@ class FrameworkAgent(LitAgent[Any], Generic[A]):
         self._prompts = {path: _read_prompt(path, value, texts) for path, value in options.prompts.items()}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        from agentlightning.litagent import pickling
-
         return _restore, (type(self), pickling.dump(vars(self)))
 
     def texts(self) -> Mapping[str, str]:
-        """The texts of the object that can be tuned, by path, such as ``writer.instructions``."""
+        """Returns the texts of the object that can be tuned, by path, such as ``writer.instructions``."""
         return {}
 
     def run(self, task: Any, llm: LLM | None, texts: Mapping[str, str]) -> Any:
         """Runs the object on one task, in a thread of its own.
 
         Args:
-            task: the rollout's input, or what ``task_to_input`` made of it.
-            llm: where model calls go, the attempt's own endpoint; None leaves the object's models as they are.
-            texts: what to use instead of the object's own texts, by path: those that are tuned.
+            task: the rollout's input, or the result of ``task_to_input``.
+            llm: the attempt's own endpoint for model calls; None leaves the object's models as they are.
+            texts: the tuned texts by path, to use instead of the object's own.
 
         Returns:
             The framework's own result.
@@ -59,24 +59,23 @@ class FrameworkAgent(LitAgent[Any], Generic[A]):
         raise ConfigError(f"{type(self).__name__} defines neither run nor run_async; define one of them")
 
     async def run_async(self, task: Any, llm: LLM | None, texts: Mapping[str, str]) -> Any:
-        """As ``run``, awaited, for frameworks that await."""
+        """As ``run``, for async frameworks."""
         return self.run(task, llm, texts)
 
-    @property
-    def prompts(self) -> dict[str, PromptTemplate]:
-        """What the tuned texts begin as, by the name of their resource."""
+    def initial_prompts(self) -> dict[str, PromptTemplate]:
+        """Returns the initial tuned texts, by the name of their resource."""
         return dict(self._prompts.values())
 
     def is_async(self) -> bool:
-        """Whether ``run_async`` is what the integration defines."""
+        """Whether the integration defines ``run_async``."""
         return type(self).run_async is not FrameworkAgent.run_async
 
     def rollout(self, task: Any, resources: NamedResources, rollout: Rollout) -> Any:
-        """Runs the object with this rollout's endpoint and prompts; returns the framework's own result."""
+        """Runs the object with this rollout's endpoint and prompts and returns the framework's own result."""
         return self.run(task, *self._read(task, resources, rollout))
 
     async def rollout_async(self, task: Any, resources: NamedResources, rollout: Rollout) -> Any:
-        """As ``rollout``, awaited."""
+        """As ``rollout``, for async frameworks."""
         return await self.run_async(task, *self._read(task, resources, rollout))
 
     def _read(self, task: Any, resources: NamedResources, rollout: Rollout) -> tuple[LLM | None, dict[str, str]]:
@@ -85,21 +84,19 @@ class FrameworkAgent(LitAgent[Any], Generic[A]):
             template = resources.get(name, initial)
             if not isinstance(template, PromptTemplate):
                 kind = type(template).__name__
-                raise ConfigError(f"prompt {path!r} comes from the resource {name!r}, which is a {kind}, no prompt")
+                raise ConfigError(f"prompt {path!r} comes from the resource {name!r}, which is a {kind}, not a prompt")
             texts[path] = template.format(**{"task": task, **_fields(rollout.input), **_fields(task)})
         return _choose_llm(scope_to_attempt(resources, rollout)), texts
 
 
 def _restore(cls: type[FrameworkAgent[Any]], state: bytes) -> FrameworkAgent[Any]:
-    from agentlightning.litagent import pickling
-
     agent = cls.__new__(cls)
     vars(agent).update(pickling.load(state))
     return agent
 
 
 def _read_prompt(path: str, value: str | PromptTemplate | None, texts: Mapping[str, str]) -> tuple[str, PromptTemplate]:
-    """The name of the resource that a text comes from, and what it begins as."""
+    """Returns the name of the resource that holds a text, and its initial value."""
     if path not in texts:
         known = ", ".join(sorted(texts)) or "none"
         raise ConfigError(f"prompts: the object has no text {path!r}.{suggest(path, texts)} Its texts: {known}")
@@ -107,17 +104,17 @@ def _read_prompt(path: str, value: str | PromptTemplate | None, texts: Mapping[s
         return path, value
     if value is not None and not isinstance(value, str):
         raise ConfigError(
-            f"prompts[{path!r}] = {value!r}: give the text to begin with, the name of the resource that holds it, or "
-            "None to begin with the object's own text"
+            f"prompts[{path!r}] = {value!r}: give the initial text, the name of the resource that holds it, or None "
+            "for the object's own text"
         )
     if value is not None and len(value.split()) > 1:
         return path, PromptTemplate(value)
-    own = texts[path].replace("{", "{{").replace("}", "}}")  # its braces are meant as they stand
+    own = texts[path].replace("{", "{{").replace("}", "}}")  # its braces are literal
     return value or path, PromptTemplate(own)
 
 
 def _fields(task: Any) -> dict[str, Any]:
-    """What a prompt may mention of a task, by name."""
+    """Returns the fields of a task that a prompt may use."""
     if not isinstance(task, Mapping):
         return {}
     return {name: value for name, value in task.items() if isinstance(name, str) and name != "self"}

@@ -1,4 +1,4 @@
-"""``TraceToMessages``: what was said to the models and what they answered, as chat histories."""
+"""``TraceToMessages``: the chat histories of model calls."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import NotRequired, TypedDict
 from agentlightning import semconv
 from agentlightning.adapter.adapter import TraceAdapter
 from agentlightning.adapter.call import find_calls
-from agentlightning.adapter.conversation import find_first_edit
 from agentlightning.adapter.tree import build_tree
 from agentlightning.types import Span
+from agentlightning_plugins.chat_history.linking import find_first_edit
 
 
 class ChatHistory(TypedDict):
-    """One model call in the format that fine-tuning takes."""
+    """One model call in the format of fine-tuning APIs."""
 
     messages: list[semconv.Message]
     """The input and, last, the (first) answer."""
@@ -23,19 +23,19 @@ class ChatHistory(TypedDict):
 
 
 def drop_prefixes(histories: Sequence[ChatHistory]) -> list[ChatHistory]:
-    """The histories without those that another one of them goes on from, and each of equal ones once.
+    """Removes histories that are a prefix of another one, and duplicates.
 
-    A conversation of several calls is recorded with each of them; the last record is the whole of it.
+    A conversation of several calls is recorded with each of them; the last record is the complete one.
     """
 
-    def goes_on(earlier: ChatHistory, later: ChatHistory) -> bool:
+    def continues(earlier: ChatHistory, later: ChatHistory) -> bool:
         return find_first_edit(earlier["messages"], later["messages"]) is None
 
     return [
         history
         for position, history in enumerate(histories)
         if not any(
-            goes_on(history, other) and (len(other["messages"]) > len(history["messages"]) or place > position)
+            continues(history, other) and (len(other["messages"]) > len(history["messages"]) or place > position)
             for place, other in enumerate(histories)
             if place != position
         )
@@ -43,17 +43,17 @@ def drop_prefixes(histories: Sequence[ChatHistory]) -> list[ChatHistory]:
 
 
 class TraceToMessages(TraceAdapter[list[ChatHistory]]):
-    """Gives the chat history of each answered model call, in the order of the calls."""
+    """Returns the chat history of each answered model call, in the order of the calls."""
 
     def adapt(self, source: Sequence[Span], /) -> list[ChatHistory]:
-        """Reads the histories of one attempt.
+        """Converts the spans of one attempt.
 
         Raises:
             AdapterError: spans of several attempts.
         """
         histories = []
         for call in find_calls(build_tree(source, repair=True), semconv.is_llm_call):
-            spans = [node.span for node in reversed(call.nodes)]  # the gateway's first: it knows best
+            spans = [node.span for node in reversed(call.nodes)]  # the gateway's span first, as it is the most complete
             answers = next(filter(None, map(semconv.read_output_messages, spans)), None)
             if answers is None or not call.is_complete:
                 continue

@@ -1,0 +1,1 @@
+"""Library: the chat histories of model calls, and which call continues which conversation."""

@@ -1,0 +1,93 @@
+"""``CreditRule``: the base class of components of kind ``credit``, which divide an attempt's reward among its calls."""
+
+from __future__ import annotations
+
+import bisect
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from agentlightning.adapter.call import Call
+from agentlightning.adapter.tree import Node
+from agentlightning.errors import AdapterError
+from agentlightning.plugin.registry import get_manager
+from agentlightning.types import Span, Triplet
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One answered model call, as a credit rule sees it."""
+
+    triplets: Sequence[Triplet]
+    """One for each choice of the answer; their ``reward`` is not set yet."""
+    reward: float | None
+    """The sum of the rewards that the agent emitted nearest to this call; None when it emitted none."""
+    spans: Sequence[Span]
+    """The spans of the same agent between this call and its next, such as tool runs, in the order of starts."""
+
+
+class CreditRule(ABC):
+    """Assigns a reward to each call of an attempt. Rules are stateless, so one serves all attempts."""
+
+    @abstractmethod
+    def assign(self, steps: Sequence[Step], final_reward: float | None) -> Sequence[float | None]:
+        """Returns one reward for each step, or None for steps without one.
+
+        Args:
+            steps: the calls that are trained on, in the order of their starts.
+            final_reward: the last reward of the attempt (``find_final_reward``); None when there is none.
+        """
+
+    def apply(
+        self,
+        nodes: Sequence[Node],
+        calls: Sequence[Call],
+        triplets: Sequence[Sequence[Triplet]],
+        rewards: Mapping[Call, float],
+        final_reward: float | None,
+    ) -> list[list[Triplet]]:
+        """Sets ``Triplet.reward`` to the assigned rewards, and ``metadata["credit"]`` to the rule's name.
+
+        Raises:
+            AdapterError: the number of rewards differs from the number of calls.
+        """
+        steps = [
+            Step(own, rewards.get(call), spans)
+            for call, own, spans in zip(calls, triplets, _find_spans_after(nodes, calls), strict=True)
+        ]
+        values = self.assign(steps, final_reward)
+        name = _find_name(self)
+        if len(values) != len(steps):
+            raise AdapterError(f"the credit rule {name!r} gave {len(values)} values for {len(steps)} model calls")
+        return [
+            [
+                triplet.model_copy(update={"reward": value, "metadata": {**triplet.metadata, "credit": name}})
+                for triplet in own
+            ]
+            for own, value in zip(triplets, values, strict=True)
+        ]
+
+
+def _find_name(rule: CreditRule) -> str:
+    """Returns the registered name of the rule, else the name of its class."""
+    target = f"{type(rule).__module__}:{type(rule).__qualname__}"
+    offers = get_manager().components("credit").values()
+    return next((offer.name for offer in offers if offer.target == target), type(rule).__qualname__)
+
+
+def _find_spans_after(nodes: Sequence[Node], calls: Sequence[Call]) -> list[list[Span]]:
+    """Returns, for each call, the other spans of its agent that start between it and the agent's next call."""
+    of_calls = {node for call in calls for node in call.nodes}
+    starts: dict[str | None, list[float]] = {}
+    positions: dict[str | None, list[int]] = {}
+    for position, call in enumerate(calls):
+        starts.setdefault(call.anchor.agent_name, []).append(call.anchor.start)
+        positions.setdefault(call.anchor.agent_name, []).append(position)
+    spans: list[list[Span]] = [[] for _ in calls]
+    for node in sorted(nodes, key=lambda node: (node.start, node.span.sequence_id)):
+        if node in of_calls or node.agent_name not in starts:
+            continue
+        before = bisect.bisect_right(starts[node.agent_name], node.start) - 1
+        if before >= 0:
+            spans[positions[node.agent_name][before]].append(node.span)
+    return spans

@@ -1,0 +1,1 @@
+"""Template engines for prompts."""

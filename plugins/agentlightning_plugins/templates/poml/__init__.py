@@ -1,0 +1,1 @@
+"""POML templates."""

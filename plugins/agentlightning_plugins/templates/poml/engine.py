@@ -1,0 +1,54 @@
+"""Renders POML with the package ``poml``, in a child process without our environment variables."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from agentlightning.errors import ConfigError
+
+_TIMEOUT_S: Final = 60.0
+_PROGRAM: Final = """
+import json, pathlib, poml
+values = json.loads(pathlib.Path("values.json").read_text(encoding="utf-8"))
+text = poml.poml(pathlib.Path("template.poml"), context=values, chat=False, format="raw")
+pathlib.Path("result.json").write_text(text, encoding="utf-8")
+"""
+
+
+class PomlEngine:
+    """A POML template sees the values that it is given. Each rendering starts Node.js, which takes about a second."""
+
+    def render(self, template: str, values: Mapping[str, Any]) -> str:
+        """Renders a template to one text.
+
+        Raises:
+            ConfigError: the template is wrong, takes too long, or has parts that are not text.
+        """
+        with tempfile.TemporaryDirectory(prefix="agl-poml-") as name:
+            folder = Path(name)
+            (folder / "template.poml").write_text(template, encoding="utf-8")
+            (folder / "values.json").write_text(json.dumps(dict(values), default=str), encoding="utf-8")
+            env = {"PATH": os.defpath, "HOME": name, "TMPDIR": name, "PYTHONPATH": os.pathsep.join(sys.path)}
+            command = [sys.executable, "-c", _PROGRAM]
+            try:
+                done = subprocess.run(
+                    command, cwd=folder, env=env, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+                )
+            except subprocess.TimeoutExpired as error:
+                raise ConfigError(f"poml prompt template took longer than {_TIMEOUT_S:.0f} s") from error
+            if done.returncode != 0:
+                reason = re.search(r"^\w*Error: .+$", done.stderr, re.MULTILINE)
+                shown = reason[0] if reason is not None else done.stderr.strip()[-1000:]
+                raise ConfigError(f"poml prompt template cannot be rendered: {shown}")
+            text = json.loads((folder / "result.json").read_text(encoding="utf-8"))["messages"]
+        if not isinstance(text, str):
+            raise ConfigError("poml prompt template renders to something other than text, such as an image")
+        return text

@@ -1,0 +1,54 @@
+"""The template engine ``poml``, with a stand-in for the package ``poml``, which brings 300 MB of Node.js."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import agentlightning as agl
+from agentlightning.plugin import registry
+from agentlightning.plugin.registry import PluginManager
+from agentlightning_plugins.templates.poml import plugin
+
+STAND_IN = """
+import json, os
+
+def poml(markup, context, chat, format):
+    assert (chat, format) == (False, "raw")
+    template = markup.read_text()
+    if template == "broken":
+        raise ValueError("Error: Unclosed tag")
+    if template == "environment":
+        return json.dumps({"messages": " ".join(sorted(os.environ))})
+    if template == "image":
+        return json.dumps({"messages": [{"type": "image"}]})
+    return json.dumps({"messages": template + json.dumps(context)})
+"""
+
+
+@pytest.fixture(autouse=True)
+def poml_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "poml.py").write_text(STAND_IN)
+    monkeypatch.syspath_prepend(tmp_path)
+    manager = PluginManager([])
+    manager.register(plugin, "templates.poml")
+    monkeypatch.setattr(registry, "get_manager", lambda: manager)
+
+
+def test_a_template_gets_the_values() -> None:
+    text = agl.PromptTemplate("<p>Hi</p>", "poml").format(name="Ada", tags=["a"])
+    assert text == '<p>Hi</p>{"name": "Ada", "tags": ["a"]}'
+
+
+def test_a_template_sees_no_secret_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-mine")
+    names = set(agl.PromptTemplate("environment", "poml").format().split())
+    assert "OPENAI_API_KEY" not in names
+    assert {"HOME", "PATH", "PYTHONPATH", "TMPDIR"} <= names
+
+
+@pytest.mark.parametrize(("template", "reason"), [("broken", "Unclosed tag"), ("image", "other than text")])
+def test_a_template_that_gives_no_text_is_a_config_error(template: str, reason: str) -> None:
+    with pytest.raises(agl.ConfigError, match=reason):
+        agl.PromptTemplate(template, "poml").format()
