@@ -48,7 +48,7 @@ class CallCache:
         self._append(asdict(call))
         self.calls[call.place] = call
 
-    def skip(self, places: Iterable[str]) -> None:
+    def record_failures(self, places: Iterable[str]) -> None:
         """Records that the calls at these places failed for good."""
         new = sorted(set(places) - self.skipped)
         if new:
