@@ -24,14 +24,14 @@ def components() -> Iterable[Component]:
         Component(
             "policy_backend",
             "transformers",
-            "agentlightning_algorithms.grpo.server.process:TransformersBackend",
+            "agentlightning_algorithms.grpo.backend.transformers:TransformersBackend",
             extra="grpo",
             summary="samples the policy in a process of our own, on CPU or one GPU",
         ),
         Component(
             "policy_backend",
             "vllm",
-            "agentlightning_algorithms.grpo.server.vllm_backend:VLLMBackend",
+            "agentlightning_algorithms.grpo.backend.vllm:VLLMBackend",
             summary="samples the policy on a vLLM server",
         ),
     ]

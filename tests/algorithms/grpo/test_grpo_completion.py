@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 
 from agentlightning_algorithms.grpo.model.policy import Policy
+from agentlightning_algorithms.grpo.sampling.draw import Generation, Token
 from agentlightning_algorithms.grpo.server.completion import Answer, Completions
-from agentlightning_algorithms.grpo.server.completion_request import (
+from agentlightning_algorithms.grpo.server.conversation import Prompt
+from agentlightning_algorithms.grpo.server.request import (
     ChatRequest,
     RequestError,
     TextRequest,
     parse_request,
 )
-from agentlightning_algorithms.grpo.server.conversation import Prompt
-from agentlightning_algorithms.grpo.server.sampling import Generation, Token
 from agentlightning_algorithms.grpo.server.tool_call import ToolCall, ToolCallReader
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "ü"}}\n</tool_call>'

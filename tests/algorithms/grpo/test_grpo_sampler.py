@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentlightning.errors import ConfigError
-from agentlightning_algorithms.grpo.learning.updater import Row
+from agentlightning_algorithms.grpo.learning.training_row import TrainingRow
 from agentlightning_algorithms.grpo.model.policy import Policy, load_policy
-from agentlightning_algorithms.grpo.server.sampler import Sampler
-from agentlightning_algorithms.grpo.server.sampling import Generation, SamplingParams, Token, draw_tokens
+from agentlightning_algorithms.grpo.sampling.draw import Generation, SamplingParams, Token, draw_tokens
+from agentlightning_algorithms.grpo.sampling.sampler import Sampler
 
 TOLERANCE = 1e-5
 """What sampler and trainer may differ by in float32."""
@@ -39,7 +39,7 @@ def collect(futures: list[Future[Generation]]) -> list[Generation]:
 
 
 def largest_gap(policy: Policy, prompts: list[list[int]], generations: list[Generation], temperature: float) -> float:
-    rows = [Row(p, g.token_ids, g.logprobs, 0.0) for p, g in zip(prompts, generations, strict=True)]
+    rows = [TrainingRow(p, g.token_ids, g.logprobs, 0.0) for p, g in zip(prompts, generations, strict=True)]
     scores = policy.score(rows, temperature)
     return max(
         abs(a - b) for row, score in zip(rows, scores, strict=True) for a, b in zip(row.logprobs, score, strict=True)

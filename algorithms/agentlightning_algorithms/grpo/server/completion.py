@@ -1,9 +1,9 @@
-"""OpenAI's chat and text completions: requests tokenized, and responses turned into answers, whole or as a stream.
+"""OpenAI's chat and text completions: tokenizes requests and builds answers, whole or as a stream.
 
-Token ids are answered as in vLLM (0.10.2 and later): ``return_token_ids`` brings ``prompt_token_ids`` and each choice's
-``token_ids``. Ours are ``weight_version``, the version of the weights that sampled the answer, and, in
-``usage.prompt_tokens_details`` beside ``cached_tokens``, ``continued_tokens``: tokens that were taken over as they were
-sampled.
+As in vLLM (0.10.2 and later), ``return_token_ids`` adds ``prompt_token_ids`` and each choice's ``token_ids``. Our own
+fields are ``weight_version``, the version of the weights that sampled the answer, and, in
+``usage.prompt_tokens_details`` beside ``cached_tokens``, ``continued_tokens``: tokens of the prompt that were sampled
+earlier and not tokenized again.
 """
 
 from __future__ import annotations
@@ -18,32 +18,28 @@ from typing import Any
 from jinja2 import TemplateError
 
 from agentlightning_algorithms.grpo.model.policy import Policy
-from agentlightning_algorithms.grpo.server.completion_request import (
+from agentlightning_algorithms.grpo.sampling.draw import Generation, SamplingParams, Token
+from agentlightning_algorithms.grpo.server.conversation import Conversations, Prompt
+from agentlightning_algorithms.grpo.server.reply import ReplyReader
+from agentlightning_algorithms.grpo.server.request import (
     ChatRequest,
     RequestError,
     TextRequest,
     read_message,
 )
-from agentlightning_algorithms.grpo.server.conversation import Conversations, Prompt
-from agentlightning_algorithms.grpo.server.reply import ReplyReader
-from agentlightning_algorithms.grpo.server.sampling import Generation, SamplingParams, Token
 
 Json = dict[str, Any]
 TopLogprobs = list[tuple[int, float]]
 
-# JSON has no infinity; OpenAI and vLLM report impossible tokens with this.
+# JSON has no infinity; OpenAI and vLLM report this for tokens of probability 0.
 _LOWEST = -9999.0
 
 
 class Completions:
-    """Turns requests into tokens and settings, and responses into answers, with one policy's tokenizer.
-
-    Attributes:
-        conversations: what was answered, by its tokens.
-    """
+    """Turns requests into prompts and sampling parameters."""
 
     def __init__(self, policy: Policy, model_name: str, max_length: int) -> None:
-        """Takes a policy, what requests call it, and the tokens that a prompt and its response may have together."""
+        """Takes a policy, its name, and the maximum tokens of a prompt and its response together."""
         self.model_name = model_name
         self.max_length = max_length
         self.conversations = Conversations(policy.tokenizer, policy.stop_ids)
@@ -52,10 +48,10 @@ class Completions:
         self.token_text = lru_cache(maxsize=None)(self._read_token)
 
     def chat_prompt(self, request: ChatRequest) -> Prompt:
-        """Returns the conversation as tokens, as the model's chat template renders it.
+        """Tokenizes the conversation as the model's chat template renders it.
 
         Raises:
-            RequestError: messages the template does not take, or a model without a chat template.
+            RequestError: the template refuses the messages, or the model has none.
         """
         messages = [read_message(i, message) for i, message in enumerate(request.messages)]
         try:
@@ -64,11 +60,7 @@ class Completions:
             raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
 
     def text_prompt(self, request: TextRequest) -> Prompt:
-        """Returns the prompt as tokens.
-
-        Raises:
-            RequestError: a token id outside the vocabulary.
-        """
+        """Tokenizes the prompt, or checks its token ids."""
         if isinstance(request.prompt, str):
             return Prompt(self.conversations.encode(request.prompt, special_tokens=True))
         for token in request.prompt:
@@ -77,11 +69,7 @@ class Completions:
         return Prompt(request.prompt)
 
     def sampling_params(self, request: ChatRequest | TextRequest, prompt_length: int) -> list[SamplingParams]:
-        """Returns the settings of each of the ``n`` responses.
-
-        Raises:
-            RequestError: the response does not fit behind the prompt.
-        """
+        """Returns the sampling parameters of each of the ``n`` responses, and checks that they fit after the prompt."""
         room = self.max_length - prompt_length
         asked = request.max_tokens
         if isinstance(request, ChatRequest):
@@ -119,10 +107,9 @@ class Completions:
 
 
 class Answer:
-    """The answer to one request, of responses that are there, or chunk by chunk of their tokens as they come."""
+    """The answer to one request: :meth:`whole`, or as chunks by the other methods."""
 
     def __init__(self, completions: Completions, request: ChatRequest | TextRequest, prompt: Prompt) -> None:
-        """Takes the request and its prompt."""
         self._completions = completions
         self._request = request
         self._prompt = prompt
@@ -161,7 +148,7 @@ class Answer:
         return answer
 
     def begin(self, weight_version: int) -> Iterator[Json]:
-        """Yields the chunks that a stream begins with: who speaks, to what."""
+        """Yields the first chunk of a chat stream, with role and prompt; none for a text completion."""
         self._head["object"] = "chat.completion.chunk" if self._chat else "text_completion"
         self._head["weight_version"] = weight_version
         if self._request.include_usage:
@@ -174,27 +161,23 @@ class Answer:
             yield first
 
     def feed(self, index: int, tokens: Sequence[Token]) -> Json:
-        """Returns the chunk for more tokens of a choice. It may be without text: what is not certain is held back."""
-        said, calls = self._readers[index].feed([token.token_id for token in tokens])
-        choice = self._choice(
-            index,
-            [token.token_id for token in tokens],
-            [token.logprob for token in tokens],
-            [token.top_logprobs for token in tokens],
-        )
+        """Returns the chunk for further tokens of a choice; it has no text while that is held back."""
+        token_ids = [token.token_id for token in tokens]
+        text, calls = self._readers[index].feed(token_ids)
+        choice = self._choice(index, token_ids, [token.logprob for token in tokens], [t.top_logprobs for t in tokens])
         if index not in self._begun and self._request.return_token_ids and not self._chat:
             choice["prompt_token_ids"] = self._prompt.token_ids
         self._begun.add(index)
-        return self._chunk([{**choice, **self._said(index, said, calls)}])
+        return self._chunk([{**choice, **self._delta(index, text, calls)}])
 
     def end(self, index: int, generation: Generation) -> Json:
-        """Returns the last chunk of a choice: what was held back, and how it ended."""
-        said, calls = self._readers[index].finish()
+        """Returns the last chunk of a choice, with the text that was held back and the finish reason."""
+        text, calls = self._readers[index].finish()
         choice: Json = {"index": index, "logprobs": None, "finish_reason": self._finish_reason(index, generation)}
-        return self._chunk([{**choice, **self._said(index, said, calls)}])
+        return self._chunk([{**choice, **self._delta(index, text, calls)}])
 
     def close(self, generations: Sequence[Generation]) -> Iterator[Json]:
-        """Yields what comes after the last choice."""
+        """Yields the chunk with the usage, if requested; call it after the last choice has ended."""
         self._remember(generations)
         if self._request.include_usage:
             yield {**self._chunk([]), "usage": self._usage(generations)}
@@ -202,10 +185,10 @@ class Answer:
     def _chunk(self, choices: list[Json]) -> Json:
         return {**self._head, "choices": choices}
 
-    def _said(self, index: int, said: str, calls: list[Json]) -> Json:
+    def _delta(self, index: int, text: str, calls: list[Json]) -> Json:
         if not self._chat:
-            return {"text": said}
-        delta: Json = {"content": said} if said else {}
+            return {"text": text}
+        delta: Json = {"content": text} if text else {}
         if calls:
             before = len(self._readers[index].calls) - len(calls)
             delta["tool_calls"] = [{"index": before + i, **call} for i, call in enumerate(calls)]
@@ -231,13 +214,14 @@ class Answer:
         self, token_ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[TopLogprobs]
     ) -> list[Json]:
         text = self._completions.token_text
-        content = [
-            {**text(token), "logprob": logprob, "top_logprobs": []}
-            for token, logprob in zip(token_ids, logprobs, strict=True)
+        return [
+            {
+                **text(token),
+                "logprob": logprob,
+                "top_logprobs": [{**text(top), "logprob": max(value, _LOWEST)} for top, value in likeliest],
+            }
+            for token, logprob, likeliest in zip(token_ids, logprobs, tops or [[]] * len(token_ids), strict=True)
         ]
-        for entry, likeliest in zip(content, tops, strict=False):
-            entry["top_logprobs"] = [{**text(token), "logprob": max(value, _LOWEST)} for token, value in likeliest]
-        return content
 
     def _text_logprobs(
         self, index: int, token_ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[TopLogprobs]

@@ -1,7 +1,4 @@
-"""From the tokens of one response to what the agent reads of it, while they come.
-
-The same reader makes a whole answer and a stream, so that both say the same.
-"""
+"""Incremental decoding of a response into text and tool calls; whole answers and streams use the same reader."""
 
 from __future__ import annotations
 
@@ -19,9 +16,9 @@ _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
 class TextReader:
-    """Decodes tokens as they come, up to the first stop string.
+    """Decodes tokens incrementally, up to the first stop string.
 
-    Text is held back while it ends in half a character, or may be the beginning of a stop string.
+    Text is held back while it ends in an incomplete character or may be the beginning of a stop string.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> None:
@@ -33,7 +30,7 @@ class TextReader:
         self._stopped = False
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """Returns the text that is certain after more tokens."""
+        """Takes more tokens and returns the text that is certain."""
         self._token_ids.extend(token_ids)
         fresh = self._decode()
         if fresh.endswith(_UNFINISHED):
@@ -42,12 +39,12 @@ class TextReader:
         return self._cut(fresh)
 
     def finish(self) -> str:
-        """Returns the rest."""
-        said = self._cut(self._decode())
-        return said if self._stopped else said + self._held
+        """Returns the text that was held back."""
+        text = self._cut(self._decode())
+        return text if self._stopped else text + self._held
 
     def _decode(self) -> str:
-        # Decoders treat the first token differently, so the tokens before the new ones are decoded along with them.
+        # Decoders treat the first token differently, so the tokens before the new ones are decoded with them.
         known, both = (
             str(self._tokenizer.decode(self._token_ids[self._before : end], skip_special_tokens=True))
             for end in (self._read, len(self._token_ids))
@@ -72,8 +69,8 @@ class ReplyReader:
     """Reads one response: its text, and its tool calls where the request has tools.
 
     Attributes:
-        text: what was said so far.
-        calls: tool calls so far, as OpenAI's API carries them.
+        text: the text so far.
+        calls: the tool calls so far, in OpenAI's format.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], *, tools: bool) -> None:
@@ -83,29 +80,29 @@ class ReplyReader:
         self._call_reader = ToolCallReader() if tools else None
 
     def feed(self, token_ids: Sequence[int]) -> tuple[str, list[Json]]:
-        """Returns the text and the calls that more tokens have made certain."""
+        """Takes more tokens and returns the text and the calls that are certain."""
         return self._add(self._reader.feed(token_ids), last=False)
 
     def finish(self) -> tuple[str, list[Json]]:
-        """Returns what is left when no more tokens come."""
+        """Returns what was held back."""
         return self._add(self._reader.finish(), last=True)
 
     def message(self) -> Json:
-        """Returns the whole as a message of the conversation."""
+        """Returns the response as a message."""
         message: Json = {"role": "assistant", "content": self.text or (None if self.calls else "")}
         if self.calls:
             message["tool_calls"] = self.calls
         return message
 
-    def _add(self, said: str, *, last: bool) -> tuple[str, list[Json]]:
+    def _add(self, text: str, *, last: bool) -> tuple[str, list[Json]]:
         calls: list[Json] = []
         if self._call_reader is not None:
-            said, found = self._call_reader.feed(said)
+            text, found = self._call_reader.feed(text)
             if last:
-                said += self._call_reader.finish()
+                text += self._call_reader.finish()
             for call in found:
                 function = {"name": call.name, "arguments": call.arguments}
                 calls.append({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
-        self.text += said
+        self.text += text
         self.calls += calls
-        return said, calls
+        return text, calls

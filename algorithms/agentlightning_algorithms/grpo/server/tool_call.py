@@ -1,10 +1,10 @@
-"""Tool calls as models of the Hermes family write them.
+"""Tool calls in the format of the Hermes family of models.
 
     <tool_call>
     {"name": "add", "arguments": {"a": 1, "b": 2}}
     </tool_call>
 
-Models of this family are trained on it by their chat templates (Qwen 2.5 and 3 among them).
+The chat templates of these models, such as Qwen 2.5 and 3, write calls in this format.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 class ToolCall(NamedTuple):
-    """A call the model asks for."""
+    """A call to a tool."""
 
     name: str
     arguments: str
-    """A JSON object, as the OpenAI API carries it."""
+    """A JSON object as text, as in the OpenAI API."""
 
 
 class ToolCallReader:
-    """Takes the tool calls out of a text that arrives in pieces.
+    """Extracts tool calls from a text that arrives in pieces.
 
-    A block that is no JSON object with a name and an object of arguments stays in the text as it was, for the agent to
-    see. White space before a call goes with it, and so does that after it unless it parts two texts.
+    A block that is not a JSON object with a name and an object of arguments stays in the text unchanged. White space
+    before a call is removed with it, and so is white space after it unless it separates two texts.
     """
 
     def __init__(self) -> None:
         self._held = ""
-        self._spoken = False
+        self._has_text = False
         self._after_call = False
 
     def feed(self, text: str) -> tuple[str, list[ToolCall]]:
-        """Returns what is certain after another piece: text that belongs to no call, and calls that are complete."""
+        """Takes another piece; returns the text that cannot belong to a call, and complete calls."""
         self._held += text
         said, calls = "", []
         while True:
-            if self._after_call and not self._spoken:
+            if self._after_call and not self._has_text:
                 self._held = self._held.lstrip()
             start = self._held.find(_OPEN)
             end = self._held.find(_CLOSE, start + len(_OPEN)) if start >= 0 else -1
@@ -52,26 +52,26 @@ class ToolCallReader:
                 calls.append(call)
             fresh = block + _CLOSE if call is None else block[:start].rstrip()
             said += fresh
-            self._spoken |= bool(fresh)
+            self._has_text |= bool(fresh)
             self._after_call = call is not None
         if start >= 0:
             sure = len(self._held[:start].rstrip())
         else:
-            # White space goes with the call that may follow it, and the last characters may begin its tag.
+            # A call may follow: its tag may have begun, and white space before it would be removed.
             tag = next(n for n in range(len(_OPEN) - 1, -1, -1) if self._held.endswith(_OPEN[:n]))
             sure = len(self._held[: len(self._held) - tag].rstrip())
         fresh, self._held = self._held[:sure], self._held[sure:]
         if fresh:
-            self._spoken, self._after_call = True, False
+            self._has_text, self._after_call = True, False
         return said + fresh, calls
 
     def finish(self) -> str:
-        """Returns what turned out to be no call."""
+        """Returns the text that was held back."""
         return "" if self._after_call and not self._held.strip() else self._held
 
 
 def restore_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """Returns a message whose tool calls carry their arguments as objects, as chat templates expect them."""
+    """Returns a message whose tool calls have their arguments as objects, as chat templates expect them."""
     calls = message.get("tool_calls")
     if not calls:
         return message
@@ -102,5 +102,4 @@ def _parse_object(text: str) -> dict[str, Any] | None:
 
 
 def _refuse_constant(name: str) -> None:
-    """NaN and Infinity are Python's, not JSON's: nobody else could read them back."""
-    raise ValueError(f"{name} is not JSON")
+    raise ValueError(f"{name} is not JSON")  # Python's parser accepts NaN and Infinity

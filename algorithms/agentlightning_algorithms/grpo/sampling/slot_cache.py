@@ -1,15 +1,14 @@
-"""A key-value cache in which every row is a sequence of its own, at its own length.
+"""A key-value cache whose rows are sequences of different lengths.
 
-    S   slots; row i of the batch lives in slot i
+    S   slots; row i of the batch is in slot i
     n   rows of one forward pass
     T   tokens that each of them adds
     H   key-value heads
     W   positions kept for each slot
     D   size of a head
 
-transformers' caches append the same columns for all rows, so a batch must start and end together. Here rows come and
-go: a forward pass writes each row's tokens at that row's own positions, and a departing row leaves its slot to the last
-one.
+transformers' caches append the same columns for all rows, so a batch must start and end together. Here a forward pass
+writes each row's tokens at that row's own positions, so that rows can join and leave at any time.
 """
 
 from __future__ import annotations
@@ -25,35 +24,35 @@ from agentlightning.errors import ConfigError
 from agentlightning_algorithms.grpo.model.policy import Policy
 
 BLOCK = 16
-"""Widths are multiples of this, so that a slot can be seen as whole blocks."""
+"""Tokens of a block; widths are multiples of it, so that a slot consists of whole blocks."""
 
 
-class _Step(NamedTuple):
+class _ForwardPass(NamedTuple):
     """Where a forward pass writes, and what it may read."""
 
     first: int
-    """Its rows live in the slots from here on."""
+    """Slot of the first row."""
     rows: Tensor | None
-    """Slot of each token, ``[n, T]``; None: prompts that begin here, for which nothing is read."""
+    """Slot of each token, ``[n, T]``; None: prompts from their beginning, which read nothing."""
     positions: Tensor
-    """Of each token in its row, ``[n, T]``."""
+    """Position of each token in its row, ``[n, T]``."""
     width: int
     """Positions that may be read."""
 
 
 class _SlotLayer(DynamicLayer):
-    """One layer's keys and values, ``[S, H, W, D]`` each; they appear with the first forward pass."""
+    """One layer's keys and values, ``[S, H, W, D]`` each; allocated by the first forward pass."""
 
     keys: Tensor
     values: Tensor
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # transformers leaves it unannotated
-        self.step: _Step | None = None
+        self.step: _ForwardPass | None = None
         self.size = (0, 0)
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        assert self.step is not None, "a step begins before every forward pass"
+        assert self.step is not None, "begin() or extend() comes before every forward pass"
         if not self.is_initialized:
             self.keys, self.values = (_like(states, *self.size) for states in (key_states, value_states))
             self.is_initialized = True
@@ -77,10 +76,10 @@ class _SlotLayer(DynamicLayer):
 
 
 class SlotCache:
-    """The cache of a running batch. Grows as needed, by doubling, and never shrinks.
+    """The cache of a running batch. It grows by doubling and never shrinks.
 
     Attributes:
-        cache: what the model takes as ``past_key_values`` after :meth:`begin` or :meth:`extend`.
+        cache: the model's ``past_key_values`` after :meth:`begin` or :meth:`extend`.
     """
 
     def __init__(self, n_layers: int, device: torch.device) -> None:
@@ -90,50 +89,45 @@ class SlotCache:
         self.cache = Cache(layers=cast(list[Any], self._layers))
 
     def begin(self, first: int, n: int, width: int) -> None:
-        """Readies the cache for ``n`` prompts, padded on the right to ``width``, in the slots from ``first`` on.
+        """Prepares for ``n`` prompts, padded on the right to ``width``, in the slots from ``first`` on.
 
-        They see nothing but themselves: the model's own causal attention, without a mask, is right for them.
+        They attend only to themselves, so the model's causal attention needs no mask.
         """
         self._reserve(first + n, width)
-        self._begin(_Step(first, None, torch.empty(0), width))
+        self._begin(_ForwardPass(first, None, torch.empty(0), width))
 
     def extend(self, first: int, lengths: Sequence[int], count: int) -> tuple[Tensor, Tensor]:
-        """Readies the cache for ``count`` more tokens in each of the slots from ``first`` on.
-
-        Args:
-            first: slot of the first row.
-            lengths: tokens in each row so far; that many rows.
-            count: tokens to come, padding on the right included.
+        """Prepares for ``count`` more tokens, padding included, in rows of ``lengths`` from slot ``first`` on.
 
         Returns:
-            Position ids ``[n, T]`` and the attention mask ``[n, 1, T, W]``, True where a token may look.
+            Position ids ``[n, T]`` and the attention mask ``[n, 1, T, W]``, True where a token may attend.
         """
         width = max(lengths) + count
         self._reserve(first + len(lengths), width)
         starts_n = torch.tensor(lengths, device=self._device)
         positions_nT = starts_n[:, None] + torch.arange(count, device=self._device)
         rows_nT = torch.arange(first, first + len(lengths), device=self._device)[:, None].expand(-1, count)
-        self._begin(_Step(first, rows_nT, positions_nT, width))
+        self._begin(_ForwardPass(first, rows_nT, positions_nT, width))
         mask = torch.arange(width, device=self._device) <= positions_nT[:, :, None]
         return positions_nT, mask[:, None]
 
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:
-        """Copies the first ``length`` positions of one slot over those of others."""
+        """Copies the first ``length`` positions of one slot to others."""
         self._reserve(max(targets) + 1, length)
         where = torch.tensor(targets, device=self._device)
         for layer in self._layers:
             for tensor in (layer.keys, layer.values):
-                tensor[where, :, :length] = tensor[source, :, :length].clone()  # torch refuses to read what it writes
+                tensor[where, :, :length] = tensor[source, :, :length].clone()  # source and target overlap
 
-    def prepare(self, slots: int, width: int) -> list[tuple[Tensor, Tensor]]:
-        """Makes room and returns keys and values of each layer, seen as blocks: ``[S, H, W / BLOCK, BLOCK, D]``.
+    def blocks(self, slots: int = 0, width: int = 0) -> list[tuple[Tensor, Tensor]]:
+        """Makes room, and returns views of each layer's keys and values: ``[S, H, W / BLOCK, BLOCK, D]``.
 
-        Only after the first forward pass; what is written to them is in the slots.
+        Only after the first forward pass.
         """
         self._reserve(slots, width)
         return [(_blocks(layer.keys), _blocks(layer.values)) for layer in self._layers]
 
-    def _begin(self, step: _Step) -> None:
+    def _begin(self, step: _ForwardPass) -> None:
         for layer in self._layers:
             layer.step = step
 
@@ -146,11 +140,7 @@ class SlotCache:
 
 
 def check_attention(policy: Policy) -> None:
-    """Refuses models whose layers the slots cannot hold.
-
-    Raises:
-        ConfigError: a layer that does not attend to the whole context.
-    """
+    """Raises a ConfigError if a layer of the model does not attend to the whole context."""
     config = policy.model.config
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     window = getattr(config, "sliding_window", None)
@@ -158,7 +148,7 @@ def check_attention(policy: Policy) -> None:
         raise ConfigError(
             f"the model {config.model_type!r} has layers that do not attend to the whole context "
             f"({', '.join(sorted(kinds)) or f'sliding window of {window} tokens'}); this sampler needs full attention. "
-            "Serve it with another server, or take a model such as Qwen 2.5 or Llama 3."
+            "Use another backend, or a model such as Qwen 2.5 or Llama 3."
         )
 
 

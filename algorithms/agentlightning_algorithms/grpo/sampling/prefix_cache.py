@@ -1,13 +1,12 @@
-"""Keys and values of token sequences seen before, so that a prompt that begins with one need not be run again.
+"""A cache of the keys and values of earlier sequences, for prompts that share a prefix with them.
 
     B   blocks of the pool
     H   key-value heads
     D   size of a head
 
-A sequence is cut into blocks of tokens. A block is found by its own tokens and by the block before it, so that
-sequences share what they have in common: the turns of a rollout, the rollouts of a task, the system prompt of all. The
-idea is that of vLLM's automatic prefix caching (Kwon et al. 2023, arXiv:2309.06180); the running batch itself stays in
-slots.
+A sequence is split into blocks of tokens. A block is looked up by its own tokens and the block before it, so that
+sequences share their common prefixes: the turns of a rollout, the rollouts of a task, the system prompt. The idea is
+that of vLLM's automatic prefix caching (Kwon et al. 2023, arXiv:2309.06180); the running batch itself stays in slots.
 """
 
 from __future__ import annotations
@@ -19,25 +18,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agentlightning_algorithms.grpo.server.slot_cache import BLOCK, SlotCache
+from agentlightning_algorithms.grpo.sampling.slot_cache import BLOCK, SlotCache
 
 _Key = tuple[int, tuple[int, ...]]
-"""Serial number of the block before, 0 for none, and the block's own tokens."""
+"""Serial number of the previous block (0: none) and the block's own tokens."""
 
 
 @dataclass(slots=True)
 class _Block:
     serial: int
-    """Never given twice, so that what followed a forgotten block is not found under another."""
+    """Never reused, so that the successors of an evicted block are not found under another."""
     index: int
-    """Its place in the pool."""
+    """Position in the pool."""
 
 
 class PrefixCache:
-    """A pool of blocks beside a :class:`SlotCache`; the blocks not used for longest make room for new ones."""
+    """An LRU pool of blocks beside a :class:`SlotCache`, of at most ``max_bytes``."""
 
     def __init__(self, slots: SlotCache, max_bytes: int) -> None:
-        """Takes the slots that blocks are copied from and to, and the memory the pool may take; 0 keeps nothing."""
         self._slots = slots
         self._max_bytes = max_bytes
         self._blocks: OrderedDict[_Key, _Block] = OrderedDict()  # least recently used first
@@ -47,14 +45,14 @@ class PrefixCache:
         self._capacity = 0
 
     def clear(self) -> None:
-        """Forgets everything, as new weights demand."""
+        """Drops all blocks; required when the weights change."""
         self._free.extend(block.index for block in self._blocks.values())
         self._blocks.clear()
 
     def match(self, token_ids: Sequence[int]) -> list[int]:
-        """Returns the places of the blocks that ``token_ids`` begins with.
+        """Returns the pool positions of the blocks that ``token_ids`` begins with.
 
-        The last token is never among them: its logits are wanted, so it has to be run.
+        The last token is excluded: it has to be run for its logits.
         """
         chain = self._chain(token_ids[:-1])
         self._touch([key for key, _ in chain])
@@ -66,18 +64,18 @@ class PrefixCache:
         if places:
             slots, ats, indices = self._tensors(places)
             width = BLOCK * max(len(chain) for chain in found)
-            layers = self._slots.prepare(first + len(found), width)
+            layers = self._slots.blocks(first + len(found), width)
             for (keys, values), (pool_keys, pool_values) in zip(layers, self._pool, strict=True):
                 keys[slots, :, ats] = pool_keys[indices]
                 values[slots, :, ats] = pool_values[indices]
 
     def store(self, rows: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Keeps whole blocks of sequences, given as slot and the tokens that it holds."""
+        """Stores the whole blocks of sequences, given as slot and its tokens."""
         if not self._max_bytes or not rows:
             return
         self._open()
         places: list[tuple[int, int, int]] = []
-        taken: set[int] = set()  # what this call uses must not make room for what it adds
+        taken: set[int] = set()  # blocks used by this call, which must not be evicted
         for slot, token_ids in rows:
             chain = self._chain(token_ids)
             keys = [key for key, _ in chain]
@@ -98,7 +96,7 @@ class PrefixCache:
             self._touch(keys)
         if places:
             slots, ats, indices = self._tensors(places)
-            for (keys_, values), (pool_keys, pool_values) in zip(self._slots.prepare(0, 0), self._pool, strict=True):
+            for (keys_, values), (pool_keys, pool_values) in zip(self._slots.blocks(), self._pool, strict=True):
                 pool_keys[indices] = keys_[slots, :, ats]
                 pool_values[indices] = values[slots, :, ats]
 
@@ -115,7 +113,7 @@ class PrefixCache:
         return chain
 
     def _touch(self, keys: Sequence[_Key]) -> None:
-        # From the end: what follows a block is forgotten before the block, for it could not be found without it.
+        # In reverse: a block is evicted after its successors, which cannot be found without it.
         for key in reversed(keys):
             self._blocks.move_to_end(key)
 
@@ -134,9 +132,9 @@ class PrefixCache:
         return self._blocks.pop(oldest).index
 
     def _open(self) -> None:
-        """Learns the shape of a block from the slots."""
+        """Creates the pool, empty, with the shape of the slots' blocks."""
         if not self._pool:
-            layers = self._slots.prepare(0, 0)
+            layers = self._slots.blocks()
             self._pool = [(keys[:0, :, 0].clone(), values[:0, :, 0].clone()) for keys, values in layers]
             block_bytes = sum(t[0, :, 0].numel() * t.element_size() for layer in layers for t in layer)
             self._capacity = self._max_bytes // block_bytes
