@@ -25,10 +25,10 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
-from agentlightning_algorithms.grpo.learning.training_row import TrainingRow
 from agentlightning_algorithms.grpo.learning.updater import Updater
 from agentlightning_algorithms.grpo.model.policy import Policy
 from agentlightning_algorithms.grpo.setting import UpdateSettings
+from agentlightning_algorithms.grpo.training_row import TrainingRow
 
 VOCABULARY = 8192
 

@@ -27,10 +27,10 @@ from agentlightning_algorithms.grpo.learning.advantage import zero_spread_groups
 from agentlightning_algorithms.grpo.learning.episode import Episode, describe_episodes, gather_episodes
 from agentlightning_algorithms.grpo.learning.experience import build_experience, training_spans
 from agentlightning_algorithms.grpo.learning.monitor import TrainingMonitor
-from agentlightning_algorithms.grpo.learning.training_row import TrainingRow
 from agentlightning_algorithms.grpo.learning.updater import Updater
 from agentlightning_algorithms.grpo.model.policy import load_policy
 from agentlightning_algorithms.grpo.setting import GRPOSettings, UpdateSettings
+from agentlightning_algorithms.grpo.training_row import TrainingRow
 from agentlightning_algorithms.policy_backend import PolicyBackend, PolicySetup, publish_weights
 
 logger = logging.getLogger("agentlightning")
@@ -81,18 +81,12 @@ class Session:
 
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps beside the updater's state."""
-        return {
-            "step": self.step,
-            "position": self.position,
-            "best_reward": self.best_reward,
-            "watch": self.monitor.state(),
-        }
+        own = {"step": self.step, "position": self.position, "best_reward": self.best_reward}
+        return {**own, "watch": self.monitor.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restores what :meth:`state` returned."""
-        self.step = state["step"]
-        self.position = state["position"]
-        self.best_reward = state["best_reward"]
+        self.step, self.position, self.best_reward = state["step"], state["position"], state["best_reward"]
         self.monitor.restore(state["watch"])
 
     async def publish(self) -> None:
@@ -128,17 +122,15 @@ class Session:
             tasks = draw_tasks(train, wanted, position, self.updater.settings.seed)
             position += wanted
             requests = [
-                self._request(
-                    task,
-                    ("train", step, refill, place, repetition),
-                    {"step": step, "task_id": index, "group": f"{step}-{refill}-{place}"},
-                    "train",
-                    resources_id,
+                EnqueueRolloutRequest(
+                    input=task,
+                    rollout_id=self.context.rollout_id("train", step, refill, place, repetition),
+                    metadata={"step": step, "task_id": index, "group": f"{step}-{refill}-{place}"},
                 )
                 for place, (index, task) in enumerate(tasks)
                 for repetition in range(settings.rollouts_per_task)
             ]
-            found = await self._gather(requests)
+            found = await self._roll_out(requests, "train", resources_id)
             episodes += found
             rewards_R, groups_R = [episode.reward or 0.0 for episode in found], [episode.group for episode in found]
             useful += len(set(groups_R)) - len(zero_spread_groups(rewards_R, groups_R))
@@ -189,16 +181,15 @@ class Session:
         """Runs every task once with the sampling parameters of evaluation."""
         started = time.monotonic()
         requests = [
-            self._request(
-                dataset[index],
-                (mode, self.step, index),
-                {"step": self.step, "task_id": index},
-                mode,
-                self.eval_resources,
+            EnqueueRolloutRequest(
+                input=dataset[index],
+                rollout_id=self.context.rollout_id(mode, self.step, index),
+                metadata={"step": self.step, "task_id": index},
             )
             for index in range(len(dataset))
         ]
-        found = describe_episodes(await self._gather(requests), success_threshold=self.settings.success_threshold)
+        episodes = await self._roll_out(requests, mode, self.eval_resources)
+        found = describe_episodes(episodes, success_threshold=self.settings.success_threshold)
         kept = {name: found[name] for name in found if name in ("reward", "success") or name.startswith("reward/")}
         return {**{f"{mode}_{name}": value for name, value in kept.items()}, f"{mode}_s": time.monotonic() - started}
 
@@ -208,7 +199,14 @@ class Session:
             logger.warning("step %d: %s", self.step, warning)
         await self.store.add_metrics(self.step, {**metrics, "warnings": float(self.monitor.active)})
 
-    async def _gather(self, requests: Sequence[EnqueueRolloutRequest]) -> list[Episode]:
+    async def _roll_out(
+        self, requests: Sequence[EnqueueRolloutRequest], mode: RolloutMode, resources_id: str
+    ) -> list[Episode]:
+        config = RolloutConfig(
+            timeout_seconds=self.settings.rollout_timeout_s, max_attempts=2, retry_condition=["unresponsive"]
+        )
+        common = {"mode": mode, "resources_id": resources_id, "config": config}
+        requests = [request.model_copy(update=common) for request in requests]
         began_before = self.opened_at if self.resumed else None
         gathering = asyncio.create_task(
             gather_episodes(self.store, self.adapter, requests, self.gateway.flush, retry_before=began_before)
@@ -224,25 +222,6 @@ class Session:
     def _kl_penalty(self, rows: Sequence[TrainingRow]) -> list[list[float]]:
         coefficient = self.updater.settings.kl_coefficient
         return [[coefficient * value for value in values] for values in self.updater.reference_kl(rows)]
-
-    def _request(
-        self,
-        task: Any,
-        place: tuple[str | int, ...],
-        metadata: Mapping[str, Any],
-        mode: RolloutMode,
-        resources_id: str,
-    ) -> EnqueueRolloutRequest:
-        return EnqueueRolloutRequest(
-            input=task,
-            mode=mode,
-            resources_id=resources_id,
-            metadata=dict(metadata),
-            rollout_id=self.context.rollout_id(*place),
-            config=RolloutConfig(
-                timeout_seconds=self.settings.rollout_timeout_s, max_attempts=2, retry_condition=["unresponsive"]
-            ),
-        )
 
 
 async def open_session(

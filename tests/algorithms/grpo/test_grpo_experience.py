@@ -13,9 +13,9 @@ from agentlightning.types import Attempt, AttemptFailure
 from agentlightning_algorithms.grpo.algorithm import GRPO
 from agentlightning_algorithms.grpo.learning.episode import Episode, describe_episodes, read_episode
 from agentlightning_algorithms.grpo.learning.experience import Experience, build_experience, training_spans
-from agentlightning_algorithms.grpo.learning.training_row import TrainingRow
 from agentlightning_algorithms.grpo.session import draw_tasks
 from agentlightning_algorithms.grpo.setting import ExperienceSettings, UpdateSettings
+from agentlightning_algorithms.grpo.training_row import TrainingRow
 
 
 def rollout(group: str, index: int, **attempt: Any) -> agl.AttemptedRollout:

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
 from agentlightning.errors import ConfigError
-from agentlightning_algorithms.grpo.learning.training_row import TrainingRow
 from agentlightning_algorithms.grpo.model.checkpoint import atomic_directory, recover_directory
 from agentlightning_algorithms.grpo.model.policy import Policy, batch_by_tokens, collate, load_policy
+from agentlightning_algorithms.grpo.training_row import TrainingRow
 
 ROWS = [
     TrainingRow(prompt_ids=[5, 6, 7], response_ids=[8, 9], logprobs=[0, 0], advantage=1),

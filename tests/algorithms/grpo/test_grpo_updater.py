@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM
 
 from agentlightning.errors import ConfigError
 from agentlightning.plugin.settings import bind_settings
-from agentlightning_algorithms.grpo.learning.training_row import TrainingRow
 from agentlightning_algorithms.grpo.learning.updater import Updater
 from agentlightning_algorithms.grpo.model.lora import add_lora
 from agentlightning_algorithms.grpo.model.policy import Policy, load_policy
 from agentlightning_algorithms.grpo.setting import Aggregation, LoraSettings, UpdateSettings
+from agentlightning_algorithms.grpo.training_row import TrainingRow
 
 
 def make_rows(policy: Policy, count: int, seed: int = 0) -> list[TrainingRow]:

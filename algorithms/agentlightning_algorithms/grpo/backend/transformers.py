@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ _NOT_RUNNING = "the policy server is not running; call start() first."
 
 
 class TransformersBackend:
-    """A policy server in a child process; it also ends when this process dies."""
+    """A policy server in a child process, which also ends when this process dies."""
 
     tells_versions = True
 
@@ -34,13 +35,10 @@ class TransformersBackend:
         prefix_cache_mb: int = 512,
         ready_timeout_s: float = 300.0,
     ) -> None:
-        """Takes the settings that only this backend has.
+        """Takes the port (0: any free one), and how long loading may take.
 
-        Args:
-            port: on 127.0.0.1; 0: any free port.
-            max_length: maximum tokens of a prompt and its response together; None: the model's maximum.
-            prefix_cache_mb: memory for the keys and values of earlier prompts; 0: no cache.
-            ready_timeout_s: how long loading may take.
+        ``max_length`` is the maximum of a prompt and its response together, by default the model's;
+        ``prefix_cache_mb`` is the memory for keys and values of earlier prompts.
         """
         self._options = {"port": port, "max_length": max_length, "prefix_cache_mb": prefix_cache_mb}
         self._ready_timeout_s = ready_timeout_s
@@ -81,18 +79,17 @@ class TransformersBackend:
         assert process.stdout is not None
         try:
             line = await asyncio.wait_for(asyncio.to_thread(process.stdout.readline), self._ready_timeout_s)
+            if line:
+                address = json.loads(line)
+                self._endpoint = f"http://{address['host']}:{address['port']}/v1"
+                return
+            problem = f"ended with exit status {await asyncio.to_thread(process.wait)} before it was ready"
         except TimeoutError:
-            await self.stop()
-            raise LightningError(self._failure(f"was not ready after {self._ready_timeout_s:g} s")) from None
-        except asyncio.CancelledError:
-            await self.stop()
-            raise
-        if not line:
-            code = await asyncio.to_thread(process.wait)
-            await self.stop()
-            raise LightningError(self._failure(f"ended with exit status {code} before it was ready"))
-        address = json.loads(line)
-        self._endpoint = f"http://{address['host']}:{address['port']}/v1"
+            problem = f"was not ready after {self._ready_timeout_s:g} s"
+        finally:
+            if self._endpoint is None:
+                await self.stop()
+        raise LightningError(self._failure(problem))
 
     async def load_weights(self, path: Path, version: int) -> None:
         """Replaces the weights between batches, and returns when they are in use.
@@ -118,16 +115,8 @@ class TransformersBackend:
             await asyncio.to_thread(_end, process)
 
     def _spawn(self, setup: PolicySetup) -> subprocess.Popen[bytes]:
-        options = {
-            "model": setup.model,
-            "model_name": setup.model_name,
-            "dtype": setup.dtype,
-            "device": setup.device,
-            "threads": setup.threads,
-            "seed": setup.seed,
-            "max_batch_size": setup.max_batch_size,
-            **self._options,
-        }
+        options = {**asdict(setup), **self._options}
+        del options["directory"]
         command = [sys.executable, "-m", "agentlightning_algorithms.grpo.server", "--exit-with-parent"]
         for name, value in options.items():
             if value is not None:
@@ -174,13 +163,9 @@ class TransformersBackend:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.close()
-    process.terminate()
-    try:
-        process.wait(_STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    process.stdout.close()
+    with process:  # waits for its end and closes the pipes
+        process.terminate()
+        try:
+            process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()

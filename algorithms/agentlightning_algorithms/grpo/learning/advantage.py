@@ -105,11 +105,9 @@ def zero_spread_groups(
     Raises:
         ValueError: as :func:`group_baselines`.
     """
-    spread = {
-        group: max(rewards_R[i] for i in indices) - min(rewards_R[i] for i in indices)
-        for group, indices in group_members(rewards_R, groups_R).items()
-    }
-    return frozenset(group for group, width in spread.items() if width <= tolerance)
+    members = group_members(rewards_R, groups_R)
+    rewards = {group: [rewards_R[i] for i in indices] for group, indices in members.items()}
+    return frozenset(group for group, values in rewards.items() if max(values) - min(values) <= tolerance)
 
 
 def group_members(rewards_R: Sequence[float], groups_R: Sequence[Group]) -> dict[Group, list[int]]:

@@ -18,8 +18,8 @@ from agentlightning import semconv
 from agentlightning.types import AttemptedRollout, Span, Triplet
 from agentlightning_algorithms.grpo.learning.advantage import group_baselines, group_members, zero_spread_groups
 from agentlightning_algorithms.grpo.learning.episode import Episode
-from agentlightning_algorithms.grpo.learning.training_row import TrainingRow
 from agentlightning_algorithms.grpo.setting import ExperienceSettings
+from agentlightning_algorithms.grpo.training_row import TrainingRow
 from agentlightning_plugins.trajectories.trajectory import Decode, Turn, build_trajectories
 
 Penalty = Callable[[Sequence[TrainingRow]], Sequence[Sequence[float]]]
@@ -98,7 +98,9 @@ def build_experience(
         tokens_R[draft.index] += draft.row.n_sampled
     if not settings.keep_flat_groups:
         drafts = [draft for draft in drafts if groups_R[draft.index] not in flat]
-    penalties_R = _find_penalties(drafts, [episode for episode, _ in scored_R], max_length, penalty)
+    penalties_R = [0.0] * len(scored_R)
+    if penalty is not None:
+        penalties_R = _find_penalties(drafts, [episode for episode, _ in scored_R], max_length, penalty)
     penalised_R = [reward - taken for reward, taken in zip(rewards_R, penalties_R, strict=True)]
     baselines_R = group_baselines(penalised_R, groups_R, settings.estimator, tokens_R=tokens_R)
     experience = Experience()
@@ -170,13 +172,11 @@ def _draft_rows(
 
 
 def _find_penalties(
-    drafts: Sequence[_Draft], episodes_R: Sequence[Episode], max_length: int, penalty: Penalty | None
+    drafts: Sequence[_Draft], episodes_R: Sequence[Episode], max_length: int, penalty: Penalty
 ) -> list[float]:
     """Sets the drafts' penalties, except of rows that are too long, and returns the penalty of each rollout."""
     penalties_R = [0.0] * len(episodes_R)
-    if penalty is None:
-        return penalties_R
-    fitting = [d for d in drafts if len(d.row.prompt_ids) + len(d.row.response_ids) <= max_length]
+    fitting = [d for d in drafts if d.row.n_tokens <= max_length]
     for draft, values in zip(fitting, penalty([draft.row for draft in fitting]), strict=True):
         draft.penalties = values
     for draft in drafts:
@@ -235,12 +235,8 @@ def _describe_advantages(rows: Sequence[TrainingRow]) -> dict[str, float]:
     values = [value for row in rows for value in row.advantages]
     if not values:
         return {}
-    return {
-        "advantage": statistics.fmean(values),
-        "advantage_std": statistics.pstdev(values),
-        "advantage_min": min(values),
-        "advantage_max": max(values),
-    }
+    mean, std = statistics.fmean(values), statistics.pstdev(values)
+    return {"advantage": mean, "advantage_std": std, "advantage_min": min(values), "advantage_max": max(values)}
 
 
 def training_spans(experience: Experience, step: int) -> list[Span]:
@@ -268,13 +264,9 @@ def training_spans(experience: Experience, step: int) -> list[Span]:
         # A step repeated after a kill makes spans with the same ids, which the store ignores.
         place = f"{step}/{attempt.attempt_id}/{ids}"
         span_id = hashlib.blake2b(place.encode(), digest_size=8).hexdigest()
-        spans.append(
-            Span.from_attributes(
-                attributes=attributes,
-                rollout_id=attempt.rollout_id,
-                attempt_id=attempt.attempt_id,
-                span_id=span_id,
-                name=TRAINING_SPAN,
-            )
-        )
+        span = Span.from_attributes(
+            attributes=attributes, rollout_id=attempt.rollout_id, attempt_id=attempt.attempt_id, span_id=span_id,
+            name=TRAINING_SPAN,
+        )  # fmt: skip
+        spans.append(span)
     return spans

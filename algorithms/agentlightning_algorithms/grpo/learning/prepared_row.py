@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from agentlightning_algorithms.grpo.learning.correction import importance_weights, trusted_tokens
-from agentlightning_algorithms.grpo.learning.training_row import TrainingRow
 from agentlightning_algorithms.grpo.setting import UpdateSettings
+from agentlightning_algorithms.grpo.training_row import TrainingRow
 
 
 @dataclass(slots=True, eq=False)

@@ -30,16 +30,16 @@ from agentlightning_algorithms.grpo.learning.loss import (
 )
 from agentlightning_algorithms.grpo.learning.metrics import StepMetrics, UpdateMetrics
 from agentlightning_algorithms.grpo.learning.prepared_row import PreparedRow, describe_correction, prepare_rows
-from agentlightning_algorithms.grpo.learning.training_row import TrainingRow, check_rows
 from agentlightning_algorithms.grpo.model.checkpoint import (
     atomic_directory,
     random_state,
     recover_directory,
     restore_random_state,
 )
-from agentlightning_algorithms.grpo.model.policy import Policy, batch_by_tokens, collate, row_length
+from agentlightning_algorithms.grpo.model.policy import Policy, batch_by_tokens, collate
 from agentlightning_algorithms.grpo.model.reference import Reference
 from agentlightning_algorithms.grpo.setting import UpdateSettings
+from agentlightning_algorithms.grpo.training_row import TrainingRow, check_rows
 
 logger = logging.getLogger("agentlightning")
 
@@ -193,7 +193,7 @@ class Updater:
         if normalizer == 0:
             return
         step = StepMetrics()
-        for indices in batch_by_tokens([row_length(row.row) for row in rows], self.settings.max_tokens_per_microbatch):
+        for indices in batch_by_tokens([row.row.n_tokens for row in rows], self.settings.max_tokens_per_microbatch):
             self._accumulate([rows[i] for i in indices], normalizer, step, measure_gap=measure_gap)
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self.settings.max_grad_norm, foreach=True))
         loss = float(step.totals.pop("loss"))
@@ -259,7 +259,7 @@ class Updater:
         step.add_max("ratio_max", (ratio_BT * counted_BT.sign()).max())
         if measure_gap:
             step.add_max("logprob_gap_max", ((logprob_BT.detach() - old_BT).abs() * mask_BT).max())
-        step.real_tokens += sum(row_length(row.row) for row in rows)
+        step.real_tokens += sum(row.row.n_tokens for row in rows)
         step.padded_tokens += batch.input_BL.numel()
 
     def _surrogate(self, logprob_BT: Tensor, old_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor) -> Surrogate:

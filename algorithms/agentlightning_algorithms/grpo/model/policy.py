@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import compress
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from safetensors import SafetensorError
@@ -25,22 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils import logging as transformers_logging
 
 from agentlightning.errors import ConfigError
-
-
-class TokenRow(Protocol):
-    """A prompt and a response of at least one token each.
-
-    Response tokens where ``mask`` is 0 were given to the policy: attended to, not scored.
-    """
-
-    @property
-    def prompt_ids(self) -> Sequence[int]: ...
-
-    @property
-    def response_ids(self) -> Sequence[int]: ...
-
-    @property
-    def mask(self) -> Sequence[int] | None: ...
+from agentlightning_algorithms.grpo.training_row import TrainingRow
 
 
 class TokenBatch(NamedTuple):
@@ -117,11 +102,13 @@ class Policy:
         empty_BT = torch.zeros(batch.mask_BT.shape, dtype=logprob_N.dtype, device=logprob_N.device)
         return empty_BT.masked_scatter(batch.mask_BT, logprob_N), empty_BT.masked_scatter(batch.mask_BT, entropy_N)
 
-    def score(self, rows: Sequence[TokenRow], temperature: float = 1.0, *, max_tokens: int = 8192) -> list[list[float]]:
+    def score(
+        self, rows: Sequence[TrainingRow], temperature: float = 1.0, *, max_tokens: int = 8192
+    ) -> list[list[float]]:
         """Returns the log-probability of every response token, without gradient; 0 where the token was given."""
         scores: list[list[float]] = [[] for _ in rows]
         with torch.inference_mode():
-            for indices in batch_by_tokens([row_length(row) for row in rows], max_tokens):
+            for indices in batch_by_tokens([row.n_tokens for row in rows], max_tokens):
                 batch = collate([rows[i] for i in indices], self.device)
                 logprob_BT, _ = self.token_logprobs(batch, temperature)
                 for i, values in zip(indices, logprob_BT.tolist(), strict=True):
@@ -222,11 +209,6 @@ def load_policy(path: str | Path, *, dtype: str = "float32", device: str = "cpu"
     return Policy(cast(PreTrainedModel, cast(Any, model).to(device)), cast(PreTrainedTokenizerBase, tokenizer))
 
 
-def row_length(row: TokenRow) -> int:
-    """Returns the number of tokens of prompt and response."""
-    return len(row.prompt_ids) + len(row.response_ids)
-
-
 def batch_by_tokens(lengths: Sequence[int], max_tokens: int, *, max_padding: int = 256) -> list[list[int]]:
     """Splits items into batches of similar length: at most ``max_tokens`` tokens each, padding included.
 
@@ -246,8 +228,8 @@ def batch_by_tokens(lengths: Sequence[int], max_tokens: int, *, max_padding: int
     return batches
 
 
-def collate(rows: Sequence[TokenRow], device: torch.device | str = "cpu") -> TokenBatch:
-    lengths = [row_length(row) for row in rows]
+def collate(rows: Sequence[TrainingRow], device: torch.device | str = "cpu") -> TokenBatch:
+    lengths = [row.n_tokens for row in rows]
     width = max(lengths)
     padded = [[*row.prompt_ids, *row.response_ids] + [0] * (width - n) for row, n in zip(rows, lengths, strict=True)]
     predictors: list[int] = []

@@ -39,27 +39,32 @@ class SamplingParams:
     top_logprobs: int = 0
 
 
-class Generation(NamedTuple):
-    """A sampled response. The log-probabilities are those of the distribution it was drawn from, filters included."""
-
-    token_ids: list[int]
-    """Including the stop token, if one ended the response."""
-    logprobs: list[float]
-    top_logprobs: list[list[tuple[int, float]]]
-    """Per token, (token id, log-probability), likeliest first; empty unless requested."""
-    finish_reason: FinishReason
-    weight_version: int
-    cached_tokens: int = 0
-    """Tokens of the prompt that were not run."""
-
-
 class Token(NamedTuple):
-    """One token of a response."""
+    """A sampled token. Log-probabilities are those of the distribution it was drawn from, filters included."""
 
     token_id: int
     logprob: float
-    top_logprobs: list[tuple[int, float]]
+    top_logprobs: Sequence[tuple[int, float]]
+    """Token ids and log-probabilities, likeliest first; empty unless requested."""
     weight_version: int
+
+
+class Generation(NamedTuple):
+    """A sampled response."""
+
+    tokens: list[Token]
+    """Including the stop token, if one ended the response."""
+    finish_reason: FinishReason
+    cached_tokens: int = 0
+    """Tokens of the prompt that were not run."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token.token_id for token in self.tokens]
+
+    @property
+    def weight_version(self) -> int:
+        return self.tokens[0].weight_version
 
 
 class Draw(NamedTuple):

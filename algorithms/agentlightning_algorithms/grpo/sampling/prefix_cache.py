@@ -4,32 +4,23 @@
     H   key-value heads
     D   size of a head
 
-A sequence is split into blocks of tokens. A block is looked up by its own tokens and the block before it, so that
+A sequence is split into blocks of tokens. A block is looked up by a digest of all tokens up to its end, so that
 sequences share their common prefixes: the turns of a rollout, the rollouts of a task, the system prompt. The idea is
 that of vLLM's automatic prefix caching (Kwon et al. 2023, arXiv:2309.06180); the running batch itself stays in slots.
 """
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
 
 import torch
 from torch import Tensor
 
 from agentlightning_algorithms.grpo.sampling.slot_cache import BLOCK, SlotCache
-
-_Key = tuple[int, tuple[int, ...]]
-"""Serial number of the previous block (0: none) and the block's own tokens."""
-
-
-@dataclass(slots=True)
-class _Block:
-    serial: int
-    """Never reused, so that the successors of an evicted block are not found under another."""
-    index: int
-    """Position in the pool."""
 
 
 class PrefixCache:
@@ -38,33 +29,31 @@ class PrefixCache:
     def __init__(self, slots: SlotCache, max_bytes: int) -> None:
         self._slots = slots
         self._max_bytes = max_bytes
-        self._blocks: OrderedDict[_Key, _Block] = OrderedDict()  # least recently used first
-        self._serial = 0
+        self._blocks: OrderedDict[bytes, int] = OrderedDict()  # indices into the pool, least recently used first
         self._free: list[int] = []
         self._pool: list[tuple[Tensor, Tensor]] = []  # keys and values of each layer, [B, H, BLOCK, D]
         self._capacity = 0
 
     def clear(self) -> None:
         """Drops all blocks; required when the weights change."""
-        self._free.extend(block.index for block in self._blocks.values())
+        self._free.extend(self._blocks.values())
         self._blocks.clear()
 
     def match(self, token_ids: Sequence[int]) -> list[int]:
-        """Returns the pool positions of the blocks that ``token_ids`` begins with.
+        """Returns the pool indices of the blocks that ``token_ids`` begins with.
 
         The last token is excluded: it has to be run for its logits.
         """
-        chain = self._chain(token_ids[:-1])
-        self._touch([key for key, _ in chain])
-        return [block.index for _, block in chain]
+        digests = list(takewhile(self._blocks.__contains__, _digests(token_ids[:-1])))
+        self._touch(digests)
+        return [self._blocks[digest] for digest in digests]
 
     def restore(self, found: Sequence[Sequence[int]], first: int) -> None:
         """Copies blocks into slots: those of row i into slot ``first + i``, from position 0 on."""
         places = [(first + row, at, index) for row, chain in enumerate(found) for at, index in enumerate(chain)]
         if places:
-            slots, ats, indices = self._tensors(places)
-            width = BLOCK * max(len(chain) for chain in found)
-            layers = self._slots.blocks(first + len(found), width)
+            slots, ats, indices = self._columns(places)
+            layers = self._slots.blocks(first + len(found), BLOCK * max(map(len, found)))
             for (keys, values), (pool_keys, pool_values) in zip(layers, self._pool, strict=True):
                 keys[slots, :, ats] = pool_keys[indices]
                 values[slots, :, ats] = pool_values[indices]
@@ -75,61 +64,42 @@ class PrefixCache:
             return
         self._open()
         places: list[tuple[int, int, int]] = []
-        taken: set[int] = set()  # blocks used by this call, which must not be evicted
+        used: set[bytes] = set()  # by this call, which must not evict them
         for slot, token_ids in rows:
-            chain = self._chain(token_ids)
-            keys = [key for key, _ in chain]
-            taken.update(block.serial for _, block in chain)
-            self._touch(keys)
-            before = chain[-1][1].serial if chain else 0
-            for at in range(len(chain), len(token_ids) // BLOCK):
-                index = self._place(taken)
-                if index is None:
+            digests = []
+            for at, digest in enumerate(_digests(token_ids)):
+                if digest in self._blocks:
+                    self._blocks.move_to_end(digest)
+                elif (index := self._allocate(used)) is not None:
+                    self._blocks[digest] = index
+                    places.append((slot, at, index))
+                else:
                     break
-                self._serial += 1
-                key = (before, tuple(token_ids[at * BLOCK : (at + 1) * BLOCK]))
-                self._blocks[key] = _Block(self._serial, index)
-                taken.add(self._serial)
-                keys.append(key)
-                places.append((slot, at, index))
-                before = self._serial
-            self._touch(keys)
+                used.add(digest)
+                digests.append(digest)
+            self._touch(digests)
         if places:
-            slots, ats, indices = self._tensors(places)
-            for (keys_, values), (pool_keys, pool_values) in zip(self._slots.blocks(), self._pool, strict=True):
-                pool_keys[indices] = keys_[slots, :, ats]
+            slots, ats, indices = self._columns(places)
+            for (keys, values), (pool_keys, pool_values) in zip(self._slots.blocks(), self._pool, strict=True):
+                pool_keys[indices] = keys[slots, :, ats]
                 pool_values[indices] = values[slots, :, ats]
 
-    def _chain(self, token_ids: Sequence[int]) -> list[tuple[_Key, _Block]]:
-        chain: list[tuple[_Key, _Block]] = []
-        before = 0
-        for start in range(0, len(token_ids) - BLOCK + 1, BLOCK):
-            key = (before, tuple(token_ids[start : start + BLOCK]))
-            block = self._blocks.get(key)
-            if block is None:
-                break
-            chain.append((key, block))
-            before = block.serial
-        return chain
+    def _touch(self, digests: Sequence[bytes]) -> None:
+        # In reverse: a block is evicted after its successors, which are not found without it.
+        for digest in reversed(digests):
+            self._blocks.move_to_end(digest)
 
-    def _touch(self, keys: Sequence[_Key]) -> None:
-        # In reverse: a block is evicted after its successors, which cannot be found without it.
-        for key in reversed(keys):
-            self._blocks.move_to_end(key)
-
-    def _place(self, taken: set[int]) -> int | None:
-        if self._free:
-            return self._free.pop()
-        have = self._pool[0][0].shape[0]
-        if have < self._capacity:
-            size = min(self._capacity, max(64, 2 * have))
-            self._pool = [(_grown(keys, size), _grown(values, size)) for keys, values in self._pool]
-            self._free = list(range(size - 1, have - 1, -1))
-            return self._free.pop()
-        oldest = next(iter(self._blocks), None)
-        if oldest is None or self._blocks[oldest].serial in taken:
-            return None
-        return self._blocks.pop(oldest).index
+    def _allocate(self, used: set[bytes]) -> int | None:
+        """Returns a free index, after growing the pool or evicting a block that is not in use."""
+        if not self._free:
+            size = self._pool[0][0].shape[0]
+            if size < self._capacity:
+                larger = min(self._capacity, max(64, 2 * size))
+                self._pool = [(_grown(keys, larger), _grown(values, larger)) for keys, values in self._pool]
+                self._free = list(range(larger - 1, size - 1, -1))
+            elif self._blocks and next(iter(self._blocks)) not in used:
+                self._free.append(self._blocks.popitem(last=False)[1])
+        return self._free.pop() if self._free else None
 
     def _open(self) -> None:
         """Creates the pool, empty, with the shape of the slots' blocks."""
@@ -139,9 +109,18 @@ class PrefixCache:
             block_bytes = sum(t[0, :, 0].numel() * t.element_size() for layer in layers for t in layer)
             self._capacity = self._max_bytes // block_bytes
 
-    def _tensors(self, places: Sequence[tuple[int, int, int]]) -> tuple[Tensor, Tensor, Tensor]:
+    def _columns(self, places: Sequence[tuple[int, int, int]]) -> tuple[Tensor, Tensor, Tensor]:
         columns = torch.tensor(places, device=self._pool[0][0].device).T
         return columns[0], columns[1], columns[2]
+
+
+def _digests(token_ids: Sequence[int]) -> Iterator[bytes]:
+    """Yields, for each whole block, a digest of the tokens up to its end."""
+    digest = b""
+    for start in range(0, len(token_ids) - BLOCK + 1, BLOCK):
+        block = array("I", token_ids[start : start + BLOCK])
+        digest = hashlib.blake2b(digest + block.tobytes(), digest_size=16).digest()
+        yield digest
 
 
 def _grown(old: Tensor, size: int) -> Tensor:

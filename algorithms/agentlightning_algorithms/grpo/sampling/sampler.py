@@ -16,7 +16,7 @@ import queue
 import random
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -35,7 +35,9 @@ logger = logging.getLogger("agentlightning")
 
 T = TypeVar("T")
 
-_COUNTS = ("requests", "prompt_tokens", "reused_tokens", "sampled_tokens", "decode_steps", "decode_rows", "swaps")
+_TOTALS = (
+    "requests", "prompt_tokens", "reused_tokens", "sampled_tokens", "decode_steps", "decode_rows", "swaps", "busy_s",
+)  # fmt: skip
 
 
 @dataclass(slots=True, eq=False)
@@ -46,16 +48,14 @@ class _Request:
     """Set if the request has a seed."""
     on_token: Callable[[Token], None] | None
     future: Future[Generation] = field(default_factory=Future)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    tokens: list[Token] = field(default_factory=list)
     reused: int = 0
     """Tokens of the prompt that were not run."""
 
     @property
     def cached(self) -> int:
         """Positions in the key-value cache: all but the newest token, which the next step feeds."""
-        return len(self.prompt_ids) + len(self.token_ids) - 1
+        return len(self.prompt_ids) + len(self.tokens) - 1
 
 
 @dataclass(slots=True, eq=False)
@@ -110,8 +110,7 @@ class Sampler:
         self._entering: list[_Request] = []
         self._slots = SlotCache(int(policy.model.config.num_hidden_layers), policy.device)
         self._prefixes = PrefixCache(self._slots, prefix_cache_bytes)
-        self._counts = Counter(dict.fromkeys(_COUNTS, 0))
-        self._busy_s = 0.0
+        self._totals = dict.fromkeys(_TOTALS, 0.0)
         self._reader = ThreadPoolExecutor(1, "agl-weights")
         self._thread = threading.Thread(target=self._run, name="agl-sampler", daemon=True)
         self._thread.start()
@@ -164,7 +163,7 @@ class Sampler:
     @property
     def statistics(self) -> Mapping[str, float]:
         """Totals so far; ``reused_tokens`` are those of ``prompt_tokens`` that were not run."""
-        return {**{name: float(count) for name, count in self._counts.items()}, "busy_s": self._busy_s}
+        return dict(self._totals)
 
     def _run(self) -> None:
         try:
@@ -193,7 +192,7 @@ class Sampler:
                 _settle(request.future, error)
             self._rows, self._entering = [], []
             self._prefixes.clear()
-        self._busy_s += time.monotonic() - started
+        self._totals["busy_s"] += time.monotonic() - started
 
     def _receive(self) -> bool:
         """Moves submitted items to the waiting queue; blocks while there is nothing to do; False on close."""
@@ -233,7 +232,7 @@ class Sampler:
         self.weight_version = swap.version
         self._random = _generator(self._seed, swap.version)
         self._prefixes.clear()
-        self._counts["swaps"] += 1
+        self._totals["swaps"] += 1
         _settle(swap.future, None)
 
     def _prefill(self, admitted: list[_Request]) -> None:
@@ -242,14 +241,13 @@ class Sampler:
         by_prompt: dict[tuple[int, ...], list[_Request]] = {}
         for request in admitted:
             by_prompt.setdefault(tuple(request.prompt_ids), []).append(request)
-        prompts, first = list(by_prompt), len(self._rows)
-        known = [self._prefixes.match(prompt) for prompt in prompts]
+        first = len(self._rows)
+        known = [(self._prefixes.match(prompt), group) for prompt, group in by_prompt.items()]
         for with_prefix in (False, True):
-            chosen = [i for i in range(len(prompts)) if bool(known[i]) == with_prefix]
-            lengths = [len(prompts[i]) - BLOCK * len(known[i]) for i in chosen]
+            chosen = [(blocks, group) for blocks, group in known if bool(blocks) == with_prefix]
+            lengths = [len(group[0].prompt_ids) - BLOCK * len(blocks) for blocks, group in chosen]
             for batch in batch_by_tokens(lengths, self._max_prefill_tokens):
-                picked = [chosen[k] for k in batch]
-                self._prefill_batch([by_prompt[prompts[i]] for i in picked], [known[i] for i in picked])
+                self._prefill_batch([chosen[i][1] for i in batch], [chosen[i][0] for i in batch])
         self._entering = []
         # Not earlier: storing may evict a prefix that another batch of this call begins with.
         self._prefixes.store([(first + row, request.prompt_ids) for row, request in enumerate(self._rows[first:])])
@@ -279,24 +277,25 @@ class Sampler:
                 self._rows.extend(group[1:])
             for place, request in enumerate(group):
                 request.reused = length if place else start
-            self._counts["prompt_tokens"] += length * len(group)
-            self._counts["reused_tokens"] += start + length * (len(group) - 1)
-            self._counts["requests"] += len(group)
+                self._totals["reused_tokens"] += request.reused
+            self._totals["prompt_tokens"] += length * len(group)
+            self._totals["requests"] += len(group)
         sources = [*range(len(groups)), *(row for row, group in enumerate(groups) for _ in group[1:])]
         self._draw(logits[self._tensor(sources)], self._rows[first:])
 
     def _decode(self) -> None:
         """Draws one more token for every row."""
-        newest = self._tensor([request.token_ids[-1] for request in self._rows])
+        newest = self._tensor([request.tokens[-1].token_id for request in self._rows])
         positions, mask = self._slots.extend(0, [request.cached for request in self._rows], 1)
-        options: dict[str, Any] = {
-            "position_ids": positions,
-            "attention_mask": mask,
-            "past_key_values": self._slots.cache,
-        }
-        logits = self.policy.logits(newest[:, None], use_cache=True, **options)
-        self._counts["decode_steps"] += 1
-        self._counts["decode_rows"] += len(self._rows)
+        logits = self.policy.logits(
+            newest[:, None],
+            past_key_values=self._slots.cache,
+            use_cache=True,
+            position_ids=positions,
+            attention_mask=mask,
+        )
+        self._totals["decode_steps"] += 1
+        self._totals["decode_rows"] += len(self._rows)
         self._draw(logits, self._rows)
         self._leave(lambda request: request.future.done())
 
@@ -315,39 +314,35 @@ class Sampler:
                 message = f"the logits of weights version {self.weight_version} are not finite; load other weights."
                 _settle(request.future, FloatingPointError(message))
                 continue
-            request.token_ids.append(token)
-            request.logprobs.append(logprob)
-            top: list[tuple[int, float]] = []
-            if request.params.top_logprobs:
-                top = likeliest[i][: request.params.top_logprobs]
-                request.top_logprobs.append(top)
+            n = request.params.top_logprobs
+            request.tokens.append(Token(token, logprob, likeliest[i][:n] if n else (), self.weight_version))
             if request.on_token is not None:
-                request.on_token(Token(token, logprob, top, self.weight_version))
+                request.on_token(request.tokens[-1])
             reason = self._finish_reason(request)
             if reason is not None:
-                tokens_so_far = (request.token_ids, request.logprobs, request.top_logprobs)
-                _settle(request.future, Generation(*tokens_so_far, reason, self.weight_version, request.reused))
-        self._counts["sampled_tokens"] += len(requests)
+                _settle(request.future, Generation(request.tokens, reason, request.reused))
+        self._totals["sampled_tokens"] += len(requests)
 
     def _finish_reason(self, request: _Request) -> FinishReason | None:
-        if request.token_ids[-1] in self.policy.stop_ids or (request.params.stop and self._has_stop_string(request)):
+        newest = request.tokens[-1].token_id
+        if newest in self.policy.stop_ids or (request.params.stop and self._has_stop_string(request)):
             return "stop"
-        return "length" if len(request.token_ids) >= request.params.max_tokens else None
+        return "length" if len(request.tokens) >= request.params.max_tokens else None
 
     def _has_stop_string(self, request: _Request) -> bool:
         # A token is at least a byte, so this many tokens contain any stop string that the newest one completed. Four
         # more are for decoders that treat the first token differently.
         reach = max(len(stop.encode()) for stop in request.params.stop) + 4
-        text = str(self.policy.tokenizer.decode(request.token_ids[-reach:], skip_special_tokens=True))
+        token_ids = [token.token_id for token in request.tokens[-reach:]]
+        text = str(self.policy.tokenizer.decode(token_ids, skip_special_tokens=True))
         return any(stop in text for stop in request.params.stop)
 
     def _leave(self, gone: Callable[[_Request], bool]) -> None:
         """Removes rows from the batch; the last row moves into the free slot."""
         rows = self._rows
-        ended = [(slot, request) for slot, request in enumerate(rows) if gone(request)]
-        self._prefixes.store(
-            [(slot, [*request.prompt_ids, *request.token_ids[:-1]]) for slot, request in ended if request.token_ids]
-        )
+        ended = [(slot, request) for slot, request in enumerate(rows) if gone(request) and request.tokens]
+        cached = [(slot, [*r.prompt_ids, *(token.token_id for token in r.tokens[:-1])]) for slot, r in ended]
+        self._prefixes.store(cached)
         i = 0
         while i < len(rows):
             if not gone(rows[i]):

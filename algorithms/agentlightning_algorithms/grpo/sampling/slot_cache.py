@@ -27,36 +27,22 @@ BLOCK = 16
 """Tokens of a block; widths are multiples of it, so that a slot consists of whole blocks."""
 
 
-class _ForwardPass(NamedTuple):
-    """Where a forward pass writes, and what it may read."""
-
-    first: int
-    """Slot of the first row."""
-    rows: Tensor | None
-    """Slot of each token, ``[n, T]``; None: prompts from their beginning, which read nothing."""
-    positions: Tensor
-    """Position of each token in its row, ``[n, T]``."""
-    width: int
-    """Positions that may be read."""
-
-
 class _SlotLayer(DynamicLayer):
     """One layer's keys and values, ``[S, H, W, D]`` each; allocated by the first forward pass."""
 
     keys: Tensor
     values: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, slots: SlotCache) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # transformers leaves it unannotated
-        self.step: _ForwardPass | None = None
-        self.size = (0, 0)
+        self._slots = slots
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        assert self.step is not None, "begin() or extend() comes before every forward pass"
         if not self.is_initialized:
-            self.keys, self.values = (_like(states, *self.size) for states in (key_states, value_states))
+            shape = self._slots.n_slots, self._slots.width
+            self.keys, self.values = _like(key_states, *shape), _like(value_states, *shape)
             self.is_initialized = True
-        first, rows, positions, width = self.step
+        first, rows, positions, width = self._slots.forward_pass
         end = first + len(key_states)
         if rows is None:
             self.keys[first:end, :, :width] = key_states
@@ -67,12 +53,25 @@ class _SlotLayer(DynamicLayer):
         return self.keys[first:end, :, :width], self.values[first:end, :, :width]
 
     def get_seq_length(self) -> int:
-        return 0 if self.step is None or self.step.rows is None else self.step.width
+        _, rows, _, width = self._slots.forward_pass
+        return 0 if rows is None else width
 
     def resize(self, slots: int, width: int) -> None:
-        self.size = slots, width
         if self.is_initialized:
             self.keys, self.values = _grown(self.keys, slots, width), _grown(self.values, slots, width)
+
+
+class _ForwardPass(NamedTuple):
+    """Where a forward pass writes, and what it may read."""
+
+    first: int
+    """Slot of the first row."""
+    rows: Tensor | None
+    """Slot of each token, ``[n, T]``; None: prompts from their beginning, which read nothing."""
+    positions: Tensor | None
+    """Position of each token in its row, ``[n, T]``."""
+    width: int
+    """Positions that may be read."""
 
 
 class SlotCache:
@@ -83,9 +82,10 @@ class SlotCache:
     """
 
     def __init__(self, n_layers: int, device: torch.device) -> None:
-        self._layers = [_SlotLayer() for _ in range(n_layers)]
+        self.n_slots = self.width = 0
+        self.forward_pass = _ForwardPass(0, None, None, 0)
         self._device = device
-        self._slots = self._width = 0
+        self._layers = [_SlotLayer(self) for _ in range(n_layers)]
         self.cache = Cache(layers=cast(list[Any], self._layers))
 
     def begin(self, first: int, n: int, width: int) -> None:
@@ -94,7 +94,7 @@ class SlotCache:
         They attend only to themselves, so the model's causal attention needs no mask.
         """
         self._reserve(first + n, width)
-        self._begin(_ForwardPass(first, None, torch.empty(0), width))
+        self.forward_pass = _ForwardPass(first, None, None, width)
 
     def extend(self, first: int, lengths: Sequence[int], count: int) -> tuple[Tensor, Tensor]:
         """Prepares for ``count`` more tokens, padding included, in rows of ``lengths`` from slot ``first`` on.
@@ -107,7 +107,7 @@ class SlotCache:
         starts_n = torch.tensor(lengths, device=self._device)
         positions_nT = starts_n[:, None] + torch.arange(count, device=self._device)
         rows_nT = torch.arange(first, first + len(lengths), device=self._device)[:, None].expand(-1, count)
-        self._begin(_ForwardPass(first, rows_nT, positions_nT, width))
+        self.forward_pass = _ForwardPass(first, rows_nT, positions_nT, width)
         mask = torch.arange(width, device=self._device) <= positions_nT[:, :, None]
         return positions_nT, mask[:, None]
 
@@ -117,7 +117,7 @@ class SlotCache:
         where = torch.tensor(targets, device=self._device)
         for layer in self._layers:
             for tensor in (layer.keys, layer.values):
-                tensor[where, :, :length] = tensor[source, :, :length].clone()  # source and target overlap
+                tensor[where, :, :length] = tensor[source, :, :length].clone()  # torch refuses overlapping memory
 
     def blocks(self, slots: int = 0, width: int = 0) -> list[tuple[Tensor, Tensor]]:
         """Makes room, and returns views of each layer's keys and values: ``[S, H, W / BLOCK, BLOCK, D]``.
@@ -125,18 +125,16 @@ class SlotCache:
         Only after the first forward pass.
         """
         self._reserve(slots, width)
-        return [(_blocks(layer.keys), _blocks(layer.values)) for layer in self._layers]
-
-    def _begin(self, step: _ForwardPass) -> None:
-        for layer in self._layers:
-            layer.step = step
+        return [
+            (layer.keys.unflatten(2, (-1, BLOCK)), layer.values.unflatten(2, (-1, BLOCK))) for layer in self._layers
+        ]
 
     def _reserve(self, slots: int, width: int) -> None:
-        if slots > self._slots or width > self._width:
-            self._slots = max(self._slots, _power_of_two(slots))
-            self._width = max(self._width, BLOCK, _power_of_two(width))
+        if slots > self.n_slots or width > self.width:
+            self.n_slots = max(self.n_slots, _power_of_two(slots))
+            self.width = max(self.width, BLOCK, _power_of_two(width))
             for layer in self._layers:
-                layer.resize(self._slots, self._width)
+                layer.resize(self.n_slots, self.width)
 
 
 def check_attention(policy: Policy) -> None:
@@ -160,11 +158,6 @@ def _grown(old: Tensor, slots: int, width: int) -> Tensor:
     new = _like(old, slots, width)
     new[: old.shape[0], :, : old.shape[2]] = old
     return new
-
-
-def _blocks(tensor: Tensor) -> Tensor:
-    slots, heads, width, size = tensor.shape
-    return tensor.view(slots, heads, width // BLOCK, BLOCK, size)
 
 
 def _power_of_two(number: int) -> int:

@@ -18,7 +18,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 from typing import Any, TextIO
 
 import torch
@@ -66,8 +65,8 @@ async def _serve(app: web.Application, options: argparse.Namespace, output: Text
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    if options.exit_with_parent:
-        threading.Thread(target=_await_parent, args=(loop, stop), name="agl-parent", daemon=True).start()
+    if options.exit_with_parent:  # standard input is a pipe, whose other end closes even if the parent is killed
+        loop.add_reader(sys.stdin.fileno(), stop.set)
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
     await runner.setup()
     try:
@@ -79,13 +78,6 @@ async def _serve(app: web.Application, options: argparse.Namespace, output: Text
         await stop.wait()
     finally:
         await runner.cleanup()
-
-
-def _await_parent(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
-    """Stops the server when standard input closes, which happens even if the parent is killed."""
-    while os.read(sys.stdin.fileno(), 4096):
-        pass
-    loop.call_soon_threadsafe(stop.set)
 
 
 def _parser() -> argparse.ArgumentParser:

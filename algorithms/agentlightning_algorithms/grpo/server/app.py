@@ -19,9 +19,9 @@ from agentlightning_algorithms.grpo.sampling.draw import SamplingParams, Token
 from agentlightning_algorithms.grpo.sampling.sampler import Sampler
 from agentlightning_algorithms.grpo.server.completion import Answer, Completions
 from agentlightning_algorithms.grpo.server.conversation import Prompt
+from agentlightning_algorithms.grpo.server.reply import Json
 from agentlightning_algorithms.grpo.server.request import (
     ChatRequest,
-    Json,
     RequestError,
     TextRequest,
     parse_body,
@@ -51,25 +51,17 @@ class PolicyApp:
     def build(self) -> web.Application:
         """Returns the application; the caller serves it and closes the sampler."""
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_errors_as_json])
-        app.router.add_post("/v1/chat/completions", self._chat)
-        app.router.add_post("/v1/completions", self._text)
+        app.router.add_post("/v1/chat/completions", partial(self._complete, ChatRequest))
+        app.router.add_post("/v1/completions", partial(self._complete, TextRequest))
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
         app.router.add_get("/statistics", self._statistics)
         app.router.add_post("/weights", self._weights)
         return app
 
-    async def _chat(self, http: web.Request) -> web.StreamResponse:
-        request = parse_request(ChatRequest, await http.read(), self._completions.model_name)
-        return await self._complete(http, request, self._completions.chat_prompt(request))
-
-    async def _text(self, http: web.Request) -> web.StreamResponse:
-        request = parse_request(TextRequest, await http.read(), self._completions.model_name)
-        return await self._complete(http, request, self._completions.text_prompt(request))
-
-    async def _complete(
-        self, http: web.Request, request: ChatRequest | TextRequest, prompt: Prompt
-    ) -> web.StreamResponse:
+    async def _complete(self, kind: type[ChatRequest | TextRequest], http: web.Request) -> web.StreamResponse:
+        request = parse_request(kind, await http.read(), self._completions.model_name)
+        prompt = self._completions.prompt(request)
         params = self._completions.sampling_params(request, len(prompt.token_ids))
         answer = Answer(self._completions, request, prompt)
         if request.stream:
@@ -126,24 +118,15 @@ class PolicyApp:
             whole.cancel()  # takes the rows out of the batch if the client has disconnected
 
     async def _models(self, _: web.Request) -> web.Response:
-        model = {
-            "id": self._completions.model_name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "agentlightning",
-            "max_model_len": self._completions.max_length,
-        }
+        about = {"id": self._completions.model_name, "max_model_len": self._completions.max_length}
+        model = {"object": "model", "created": 0, "owned_by": "agentlightning", **about}
         return _json({"object": "list", "data": [model]})
 
     async def _health(self, _: web.Request) -> web.Response:
         sampler = self._sampler
-        state = {
-            "status": "ok" if sampler.alive else "broken",
-            "weight_version": sampler.weight_version,
-            "running": sampler.running,
-            "waiting": sampler.waiting,
-        }
-        return _json(state, status=200 if sampler.alive else 503)
+        state = {"weight_version": sampler.weight_version, "running": sampler.running, "waiting": sampler.waiting}
+        status, code = ("ok", 200) if sampler.alive else ("broken", 503)
+        return _json({"status": status, **state}, status=code)
 
     async def _statistics(self, _: web.Request) -> web.Response:
         return _json({**self._sampler.statistics, **self._completions.conversations.counts})

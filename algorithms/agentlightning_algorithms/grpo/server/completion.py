@@ -13,23 +13,19 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any
 
 from jinja2 import TemplateError
 
 from agentlightning_algorithms.grpo.model.policy import Policy
 from agentlightning_algorithms.grpo.sampling.draw import Generation, SamplingParams, Token
 from agentlightning_algorithms.grpo.server.conversation import Conversations, Prompt
-from agentlightning_algorithms.grpo.server.reply import ReplyReader
+from agentlightning_algorithms.grpo.server.reply import Json, ReplyReader
 from agentlightning_algorithms.grpo.server.request import (
     ChatRequest,
     RequestError,
     TextRequest,
     read_message,
 )
-
-Json = dict[str, Any]
-TopLogprobs = list[tuple[int, float]]
 
 # JSON has no infinity; OpenAI and vLLM report this for tokens of probability 0.
 _LOWEST = -9999.0
@@ -47,20 +43,14 @@ class Completions:
         self._vocabulary = int(policy.model.config.vocab_size)
         self.token_text = lru_cache(maxsize=None)(self._read_token)
 
-    def chat_prompt(self, request: ChatRequest) -> Prompt:
-        """Tokenizes the conversation as the model's chat template renders it.
-
-        Raises:
-            RequestError: the template refuses the messages, or the model has none.
-        """
-        messages = [read_message(i, message) for i, message in enumerate(request.messages)]
-        try:
-            return self.conversations.prompt(messages, request.offered_tools)
-        except (TemplateError, ValueError, TypeError, KeyError) as error:
-            raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
-
-    def text_prompt(self, request: TextRequest) -> Prompt:
-        """Tokenizes the prompt, or checks its token ids."""
+    def prompt(self, request: ChatRequest | TextRequest) -> Prompt:
+        """Tokenizes and checks a prompt; that of a chat is rendered by the model's chat template."""
+        if isinstance(request, ChatRequest):
+            messages = [read_message(i, message) for i, message in enumerate(request.messages)]
+            try:
+                return self.conversations.prompt(messages, request.offered_tools)
+            except (TemplateError, ValueError, TypeError, KeyError) as error:
+                raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
         if isinstance(request.prompt, str):
             return Prompt(self.conversations.encode(request.prompt, special_tokens=True))
         for token in request.prompt:
@@ -131,15 +121,9 @@ class Answer:
         for index, (reader, generation) in enumerate(zip(self._readers, generations, strict=True)):
             reader.feed(generation.token_ids)
             reader.finish()
-            choice = self._choice(index, generation.token_ids, generation.logprobs, generation.top_logprobs)
-            choice["finish_reason"] = self._finish_reason(index, generation)
-            if self._chat:
-                choice["message"] = reader.message()
-            else:
-                choice["text"] = reader.text
-            if self._request.return_token_ids and not self._chat:
-                choice["prompt_token_ids"] = self._prompt.token_ids
-            choices.append(choice)
+            text: Json = {"message": reader.message()} if self._chat else {"text": reader.text}
+            reason = self._finish_reason(index, generation)
+            choices.append({**self._choice(index, generation.tokens), **text, "finish_reason": reason})
         self._remember(generations)
         version = generations[0].weight_version
         answer = {**self._head, "choices": choices, "usage": self._usage(generations), "weight_version": version}
@@ -162,13 +146,8 @@ class Answer:
 
     def feed(self, index: int, tokens: Sequence[Token]) -> Json:
         """Returns the chunk for further tokens of a choice; it has no text while that is held back."""
-        token_ids = [token.token_id for token in tokens]
-        text, calls = self._readers[index].feed(token_ids)
-        choice = self._choice(index, token_ids, [token.logprob for token in tokens], [t.top_logprobs for t in tokens])
-        if index not in self._begun and self._request.return_token_ids and not self._chat:
-            choice["prompt_token_ids"] = self._prompt.token_ids
-        self._begun.add(index)
-        return self._chunk([{**choice, **self._delta(index, text, calls)}])
+        text, calls = self._readers[index].feed([token.token_id for token in tokens])
+        return self._chunk([{**self._choice(index, tokens), **self._delta(index, text, calls)}])
 
     def end(self, index: int, generation: Generation) -> Json:
         """Returns the last chunk of a choice, with the text that was held back and the finish reason."""
@@ -197,46 +176,37 @@ class Answer:
     def _finish_reason(self, index: int, generation: Generation) -> str:
         return "tool_calls" if self._readers[index].calls else generation.finish_reason
 
-    def _choice(
-        self, index: int, token_ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[TopLogprobs]
-    ) -> Json:
+    def _choice(self, index: int, tokens: Sequence[Token]) -> Json:
+        request = self._request
         choice: Json = {"index": index, "finish_reason": None, "logprobs": None}
-        if self._request.return_token_ids:
-            choice["token_ids"] = list(token_ids)
-        if isinstance(self._request, ChatRequest):
-            if self._request.logprobs:
-                choice["logprobs"] = {"content": self._chat_logprobs(token_ids, logprobs, tops)}
-        elif self._request.logprobs is not None:
-            choice["logprobs"] = self._text_logprobs(index, token_ids, logprobs, tops)
+        if request.return_token_ids:
+            choice["token_ids"] = [token.token_id for token in tokens]
+            if not self._chat and index not in self._begun:
+                choice["prompt_token_ids"] = self._prompt.token_ids
+                self._begun.add(index)
+        if isinstance(request, ChatRequest):
+            if request.logprobs:
+                choice["logprobs"] = {"content": [self._chat_logprob(token) for token in tokens]}
+        elif request.logprobs is not None:
+            choice["logprobs"] = self._text_logprobs(index, tokens)
         return choice
 
-    def _chat_logprobs(
-        self, token_ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[TopLogprobs]
-    ) -> list[Json]:
+    def _chat_logprob(self, token: Token) -> Json:
         text = self._completions.token_text
-        return [
-            {
-                **text(token),
-                "logprob": logprob,
-                "top_logprobs": [{**text(top), "logprob": max(value, _LOWEST)} for top, value in likeliest],
-            }
-            for token, logprob, likeliest in zip(token_ids, logprobs, tops or [[]] * len(token_ids), strict=True)
-        ]
+        top = [{**text(other), "logprob": max(value, _LOWEST)} for other, value in token.top_logprobs]
+        return {**text(token.token_id), "logprob": token.logprob, "top_logprobs": top}
 
-    def _text_logprobs(
-        self, index: int, token_ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[TopLogprobs]
-    ) -> Json:
+    def _text_logprobs(self, index: int, tokens: Sequence[Token]) -> Json:
         text = self._completions.token_text
-        texts = [text(token)["token"] for token in token_ids]
+        texts = [text(token.token_id)["token"] for token in tokens]
         offsets = [*itertools.accumulate(map(len, texts), initial=self._offsets[index])]
         self._offsets[index] = offsets.pop()
+        tops = [token.top_logprobs for token in tokens if token.top_logprobs]
         return {
             "tokens": texts,
             "text_offset": offsets,
-            "token_logprobs": list(logprobs),
-            "top_logprobs": [
-                {text(token)["token"]: max(value, _LOWEST) for token, value in likeliest} for likeliest in tops
-            ],
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [{text(other)["token"]: max(value, _LOWEST) for other, value in top} for top in tops],
         }
 
     def _usage(self, generations: Sequence[Generation]) -> Json:

@@ -12,23 +12,19 @@ import contextlib
 import hashlib
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
 import orjson
 from transformers import PreTrainedTokenizerBase
 
-Json = dict[str, Any]
+from agentlightning_algorithms.grpo.server.reply import Json
 
 COUNTS: Final = (
-    "prompts_new",
-    "prompts_continued",
-    "prompts_unknown",
-    "prompts_rewritten",
-    "drift_template",
-    "drift_tokens",
-    "drift_none",
-)
+    "prompts_new", "prompts_continued", "prompts_unknown", "prompts_rewritten",
+    "drift_template", "drift_tokens", "drift_none",
+)  # fmt: skip
 """Names of the counters.
 
 - ``prompts_new``: prompts without an answer of a model.
@@ -53,8 +49,7 @@ class Prompt(NamedTuple):
 
 
 class _Answered(NamedTuple):
-    text: str
-    """The rendered prompt."""
+    prompt_text: str
     token_ids: array[int]
     """Of prompt and response."""
     n_prompt: int
@@ -70,7 +65,7 @@ class Conversations:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, stop_ids: frozenset[int], *, max_tokens: int = 4_000_000
     ) -> None:
-        """Takes the tokenizer, the tokens that end a response, and the capacity in tokens of 4 bytes."""
+        """Takes the tokenizer, the tokens that end a response, and the capacity in tokens of 4 bytes each."""
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         self._tokenizer = tokenizer
         self._stop_texts = {token: str(tokenizer.decode([token])) for token in sorted(stop_ids)}
@@ -127,12 +122,12 @@ class Conversations:
 
         ``answered`` is the conversation up to and including the known answer, and ``text`` the whole, as rendered.
         """
-        if not answered.startswith(known.text) or not text.startswith(answered):
+        if not answered.startswith(known.prompt_text) or not text.startswith(answered):
             return None
         last = known.token_ids[-1]
         ended = last in self._stop_texts
         for stop_id, stop_text in self._stop_texts.items():
-            said, found, rest = answered[len(known.text) :].rpartition(stop_text)
+            said, found, rest = answered[len(known.prompt_text) :].rpartition(stop_text)
             if found and (stop_id == last or not ended):
                 # The end of the turn is tokenized with the rest, because tokenization depends on context.
                 tail = self.encode(stop_text + rest + text[len(answered) :])
@@ -159,24 +154,19 @@ class Conversations:
 
 def _digests(messages: Sequence[Json], tools: Sequence[Json] | None) -> list[bytes]:
     """Returns a digest of each prefix of a conversation."""
-    digest = hashlib.blake2b(_dump(tools or []), digest_size=16).digest()
-    digests = []
-    for message in messages:
-        digest = _digest(digest, message)
-        digests.append(digest)
-    return digests
+    first = hashlib.blake2b(_dump(tools or []), digest_size=16).digest()
+    return list(accumulate(messages, _digest, initial=first))[1:]
 
 
-def _digest(before: bytes, message: Mapping[str, Any]) -> bytes:
+def _digest(before: bytes, message: Json) -> bytes:
     # Clients add null fields to answers, and may format arguments differently.
     canonical = {key: value for key, value in message.items() if value}
-    calls = message.get("tool_calls")
-    if calls:
+    if calls := message.get("tool_calls"):
         canonical["tool_calls"] = [[call.get("id"), _read_function(call)] for call in calls]
     return hashlib.blake2b(before + _dump(canonical), digest_size=16).digest()
 
 
-def _read_function(call: Mapping[str, Any]) -> list[Any]:
+def _read_function(call: Json) -> list[Any]:
     function = call.get("function") or {}
     arguments = function.get("arguments")
     if isinstance(arguments, str):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from agentlightning_algorithms.grpo.server.tool_call import restore_arguments
-
-Json = dict[str, Any]
+from agentlightning_algorithms.grpo.server.reply import Json, restore_arguments
 
 
 class RequestError(Exception):

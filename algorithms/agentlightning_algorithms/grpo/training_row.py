@@ -34,6 +34,11 @@ class TrainingRow:
     mask: Sequence[int] | None = None
     rollout: Hashable = None
 
+    @property
+    def n_tokens(self) -> int:
+        """Number of tokens of prompt and response."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
     def sampled(self, values: Sequence[Value]) -> Sequence[Value]:
         """Selects, from one value per response token, those of sampled tokens."""
         if self.mask is None:
@@ -73,8 +78,8 @@ def check_rows(rows: Sequence[TrainingRow], max_length: int) -> None:
             )
         if isinstance(row.advantage, Sequence) and len(row.advantage) != n_response:
             raise ValueError(f"row {i} has {n_response} response tokens but {len(row.advantage)} advantages.")
-        if n_prompt + n_response > max_length:
-            raise ValueError(f"row {i} has {n_prompt + n_response} tokens; the model has {max_length} positions.")
+        if row.n_tokens > max_length:
+            raise ValueError(f"row {i} has {row.n_tokens} tokens; the model has {max_length} positions.")
         if not (all(map(math.isfinite, row.advantages)) and math.isfinite(row.weight) and row.weight >= 0):
             raise ValueError(
                 f"row {i} has advantage {row.advantage} and weight {row.weight}; both must be finite numbers."
