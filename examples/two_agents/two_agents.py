@@ -23,7 +23,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import agentlightning as agl
-from agentlightning_algorithms.grpo.server.process import PolicyServer
+from agentlightning_algorithms.grpo.backend.transformers import TransformersBackend
+from agentlightning_algorithms.policy_backend import PolicySetup
 
 SPECIAL = ("<pad>", "<end>", "<user>", "<assistant>")
 CHAT_TEMPLATE = (
@@ -103,10 +104,9 @@ def train(directory: Path, *, seed: int, steps: int) -> dict[str, float]:
     make_model(directory / "translator", know_the_form, seed)
     make_model(directory / "clerk", know_the_code, seed)
     seen, unseen = split_orders()
-    clerk = PolicyServer(
-        directory / "clerk", log_path=directory / "clerk.log", model_name=CLERK, options={"threads": 1}
-    )
-    asyncio.run(clerk.start())
+    clerk = TransformersBackend()
+    setup = PolicySetup(model=str(directory / "clerk"), model_name=CLERK, directory=directory / "clerk", threads=1)
+    asyncio.run(clerk.start(setup))
     try:
         agl.Trainer(
             algorithm={
@@ -124,7 +124,7 @@ def train(directory: Path, *, seed: int, steps: int) -> dict[str, float]:
                 "update": {"lr": 1e-3, "betas": (0.9, 0.99), "schedule": "linear", "minibatches": 8},
             },
             adapter={"name": "triplet", "agent_match": "^translator$"},
-            llm_proxy=agl.LLMProxy(model_list=[{"model": CLERK, "endpoint": clerk.endpoint}]),
+            llm_proxy=agl.LLMProxy(model_list=[dict(clerk.model_entry)]),
             trackers=["console", "jsonl"],
             run_dir=directory / "run",
             max_concurrency=64,

@@ -25,10 +25,10 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
-from agentlightning_algorithms.grpo.learning.row import Row
-from agentlightning_algorithms.grpo.learning.setting import UpdateSettings
 from agentlightning_algorithms.grpo.learning.updater import Updater
 from agentlightning_algorithms.grpo.model.policy import Policy
+from agentlightning_algorithms.grpo.setting import UpdateSettings
+from agentlightning_algorithms.grpo.training_row import TrainingRow
 
 VOCABULARY = 8192
 
@@ -52,7 +52,7 @@ def main() -> None:
 
     policy = Policy(ours_model, tokenizer)
     rows = [
-        Row(row.prompt_ids, row.response_ids, logprobs, row.advantage)
+        TrainingRow(row.prompt_ids, row.response_ids, logprobs, row.advantage)
         for row, logprobs in zip(rows, policy.score(rows), strict=True)
     ]
     budget = arguments.micro * max(map(length, rows))
@@ -78,7 +78,7 @@ def main() -> None:
 class Baseline:
     """TRL's loss and step on rows of our choice, which its own loop would have sampled."""
 
-    def __init__(self, model: Any, tokenizer: Any, rows: list[Row], micro: int, folder: Path) -> None:
+    def __init__(self, model: Any, tokenizer: Any, rows: list[TrainingRow], micro: int, folder: Path) -> None:
         steps = -(-len(rows) // micro)
         config = GRPOConfig(
             output_dir=str(folder),
@@ -122,7 +122,7 @@ class Baseline:
         self.trainer.optimizer.zero_grad()
 
 
-def pad(rows: list[Row], device: torch.device) -> dict[str, Any]:
+def pad(rows: list[TrainingRow], device: torch.device) -> dict[str, Any]:
     """As TRL lays rows out: prompts padded on the left, answers on the right."""
     widths = max(len(row.prompt_ids) for row in rows), max(len(row.response_ids) for row in rows)
     batch: dict[str, Any] = {"prompt_ids": [], "prompt_mask": [], "completion_ids": [], "completion_mask": []}
@@ -139,7 +139,7 @@ def pad(rows: list[Row], device: torch.device) -> dict[str, Any]:
     return {**tensors, "old_per_token_logps": torch.tensor(old, device=device), "advantages": advantages}
 
 
-def compare_gradients(updater: Updater, baseline: Baseline, rows: list[Row]) -> None:
+def compare_gradients(updater: Updater, baseline: Baseline, rows: list[TrainingRow]) -> None:
     """Neither may be fast for leaving something out."""
     caught: list[torch.Tensor] = []
     hook = updater._optimizer.register_step_pre_hook(
@@ -156,17 +156,17 @@ def compare_gradients(updater: Updater, baseline: Baseline, rows: list[Row]) -> 
     print(f"gradients differ by {float((ours - theirs).norm() / theirs.norm()):.1e} of their length")
 
 
-def make_rows(count: int) -> list[Row]:
+def make_rows(count: int) -> list[TrainingRow]:
     """Prompts of 40 to 200 tokens, answers of 8 to 96."""
     rng = random.Random(0)
 
     def tokens(shortest: int, longest: int) -> list[int]:
         return [rng.randrange(VOCABULARY) for _ in range(rng.randint(shortest, longest))]
 
-    return [Row(tokens(40, 200), tokens(8, 96), [], rng.gauss(0, 1)) for _ in range(count)]
+    return [TrainingRow(tokens(40, 200), tokens(8, 96), [], rng.gauss(0, 1)) for _ in range(count)]
 
 
-def length(row: Row) -> int:
+def length(row: TrainingRow) -> int:
     return len(row.prompt_ids) + len(row.response_ids)
 
 

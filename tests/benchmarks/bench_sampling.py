@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import random
 import statistics
 import tempfile
@@ -29,10 +30,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
+from agentlightning_algorithms.grpo.backend.transformers import TransformersBackend
 from agentlightning_algorithms.grpo.model.policy import load_policy
-from agentlightning_algorithms.grpo.server.process import PolicyServer
-from agentlightning_algorithms.grpo.server.sampler import Sampler
-from agentlightning_algorithms.grpo.server.sampling import SamplingParams
+from agentlightning_algorithms.grpo.sampling.draw import SamplingParams
+from agentlightning_algorithms.grpo.sampling.sampler import Sampler
+from agentlightning_algorithms.policy_backend import PolicySetup
 
 REPLY_TOKENS = 64
 CONCURRENT = 64
@@ -66,7 +68,7 @@ def save_model(directory: Path, hidden: int, layers: int) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-async def complete(session: aiohttp.ClientSession, server: PolicyServer, prompt: list[int], n: int) -> list[int]:
+async def complete(session: aiohttp.ClientSession, server: TransformersBackend, prompt: list[int], n: int) -> list[int]:
     body = {"prompt": prompt, "max_tokens": n, "return_token_ids": True}
     async with session.post(f"{server.endpoint}/completions", json=body) as response:
         answer: Any = await response.json()
@@ -76,7 +78,9 @@ async def complete(session: aiohttp.ClientSession, server: PolicyServer, prompt:
         return ids
 
 
-async def measure_tokens_per_s(session: aiohttp.ClientSession, server: PolicyServer, at_once: int, count: int) -> float:
+async def measure_tokens_per_s(
+    session: aiohttp.ClientSession, server: TransformersBackend, at_once: int, count: int
+) -> float:
     rng = random.Random(at_once)
     prompts = [[rng.randrange(VOCABULARY) for _ in range(32)] for _ in range(count)]
     started = time.perf_counter()
@@ -85,7 +89,9 @@ async def measure_tokens_per_s(session: aiohttp.ClientSession, server: PolicySer
     return count * REPLY_TOKENS / (time.perf_counter() - started)
 
 
-async def measure_conversations(session: aiohttp.ClientSession, server: PolicyServer, seed: int) -> tuple[float, float]:
+async def measure_conversations(
+    session: aiohttp.ClientSession, server: TransformersBackend, seed: int
+) -> tuple[float, float]:
     """Seconds, and the share of prompt tokens that were not run."""
     rng = random.Random(seed)
     before = await server.statistics()
@@ -138,18 +144,18 @@ def compare_with_transformers(folder: str, rounds: int, device: str, dtype: str)
 async def main(rounds: int, hidden: int, layers: int, device: str, dtype: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         size = save_model(Path(folder), hidden, layers)
-        servers = [
-            PolicyServer(
-                folder,
-                log_path=Path(folder, f"{mb}.log"),
-                options={"threads": 1, "seed": 0, "device": device, "dtype": dtype, "prefix_cache_mb": mb},
-            )
-            for mb in (512, 0)
-        ]
+        servers = [TransformersBackend(prefix_cache_mb=mb) for mb in (512, 0)]
+        setup = PolicySetup(
+            model=folder, model_name="policy", directory=Path(folder), dtype=dtype, device=device, threads=1, seed=0
+        )
         one: list[float] = []
         many: list[float] = []
         talks: list[list[tuple[float, float]]] = [[], []]
-        async with servers[0], servers[1], aiohttp.ClientSession() as session:
+        async with contextlib.AsyncExitStack() as stack:
+            for server in servers:
+                stack.push_async_callback(server.stop)
+                await server.start(setup)
+            session = await stack.enter_async_context(aiohttp.ClientSession())
             for number in range(rounds + 1):  # the first round warms up
                 one.append(await measure_tokens_per_s(session, servers[0], 1, 4))
                 many.append(await measure_tokens_per_s(session, servers[0], CONCURRENT, CONCURRENT))

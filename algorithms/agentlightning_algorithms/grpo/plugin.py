@@ -13,26 +13,21 @@ if TYPE_CHECKING:
 
 @hookimpl
 def components() -> Iterable[Component]:
+    package = "agentlightning_algorithms.grpo"
     return [
-        Component(
-            "algorithm",
-            "grpo",
-            "agentlightning_algorithms.grpo.algorithm:GRPO",
-            extra="grpo",
-            summary="trains weights on one machine",
-        ),
+        Component("algorithm", "grpo", f"{package}.algorithm:GRPO", "grpo", "trains weights on one machine"),
         Component(
             "policy_backend",
             "transformers",
-            "agentlightning_algorithms.grpo.server.process:TransformersBackend",
-            extra="grpo",
-            summary="samples the policy in a process of our own, on CPU or one GPU",
+            f"{package}.backend.transformers:TransformersBackend",
+            "grpo",
+            "samples the policy in a child process, on CPU or one GPU",
         ),
         Component(
             "policy_backend",
             "vllm",
-            "agentlightning_algorithms.grpo.server.vllm_backend:VLLMBackend",
-            summary="samples the policy on a vLLM server",
+            f"{package}.backend.vllm:VLLMBackend",
+            summary="samples on a running vLLM server",
         ),
     ]
 

@@ -1,4 +1,4 @@
-"""One run of ``grpo`` while it runs: the policy server, the trainer, and what passes between them and the store."""
+"""A running ``grpo`` training: connects the store, the gateway, the policy backend and the updater."""
 
 from __future__ import annotations
 
@@ -24,42 +24,20 @@ from agentlightning.plugin.registry import get_manager
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import Dataset, EnqueueRolloutRequest, RolloutConfig, RolloutMode, Triplet
 from agentlightning_algorithms.grpo.learning.advantage import zero_spread_groups
-from agentlightning_algorithms.grpo.learning.collapse import CollapseWatch
 from agentlightning_algorithms.grpo.learning.episode import Episode, describe_episodes, gather_episodes
-from agentlightning_algorithms.grpo.learning.experience import Selection, build_experience, training_spans
-from agentlightning_algorithms.grpo.learning.setting import LoraSettings, UpdateSettings
+from agentlightning_algorithms.grpo.learning.experience import build_experience, training_spans
+from agentlightning_algorithms.grpo.learning.monitor import TrainingMonitor
 from agentlightning_algorithms.grpo.learning.updater import Updater
 from agentlightning_algorithms.grpo.model.policy import load_policy
+from agentlightning_algorithms.grpo.setting import GRPOSettings, UpdateSettings
+from agentlightning_algorithms.grpo.training_row import TrainingRow
 from agentlightning_algorithms.policy_backend import PolicyBackend, PolicySetup, publish_weights
 
 logger = logging.getLogger("agentlightning")
 
 MODEL_NAME = "policy"
 """What agents call the model that is trained."""
-_SERVER_CHECK_S = 2.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionSettings:
-    """As ``GRPO`` takes them."""
-
-    model: str
-    lora: LoraSettings | None
-    backend: str | Mapping[str, Any]
-    sampling: Mapping[str, Any]
-    eval_sampling: Mapping[str, Any]
-    tasks_per_step: int
-    rollouts_per_task: int
-    refill_rounds: int
-    rollout_timeout_s: float
-    success_threshold: float
-    resource_name: str
-    dtype: str
-    device: str
-    train_threads: int | None
-    sample_threads: int
-    max_batch_size: int
-    seed: int = 0
+_BACKEND_CHECK_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -68,18 +46,18 @@ class Batch:
 
     episodes: list[Episode]
     version: int
-    """Updates that the weights had seen when they were sampled."""
+    """Version of the weights that sampled them."""
     position: int
-    """Tasks drawn from the training set so far, these included."""
+    """Tasks drawn from the training set so far, including these."""
     seconds: float
     metrics: Mapping[str, float]
 
 
 @dataclass
 class Session:
-    """What lives while ``GRPO.run`` runs."""
+    """State of a training while ``GRPO.run`` runs."""
 
-    settings: SessionSettings
+    settings: GRPOSettings
     context: RunContext
     store: LightningStore
     adapter: TraceAdapter[Sequence[Triplet]]
@@ -94,51 +72,44 @@ class Session:
     best_reward: float | None = None
     """On the validation set."""
     resumed: bool = False
-    watch: CollapseWatch = field(default_factory=CollapseWatch)
+    monitor: TrainingMonitor = field(default_factory=TrainingMonitor)
     train_resources: str = ""
     eval_resources: str = ""
     sampler_totals: Mapping[str, float] = field(default_factory=dict)
     opened_at: float = 0.0
-    """When the model became reachable in this life of the run."""
+    """When this process first published the model."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint has to keep beside the updater's."""
-        return {
-            "step": self.step,
-            "position": self.position,
-            "best_reward": self.best_reward,
-            "watch": self.watch.state(),
-        }
+        """Returns what a checkpoint keeps beside the updater's state."""
+        own = {"step": self.step, "position": self.position, "best_reward": self.best_reward}
+        return {**own, "watch": self.monitor.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes back what ``state`` gave."""
-        self.step = state["step"]
-        self.position = state["position"]
-        self.best_reward = state["best_reward"]
-        self.watch.restore(state["watch"])
+        """Restores what :meth:`state` returned."""
+        self.step, self.position, self.best_reward = state["step"], state["position"], state["best_reward"]
+        self.monitor.restore(state["watch"])
 
     async def publish(self) -> None:
-        """Makes the newest weights the ones that are sampled from, and the resources that say so the latest.
+        """Puts the newest weights into the policy backend, and publishes the resources that refer to them.
 
-        The ids of the resources follow from run and step. A run that is resumed publishes them once more, with the
-        address that the model has now, for the rollouts that were left in the queue.
+        Resource ids are a function of run and step. A resumed run publishes them again with the model's new address,
+        for the rollouts that were left in the queue.
         """
-        version = self.step
-        path = self.directory / "weights" / f"{version % 2}"
+        path = self.directory / "weights" / f"{self.step % 2}"
         await asyncio.to_thread(self.updater.policy.save, path)
-        await publish_weights(self.backend, self.gateway, path, version)
+        await publish_weights(self.backend, self.gateway, path, self.step)
         self.eval_resources = await self._publish_resources("eval", self.settings.eval_sampling)
         self.train_resources = await self._publish_resources("train", self.settings.sampling)
         self.opened_at = self.opened_at or time.time()
 
-    async def _publish_resources(self, use: str, sampling: Mapping[str, Any]) -> str:
+    async def _publish_resources(self, use: str, sampling: Mapping[str, Any] | None) -> str:
         resources_id = "rs-" + self.context.rollout_id("resources", use, self.step).removeprefix("ro-")
         llm = self.gateway.as_resource(model=MODEL_NAME, sampling_parameters=sampling)
         resources = {**(self.context.initial_resources or {}), self.settings.resource_name: llm}
         return (await self.store.update_resources(resources_id, resources)).resources_id
 
     async def collect(self, train: Dataset[Any], step: int, position: int) -> Batch:
-        """Rolls out the tasks of a step: from ``position`` on, and more in the place of groups without spread."""
+        """Rolls out the tasks of a step from ``position`` on, and further tasks to replace groups without spread."""
         started, version, settings = time.monotonic(), self.step, self.settings
         resources_id = self.train_resources
         episodes: list[Episode] = []
@@ -148,20 +119,18 @@ class Session:
             if refill and wanted <= 0:
                 break
             rounds = refill
-            tasks = draw_tasks(train, wanted, position, settings.seed)
+            tasks = draw_tasks(train, wanted, position, self.updater.settings.seed)
             position += wanted
             requests = [
-                self._request(
-                    task,
-                    ("train", step, refill, place, repetition),
-                    {"step": step, "task_id": index, "group": f"{step}-{refill}-{place}"},
-                    "train",
-                    resources_id,
+                EnqueueRolloutRequest(
+                    input=task,
+                    rollout_id=self.context.rollout_id("train", step, refill, place, repetition),
+                    metadata={"step": step, "task_id": index, "group": f"{step}-{refill}-{place}"},
                 )
                 for place, (index, task) in enumerate(tasks)
                 for repetition in range(settings.rollouts_per_task)
             ]
-            found = await self._gather(requests)
+            found = await self._roll_out(requests, "train", resources_id)
             episodes += found
             rewards_R, groups_R = [episode.reward or 0.0 for episode in found], [episode.group for episode in found]
             useful += len(set(groups_R)) - len(zero_spread_groups(rewards_R, groups_R))
@@ -171,22 +140,22 @@ class Session:
         return Batch(episodes, version, position, time.monotonic() - started, metrics)
 
     async def _sampler_metrics(self) -> dict[str, float]:
-        """What the policy's backend counted since the last step, evaluation included."""
+        """Returns what the policy backend counted since the last step, evaluation included."""
         before, self.sampler_totals = self.sampler_totals, await self.backend.statistics()
         return {f"sampler/{name}": total - before.get(name, 0.0) for name, total in self.sampler_totals.items()}
 
-    async def learn(self, batch: Batch, selection: Selection, staleness: int) -> dict[str, float]:
-        """Updates the weights once; the numbers of the step."""
+    async def learn(self, batch: Batch) -> dict[str, float]:
+        """Updates the weights once and returns the metrics of the step."""
         started = time.monotonic()
         updater = self.updater
         experience = await asyncio.to_thread(
             build_experience,
             batch.episodes,
-            selection,
+            self.settings,
             max_length=updater.policy.max_length,
             decode=lambda ids: str(updater.policy.tokenizer.decode(list(ids))),
-            penalty=self._penalize if updater.reference is not None and updater.settings.kl_in == "reward" else None,
-            oldest_version=self.step - staleness,
+            penalty=self._kl_penalty if updater.reference is not None and updater.settings.kl_in == "reward" else None,
+            oldest_version=self.step - self.settings.staleness,
         )
         metrics = await asyncio.to_thread(updater.update, experience.rows)
         self.step, self.position = updater.updates, batch.position
@@ -212,30 +181,32 @@ class Session:
         """Runs every task once with the sampling parameters of evaluation."""
         started = time.monotonic()
         requests = [
-            self._request(
-                dataset[index],
-                (mode, self.step, index),
-                {"step": self.step, "task_id": index},
-                mode,
-                self.eval_resources,
+            EnqueueRolloutRequest(
+                input=dataset[index],
+                rollout_id=self.context.rollout_id(mode, self.step, index),
+                metadata={"step": self.step, "task_id": index},
             )
             for index in range(len(dataset))
         ]
-        found = describe_episodes(await self._gather(requests), success_threshold=self.settings.success_threshold)
-        shown = {name: found[name] for name in found if name == "success" or name.startswith("reward/")}
-        return {
-            f"{mode}_reward": found["reward"],
-            **{f"{mode}_{name}": value for name, value in shown.items()},
-            f"{mode}_s": time.monotonic() - started,
-        }
+        episodes = await self._roll_out(requests, mode, self.eval_resources)
+        found = describe_episodes(episodes, success_threshold=self.settings.success_threshold)
+        kept = {name: found[name] for name in found if name in ("reward", "success") or name.startswith("reward/")}
+        return {**{f"{mode}_{name}": value for name, value in kept.items()}, f"{mode}_s": time.monotonic() - started}
 
     async def report(self, metrics: Mapping[str, float]) -> None:
-        """Records the numbers of a step, and says in words when they look bad."""
-        for warning in self.watch.observe(metrics) if self.step else ():
+        """Records the metrics of a step and logs the warnings that they give rise to."""
+        for warning in self.monitor.observe(metrics) if self.step else ():
             logger.warning("step %d: %s", self.step, warning)
-        await self.store.add_metrics(self.step, {**metrics, "warnings": float(self.watch.active)})
+        await self.store.add_metrics(self.step, {**metrics, "warnings": float(self.monitor.active)})
 
-    async def _gather(self, requests: Sequence[EnqueueRolloutRequest]) -> list[Episode]:
+    async def _roll_out(
+        self, requests: Sequence[EnqueueRolloutRequest], mode: RolloutMode, resources_id: str
+    ) -> list[Episode]:
+        config = RolloutConfig(
+            timeout_seconds=self.settings.rollout_timeout_s, max_attempts=2, retry_condition=["unresponsive"]
+        )
+        common = {"mode": mode, "resources_id": resources_id, "config": config}
+        requests = [request.model_copy(update=common) for request in requests]
         began_before = self.opened_at if self.resumed else None
         gathering = asyncio.create_task(
             gather_episodes(self.store, self.adapter, requests, self.gateway.flush, retry_before=began_before)
@@ -243,52 +214,27 @@ class Session:
         try:
             while not gathering.done():
                 self.backend.check()  # agents only see connection errors, and only after retries
-                await asyncio.wait([gathering], timeout=_SERVER_CHECK_S)
+                await asyncio.wait([gathering], timeout=_BACKEND_CHECK_S)
         finally:
             gathering.cancel()
         return await gathering
 
-    def _penalize(self, rows: Sequence[Any]) -> list[list[float]]:
+    def _kl_penalty(self, rows: Sequence[TrainingRow]) -> list[list[float]]:
         coefficient = self.updater.settings.kl_coefficient
         return [[coefficient * value for value in values] for values in self.updater.reference_kl(rows)]
-
-    def _request(
-        self,
-        task: Any,
-        place: tuple[str | int, ...],
-        metadata: Mapping[str, Any],
-        mode: RolloutMode,
-        resources_id: str,
-    ) -> EnqueueRolloutRequest:
-        return EnqueueRolloutRequest(
-            input=task,
-            mode=mode,
-            resources_id=resources_id,
-            metadata=dict(metadata),
-            rollout_id=self.context.rollout_id(*place),
-            config=RolloutConfig(
-                timeout_seconds=self.settings.rollout_timeout_s, max_attempts=2, retry_condition=["unresponsive"]
-            ),
-        )
 
 
 async def open_session(
     stack: contextlib.AsyncExitStack,
     context: RunContext,
     adapter: TraceAdapter[Sequence[Triplet]],
-    settings: SessionSettings,
+    settings: GRPOSettings,
     update: UpdateSettings,
     resume_from: Path | None,
 ) -> Session:
-    """Starts the policy server, loads the model, and finds the gateway; ``stack`` ends what was started.
+    """Starts the policy backend, loads the model and finds or starts the gateway; ``stack`` stops what was started.
 
-    Args:
-        stack: of what has to be ended.
-        context: of the run.
-        adapter: makes triplets.
-        settings: of the run.
-        update: of the updates.
-        resume_from: the checkpoint to continue from.
+    ``resume_from`` is the checkpoint to continue from. The seed of the run is ``update.seed``.
 
     Raises:
         ConfigError: no such model, or a checkpoint of another one.
@@ -311,7 +257,7 @@ async def open_session(
         device=settings.device,
         threads=settings.sample_threads,
         max_batch_size=settings.max_batch_size,
-        seed=settings.seed,
+        seed=update.seed,
     )
     stack.push_async_callback(backend.stop)
     # Both import torch and read the weights.
@@ -328,25 +274,19 @@ async def open_session(
     return session
 
 
-def _load_updater(settings: SessionSettings, update: UpdateSettings) -> Updater:
-    low_precision = settings.dtype != "float32"
-    policy = load_policy(
-        settings.model, dtype=settings.dtype if settings.lora is not None else "float32", device=settings.device
-    )
+def _load_updater(settings: GRPOSettings, update: UpdateSettings) -> Updater:
+    dtype = "float32" if settings.lora is None else settings.dtype
+    policy = load_policy(settings.model, dtype=dtype, device=settings.device)
     if settings.lora is not None:
         from agentlightning_algorithms.grpo.model.lora import add_lora  # peft takes seconds to import
 
-        torch.manual_seed(settings.seed)
+        torch.manual_seed(update.seed)
         add_lora(policy.model, settings.lora)
-    return Updater(policy, update, autocast=low_precision)
+    return Updater(policy, update, autocast=settings.dtype != "float32")
 
 
 def draw_tasks(dataset: Dataset[Any], count: int, position: int, seed: int) -> list[tuple[int, Any]]:
-    """Picks tasks by their position in the endless sequence of shuffled epochs: a pure function.
-
-    Returns:
-        Index and task.
-    """
+    """Returns index and task for ``count`` places, from ``position`` on, in an endless sequence of shuffled epochs."""
     size = len(dataset)
     orders: dict[int, list[int]] = {}
     chosen = []
@@ -360,7 +300,7 @@ def draw_tasks(dataset: Dataset[Any], count: int, position: int, seed: int) -> l
 
 
 def _measure_memory(device: str) -> dict[str, float]:
-    """Peak memory of this process, and on the GPU since the last step, in GB."""
+    """Returns peak memory in GB: of this process, and of the GPU since the last step."""
     unit = 1 if sys.platform == "darwin" else 1024
     memory = {"memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9}
     if device.startswith("cuda"):

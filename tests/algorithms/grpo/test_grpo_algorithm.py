@@ -10,8 +10,7 @@ import torch
 from click.testing import CliRunner
 
 import agentlightning as agl
-from agentlightning_algorithms.grpo.command import export
-from agentlightning_algorithms.grpo.model.export import export_model
+from agentlightning_algorithms.grpo.command import export, export_model
 from agentlightning_plugins.demo.agent import CLIENT, calculator_agent
 from agentlightning_plugins.demo.task import make_problems
 from agentlightning_plugins.demo.training import CHECKPOINT

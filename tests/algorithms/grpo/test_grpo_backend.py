@@ -14,8 +14,8 @@ import agentlightning as agl
 from agentlightning.algorithm.context import serve_models
 from agentlightning.errors import ConfigError, LightningError
 from agentlightning.plugin.registry import PluginManager
-from agentlightning_algorithms.grpo.server.process import TransformersBackend
-from agentlightning_algorithms.grpo.server.vllm_backend import VLLMBackend
+from agentlightning_algorithms.grpo.backend.transformers import TransformersBackend
+from agentlightning_algorithms.grpo.backend.vllm import VLLMBackend
 from agentlightning_algorithms.policy_backend import PolicyBackend, PolicySetup, publish_weights
 from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
 from tests.algorithms.vllm_server import WIRE, FakeVLLM

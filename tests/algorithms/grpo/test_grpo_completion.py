@@ -6,16 +6,16 @@ from typing import Any
 import pytest
 
 from agentlightning_algorithms.grpo.model.policy import Policy
+from agentlightning_algorithms.grpo.sampling.draw import Generation, Token
 from agentlightning_algorithms.grpo.server.completion import Answer, Completions
-from agentlightning_algorithms.grpo.server.completion_request import (
+from agentlightning_algorithms.grpo.server.conversation import Prompt
+from agentlightning_algorithms.grpo.server.reply import ToolCall, ToolCallReader
+from agentlightning_algorithms.grpo.server.request import (
     ChatRequest,
     RequestError,
     TextRequest,
     parse_request,
 )
-from agentlightning_algorithms.grpo.server.conversation import Prompt
-from agentlightning_algorithms.grpo.server.sampling import Generation, Token
-from agentlightning_algorithms.grpo.server.tool_call import ToolCall, ToolCallReader
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "ü"}}\n</tool_call>'
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -32,8 +32,8 @@ def chat(**fields: Any) -> ChatRequest:
 
 
 def generation(completions: Completions, text: str) -> Generation:
-    tokens = [*completions.text_prompt(TextRequest(prompt=text)).token_ids, 258]  # <|im_end|>
-    return Generation(tokens, [-0.5] * len(tokens), [], "stop", 3)
+    tokens = [*completions.prompt(TextRequest(prompt=text)).token_ids, 258]  # <|im_end|>
+    return Generation([Token(token, -0.5, (), 3) for token in tokens], "stop")
 
 
 def whole(completions: Completions, request: ChatRequest | TextRequest, said: list[Generation]) -> dict[str, Any]:
@@ -47,8 +47,7 @@ def streamed(
     answer = Answer(completions, request, Prompt([1, 2]))
     chunks = [*answer.begin(3)]
     for index, one in enumerate(said):
-        tokens = [Token(t, p, [], 3) for t, p in zip(one.token_ids, one.logprobs, strict=True)]
-        chunks += [answer.feed(index, tokens[at : at + step]) for at in range(0, len(tokens), step)]
+        chunks += [answer.feed(index, one.tokens[at : at + step]) for at in range(0, len(one.tokens), step)]
         chunks.append(answer.end(index, one))
     return [*chunks, *answer.close(said)]
 
@@ -136,7 +135,7 @@ def test_the_prompt_is_what_the_chat_template_renders(completions: Completions, 
             "content": [{"type": "text", "text": "on"}, {"type": "text", "text": "e"}],
         },
     ]
-    text = tiny_policy.tokenizer.decode(completions.chat_prompt(chat(messages=messages, tools=[TOOL])).token_ids)
+    text = tiny_policy.tokenizer.decode(completions.prompt(chat(messages=messages, tools=[TOOL])).token_ids)
     assert text == (
         f"<|im_start|>system\n{json.dumps(TOOL)}\n<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n"
         '<|im_start|>assistant\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>\n'
@@ -145,8 +144,8 @@ def test_the_prompt_is_what_the_chat_template_renders(completions: Completions, 
 
 
 def test_tools_are_hidden_from_the_model_when_the_choice_is_none(completions: Completions) -> None:
-    hidden = completions.chat_prompt(chat(tools=[TOOL], tool_choice="none"))
-    assert hidden.token_ids == completions.chat_prompt(chat()).token_ids
+    hidden = completions.prompt(chat(tools=[TOOL], tool_choice="none"))
+    assert hidden.token_ids == completions.prompt(chat()).token_ids
 
 
 @pytest.mark.parametrize(
@@ -172,7 +171,7 @@ def test_tools_are_hidden_from_the_model_when_the_choice_is_none(completions: Co
 def test_a_bad_field_is_named(completions: Completions, fields: dict[str, Any], param: str, message: str) -> None:
     def serve() -> None:
         request = chat(**fields)
-        completions.sampling_params(request, len(completions.chat_prompt(request).token_ids))
+        completions.sampling_params(request, len(completions.prompt(request).token_ids))
 
     with pytest.raises(RequestError, match=message) as caught:
         serve()
@@ -191,9 +190,9 @@ def test_a_body_that_is_no_json_is_refused() -> None:
 
 
 def test_token_ids_outside_the_vocabulary_are_refused(completions: Completions) -> None:
-    assert completions.text_prompt(TextRequest(prompt=[0, 258])).token_ids == [0, 258]
+    assert completions.prompt(TextRequest(prompt=[0, 258])).token_ids == [0, 258]
     with pytest.raises(RequestError, match="token id 259 is not in 0 to 258"):
-        completions.text_prompt(TextRequest(prompt=[259]))
+        completions.prompt(TextRequest(prompt=[259]))
 
 
 def test_null_and_absent_fields_mean_the_defaults(completions: Completions) -> None:
@@ -223,7 +222,7 @@ def test_an_answer_with_a_tool_call_reads_as_openais(completions: Completions) -
     assert json.loads(call["function"]["arguments"]) == {"a": 1, "b": "ü"}
     assert answer["prompt_token_ids"] == [1, 2]
     assert choice["token_ids"] == said.token_ids
-    assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == said.logprobs
+    assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == [token.logprob for token in said.tokens]
     assert choice["logprobs"]["content"][-1]["token"] == "<|im_end|>"
     assert answer["weight_version"] == 3
     assert answer["usage"] == {
@@ -287,7 +286,7 @@ def test_text_completions_carry_ids_on_each_choice(completions: Completions) -> 
     (choice,) = answer["choices"]
     assert choice["text"] == "héllo"
     assert (choice["prompt_token_ids"], choice["token_ids"]) == ([1, 2], said.token_ids)
-    assert choice["logprobs"]["token_logprobs"] == said.logprobs
+    assert choice["logprobs"]["token_logprobs"] == [token.logprob for token in said.tokens]
     assert len(choice["logprobs"]["tokens"]) == len(choice["logprobs"]["text_offset"]) == len(said.token_ids)
     assert choice["logprobs"]["text_offset"][:3] == [0, 1, 2]
     chunks = [chunk["choices"][0] for chunk in streamed(completions, request, [said], 2)]
@@ -298,7 +297,7 @@ def test_text_completions_carry_ids_on_each_choice(completions: Completions) -> 
 
 
 def test_impossible_tokens_are_reported_in_json(completions: Completions) -> None:
-    said = Generation([1], [-0.1], [[(1, -0.1), (2, float("-inf"))]], "length", 0)
+    said = Generation([Token(1, -0.1, [(1, -0.1), (2, float("-inf"))], 0)], "length")
     answer = whole(completions, chat(logprobs=True, top_logprobs=2), [said])
     entries = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
     assert [entry["logprob"] for entry in entries] == [-0.1, -9999.0]

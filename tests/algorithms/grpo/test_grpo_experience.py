@@ -12,10 +12,10 @@ import agentlightning as agl
 from agentlightning.types import Attempt, AttemptFailure
 from agentlightning_algorithms.grpo.algorithm import GRPO
 from agentlightning_algorithms.grpo.learning.episode import Episode, describe_episodes, read_episode
-from agentlightning_algorithms.grpo.learning.experience import Selection, build_experience, training_spans
-from agentlightning_algorithms.grpo.learning.row import Row
-from agentlightning_algorithms.grpo.learning.setting import UpdateSettings
-from agentlightning_algorithms.grpo.session import SessionSettings, draw_tasks
+from agentlightning_algorithms.grpo.learning.experience import Experience, build_experience, training_spans
+from agentlightning_algorithms.grpo.session import draw_tasks
+from agentlightning_algorithms.grpo.setting import ExperienceSettings, UpdateSettings
+from agentlightning_algorithms.grpo.training_row import TrainingRow
 
 
 def rollout(group: str, index: int, **attempt: Any) -> agl.AttemptedRollout:
@@ -39,12 +39,18 @@ def triplet(n_prompt: int = 3, n_response: int = 2, **response: Any) -> agl.Trip
     )
 
 
+def build(
+    episodes: Sequence[Episode], settings: ExperienceSettings | None = None, *, max_length: int = 100, **options: Any
+) -> Experience:
+    return build_experience(episodes, settings or ExperienceSettings(), max_length=max_length, **options)
+
+
 def episodes(group: str, rewards: Sequence[float | None], calls: int = 2) -> list[Episode]:
     return [Episode(rollout(group, i), reward, [triplet()] * calls) for i, reward in enumerate(rewards)]
 
 
 def test_every_call_of_a_rollout_gets_the_advantage_of_its_rollout() -> None:
-    experience = build_experience(episodes("a", [1.0, 0.0]), max_length=100)
+    experience = build(episodes("a", [1.0, 0.0]))
     expected = 0.5 / (math.sqrt(0.5) + 1e-6)
     assert [row.advantage for row in experience.rows] == pytest.approx([expected, expected, -expected, -expected])
 
@@ -61,35 +67,33 @@ def credited(group: str, credits_R: Sequence[Sequence[float]], final: float = 1.
 
 
 def test_with_a_credit_rule_every_call_is_compared_with_the_rollouts_of_its_group() -> None:
-    experience = build_experience(credited("a", [[0.5, 1.5], [0.0, 0.0]]), max_length=100)
+    experience = build(credited("a", [[0.5, 1.5], [0.0, 0.0]]))
     mean, factor = 0.5, 1 / (math.sqrt(0.5) + 1e-6)  # of 1.0 and 0.0, what the rollouts' calls are worth on average
     expected = [(value - mean) * factor for value in (0.5, 1.5, 0.0, 0.0)]
     assert [row.advantage for row in experience.rows] == pytest.approx(expected)
 
 
 def test_identical_credit_changes_nothing() -> None:
-    plain = build_experience(episodes("a", [1.0, 0.0]), max_length=100)
+    plain = build(episodes("a", [1.0, 0.0]))
     batch = [*credited("a", [[1.0, 1.0]]), *credited("a", [[0.0, 0.0]], final=0.0)]
-    assert [row.advantage for row in build_experience(batch, max_length=100).rows] == pytest.approx(
-        [row.advantage for row in plain.rows]
-    )
+    assert [row.advantage for row in build(batch).rows] == pytest.approx([row.advantage for row in plain.rows])
 
 
 def test_a_reward_that_was_emitted_after_a_call_is_no_credit() -> None:
     batch = episodes("a", [1.0, 0.0])
     batch[0] = Episode(batch[0].rollout, 1.0, [triplet(), triplet().model_copy(update={"reward": 9.0})])
-    rows = build_experience(batch, max_length=100).rows
+    rows = build(batch).rows
     assert rows[0].advantage == rows[1].advantage
 
 
 def test_groups_without_spread_give_no_rows_and_are_counted() -> None:
     batch = episodes("a", [1.0, 1.0]) + episodes("b", [1.0, 0.0])
-    experience = build_experience(batch, max_length=100)
+    experience = build(batch)
     assert Counter(episode.group for episode, _ in experience.sources) == {"b": 4}
     assert experience.metrics["groups_without_spread"] == 0.5
     assert experience.metrics["groups"] == 2
     assert experience.metrics["group_reward_std"] == 0.25
-    kept = build_experience(batch, Selection(keep_flat_groups=True), max_length=100)
+    kept = build(batch, ExperienceSettings(keep_flat_groups=True))
     assert [row.advantage for row in kept.rows[:4]] == [0, 0, 0, 0]
     assert len(kept.rows) == 8
 
@@ -97,11 +101,11 @@ def test_groups_without_spread_give_no_rows_and_are_counted() -> None:
 def test_a_failed_rollout_counts_as_zero_or_is_left_out_as_the_user_says() -> None:
     failed = Episode(rollout("a", 2, error=AttemptFailure(type="KeyError", message="x")), None, [], "KeyError")
     batch = [*episodes("a", [1.0, 1.0]), failed]
-    counted = build_experience(batch, max_length=100)
+    counted = build(batch)
     assert len(counted.rows) == 4
     assert counted.metrics["rollouts_filled"] == 1
     assert counted.rows[0].advantage == pytest.approx((1 - 2 / 3) / (math.sqrt(1 / 3) + 1e-6))
-    left_out = build_experience(batch, Selection(failed_reward=None), max_length=100)
+    left_out = build(batch, ExperienceSettings(failed_reward=None))
     assert left_out.rows == []
     assert (left_out.metrics["rollouts_left_out"], left_out.metrics["rollouts_filled"]) == (1, 0)
     described = describe_episodes(batch)
@@ -112,7 +116,7 @@ def test_a_failed_rollout_counts_as_zero_or_is_left_out_as_the_user_says() -> No
 def test_calls_without_tokens_and_calls_too_long_are_left_out_after_the_advantages() -> None:
     batch = episodes("a", [1.0, 0.0])
     batch[0] = Episode(batch[0].rollout, 1.0, [triplet(n_prompt=99), triplet(token_ids=[]), triplet()])
-    experience = build_experience(batch, max_length=100)
+    experience = build(batch)
     assert len(experience.rows) == 3
     assert experience.metrics["calls_too_long"] == 1
     assert experience.metrics["calls_without_tokens"] == 1
@@ -123,7 +127,7 @@ def test_an_attempt_that_lost_spans_is_not_trained_on(caplog: pytest.LogCaptureF
     episode = read_episode(rollout("a", 0, spans_dropped=3), [], agl.TraceToTriplet())
     assert episode.error == "SpansDropped"
     assert "3 of its spans were lost" in caplog.text
-    experience = build_experience([episode, *episodes("a", [1.0, 0.0])[1:]], max_length=100)
+    experience = build([episode, *episodes("a", [1.0, 0.0])[1:]])
     assert experience.rows == []
 
 
@@ -144,8 +148,8 @@ def conversation(turns: int, **metadata: Any) -> list[agl.Triplet]:
     return calls
 
 
-def merged(batch: list[Episode], **options: Any) -> list[Row]:
-    return build_experience(batch, Selection(rows="trajectories"), **{"max_length": 100, **options}).rows
+def merged(batch: list[Episode], **options: Any) -> list[TrainingRow]:
+    return build(batch, ExperienceSettings(rows="trajectories"), **options).rows
 
 
 def test_calls_that_go_on_from_each_other_are_one_row() -> None:
@@ -155,7 +159,7 @@ def test_calls_that_go_on_from_each_other_are_one_row() -> None:
     assert row.logprobs == [-1.0, -2.0, 0.0, -2.0, -3.0]
     assert row.advantage == pytest.approx(-other.advantage)
     assert row.rollout != other.rollout
-    span, _ = training_spans(build_experience(batch, Selection(rows="trajectories"), max_length=100), step=1)
+    span, _ = training_spans(build(batch, ExperienceSettings(rows="trajectories")), step=1)
     assert list(span.attributes["agentlightning.training.mask"]) == [2, 1, 2]
     assert list(span.attributes["agentlightning.training.response_ids"]) == ["chatcmpl-0", "chatcmpl-1"]
 
@@ -174,13 +178,13 @@ def test_in_a_merged_row_every_call_keeps_its_own_credit() -> None:
         for i, values in enumerate(worth)
     ]
     row, _ = merged(batch)
-    apart = [row.advantage for row in build_experience(batch, max_length=100).rows]
+    apart = [row.advantage for row in build(batch).rows]
     assert row.advantages == pytest.approx([apart[0]] * 2 + [apart[1]] * 2)
 
 
 def test_a_merged_row_that_is_too_long_loses_its_last_calls_only() -> None:
     batch = [Episode(rollout("a", i), reward, conversation(3)) for i, reward in enumerate([1.0, 0.0])]
-    experience = build_experience(batch, Selection(rows="trajectories"), max_length=9)
+    experience = build(batch, ExperienceSettings(rows="trajectories"), max_length=9)
     assert [len(row.prompt_ids) + len(row.response_ids) for row in experience.rows] == [8, 8]
     assert experience.metrics["calls_too_long"] == 2
     assert merged(batch, max_length=4) == []
@@ -189,10 +193,10 @@ def test_a_merged_row_that_is_too_long_loses_its_last_calls_only() -> None:
 def test_answers_that_were_cut_off_or_are_too_old_are_left_out_after_the_advantages() -> None:
     whole = Episode(rollout("a", 0), 1.0, conversation(1, finish_reason="stop", weight_version=4))
     cut_off = Episode(rollout("a", 1), 0.0, conversation(1, finish_reason="length", weight_version=3))
-    experience = build_experience([whole, cut_off], Selection(drop_cut_off=True), max_length=100)
+    experience = build([whole, cut_off], ExperienceSettings(drop_cut_off=True))
     assert [row.advantage for row in experience.rows] == pytest.approx([0.5 / math.sqrt(0.5)], rel=1e-4)
     assert experience.metrics["calls_cut_off"] == 1
-    experience = build_experience([whole, cut_off], max_length=100, oldest_version=4)
+    experience = build([whole, cut_off], max_length=100, oldest_version=4)
     assert len(experience.rows) == 1
     assert experience.metrics["calls_stale"] == 1
     assert describe_episodes([whole, cut_off])["responses_cut_off"] == 0.5
@@ -200,10 +204,9 @@ def test_answers_that_were_cut_off_or_are_too_old_are_left_out_after_the_advanta
 
 def test_a_penalty_is_taken_from_the_reward_before_it_is_compared() -> None:
     batch = episodes("a", [1.0, 0.0])
-    experience = build_experience(
+    experience = build(
         batch,
-        Selection(estimator="dr_grpo"),
-        max_length=100,
+        ExperienceSettings(estimator="dr_grpo"),
         penalty=lambda rows: [[0.1] * len(row.response_ids) if i < 2 else [0.0, 0.0] for i, row in enumerate(rows)],
     )
     # The first rollout's two calls of two tokens cost 0.4 in all: 0.6 against 0.
@@ -225,7 +228,7 @@ def test_conversations_whose_tokens_do_not_go_on_are_counted_by_kind() -> None:
         ),
         second.model_copy(update={"prompt": {"token_ids": [0, 1, 2, 10, 77, 99], "raw_content": history}}),
     ]
-    metrics = build_experience([Episode(rollout("a", 0), 1.0, drifted)], max_length=100).metrics
+    metrics = build([Episode(rollout("a", 0), 1.0, drifted)]).metrics
     assert sum(metrics[f"drift/{kind}"] for kind in ("template", "retokenisation", "other")) == 1
 
 
@@ -241,7 +244,7 @@ def test_rewards_are_reported_by_source_of_the_task() -> None:
 
 
 def test_each_row_is_explained_by_a_span_in_its_own_attempt() -> None:
-    experience = build_experience(episodes("a", [1.0, 0.0], calls=1), max_length=100)
+    experience = build(episodes("a", [1.0, 0.0], calls=1))
     spans = training_spans(experience, step=7)
     assert [span.span_id for span in spans] == [span.span_id for span in training_spans(experience, step=7)]
     assert [(span.rollout_id, span.attempt_id) for span in spans] == [("ro-a0", "at-a0"), ("ro-a1", "at-a1")]
@@ -308,5 +311,4 @@ async def test_everything_is_drawn_with_the_runs_seed_unless_it_has_its_own(
     algorithm.context = agl.RunContext(adapter=agl.TraceToTriplet(), seed=7)
     with pytest.raises(agl.ConfigError, match="far enough"):
         await algorithm.run(["task"])
-    seeds = [value.seed for value in opened_with if isinstance(value, (SessionSettings, UpdateSettings))]
-    assert seeds == [expected, expected]
+    assert [value.seed for value in opened_with if isinstance(value, UpdateSettings)] == [expected]

@@ -11,23 +11,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from agentlightning_algorithms.grpo.learning.advantage import Estimator, group_advantages, zero_spread_groups
-from agentlightning_algorithms.grpo.learning.correction import (
-    MaskLevel,
-    WeightLevel,
-    importance_weights,
-    trusted_tokens,
-)
+from agentlightning_algorithms.grpo.learning.advantage import group_baselines, zero_spread_groups
+from agentlightning_algorithms.grpo.learning.correction import importance_weights, trusted_tokens
 from agentlightning_algorithms.grpo.learning.loss import (
-    Aggregation,
-    KlEstimator,
-    Objective,
     aggregate,
     clipped_surrogate,
     clipped_weight_surrogate,
     kl_penalty,
     loss_normalizer,
     sequence_surrogate,
+)
+from agentlightning_algorithms.grpo.setting import (
+    Aggregation,
+    Estimator,
+    KlEstimator,
+    MaskLevel,
+    Objective,
+    WeightLevel,
 )
 
 GOLDEN: dict[str, Any] = json.loads((Path(__file__).parent / "verl_golden.json").read_text())
@@ -45,6 +45,13 @@ def assert_equal(ours: Tensor, golden: object) -> None:
 
 
 # Advantages
+
+
+def group_advantages(
+    rewards: list[float], groups: list[str], estimator: Estimator = "grpo", *, tokens_R: list[int] | None = None
+) -> list[float]:
+    baselines = group_baselines(rewards, groups, estimator, tokens_R=tokens_R)
+    return [baseline.advantage(reward) for reward, baseline in zip(rewards, baselines, strict=True)]
 
 
 @pytest.mark.parametrize(

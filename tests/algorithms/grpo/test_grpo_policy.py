@@ -14,18 +14,18 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
 from agentlightning.errors import ConfigError
-from agentlightning_algorithms.grpo.learning.row import Row
 from agentlightning_algorithms.grpo.model.checkpoint import atomic_directory, recover_directory
 from agentlightning_algorithms.grpo.model.policy import Policy, batch_by_tokens, collate, load_policy
+from agentlightning_algorithms.grpo.training_row import TrainingRow
 
 ROWS = [
-    Row(prompt_ids=[5, 6, 7], response_ids=[8, 9], logprobs=[0, 0], advantage=1),
-    Row(prompt_ids=[5], response_ids=[1, 2, 3, 4], logprobs=[0, 0, 0, 0], advantage=1),
-    Row(prompt_ids=list(range(40)), response_ids=[258], logprobs=[0], advantage=1),
+    TrainingRow(prompt_ids=[5, 6, 7], response_ids=[8, 9], logprobs=[0, 0], advantage=1),
+    TrainingRow(prompt_ids=[5], response_ids=[1, 2, 3, 4], logprobs=[0, 0, 0, 0], advantage=1),
+    TrainingRow(prompt_ids=list(range(40)), response_ids=[258], logprobs=[0], advantage=1),
 ]
 
 
-def naive_logprobs(model: PreTrainedModel, row: Row, temperature: float) -> list[float]:
+def naive_logprobs(model: PreTrainedModel, row: TrainingRow, temperature: float) -> list[float]:
     """One row at a time, every logit computed, no padding."""
     ids = torch.tensor([[*row.prompt_ids, *row.response_ids]])
     logprobs = (model(ids).logits[0].float() / temperature).log_softmax(-1)
@@ -59,7 +59,7 @@ def test_a_head_that_caps_its_logits_is_not_bypassed() -> None:
     )  # fmt: skip
     model = Gemma2ForCausalLM(config).eval()
     policy = Policy(model, cast(Any, SimpleNamespace(eos_token_id=1)))
-    row = Row(prompt_ids=[5, 6], response_ids=[7], logprobs=[0], advantage=0)
+    row = TrainingRow(prompt_ids=[5, 6], response_ids=[7], logprobs=[0], advantage=0)
     assert policy.score([row])[0] == pytest.approx(naive_logprobs(model, row, 1.0), abs=1e-5)
 
 

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentlightning.errors import ConfigError
-from agentlightning_algorithms.grpo.learning.updater import Row
 from agentlightning_algorithms.grpo.model.policy import Policy, load_policy
-from agentlightning_algorithms.grpo.server.sampler import Sampler
-from agentlightning_algorithms.grpo.server.sampling import Generation, SamplingParams, Token, draw_tokens
+from agentlightning_algorithms.grpo.sampling.draw import Generation, SamplingParams, Token, draw_tokens
+from agentlightning_algorithms.grpo.sampling.sampler import Sampler
+from agentlightning_algorithms.grpo.training_row import TrainingRow
 
 TOLERANCE = 1e-5
 """What sampler and trainer may differ by in float32."""
@@ -39,7 +39,10 @@ def collect(futures: list[Future[Generation]]) -> list[Generation]:
 
 
 def largest_gap(policy: Policy, prompts: list[list[int]], generations: list[Generation], temperature: float) -> float:
-    rows = [Row(p, g.token_ids, g.logprobs, 0.0) for p, g in zip(prompts, generations, strict=True)]
+    rows = [
+        TrainingRow(p, g.token_ids, [t.logprob for t in g.tokens], 0.0)
+        for p, g in zip(prompts, generations, strict=True)
+    ]
     scores = policy.score(rows, temperature)
     return max(
         abs(a - b) for row, score in zip(rows, scores, strict=True) for a, b in zip(row.logprobs, score, strict=True)
@@ -182,8 +185,8 @@ def test_a_response_ends_with_the_token_that_completes_a_stop_string(sampler: Sa
 def test_likeliest_tokens_are_reported_from_the_filtered_distribution(sampler: Sampler) -> None:
     params = SamplingParams(max_tokens=6, top_k=3, top_logprobs=3, temperature=0.8)
     plain, asked = collect([sampler.submit([1, 2], SamplingParams(max_tokens=6)), sampler.submit([1, 2], params)])
-    assert plain.top_logprobs == []
-    for token, logprob, likeliest in zip(asked.token_ids, asked.logprobs, asked.top_logprobs, strict=True):
+    assert not any(token.top_logprobs for token in plain.tokens)
+    for token, logprob, likeliest, _ in asked.tokens:
         values = [value for _, value in likeliest]
         assert values == sorted(values, reverse=True)
         assert torch.tensor(values).exp().sum().item() == pytest.approx(1.0, abs=1e-5)
@@ -390,10 +393,8 @@ def test_tokens_are_told_as_they_are_sampled(sampler: Sampler) -> None:
     future = sampler.submit([1, 2], SamplingParams(max_tokens=30, top_logprobs=2), told.append)
     future.add_done_callback(lambda _: seen_before_the_end.append(len(told)))
     (generation,) = collect([future])
-    assert [token.token_id for token in told] == generation.token_ids
-    assert [token.logprob for token in told] == generation.logprobs
-    assert [token.top_logprobs for token in told] == generation.top_logprobs
-    assert {token.weight_version for token in told} == {0}
+    assert told == generation.tokens
+    assert {(len(token.top_logprobs), token.weight_version) for token in told} == {(2, 0)}
     assert seen_before_the_end == [len(generation.token_ids)]
 
 

@@ -16,36 +16,40 @@ import torch
 from openai import AsyncOpenAI, BadRequestError, InternalServerError, NotFoundError
 
 from agentlightning.errors import ConfigError, LightningError
-from agentlightning_algorithms.grpo.learning.updater import Row
+from agentlightning_algorithms.grpo.backend.transformers import TransformersBackend
 from agentlightning_algorithms.grpo.model.policy import Policy, load_policy
-from agentlightning_algorithms.grpo.server.process import PolicyServer
+from agentlightning_algorithms.grpo.training_row import TrainingRow
+from agentlightning_algorithms.policy_backend import PolicySetup
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 TOKENS = {"return_token_ids": True}
 
 
+def make_setup(model: Path, directory: Path, **options: Any) -> PolicySetup:
+    return PolicySetup(model=str(model), model_name="policy", directory=directory, threads=1, **options)
+
+
 @pytest.fixture(scope="module")
-def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PolicyServer]:
-    log = tmp_path_factory.mktemp("server") / "policy.log"
-    server = PolicyServer(tiny_model, log_path=log, options={"threads": 1, "seed": 0, "max_batch_size": 16})
-    asyncio.run(server.start())
+def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TransformersBackend]:
+    server = TransformersBackend()
+    asyncio.run(server.start(make_setup(tiny_model, tmp_path_factory.mktemp("server"), seed=0, max_batch_size=16)))
     yield server
     asyncio.run(server.stop())
 
 
 @pytest.fixture
-async def client(server: PolicyServer) -> Any:
+async def client(server: TransformersBackend) -> Any:
     async with AsyncOpenAI(base_url=server.endpoint, api_key="none", max_retries=0) as client:
         yield client
 
 
-async def health(server: PolicyServer) -> dict[str, Any]:
+async def health(server: TransformersBackend) -> dict[str, Any]:
     async with aiohttp.ClientSession() as session, session.get(server.endpoint.replace("/v1", "/health")) as response:
         body: dict[str, Any] = await response.json()
         return body
 
 
-async def idle(server: PolicyServer) -> None:
+async def idle(server: TransformersBackend) -> None:
     """Waits until nothing is sampled."""
     for _ in range(1000):
         state = await health(server)
@@ -73,7 +77,7 @@ async def test_the_openai_client_gets_tokens_whose_logprobs_the_trainer_agrees_w
         )
     )
     rows = [
-        Row(answer.prompt_token_ids, choice.token_ids, [e.logprob for e in choice.logprobs.content], 0.0)  # type: ignore[attr-defined, union-attr]  # vLLM's fields
+        TrainingRow(answer.prompt_token_ids, choice.token_ids, [e.logprob for e in choice.logprobs.content], 0.0)  # type: ignore[attr-defined, union-attr]  # vLLM's fields
         for answer in answers
         for choice in answer.choices
     ]
@@ -96,7 +100,7 @@ async def test_a_stream_is_the_same_answer_in_parts(client: AsyncOpenAI) -> None
     )
 
 
-async def test_tokens_are_sent_as_they_are_sampled(client: AsyncOpenAI, server: PolicyServer) -> None:
+async def test_tokens_are_sent_as_they_are_sampled(client: AsyncOpenAI, server: TransformersBackend) -> None:
     stream = await client.completions.create(
         model="policy", prompt=[3], max_tokens=500, seed=1, stream=True, extra_body=TOKENS
     )
@@ -110,7 +114,7 @@ async def test_tokens_are_sent_as_they_are_sampled(client: AsyncOpenAI, server: 
     assert chunks > 4
 
 
-async def test_a_stream_whose_reader_leaves_frees_its_row(client: AsyncOpenAI, server: PolicyServer) -> None:
+async def test_a_stream_whose_reader_leaves_frees_its_row(client: AsyncOpenAI, server: TransformersBackend) -> None:
     stream = await client.completions.create(model="policy", prompt=[3], max_tokens=500, seed=1, n=4, stream=True)
     async for _ in stream:
         break
@@ -119,7 +123,7 @@ async def test_a_stream_whose_reader_leaves_frees_its_row(client: AsyncOpenAI, s
 
 
 async def test_a_stream_that_fails_says_so(
-    client: AsyncOpenAI, server: PolicyServer, tiny_model: Path, tmp_path: Path
+    client: AsyncOpenAI, server: TransformersBackend, tiny_model: Path, tmp_path: Path
 ) -> None:
     broken = load_policy(tiny_model)
     with torch.no_grad():
@@ -133,7 +137,7 @@ async def test_a_stream_that_fails_says_so(
 
 
 async def test_no_answer_mixes_weights_however_often_they_change(
-    client: AsyncOpenAI, server: PolicyServer, tiny_model: Path, tmp_path: Path
+    client: AsyncOpenAI, server: TransformersBackend, tiny_model: Path, tmp_path: Path
 ) -> None:
     policies = {}
     before = (await health(server))["weight_version"]
@@ -146,7 +150,7 @@ async def test_no_answer_mixes_weights_however_often_they_change(
         policies[version] = policy
     await server.load_weights(tmp_path / "100", 100)
     swaps_done = asyncio.Event()
-    rows: list[tuple[int, Row]] = []
+    rows: list[tuple[int, TrainingRow]] = []
 
     async def talk(number: int) -> None:
         while not swaps_done.is_set():
@@ -159,7 +163,7 @@ async def test_no_answer_mixes_weights_however_often_they_change(
             assert len(versions) == 1
             ids = [token for c in chunks for choice in c.choices for token in getattr(choice, "token_ids", [])]
             logprobs = [p for c in chunks for x in c.choices if x.logprobs for p in x.logprobs.token_logprobs or []]
-            rows.append((versions.pop(), Row(prompt, ids, logprobs, 0.0)))
+            rows.append((versions.pop(), TrainingRow(prompt, ids, logprobs, 0.0)))
 
     async def swap() -> None:
         for version in (101, 102, 100, 101, 102):
@@ -177,7 +181,7 @@ async def test_no_answer_mixes_weights_however_often_they_change(
 
 
 async def test_turns_of_a_conversation_are_continued_from_their_tokens(
-    client: AsyncOpenAI, server: PolicyServer, tiny_policy: Policy
+    client: AsyncOpenAI, server: TransformersBackend, tiny_policy: Policy
 ) -> None:
     before = await server.statistics()
     messages: list[Any] = list(HELLO)
@@ -210,7 +214,7 @@ async def test_seeds_repeat_and_stop_strings_end(client: AsyncOpenAI) -> None:
     assert stopped.choices[0].finish_reason == "stop"
 
 
-async def test_errors_are_openais(client: AsyncOpenAI, server: PolicyServer) -> None:
+async def test_errors_are_openais(client: AsyncOpenAI, server: TransformersBackend) -> None:
     with pytest.raises(BadRequestError) as caught:
         await client.chat.completions.create(model="policy", messages=HELLO, max_tokens=5000)
     assert caught.value.code == "context_length_exceeded"
@@ -230,7 +234,7 @@ async def test_errors_are_openais(client: AsyncOpenAI, server: PolicyServer) -> 
                 assert (response.status, body["error"]["type"]) == (status, "invalid_request_error")
 
 
-async def test_models_and_health_are_told(client: AsyncOpenAI, server: PolicyServer) -> None:
+async def test_models_and_health_are_told(client: AsyncOpenAI, server: TransformersBackend) -> None:
     models = await client.models.list()
     assert [model.id for model in models.data] == ["policy"]
     state = await health(server)
@@ -238,7 +242,7 @@ async def test_models_and_health_are_told(client: AsyncOpenAI, server: PolicySer
 
 
 async def test_answers_say_which_weights_sampled_them(
-    client: AsyncOpenAI, server: PolicyServer, tiny_model: Path, tmp_path: Path
+    client: AsyncOpenAI, server: TransformersBackend, tiny_model: Path, tmp_path: Path
 ) -> None:
     moved = load_policy(tiny_model)
     with torch.no_grad():
@@ -258,7 +262,7 @@ async def test_answers_say_which_weights_sampled_them(
     header, answer = await ask()
     assert (header, answer.weight_version) == ("41", 41)
     choice = answer.choices[0]
-    (score,) = moved.score([Row([7], choice.token_ids, [], 0.0)])
+    (score,) = moved.score([TrainingRow([7], choice.token_ids, [], 0.0)])
     assert choice.logprobs.token_logprobs == pytest.approx(score, abs=1e-5)
     with pytest.raises(ConfigError, match=r"refused weights version 42: no \*.safetensors"):
         await server.load_weights(tmp_path / "nothing", 42)
@@ -267,7 +271,7 @@ async def test_answers_say_which_weights_sampled_them(
 
 
 async def test_http_answers_while_the_model_runs_and_without_nagles_delay(
-    client: AsyncOpenAI, server: PolicyServer
+    client: AsyncOpenAI, server: TransformersBackend
 ) -> None:
     tasks = [
         asyncio.create_task(client.completions.create(model="policy", prompt=[1], max_tokens=500, seed=i))
@@ -287,7 +291,7 @@ async def test_http_answers_while_the_model_runs_and_without_nagles_delay(
     assert sorted(taken)[len(taken) // 4] < 0.03
 
 
-async def test_a_client_that_hangs_up_frees_its_rows(server: PolicyServer) -> None:
+async def test_a_client_that_hangs_up_frees_its_rows(server: TransformersBackend) -> None:
     body = {"prompt": [1], "max_tokens": 500, "n": 32}
     async with aiohttp.ClientSession() as session:
         with pytest.raises(TimeoutError):
@@ -296,9 +300,9 @@ async def test_a_client_that_hangs_up_frees_its_rows(server: PolicyServer) -> No
 
 
 async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
-    server = PolicyServer(tmp_path, log_path=tmp_path / "logs" / "policy.log")
+    server = TransformersBackend()
     with pytest.raises(LightningError, match="ended with exit status 2") as caught:
-        await server.start()
+        await server.start(make_setup(tmp_path, tmp_path / "logs"))
     assert "cannot load a causal language model" in str(caught.value)
     assert not server.running
     with pytest.raises(LightningError, match="not running"):
@@ -307,19 +311,22 @@ async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
 
 
 async def test_a_server_that_takes_too_long_is_ended(tiny_model: Path, tmp_path: Path) -> None:
-    server = PolicyServer(tiny_model, log_path=tmp_path / "policy.log", ready_timeout_s=0.05)
+    server = TransformersBackend(ready_timeout_s=0.05)
     with pytest.raises(LightningError, match=r"was not ready after 0.05 s"):
-        await server.start()
+        await server.start(make_setup(tiny_model, tmp_path))
     assert not server.running
 
 
 def test_the_server_ends_when_its_parent_is_killed(tiny_model: Path, tmp_path: Path) -> None:
     program = f"""
 import asyncio
-from agentlightning_algorithms.grpo.server.process import PolicyServer
+from pathlib import Path
+from agentlightning_algorithms.grpo.backend.transformers import TransformersBackend
+from agentlightning_algorithms.policy_backend import PolicySetup
 async def main():
-    server = PolicyServer({str(tiny_model)!r}, log_path={str(tmp_path / "policy.log")!r})
-    await server.start()
+    server = TransformersBackend()
+    setup = PolicySetup(model={str(tiny_model)!r}, model_name="policy", directory=Path({str(tmp_path)!r}))
+    await server.start(setup)
     print(server._process.pid, flush=True)
     await asyncio.sleep(60)
 asyncio.run(main())

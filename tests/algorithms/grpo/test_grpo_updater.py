@@ -17,19 +17,18 @@ from transformers import AutoModelForCausalLM
 
 from agentlightning.errors import ConfigError
 from agentlightning.plugin.settings import bind_settings
-from agentlightning_algorithms.grpo.learning.loss import Aggregation
-from agentlightning_algorithms.grpo.learning.row import Row
-from agentlightning_algorithms.grpo.learning.setting import LoraSettings, UpdateSettings
 from agentlightning_algorithms.grpo.learning.updater import Updater
 from agentlightning_algorithms.grpo.model.lora import add_lora
 from agentlightning_algorithms.grpo.model.policy import Policy, load_policy
+from agentlightning_algorithms.grpo.setting import Aggregation, LoraSettings, UpdateSettings
+from agentlightning_algorithms.grpo.training_row import TrainingRow
 
 
-def make_rows(policy: Policy, count: int, seed: int = 0) -> list[Row]:
+def make_rows(policy: Policy, count: int, seed: int = 0) -> list[TrainingRow]:
     """Random rows whose log-probabilities are a little off the policy's own, so that ratios differ from 1."""
     rng = random.Random(seed)
     rows = [
-        Row(
+        TrainingRow(
             [rng.randrange(256) for _ in range(rng.randint(1, 20))],
             [rng.randrange(256) for _ in range(rng.randint(1, 6))],
             [],
@@ -43,7 +42,7 @@ def make_rows(policy: Policy, count: int, seed: int = 0) -> list[Row]:
     ]
 
 
-def gradients(policy: Policy, rows: list[Row], **options: Any) -> tuple[list[Tensor], dict[str, float]]:
+def gradients(policy: Policy, rows: list[TrainingRow], **options: Any) -> tuple[list[Tensor], dict[str, float]]:
     """The gradients of one optimizer step over ``rows``; the weights stay as they are."""
     updater = Updater(policy, UpdateSettings(lr=1e-30, max_grad_norm=1e9, **options))
     caught: list[Tensor] = []
@@ -83,7 +82,7 @@ EVERYTHING = [
 ]
 
 
-def masked(rows: list[Row]) -> list[Row]:
+def masked(rows: list[TrainingRow]) -> list[TrainingRow]:
     """Pairs of rows are of one rollout, and of longer rows the second token was given and each has its advantage."""
     return [
         replace(
@@ -131,7 +130,7 @@ def test_padding_does_not_change_the_gradient(
     tiny_policy: Policy, seed: int, length: int, options: dict[str, Any]
 ) -> None:
     rows = masked(make_rows(tiny_policy, 4, seed))
-    wide = Row([1] * length, [2] * length, [-1.0] * length, advantage=3.0, weight=0.0)
+    wide = TrainingRow([1] * length, [2] * length, [-1.0] * length, advantage=3.0, weight=0.0)
     left, right = gradients(tiny_policy, [*rows, wide], **options)[0], gradients(tiny_policy, rows, **options)[0]
     assert_same_gradients(left, right)
 
@@ -160,12 +159,12 @@ def test_the_gradient_is_that_of_the_formula(tiny_policy: Policy) -> None:
 
 def test_calls_that_share_their_tokens_are_trained_as_one_row(tiny_policy: Policy) -> None:
     """Two calls, the second of which goes on from the first, as two rows and as one with a mask."""
-    calls = [Row([1, 2, 3], [4, 5], [], 0.7), Row([1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11], [], -0.4)]
+    calls = [TrainingRow([1, 2, 3], [4, 5], [], 0.7), TrainingRow([1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11], [], -0.4)]
     calls = [
         replace(row, logprobs=[v + 0.1 for v in score])
         for row, score in zip(calls, tiny_policy.score(calls), strict=True)
     ]
-    merged = Row(
+    merged = TrainingRow(
         [1, 2, 3],
         [4, 5, 6, 7, 8, 9, 10, 11],
         [*calls[0].logprobs, 0.0, 0.0, 0.0, *calls[1].logprobs],
@@ -312,13 +311,13 @@ def test_training_raises_the_probability_of_what_was_rewarded(tiny_policy: Polic
     updater = Updater(tiny_policy, UpdateSettings(lr=1e-2))
 
     def score() -> list[float]:
-        rows = [Row([1, 2, 3], response, [0.0] * 3, 0.0) for response in (good, bad)]
+        rows = [TrainingRow([1, 2, 3], response, [0.0] * 3, 0.0) for response in (good, bad)]
         return [sum(values) for values in tiny_policy.score(rows)]
 
     before = score()
     for _ in range(5):
-        logprobs = tiny_policy.score([Row([1, 2, 3], response, [], 0.0) for response in (good, bad)])
-        updater.update([Row([1, 2, 3], good, logprobs[0], 1.0), Row([1, 2, 3], bad, logprobs[1], -1.0)])
+        logprobs = tiny_policy.score([TrainingRow([1, 2, 3], response, [], 0.0) for response in (good, bad)])
+        updater.update([TrainingRow([1, 2, 3], good, logprobs[0], 1.0), TrainingRow([1, 2, 3], bad, logprobs[1], -1.0)])
     assert score()[0] > before[0] + 1
     assert score()[1] < before[1] - 1
 
@@ -388,7 +387,7 @@ def test_a_minibatch_that_is_not_finite_is_skipped_and_reported(
 ) -> None:
     before = weights(tiny_policy)
     updater = Updater(tiny_policy, UpdateSettings(lr=1e-2))
-    poisoned = [*make_rows(tiny_policy, 3), Row([1], [2], [math.nan], 1.0)]
+    poisoned = [*make_rows(tiny_policy, 3), TrainingRow([1], [2], [math.nan], 1.0)]
     with caplog.at_level(logging.WARNING):
         metrics = updater.update(poisoned)
     assert (metrics["skipped_steps"], metrics["optimizer_steps"]) == (1, 0)
@@ -461,12 +460,12 @@ def test_the_learning_rate_follows_its_schedule(options: dict[str, Any], expecte
     ("options", "message"),
     [
         ({"lr": 0.0}, "lr = 0.0; it must be above 0"),
-        ({"clip_low": -0.1}, "clip_low = -0.1; it must be at least 0"),
+        ({"clip_low": -0.1}, "clip_low = -0.1: at least 0 is needed"),
         ({"dual_clip": 1.0}, "dual_clip = 1.0; it must be above 1"),
         ({"minibatches": 0}, "minibatches = 0"),
         ({"aggregation": "seq-mean-token-sum-norm"}, "horizon = None"),
         ({"importance_weights": "token"}, "importance_weights = 'token' compares sampler and trainer"),
-        ({"objective": "gspo"}, "the paper takes 3e-4"),
+        ({"objective": "gspo"}, "the paper uses 3e-4"),
         ({"old_logprobs": "trainer", "trust_mask": "token", "trust_lower": 3.0}, "trust_lower = 3.0, trust_upper = 2"),
         ({"reference_decay": 1.5}, "reference_decay = 1.5"),
     ],
@@ -498,17 +497,19 @@ def test_settings_of_a_file_are_checked_by_key_and_value() -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (Row([], [1], [0.0], 1.0), "row 0 has 0 prompt"),
-        (Row([1], [], [], 1.0), "0 response tokens"),
-        (Row([1], [1, 2], [0.0], 1.0), "2 response tokens but 1 log-probabilities"),
-        (Row([1] * 512, [1], [0.0], 1.0), "513 tokens; the model has 512 positions"),
-        (Row([1], [1], [0.0], math.nan), "advantage nan"),
-        (Row([1], [1], [0.0], 1.0, weight=-1.0), "weight -1.0"),
-        (Row([1], [1, 2], [0.0, 0.0], 1.0, mask=[1]), "a mask of 1, 1 of them sampled"),
-        (Row([1], [1, 2], [0.0, 0.0], 1.0, mask=[0, 0]), "a mask of 2, 0 of them sampled"),
-        (Row([1], [1, 2], [0.0, 0.0], [1.0]), "2 response tokens but 1 advantages"),
+        (TrainingRow([], [1], [0.0], 1.0), "row 0 has 0 prompt"),
+        (TrainingRow([1], [], [], 1.0), "0 response tokens"),
+        (TrainingRow([1], [1, 2], [0.0], 1.0), "2 response tokens but 1 log-probabilities"),
+        (TrainingRow([1] * 512, [1], [0.0], 1.0), "513 tokens; the model has 512 positions"),
+        (TrainingRow([1], [1], [0.0], math.nan), "advantage nan"),
+        (TrainingRow([1], [1], [0.0], 1.0, weight=-1.0), "weight -1.0"),
+        (TrainingRow([1], [1, 2], [0.0, 0.0], 1.0, mask=[1]), "a mask of 1, 1 of them sampled"),
+        (TrainingRow([1], [1, 2], [0.0, 0.0], 1.0, mask=[0, 0]), "a mask of 2, 0 of them sampled"),
+        (TrainingRow([1], [1, 2], [0.0, 0.0], [1.0]), "2 response tokens but 1 advantages"),
     ],
 )
-def test_rows_that_cannot_be_trained_on_are_refused_by_name(tiny_policy: Policy, row: Row, message: str) -> None:
+def test_rows_that_cannot_be_trained_on_are_refused_by_name(
+    tiny_policy: Policy, row: TrainingRow, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         Updater(tiny_policy).update([row])

@@ -1,1 +1,1 @@
-"""What is learned from rollouts: advantages, loss, weight updates."""
+"""Learning from rollouts: advantages, loss and weight updates."""

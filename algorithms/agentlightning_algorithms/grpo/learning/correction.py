@@ -1,24 +1,21 @@
-"""What to do when the sampler's probabilities are not the trainer's: weights, and masks, per token.
+"""Corrections for the mismatch between sampler and trainer: importance weights and trust masks, per token.
 
     B   rows of a batch
     T   response tokens of a row, padded to the longest
-    log_ratio_BT    logprob under the trainer's weights at the begin of the update - logprob as sampled
+    log_ratio_BT    logprob under the trainer's weights at the start of the update - logprob as sampled
     mask_BT         1 on tokens the policy sampled
 
-Another kernel, a lower precision or weights one update old make the two differ; the gradient is then of an expectation
-over the wrong distribution. Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
-Neither function has a gradient. The numbers equal verl 0.9.1's, which states the bounds of masks for 1/ratio.
+The two differ by kernels, precision or weights one update old; the gradient is then that of an expectation over the
+wrong distribution. Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training". Neither
+function has a gradient. The numbers equal verl 0.9.1's, which states the bounds of masks for 1/ratio.
 """
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-WeightLevel = Literal["token", "sequence"]
-MaskLevel = Literal["token", "sequence", "sequence-mean"]
+from agentlightning_algorithms.grpo.setting import MaskLevel, WeightLevel
 
 _MAX_LOG_RATIO = 20.0
 
@@ -31,18 +28,13 @@ def importance_weights(
     upper: float = 2.0,
     lower: float | None = None,
 ) -> Tensor:
-    """Returns what to multiply the loss of each token with; 0 outside the mask.
+    """Returns the factor for the loss of each token; 0 outside the mask.
 
     Without ``lower`` weights are truncated: min(ratio, upper) (Ionides 2008; for sampler and trainer Yao et al. 2025).
     With it they are IcePop's: the ratio within [lower, upper], 0 outside (Ling Team 2025, arXiv:2510.18855).
 
-    Args:
-        log_ratio_BT: see above.
-        mask_BT: see above.
-        level: ``token``: each token by its own ratio, biased with low variance; ``sequence``: all tokens of a row by
-            the product of its ratios, unbiased with high variance.
-        upper: the largest weight.
-        lower: below which IcePop drops a token, or a row.
+    ``level``: ``token`` weights each token by its own ratio, biased with low variance; ``sequence`` weights all tokens
+    of a row by the product of its ratios, unbiased with high variance.
     """
     if level == "sequence":
         log_ratio_BT = (log_ratio_BT * mask_BT).sum(-1, keepdim=True).expand_as(log_ratio_BT)
@@ -55,17 +47,12 @@ def importance_weights(
 def trusted_tokens(
     log_ratio_BT: Tensor, mask_BT: Tensor, level: MaskLevel = "token", *, lower: float = 0.5, upper: float = 2.0
 ) -> Tensor:
-    """Returns the mask without the tokens whose ratio is outside [lower, upper]; they count nowhere, as if absent.
+    """Returns the mask without the tokens whose ratio is outside [lower, upper].
 
     Liu, Li et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
 
-    Args:
-        log_ratio_BT: see above.
-        mask_BT: see above.
-        level: what is judged and dropped: a ``token`` by its ratio, a row by the product of its ratios (``sequence``)
-            or by their geometric mean (``sequence-mean``, which does not drop long rows for their length).
-        lower: the smallest ratio that is kept.
-        upper: the largest ratio that is kept.
+    ``level``: ``token`` drops tokens by their ratio; ``sequence`` drops rows by the product of their ratios, and
+    ``sequence-mean`` by the geometric mean, which does not penalise length.
     """
     log_ratio_BT = log_ratio_BT.detach().clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     if level != "token":

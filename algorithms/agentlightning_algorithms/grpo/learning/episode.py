@@ -1,4 +1,4 @@
-"""Finished rollouts, as an algorithm sees them, and the numbers that describe a batch of them."""
+"""Finished rollouts with their rewards and model calls, and metrics of a batch of them."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ logger = logging.getLogger("agentlightning")
 
 @dataclass(frozen=True)
 class Episode:
-    """A finished rollout and what it gives to learn from."""
+    """A finished rollout with its reward and model calls."""
 
     rollout: Rollout
     reward: float | None
-    """The agent's final reward; None when it failed or said none."""
+    """The agent's final reward; None when it failed or reported none."""
     triplets: Sequence[Triplet] = ()
     error: str = ""
-    """Type of the error it failed with."""
+    """Type of the error that it failed with."""
 
     @property
     def group(self) -> str:
-        """Rollouts of the same task in the same step share one."""
+        """Key shared by the rollouts of the same task in the same step."""
         return str((self.rollout.metadata or {}).get("group", self.rollout.rollout_id))
 
     @property
     def source(self) -> str | None:
-        """Where its task is from, if the task says so: the value of its key ``source``."""
+        """The value of the task's key ``source``, if it has one."""
         task = self.rollout.input
         return str(task["source"]) if isinstance(task, Mapping) and "source" in task else None
 
     @property
     def queue_wait_s(self) -> float | None:
-        """How long it stood in the queue before a runner took it."""
+        """Time in the queue before a runner took it."""
         rollout = self.rollout
         if not isinstance(rollout, AttemptedRollout) or rollout.attempt.sequence_id != 1:
             return None
@@ -56,15 +56,15 @@ async def gather_episodes(
     *,
     retry_before: float | None = None,
 ) -> list[Episode]:
-    """Enqueues rollouts, waits for all, and reads what came of them.
+    """Enqueues rollouts, waits until all have finished, and reads their spans.
 
     Args:
-        store: where runners take them from. Rollouts that it has already are not run again.
+        store: rollouts that it already has are not run again.
         adapter: turns the spans of one attempt into triplets.
-        requests: what to enqueue.
-        flush: awaited between the last end and the first read, so that the gateway's spans are there.
-        retry_before: a rollout that failed in an attempt begun before this time is run once more: nobody answered its
-            calls while the run was down.
+        requests: the rollouts to enqueue.
+        flush: awaited before spans are read, so that the gateway's are complete.
+        retry_before: rollouts that failed in an attempt begun before this time are retried once: while the run was
+            down, no server answered their calls.
     """
     rollout_ids = [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
     ended = await store.wait_for_rollouts(rollout_ids)
@@ -91,11 +91,9 @@ async def gather_episodes(
 
 
 def read_episode(rollout: Rollout, spans: Sequence[Span], adapter: TraceAdapter[Sequence[Triplet]]) -> Episode:
-    """Reads a finished rollout; one whose spans cannot be used says so in ``error`` and the log."""
-    error = ""
+    """Reads a finished rollout; where its spans cannot be used, ``error`` and the log say so."""
     attempt = rollout.attempt if isinstance(rollout, AttemptedRollout) else None
-    if attempt is not None and attempt.error is not None:
-        error = attempt.error.type
+    error = attempt.error.type if attempt is not None and attempt.error is not None else ""
     reward = find_final_reward(spans, rollout) if rollout.status == "succeeded" else None
     try:
         triplets = adapter.adapt(spans) if attempt is None else adapter.adapt_attempt(attempt, spans)
@@ -108,12 +106,7 @@ def read_episode(rollout: Rollout, spans: Sequence[Span], adapter: TraceAdapter[
 
 
 def describe_episodes(episodes: Sequence[Episode], *, success_threshold: float = 1.0) -> dict[str, float]:
-    """Rewards, turns, lengths and waiting of a batch; a rollout without a reward counts as 0.
-
-    Args:
-        episodes: finished rollouts.
-        success_threshold: a reward of at least this is a success.
-    """
+    """Returns rewards, turns, lengths and queueing times of a batch; a rollout without a reward counts as 0."""
     rewards_R = [episode.reward or 0.0 for episode in episodes]
     errors = Counter(episode.error for episode in episodes if episode.error)
     turns = [len(episode.triplets) for episode in episodes]

@@ -3,40 +3,36 @@
     B   rows of a batch
     T   response tokens of a row, padded to the longest
     mask_BT    1 on tokens the policy sampled, 0 on padding and on tokens it was given
-    weight_B   how many copies of itself a row counts for (1: an ordinary row; 0: as if it were absent)
+    weight_B   how many copies of itself a row counts for; 0 is as if it were absent
 
 Log-probabilities are natural. The numbers and gradients equal verl 0.9.1's.
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-Aggregation = Literal[
-    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "rollout-mean"
-]
-Objective = Literal["ppo", "gspo", "cispo"]
-KlEstimator = Literal["k1", "k2", "k3"]
+from agentlightning_algorithms.grpo.setting import Aggregation, KlEstimator
 
-# exp() of a difference beyond this is no longer a ratio anybody wants to multiply a gradient with.
+# Bounds on log-ratios and on k3 that keep exp() finite; verl's values.
 _MAX_LOG_RATIO = 20.0
 _MAX_LOG_SEQUENCE_RATIO = 10.0
 _MAX_K3 = 10.0
 
 
 class Surrogate(NamedTuple):
-    """Per token: what to minimise, and what happened to the ratio on the way."""
+    """A loss per token, and how its ratio was clipped."""
 
     loss_BT: Tensor
     log_ratio_BT: Tensor
     """log(new / old); its negated mean estimates KL(old || new)."""
     clipped_BT: Tensor
-    """1 where the clip of the ratio took the gradient away."""
+    """1 where clipping the ratio removed the gradient."""
     dual_clipped_BT: Tensor
-    """1 where the bound on negative advantages took the gradient away."""
+    """1 where the bound on negative advantages removed the gradient."""
 
 
 def clipped_surrogate(
@@ -59,10 +55,10 @@ def clipped_surrogate(
     Args:
         logprob_BT: log-probabilities under the weights being trained; the only argument that gets a gradient.
         old_logprob_BT: those under the weights that sampled the tokens.
-        advantage_BT: advantages; anything that broadcasts, such as ``[B, 1]``.
-        clip_low: how far below 1 the ratio is followed.
-        clip_high: how far above 1 the ratio is followed.
-        dual_clip: bound c > 1 on the loss of a token with negative advantage, in units of |A|; None: unbounded.
+        advantage_BT: any shape that broadcasts, such as ``[B, 1]``.
+        clip_low: see above.
+        clip_high: see above.
+        dual_clip: see above; above 1, or None for no bound.
     """
     log_ratio_BT = (logprob_BT - old_logprob_BT).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     ratio_BT = log_ratio_BT.exp()
@@ -118,8 +114,8 @@ def clipped_weight_surrogate(
 
         loss = -sg[clamp(ratio, 1 - clip_low, 1 + clip_high)] A logprob
 
-    Every token keeps its gradient; the clip bounds its size instead of taking it away. Arguments as
-    ``clipped_surrogate``; ``clipped_BT`` is 1 where the weight was held.
+    Every token keeps its gradient; clipping only bounds its size. Arguments as ``clipped_surrogate``; ``clipped_BT`` is
+    1 where the weight was clipped.
     """
     log_ratio_BT = (logprob_BT - old_logprob_BT).detach().clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     ratio_BT = log_ratio_BT.exp()
@@ -137,7 +133,7 @@ def kl_penalty(logprob_BT: Tensor, reference_logprob_BT: Tensor, estimator: KlEs
         k2 = d^2 / 2         biased, low variance; its gradient is that of the KL
         k3 = exp(d) - 1 - d  unbiased, never negative; what GRPO uses (arXiv:2402.03300)
 
-    As in verl, d is held within 20 and k3 within 10.
+    As in verl, d is clamped to 20 and k3 to 10.
     """
     if estimator == "k1":
         return logprob_BT - reference_logprob_BT
@@ -155,10 +151,10 @@ def loss_normalizer(
     rollout_length_B: Tensor | None = None,
     horizon: int = 1,
 ) -> Tensor:
-    """Returns what :func:`aggregate` divides by, whose arguments these are.
+    """Returns the divisor of :func:`aggregate`, which takes the same arguments.
 
-    Tokens (token-mean), non-empty rows (seq-mean-*; times ``horizon``), rollouts (rollout-mean) or 1 (token-sum). It
-    adds up over any split of a batch, except for token-sum, where it is 1 whatever the batch.
+    Tokens (token-mean), non-empty rows (seq-mean-*; times ``horizon``), rollouts (rollout-mean) or 1 (token-sum). The
+    divisors of the parts of a batch add up to that of the whole, except for token-sum.
     """
     length_B = mask_BT.sum(-1)
     weight_B = torch.ones_like(length_B) if weight_B is None else weight_B
@@ -184,25 +180,25 @@ def aggregate(
 ) -> Tensor:
     """Reduces per-token values to one number.
 
-    - ``token-mean``: mean over all tokens of the batch, so that a long answer weighs more (DAPO, arXiv:2503.14476).
+    - ``token-mean``: mean over all tokens of the batch; long answers weigh more (DAPO, arXiv:2503.14476).
     - ``token-sum``: sum over all tokens.
     - ``seq-mean-token-sum``: mean over rows of their sums.
     - ``seq-mean-token-sum-norm``: that, over a constant ``horizon`` (Dr. GRPO, arXiv:2503.20783).
     - ``seq-mean-token-mean``: mean over rows of their means (GRPO as published, arXiv:2402.03300).
-    - ``rollout-mean``: mean over rollouts of the means over all their tokens, however many rows they have; what GRPO's
-      formula says where an output is a whole rollout.
+    - ``rollout-mean``: mean over rollouts of the means over all their tokens, in however many rows; GRPO's formula
+      with a whole rollout as output.
 
-    Rows without a token do not count. A part of a batch gives its share of the whole batch's loss when ``normalizer``
-    is the whole batch's: the shares, and their gradients, then add up to the same number however the batch was cut.
+    Rows without tokens do not count. With the whole batch's ``normalizer``, a part of a batch gives its share of the
+    loss: the shares, and their gradients, add up to the same number however the batch was split.
 
     Args:
-        value_BT: losses or a metric; what the mask leaves out may be anything finite.
+        value_BT: losses or a metric; finite also where the mask is 0.
         mask_BT: 1 on tokens that count.
-        aggregation: the mode.
+        aggregation: see above.
         weight_B: copies a row counts for, in the sum and in the divisor alike; None: 1.
         normalizer: :func:`loss_normalizer` of the whole batch; None: of these rows.
-        rollout_length_B: for rollout-mean, the tokens that count of all rows of each row's rollout, copies included.
-        horizon: for seq-mean-token-sum-norm, such as the most tokens a response may have.
+        rollout_length_B: for rollout-mean, the tokens that count in all rows of each row's rollout, copies included.
+        horizon: for seq-mean-token-sum-norm, such as the maximum number of tokens of a response.
     """
     if normalizer is None:
         normalizer = loss_normalizer(mask_BT, aggregation, weight_B, rollout_length_B=rollout_length_B, horizon=horizon)

@@ -1,1 +1,1 @@
-"""The policy: its weights, checkpoints and export."""
+"""The policy: weights, LoRA, checkpoints and the KL reference."""

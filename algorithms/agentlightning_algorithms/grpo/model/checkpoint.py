@@ -1,4 +1,4 @@
-"""Directories that are either there as a whole or not at all, and the random state of a process."""
+"""Atomic writing of directories, and the random state of a process."""
 
 from __future__ import annotations
 
@@ -15,61 +15,52 @@ import torch
 
 
 @contextmanager
-def atomic_directory(target: Path, *, durable: bool = True) -> Iterator[Path]:
-    """Yields an empty directory that takes the place of ``target`` when the block ends without an error.
+def atomic_directory(target: Path) -> Iterator[Path]:
+    """Yields an empty directory that replaces ``target``, durably, when the block ends without an error.
 
-    The rename is atomic where ``target`` does not exist yet, so name checkpoints by step. An existing ``target`` is
-    first moved to ``<target>.old``; a kill at that instant leaves it there, and :func:`recover_directory` puts it
-    back.
-
-    Args:
-        target: the directory to create; its parents are created too.
-        durable: force the files to disk first, so that they also survive a power cut.
+    An existing ``target`` is first moved to ``<target>.old``; a kill at that instant leaves it there, and
+    :func:`recover_directory` restores it.
     """
-    target = Path(target)
     scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     shutil.rmtree(scratch, ignore_errors=True)
-    _remove_left_behind(target)
+    _remove_stale_scratch(target)
     scratch.mkdir(parents=True)
     try:
         yield scratch
-        if durable:
-            for path in [*scratch.rglob("*"), scratch]:
-                _force_to_disk(path)
+        for path in [*scratch.rglob("*"), scratch]:
+            _fsync(path)
         old = target.with_name(f"{target.name}.old")
         if target.exists():
             shutil.rmtree(old, ignore_errors=True)
             target.rename(old)
         scratch.rename(target)
-        if durable:
-            _force_to_disk(target.parent)
+        _fsync(target.parent)
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
 def recover_directory(target: Path) -> Path:
-    """Returns ``target``, after putting back its predecessor if a kill interrupted its replacement."""
-    target = Path(target)
+    """Returns ``target``, after restoring its predecessor if a kill interrupted its replacement."""
     old = target.with_name(f"{target.name}.old")
     if old.exists() and not target.exists():
         old.rename(target)
     return target
 
 
-def _remove_left_behind(target: Path) -> None:
-    """Removes what processes that were killed had begun to write."""
+def _remove_stale_scratch(target: Path) -> None:
+    """Removes the scratch directories of processes that were killed."""
     for path in target.parent.glob(f".{target.name}.*.tmp"):
         pid = path.name.removesuffix(".tmp").rpartition(".")[2]
         try:
             os.kill(int(pid), 0)
         except (ProcessLookupError, ValueError):
             shutil.rmtree(path, ignore_errors=True)
-        except PermissionError:  # another user's, and alive
+        except PermissionError:  # a running process of another user
             continue
 
 
-def _force_to_disk(path: Path) -> None:
+def _fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -78,7 +69,7 @@ def _force_to_disk(path: Path) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """Returns the state of Python's, numpy's and torch's generators, as a weights-only ``torch.load`` takes it."""
+    """Returns the state of Python's, numpy's and torch's generators, in types that a weights-only load accepts."""
     name, keys, position, has_gauss, cached_gaussian = numpy.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
@@ -89,7 +80,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Puts back what :func:`random_state` returned; CUDA's part only where there are as many devices as then."""
+    """Restores what :func:`random_state` returned; CUDA's part only if the number of devices is the same."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, position, has_gauss, cached_gaussian = state["numpy"]

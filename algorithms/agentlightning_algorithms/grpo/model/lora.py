@@ -1,4 +1,4 @@
-"""Low-rank additions to a policy's weights (Hu et al. 2021, arXiv:2106.09685), by peft."""
+"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685), by peft."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from agentlightning.errors import ConfigError
-from agentlightning_algorithms.grpo.learning.setting import LoraSettings
+from agentlightning_algorithms.grpo.setting import LoraSettings
 
 _ADAPTER_FILE = "adapter_model.safetensors"
 
 
 def add_lora(model: nn.Module, settings: LoraSettings) -> None:
-    """Gives a transformers model additions, which begin as zero; they are all of it that is trained from then on.
+    """Adds adapters, which begin as zero, to a transformers model; only they are trained from then on.
 
     Raises:
-        ConfigError: none of its layers has such a name.
+        ConfigError: no layer matches ``target_modules``.
     """
     config = LoraConfig(
         r=settings.rank,
-        lora_alpha=cast(int, settings.alpha),  # a float is accepted, and scaled by
+        lora_alpha=cast(int, settings.alpha),  # peft annotates int and accepts float
         target_modules=settings.target_modules,
         lora_dropout=0.0,  # dropout would train another policy than the one that sampled
         task_type="CAUSAL_LM",
@@ -42,17 +42,18 @@ def add_lora(model: nn.Module, settings: LoraSettings) -> None:
 
 
 def read_lora(model: nn.Module, directory: Path) -> None:
-    """Gives a model additions of the shape of those saved in ``directory``."""
+    """Adds adapters of the shape of those saved in ``directory``, and loads their values."""
     config = LoraConfig.from_pretrained(str(directory))
     config.inference_mode = False
     cast(Any, model).add_adapter(config)
     model.eval()
+    load_adapter(model, directory)
 
 
 def merge_state(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the weights of a model without additions that computes the same; the model's own stay apart.
+    """Returns the weights of an equivalent model without adapters; does not change ``model``.
 
-    Merging in place and back would leave rounding errors in the base weights each time.
+    Merging in place and back would add rounding errors to the base weights each time.
     """
     state = dict(model.state_dict())
     for name, module in model.named_modules():
@@ -60,24 +61,24 @@ def merge_state(model: nn.Module) -> dict[str, Tensor]:
             prefix = f"{name}."
             weight = state[f"{prefix}base_layer.weight"]
             with torch.no_grad():
-                layer = cast(Any, module)  # peft's annotations do not know it
+                layer = cast(Any, module)  # peft leaves it unannotated
                 delta = sum(layer.get_delta_weight(adapter).float() for adapter in layer.active_adapters)
                 state[f"{prefix}base_layer.weight"] = (weight.float() + delta).to(weight.dtype)
     return {name.replace(".base_layer.", "."): value for name, value in state.items() if ".lora_" not in name}
 
 
 def load_adapter(model: nn.Module, directory: Path) -> None:
-    """Puts the additions saved in ``directory`` in the place of the model's.
+    """Replaces the model's adapters with those saved in ``directory``.
 
     Raises:
-        ConfigError: there are none, or they are of another shape.
+        ConfigError: there are none, or they have another shape.
     """
     file = directory / _ADAPTER_FILE
     if not file.is_file():
-        raise ConfigError(f"{file} is missing: that checkpoint was made without lora; resume with the same settings.")
+        raise ConfigError(f"{file} is missing: the checkpoint was made without lora; resume with the same settings.")
     loaded = load_file(file)
     own = {name: tuple(value.shape) for name, value in get_peft_model_state_dict(cast(Any, model)).items()}
     stripped = {name.removeprefix("base_model.model."): value for name, value in loaded.items()}
     if own != {name: tuple(value.shape) for name, value in stripped.items()}:
-        raise ConfigError(f"{file} has other additions than the settings ask for; resume with the same lora settings.")
+        raise ConfigError(f"{file} has adapters of another shape; resume with the same lora settings.")
     set_peft_model_state_dict(cast(Any, model), stripped)

@@ -1,4 +1,4 @@
-"""The policy: a causal language model with its tokenizer, and the log-probabilities it gives to tokens.
+"""The policy: a causal language model with its tokenizer, and the log-probabilities of tokens.
 
     B   rows of a batch
     L   tokens of a row, prompt and response, padded on the right to the longest
@@ -6,15 +6,16 @@
     N   sampled tokens of all rows, without padding
     V   vocabulary
 
-Log-probabilities are natural, in float32 whatever the weights are in.
+Log-probabilities are natural, in float32 whatever the dtype of the weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from safetensors import SafetensorError
@@ -24,47 +25,31 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils import logging as transformers_logging
 
 from agentlightning.errors import ConfigError
-
-
-class TokenRow(Protocol):
-    """What the policy was shown, and what it is said to have answered. Both have at least one token.
-
-    Where there is a ``mask``, response tokens at which it is 0 were given to the policy: attended to, not scored.
-    """
-
-    @property
-    def prompt_ids(self) -> Sequence[int]: ...
-
-    @property
-    def response_ids(self) -> Sequence[int]: ...
-
-    @property
-    def mask(self) -> Sequence[int] | None: ...
+from agentlightning_algorithms.grpo.training_row import TrainingRow
 
 
 class TokenBatch(NamedTuple):
     """Rows as tensors, padded on the right.
 
-    Causal attention never looks right, so the padding needs no attention mask and no position ids, and the fastest
-    attention kernel applies. What comes out at padding is never read.
+    With causal attention, padding on the right needs neither attention mask nor position ids, and the fastest
+    attention kernel applies. The output at padding is never read.
     """
 
     input_BL: Tensor
     predictor_N: Tensor
-    """Where, in the flattened ``input_BL``, the token before each sampled token stands."""
+    """Index, in the flattened ``input_BL``, of the token before each sampled token."""
     target_N: Tensor
-    """The sampled tokens themselves, row by row."""
+    """The sampled tokens, row by row."""
     mask_BT: Tensor
-    """True on sampled tokens, which stand side by side."""
+    """True on sampled tokens, which are packed to the left."""
 
 
 class Policy:
     """A causal language model and its tokenizer.
 
     Attributes:
-        model: always in eval mode, in training too: dropout would train another policy than the one that sampled.
-        tokenizer: turns messages into the model's tokens.
-        max_length: positions the model has, prompt and response together.
+        model: always in eval mode, also in training: dropout would train another policy than the one that sampled.
+        max_length: the model's positions, for prompt and response together.
         stop_ids: tokens that end a response.
     """
 
@@ -80,24 +65,18 @@ class Policy:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
         return cast(torch.device, self.model.device)
 
     @property
     def has_lora(self) -> bool:
-        """Whether there are low-rank additions, which then are all that is trained."""
+        """Whether the model has LoRA adapters; only they are trained then."""
         return bool(getattr(self.model, "_hf_peft_config_loaded", False))
 
     def logits(self, input_BL: Tensor, positions: Tensor | None = None, **options: Any) -> Tensor:
-        """Returns logits ``[N, V]`` in float32, at some positions of the flattened input or at all of them.
+        """Returns logits ``[N, V]`` in float32, at ``positions`` of ``input_BL.flatten()`` or at all of them.
 
-        The vocabulary is by far the widest layer of a small model, and a prompt's own logits are of no use: only the
-        chosen positions pass through it.
-
-        Args:
-            input_BL: token ids.
-            positions: indices into ``input_BL.flatten()``; None: all.
-            options: what else the decoder takes: cache, mask, position ids.
+        Only these positions pass through the output layer, by far the widest of a small model. ``options`` are
+        further arguments of the decoder: cache, mask, position ids.
         """
         if self._head is None:
             logits = self.model(input_ids=input_BL, **options).logits.flatten(0, 1)
@@ -112,11 +91,8 @@ class Policy:
     ) -> tuple[Tensor, Tensor]:
         """Returns log-probabilities (with gradient) and entropies of the sampled tokens, each ``[B, T]``.
 
-        Args:
-            batch: see :func:`collate`.
-            temperature: that of sampling; log-probabilities are those of the distribution after it. 0 (greedy) counts
-                as 1, as it does in the sampler.
-            entropy_gradient: whether the entropies have a gradient too.
+        They are those of the distribution after ``temperature``, where 0 (greedy) counts as 1, as in the sampler. With
+        ``entropy_gradient``, the entropies have a gradient, too.
         """
         logits_NV = self.logits(batch.input_BL, batch.predictor_N, use_cache=False) / (temperature or 1.0)
         logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
@@ -126,36 +102,29 @@ class Policy:
         empty_BT = torch.zeros(batch.mask_BT.shape, dtype=logprob_N.dtype, device=logprob_N.device)
         return empty_BT.masked_scatter(batch.mask_BT, logprob_N), empty_BT.masked_scatter(batch.mask_BT, entropy_N)
 
-    def score(self, rows: Sequence[TokenRow], temperature: float = 1.0, *, max_tokens: int = 8192) -> list[list[float]]:
-        """Returns the log-probability of every response token, without gradient, rows in the order given.
-
-        Where a token was given and not sampled, it is 0.
-        """
+    def score(
+        self, rows: Sequence[TrainingRow], temperature: float = 1.0, *, max_tokens: int = 8192
+    ) -> list[list[float]]:
+        """Returns the log-probability of every response token, without gradient; 0 where the token was given."""
         scores: list[list[float]] = [[] for _ in rows]
         with torch.inference_mode():
-            for indices in batch_by_tokens([row_length(row) for row in rows], max_tokens):
+            for indices in batch_by_tokens([row.n_tokens for row in rows], max_tokens):
                 batch = collate([rows[i] for i in indices], self.device)
                 logprob_BT, _ = self.token_logprobs(batch, temperature)
                 for i, values in zip(indices, logprob_BT.tolist(), strict=True):
-                    mask = rows[i].mask
-                    if mask is None:
-                        scores[i] = values[: len(rows[i].response_ids)]
-                    else:
-                        following = iter(values)
-                        scores[i] = [next(following) if sampled else 0.0 for sampled in mask]
+                    remaining = iter(values)
+                    mask = rows[i].mask or [1] * len(rows[i].response_ids)
+                    scores[i] = [next(remaining) if sampled else 0.0 for sampled in mask]
         return scores
 
     def save(self, directory: Path) -> None:
-        """Writes weights, configuration and tokenizer so that ``AutoModelForCausalLM.from_pretrained`` reads them.
-
-        LoRA additions are merged into the weights written.
-        """
+        """Writes weights, configuration and tokenizer for ``from_pretrained``, with LoRA adapters merged."""
         model, state = self.model, None
         if self.has_lora:
-            from agentlightning_algorithms.grpo.model.lora import merge_state  # peft, which the server has no use for
+            from agentlightning_algorithms.grpo.model.lora import merge_state  # peft, which the server does not need
 
             state = merge_state(model)
-            with torch.device("meta"):  # only for its name and configuration
+            with torch.device("meta"):  # only its class and configuration are used
                 model = type(model)(model.config)
             model.generation_config = self.model.generation_config
         with _quiet():
@@ -163,7 +132,7 @@ class Policy:
         self.tokenizer.save_pretrained(str(directory))
 
     def save_trained(self, directory: Path) -> None:
-        """Writes what training changes: LoRA additions only, where there are any, or as :meth:`save`."""
+        """Writes LoRA adapters only, if there are any; else as :meth:`save`."""
         if not self.has_lora:
             self.save(directory)
             return
@@ -172,25 +141,21 @@ class Policy:
         self.tokenizer.save_pretrained(str(directory))
 
     def load_trained(self, directory: Path) -> None:
-        """Takes back what :meth:`save_trained` wrote.
-
-        Raises:
-            ConfigError: nothing there, or of another model or other settings.
-        """
+        """Loads what :meth:`save_trained` wrote; raises a ConfigError if that is of another model or other settings."""
         if self.has_lora:
             from agentlightning_algorithms.grpo.model.lora import load_adapter  # as above
 
-            load_adapter(self.model, Path(directory))
+            load_adapter(self.model, directory)
         else:
             self.load_weights(directory)
 
     def read_weights(self, directory: Path) -> dict[str, Tensor]:
-        """Reads the weights in ``directory`` and checks that they are this model's. Changes nothing.
+        """Reads the weights in ``directory`` without changing the model's.
 
         Raises:
             ConfigError: no safetensors there, or those of another model.
         """
-        files = sorted(Path(directory).glob("*.safetensors"))
+        files = sorted(directory.glob("*.safetensors"))
         if not files:
             raise ConfigError(f"no *.safetensors in {str(directory)!r}; give a directory written by save_pretrained.")
         loaded: dict[str, Tensor] = {}
@@ -200,7 +165,7 @@ class Policy:
             except SafetensorError as error:
                 raise ConfigError(f"{str(file)!r} is damaged: {error}.") from error
         own = self.model.state_dict()
-        # Tied weights are one storage under several names, of which a file holds one.
+        # Tied weights share storage under several names, of which a file has only one.
         covered = {own[name].data_ptr() for name in loaded if name in own}
         wrong = [name for name in loaded if name not in own or own[name].shape != loaded[name].shape]
         missing = [name for name, value in own.items() if value.data_ptr() not in covered]
@@ -212,31 +177,22 @@ class Policy:
         return loaded
 
     def copy_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Copies what :meth:`read_weights` gave over this policy's own weights."""
+        """Replaces the weights with those that :meth:`read_weights` returned."""
         own = self.model.state_dict()
         with torch.no_grad():
             for name, value in weights.items():
                 own[name].copy_(value)
 
     def load_weights(self, directory: Path) -> None:
-        """Copies the weights in ``directory`` over this policy's own; when it raises, nothing has changed.
-
-        Raises:
-            ConfigError: as :meth:`read_weights`.
-        """
+        """Replaces the weights with those in ``directory``; changes nothing if :meth:`read_weights` raises."""
         self.copy_weights(self.read_weights(directory))
 
 
 def load_policy(path: str | Path, *, dtype: str = "float32", device: str = "cpu") -> Policy:
-    """Loads a model and its tokenizer from a directory or by its name on the hub.
-
-    Args:
-        path: a directory written by ``save_pretrained``, or a hub name. A directory is never looked up on the hub.
-        dtype: ``float32``, ``bfloat16`` or ``float16``; the stored weights are converted.
-        device: where the weights go.
+    """Loads a model and its tokenizer from a directory, or else by its name on the hub; converts it to ``dtype``.
 
     Raises:
-        ConfigError: an unknown dtype, no such model, or one that is no causal language model.
+        ConfigError: an unknown dtype, no such model, or not a causal language model.
     """
     kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype not in kinds:
@@ -253,22 +209,13 @@ def load_policy(path: str | Path, *, dtype: str = "float32", device: str = "cpu"
     return Policy(cast(PreTrainedModel, cast(Any, model).to(device)), cast(PreTrainedTokenizerBase, tokenizer))
 
 
-def row_length(row: TokenRow) -> int:
-    """Returns the number of tokens of a row, prompt and response."""
-    return len(row.prompt_ids) + len(row.response_ids)
-
-
 def batch_by_tokens(lengths: Sequence[int], max_tokens: int, *, max_padding: int = 256) -> list[list[int]]:
-    """Cuts items into batches of similar length: at most ``max_tokens`` tokens each, padding included.
+    """Splits items into batches of similar length: at most ``max_tokens`` tokens each, padding included.
 
-    Args:
-        lengths: tokens of each item.
-        max_tokens: bound on memory.
-        max_padding: padding tokens at which a further batch, which costs some fixed time, is the cheaper choice.
+    ``max_padding`` is the number of padding tokens that cost as much as the overhead of another batch.
 
     Returns:
-        Indices into ``lengths``, the longest items first; each index in exactly one batch. An item longer than
-        ``max_tokens`` gets a batch of its own.
+        Indices into ``lengths``, the longest items first. An item longer than ``max_tokens`` gets its own batch.
     """
     batches: list[list[int]] = []
     width = padding = 0
@@ -281,9 +228,8 @@ def batch_by_tokens(lengths: Sequence[int], max_tokens: int, *, max_padding: int
     return batches
 
 
-def collate(rows: Sequence[TokenRow], device: torch.device | str = "cpu") -> TokenBatch:
-    """Turns rows into a batch of tensors on ``device``."""
-    lengths = [row_length(row) for row in rows]
+def collate(rows: Sequence[TrainingRow], device: torch.device | str = "cpu") -> TokenBatch:
+    lengths = [row.n_tokens for row in rows]
     width = max(lengths)
     padded = [[*row.prompt_ids, *row.response_ids] + [0] * (width - n) for row, n in zip(rows, lengths, strict=True)]
     predictors: list[int] = []
@@ -291,15 +237,13 @@ def collate(rows: Sequence[TokenRow], device: torch.device | str = "cpu") -> Tok
     counts: list[int] = []
     for i, row in enumerate(rows):
         first = i * width + len(row.prompt_ids) - 1
-        here = range(first, first + len(row.response_ids))
-        before = len(targets)
-        if row.mask is None:
-            predictors.extend(here)
-            targets.extend(row.response_ids)
-        else:
-            predictors.extend(place for place, sampled in zip(here, row.mask, strict=True) if sampled)
-            targets.extend(token for token, sampled in zip(row.response_ids, row.mask, strict=True) if sampled)
-        counts.append(len(targets) - before)
+        positions: Sequence[int] = range(first, first + len(row.response_ids))
+        sampled = row.response_ids
+        if row.mask is not None:
+            positions, sampled = list(compress(positions, row.mask)), list(compress(sampled, row.mask))
+        predictors.extend(positions)
+        targets.extend(sampled)
+        counts.append(len(sampled))
     return TokenBatch(
         input_BL=torch.tensor(padded).to(device),
         predictor_N=torch.tensor(predictors).to(device),
@@ -317,9 +261,9 @@ def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> fro
 
 
 def _plain_head(model: PreTrainedModel) -> nn.Module | None:
-    """Returns the model's output layer if it is all that stands between hidden states and logits, else None.
+    """Returns the output layer, or None if the model transforms its logits afterwards, as by a scale or a cap.
 
-    Some models scale or cap their logits afterwards; the difference shows on any input, so one is tried.
+    The difference shows on any input, so one is tried.
     """
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Module):
@@ -333,7 +277,7 @@ def _plain_head(model: PreTrainedModel) -> nn.Module | None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps transformers' progress bars out of ours."""
+    """Disables transformers' progress bars."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

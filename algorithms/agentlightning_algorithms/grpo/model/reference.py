@@ -1,4 +1,4 @@
-"""The policy that training is not to leave: as it was, or as it was on average."""
+"""The reference policy of the KL penalty: the initial weights or a moving average."""
 
 from __future__ import annotations
 
@@ -12,18 +12,16 @@ from agentlightning.errors import ConfigError
 
 
 class Reference:
-    """Earlier values of the trained parameters, put in their place while the reference is asked.
+    """Earlier values of the trained parameters, swapped in while the reference is evaluated.
 
-    One copy of what is trained is all it costs; with LoRA that is next to nothing.
+    It needs memory for one copy of the trained parameters; with LoRA that is little.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], decay: float | None = None) -> None:
-        """Remembers the parameters as they are.
+        """Copies the parameters.
 
-        Args:
-            parameters: those that are trained.
-            decay: after each update the reference becomes decay * reference + (1 - decay) * parameters, as the teacher
-                of Tarvainen and Valpola 2017, arXiv:1703.01780; None: it stays.
+        After each update the reference becomes decay * reference + (1 - decay) * parameters, as the teacher of
+        Tarvainen and Valpola 2017, arXiv:1703.01780; without ``decay`` it does not change.
         """
         self._parameters = parameters
         self._decay = decay
@@ -31,7 +29,7 @@ class Reference:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Makes the model the reference until the block ends."""
+        """Gives the model the reference's weights until the block ends."""
         self._swap()
         try:
             yield
@@ -39,22 +37,18 @@ class Reference:
             self._swap()
 
     def follow(self) -> None:
-        """Moves an averaging reference one update on."""
+        """Updates a moving average after an update of the parameters."""
         if self._decay is not None:
             with torch.no_grad():
                 for value, parameter in zip(self._values, self._parameters, strict=True):
                     value.lerp_(parameter, 1.0 - self._decay)
 
     def state(self) -> list[Tensor]:
-        """What a checkpoint has to keep."""
+        """Returns what a checkpoint keeps."""
         return self._values
 
     def restore(self, values: Sequence[Tensor]) -> None:
-        """Takes back what ``state`` gave.
-
-        Raises:
-            ConfigError: it is of another model.
-        """
+        """Restores what :meth:`state` returned; raises a ConfigError if that is of another model."""
         if [v.shape for v in values] != [v.shape for v in self._values]:
             raise ConfigError("the checkpoint's reference is of another model; resume with the settings it began with.")
         for own, value in zip(self._values, values, strict=True):

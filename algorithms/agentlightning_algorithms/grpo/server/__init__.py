@@ -1,1 +1,1 @@
-"""The policy server: sampling behind an OpenAI-compatible endpoint."""
+"""An OpenAI-compatible HTTP server over the sampler."""

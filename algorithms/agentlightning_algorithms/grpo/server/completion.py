@@ -1,9 +1,9 @@
-"""OpenAI's chat and text completions: requests tokenized, and responses turned into answers, whole or as a stream.
+"""OpenAI's chat and text completions: tokenizes requests and builds answers, whole or as a stream.
 
-Token ids are answered as in vLLM (0.10.2 and later): ``return_token_ids`` brings ``prompt_token_ids`` and each choice's
-``token_ids``. Ours are ``weight_version``, the version of the weights that sampled the answer, and, in
-``usage.prompt_tokens_details`` beside ``cached_tokens``, ``continued_tokens``: tokens that were taken over as they were
-sampled.
+As in vLLM (0.10.2 and later), ``return_token_ids`` adds ``prompt_token_ids`` and each choice's ``token_ids``. Our own
+fields are ``weight_version``, the version of the weights that sampled the answer, and, in
+``usage.prompt_tokens_details`` beside ``cached_tokens``, ``continued_tokens``: tokens of the prompt that were sampled
+earlier and not tokenized again.
 """
 
 from __future__ import annotations
@@ -13,37 +13,29 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any
 
 from jinja2 import TemplateError
 
 from agentlightning_algorithms.grpo.model.policy import Policy
-from agentlightning_algorithms.grpo.server.completion_request import (
+from agentlightning_algorithms.grpo.sampling.draw import Generation, SamplingParams, Token
+from agentlightning_algorithms.grpo.server.conversation import Conversations, Prompt
+from agentlightning_algorithms.grpo.server.reply import Json, ReplyReader
+from agentlightning_algorithms.grpo.server.request import (
     ChatRequest,
     RequestError,
     TextRequest,
     read_message,
 )
-from agentlightning_algorithms.grpo.server.conversation import Conversations, Prompt
-from agentlightning_algorithms.grpo.server.reply import ReplyReader
-from agentlightning_algorithms.grpo.server.sampling import Generation, SamplingParams, Token
 
-Json = dict[str, Any]
-TopLogprobs = list[tuple[int, float]]
-
-# JSON has no infinity; OpenAI and vLLM report impossible tokens with this.
+# JSON has no infinity; OpenAI and vLLM report this for tokens of probability 0.
 _LOWEST = -9999.0
 
 
 class Completions:
-    """Turns requests into tokens and settings, and responses into answers, with one policy's tokenizer.
-
-    Attributes:
-        conversations: what was answered, by its tokens.
-    """
+    """Turns requests into prompts and sampling parameters."""
 
     def __init__(self, policy: Policy, model_name: str, max_length: int) -> None:
-        """Takes a policy, what requests call it, and the tokens that a prompt and its response may have together."""
+        """Takes a policy, its name, and the maximum tokens of a prompt and its response together."""
         self.model_name = model_name
         self.max_length = max_length
         self.conversations = Conversations(policy.tokenizer, policy.stop_ids)
@@ -51,24 +43,14 @@ class Completions:
         self._vocabulary = int(policy.model.config.vocab_size)
         self.token_text = lru_cache(maxsize=None)(self._read_token)
 
-    def chat_prompt(self, request: ChatRequest) -> Prompt:
-        """Returns the conversation as tokens, as the model's chat template renders it.
-
-        Raises:
-            RequestError: messages the template does not take, or a model without a chat template.
-        """
-        messages = [read_message(i, message) for i, message in enumerate(request.messages)]
-        try:
-            return self.conversations.prompt(messages, request.offered_tools)
-        except (TemplateError, ValueError, TypeError, KeyError) as error:
-            raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
-
-    def text_prompt(self, request: TextRequest) -> Prompt:
-        """Returns the prompt as tokens.
-
-        Raises:
-            RequestError: a token id outside the vocabulary.
-        """
+    def prompt(self, request: ChatRequest | TextRequest) -> Prompt:
+        """Tokenizes and checks a prompt; that of a chat is rendered by the model's chat template."""
+        if isinstance(request, ChatRequest):
+            messages = [read_message(i, message) for i, message in enumerate(request.messages)]
+            try:
+                return self.conversations.prompt(messages, request.offered_tools)
+            except (TemplateError, ValueError, TypeError, KeyError) as error:
+                raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
         if isinstance(request.prompt, str):
             return Prompt(self.conversations.encode(request.prompt, special_tokens=True))
         for token in request.prompt:
@@ -77,11 +59,7 @@ class Completions:
         return Prompt(request.prompt)
 
     def sampling_params(self, request: ChatRequest | TextRequest, prompt_length: int) -> list[SamplingParams]:
-        """Returns the settings of each of the ``n`` responses.
-
-        Raises:
-            RequestError: the response does not fit behind the prompt.
-        """
+        """Returns the sampling parameters of each of the ``n`` responses, and checks that they fit after the prompt."""
         room = self.max_length - prompt_length
         asked = request.max_tokens
         if isinstance(request, ChatRequest):
@@ -119,10 +97,9 @@ class Completions:
 
 
 class Answer:
-    """The answer to one request, of responses that are there, or chunk by chunk of their tokens as they come."""
+    """The answer to one request: :meth:`whole`, or as chunks by the other methods."""
 
     def __init__(self, completions: Completions, request: ChatRequest | TextRequest, prompt: Prompt) -> None:
-        """Takes the request and its prompt."""
         self._completions = completions
         self._request = request
         self._prompt = prompt
@@ -144,15 +121,9 @@ class Answer:
         for index, (reader, generation) in enumerate(zip(self._readers, generations, strict=True)):
             reader.feed(generation.token_ids)
             reader.finish()
-            choice = self._choice(index, generation.token_ids, generation.logprobs, generation.top_logprobs)
-            choice["finish_reason"] = self._finish_reason(index, generation)
-            if self._chat:
-                choice["message"] = reader.message()
-            else:
-                choice["text"] = reader.text
-            if self._request.return_token_ids and not self._chat:
-                choice["prompt_token_ids"] = self._prompt.token_ids
-            choices.append(choice)
+            text: Json = {"message": reader.message()} if self._chat else {"text": reader.text}
+            reason = self._finish_reason(index, generation)
+            choices.append({**self._choice(index, generation.tokens), **text, "finish_reason": reason})
         self._remember(generations)
         version = generations[0].weight_version
         answer = {**self._head, "choices": choices, "usage": self._usage(generations), "weight_version": version}
@@ -161,7 +132,7 @@ class Answer:
         return answer
 
     def begin(self, weight_version: int) -> Iterator[Json]:
-        """Yields the chunks that a stream begins with: who speaks, to what."""
+        """Yields the first chunk of a chat stream, with role and prompt; none for a text completion."""
         self._head["object"] = "chat.completion.chunk" if self._chat else "text_completion"
         self._head["weight_version"] = weight_version
         if self._request.include_usage:
@@ -174,27 +145,18 @@ class Answer:
             yield first
 
     def feed(self, index: int, tokens: Sequence[Token]) -> Json:
-        """Returns the chunk for more tokens of a choice. It may be without text: what is not certain is held back."""
-        said, calls = self._readers[index].feed([token.token_id for token in tokens])
-        choice = self._choice(
-            index,
-            [token.token_id for token in tokens],
-            [token.logprob for token in tokens],
-            [token.top_logprobs for token in tokens],
-        )
-        if index not in self._begun and self._request.return_token_ids and not self._chat:
-            choice["prompt_token_ids"] = self._prompt.token_ids
-        self._begun.add(index)
-        return self._chunk([{**choice, **self._said(index, said, calls)}])
+        """Returns the chunk for further tokens of a choice; it has no text while that is held back."""
+        text, calls = self._readers[index].feed([token.token_id for token in tokens])
+        return self._chunk([{**self._choice(index, tokens), **self._delta(index, text, calls)}])
 
     def end(self, index: int, generation: Generation) -> Json:
-        """Returns the last chunk of a choice: what was held back, and how it ended."""
-        said, calls = self._readers[index].finish()
+        """Returns the last chunk of a choice, with the text that was held back and the finish reason."""
+        text, calls = self._readers[index].finish()
         choice: Json = {"index": index, "logprobs": None, "finish_reason": self._finish_reason(index, generation)}
-        return self._chunk([{**choice, **self._said(index, said, calls)}])
+        return self._chunk([{**choice, **self._delta(index, text, calls)}])
 
     def close(self, generations: Sequence[Generation]) -> Iterator[Json]:
-        """Yields what comes after the last choice."""
+        """Yields the chunk with the usage, if requested; call it after the last choice has ended."""
         self._remember(generations)
         if self._request.include_usage:
             yield {**self._chunk([]), "usage": self._usage(generations)}
@@ -202,10 +164,10 @@ class Answer:
     def _chunk(self, choices: list[Json]) -> Json:
         return {**self._head, "choices": choices}
 
-    def _said(self, index: int, said: str, calls: list[Json]) -> Json:
+    def _delta(self, index: int, text: str, calls: list[Json]) -> Json:
         if not self._chat:
-            return {"text": said}
-        delta: Json = {"content": said} if said else {}
+            return {"text": text}
+        delta: Json = {"content": text} if text else {}
         if calls:
             before = len(self._readers[index].calls) - len(calls)
             delta["tool_calls"] = [{"index": before + i, **call} for i, call in enumerate(calls)]
@@ -214,45 +176,37 @@ class Answer:
     def _finish_reason(self, index: int, generation: Generation) -> str:
         return "tool_calls" if self._readers[index].calls else generation.finish_reason
 
-    def _choice(
-        self, index: int, token_ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[TopLogprobs]
-    ) -> Json:
+    def _choice(self, index: int, tokens: Sequence[Token]) -> Json:
+        request = self._request
         choice: Json = {"index": index, "finish_reason": None, "logprobs": None}
-        if self._request.return_token_ids:
-            choice["token_ids"] = list(token_ids)
-        if isinstance(self._request, ChatRequest):
-            if self._request.logprobs:
-                choice["logprobs"] = {"content": self._chat_logprobs(token_ids, logprobs, tops)}
-        elif self._request.logprobs is not None:
-            choice["logprobs"] = self._text_logprobs(index, token_ids, logprobs, tops)
+        if request.return_token_ids:
+            choice["token_ids"] = [token.token_id for token in tokens]
+            if not self._chat and index not in self._begun:
+                choice["prompt_token_ids"] = self._prompt.token_ids
+                self._begun.add(index)
+        if isinstance(request, ChatRequest):
+            if request.logprobs:
+                choice["logprobs"] = {"content": [self._chat_logprob(token) for token in tokens]}
+        elif request.logprobs is not None:
+            choice["logprobs"] = self._text_logprobs(index, tokens)
         return choice
 
-    def _chat_logprobs(
-        self, token_ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[TopLogprobs]
-    ) -> list[Json]:
+    def _chat_logprob(self, token: Token) -> Json:
         text = self._completions.token_text
-        content = [
-            {**text(token), "logprob": logprob, "top_logprobs": []}
-            for token, logprob in zip(token_ids, logprobs, strict=True)
-        ]
-        for entry, likeliest in zip(content, tops, strict=False):
-            entry["top_logprobs"] = [{**text(token), "logprob": max(value, _LOWEST)} for token, value in likeliest]
-        return content
+        top = [{**text(other), "logprob": max(value, _LOWEST)} for other, value in token.top_logprobs]
+        return {**text(token.token_id), "logprob": token.logprob, "top_logprobs": top}
 
-    def _text_logprobs(
-        self, index: int, token_ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[TopLogprobs]
-    ) -> Json:
+    def _text_logprobs(self, index: int, tokens: Sequence[Token]) -> Json:
         text = self._completions.token_text
-        texts = [text(token)["token"] for token in token_ids]
+        texts = [text(token.token_id)["token"] for token in tokens]
         offsets = [*itertools.accumulate(map(len, texts), initial=self._offsets[index])]
         self._offsets[index] = offsets.pop()
+        tops = [token.top_logprobs for token in tokens if token.top_logprobs]
         return {
             "tokens": texts,
             "text_offset": offsets,
-            "token_logprobs": list(logprobs),
-            "top_logprobs": [
-                {text(token)["token"]: max(value, _LOWEST) for token, value in likeliest} for likeliest in tops
-            ],
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [{text(other)["token"]: max(value, _LOWEST) for other, value in top} for top in tops],
         }
 
     def _usage(self, generations: Sequence[Generation]) -> Json:

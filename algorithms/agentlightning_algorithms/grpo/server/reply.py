@@ -1,27 +1,31 @@
-"""From the tokens of one response to what the agent reads of it, while they come.
+"""Incremental decoding of a response into text and tool calls; whole answers and streams use the same reader.
 
-The same reader makes a whole answer and a stream, so that both say the same.
+Tool calls are in the format of the Hermes family, which the chat templates of Qwen 2.5 and 3 use, too:
+
+    <tool_call>
+    {"name": "add", "arguments": {"a": 1, "b": 2}}
+    </tool_call>
 """
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
-
-from agentlightning_algorithms.grpo.server.tool_call import ToolCallReader
 
 Json = dict[str, Any]
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 class TextReader:
-    """Decodes tokens as they come, up to the first stop string.
+    """Decodes tokens incrementally, up to the first stop string.
 
-    Text is held back while it ends in half a character, or may be the beginning of a stop string.
+    Text is held back while it ends in an incomplete character or may be the beginning of a stop string.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> None:
@@ -33,7 +37,7 @@ class TextReader:
         self._stopped = False
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """Returns the text that is certain after more tokens."""
+        """Takes more tokens and returns the text that is certain."""
         self._token_ids.extend(token_ids)
         fresh = self._decode()
         if fresh.endswith(_UNFINISHED):
@@ -42,12 +46,12 @@ class TextReader:
         return self._cut(fresh)
 
     def finish(self) -> str:
-        """Returns the rest."""
-        said = self._cut(self._decode())
-        return said if self._stopped else said + self._held
+        """Returns the text that was held back."""
+        text = self._cut(self._decode())
+        return text if self._stopped else text + self._held
 
     def _decode(self) -> str:
-        # Decoders treat the first token differently, so the tokens before the new ones are decoded along with them.
+        # Decoders treat the first token differently, so the tokens before the new ones are decoded with them.
         known, both = (
             str(self._tokenizer.decode(self._token_ids[self._before : end], skip_special_tokens=True))
             for end in (self._read, len(self._token_ids))
@@ -68,12 +72,67 @@ class TextReader:
         return text[: len(text) - hold]
 
 
+class ToolCall(NamedTuple):
+    """A call to a tool."""
+
+    name: str
+    arguments: str
+    """A JSON object as text, as in the OpenAI API."""
+
+
+class ToolCallReader:
+    """Extracts tool calls from a text that arrives in pieces.
+
+    A block that is not a JSON object with a name and an object of arguments stays in the text unchanged. White space
+    before a call is removed with it, and so is white space after it unless it separates two texts.
+    """
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._has_text = False
+        self._after_call = False
+
+    def feed(self, text: str) -> tuple[str, list[ToolCall]]:
+        """Takes another piece; returns the text that cannot belong to a call, and complete calls."""
+        self._held += text
+        said, calls = "", []
+        while True:
+            if self._after_call and not self._has_text:
+                self._held = self._held.lstrip()
+            start = self._held.find(_OPEN)
+            end = self._held.find(_CLOSE, start + len(_OPEN)) if start >= 0 else -1
+            if end < 0:
+                break
+            block, self._held = self._held[:end], self._held[end + len(_CLOSE) :]
+            call = _parse_call(block[start + len(_OPEN) :])
+            if call is not None:
+                calls.append(call)
+            fresh = block + _CLOSE if call is None else block[:start].rstrip()
+            said += fresh
+            self._has_text |= bool(fresh)
+            self._after_call = call is not None
+        if start >= 0:
+            sure = len(self._held[:start].rstrip())
+        else:
+            # A call may follow: its tag may have begun, and white space before it would be removed.
+            tag = next(n for n in range(len(_OPEN) - 1, -1, -1) if self._held.endswith(_OPEN[:n]))
+            sure = len(self._held[: len(self._held) - tag].rstrip())
+        fresh, self._held = self._held[:sure], self._held[sure:]
+        if fresh:
+            self._has_text, self._after_call = True, False
+        return said + fresh, calls
+
+    def finish(self) -> str:
+        """Returns the text that was held back."""
+        return "" if self._after_call and not self._held.strip() else self._held
+
+
 class ReplyReader:
     """Reads one response: its text, and its tool calls where the request has tools.
 
     Attributes:
-        text: what was said so far.
-        calls: tool calls so far, as OpenAI's API carries them.
+        text: the text so far.
+        calls: the tool calls so far, in OpenAI's format.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], *, tools: bool) -> None:
@@ -83,29 +142,64 @@ class ReplyReader:
         self._call_reader = ToolCallReader() if tools else None
 
     def feed(self, token_ids: Sequence[int]) -> tuple[str, list[Json]]:
-        """Returns the text and the calls that more tokens have made certain."""
+        """Takes more tokens and returns the text and the calls that are certain."""
         return self._add(self._reader.feed(token_ids), last=False)
 
     def finish(self) -> tuple[str, list[Json]]:
-        """Returns what is left when no more tokens come."""
+        """Returns what was held back."""
         return self._add(self._reader.finish(), last=True)
 
     def message(self) -> Json:
-        """Returns the whole as a message of the conversation."""
+        """Returns the response as a message."""
         message: Json = {"role": "assistant", "content": self.text or (None if self.calls else "")}
         if self.calls:
             message["tool_calls"] = self.calls
         return message
 
-    def _add(self, said: str, *, last: bool) -> tuple[str, list[Json]]:
+    def _add(self, text: str, *, last: bool) -> tuple[str, list[Json]]:
         calls: list[Json] = []
         if self._call_reader is not None:
-            said, found = self._call_reader.feed(said)
+            text, found = self._call_reader.feed(text)
             if last:
-                said += self._call_reader.finish()
+                text += self._call_reader.finish()
             for call in found:
                 function = {"name": call.name, "arguments": call.arguments}
                 calls.append({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
-        self.text += said
+        self.text += text
         self.calls += calls
-        return said, calls
+        return text, calls
+
+
+def restore_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """Returns a message whose tool calls have their arguments as objects, as chat templates expect them."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    restored = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            arguments = _parse_object(function["arguments"])
+            if arguments is not None:
+                call = {**call, "function": {**function, "arguments": arguments}}
+        restored.append(call)
+    return {**message, "tool_calls": restored}
+
+
+def _parse_call(block: str) -> ToolCall | None:
+    call = _parse_object(block)
+    if call is None or not isinstance(call.get("name"), str) or not isinstance(call.get("arguments"), dict):
+        return None
+    return ToolCall(call["name"], json.dumps(call["arguments"], ensure_ascii=False))
+
+
+def _parse_object(text: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")  # Python's parser accepts NaN and Infinity

@@ -1,15 +1,15 @@
-"""``backend: vllm``: the policy is sampled by a vLLM server that runs already, on this machine or another.
+"""The policy backend ``vllm``: a vLLM server that is already running, on this machine or another.
 
     VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --served-model-name policy --logprobs-mode processed_logprobs
 
-New weights are written by the trainer to a directory that the server sees too, and read by it in place:
+The trainer writes new weights to a directory that the server also sees, and the server reloads them in place:
 
-    POST /pause?mode=wait     calls under way end, further ones wait, cached prefixes are forgotten
+    POST /pause?mode=wait     running calls end, further calls wait, cached prefixes are dropped
     POST /collective_rpc      reload_weights, with weights_path = DIR and is_checkpoint_format = true
     POST /resume
 
-These paths exist in development mode only, and let whoever reaches them replace the model: the server belongs on
-loopback or a network of its own.
+These paths exist in development mode only, and any client that reaches them can replace the model: run the server on
+loopback or in a private network.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from agentlightning_algorithms.policy_backend import PolicySetup
 
 
 class VLLMBackend:
-    """A vLLM server, 0.16 or later, over HTTP. It is neither started nor ended from here."""
+    """A vLLM server, 0.16 or later, over HTTP. This backend neither starts nor stops it."""
 
     tells_versions = False
 
@@ -39,13 +39,13 @@ class VLLMBackend:
         api_key: str | None = None,
         reload_timeout_s: float = 600.0,
     ) -> None:
-        """Sets the address.
+        """Takes the settings that only this backend has.
 
         Args:
             endpoint: OpenAI base URL.
-            served_model: what the server calls the model; default what agents call it.
+            served_model: the server's name for the model; None: the name that agents use.
             api_key: of the server.
-            reload_timeout_s: how long calls under way and reading the weights may take together.
+            reload_timeout_s: how long running calls and reloading may take together.
         """
         self.endpoint = endpoint.rstrip("/")
         self._served_model = served_model
@@ -65,62 +65,63 @@ class VLLMBackend:
         return {**entry, "api_key": self._api_key} if self._api_key else entry
 
     async def start(self, setup: PolicySetup) -> None:
-        """Checks that the server is there, serves the model, and tells what training needs.
+        """Checks that the server has the model and returns what training needs.
 
         Raises:
-            ConfigError: it lacks an option; the message names it.
-            LightningError: it cannot be reached.
+            ConfigError: the server lacks an option, which the message names.
+            LightningError: the server does not answer.
         """
         self._model_name = setup.model_name
-        served = self._served_model or setup.model_name
-        status, models = await self._ask("GET", "/v1/models")
+        served = self.model_entry["model"]
+        status, models = await self._request("GET", "/v1/models")
         names = [model["id"] for model in models.get("data", ())] if status == 200 else []
         if served not in names:
             raise ConfigError(
                 f"the vLLM server at {self.endpoint} has no model {served!r} (status {status}, models: "
                 f"{', '.join(names) or 'none'}); start it with --served-model-name {served}, or set served_model."
             )
-        status, _ = await self._ask("GET", "/is_paused")
+        status, _ = await self._request("GET", "/is_paused")
         if status != 200:
             raise ConfigError(
                 f"the vLLM server at {self.endpoint} has no /is_paused (status {status}), so its weights cannot be "
                 "replaced; start vLLM 0.16 or later with the environment variable VLLM_SERVER_DEV_MODE=1."
             )
-        await self._resume()  # a training that was killed may have left it paused
+        await self._command("/resume")  # a killed training may have left it paused
         await self._check_logprobs(served)
 
     async def load_weights(self, path: Path, version: int) -> None:
-        """Replaces the weights by those in ``path``; the version stays with the caller.
+        """Replaces the weights with those in ``path``; the server does not store the version.
 
         Raises:
             ConfigError: the server refuses them.
-            LightningError: it does not answer.
+            LightningError: the server does not answer.
         """
-        kwargs = {"weights_path": _absolute(path), "is_checkpoint_format": True}
+        kwargs = {"weights_path": str(Path.cwd() / path), "is_checkpoint_format": True}
+        body = {"method": "reload_weights", "kwargs": kwargs}
         try:
-            await self._demand("/pause?mode=wait")
-            status, answer = await self._ask("POST", "/collective_rpc", {"method": "reload_weights", "kwargs": kwargs})
+            await self._command("/pause?mode=wait")
+            status, answer = await self._request("POST", "/collective_rpc", body)
             if status != 200:
                 raise ConfigError(
-                    f"the vLLM server refused weights version {version} (status {status}): {_told(answer)}. It must "
-                    f"see {kwargs['weights_path']} under the same path."
+                    f"the vLLM server refused weights version {version} (status {status}): {_error_text(answer)}. It "
+                    f"must see {kwargs['weights_path']} under the same path."
                 )
         finally:
-            await self._resume()
+            await self._command("/resume")
 
     def check(self) -> None:
-        """Harmless: the server is not ours, and a call that fails says so."""
+        """Does nothing: this process does not own the server, and failing calls report it."""
 
     async def statistics(self) -> Mapping[str, float]:
-        """Returns nothing: vLLM's own ``/metrics`` has its numbers."""
+        """Returns nothing: vLLM reports its statistics at ``/metrics``."""
         return {}
 
     async def stop(self) -> None:
         """Leaves the server as it is."""
 
     async def _check_logprobs(self, served: str) -> None:
-        """Asks for the same token at two temperatures: log-probabilities taken before the temperature are equal."""
-        told = []
+        """Samples a token at two temperatures: log-probabilities taken before the temperature are equal."""
+        found = []
         for temperature in (1.0, 2.0):
             body = {
                 "model": served,
@@ -131,32 +132,29 @@ class VLLMBackend:
                 "logprobs": 1,
                 "return_token_ids": True,
             }
-            status, answer = await self._ask("POST", "/v1/completions", body)
+            status, answer = await self._request("POST", "/v1/completions", body)
             if status != 200:
-                raise ConfigError(f"the vLLM server cannot complete a prompt (status {status}): {_told(answer)}")
+                raise ConfigError(f"the vLLM server cannot complete a prompt (status {status}): {_error_text(answer)}")
             choice = answer["choices"][0]
             if not choice.get("token_ids"):
                 raise ConfigError(
-                    "the vLLM server tells no token ids (return_token_ids); vLLM 0.16 or later is needed."
+                    "the vLLM server returns no token ids (return_token_ids); vLLM 0.16 or later is needed."
                 )
-            told.append(max(choice["logprobs"]["top_logprobs"][0].values()))
-        if math.isclose(*told, abs_tol=1e-4):
+            found.append(max(choice["logprobs"]["top_logprobs"][0].values()))
+        if math.isclose(*found, abs_tol=1e-4):
             raise ConfigError(
-                f"the vLLM server tells log-probabilities before the temperature is applied ({told[0]:.4f} at 1 and at "
-                "2); start it with --logprobs-mode processed_logprobs."
+                "the vLLM server returns log-probabilities from before the temperature is applied "
+                f"({found[0]:.4f} at 1 and at 2); start it with --logprobs-mode processed_logprobs."
             )
 
-    async def _resume(self) -> None:
-        await self._demand("/resume")
-
-    async def _demand(self, path: str) -> None:
-        status, answer = await self._ask("POST", path)
+    async def _command(self, path: str) -> None:
+        status, answer = await self._request("POST", path)
         if status != 200:
             raise LightningError(
-                f"the vLLM server at {self.endpoint} refused {path} (status {status}): {_told(answer)}"
+                f"the vLLM server at {self.endpoint} refused {path} (status {status}): {_error_text(answer)}"
             )
 
-    async def _ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+    async def _request(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
         url = self.endpoint.removesuffix("/v1") + path
         headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
         timeout = aiohttp.ClientTimeout(total=self._reload_timeout_s, connect=30)
@@ -166,25 +164,17 @@ class VLLMBackend:
                 session.request(method, url, json=body) as response,
             ):
                 text = await response.read()
-                return response.status, _parse(text)
+                try:
+                    return response.status, orjson.loads(text)
+                except orjson.JSONDecodeError:
+                    return response.status, {"error": text.decode(errors="replace")[:500]}
         except (aiohttp.ClientError, TimeoutError) as error:
             raise LightningError(
                 f"the vLLM server at {self.endpoint} does not answer {path} ({type(error).__name__}: {error})."
             ) from error
 
 
-def _absolute(path: Path) -> str:
-    return str(path.resolve())
-
-
-def _parse(text: bytes) -> Any:
-    try:
-        return orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return {"error": text.decode(errors="replace")[:500]}
-
-
-def _told(answer: Any) -> str:
-    """What an error says: vLLM writes ``error`` as text or with a message, and FastAPI ``detail``."""
+def _error_text(answer: Any) -> str:
+    """Returns the text of an error: vLLM sends ``error`` as text or as an object, FastAPI sends ``detail``."""
     error = answer.get("error", answer.get("detail", answer)) if isinstance(answer, dict) else answer
     return str(error.get("message", error) if isinstance(error, dict) else error)

@@ -1,9 +1,7 @@
-"""Drawing tokens from logits, each row by its own settings.
+"""Drawing of tokens from logits, each row with its own parameters, on the logits' device.
 
-    n   rows
-    V   vocabulary
-
-All of it runs on the logits' device.
+n   rows
+V   vocabulary
 """
 
 from __future__ import annotations
@@ -23,14 +21,13 @@ class SamplingParams:
     """How to sample one response.
 
     Attributes:
-        max_tokens: end after so many, stop token included; the caller sees to it that prompt and response fit the
-            model.
+        max_tokens: maximum length, stop token included; the caller checks that prompt and response fit the model.
         temperature: 0 takes the likeliest token; its log-probabilities are those at temperature 1, unfiltered.
-        top_p: keep the smallest set of likeliest tokens that has this much probability.
-        top_k: keep so many likeliest tokens; 0 keeps all. Applied before ``top_p``.
+        top_p: keep the smallest set of likeliest tokens with at least this probability.
+        top_k: keep this many likeliest tokens; 0 keeps all. Applied before ``top_p``.
         stop: end as soon as the text contains one of these.
         seed: makes the response repeatable whatever else is in the batch, up to rounding in the model's arithmetic.
-        top_logprobs: report so many likeliest tokens at each position.
+        top_logprobs: how many likeliest tokens to report at each position.
     """
 
     max_tokens: int
@@ -42,27 +39,32 @@ class SamplingParams:
     top_logprobs: int = 0
 
 
-class Generation(NamedTuple):
-    """A sampled response. The log-probabilities are those of the distribution it was drawn from, filters included."""
-
-    token_ids: list[int]
-    """With the stop token, where one ended it."""
-    logprobs: list[float]
-    top_logprobs: list[list[tuple[int, float]]]
-    """Per token, (token id, log-probability), likeliest first; empty unless asked for."""
-    finish_reason: FinishReason
-    weight_version: int
-    cached_tokens: int = 0
-    """Tokens of the prompt that did not have to be run."""
-
-
 class Token(NamedTuple):
-    """One token of a response, as it is sampled."""
+    """A sampled token. Log-probabilities are those of the distribution it was drawn from, filters included."""
 
     token_id: int
     logprob: float
-    top_logprobs: list[tuple[int, float]]
+    top_logprobs: Sequence[tuple[int, float]]
+    """Token ids and log-probabilities, likeliest first; empty unless requested."""
     weight_version: int
+
+
+class Generation(NamedTuple):
+    """A sampled response."""
+
+    tokens: list[Token]
+    """Including the stop token, if one ended the response."""
+    finish_reason: FinishReason
+    cached_tokens: int = 0
+    """Tokens of the prompt that were not run."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token.token_id for token in self.tokens]
+
+    @property
+    def weight_version(self) -> int:
+        return self.tokens[0].weight_version
 
 
 class Draw(NamedTuple):
@@ -75,15 +77,10 @@ class Draw(NamedTuple):
 
 
 def draw_tokens(logits_nV: Tensor, params: Sequence[SamplingParams], uniform_n: Sequence[float]) -> Draw:
-    """Draws one token per row.
+    """Draws one token per row from float32 logits.
 
-    The cumulative distribution is inverted at one uniform number per row, so that a row's token depends on its own
-    random numbers and on nothing else in the batch.
-
-    Args:
-        logits_nV: logits in float32.
-        params: of each row.
-        uniform_n: numbers in [0, 1), of each row; not used by greedy rows.
+    The cumulative distribution is inverted at one uniform number in [0, 1) per row, so that a row's token depends on
+    its own random numbers only. Greedy rows do not use theirs.
     """
     device = logits_nV.device
     if any(p.temperature not in (0.0, 1.0) for p in params):
@@ -96,7 +93,7 @@ def draw_tokens(logits_nV: Tensor, params: Sequence[SamplingParams], uniform_n: 
 
     cumulative_nV = logprobs_nV.double().exp().cumsum(-1)
     total_n = cumulative_nV[:, -1]
-    # Rounding must never reach the total: what lies there has no probability.
+    # Rounding must not reach the total, where only tokens of probability 0 lie.
     point_n = torch.tensor(uniform_n, dtype=torch.float64, device=device) * total_n
     point_n = torch.minimum(point_n, torch.nextafter(total_n, torch.zeros_like(total_n)))
     token_n = torch.searchsorted(cumulative_nV, point_n[:, None], right=True).squeeze(1)
@@ -108,7 +105,7 @@ def draw_tokens(logits_nV: Tensor, params: Sequence[SamplingParams], uniform_n: 
 
 
 def _filter(logits_nV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Puts minus infinity on what top-k, then top-p of what top-k left, throw out; the likeliest token always stays."""
+    """Sets logits outside top-k, and outside top-p of the rest, to minus infinity; keeps the likeliest token."""
     device, size = logits_nV.device, logits_nV.shape[-1]
     ordered_nV, order_nV = logits_nV.sort(dim=-1, descending=True)
     top_k_n = torch.tensor([min(p.top_k, size) or size for p in params], device=device)

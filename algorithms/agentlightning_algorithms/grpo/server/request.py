@@ -1,28 +1,17 @@
-"""The bodies of OpenAI's chat and text completions, checked.
-
-Token ids are asked for as in vLLM (0.10.2 and later): ``return_token_ids``.
-"""
+"""Request bodies of OpenAI's chat and text completions, with vLLM's ``return_token_ids`` (0.10.2 and later)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from agentlightning_algorithms.grpo.server.tool_call import restore_arguments
-
-Json = dict[str, Any]
+from agentlightning_algorithms.grpo.server.reply import Json, restore_arguments
 
 
 class RequestError(Exception):
-    """A request that cannot be served as it is.
-
-    Attributes:
-        status: HTTP status, 4xx.
-        param: the field at fault.
-        code: machine-readable reason.
-    """
+    """A request that is refused, with its HTTP status, the invalid field and a machine-readable code."""
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -30,7 +19,7 @@ class RequestError(Exception):
 
 
 class CompletionRequest(BaseModel):
-    """Fields of both APIs; null means the default, and what is not listed is ignored, as in vLLM."""
+    """Fields of both APIs; null means the default, and unknown fields are ignored, as in vLLM."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -45,7 +34,7 @@ class CompletionRequest(BaseModel):
     stream: bool | None = None
     stream_options: Json | None = None
     return_token_ids: bool | None = None
-    # What would change the distribution or the form of the answer is refused rather than ignored.
+    # Not supported, and refused because ignoring them would change the distribution or the form of the answer.
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: Json | None = None
@@ -54,12 +43,10 @@ class CompletionRequest(BaseModel):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
         return bool((self.stream_options or {}).get("include_usage"))
 
 
@@ -76,12 +63,11 @@ class ChatRequest(CompletionRequest):
 
     @property
     def offered_tools(self) -> list[Json] | None:
-        """The tools that the model may call."""
         return self.tools if self.tools and self.tool_choice != "none" else None
 
 
 class TextRequest(CompletionRequest):
-    """The body of ``POST /v1/completions``; the prompt is a text or token ids."""
+    """The body of ``POST /v1/completions``."""
 
     prompt: str | list[int]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -90,9 +76,10 @@ class TextRequest(CompletionRequest):
     suffix: str | None = None
 
 
+BodyT = TypeVar("BodyT", bound=BaseModel)
 RequestT = TypeVar("RequestT", bound=CompletionRequest)
 
-# Values under which a field that is not supported means nothing.
+# Values at which an unsupported field has no effect.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "frequency_penalty": (None, 0),
     "presence_penalty": (None, 0),
@@ -107,18 +94,19 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 }
 
 
-def parse_request(kind: type[RequestT], body: bytes, model_name: str) -> RequestT:
-    """Reads and checks a request body.
-
-    Raises:
-        RequestError: with the field at fault.
-    """
+def parse_body(kind: type[BodyT], body: bytes) -> BodyT:
+    """Validates a request body; a RequestError names the invalid field."""
     try:
-        request = kind.model_validate_json(body)
+        return kind.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         param = ".".join(str(part) for part in first["loc"]) or None
         raise RequestError(f"{param or 'body'}: {first['msg']}", param=param) from None
+
+
+def parse_request(kind: type[RequestT], body: bytes, model_name: str) -> RequestT:
+    """Validates the body of a completion request, its model and its unsupported fields."""
+    request = parse_body(kind, body)
     if request.model not in (None, model_name):
         message = f"the model {request.model!r} does not exist; this server has {model_name!r}."
         raise RequestError(message, status=404, param="model", code="model_not_found")
@@ -130,17 +118,15 @@ def parse_request(kind: type[RequestT], body: bytes, model_name: str) -> Request
 
 
 def read_message(index: int, message: Json) -> Json:
-    """Returns a message with plain text for content, which is all that chat templates of text models agree on."""
+    """Returns a message with a string as content, the form that all chat templates of text models accept."""
     if not isinstance(message.get("role"), str):
         raise RequestError(f"messages.{index} has no role.", param=f"messages.{index}.role")
     content = message.get("content")
     if isinstance(content, list):
-        texts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
-        ]
-        if not all(isinstance(text, str) for text in texts):
-            raise RequestError("only text can be read by this model.", param=f"messages.{index}.content")
-        content = "".join(str(text) for text in texts)
+        texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
+            raise RequestError("this model reads only text.", param=f"messages.{index}.content")
+        content = "".join(map(str, texts))
     elif content is not None and not isinstance(content, str):
         raise RequestError("content must be a string or a list of parts.", param=f"messages.{index}.content")
     return restore_arguments({**message, "content": content or ""})

@@ -1,15 +1,14 @@
-"""A key-value cache in which every row is a sequence of its own, at its own length.
+"""A key-value cache whose rows are sequences of different lengths.
 
-    S   slots; row i of the batch lives in slot i
+    S   slots; row i of the batch is in slot i
     n   rows of one forward pass
     T   tokens that each of them adds
     H   key-value heads
     W   positions kept for each slot
     D   size of a head
 
-transformers' caches append the same columns for all rows, so a batch must start and end together. Here rows come and
-go: a forward pass writes each row's tokens at that row's own positions, and a departing row leaves its slot to the last
-one.
+transformers' caches append the same columns for all rows, so a batch must start and end together. Here a forward pass
+writes each row's tokens at that row's own positions, so that rows can join and leave at any time.
 """
 
 from __future__ import annotations
@@ -25,39 +24,25 @@ from agentlightning.errors import ConfigError
 from agentlightning_algorithms.grpo.model.policy import Policy
 
 BLOCK = 16
-"""Widths are multiples of this, so that a slot can be seen as whole blocks."""
-
-
-class _Step(NamedTuple):
-    """Where a forward pass writes, and what it may read."""
-
-    first: int
-    """Its rows live in the slots from here on."""
-    rows: Tensor | None
-    """Slot of each token, ``[n, T]``; None: prompts that begin here, for which nothing is read."""
-    positions: Tensor
-    """Of each token in its row, ``[n, T]``."""
-    width: int
-    """Positions that may be read."""
+"""Tokens of a block; widths are multiples of it, so that a slot consists of whole blocks."""
 
 
 class _SlotLayer(DynamicLayer):
-    """One layer's keys and values, ``[S, H, W, D]`` each; they appear with the first forward pass."""
+    """One layer's keys and values, ``[S, H, W, D]`` each; allocated by the first forward pass."""
 
     keys: Tensor
     values: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, slots: SlotCache) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # transformers leaves it unannotated
-        self.step: _Step | None = None
-        self.size = (0, 0)
+        self._slots = slots
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        assert self.step is not None, "a step begins before every forward pass"
         if not self.is_initialized:
-            self.keys, self.values = (_like(states, *self.size) for states in (key_states, value_states))
+            shape = self._slots.n_slots, self._slots.width
+            self.keys, self.values = _like(key_states, *shape), _like(value_states, *shape)
             self.is_initialized = True
-        first, rows, positions, width = self.step
+        first, rows, positions, width = self._slots.forward_pass
         end = first + len(key_states)
         if rows is None:
             self.keys[first:end, :, :width] = key_states
@@ -68,89 +53,92 @@ class _SlotLayer(DynamicLayer):
         return self.keys[first:end, :, :width], self.values[first:end, :, :width]
 
     def get_seq_length(self) -> int:
-        return 0 if self.step is None or self.step.rows is None else self.step.width
+        _, rows, _, width = self._slots.forward_pass
+        return 0 if rows is None else width
 
     def resize(self, slots: int, width: int) -> None:
-        self.size = slots, width
         if self.is_initialized:
             self.keys, self.values = _grown(self.keys, slots, width), _grown(self.values, slots, width)
 
 
+class _ForwardPass(NamedTuple):
+    """Where a forward pass writes, and what it may read."""
+
+    first: int
+    """Slot of the first row."""
+    rows: Tensor | None
+    """Slot of each token, ``[n, T]``; None: prompts from their beginning, which read nothing."""
+    positions: Tensor | None
+    """Position of each token in its row, ``[n, T]``."""
+    width: int
+    """Positions that may be read."""
+
+
 class SlotCache:
-    """The cache of a running batch. Grows as needed, by doubling, and never shrinks.
+    """The cache of a running batch. It grows by doubling and never shrinks.
 
     Attributes:
-        cache: what the model takes as ``past_key_values`` after :meth:`begin` or :meth:`extend`.
+        cache: the model's ``past_key_values`` after :meth:`begin` or :meth:`extend`.
     """
 
     def __init__(self, n_layers: int, device: torch.device) -> None:
-        self._layers = [_SlotLayer() for _ in range(n_layers)]
+        self.n_slots = self.width = 0
+        self.forward_pass = _ForwardPass(0, None, None, 0)
         self._device = device
-        self._slots = self._width = 0
+        self._layers = [_SlotLayer(self) for _ in range(n_layers)]
         self.cache = Cache(layers=cast(list[Any], self._layers))
 
     def begin(self, first: int, n: int, width: int) -> None:
-        """Readies the cache for ``n`` prompts, padded on the right to ``width``, in the slots from ``first`` on.
+        """Prepares for ``n`` prompts, padded on the right to ``width``, in the slots from ``first`` on.
 
-        They see nothing but themselves: the model's own causal attention, without a mask, is right for them.
+        They attend only to themselves, so the model's causal attention needs no mask.
         """
         self._reserve(first + n, width)
-        self._begin(_Step(first, None, torch.empty(0), width))
+        self.forward_pass = _ForwardPass(first, None, None, width)
 
     def extend(self, first: int, lengths: Sequence[int], count: int) -> tuple[Tensor, Tensor]:
-        """Readies the cache for ``count`` more tokens in each of the slots from ``first`` on.
-
-        Args:
-            first: slot of the first row.
-            lengths: tokens in each row so far; that many rows.
-            count: tokens to come, padding on the right included.
+        """Prepares for ``count`` more tokens, padding included, in rows of ``lengths`` from slot ``first`` on.
 
         Returns:
-            Position ids ``[n, T]`` and the attention mask ``[n, 1, T, W]``, True where a token may look.
+            Position ids ``[n, T]`` and the attention mask ``[n, 1, T, W]``, True where a token may attend.
         """
         width = max(lengths) + count
         self._reserve(first + len(lengths), width)
         starts_n = torch.tensor(lengths, device=self._device)
         positions_nT = starts_n[:, None] + torch.arange(count, device=self._device)
         rows_nT = torch.arange(first, first + len(lengths), device=self._device)[:, None].expand(-1, count)
-        self._begin(_Step(first, rows_nT, positions_nT, width))
+        self.forward_pass = _ForwardPass(first, rows_nT, positions_nT, width)
         mask = torch.arange(width, device=self._device) <= positions_nT[:, :, None]
         return positions_nT, mask[:, None]
 
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:
-        """Copies the first ``length`` positions of one slot over those of others."""
+        """Copies the first ``length`` positions of one slot to others."""
         self._reserve(max(targets) + 1, length)
         where = torch.tensor(targets, device=self._device)
         for layer in self._layers:
             for tensor in (layer.keys, layer.values):
-                tensor[where, :, :length] = tensor[source, :, :length].clone()  # torch refuses to read what it writes
+                tensor[where, :, :length] = tensor[source, :, :length].clone()  # torch refuses overlapping memory
 
-    def prepare(self, slots: int, width: int) -> list[tuple[Tensor, Tensor]]:
-        """Makes room and returns keys and values of each layer, seen as blocks: ``[S, H, W / BLOCK, BLOCK, D]``.
+    def blocks(self, slots: int = 0, width: int = 0) -> list[tuple[Tensor, Tensor]]:
+        """Makes room, and returns views of each layer's keys and values: ``[S, H, W / BLOCK, BLOCK, D]``.
 
-        Only after the first forward pass; what is written to them is in the slots.
+        Only after the first forward pass.
         """
         self._reserve(slots, width)
-        return [(_blocks(layer.keys), _blocks(layer.values)) for layer in self._layers]
-
-    def _begin(self, step: _Step) -> None:
-        for layer in self._layers:
-            layer.step = step
+        return [
+            (layer.keys.unflatten(2, (-1, BLOCK)), layer.values.unflatten(2, (-1, BLOCK))) for layer in self._layers
+        ]
 
     def _reserve(self, slots: int, width: int) -> None:
-        if slots > self._slots or width > self._width:
-            self._slots = max(self._slots, _power_of_two(slots))
-            self._width = max(self._width, BLOCK, _power_of_two(width))
+        if slots > self.n_slots or width > self.width:
+            self.n_slots = max(self.n_slots, _power_of_two(slots))
+            self.width = max(self.width, BLOCK, _power_of_two(width))
             for layer in self._layers:
-                layer.resize(self._slots, self._width)
+                layer.resize(self.n_slots, self.width)
 
 
 def check_attention(policy: Policy) -> None:
-    """Refuses models whose layers the slots cannot hold.
-
-    Raises:
-        ConfigError: a layer that does not attend to the whole context.
-    """
+    """Raises a ConfigError if a layer of the model does not attend to the whole context."""
     config = policy.model.config
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     window = getattr(config, "sliding_window", None)
@@ -158,7 +146,7 @@ def check_attention(policy: Policy) -> None:
         raise ConfigError(
             f"the model {config.model_type!r} has layers that do not attend to the whole context "
             f"({', '.join(sorted(kinds)) or f'sliding window of {window} tokens'}); this sampler needs full attention. "
-            "Serve it with another server, or take a model such as Qwen 2.5 or Llama 3."
+            "Use another backend, or a model such as Qwen 2.5 or Llama 3."
         )
 
 
@@ -170,11 +158,6 @@ def _grown(old: Tensor, slots: int, width: int) -> Tensor:
     new = _like(old, slots, width)
     new[: old.shape[0], :, : old.shape[2]] = old
     return new
-
-
-def _blocks(tensor: Tensor) -> Tensor:
-    slots, heads, width, size = tensor.shape
-    return tensor.view(slots, heads, width // BLOCK, BLOCK, size)
 
 
 def _power_of_two(number: int) -> int:

@@ -1,21 +1,22 @@
-"""Samples from a policy: many requests in one running batch, joined and left at any token.
+"""Continuous batching: samples many requests in one batch that they join and leave at any token.
 
-One thread owns the model. Requests and weight swaps go through one queue, in order: a swap waits until every row
-before it has ended, and what comes after it is sampled with the new weights, so that a response has one weight
-version. New weights are read from disk while the rows before them finish.
+One thread owns the model. Requests and weight swaps go through one queue, in order: a swap waits until every earlier
+row has ended, and later requests are sampled with the new weights, so that a response has one weight version. New
+weights are read from disk while the earlier rows finish.
 
-Prompts that begin like a sequence seen before, since the last swap, begin with its keys and values.
+A prompt that shares a prefix with a sequence sampled since the last swap reuses its keys and values.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import queue
 import random
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -26,13 +27,17 @@ import torch
 from torch import Tensor
 
 from agentlightning_algorithms.grpo.model.policy import Policy, batch_by_tokens
-from agentlightning_algorithms.grpo.server.prefix_cache import PrefixCache
-from agentlightning_algorithms.grpo.server.sampling import FinishReason, Generation, SamplingParams, Token, draw_tokens
-from agentlightning_algorithms.grpo.server.slot_cache import BLOCK, SlotCache, check_attention
+from agentlightning_algorithms.grpo.sampling.draw import FinishReason, Generation, SamplingParams, Token, draw_tokens
+from agentlightning_algorithms.grpo.sampling.prefix_cache import PrefixCache
+from agentlightning_algorithms.grpo.sampling.slot_cache import BLOCK, SlotCache, check_attention
 
 logger = logging.getLogger("agentlightning")
 
 T = TypeVar("T")
+
+_TOTALS = (
+    "requests", "prompt_tokens", "reused_tokens", "sampled_tokens", "decode_steps", "decode_rows", "swaps", "busy_s",
+)  # fmt: skip
 
 
 @dataclass(slots=True, eq=False)
@@ -40,19 +45,17 @@ class _Request:
     prompt_ids: Sequence[int]
     params: SamplingParams
     random: random.Random | None
-    """Its own, where it brings a seed."""
+    """Set if the request has a seed."""
     on_token: Callable[[Token], None] | None
     future: Future[Generation] = field(default_factory=Future)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    tokens: list[Token] = field(default_factory=list)
     reused: int = 0
-    """Tokens of the prompt that did not have to be run."""
+    """Tokens of the prompt that were not run."""
 
     @property
     def cached(self) -> int:
-        """Positions in the cache: all but the newest token, which the next step feeds."""
-        return len(self.prompt_ids) + len(self.token_ids) - 1
+        """Positions in the key-value cache: all but the newest token, which the next step feeds."""
+        return len(self.prompt_ids) + len(self.tokens) - 1
 
 
 @dataclass(slots=True, eq=False)
@@ -63,17 +66,12 @@ class _Swap:
 
     @property
     def has_to_wait(self) -> bool:
-        """Whether it will change the weights, as far as is known."""
+        """False if it is cancelled or its weights could not be read."""
         return not self.future.cancelled() and (not self.weights.done() or self.weights.exception() is None)
 
 
 class Sampler:
-    """Owns a policy and the thread that runs it.
-
-    Attributes:
-        policy: touched by nobody else while the sampler is open.
-        weight_version: of the weights in use.
-    """
+    """Owns a policy, exclusively while it is open, and the thread that runs it."""
 
     def __init__(
         self,
@@ -91,14 +89,13 @@ class Sampler:
             policy: the model to sample from.
             max_batch_size: rows that run together; further requests wait.
             max_prefill_tokens: prompt tokens, padding included, that pass through the model at once.
-            prefix_cache_bytes: memory for the keys and values of sequences that later prompts may begin with; it is
-                taken as it is needed.
-            seed: of requests that bring none; with it, the same requests in the same order get the same responses. What
-                is drawn begins anew with every version of the weights, so that it does not depend on earlier ones.
-            weight_version: of the weights as loaded.
+            prefix_cache_bytes: memory for the keys and values of earlier sequences; allocated on demand.
+            seed: of requests without their own; with it, the same requests in the same order get the same responses.
+                The random numbers start over with every version of the weights.
+            weight_version: of the initial weights.
 
         Raises:
-            ConfigError: a model whose attention the running batch cannot hold.
+            ConfigError: a model with layers that do not attend to the whole context.
         """
         check_attention(policy)
         self.policy = policy
@@ -107,48 +104,43 @@ class Sampler:
         self._max_prefill_tokens = max_prefill_tokens
         self._seed = seed
         self._random = _generator(seed, weight_version)
-        self._inbox: queue.SimpleQueue[_Request | _Swap | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Request | _Swap | None] = queue.SimpleQueue()  # None: close
         self._waiting: deque[_Request | _Swap] = deque()
-        self._rows: list[_Request] = []  # row i lives in slot i
+        self._rows: list[_Request] = []  # row i is in slot i
         self._entering: list[_Request] = []
         self._slots = SlotCache(int(policy.model.config.num_hidden_layers), policy.device)
         self._prefixes = PrefixCache(self._slots, prefix_cache_bytes)
-        self._counts: Counter[str] = Counter()
-        self._busy_s = 0.0
+        self._totals = dict.fromkeys(_TOTALS, 0.0)
         self._reader = ThreadPoolExecutor(1, "agl-weights")
         self._thread = threading.Thread(target=self._run, name="agl-sampler", daemon=True)
         self._thread.start()
-        # A thread that is inside torch when the interpreter ends brings the process down with an abort.
+        # A thread that is inside torch when the interpreter exits aborts the process.
         atexit.register(self.close)
 
     def submit(
         self, prompt_ids: Sequence[int], params: SamplingParams, on_token: Callable[[Token], None] | None = None
     ) -> Future[Generation]:
-        """Queues a request. Cancelling the future takes it out of the batch at the next token.
+        """Queues a request with at least one prompt token; cancelling its future removes it at the next token.
 
-        Args:
-            prompt_ids: at least one token.
-            params: how to sample.
-            on_token: called in the sampler's thread with every token, before the future is done; must be quick.
+        ``on_token`` is called in the sampler's thread with every token, before the future is done; it must be quick.
 
         Raises:
             RuntimeError: the sampler is closed.
         """
         if not self.alive:
             raise RuntimeError("the sampler is closed.")
-        own = None if params.seed is None else random.Random(params.seed)
-        request = _Request(prompt_ids, params, own, on_token)
+        request = _Request(prompt_ids, params, None if params.seed is None else random.Random(params.seed), on_token)
         self._inbox.put(request)
         return request.future
 
     def load_weights(self, path: Path, version: int) -> Future[None]:
-        """Queues a swap to the weights in ``path``; if they do not fit, its future fails and nothing has changed."""
+        """Queues a swap to the weights in ``path``; if they do not fit, its future fails and nothing changes."""
         swap = _Swap(self._reader.submit(self.policy.read_weights, path), version)
         self._inbox.put(swap)
         return swap.future
 
     def close(self) -> None:
-        """Ends the thread; what has not finished is cancelled."""
+        """Ends the thread and cancels unfinished requests."""
         atexit.unregister(self.close)
         self._inbox.put(None)
         self._thread.join()
@@ -156,7 +148,6 @@ class Sampler:
 
     @property
     def alive(self) -> bool:
-        """False once closed or broken."""
         return self._thread.is_alive()
 
     @property
@@ -171,9 +162,8 @@ class Sampler:
 
     @property
     def statistics(self) -> Mapping[str, float]:
-        """Totals so far; ``PolicyServer.statistics`` says of what."""
-        names = ("requests", "prompt_tokens", "reused_tokens", "sampled_tokens", "decode_steps", "decode_rows", "swaps")
-        return {**{name: float(self._counts[name]) for name in names}, "busy_s": self._busy_s}
+        """Totals so far; ``reused_tokens`` are those of ``prompt_tokens`` that were not run."""
+        return dict(self._totals)
 
     def _run(self) -> None:
         try:
@@ -182,11 +172,10 @@ class Sampler:
                     self._turn()
         finally:
             while not self._inbox.empty():
-                item = self._inbox.get()
-                if item is not None:
+                if (item := self._inbox.get()) is not None:
                     self._waiting.append(item)
-            for left in [*self._rows, *self._waiting]:
-                left.future.cancel()
+            for unfinished in [*self._rows, *self._waiting]:
+                unfinished.future.cancel()
 
     def _turn(self) -> None:
         started = time.monotonic()
@@ -195,18 +184,18 @@ class Sampler:
             self._admit()
             if self._rows:
                 self._decode()
-        # An isolation point: a batch that fails (out of memory, say) must not end the service.
+        # An isolation point: a batch that fails, such as by lack of memory, must not end the service.
         except Exception as error:
             failed = {*self._rows, *self._entering}
-            logger.exception("sampling failed; %d requests are answered with the error", len(failed))
+            logger.exception("sampling failed; %d requests get the error as their answer", len(failed))
             for request in failed:
                 _settle(request.future, error)
             self._rows, self._entering = [], []
             self._prefixes.clear()
-        self._busy_s += time.monotonic() - started
+        self._totals["busy_s"] += time.monotonic() - started
 
     def _receive(self) -> bool:
-        """Moves what was submitted to the waiting line, blocking while there is nothing to do; False on close."""
+        """Moves submitted items to the waiting queue; blocks while there is nothing to do; False on close."""
         while True:
             try:
                 item = self._inbox.get(block=not self._rows and not self._waiting)
@@ -217,7 +206,7 @@ class Sampler:
             self._waiting.append(item)
 
     def _admit(self) -> None:
-        """Lets in who is next in line: swaps when the batch is empty, requests while it has room."""
+        """Takes items from the waiting queue: swaps when the batch is empty, requests while it has room."""
         admitted: list[_Request] = []
         while self._waiting and len(self._rows) + len(admitted) < self._max_batch_size:
             item = self._waiting[0]
@@ -236,37 +225,36 @@ class Sampler:
     def _swap(self, swap: _Swap) -> None:
         try:
             self.policy.copy_weights(swap.weights.result())
-        # An isolation point: who asked for the swap is told, and sampling goes on with the weights there are.
+        # An isolation point: the caller gets the error, and sampling continues with the current weights.
         except Exception as error:
             _settle(swap.future, error)
             return
         self.weight_version = swap.version
         self._random = _generator(self._seed, swap.version)
         self._prefixes.clear()
-        self._counts["swaps"] += 1
+        self._totals["swaps"] += 1
         _settle(swap.future, None)
 
     def _prefill(self, admitted: list[_Request]) -> None:
-        """Runs the prompts, each distinct one once and without the prefix that is known, and draws first tokens."""
+        """Runs each distinct prompt once, without its cached prefix, and draws first tokens."""
         self._entering = admitted
         by_prompt: dict[tuple[int, ...], list[_Request]] = {}
         for request in admitted:
             by_prompt.setdefault(tuple(request.prompt_ids), []).append(request)
-        prompts, first = list(by_prompt), len(self._rows)
-        known = [self._prefixes.match(prompt) for prompt in prompts]
+        first = len(self._rows)
+        known = [(self._prefixes.match(prompt), group) for prompt, group in by_prompt.items()]
         for with_prefix in (False, True):
-            chosen = [i for i in range(len(prompts)) if bool(known[i]) == with_prefix]
-            lengths = [len(prompts[i]) - BLOCK * len(known[i]) for i in chosen]
+            chosen = [(blocks, group) for blocks, group in known if bool(blocks) == with_prefix]
+            lengths = [len(group[0].prompt_ids) - BLOCK * len(blocks) for blocks, group in chosen]
             for batch in batch_by_tokens(lengths, self._max_prefill_tokens):
-                picked = [chosen[k] for k in batch]
-                self._prefill_batch([by_prompt[prompts[i]] for i in picked], [known[i] for i in picked])
+                self._prefill_batch([chosen[i][1] for i in batch], [chosen[i][0] for i in batch])
         self._entering = []
-        # Not before: what is stored may take the place of what another batch was to begin with.
+        # Not earlier: storing may evict a prefix that another batch of this call begins with.
         self._prefixes.store([(first + row, request.prompt_ids) for row, request in enumerate(self._rows[first:])])
         self._leave(lambda request: request.future.done())
 
     def _prefill_batch(self, groups: Sequence[list[_Request]], known: Sequence[list[int]]) -> None:
-        """Runs one prompt of each group, in a slot of its own, and gives the others of its group what came of it."""
+        """Runs one prompt per group in a slot of its own, and copies the result to the other requests of the group."""
         first = len(self._rows)
         starts = [BLOCK * len(blocks) for blocks in known]
         rests = [[*group[0].prompt_ids[start:]] for group, start in zip(groups, starts, strict=True)]
@@ -289,29 +277,30 @@ class Sampler:
                 self._rows.extend(group[1:])
             for place, request in enumerate(group):
                 request.reused = length if place else start
-            self._counts["prompt_tokens"] += length * len(group)
-            self._counts["reused_tokens"] += start + length * (len(group) - 1)
-            self._counts["requests"] += len(group)
+                self._totals["reused_tokens"] += request.reused
+            self._totals["prompt_tokens"] += length * len(group)
+            self._totals["requests"] += len(group)
         sources = [*range(len(groups)), *(row for row, group in enumerate(groups) for _ in group[1:])]
         self._draw(logits[self._tensor(sources)], self._rows[first:])
 
     def _decode(self) -> None:
         """Draws one more token for every row."""
-        newest = self._tensor([request.token_ids[-1] for request in self._rows])
+        newest = self._tensor([request.tokens[-1].token_id for request in self._rows])
         positions, mask = self._slots.extend(0, [request.cached for request in self._rows], 1)
-        options: dict[str, Any] = {
-            "position_ids": positions,
-            "attention_mask": mask,
-            "past_key_values": self._slots.cache,
-        }
-        logits = self.policy.logits(newest[:, None], use_cache=True, **options)
-        self._counts["decode_steps"] += 1
-        self._counts["decode_rows"] += len(self._rows)
+        logits = self.policy.logits(
+            newest[:, None],
+            past_key_values=self._slots.cache,
+            use_cache=True,
+            position_ids=positions,
+            attention_mask=mask,
+        )
+        self._totals["decode_steps"] += 1
+        self._totals["decode_rows"] += len(self._rows)
         self._draw(logits, self._rows)
         self._leave(lambda request: request.future.done())
 
     def _draw(self, logits_nV: Tensor, requests: Sequence[_Request]) -> None:
-        shared = self._random  # greedy rows take nothing of it: evaluating must not change what is sampled after it
+        shared = self._random  # not used by greedy rows: evaluation must not change what is sampled later
         uniform_n = [(r.random or shared).random() if r.params.temperature else 0.0 for r in requests]
         drawn = draw_tokens(logits_nV, [r.params for r in requests], uniform_n)
         tops = max(request.params.top_logprobs for request in requests)
@@ -322,41 +311,38 @@ class Sampler:
             zip(requests, drawn.token_n.tolist(), drawn.logprob_n.tolist(), strict=True)
         ):
             if logprob != logprob:
-                message = f"the logits of weights version {self.weight_version} are not finite; load sound weights."
+                message = f"the logits of weights version {self.weight_version} are not finite; load other weights."
                 _settle(request.future, FloatingPointError(message))
                 continue
-            request.token_ids.append(token)
-            request.logprobs.append(logprob)
-            top = likeliest[i][: request.params.top_logprobs] if request.params.top_logprobs else []
-            if request.params.top_logprobs:
-                request.top_logprobs.append(top)
+            n = request.params.top_logprobs
+            request.tokens.append(Token(token, logprob, likeliest[i][:n] if n else (), self.weight_version))
             if request.on_token is not None:
-                request.on_token(Token(token, logprob, top, self.weight_version))
+                request.on_token(request.tokens[-1])
             reason = self._finish_reason(request)
             if reason is not None:
-                said = (request.token_ids, request.logprobs, request.top_logprobs)
-                _settle(request.future, Generation(*said, reason, self.weight_version, request.reused))
-        self._counts["sampled_tokens"] += len(requests)
+                _settle(request.future, Generation(request.tokens, reason, request.reused))
+        self._totals["sampled_tokens"] += len(requests)
 
     def _finish_reason(self, request: _Request) -> FinishReason | None:
-        if request.token_ids[-1] in self.policy.stop_ids or (request.params.stop and self._says_stop(request)):
+        newest = request.tokens[-1].token_id
+        if newest in self.policy.stop_ids or (request.params.stop and self._has_stop_string(request)):
             return "stop"
-        return "length" if len(request.token_ids) >= request.params.max_tokens else None
+        return "length" if len(request.tokens) >= request.params.max_tokens else None
 
-    def _says_stop(self, request: _Request) -> bool:
-        # A token is at least a byte, so the end of the text holds any stop string that the newest token completed. The
-        # spare tokens are for decoders that treat the first one differently.
+    def _has_stop_string(self, request: _Request) -> bool:
+        # A token is at least a byte, so this many tokens contain any stop string that the newest one completed. Four
+        # more are for decoders that treat the first token differently.
         reach = max(len(stop.encode()) for stop in request.params.stop) + 4
-        text = str(self.policy.tokenizer.decode(request.token_ids[-reach:], skip_special_tokens=True))
+        token_ids = [token.token_id for token in request.tokens[-reach:]]
+        text = str(self.policy.tokenizer.decode(token_ids, skip_special_tokens=True))
         return any(stop in text for stop in request.params.stop)
 
     def _leave(self, gone: Callable[[_Request], bool]) -> None:
-        """Takes rows out of the batch; the last row moves into the slot that became free."""
+        """Removes rows from the batch; the last row moves into the free slot."""
         rows = self._rows
-        ended = [(slot, request) for slot, request in enumerate(rows) if gone(request)]
-        self._prefixes.store(
-            [(slot, [*request.prompt_ids, *request.token_ids[:-1]]) for slot, request in ended if request.token_ids]
-        )
+        ended = [(slot, request) for slot, request in enumerate(rows) if gone(request) and request.tokens]
+        cached = [(slot, [*r.prompt_ids, *(token.token_id for token in r.tokens[:-1])]) for slot, r in ended]
+        self._prefixes.store(cached)
         i = 0
         while i < len(rows):
             if not gone(rows[i]):
@@ -372,16 +358,13 @@ class Sampler:
 
 
 def _generator(seed: int | None, weight_version: int) -> random.Random:
-    """What requests without a seed are drawn with while the weights have this version."""
+    """Returns the generator of requests without a seed while the weights have this version."""
     return random.Random() if seed is None else random.Random(f"{seed}/{weight_version}")
 
 
 def _settle(future: Future[T], outcome: T | Exception) -> None:
-    """Answers a future, unless its owner has cancelled it."""
-    try:
+    with contextlib.suppress(InvalidStateError):  # its owner has cancelled it
         if isinstance(outcome, Exception):
             future.set_exception(outcome)
         else:
             future.set_result(outcome)
-    except InvalidStateError:
-        pass

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentlightning_algorithms.grpo.learning.collapse import CollapseWatch
+from agentlightning_algorithms.grpo.learning.monitor import TrainingMonitor
 
 HEALTHY = {
     "entropy": 1.0, "response_length": 50.0, "reward": 0.3, "success": 0.3, "groups_without_spread": 0.2,
@@ -11,7 +11,7 @@ HEALTHY = {
 
 
 def watched(*steps: dict[str, float]) -> list[list[str]]:
-    watch = CollapseWatch()
+    watch = TrainingMonitor()
     return [watch.observe({**HEALTHY, **step}) for step in ({}, {}, {}, *steps)][3:]
 
 
@@ -57,10 +57,10 @@ def test_a_training_reward_that_rises_while_validation_falls_is_a_sign_of_hackin
 
 
 def test_a_resumed_watch_remembers_the_beginning() -> None:
-    watch = CollapseWatch()
+    watch = TrainingMonitor()
     for _ in range(3):
         watch.observe(HEALTHY)
-    resumed = CollapseWatch()
+    resumed = TrainingMonitor()
     resumed.restore(watch.state())
     assert len(resumed.observe({**HEALTHY, "entropy": 0.01})) == 1
     assert resumed.active == 1

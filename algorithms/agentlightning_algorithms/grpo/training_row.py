@@ -1,29 +1,29 @@
-"""The unit of training: a prompt, what the model answered, and what that was worth."""
+"""The unit of training: a prompt, the model's response, and its advantage."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import TypeVar
 
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One model call, or consecutive calls whose tokens go on from each other, as training data.
+class TrainingRow:
+    """One model call, or consecutive calls each of which extends the tokens of the one before.
 
     Attributes:
-        prompt_ids: tokens the model was shown first; at least one.
-        response_ids: tokens it sampled, the end token included; of several calls also what it was given between them.
-        logprobs: the sampler's log-probability of each response token, taken after temperature; where the token was
-            given, anything.
-        advantage: of the rollout that made the call; or one for each response token, where its calls are worth
-            different things.
+        prompt_ids: tokens before the first response; at least one.
+        response_ids: sampled tokens, stop token included; with several calls also the tokens given between them.
+        logprobs: the sampler's log-probability of each response token, after temperature; ignored where the token was
+            given.
+        advantage: of the whole row, or one per response token where its calls have different advantages.
         weight: how many copies of itself the row counts for; 0 is as if it were absent.
         mask: 1 where the response token was sampled, 0 where it was given; None: all were sampled.
-        rollout: which rollout the row is of, for ``rollout-mean``; None: one of its own.
+        rollout: the rollout the row belongs to, for ``rollout-mean``; None: one of its own.
     """
 
     prompt_ids: Sequence[int]
@@ -34,31 +34,36 @@ class Row:
     mask: Sequence[int] | None = None
     rollout: Hashable = None
 
+    @property
+    def n_tokens(self) -> int:
+        """Number of tokens of prompt and response."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
     def sampled(self, values: Sequence[Value]) -> Sequence[Value]:
-        """Picks from one value per response token those of sampled tokens."""
+        """Selects, from one value per response token, those of sampled tokens."""
         if self.mask is None:
             return values
-        return [value for value, sampled in zip(values, self.mask, strict=True) if sampled]
+        return list(compress(values, self.mask))
 
     @property
     def n_sampled(self) -> int:
-        """How many tokens were sampled."""
+        """Number of sampled tokens."""
         return len(self.response_ids) if self.mask is None else sum(map(bool, self.mask))
 
     @property
     def advantages(self) -> Sequence[float]:
-        """One for each sampled token."""
+        """One per sampled token."""
         if isinstance(self.advantage, Sequence):
             return self.sampled(self.advantage)
         return [self.advantage] * self.n_sampled
 
 
-def check_rows(rows: Sequence[Row], max_length: int) -> None:
-    """Refuses rows that cannot be trained on.
+def check_rows(rows: Sequence[TrainingRow], max_length: int) -> None:
+    """Checks that rows can be trained on.
 
     Raises:
-        ValueError: a row that is empty, out of step with its log-probabilities, mask or advantages, longer than
-            ``max_length``, or without a finite advantage.
+        ValueError: a row is empty, longer than ``max_length``, has log-probabilities, mask or advantages of another
+            length, or has no finite advantage.
     """
     for i, row in enumerate(rows):
         n_prompt, n_response = len(row.prompt_ids), len(row.response_ids)
@@ -73,8 +78,8 @@ def check_rows(rows: Sequence[Row], max_length: int) -> None:
             )
         if isinstance(row.advantage, Sequence) and len(row.advantage) != n_response:
             raise ValueError(f"row {i} has {n_response} response tokens but {len(row.advantage)} advantages.")
-        if n_prompt + n_response > max_length:
-            raise ValueError(f"row {i} has {n_prompt + n_response} tokens; the model has {max_length} positions.")
+        if row.n_tokens > max_length:
+            raise ValueError(f"row {i} has {row.n_tokens} tokens; the model has {max_length} positions.")
         if not (all(map(math.isfinite, row.advantages)) and math.isfinite(row.weight) and row.weight >= 0):
             raise ValueError(
                 f"row {i} has advantage {row.advantage} and weight {row.weight}; both must be finite numbers."

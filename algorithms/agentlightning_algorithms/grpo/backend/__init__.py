@@ -1,0 +1,1 @@
+"""Policy backends: the servers that sample the trained policy."""

@@ -1,0 +1,171 @@
+"""The policy backend ``transformers``: our own policy server, in a process that the training starts and stops."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from agentlightning.errors import ConfigError, LightningError
+from agentlightning_algorithms.policy_backend import PolicySetup
+
+_LOG_TAIL_BYTES = 4000
+_STOP_TIMEOUT_S = 10.0
+_NOT_RUNNING = "the policy server is not running; call start() first."
+
+
+class TransformersBackend:
+    """A policy server in a child process, which also ends when this process dies."""
+
+    tells_versions = True
+
+    def __init__(
+        self,
+        *,
+        port: int = 0,
+        max_length: int | None = None,
+        prefix_cache_mb: int = 512,
+        ready_timeout_s: float = 300.0,
+    ) -> None:
+        """Takes the port (0: any free one), and how long loading may take.
+
+        ``max_length`` is the maximum of a prompt and its response together, by default the model's;
+        ``prefix_cache_mb`` is the memory for keys and values of earlier prompts.
+        """
+        self._options = {"port": port, "max_length": max_length, "prefix_cache_mb": prefix_cache_mb}
+        self._ready_timeout_s = ready_timeout_s
+        self._setup: PolicySetup | None = None
+        self._endpoint: str | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def endpoint(self) -> str:
+        """The OpenAI base URL, such as ``http://127.0.0.1:41234/v1``; only while the server runs."""
+        if self._endpoint is None:
+            raise LightningError(_NOT_RUNNING)
+        return self._endpoint
+
+    @property
+    def model_entry(self) -> Mapping[str, Any]:
+        """The entry in the gateway's model list."""
+        return {"model": self._started().model_name, "endpoint": self.endpoint}
+
+    @property
+    def running(self) -> bool:
+        """True while the process lives and is ready."""
+        return self._endpoint is not None and self._process is not None and self._process.poll() is None
+
+    def check(self) -> None:
+        """Raises a LightningError with the end of the server's log once the server has ended."""
+        if not self.running:
+            raise LightningError(self._failure("has ended"))
+
+    async def start(self, setup: PolicySetup) -> None:
+        """Starts the process and returns when it answers.
+
+        Raises:
+            LightningError: it did not become ready; the message has the end of its log.
+        """
+        self._setup = setup
+        self._process = process = self._spawn(setup)
+        assert process.stdout is not None
+        try:
+            line = await asyncio.wait_for(asyncio.to_thread(process.stdout.readline), self._ready_timeout_s)
+            if line:
+                address = json.loads(line)
+                self._endpoint = f"http://{address['host']}:{address['port']}/v1"
+                return
+            problem = f"ended with exit status {await asyncio.to_thread(process.wait)} before it was ready"
+        except TimeoutError:
+            problem = f"was not ready after {self._ready_timeout_s:g} s"
+        finally:
+            if self._endpoint is None:
+                await self.stop()
+        raise LightningError(self._failure(problem))
+
+    async def load_weights(self, path: Path, version: int) -> None:
+        """Replaces the weights between batches, and returns when they are in use.
+
+        Raises:
+            ConfigError: the weights do not fit; the server keeps the current ones.
+            LightningError: the server does not answer.
+        """
+        body = {"path": str(Path.cwd() / path), "version": version}
+        status, answer = await self._request("POST", "/weights", body)
+        if status != 200:
+            raise ConfigError(f"the policy server refused weights version {version}: {answer['error']['message']}")
+
+    async def statistics(self) -> Mapping[str, float]:
+        """Returns totals since the start: those of ``Sampler.statistics`` and of ``Conversations.counts``."""
+        _, answer = await self._request("GET", "/statistics")
+        return {name: float(value) for name, value in answer.items()}
+
+    async def stop(self) -> None:
+        """Stops the process, by force if it takes too long."""
+        process, self._process, self._endpoint = self._process, None, None
+        if process is not None:
+            await asyncio.to_thread(_end, process)
+
+    def _spawn(self, setup: PolicySetup) -> subprocess.Popen[bytes]:
+        options = {**asdict(setup), **self._options}
+        del options["directory"]
+        command = [sys.executable, "-m", "agentlightning_algorithms.grpo.server", "--exit-with-parent"]
+        for name, value in options.items():
+            if value is not None:
+                command += [f"--{name.replace('_', '-')}", str(value)]
+        setup.directory.mkdir(parents=True, exist_ok=True)
+        with self._log_path.open("ab") as log:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C reaches the trainer only, which then stops the server
+                # Spinning threads slow a busy machine down tenfold.
+                env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
+            )
+
+    async def _request(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        url = self.endpoint.removesuffix("/v1") + path
+        timeout = aiohttp.ClientTimeout(total=None, connect=30)  # new weights wait for the longest running answer
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=timeout) as session,
+                session.request(method, url, json=body) as response,
+            ):
+                return response.status, await response.json(content_type=None)
+        except aiohttp.ClientError as error:
+            raise LightningError(self._failure(f"does not answer ({type(error).__name__}: {error})")) from error
+
+    def _started(self) -> PolicySetup:
+        if self._setup is None:
+            raise LightningError(_NOT_RUNNING)
+        return self._setup
+
+    @property
+    def _log_path(self) -> Path:
+        return self._started().directory / "policy_server.log"
+
+    def _failure(self, what: str) -> str:
+        with self._log_path.open("rb") as log:
+            size = log.seek(0, 2)
+            log.seek(max(0, size - _LOG_TAIL_BYTES))
+            tail = log.read().decode(errors="replace").strip()
+        return f"the policy server {what}. The end of its log, {self._log_path}:\n{tail or '(empty)'}"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    with process:  # waits for its end and closes the pipes
+        process.terminate()
+        try:
+            process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()

@@ -1,0 +1,126 @@
+"""Warnings about training that goes wrong: collapse, divergence, reward hacking."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+_BASE_STEPS: Final = 3
+"""Later steps are compared with the mean of the first ones."""
+_SOLVED: Final = 0.9
+"""Success rate above which low entropy means that the task has been learned."""
+
+
+class TrainingMonitor:
+    """Compares each step with the first ones; a warning is returned when it begins to hold, not at every step."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, list[float]] = {}
+        self._best_val: tuple[float, float] | None = None
+        self._active: set[str] = set()
+
+    @property
+    def active(self) -> int:
+        """How many warnings hold."""
+        return len(self._active)
+
+    def observe(self, metrics: Mapping[str, float]) -> list[str]:
+        """Takes the metrics of a step and returns the warnings that begin to hold with it."""
+        base = {"entropy": 0.0, "response_length": 0.0, "reward": 0.0}
+        for name in base:
+            if name in metrics:
+                values = self._first.setdefault(name, [])
+                if len(values) < _BASE_STEPS:
+                    values.append(metrics[name])
+                base[name] = sum(values) / len(values)
+        if "val_reward" in metrics and (self._best_val is None or metrics["val_reward"] > self._best_val[0]):
+            self._best_val = (metrics["val_reward"], metrics.get("reward", 0.0))
+        found = {**_check_policy(metrics, base), **_check_update(metrics), **self._check_validation(metrics)}
+        # A warning about the validation reward holds until that is measured again.
+        kept = {"hacking"} & self._active if "val_reward" not in metrics else set()
+        begun = [text for name, text in found.items() if name not in self._active]
+        self._active = set(found) | kept
+        return begun
+
+    def state(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps."""
+        return {"first": self._first, "best_val": self._best_val, "active": sorted(self._active)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restores what :meth:`state` returned."""
+        self._first = {name: list(values) for name, values in state["first"].items()}
+        self._best_val = tuple(state["best_val"]) if state["best_val"] else None
+        self._active = set(state["active"])
+
+    def _check_validation(self, metrics: Mapping[str, float]) -> dict[str, str]:
+        if self._best_val is None or "val_reward" not in metrics or "reward" not in metrics:
+            return {}
+        best, reward_then = self._best_val
+        if metrics["val_reward"] >= best - 0.1 or metrics["reward"] <= reward_then + 0.05:
+            return {}
+        return {
+            "hacking": f"the training reward rose from {reward_then:.2f} to {metrics['reward']:.2f} while the "
+            f"validation reward fell from {best:.2f} to {metrics['val_reward']:.2f}: a sign of reward hacking or "
+            "overfitting; read some rollouts with high reward"
+        }
+
+
+def _check_policy(metrics: Mapping[str, float], base: Mapping[str, float]) -> dict[str, str]:
+    """Compares entropy and response length with the first steps."""
+    found = {}
+    entropy, first = metrics.get("entropy"), base["entropy"]
+    if entropy is not None:
+        solved = metrics.get("success", 0.0) >= _SOLVED
+        if metrics.get("optimizer_steps") and not solved and entropy < 0.1 * first:
+            found["entropy falls"] = (
+                f"entropy collapsed: {entropy:.3g} nats per token, {first:.3g} at the beginning. Groups will soon have "
+                "no spread; lower lr, raise clip_high above clip_low, or set entropy_coefficient"
+            )
+        if first > 0 and entropy > max(3.0 * first, first + 0.5):
+            found["entropy rises"] = (
+                f"entropy grew from {first:.3g} to {entropy:.3g} nats per token: the policy is becoming noise; lower "
+                "lr, or hold it with kl_coefficient"
+            )
+    length, first = metrics.get("response_length"), base["response_length"]
+    improved = metrics.get("reward", 0.0) - base["reward"] > 0.05
+    if length is not None and first > 0 and not improved:
+        if length > 2.0 * first:
+            found["length"] = (
+                f"answers grew from {first:.0f} to {length:.0f} tokens without earning more: aggregation token-mean or "
+                "seq-mean-token-sum-norm does not favour long wrong answers"
+            )
+        if length < 0.25 * first:
+            found["length"] = (
+                f"answers shrank from {first:.0f} to {length:.0f} tokens without earning more; read some of them"
+            )
+    return found
+
+
+def _check_update(metrics: Mapping[str, float]) -> dict[str, str]:
+    """Checks the batch and the step that was made with it."""
+    found = {}
+    flat, reward = metrics.get("groups_without_spread", 0.0), metrics.get("reward", 0.0)
+    if flat >= 0.9:
+        why = "all earn alike"
+        if reward < 0.1 or reward > 0.9:
+            why = "every rollout fails" if reward < 0.1 else "nearly every rollout succeeds"
+        found["spread"] = (
+            f"{flat:.0%} of the groups have no spread ({why}), so there is next to nothing to learn from: use tasks of "
+            "another difficulty, more rollouts_per_task, or refill_rounds"
+        )
+    cut_off = metrics.get("responses_cut_off", 0.0)
+    if cut_off > 0.5:
+        found["cut off"] = f"{cut_off:.0%} of the answers were cut off at max_tokens; raise it in sampling"
+    kl, clipped = metrics.get("approx_kl", 0.0), metrics.get("clip_fraction", 0.0)
+    if kl > 0.2 or clipped > 0.5:
+        found["step"] = (
+            f"one update moved the policy far (approximate KL {kl:.2g}, {clipped:.0%} of the tokens clipped): lower "
+            "lr, or use fewer minibatches or epochs"
+        )
+    gap = metrics.get("logprob_gap_max", 0.0)
+    if gap > 1.0 and metrics.get("staleness", 0.0) == 0.0:
+        found["sampler"] = (
+            f"sampler and trainer give some token log-probabilities {gap:.2g} apart: set old_logprobs: trainer with "
+            "importance_weights: token, or look for a difference between the two"
+        )
+    return found

@@ -1,0 +1,129 @@
+"""A cache of the keys and values of earlier sequences, for prompts that share a prefix with them.
+
+    B   blocks of the pool
+    H   key-value heads
+    D   size of a head
+
+A sequence is split into blocks of tokens. A block is looked up by a digest of all tokens up to its end, so that
+sequences share their common prefixes: the turns of a rollout, the rollouts of a task, the system prompt. The idea is
+that of vLLM's automatic prefix caching (Kwon et al. 2023, arXiv:2309.06180); the running batch itself stays in slots.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+
+import torch
+from torch import Tensor
+
+from agentlightning_algorithms.grpo.sampling.slot_cache import BLOCK, SlotCache
+
+
+class PrefixCache:
+    """An LRU pool of blocks beside a :class:`SlotCache`, of at most ``max_bytes``."""
+
+    def __init__(self, slots: SlotCache, max_bytes: int) -> None:
+        self._slots = slots
+        self._max_bytes = max_bytes
+        self._blocks: OrderedDict[bytes, int] = OrderedDict()  # indices into the pool, least recently used first
+        self._free: list[int] = []
+        self._pool: list[tuple[Tensor, Tensor]] = []  # keys and values of each layer, [B, H, BLOCK, D]
+        self._capacity = 0
+
+    def clear(self) -> None:
+        """Drops all blocks; required when the weights change."""
+        self._free.extend(self._blocks.values())
+        self._blocks.clear()
+
+    def match(self, token_ids: Sequence[int]) -> list[int]:
+        """Returns the pool indices of the blocks that ``token_ids`` begins with.
+
+        The last token is excluded: it has to be run for its logits.
+        """
+        digests = list(takewhile(self._blocks.__contains__, _digests(token_ids[:-1])))
+        self._touch(digests)
+        return [self._blocks[digest] for digest in digests]
+
+    def restore(self, found: Sequence[Sequence[int]], first: int) -> None:
+        """Copies blocks into slots: those of row i into slot ``first + i``, from position 0 on."""
+        places = [(first + row, at, index) for row, chain in enumerate(found) for at, index in enumerate(chain)]
+        if places:
+            slots, ats, indices = self._columns(places)
+            layers = self._slots.blocks(first + len(found), BLOCK * max(map(len, found)))
+            for (keys, values), (pool_keys, pool_values) in zip(layers, self._pool, strict=True):
+                keys[slots, :, ats] = pool_keys[indices]
+                values[slots, :, ats] = pool_values[indices]
+
+    def store(self, rows: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Stores the whole blocks of sequences, given as slot and its tokens."""
+        if not self._max_bytes or not rows:
+            return
+        self._open()
+        places: list[tuple[int, int, int]] = []
+        used: set[bytes] = set()  # by this call, which must not evict them
+        for slot, token_ids in rows:
+            digests = []
+            for at, digest in enumerate(_digests(token_ids)):
+                if digest in self._blocks:
+                    self._blocks.move_to_end(digest)
+                elif (index := self._allocate(used)) is not None:
+                    self._blocks[digest] = index
+                    places.append((slot, at, index))
+                else:
+                    break
+                used.add(digest)
+                digests.append(digest)
+            self._touch(digests)
+        if places:
+            slots, ats, indices = self._columns(places)
+            for (keys, values), (pool_keys, pool_values) in zip(self._slots.blocks(), self._pool, strict=True):
+                pool_keys[indices] = keys[slots, :, ats]
+                pool_values[indices] = values[slots, :, ats]
+
+    def _touch(self, digests: Sequence[bytes]) -> None:
+        # In reverse: a block is evicted after its successors, which are not found without it.
+        for digest in reversed(digests):
+            self._blocks.move_to_end(digest)
+
+    def _allocate(self, used: set[bytes]) -> int | None:
+        """Returns a free index, after growing the pool or evicting a block that is not in use."""
+        if not self._free:
+            size = self._pool[0][0].shape[0]
+            if size < self._capacity:
+                larger = min(self._capacity, max(64, 2 * size))
+                self._pool = [(_grown(keys, larger), _grown(values, larger)) for keys, values in self._pool]
+                self._free = list(range(larger - 1, size - 1, -1))
+            elif self._blocks and next(iter(self._blocks)) not in used:
+                self._free.append(self._blocks.popitem(last=False)[1])
+        return self._free.pop() if self._free else None
+
+    def _open(self) -> None:
+        """Creates the pool, empty, with the shape of the slots' blocks."""
+        if not self._pool:
+            layers = self._slots.blocks()
+            self._pool = [(keys[:0, :, 0].clone(), values[:0, :, 0].clone()) for keys, values in layers]
+            block_bytes = sum(t[0, :, 0].numel() * t.element_size() for layer in layers for t in layer)
+            self._capacity = self._max_bytes // block_bytes
+
+    def _columns(self, places: Sequence[tuple[int, int, int]]) -> tuple[Tensor, Tensor, Tensor]:
+        columns = torch.tensor(places, device=self._pool[0][0].device).T
+        return columns[0], columns[1], columns[2]
+
+
+def _digests(token_ids: Sequence[int]) -> Iterator[bytes]:
+    """Yields, for each whole block, a digest of the tokens up to its end."""
+    digest = b""
+    for start in range(0, len(token_ids) - BLOCK + 1, BLOCK):
+        block = array("I", token_ids[start : start + BLOCK])
+        digest = hashlib.blake2b(digest + block.tobytes(), digest_size=16).digest()
+        yield digest
+
+
+def _grown(old: Tensor, size: int) -> Tensor:
+    new = old.new_empty(size, *old.shape[1:])
+    new[: old.shape[0]] = old
+    return new

@@ -1,0 +1,104 @@
+"""Serves a model behind an OpenAI-compatible endpoint.
+
+    python -m agentlightning_algorithms.grpo.server --model DIR
+
+    POST /v1/chat/completions, /v1/completions    GET /v1/models, /health, /statistics
+    POST /weights {"path": DIR, "version": 7}     answers when the weights are in use
+
+When it is ready it prints one line of JSON, such as ``{"host": "127.0.0.1", "port": 41234}``; everything else goes to
+stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from typing import Any, TextIO
+
+import torch
+from aiohttp import web
+
+from agentlightning.errors import ConfigError
+from agentlightning_algorithms.grpo.model.policy import load_policy
+from agentlightning_algorithms.grpo.sampling.sampler import Sampler
+from agentlightning_algorithms.grpo.server.app import PolicyApp
+
+logger = logging.getLogger("agentlightning")
+
+
+def main() -> int:
+    """Runs the server until SIGTERM, SIGINT or, with ``--exit-with-parent``, the end of standard input."""
+    options = _parser().parse_args()
+    # Standard output is for the ready line only; output of libraries goes to the log.
+    output = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    try:
+        policy = load_policy(options.model, dtype=options.dtype, device=options.device)
+        sampler = Sampler(
+            policy,
+            max_batch_size=options.max_batch_size,
+            prefix_cache_bytes=options.prefix_cache_mb * 2**20,
+            seed=options.seed,
+            weight_version=options.weight_version,
+        )
+    except ConfigError as error:
+        logger.error("%s", error)
+        return 2
+    app = PolicyApp(policy, sampler, model_name=options.model_name, max_length=options.max_length).build()
+    try:
+        asyncio.run(_serve(app, options, output))
+    finally:
+        sampler.close()
+    return 0
+
+
+async def _serve(app: web.Application, options: argparse.Namespace, output: TextIO) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    if options.exit_with_parent:  # standard input is a pipe, whose other end closes even if the parent is killed
+        loop.add_reader(sys.stdin.fileno(), stop.set)
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        # Given a host and a port, asyncio makes the sockets itself and disables Nagle's algorithm.
+        await web.TCPSite(runner, options.host, options.port).start()
+        address: Any = runner.addresses[0]
+        output.write(json.dumps({"host": address[0], "port": address[1]}) + "\n")
+        output.flush()
+        await stop.wait()
+    finally:
+        await runner.cleanup()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m agentlightning_algorithms.grpo.server", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--model", required=True, help="directory written by save_pretrained, or a hub name")
+    add("--model-name", default="policy", help="name of the model in requests (default: policy)")
+    add("--host", default="127.0.0.1", help="address to bind; the server checks no key")
+    add("--port", type=int, default=0, help="0: any free port")
+    add("--dtype", default="float32", help="float32, bfloat16 or float16")
+    add("--device", default="cpu", help="such as cpu or cuda:0")
+    add("--max-batch-size", type=int, default=64, help="responses sampled together")
+    add("--max-length", type=int, help="maximum tokens of a prompt and its response together; default: the model's")
+    add("--prefix-cache-mb", type=int, default=512, help="memory for the prefix cache; 0: no cache")
+    add("--threads", type=int, help="torch threads; 1 is fastest for tiny models")
+    add("--seed", type=int, help="of requests without a seed of their own")
+    add("--weight-version", type=int, default=0, help="version of the initial weights")
+    add("--exit-with-parent", action="store_true", help="stop when standard input is closed")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

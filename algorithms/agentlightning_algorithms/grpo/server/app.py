@@ -1,0 +1,194 @@
+"""HTTP handlers of the policy server. The event loop speaks HTTP while the sampler's thread runs the model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import orjson
+from aiohttp import web
+from aiohttp.typedefs import Handler
+from pydantic import BaseModel, ConfigDict
+
+from agentlightning_algorithms.grpo.model.policy import Policy
+from agentlightning_algorithms.grpo.sampling.draw import SamplingParams, Token
+from agentlightning_algorithms.grpo.sampling.sampler import Sampler
+from agentlightning_algorithms.grpo.server.completion import Answer, Completions
+from agentlightning_algorithms.grpo.server.conversation import Prompt
+from agentlightning_algorithms.grpo.server.reply import Json
+from agentlightning_algorithms.grpo.server.request import (
+    ChatRequest,
+    RequestError,
+    TextRequest,
+    parse_body,
+    parse_request,
+)
+
+logger = logging.getLogger("agentlightning")
+
+_MAX_BODY_BYTES = 64 * 2**20
+
+
+class _WeightsRequest(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    path: str
+    version: int
+
+
+class PolicyApp:
+    """The endpoint's handlers over one sampler."""
+
+    def __init__(self, policy: Policy, sampler: Sampler, *, model_name: str, max_length: int | None = None) -> None:
+        """Takes a policy and its sampler; ``max_length`` bounds the tokens of a prompt and its response together."""
+        self._sampler = sampler
+        self._completions = Completions(policy, model_name, min(max_length or policy.max_length, policy.max_length))
+
+    def build(self) -> web.Application:
+        """Returns the application; the caller serves it and closes the sampler."""
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_errors_as_json])
+        app.router.add_post("/v1/chat/completions", partial(self._complete, ChatRequest))
+        app.router.add_post("/v1/completions", partial(self._complete, TextRequest))
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/statistics", self._statistics)
+        app.router.add_post("/weights", self._weights)
+        return app
+
+    async def _complete(self, kind: type[ChatRequest | TextRequest], http: web.Request) -> web.StreamResponse:
+        request = parse_request(kind, await http.read(), self._completions.model_name)
+        prompt = self._completions.prompt(request)
+        params = self._completions.sampling_params(request, len(prompt.token_ids))
+        answer = Answer(self._completions, request, prompt)
+        if request.stream:
+            async with contextlib.aclosing(self._stream(answer, prompt, params)) as stream:
+                return await _send_stream(http, stream)
+        # A client that disconnects cancels this handler, and with it the futures: its rows leave the batch.
+        futures = [self._sampler.submit(prompt.token_ids, p) for p in params]
+        generations = await asyncio.gather(*map(asyncio.wrap_future, futures))
+        body = answer.whole(generations)
+        return _json(body, headers={"x-weight-version": str(body["weight_version"])})
+
+    async def _stream(
+        self, answer: Answer, prompt: Prompt, params: Sequence[SamplingParams]
+    ) -> AsyncGenerator[list[Json]]:
+        """Yields chunks as tokens are sampled; tokens sampled while a chunk is being sent share the next one."""
+        loop = asyncio.get_running_loop()
+        sampled: list[list[Token]] = [[] for _ in params]
+        news = asyncio.Event()
+
+        def on_token(index: int, token: Token) -> None:
+            sampled[index].append(token)
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(news.set)
+
+        futures = [
+            asyncio.wrap_future(self._sampler.submit(prompt.token_ids, p, partial(on_token, index)))
+            for index, p in enumerate(params)
+        ]
+        whole = asyncio.gather(*futures)
+        whole.add_done_callback(lambda _: news.set())
+        begun = False
+        sent = [0] * len(params)
+        unfinished = set(range(len(params)))
+        try:
+            while unfinished:
+                await news.wait()
+                news.clear()
+                if whole.done() and not begun:
+                    whole.result()  # raises what failed before the first token
+                for index in sorted(unfinished):
+                    done = futures[index].done()
+                    tokens = sampled[index][sent[index] :]
+                    sent[index] += len(tokens)
+                    if tokens:
+                        if not begun:
+                            begun = True
+                            yield [*answer.begin(tokens[0].weight_version)]
+                        yield [answer.feed(index, tokens)]
+                    if done and begun:
+                        yield [answer.end(index, futures[index].result())]
+                        unfinished.remove(index)
+            yield [*answer.close([future.result() for future in futures])]
+        finally:
+            whole.cancel()  # takes the rows out of the batch if the client has disconnected
+
+    async def _models(self, _: web.Request) -> web.Response:
+        about = {"id": self._completions.model_name, "max_model_len": self._completions.max_length}
+        model = {"object": "model", "created": 0, "owned_by": "agentlightning", **about}
+        return _json({"object": "list", "data": [model]})
+
+    async def _health(self, _: web.Request) -> web.Response:
+        sampler = self._sampler
+        state = {"weight_version": sampler.weight_version, "running": sampler.running, "waiting": sampler.waiting}
+        status, code = ("ok", 200) if sampler.alive else ("broken", 503)
+        return _json({"status": status, **state}, status=code)
+
+    async def _statistics(self, _: web.Request) -> web.Response:
+        return _json({**self._sampler.statistics, **self._completions.conversations.counts})
+
+    async def _weights(self, http: web.Request) -> web.Response:
+        request = parse_body(_WeightsRequest, await http.read())
+        try:
+            await asyncio.wrap_future(self._sampler.load_weights(Path(request.path), request.version))
+        except (ValueError, OSError) as error:
+            raise RequestError(str(error), param="path", code="bad_weights") from error
+        return _json({"weight_version": request.version})
+
+
+async def _send_stream(http: web.Request, stream: AsyncIterator[list[Json]]) -> web.StreamResponse:
+    """Sends chunks as server-sent events; the response begins with the first chunk, which has the weights' version."""
+    response: web.StreamResponse | None = None
+    try:
+        async for chunks in stream:
+            if response is None and chunks:
+                headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+                headers["x-weight-version"] = str(chunks[0]["weight_version"])
+                response = web.StreamResponse(headers=headers)
+                await response.prepare(http)
+            if response is not None:
+                await _send(response, chunks)
+        assert response is not None
+        await response.write(b"data: [DONE]\n\n")
+    except ConnectionResetError:
+        raise
+    # An isolation point: the status has been sent, so the error can only be reported in the stream.
+    except Exception as error:
+        if response is None:
+            raise
+        logger.exception("a stream failed")
+        message = f"{type(error).__name__}: {error}"
+        await _send(response, [{"error": {"message": message, "type": "server_error"}}])
+    await response.write_eof()
+    return response
+
+
+async def _send(response: web.StreamResponse, chunks: Sequence[Json]) -> None:
+    await response.write(b"".join(b"data: " + orjson.dumps(chunk) + b"\n\n" for chunk in chunks))
+
+
+def _json(body: Json, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(body=orjson.dumps(body), status=status, headers=headers, content_type="application/json")
+
+
+def _error(status: int, message: str, *, param: str | None = None, code: str | None = None) -> web.Response:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return _json({"error": {"message": message, "type": kind, "param": param, "code": code}}, status=status)
+
+
+@web.middleware
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except RequestError as error:
+        return _error(error.status, str(error), param=error.param, code=error.code)
+    except web.HTTPException as error:
+        return _error(error.status, f"{request.method} {request.path}: {error.reason}")
+    # An isolation point: a request that fails must not affect the others.
+    except Exception as error:
+        logger.exception("%s %s failed", request.method, request.path)
+        return _error(500, f"{type(error).__name__}: {error}")

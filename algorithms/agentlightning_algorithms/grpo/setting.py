@@ -1,0 +1,311 @@
+"""Settings of ``grpo``, of its weight updates and of LoRA, with their checks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Final, Literal
+
+from pydantic import ConfigDict
+
+from agentlightning.errors import ConfigError, suggest
+from agentlightning.plugin.settings import require_least
+
+Estimator = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "opo"]
+Aggregation = Literal[
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "rollout-mean"
+]
+Objective = Literal["ppo", "gspo", "cispo"]
+KlEstimator = Literal["k1", "k2", "k3"]
+WeightLevel = Literal["token", "sequence"]
+MaskLevel = Literal["token", "sequence", "sequence-mean"]
+
+SAMPLING_KEYS: Final = (
+    "temperature", "top_p", "top_k", "max_tokens", "max_completion_tokens", "stop", "seed", "n", "min_p",
+    "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "extra_body",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateSettings:
+    """Settings of the weight updates (``Updater``). docs/grpo.md cites the paper of each.
+
+    Attributes:
+        lr: AdamW's peak learning rate; ``betas`` and ``weight_decay`` are AdamW's too.
+        schedule: decay of the learning rate from ``lr`` to ``lr * final_lr_fraction``, by updates, not optimizer steps.
+        total_updates: updates the schedule spans; required for ``linear`` and ``cosine``.
+        warmup_updates: updates in which the learning rate rises linearly to ``lr``.
+        max_grad_norm: gradients are clipped to this norm.
+        epochs: passes over the rows of one update.
+        minibatches: optimizer steps per epoch, whatever the number of rows, which depends on the number of turns.
+        max_tokens_per_microbatch: bound on memory, padding included; changes the result only by rounding.
+        gradient_checkpointing: recompute activations in the backward pass: less memory, about a third more time.
+        objective: ``ppo``, ``gspo`` or ``cispo``; see ``clipped_surrogate``, ``sequence_surrogate`` and
+            ``clipped_weight_surrogate`` in :mod:`~agentlightning_algorithms.grpo.learning.loss`.
+        clip_low: the ratio is clipped at ``1 - clip_low``. GSPO needs a thousandth of PPO's value.
+        clip_high: the ratio is clipped at ``1 + clip_high``.
+        dual_clip: bound on the loss of a token with negative advantage, in units of the advantage; ``ppo`` only.
+        aggregation: see :func:`~agentlightning_algorithms.grpo.learning.loss.aggregate`.
+        horizon: for ``seq-mean-token-sum-norm``, the constant length that sums are divided by.
+        temperature: that of sampling.
+        old_logprobs: the denominator of the ratio. ``sampler``: as recorded when sampling, which is exact and free.
+            ``trainer``: recomputed before the first step, for samplers whose numerics differ; costs a forward pass.
+        importance_weights: multiply losses by trainer/sampler ratios of a ``token`` or a ``sequence``; needs
+            ``old_logprobs = trainer``. See :mod:`~agentlightning_algorithms.grpo.learning.correction`.
+        importance_upper: larger weights are truncated to this.
+        importance_lower: weights below this or above ``importance_upper`` become 0 (IcePop); None: truncate.
+        trust_mask: exclude tokens or rows whose ratio is outside [``trust_lower``, ``trust_upper``]; needs
+            ``old_logprobs = trainer``.
+        kl_coefficient: of the divergence from the reference; 0: there is no reference.
+        kl_estimator: see :func:`~agentlightning_algorithms.grpo.learning.loss.kl_penalty`.
+        kl_in: ``loss``: added to the loss of each token (arXiv:2402.03300); ``reward``: subtracted from the reward of
+            the rollout (Ziegler et al. 2019, arXiv:1909.08593).
+        reference_decay: decay per update of a moving average of the weights that serves as reference; None: the
+            reference is the initial model.
+        entropy_coefficient: of the entropy bonus (Mnih et al. 2016, arXiv:1602.01783).
+        seed: of the order of rows.
+    """
+
+    # Settings from a file are checked by pydantic: an unknown key is an error.
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    total_updates: int | None = None
+    warmup_updates: int = 0
+    final_lr_fraction: float = 0.1
+    max_grad_norm: float = 1.0
+    epochs: int = 1
+    minibatches: int = 1
+    max_tokens_per_microbatch: int = 8192
+    gradient_checkpointing: bool = False
+    objective: Objective = "ppo"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = 3.0
+    aggregation: Aggregation = "token-mean"
+    horizon: int | None = None
+    temperature: float = 1.0
+    old_logprobs: Literal["sampler", "trainer"] = "sampler"
+    importance_weights: WeightLevel | None = None
+    importance_upper: float = 2.0
+    importance_lower: float | None = None
+    trust_mask: MaskLevel | None = None
+    trust_lower: float = 0.5
+    trust_upper: float = 2.0
+    kl_coefficient: float = 0.0
+    kl_estimator: KlEstimator = "k3"
+    kl_in: Literal["loss", "reward"] = "loss"
+    reference_decay: float | None = None
+    entropy_coefficient: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "max_grad_norm", "temperature", "epochs", "minibatches", "max_tokens_per_microbatch"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} = {getattr(self, name)}; it must be above 0.")
+        names = ("weight_decay", "warmup_updates", "final_lr_fraction", "clip_low", "clip_high", "kl_coefficient")
+        require_least(0, **{name: getattr(self, name) for name in names})
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise ConfigError(f"dual_clip = {self.dual_clip}; it must be above 1, or None for no bound.")
+        if self.aggregation == "seq-mean-token-sum-norm" and not (self.horizon and self.horizon > 0):
+            raise ConfigError(f"horizon = {self.horizon}; aggregation = {self.aggregation!r} needs one above 0.")
+        if self.reference_decay is not None and not 0 <= self.reference_decay <= 1:
+            raise ConfigError(f"reference_decay = {self.reference_decay}; it must be from 0 to 1, or None.")
+        if self.objective == "gspo" and max(self.clip_low, self.clip_high) > 0.1:
+            raise ConfigError(
+                f"clip_low = {self.clip_low}, clip_high = {self.clip_high}: with objective = 'gspo' the ratio of a "
+                "whole row hardly differs from 1; the paper uses 3e-4 and 4e-4, and at most 0.1 is accepted."
+            )
+        if (self.importance_weights or self.trust_mask) and self.old_logprobs != "trainer":
+            name = "importance_weights" if self.importance_weights else "trust_mask"
+            raise ConfigError(
+                f"{name} = {getattr(self, name)!r} compares sampler and trainer: set old_logprobs: trainer."
+            )
+        for low, high in (("importance_lower", "importance_upper"), ("trust_lower", "trust_upper")):
+            bounds = (getattr(self, low) or 0.0, getattr(self, high))
+            if not 0 <= bounds[0] < bounds[1]:
+                raise ConfigError(f"{low} = {bounds[0]}, {high} = {bounds[1]}; 0 <= {low} < {high} is needed.")
+
+    def lr_at(self, update: int) -> float:
+        """Returns the learning rate of the ``update``-th update, counted from 0."""
+        if update < self.warmup_updates:
+            return self.lr * (update + 1) / self.warmup_updates
+        if self.schedule == "constant" or self.total_updates is None:
+            return self.lr
+        decaying = max(1, self.total_updates - 1 - self.warmup_updates)
+        progress = min(1.0, (update - self.warmup_updates) / decaying)
+        share = 1.0 - progress if self.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+        return self.lr * (self.final_lr_fraction + (1.0 - self.final_lr_fraction) * share)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSettings:
+    """Train low-rank adapters instead of the weights (Hu et al. 2021, arXiv:2106.09685).
+
+    Attributes:
+        rank: rank of the adapters.
+        alpha: adapters are scaled by alpha / rank; a learning rate about ten times that of full training is usual.
+        target_modules: names of the linear layers to adapt; ``all-linear``: all but the output layer.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    rank: int = 16
+    alpha: float = 32.0
+    target_modules: str | list[str] = "all-linear"
+
+    def __post_init__(self) -> None:
+        require_least(1, rank=self.rank)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class ExperienceSettings:
+    """Which model calls become training rows, and how their advantages are computed.
+
+    Attributes:
+        rows: ``transitions``: one row per model call. ``trajectories``: consecutive calls, each of which extends the
+            tokens of the one before, share a row and its forward pass.
+        estimator: formula of the advantages; see :mod:`~agentlightning_algorithms.grpo.learning.advantage`.
+        failed_reward: reward of a rollout that failed or reported none; None excludes it, also from its group's mean.
+        keep_flat_groups: also train on groups whose rollouts all have the same reward.
+        drop_cut_off: do not train on answers that ended at ``max_tokens`` (overlong filtering, DAPO,
+            arXiv:2503.14476); they still count in their group.
+    """
+
+    rows: Literal["transitions", "trajectories"] = "transitions"
+    estimator: Estimator = "grpo"
+    failed_reward: float | None = 0.0
+    keep_flat_groups: bool = False
+    drop_cut_off: bool = False
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class GRPOSettings(ExperienceSettings):
+    """The arguments of ``GRPO``.
+
+    Attributes:
+        model: directory or hub name of a causal language model with a chat template.
+        steps: number of weight updates.
+        tasks_per_step: tasks per step, drawn without repetition until the training set is used up.
+        rollouts_per_task: group size.
+        sampling: sampling parameters of agents' calls in training; default ``{"temperature": 1.0}``.
+        update: learning rate, clipping, minibatches and so on. Its schedule spans ``steps``; its temperature and seed
+            are taken from ``sampling`` and from the run.
+        lora: train low-rank adapters; None: all weights.
+        backend: what samples agents' calls: ``transformers``, a process started by the training; ``vllm``, a server
+            that is already running; or ``{"name": ..., **settings}``.
+        refill_rounds: how many times a step draws further tasks to replace groups without spread (dynamic sampling,
+            DAPO, arXiv:2503.14476).
+        staleness: 0: sampling and training alternate. 1: the next step's rollouts run while this step trains, with
+            weights that are one update old.
+        success_threshold: a reward of at least this counts as a success.
+        rollout_timeout_s: a rollout that takes longer is stopped and counts as failed.
+        eval_every: steps between evaluations on the validation set; 0: only before the first and after the last step.
+        eval_sampling: sampling parameters in evaluation; default: ``sampling`` at temperature 0.
+        target_reward: stop once the mean validation reward reaches this.
+        test_dataset: evaluated before the first and after the last step; never used for model selection.
+        checkpoint_every: steps between checkpoints in the run's directory.
+        resource_name: name of the resource that agents receive the model as.
+        dtype: of computation, in sampling and in training. Trained weights stay in float32 because an update is
+            smaller than the resolution of bfloat16.
+        device: of sampling and training.
+        train_threads: torch threads of the trainer; None: torch's default.
+        sample_threads: torch threads of the policy server.
+        max_batch_size: calls that the policy server samples at once.
+        seed: of task order, sampling and minibatches; None: the run's.
+
+    Raises:
+        ConfigError: a value out of range, settings that contradict each other, an unknown key of ``sampling``, or a
+            ``model`` that is a path without a model.
+    """
+
+    model: str
+    steps: int = 100
+    tasks_per_step: int = 16
+    rollouts_per_task: int = 8
+    sampling: Mapping[str, Any] | None = None
+    update: UpdateSettings | None = None
+    lora: LoraSettings | None = None
+    backend: str | Mapping[str, Any] = "transformers"
+    refill_rounds: int = 0
+    staleness: Literal[0, 1] = 0
+    success_threshold: float = 1.0
+    rollout_timeout_s: float = 300.0
+    eval_every: int = 10
+    eval_sampling: Mapping[str, Any] | None = None
+    target_reward: float | None = None
+    test_dataset: Sequence[Any] | None = None
+    checkpoint_every: int = 1
+    resource_name: str = "llm"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = "cpu"
+    train_threads: int | None = None
+    sample_threads: int = 1
+    max_batch_size: int = 64
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        require_least(1, steps=self.steps, tasks_per_step=self.tasks_per_step, checkpoint_every=self.checkpoint_every)
+        require_least(0, eval_every=self.eval_every, refill_rounds=self.refill_rounds)
+        if self.rollouts_per_task < 2:
+            raise ConfigError(f"rollouts_per_task = {self.rollouts_per_task}: a group needs at least 2 to compare")
+        if self.staleness not in (0, 1):
+            raise ConfigError(f"staleness = {self.staleness}: 0 (synchronous) or 1 (one step off) is allowed")
+        _check_model(self.model)
+        given = self.sampling or {}
+        self.sampling = {"temperature": 1.0, **given}
+        self.eval_sampling = {**given, "temperature": 0.0, **(self.eval_sampling or {})}
+        _check_sampling("sampling", self.sampling)
+        _check_training_sampling(self.sampling)
+        _check_sampling("eval_sampling", self.eval_sampling)
+        update = self.update or UpdateSettings()
+        if self.staleness and update.old_logprobs == "trainer" and update.importance_weights is None:
+            raise ConfigError(
+                "staleness = 1 with old_logprobs = 'trainer': nothing corrects for the older weights that sampled; set "
+                "update.importance_weights, or old_logprobs: sampler, whose ratio does"
+            )
+        self.update = replace(
+            update, temperature=float(self.sampling["temperature"]), total_updates=update.total_updates or self.steps
+        )
+
+
+def _check_model(model: str) -> None:
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError(
+                f"model = {model!r}: that directory has no config.json; give one that save_pretrained wrote"
+            )
+    elif path.is_absolute() or model.startswith((".", "~")) or path.exists():
+        raise ConfigError(f"model = {model!r}: there is no such directory; give one, or the name of a model on the hub")
+
+
+def _check_sampling(name: str, sampling: Mapping[str, Any]) -> None:
+    for key in sampling:
+        if key not in SAMPLING_KEYS:
+            raise ConfigError(
+                f"{name} has no key {key!r}.{suggest(key, SAMPLING_KEYS)} Keys: {', '.join(SAMPLING_KEYS)}."
+            )
+    temperature = sampling.get("temperature", 1.0)
+    if isinstance(temperature, bool) or not isinstance(temperature, (int, float)) or temperature < 0:
+        raise ConfigError(f"{name}: temperature = {temperature!r}; a number of at least 0 is needed.")
+
+
+def _check_training_sampling(sampling: Mapping[str, Any]) -> None:
+    """Refuses parameters under which a group has no spread, or tokens are not sampled from the whole distribution."""
+    if sampling["temperature"] == 0:
+        raise ConfigError("sampling: temperature = 0 always gives the same answer; a group then has no spread.")
+    if sampling.get("seed") is not None:
+        raise ConfigError(
+            f"sampling: seed = {sampling['seed']!r} would give all rollouts of a task the same answers; set the "
+            "algorithm's own, or the run's."
+        )
+    if sampling.get("top_p", 1) != 1 or (sampling.get("top_k") or 0) > 0 or sampling.get("min_p"):
+        raise ConfigError(
+            f"sampling = {dict(sampling)}: training needs the whole distribution; leave top_p and top_k out"
+        )
