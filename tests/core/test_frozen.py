@@ -154,7 +154,7 @@ def test_an_error_with_a_broken_file_name_is_kept() -> None:
     assert valid_text("fine ü") == "fine ü"
 
 
-def test_a_metric_that_is_no_number_is_left_out_and_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_metric_that_is_not_finite_is_left_out_and_named(caplog: pytest.LogCaptureFixture) -> None:
     metrics = Metrics(step=1, time=0.0, values={"loss": float("nan"), "reward": np.float32(0.5)})  # type: ignore[dict-item] # numpy's
     assert metrics.values == {"reward": 0.5}
     assert "loss" in caplog.text

@@ -45,7 +45,7 @@ def test_what_is_no_url_of_a_store_is_refused_with_the_fix(url: str, says: str) 
 async def test_a_store_of_ours_keeps_what_the_retention_says_and_a_served_one_decides_for_itself() -> None:
     store = create_store("memory://", retention=Retention(max_rollouts=10))
     await store.close()
-    with pytest.raises(ConfigError, match="owned by somebody else"):
+    with pytest.raises(ConfigError, match="owned by its server"):
         create_store("http://127.0.0.1:4747", retention=Retention(max_rollouts=10))
 
 

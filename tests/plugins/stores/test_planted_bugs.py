@@ -18,7 +18,7 @@ from agentlightning.event import Event
 from agentlightning.resources import ResourcesUpdate
 from agentlightning.store.backend import KEYS, Backend, Claim, Delete, Guard, Listener, Page, Put, Query, Row, Write
 from agentlightning.store.engine import BackendStore
-from agentlightning.testing.store import DurableStoreConformance, StoreConformance, model, step
+from agentlightning.testing.store import DurableStoreConformance, StoreConformance, actions, model
 from agentlightning.types import (
     UNSET,
     Attempt,
@@ -266,7 +266,7 @@ PLANTED: list[tuple[Callable[[], BackendStore], str]] = [
     (lambda: BackendStore(IgnoresGuards()), "test_versions_published_at_once_are_all_kept"),
     (lambda: BackendStore(IgnoresOffset()), "test_pages_cover_everything_once"),
     (EnqueuesOneByOne, "test_enqueueing_many_is_all_or_none"),
-    (AliasesInputs, "test_changing_what_was_given_changes_nothing_stored"),
+    (AliasesInputs, "test_changing_an_argument_later_changes_no_record"),
     (TakesNoneForUnset, "test_unset_and_none_differ"),
     (TouchesEndedRollouts, "test_a_late_result_is_kept_on_the_attempt_only"),
     (MixesAttempts, "test_spans_of_attempts_are_told_apart"),
@@ -279,12 +279,12 @@ PLANTED: list[tuple[Callable[[], BackendStore], str]] = [
     (forgets_deadlines, "test_an_attempt_past_its_timeout_ends_by_itself"),
     (KeepsDeadWorkersAtWork, "test_the_attempts_of_a_dead_worker_end_at_once"),
     (EmploysTheDead, "test_a_dead_worker_gets_no_more_work"),
-    (ReleasesWhatRuns, "test_an_attempt_that_has_begun_cannot_be_handed_back"),
-    (lambda: BackendStore(RevokesNothing()), "test_whoever_runs_an_attempt_hears_that_the_store_has_ended_it"),
+    (ReleasesWhatRuns, "test_an_attempt_that_has_begun_cannot_be_released"),
+    (lambda: BackendStore(RevokesNothing()), "test_an_event_says_that_the_store_ended_an_attempt"),
     (DeletesTheNewest, "test_rollouts_are_deleted_by_age_count_and_status"),
     (RunsTheNewestVersion, "test_a_rollout_can_be_pinned_to_one_version_of_resources"),
     (RollsBackByForgetting, "test_an_earlier_version_can_be_published_again"),
-    (LosesSpansThatAreNotJson, "test_a_span_is_not_lost_for_a_value_that_is_not_json"),
+    (LosesSpansThatAreNotJson, "test_a_span_with_values_that_are_not_json_is_stored"),
     (lambda: BackendStore(HandsOutTwice()), MODEL),
     (lambda: BackendStore(LosesOrder()), MODEL),
     (lambda: BackendStore(StoresTwice()), MODEL),
@@ -298,7 +298,7 @@ PLANTED: list[tuple[Callable[[], BackendStore], str]] = [
 async def test_a_planted_bug_fails_the_test_named_for_it(
     make_store: Callable[[], BackendStore], named_test: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(actions, "PATIENCE_S", 1.0)
     monkeypatch.setattr(model, "SEARCH", HASTY)
     store = make_store()
     try:
