@@ -188,9 +188,11 @@ def _freeze_key(key: object, repair: Repair) -> str:
 
 def _to_builtin(value: Any) -> Any:
     """The str, int, float or bool that an instance of a subclass, or a scalar of numpy or torch, stands for."""
-    for builtin in (str, int, float):
-        if isinstance(value, builtin):
-            return builtin.__str__(value) if builtin is str else builtin(value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    for number in (int, float):
+        if isinstance(value, number):
+            return number(value)
     kind = type(value)  # not the instance: looking up its attributes may raise anything
     if hasattr(kind, "shape") and hasattr(kind, "item") and value.shape == ():
         plain = value.item()
@@ -213,27 +215,25 @@ def _refuse_value(value: Any, depth: int) -> NoReturn:
     raise _NotJsonError(f" = {_represent(value):.100} is not JSON, which stores require; {_suggest_fix(value)}", value)
 
 
+_FIXES_BY_TYPE: Final[tuple[tuple[type | tuple[type, ...], str], ...]] = (
+    (float, "give None, or leave it out"),
+    (int, "integers have 64 bits: give it as a string"),
+    (str, "it has lone surrogates: encode it with errors='replace' and decode it again"),
+    ((set, frozenset), "give sorted(value)"),
+    ((bytes, bytearray), "give text, such as its base64"),
+)
+_FIXES_BY_ATTRIBUTE: Final = {
+    "tolist": "give value.tolist()",
+    "isoformat": "give value.isoformat()",
+    "model_dump": 'give value.model_dump(mode="json")',
+    "__dataclass_fields__": "give dataclasses.asdict(value)",
+}
+
+
 def _suggest_fix(value: Any) -> str:
-    if isinstance(value, float):
-        return "give None, or leave it out"
-    if isinstance(value, int):
-        return "integers have 64 bits: give it as a string"
-    if isinstance(value, str):
-        return "it has lone surrogates: encode it with errors='replace' and decode it again"
-    if isinstance(value, (set, frozenset)):
-        return "give sorted(value)"
-    if isinstance(value, (bytes, bytearray)):
-        return "give text, such as its base64"
-    kind = type(value)
-    if hasattr(kind, "tolist"):
-        return "give value.tolist()"
-    if hasattr(kind, "isoformat"):
-        return "give value.isoformat()"
-    if hasattr(kind, "model_dump"):
-        return 'give value.model_dump(mode="json")'
-    if hasattr(kind, "__dataclass_fields__"):
-        return "give dataclasses.asdict(value)"
-    return "give a dict, a list, a string or a number instead, such as str(value)"
+    fixes = [fix for kind, fix in _FIXES_BY_TYPE if isinstance(value, kind)]
+    fixes += [fix for name, fix in _FIXES_BY_ATTRIBUTE.items() if hasattr(type(value), name)]
+    return fixes[0] if fixes else "give a dict, a list, a string or a number instead, such as str(value)"
 
 
 def _to_text(value: Any, depth: int) -> Any:

@@ -1,4 +1,4 @@
-"""What is frozen is JSON, and stays as it is."""
+"""Freezing JSON, and values that are not JSON."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ anything = st.recursive(
 
 
 @given(values)
-def test_json_is_frozen_as_it_is_and_thaws_again(value: Any) -> None:
+def test_json_is_unchanged_by_freezing_and_thawing(value: Any) -> None:
     frozen = freeze(value)
     assert frozen == value
     assert json.dumps(frozen) == json.dumps(value)
@@ -55,7 +55,7 @@ def test_json_is_frozen_as_it_is_and_thaws_again(value: Any) -> None:
 
 
 @given(anything)
-def test_what_was_observed_always_becomes_json(value: Any) -> None:
+def test_recorded_data_always_becomes_json(value: Any) -> None:
     softened = freeze_attributes({"value": value})
     assert json.loads(json.dumps(softened, allow_nan=False).encode()) == softened
     assert freeze(thaw(softened)) == softened
@@ -87,7 +87,7 @@ class Level(enum.IntEnum):
         ((1, (2,)), [1, [2]]),
     ],
 )
-def test_numbers_and_strings_of_other_types_become_plain(value: Any, plain: Any) -> None:
+def test_numbers_and_strings_of_other_types_become_builtins(value: Any, plain: Any) -> None:
     frozen = freeze({"value": value})["value"]
     assert frozen == plain
     assert type(frozen) is (FrozenList if isinstance(plain, list) else type(plain))
@@ -116,12 +116,12 @@ class Task:
         (object(), r"str\(value\)"),
     ],
 )
-def test_what_is_not_json_is_refused_with_its_place_and_the_fix(value: Any, says: str) -> None:
+def test_a_value_that_is_not_json_is_refused_with_its_place_and_a_fix(value: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         freeze(value, "input")
 
 
-def test_what_contains_itself_is_refused_and_observed_nonetheless() -> None:
+def test_a_value_that_contains_itself_is_refused_but_can_be_recorded() -> None:
     loop: list[Any] = []
     loop.append(loop)
     with pytest.raises(ConfigError, match="contains itself"):
@@ -141,7 +141,7 @@ class Unspeakable:
         raise RuntimeError(name)
 
 
-def test_an_object_that_cannot_say_what_it_is_loses_no_span() -> None:
+def test_a_span_with_an_object_whose_repr_fails_is_kept() -> None:
     span = Span.from_attributes(attributes={"a": Unspeakable()}, name="call \ud800")
     assert "Unspeakable object" in span.attributes["a"]
     assert span.name == "call \\ud800"
@@ -154,7 +154,7 @@ def test_an_error_with_a_broken_file_name_is_kept() -> None:
     assert valid_text("fine ü") == "fine ü"
 
 
-def test_a_metric_that_is_no_number_is_left_out_and_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_metric_that_is_not_finite_is_left_out_and_named(caplog: pytest.LogCaptureFixture) -> None:
     metrics = Metrics(step=1, time=0.0, values={"loss": float("nan"), "reward": np.float32(0.5)})  # type: ignore[dict-item] # numpy's
     assert metrics.values == {"reward": 0.5}
     assert "loss" in caplog.text

@@ -20,7 +20,7 @@ from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 
 
 class FaultyStore(InMemoryLightningStore):
-    """The memory store, with scripted trouble in front of ``add_many_spans``."""
+    """The memory store, with scripted faults in ``add_many_spans``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ async def names_in(store: FaultyStore, rollout: AttemptedRollout) -> list[str]:
     return [span.name for span in await store.query_spans(rollout.rollout_id)]
 
 
-async def test_spans_reach_the_store_in_the_order_in_which_they_were_put(store: FaultyStore) -> None:
+async def test_spans_reach_the_store_in_the_order_of_put(store: FaultyStore) -> None:
     rollout = await store.start_rollout(0)
     writer = SpanWriter(store, max_batch=7)
     for i in range(100):
@@ -118,7 +118,7 @@ async def test_an_event_loop_that_ends_during_a_flush_loses_no_span(store: Fault
     writer.close()
 
 
-async def test_closing_in_an_event_loop_writes_what_is_left(store: FaultyStore) -> None:
+async def test_closing_in_an_event_loop_writes_queued_spans(store: FaultyStore) -> None:
     rollout = await store.start_rollout(0)
     store.stall_s = 0.3
     writer = SpanWriter(store)
@@ -155,7 +155,7 @@ async def test_putting_never_waits_for_a_store_that_stalls_and_nothing_is_lost(s
     rollout = await store.start_rollout(0)
     store.is_stalled = True
     writer = SpanWriter(store)
-    for i in range(1000):  # a put that waited would wait for ever
+    for i in range(1000):  # if put waited, it would never return
         assert writer.put(span_of(rollout, str(i)))
     assert not await writer.flush(*ids_of(rollout), timeout_s=0.05)
     assert writer.undelivered(*ids_of(rollout)) == 1000
@@ -166,7 +166,7 @@ async def test_putting_never_waits_for_a_store_that_stalls_and_nothing_is_lost(s
     writer.close()
 
 
-async def test_what_does_not_fit_is_dropped_and_counted_for_its_own_attempt(store: FaultyStore) -> None:
+async def test_spans_that_do_not_fit_are_dropped_and_counted_for_their_attempt(store: FaultyStore) -> None:
     big, small = await store.start_rollout(0), await store.start_rollout(1)
     store.stall_s = 0.3
     writer = SpanWriter(store, max_bytes=10_000)
@@ -200,7 +200,7 @@ async def test_a_failing_store_is_tried_again_without_losing_order(store: Faulty
     writer.close()
 
 
-async def test_an_unknown_attempt_does_not_poison_the_batch_of_others(store: FaultyStore) -> None:
+async def test_spans_of_an_unknown_attempt_do_not_prevent_the_others(store: FaultyStore) -> None:
     rollout = await store.start_rollout(0)
     writer = SpanWriter(store, max_delay_s=0.1)
     unknown = Span.from_attributes(attributes={}, rollout_id="ro-none", attempt_id="at-none")
@@ -213,7 +213,7 @@ async def test_an_unknown_attempt_does_not_poison_the_batch_of_others(store: Fau
     writer.close()
 
 
-async def test_a_span_that_the_store_cannot_take_costs_its_attempt_no_other(store: FaultyStore) -> None:
+async def test_a_span_that_the_store_refuses_does_not_prevent_the_others_of_its_attempt(store: FaultyStore) -> None:
     rollout = await store.start_rollout(0)
     writer = SpanWriter(store, max_delay_s=0.1)
     for span in (span_of(rollout, "a"), span_of(rollout, "bad", poison=True), span_of(rollout, "b")):
@@ -224,7 +224,7 @@ async def test_a_span_that_the_store_cannot_take_costs_its_attempt_no_other(stor
     writer.close()
 
 
-async def test_a_store_that_fails_for_too_long_costs_spans_but_never_the_writer(store: FaultyStore) -> None:
+async def test_a_store_that_fails_for_too_long_loses_spans_but_does_not_stop_the_writer(store: FaultyStore) -> None:
     rollout = await store.start_rollout(0)
     store.failures = [StoreError("down")] * 3
     writer = SpanWriter(store, give_up_s=0.0)
@@ -238,7 +238,7 @@ async def test_a_store_that_fails_for_too_long_costs_spans_but_never_the_writer(
     writer.close()
 
 
-async def test_closing_writes_what_is_left_and_drops_what_comes_later(store: FaultyStore) -> None:
+async def test_closing_writes_queued_spans_and_drops_later_ones(store: FaultyStore) -> None:
     rollout = await store.start_rollout(0)
     writer = SpanWriter(store, max_delay_s=30)
     writer.put(span_of(rollout))
@@ -277,7 +277,7 @@ async def test_many_threads_may_put_at_once(store: FaultyStore) -> None:
     writer.close()
 
 
-async def test_users_of_one_store_share_a_writer_until_the_last_one_releases_it(store: FaultyStore) -> None:
+async def test_users_of_a_store_share_a_writer_until_the_last_release(store: FaultyStore) -> None:
     rollout = await store.start_rollout(0)
     first, second = SpanWriter.shared(store), SpanWriter.shared(store)
     assert first is second
@@ -290,8 +290,8 @@ async def test_users_of_one_store_share_a_writer_until_the_last_one_releases_it(
     third.release()
 
 
-async def test_flushing_everything_notes_what_attempts_have_lost(store: FaultyStore) -> None:
-    """A gateway's writer in a process of its own is known to no runner."""
+async def test_flushing_everything_records_the_losses_of_attempts(store: FaultyStore) -> None:
+    """No runner knows the writer of a gateway in another process."""
     rollout, other = await store.start_rollout(0), await store.start_rollout(1)
     writer = SpanWriter(store, max_bytes=3000)
     writer.put(Span.from_attributes(attributes={}, rollout_id="ro-none", attempt_id="at-none"))
@@ -314,7 +314,7 @@ async def test_flushing_everything_notes_what_attempts_have_lost(store: FaultySt
 async def test_an_attempt_that_lost_spans_is_left_out_of_training_with_a_warning(
     store: FaultyStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """From the agent's spans past the bound of 64 MB to the adapter, through the real runner."""
+    """Runs an agent whose spans exceed the bound of 64 MB, and adapts them."""
 
     def agent(task: int) -> float:
         for _ in range(70):
@@ -325,7 +325,7 @@ async def test_an_attempt_that_lost_spans_is_left_out_of_training_with_a_warning
     with runner.run_context(agent=wrap(agent), store=store):
         store.stall_s = 1.0
         lost = await runner.step(0)
-        kept = await runner.step(1)  # the queue has room again
+        kept = await runner.step(1)  # the queue has space again
     assert lost.status == kept.status == "succeeded"
     dropped = []
     for rollout in (lost, kept):
@@ -340,7 +340,7 @@ async def test_an_attempt_that_lost_spans_is_left_out_of_training_with_a_warning
 
 
 class BoundStore(FaultyStore):
-    """A store that must not leave the event loop it lives in."""
+    """A store that must be called in one event loop."""
 
     @property
     def capabilities(self) -> StoreCapabilities:

@@ -1,7 +1,7 @@
-"""What a database does for Lightning: a few primitives, and no knowledge of lifecycles.
+"""``Backend``: the primitives that a database implements; it knows nothing of lifecycles.
 
-A database plugin implements ``Backend``; ``engine.BackendStore`` builds all of ``LightningStore`` on it. Records are
-the frozen models of ``types``: a backend may keep and return the very objects (memory) or their JSON (SQL).
+``engine.BackendStore`` implements ``LightningStore`` on a ``Backend``. Records are the frozen models of ``types``: a
+backend may keep the objects themselves (memory) or their JSON (SQL).
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Condition(NamedTuple):
     """One test of a field; ``field`` may reach into a JSON mapping, as in ``metadata.group`` (the rest is one key).
 
     ``contains`` is a case-sensitive substring test. A field that is None satisfies only ``eq None``; nothing satisfies
-    ``in ()``. Spans can be asked for ``run_id`` as if they had that field: it is the run of their rollout.
+    ``in ()``. Conditions on spans may use ``run_id``, the run of their rollout, as a field.
     """
 
     field: str
@@ -95,8 +95,8 @@ class Query(Generic[R]):
     """Which records of one kind, in which order.
 
     All of ``where`` must hold, and at least one of ``any_of`` if it is not empty. Without ``sort_by`` the order is
-    that of insertion, which replacing a record does not change. None sorts first. ``descending`` turns either order
-    around, except that ties of a sort keep the order of insertion. ``after`` goes with neither.
+    that of insertion, which replacing a record does not change. None sorts first. ``descending`` reverses either order,
+    except that ties of a sort keep the order of insertion. ``after`` cannot be combined with either.
     """
 
     kind: type[R]
@@ -107,7 +107,7 @@ class Query(Generic[R]):
     limit: int = -1
     offset: int = 0
     after: int | None = None
-    """Only rows inserted after this position (``Page.position``); for reading on at constant cost."""
+    """Only rows inserted after this position (``Page.position``), to read the next page at constant cost."""
     count: bool = False
     """Whether ``Page.total`` is wanted; counting may cost a scan."""
 
@@ -123,7 +123,9 @@ class Page(NamedTuple, Generic[R]):
 
 
 Claim: TypeAlias = Callable[[Sequence[tuple[Row[Rollout], int]]], tuple[Sequence[Write], Sequence[Event]]]
-"""Given the locked rollouts, each with the number of attempts it has had, says what claiming them writes. Pure."""
+"""Maps the locked rollouts, each with the number of its attempts so far, to the writes and events of a claim.
+
+It may be called again when a transaction is repeated; then the last result is written."""
 
 
 class Backend(Protocol):

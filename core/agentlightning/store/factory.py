@@ -1,4 +1,4 @@
-"""Stores by URL."""
+"""Opens stores by URL."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def create_store(
     Args:
         url: such as ``memory://``, ``sqlite:///runs/store.db``, ``postgresql://...`` or ``http://host:4747``.
         run: the run whose queue and latest resources the store sees; None is the run ``default``.
-        token: for stores that are served; others refuse one.
-        retention: which ended rollouts are kept; None keeps all. A served store refuses one: its server decides.
+        token: for served stores only.
+        retention: which ended rollouts are kept; None keeps all. Not for served stores: their server decides.
 
     Raises:
         ConfigError: not a URL, or one that the store does not understand.
@@ -41,6 +41,6 @@ def create_store(
     store: LightningStore = from_url(url, run_id=run if run is not None else DEFAULT_RUN_ID, token=token)
     if retention is not None:
         if not isinstance(store, BackendStore):
-            raise ConfigError(f"store {url!r} is owned by somebody else, who decides what is kept; give no retention")
+            raise ConfigError(f"store {url!r} is owned by its server, which decides what is kept; give no retention")
         store.retain(retention)
     return store

@@ -1,4 +1,4 @@
-"""``LightningStore``: what runners, algorithms, gateway and dashboards call."""
+"""``LightningStore``: the interface of all stores."""
 
 from __future__ import annotations
 
@@ -41,29 +41,29 @@ class StoreCapabilities(TypedDict):
     thread_safe: bool
     """May be called from several threads and event loops."""
     durable: bool
-    """Acknowledged writes survive the process."""
+    """Acknowledged writes survive the end of the process."""
     otlp_traces: bool
-    """Takes OTLP over HTTP at ``otlp_traces_endpoint()``."""
+    """Accepts OTLP over HTTP at ``otlp_traces_endpoint()``."""
 
 
 class LightningStore(ABC):
     """Rollouts, attempts, spans, versioned resources, workers and metrics of one run.
 
     Getters return None for an unknown id; writers and ``wait_for_rollouts`` raise NotFoundError. Transitions that the
-    lifecycle refuses raise ConflictError and change nothing. Whatever a client may repeat (enqueue with an id, spans,
-    the end of an attempt) is idempotent. Instants are Unix times, durations and timeouts seconds.
+    lifecycle refuses raise ConflictError and change nothing. Calls that clients repeat (enqueueing with an id, adding
+    spans, ending an attempt) are idempotent. Instants are Unix times, durations and timeouts seconds.
     """
 
     run_id: str
     """The run whose queue, latest resources and metrics this object sees."""
     token: str | None = None
-    """What clients of the served store show; None while only this process uses it. It signs attempt tokens too."""
+    """Authenticates clients of the served store and signs attempt tokens; None if the store is not served."""
 
     # --- about the store ---
 
     @abstractmethod
     def with_run(self, run_id: str) -> LightningStore:
-        """The same store as seen from another run; closing either closes both."""
+        """A view of the same store for another run; closing either closes both."""
 
     @property
     @abstractmethod
@@ -80,7 +80,7 @@ class LightningStore(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Releases connections and tasks; what is stored stays."""
+        """Releases connections and tasks. Stored data is kept."""
 
     # --- rollouts ---
 
@@ -94,7 +94,7 @@ class LightningStore(ABC):
         metadata: Mapping[str, Any] | None = None,
         worker_id: str | None = None,
     ) -> AttemptedRollout:
-        """Creates a rollout with its first attempt, past the queue."""
+        """Creates a rollout with its first attempt, bypassing the queue."""
 
     async def enqueue_rollout(
         self,
@@ -104,13 +104,13 @@ class LightningStore(ABC):
         config: RolloutConfig | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> Rollout:
-        """Queues one rollout; ``resources_id=None`` pins the newest snapshot of this moment."""
+        """Queues one rollout; ``resources_id=None`` pins the newest snapshot."""
         request = EnqueueRolloutRequest.make(input, mode, resources_id, config, metadata)
         return (await self.enqueue_many_rollouts([request]))[0]
 
     @abstractmethod
     async def enqueue_many_rollouts(self, requests: Sequence[EnqueueRolloutRequest]) -> Sequence[Rollout]:
-        """Queues rollouts in order, all or none; a known ``rollout_id`` gives the rollout that is there.
+        """Queues rollouts in order, all or none; a known ``rollout_id`` returns the stored rollout.
 
         Raises:
             NotFoundError: an unknown ``resources_id``; nothing is queued.
@@ -134,7 +134,7 @@ class LightningStore(ABC):
 
     @abstractmethod
     async def start_attempt(self, rollout_id: str, worker_id: str | None = None) -> AttemptedRollout:
-        """Begins a further attempt by hand."""
+        """Starts another attempt without the queue."""
 
     @abstractmethod
     async def query_rollouts(
@@ -175,7 +175,7 @@ class LightningStore(ABC):
         config: RolloutConfig | Unset = UNSET,
         metadata: Mapping[str, Any] | Unset | None = UNSET,
     ) -> Rollout:
-        """Changes what is given. A status that ends the rollout or queues it again ends its live attempt too."""
+        """Changes the given fields. A status that ends the rollout or queues it again ends its live attempt too."""
 
     @abstractmethod
     async def cancel_rollout(self, rollout_id: str) -> Rollout:
@@ -203,13 +203,13 @@ class LightningStore(ABC):
         """Removes rollouts that have ended, with attempts and spans; returns how many.
 
         Args:
-            rollout_ids: these; unknown ones are passed over. None: those of this run that all of the others allow.
-            status_in: failed, succeeded or cancelled ones.
+            rollout_ids: which ones; unknown ids are ignored. None: those of this run that meet all other arguments.
+            status_in: failed, succeeded or cancelled.
             ended_before: Unix time of the end.
-            keep: not the newest ones of that number (by ``status_in``), in the order of enqueueing.
+            keep: how many of the newest (with a status in ``status_in``) to keep, in the order of enqueueing.
 
         Raises:
-            ConfigError: nothing is given, or ids together with something else.
+            ConfigError: no argument, or ids together with another argument.
             ConflictError: one of the ids has not ended; nothing is removed.
         """
 
@@ -256,7 +256,7 @@ class LightningStore(ABC):
         spans_dropped: int | Unset = UNSET,
         reward: float | Unset | None = UNSET,
     ) -> Attempt:
-        """Changes what is given; the status of the latest attempt drives the rollout.
+        """Changes the given fields; the status of the latest attempt drives the rollout.
 
         An ended attempt keeps its status: a later result goes to ``late_status``, and an error that comes with it is
         kept only where the attempt has none. Giving a live attempt another worker moves its lease to that worker.
@@ -268,7 +268,7 @@ class LightningStore(ABC):
 
     @abstractmethod
     async def release_attempt(self, rollout_id: str, attempt_id: str) -> Rollout:
-        """Hands back a claim that its worker has not begun; the rollout is queued again at once.
+        """Gives back a claim that its worker has not begun; the rollout is queued again at once.
 
         The attempt ends as unresponsive with an error of type ``Released``. Releasing an ended attempt is harmless.
 
@@ -303,7 +303,7 @@ class LightningStore(ABC):
 
     @abstractmethod
     async def get_many_span_sequence_ids(self, rollout_attempt_ids: Sequence[tuple[str, str]]) -> Sequence[int]:
-        """Takes one number for each pair; an attempt may stand there several times."""
+        """Takes one number for each pair; an attempt may occur several times."""
 
     @abstractmethod
     async def query_spans(
@@ -354,14 +354,14 @@ class LightningStore(ABC):
     async def get_resources_by_id(self, resources_id: str, version: int | None = None) -> ResourcesUpdate | None:
         """A snapshot at a version; None means the newest.
 
-        Every ``resources_id`` that is read, here and when rollouts are queued, may also be that of one version, as in
-        ``rs-1@3`` (``ResourcesUpdate.version_id``): a rollout that is queued with it never gets another.
+        A ``resources_id`` may also name one version, as in ``rs-1@3`` (``ResourcesUpdate.version_id``), here and when
+        rollouts are queued: a rollout that is queued with it always gets that version.
         """
 
     async def promote(self, resources_id: str, version: int | None = None) -> ResourcesUpdate:
-        """Makes a snapshot, at a version or at its newest, the latest resources of this run; they may be so already.
+        """Makes a snapshot, at a version or at its newest, the latest resources of this run, unless it already is.
 
-        It is published once more: as the next version of the snapshot, or as a new one when it is another run's.
+        It is published again: as the next version of the snapshot, or as a new snapshot if it is another run's.
 
         Raises:
             NotFoundError: there is no such snapshot or version.
@@ -378,7 +378,7 @@ class LightningStore(ABC):
         return await self.update_resources(chosen.resources_id, chosen.resources)
 
     async def rollback(self, resources_id: str, version: int) -> ResourcesUpdate:
-        """Publishes an earlier version of a snapshot once more, as its next version and the latest resources.
+        """Publishes an earlier version of a snapshot again, as its next version and the latest resources.
 
         Raises:
             NotFoundError: there is no such version.
@@ -390,7 +390,7 @@ class LightningStore(ABC):
 
     @abstractmethod
     async def get_latest_resources(self) -> ResourcesUpdate | None:
-        """What was published last in this run."""
+        """The resources that were published last in this run."""
 
     @abstractmethod
     async def query_resources(
@@ -432,22 +432,22 @@ class LightningStore(ABC):
         heartbeat_stats: Mapping[str, Any] | Unset | None = UNSET,
         attempt_ids: Sequence[str] | Unset | None = UNSET,
     ) -> Worker:
-        """A heartbeat: creates the worker if need be and renews the leases of its attempts.
+        """Records a heartbeat: creates the worker if it is new and renews the leases of its attempts.
 
-        A worker that gives ``attempt_ids`` says which attempts it runs: from then on its heartbeats renew only theirs,
-        so a claim whose answer it never got is lost after a lease. The answer names those of them that are live: it can
-        stop what the store has ended. None takes the statement back, and all its attempts are renewed.
+        With ``attempt_ids`` a worker names the attempts that it runs. From then on its heartbeats renew only these, so
+        a claim whose response was lost ends after a lease. The returned worker names those that are still live, so the
+        worker can stop the others. None undoes this: heartbeats renew all its attempts again.
         """
 
     @abstractmethod
     async def end_worker(self, worker_id: str) -> int:
-        """Says that a worker is dead: its live attempts end now, as they would when their leases ran out.
+        """Marks a worker as dead: its live attempts end now, as they would when their leases ran out.
 
-        It gets no more work under this id: claiming raises ConflictError. One that lives after all may still report,
-        as late, what it was given before.
+        It gets no more work under this id: claiming raises ConflictError. If it is alive after all, its results are
+        kept as late ones.
 
         Returns:
-            How many attempts ended; 0 for a worker nobody has heard of.
+            How many attempts ended; 0 for an unknown worker.
         """
 
     # --- runs, metrics, events ---

@@ -1,4 +1,4 @@
-"""Deleting what has ended: by condition when somebody asks, by policy in the store's owner."""
+"""Deletes rollouts that have ended: on request, or by a policy."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from agentlightning.store.filter import check_choice
 from agentlightning.types import ENDED_ROLLOUT, Rollout, RolloutStatus
 
 _BATCH: Final = 100
-"""Rollouts in one commit: spans go with them, and other writers wait meanwhile."""
+"""Rollouts in one commit, which deletes their spans too and makes other writers wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """What a store keeps of the rollouts that have ended, with their attempts and spans.
+    """Which ended rollouts a store keeps, with their attempts and spans.
 
-    The store's owner deletes the rest by itself, those that were enqueued first before others. Rollouts that are queued
-    or at work are never deleted.
+    The process that owns the store deletes the others, in the order of enqueueing. Rollouts that are queued or running
+    are never deleted.
     """
 
     max_age_s: float | None = None
-    """Those that ended longer ago are deleted."""
+    """Rollouts that ended longer ago are deleted."""
     max_rollouts: int | None = None
     """The oldest are deleted while the database holds more rollouts, whatever their run and status."""
 
@@ -36,7 +36,7 @@ class Retention:
                 raise ConfigError(f"{name}={value}; it can be 0 or more, or None for no limit")
 
     async def enforce(self, backend: Backend, now: float) -> int:
-        """Deletes what is not to be kept; returns how many rollouts."""
+        """Deletes the rollouts that the policy does not keep; returns how many."""
         deleted = 0
         if self.max_age_s is not None:
             deleted += await _delete(backend, _ended(ENDED_ROLLOUT), now - self.max_age_s, math.inf)
@@ -54,7 +54,7 @@ async def delete_ended(
     ended_before: float | None = None,
     keep: int | None = None,
 ) -> int:
-    """What ``LightningStore.delete_rollouts`` does when it is given conditions."""
+    """Implements ``LightningStore.delete_rollouts`` with conditions."""
     for status in status_in or ():
         check_choice("status_in", status, sorted(ENDED_ROLLOUT))
     if keep is not None and keep < 0:
@@ -72,9 +72,9 @@ def _ended(statuses: Collection[str]) -> tuple[Condition]:
 
 
 async def _delete(backend: Backend, where: tuple[Condition, ...], ended_before: float, at_most: float) -> int:
-    """Deletes rollouts in the order of enqueueing, reading no further than the first page that is too young.
+    """Deletes rollouts in the order of enqueueing.
 
-    So a policy that finds nothing to delete costs the same however much is stored.
+    It stops at the first page that is too young, so a policy that finds nothing to delete has a constant cost.
     """
     deleted = 0
     after: int | None = None
@@ -82,7 +82,7 @@ async def _delete(backend: Backend, where: tuple[Condition, ...], ended_before: 
         page = await backend.select(Query(Rollout, where, limit=int(min(_BATCH, at_most - deleted)), after=after))
         old = [row for row in page.rows if (row.record.end_time or math.inf) < ended_before]
         deleted += await _delete_rows(backend, old)
-        # Nobody ends before being enqueued. Clocks of several machines may differ by a little; the next time will do.
+        # A rollout ends after it is enqueued. If clocks of machines differ a little, the next run deletes the rest.
         if not page.rows or page.rows[-1].record.start_time >= ended_before:
             break
         after = page.position
@@ -90,7 +90,7 @@ async def _delete(backend: Backend, where: tuple[Condition, ...], ended_before: 
 
 
 async def _delete_rows(backend: Backend, rows: Sequence[Row[Rollout]]) -> int:
-    """Deletes those that nobody has touched since they were read: one may be retried just now."""
+    """Deletes the rollouts that did not change since they were read: one may be retried at this moment."""
     if not rows:
         return 0
     keys = [key_of(row.record) for row in rows]

@@ -76,7 +76,7 @@ def start(code: str, *arguments: str) -> subprocess.Popen[str]:
 
 WRITER = """
 import asyncio, itertools, sys
-from agentlightning.testing.store.step import make_span
+from agentlightning.testing.store.actions import make_span
 import agentlightning as agl
 
 async def work(store, number):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agentlightning.testing.store.step import claim
+from agentlightning.testing.store.actions import claim
 from agentlightning.types import Span
 from tests.benchmarks.bench_durable import PostgresPlace, SqlitePlace, fill, measure_steps
 from tests.postgresql import running_server

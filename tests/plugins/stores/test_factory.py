@@ -1,4 +1,4 @@
-"""Stores by URL."""
+"""Opening stores by URL."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ async def test_a_url_opens_a_store_of_its_scheme() -> None:
     assert create_store("memory://", run="mine").run_id == "mine"
 
 
-async def test_every_memory_url_is_a_store_of_its_own() -> None:
+async def test_each_memory_url_opens_a_new_store() -> None:
     one, two = create_store("memory://"), create_store("memory://")
     await one.enqueue_rollout("a")
     assert await two.dequeue_rollout() is None
 
 
-def test_an_unknown_scheme_names_the_near_miss_and_what_there_is() -> None:
+def test_an_unknown_scheme_names_similar_and_known_schemes() -> None:
     with pytest.raises(PluginError, match=r"no store named 'memroy'. Did you mean 'memory'\? Installed: .*memory"):
         create_store("memroy://")
 
@@ -37,18 +37,18 @@ def test_an_unknown_scheme_names_the_near_miss_and_what_there_is() -> None:
         ("memory://name", "no name or path"),
     ],
 )
-def test_what_is_no_url_of_a_store_is_refused_with_the_fix(url: str, says: str) -> None:
+def test_an_invalid_store_url_is_refused_with_the_fix(url: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         create_store(url)
 
 
-async def test_a_store_of_ours_keeps_what_the_retention_says_and_a_served_one_decides_for_itself() -> None:
+async def test_a_retention_policy_applies_to_local_stores_only() -> None:
     store = create_store("memory://", retention=Retention(max_rollouts=10))
     await store.close()
-    with pytest.raises(ConfigError, match="owned by somebody else"):
+    with pytest.raises(ConfigError, match="owned by its server"):
         create_store("http://127.0.0.1:4747", retention=Retention(max_rollouts=10))
 
 
-def test_a_store_that_nobody_else_reaches_takes_no_token() -> None:
+def test_a_local_store_takes_no_token() -> None:
     with pytest.raises(ConfigError, match="token"):
         create_store("memory://", token="secret")

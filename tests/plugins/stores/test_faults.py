@@ -1,4 +1,4 @@
-"""What real processes do to a served store when they are killed, paused or out of disk; and what it does then."""
+"""Faults of real processes around a served store: killed, paused, out of disk."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ RUNNER = """
 
 @contextlib.contextmanager
 def process(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A Python process whose output can be read; killed in the end."""
+    """A Python process whose output can be read; killed at the end."""
     started = subprocess.Popen(
         [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
     )
@@ -67,7 +67,7 @@ def process(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 class Server:
-    """``agl store`` over one SQLite file, at one port, however often it has to be started."""
+    """``agl store`` over one SQLite file and at one port; can be restarted."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -109,7 +109,7 @@ def check_integrity(path: Path) -> None:
 
 
 class Load:
-    """Workers that write all the time, and a record of everything that was acknowledged to them."""
+    """Workers that write all the time, and a record of all acknowledged writes."""
 
     def __init__(self, client: LightningStoreClient) -> None:
         self.client = client
@@ -121,7 +121,7 @@ class Load:
 
     async def work(self, worker_id: str) -> None:
         while not self.stopping:
-            with contextlib.suppress(StoreError):  # what may not be repeated may fail; the others are repeated
+            with contextlib.suppress(StoreError):  # only idempotent calls are repeated
                 self.enqueued.append((await self.client.enqueue_rollout({"of": worker_id})).rollout_id)
                 claimed = await self.client.dequeue_rollout(worker_id)
                 if claimed is not None:
@@ -138,7 +138,7 @@ class Load:
         self.finished.append(rollout_id)
 
     async def drain(self, worker_ids: list[str]) -> None:
-        """Says that the workers are dead, and does what is left."""
+        """Marks the workers as dead and runs the remaining rollouts."""
         for worker_id in worker_ids:
             await self.client.end_worker(worker_id)
         while claimed := await self.client.dequeue_rollout("late"):
@@ -155,7 +155,7 @@ async def kill_under_load(server: Server, kills: int, between_s: tuple[float, fl
         before = len(load.finished)
         assert await server.stop(signal.SIGKILL) == -signal.SIGKILL
         await server.start()
-        await eventually(lambda before=before: len(load.finished) >= before + 20)  # type: ignore[misc] # they go on
+        await eventually(lambda before=before: len(load.finished) >= before + 20)  # type: ignore[misc] # the workers continue
     load.stopping = True
     await asyncio.gather(*working)
     await load.drain(workers)
@@ -197,7 +197,7 @@ async def test_a_stream_of_spans_survives_a_server_that_is_killed(server: Server
         assert writer.put(span)
         put.append(span.span_id)
         await asyncio.sleep(0.001)
-        if number in (150, 400):  # it goes on while there is no server
+        if number in (150, 400):  # it continues without a server
             await restarting
             await server.stop(signal.SIGKILL)
             restarting = asyncio.create_task(server.start())
@@ -212,7 +212,7 @@ async def test_a_stream_of_spans_survives_a_server_that_is_killed(server: Server
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_stopped_server_answers_who_waits_and_finishes_what_it_began(
+async def test_a_stopped_server_answers_waiting_calls_and_finishes_running_ones(
     number: signal.Signals, server: Server
 ) -> None:
     client = LightningStoreClient(server.url, retry_s=0)
@@ -236,7 +236,7 @@ async def test_a_stopped_server_answers_who_waits_and_finishes_what_it_began(
 
     writing = asyncio.create_task(write())
     await asyncio.wait_for(begun.wait(), 30)
-    await asyncio.sleep(0.3)  # what was sent has arrived
+    await asyncio.sleep(0.3)  # the first part has arrived
     stopping = asyncio.create_task(server.stop(number))
     await asyncio.sleep(0.3)
     told.set()
@@ -262,7 +262,7 @@ async def served_with_lease(path: Path, lease_s: float) -> AsyncIterator[tuple[s
 async def eventually(holds: Callable[[], object], timeout_s: float = 30) -> None:
     deadline = time.monotonic() + timeout_s
     while not holds():
-        assert time.monotonic() < deadline, "it did not come to pass"
+        assert time.monotonic() < deadline, "the condition was not met in time"
         await asyncio.sleep(0.02)
 
 
@@ -271,7 +271,7 @@ def runner(url: str, worker_id: str) -> contextlib.AbstractContextManager[subpro
 
 
 async def begun(runner_process: subprocess.Popen[str]) -> str:
-    """The attempt that a runner says it has begun."""
+    """Returns the attempt that a runner has begun."""
     assert runner_process.stdout is not None
     line = await asyncio.wait_for(asyncio.to_thread(runner_process.stdout.readline), 60)
     assert line.startswith("begun"), line or runner_process.communicate()
@@ -292,7 +292,7 @@ async def test_the_rollout_of_a_killed_runner_is_run_by_another_within_the_lease
             killed_at = time.monotonic()
             ended = await store.wait_for_rollouts([queued.rollout_id], timeout=60)
             assert [rollout.status for rollout in ended] == ["succeeded"]
-            assert time.monotonic() - killed_at < lease_s + 10  # and the time a loaded machine takes
+            assert time.monotonic() - killed_at < lease_s + 10  # a loaded machine is slow
             attempts = list(await store.query_attempts(queued.rollout_id))
             assert [attempt.status for attempt in attempts] == ["unresponsive", "succeeded"]
             assert attempts[0].worker_id != attempts[1].worker_id
@@ -301,7 +301,7 @@ async def test_the_rollout_of_a_killed_runner_is_run_by_another_within_the_lease
 
 
 async def pause_a_runner(path: Path, *, pause_s: float, lease_s: float) -> None:
-    """Stops the process of a runner for longer than its lease, with work begun; then lets it go on."""
+    """Pauses the process of a busy runner for longer than its lease."""
     async with served_with_lease(path, lease_s) as (url, store):
         config = RolloutConfig(max_attempts=3, retry_condition=["unresponsive"])
         with runner(url, "paused") as paused:
@@ -321,7 +321,7 @@ async def pause_a_runner(path: Path, *, pause_s: float, lease_s: float) -> None:
                 assert [r.status for r in await store.wait_for_rollouts([later.rollout_id], timeout=60)] == [
                     "succeeded"
                 ]
-                await asyncio.sleep(2)  # the paused one says what it has to say
+                await asyncio.sleep(2)  # the paused runner sends its results
             for rollout_id in ids:
                 attempts = list(await store.query_attempts(rollout_id))
                 succeeded = [attempt for attempt in attempts if attempt.status == "succeeded"]
@@ -337,16 +337,16 @@ async def pause_a_runner(path: Path, *, pause_s: float, lease_s: float) -> None:
 
 
 @pytest.mark.slow
-async def test_a_runner_that_was_cut_off_makes_no_second_success_and_loses_no_span(tmp_path: Path) -> None:
+async def test_a_paused_runner_causes_no_second_success_and_loses_no_span(tmp_path: Path) -> None:
     await pause_a_runner(tmp_path / "store.db", pause_s=3, lease_s=1.0)
 
 
 @pytest.mark.soak
-async def test_half_a_minute_of_silence_makes_no_second_success_and_loses_no_span(tmp_path: Path) -> None:
+async def test_a_runner_paused_for_half_a_minute_causes_no_second_success_and_loses_no_span(tmp_path: Path) -> None:
     await pause_a_runner(tmp_path / "store.db", pause_s=30, lease_s=5.0)
 
 
-async def test_a_paused_server_is_waited_for(server: Server) -> None:
+async def test_a_client_waits_for_a_paused_server(server: Server) -> None:
     client = LightningStoreClient(server.url)
     rollout = await client.enqueue_rollout("task")
     stopped = server._process
@@ -364,7 +364,7 @@ async def test_a_paused_server_is_waited_for(server: Server) -> None:
     await client.close()
 
 
-async def test_a_full_disk_is_said_to_the_client_at_once_and_harms_nothing(tmp_path: Path) -> None:
+async def test_a_full_disk_is_reported_to_the_client_at_once_and_harms_nothing(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     store = SqliteLightningStore(path)
     async with LightningStoreServer(store, port=0) as server:

@@ -1,4 +1,4 @@
-"""Every cell of the lifecycle's table, for the pure functions and for a store over them."""
+"""Every cell of the lifecycle table, for the pure functions and for a store."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def make_attempt(status: AttemptStatus, sequence_id: int = 1) -> Attempt:
 
 
 async def rollout_in(store: InMemoryLightningStore, status: RolloutStatus) -> Rollout:
-    """A stored rollout that came to a status as rollouts do."""
+    """Brings a stored rollout to a status."""
     config = RolloutConfig(max_attempts=2, retry_condition=["timeout"])
     queued = await store.enqueue_rollout("a", config=config)
     if status == "cancelled":
@@ -172,7 +172,7 @@ async def test_a_stored_attempt_moves_along_the_table_only(status: AttemptStatus
 
 
 @pytest.mark.parametrize("status", ROLLOUT_STATUSES)
-def test_a_new_attempt_begins_while_nobody_is_at_work(status: RolloutStatus) -> None:
+def test_a_new_attempt_begins_only_while_none_is_live(status: RolloutStatus) -> None:
     if status in ("queuing", "requeuing", "failed", "cancelled"):
         rollout, attempt = begin_attempt(make_rollout(status), "at-2", 2, 5.0, "worker-1")
         assert (rollout.status, rollout.end_time) == ("preparing", None)
@@ -192,14 +192,14 @@ def test_only_failed_and_cancelled_rollouts_can_be_retried(status: RolloutStatus
 
 
 @pytest.mark.parametrize(("end", "sequence_id"), [*product(("failed", "timeout", "unresponsive"), (1, 2, 3))])
-def test_an_end_is_retried_where_the_config_says_so_and_attempts_are_left(end: AttemptStatus, sequence_id: int) -> None:
+def test_an_end_is_retried_as_the_config_says_while_attempts_are_left(end: AttemptStatus, sequence_id: int) -> None:
     config = RolloutConfig(max_attempts=3, retry_condition=["failed", "unresponsive"])
     rollout, _ = move_attempt(make_rollout("running", config), make_attempt("running", sequence_id), end, 5.0)
     assert rollout.status == ("requeuing" if end != "timeout" and sequence_id < 3 else "failed")
 
 
 @pytest.mark.parametrize("status", ["queuing", "requeuing", "failed", "cancelled", "succeeded"])
-def test_the_end_of_an_attempt_leaves_a_rollout_alone_that_is_not_at_work(status: RolloutStatus) -> None:
+def test_the_end_of_an_attempt_does_not_change_a_rollout_that_is_not_running(status: RolloutStatus) -> None:
     rollout = make_rollout(status)
     error = AttemptFailure(type="ValueError", message="no")
     outcome = move_attempt(rollout, make_attempt("running"), "failed", 5.0, error=error)
@@ -207,7 +207,7 @@ def test_the_end_of_an_attempt_leaves_a_rollout_alone_that_is_not_at_work(status
     assert (outcome.attempt.status, outcome.attempt.error) == ("failed", error)
 
 
-def test_a_claim_that_is_lost_before_it_ran_goes_back_to_the_queue_whatever_the_config() -> None:
+def test_a_claim_that_is_lost_before_it_ran_is_queued_again_with_any_config() -> None:
     rollout, attempt = lose_claim(make_rollout("preparing"), make_attempt("preparing"), 5.0)
     assert (rollout.status, attempt.status, attempt.end_time) == ("requeuing", "unresponsive", 5.0)
     rollout, attempt = lose_claim(make_rollout("running"), make_attempt("running"), 5.0)
@@ -231,7 +231,7 @@ def end_status(
         (5.9, None, None),
     ],
 )
-def test_deadlines_are_what_the_config_says(now: float, worker_seen: float | None, expected: str | None) -> None:
+def test_deadlines_follow_the_config(now: float, worker_seen: float | None, expected: str | None) -> None:
     config = RolloutConfig(timeout_seconds=10, unresponsive_seconds=5 if now < 10 else None)
     rollout = make_rollout("running", config)
     assert end_status(rollout, make_attempt("running"), now, worker_seen, lease_s=math.inf) == expected
@@ -248,7 +248,7 @@ def test_a_lease_is_renewed_by_spans_and_by_the_worker() -> None:
     assert end_status(rollout, unowned, 60.5, None, lease_s=60) is None
 
 
-def test_a_worker_speaks_for_the_attempts_it_names() -> None:
+def test_heartbeats_count_for_the_attempts_that_a_worker_names() -> None:
     attempt = make_attempt("preparing")
     worker = Worker(worker_id="worker-1", last_heartbeat_time=30.0)
     assert last_heartbeat(None, attempt) is None
@@ -258,7 +258,7 @@ def test_a_worker_speaks_for_the_attempts_it_names() -> None:
 
 
 @pytest.mark.parametrize("status", ATTEMPT_STATUSES)
-def test_only_a_claim_that_has_not_begun_is_taken_back(status: AttemptStatus) -> None:
+def test_only_a_claim_that_has_not_begun_can_be_released(status: AttemptStatus) -> None:
     rollout, attempt = make_rollout("running" if status == "running" else "preparing"), make_attempt(status)
     if status == "running":
         with pytest.raises(ConflictError, match="running"):

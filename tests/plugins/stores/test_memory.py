@@ -20,7 +20,7 @@ from agentlightning.store.backend import Condition, Guard, Operator, Page, Put, 
 from agentlightning.store.engine import BackendStore
 from agentlightning.store.retention import Retention
 from agentlightning.testing.store import StoreConformance
-from agentlightning.testing.store.step import make_span
+from agentlightning.testing.store.actions import make_span
 from agentlightning.types import AttemptedRollout, EnqueueRolloutRequest, Record, Rollout
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore, MemoryBackend
 

@@ -1,4 +1,4 @@
-"""The conformance kit can fail: stores with a planted bug, each caught by the test that is named beside it."""
+"""Stores with a planted bug, each of which must fail the conformance test that is named beside it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agentlightning.event import Event
 from agentlightning.resources import ResourcesUpdate
 from agentlightning.store.backend import KEYS, Backend, Claim, Delete, Guard, Listener, Page, Put, Query, Row, Write
 from agentlightning.store.engine import BackendStore
-from agentlightning.testing.store import DurableStoreConformance, StoreConformance, model, step
+from agentlightning.testing.store import DurableStoreConformance, StoreConformance, actions, model
 from agentlightning.types import (
     UNSET,
     Attempt,
@@ -34,11 +34,11 @@ R = TypeVar("R", bound=Record)
 
 MODEL = "test_any_sequence_of_calls_does_what_a_simple_model_does"
 HASTY = settings(model.SEARCH, phases=[Phase.generate], max_examples=1000, derandomize=True)
-"""Searches until it finds something, and does not look for the shortest example then."""
+"""Searches until it finds an example, and does not shrink it."""
 
 
 class SlowBackend(MemoryBackend):
-    """No bug: gives way to others before and after every step, as a backend with a disk or a network does."""
+    """Has no bug: yields to other tasks before and after each operation, as a backend with I/O does."""
 
     async def commit(self, writes: Sequence[Write], guards: Sequence[Guard] = (), events: Sequence[Event] = ()) -> bool:
         await asyncio.sleep(0)
@@ -67,7 +67,7 @@ class SlowBackend(MemoryBackend):
 
 
 class TestSlowBackend(StoreConformance):
-    """The engine stands on any backend: the races that memory never shows are won here."""
+    """Shows races that the memory backend does not."""
 
     @pytest.fixture
     async def store(self) -> AsyncIterator[BackendStore]:
@@ -100,7 +100,7 @@ class SharesTheQueue(MemoryBackend):
         return await super().claim(next(iter(self._queues), run_id), limit, decide)
 
 
-class NeverTells(MemoryBackend):
+class NeverPublishes(MemoryBackend):
     def watch(self, listener: Listener) -> Callable[[], None]:
         return lambda: None
 
@@ -167,7 +167,7 @@ class LosesCancelledClaims(BackendStore):
 
 
 class LosesWakeUps(InMemoryLightningStore):
-    """Wakes one claimer for a whole batch, and none for the rest of it."""
+    """Wakes only one waiting claim for a whole batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,17 +195,17 @@ class SortsUpwardsOnly(MemoryBackend):
         return await super().select(replace(query, descending=False) if query.limit != 1 else query)
 
 
-class PublishesToEverybody(InMemoryLightningStore):
-    def with_run(self, run_id: str) -> PublishesToEverybody:
+class IgnoresRuns(InMemoryLightningStore):
+    def with_run(self, run_id: str) -> IgnoresRuns:
         return self
 
 
-class KeepsDeadWorkersAtWork(InMemoryLightningStore):
+class KeepsAttemptsOfDeadWorkers(InMemoryLightningStore):
     async def end_worker(self, worker_id: str) -> int:
         return len(await self._database.live_attempts(worker_id))
 
 
-class EmploysTheDead(InMemoryLightningStore):
+class AssignsWorkToDeadWorkers(InMemoryLightningStore):
     async def end_worker(self, worker_id: str) -> int:
         ended = await super().end_worker(worker_id)
         worker = await self._database.worker(worker_id)
@@ -259,14 +259,14 @@ PLANTED: list[tuple[Callable[[], BackendStore], str]] = [
     (lambda: BackendStore(HandsOutTwice()), "test_a_claimed_rollout_is_never_handed_out_twice"),
     (lambda: BackendStore(LosesOrder()), "test_rollouts_are_claimed_in_the_order_they_were_enqueued"),
     (lambda: BackendStore(SharesTheQueue()), "test_every_run_has_a_queue_of_its_own"),
-    (lambda: BackendStore(NeverTells()), "test_a_waiting_claim_gets_the_rollout_that_comes"),
-    (lambda: BackendStore(NeverTells()), "test_waiting_returns_when_the_last_rollout_ends"),
-    (lambda: BackendStore(NeverTells()), "test_another_thread_can_wait_too"),
+    (lambda: BackendStore(NeverPublishes()), "test_a_waiting_claim_gets_the_rollout_that_comes"),
+    (lambda: BackendStore(NeverPublishes()), "test_waiting_returns_when_the_last_rollout_ends"),
+    (lambda: BackendStore(NeverPublishes()), "test_another_thread_can_wait_too"),
     (lambda: BackendStore(StoresTwice()), "test_a_span_that_is_stored_is_not_stored_again"),
     (lambda: BackendStore(IgnoresGuards()), "test_versions_published_at_once_are_all_kept"),
     (lambda: BackendStore(IgnoresOffset()), "test_pages_cover_everything_once"),
     (EnqueuesOneByOne, "test_enqueueing_many_is_all_or_none"),
-    (AliasesInputs, "test_changing_what_was_given_changes_nothing_stored"),
+    (AliasesInputs, "test_changing_an_argument_later_changes_no_record"),
     (TakesNoneForUnset, "test_unset_and_none_differ"),
     (TouchesEndedRollouts, "test_a_late_result_is_kept_on_the_attempt_only"),
     (MixesAttempts, "test_spans_of_attempts_are_told_apart"),
@@ -275,16 +275,16 @@ PLANTED: list[tuple[Callable[[], BackendStore], str]] = [
     (ReturnsEarly, "test_waiting_returns_when_the_last_rollout_ends"),
     (CopiesNoAttempt, "test_rollouts_come_with_their_latest_attempt"),
     (lambda: BackendStore(SortsUpwardsOnly()), "test_attempts_are_sorted_and_paged"),
-    (PublishesToEverybody, "test_a_subscriber_sees_the_life_of_a_rollout_in_order"),
+    (IgnoresRuns, "test_a_subscriber_sees_the_life_of_a_rollout_in_order"),
     (forgets_deadlines, "test_an_attempt_past_its_timeout_ends_by_itself"),
-    (KeepsDeadWorkersAtWork, "test_the_attempts_of_a_dead_worker_end_at_once"),
-    (EmploysTheDead, "test_a_dead_worker_gets_no_more_work"),
-    (ReleasesWhatRuns, "test_an_attempt_that_has_begun_cannot_be_handed_back"),
-    (lambda: BackendStore(RevokesNothing()), "test_whoever_runs_an_attempt_hears_that_the_store_has_ended_it"),
+    (KeepsAttemptsOfDeadWorkers, "test_the_attempts_of_a_dead_worker_end_at_once"),
+    (AssignsWorkToDeadWorkers, "test_a_dead_worker_gets_no_more_work"),
+    (ReleasesWhatRuns, "test_an_attempt_that_has_begun_cannot_be_released"),
+    (lambda: BackendStore(RevokesNothing()), "test_an_event_says_that_the_store_ended_an_attempt"),
     (DeletesTheNewest, "test_rollouts_are_deleted_by_age_count_and_status"),
     (RunsTheNewestVersion, "test_a_rollout_can_be_pinned_to_one_version_of_resources"),
     (RollsBackByForgetting, "test_an_earlier_version_can_be_published_again"),
-    (LosesSpansThatAreNotJson, "test_a_span_is_not_lost_for_a_value_that_is_not_json"),
+    (LosesSpansThatAreNotJson, "test_a_span_with_values_that_are_not_json_is_stored"),
     (lambda: BackendStore(HandsOutTwice()), MODEL),
     (lambda: BackendStore(LosesOrder()), MODEL),
     (lambda: BackendStore(StoresTwice()), MODEL),
@@ -298,11 +298,11 @@ PLANTED: list[tuple[Callable[[], BackendStore], str]] = [
 async def test_a_planted_bug_fails_the_test_named_for_it(
     make_store: Callable[[], BackendStore], named_test: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(actions, "PATIENCE_S", 1.0)
     monkeypatch.setattr(model, "SEARCH", HASTY)
     store = make_store()
     try:
-        # Flaky: a bug that shows itself now and then, as Hypothesis found out when it did the same again.
+        # Flaky: Hypothesis repeated the calls and the bug did not appear again.
         with pytest.raises((AssertionError, TimeoutError, pytest.fail.Exception, Flaky)):
             await getattr(StoreConformance(), named_test)(store)
     finally:
@@ -323,7 +323,7 @@ async def test_a_lifecycle_that_allows_anything_fails_the_test_named_for_it(monk
 
 
 async def copy_without(forgotten: type[Record], backend: Backend) -> MemoryBackend:
-    """What a store reads back that did not write all it acknowledged; of rollouts it forgets those in the queue."""
+    """Copies a database without the records of one kind; of rollouts it forgets those in the queue."""
     copy = MemoryBackend()
     for kind in KEYS:
         records = [row.record for row in (await backend.select(Query(kind))).rows]

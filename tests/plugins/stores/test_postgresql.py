@@ -19,9 +19,9 @@ from agentlightning.errors import ConfigError, StoreError
 from agentlightning.event import Event, RolloutEnqueued
 from agentlightning.store.backend import Put
 from agentlightning.store.retention import Retention
-from agentlightning.testing.store import DurableStoreConformance, StoreConformance, step
+from agentlightning.testing.store import DurableStoreConformance, StoreConformance, actions
+from agentlightning.testing.store.actions import claim, finish, make_span
 from agentlightning.testing.store.model import Reopen
-from agentlightning.testing.store.step import claim, finish, make_span
 from agentlightning.types import Attempt, EnqueueRolloutRequest, Rollout, RolloutConfig, Span
 from agentlightning_plugins.stores.http.server.events import EventStreams
 from agentlightning_plugins.stores.http.server.metrics import ServerMetrics
@@ -570,7 +570,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, right: str, wrong: str) -> None:
 async def test_a_bug_in_the_statements_fails_the_test_named_for_it(
     database: str, right: str, wrong: str, named_test: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(actions, "PATIENCE_S", 1.0)
     plant(monkeypatch, right, wrong)
     store = PostgresLightningStore(database)
     try:

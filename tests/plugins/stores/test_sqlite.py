@@ -14,8 +14,8 @@ from agentlightning.event import RolloutEnqueued
 from agentlightning.store.backend import Put
 from agentlightning.store.retention import Retention
 from agentlightning.testing.store import DurableStoreConformance
+from agentlightning.testing.store.actions import claim, finish, make_span
 from agentlightning.testing.store.model import Reopen
-from agentlightning.testing.store.step import claim, finish, make_span
 from agentlightning.types import Attempt, Rollout, Span
 from agentlightning_plugins.stores.http.server.events import EventStreams
 from agentlightning_plugins.stores.http.server.metrics import ServerMetrics

@@ -1,4 +1,4 @@
-"""Wake-ups, below the store."""
+"""Wake-ups: signals, countdowns, subscriptions and the waits of a store."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from agentlightning.types import AttemptedRollout, Rollout
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore, MemoryBackend
 
 
-async def test_a_signal_that_rang_before_the_wait_is_heard() -> None:
+async def test_a_signal_that_is_set_before_the_wait_ends_it() -> None:
     signal = Signal()
     signal.set()
     assert await signal.wait()
 
 
-async def test_a_signal_that_does_not_ring_gives_up_at_its_deadline() -> None:
+async def test_waiting_for_a_signal_ends_at_the_deadline() -> None:
     signal = Signal()
     start = time.monotonic()
     assert not await signal.wait(start + 0.05)
     assert 0.04 < time.monotonic() - start < 5
 
 
-async def test_ringing_where_nobody_lives_any_more_is_harmless() -> None:
+async def test_setting_a_signal_of_a_closed_loop_is_harmless() -> None:
     async def make() -> Signal:
         return Signal()
 
@@ -41,7 +41,7 @@ async def test_ringing_where_nobody_lives_any_more_is_harmless() -> None:
     assert signal.is_set
 
 
-async def test_each_rollout_wakes_the_claimer_who_waits_longest() -> None:
+async def test_each_rollout_wakes_the_claim_that_waits_longest() -> None:
     waiters = Waiters()
     first, second, elsewhere = waiters.join_queue("a"), waiters.join_queue("a"), waiters.join_queue("b")
     waiters.publish([RolloutEnqueued(run_id="a", rollout_id="ro-1")])
@@ -50,7 +50,7 @@ async def test_each_rollout_wakes_the_claimer_who_waits_longest() -> None:
     assert (second.is_set, elsewhere.is_set) == (True, False)
 
 
-async def test_a_ring_that_was_not_used_goes_to_the_next_in_line() -> None:
+async def test_an_unused_signal_is_passed_to_the_next_in_line() -> None:
     waiters = Waiters()
     gone, next_ = waiters.join_queue("a"), waiters.join_queue("a")
     waiters.publish([RolloutEnqueued(run_id="a", rollout_id="ro-1")])
@@ -58,16 +58,16 @@ async def test_a_ring_that_was_not_used_goes_to_the_next_in_line() -> None:
     assert next_.is_set
 
 
-async def test_who_tries_again_keeps_the_place_in_the_line() -> None:
+async def test_a_claim_that_tries_again_keeps_its_place_in_the_line() -> None:
     waiters = Waiters()
     first, second = waiters.join_queue("a"), waiters.join_queue("a")
     waiters.publish([RolloutEnqueued(run_id="a", rollout_id="ro-1")])
-    waiters.rejoin_queue("a", first)  # somebody who did not wait was faster
+    waiters.rejoin_queue("a", first)  # another claim was faster
     waiters.publish([RolloutEnqueued(run_id="a", rollout_id="ro-2")])
     assert (first.is_set, second.is_set) == (True, False)
 
 
-async def test_a_countdown_rings_at_the_last_end_and_leaves_nothing_behind() -> None:
+async def test_a_countdown_is_set_at_the_last_end_and_is_removed() -> None:
     waiters = Waiters()
     countdown = Countdown(["ro-1", "ro-2", "ro-3"])
     waiters.add(countdown)
@@ -79,7 +79,7 @@ async def test_a_countdown_rings_at_the_last_end_and_leaves_nothing_behind() -> 
     assert not waiters._countdowns
 
 
-async def test_a_subscriber_that_does_not_keep_up_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_subscriber_that_is_too_slow_gets_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "MAX_UNREAD_EVENTS", 2)
     subscription = Subscription("default", None)
     for step in range(3):
@@ -89,7 +89,7 @@ async def test_a_subscriber_that_does_not_keep_up_is_told(monkeypatch: pytest.Mo
         subscription.take()
 
 
-async def test_closing_a_store_ends_every_wait() -> None:
+async def test_closing_a_store_ends_all_waits() -> None:
     store = InMemoryLightningStore()
     queued = await store.start_rollout("a")
     waits = [
@@ -115,7 +115,7 @@ class FailsOnce(MemoryBackend):
     async def claim(self, run_id: str, limit: int, decide: Claim) -> Sequence[Rollout]:
         if self._queues and self.failures:
             self.failures -= 1
-            raise ConnectionError("the database is away")
+            raise ConnectionError("the database is unreachable")
         return await super().claim(run_id, limit, decide)
 
 

@@ -1,4 +1,4 @@
-"""Deadlines and leases are enforced whether or not anybody calls the store."""
+"""The watchdog enforces deadlines, leases and retention in the background."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ R = TypeVar("R", bound=Record)
 
 @pytest.fixture
 async def store() -> AsyncIterator[BackendStore]:
-    """A store whose workers have to be heard every 1.2 s."""
+    """A store with a lease of 1.2 s."""
     store = BackendStore(MemoryBackend(), lease_s=1.2, watchdog_interval_s=0.05)
     yield store
     await store.close()
@@ -52,10 +52,10 @@ async def until(condition: Callable[[], bool]) -> None:
         if condition():
             return
         await asyncio.sleep(0.025)
-    raise AssertionError("it did not happen within 60 s")
+    raise AssertionError("the condition was not met within 60 s")
 
 
-async def test_a_rollout_whose_claimer_died_before_it_began_goes_to_another_worker(store: BackendStore) -> None:
+async def test_a_rollout_whose_worker_died_before_it_began_goes_to_another_worker(store: BackendStore) -> None:
     lost = await claim(store, "dead")
     again = await store.dequeue_rollout("alive", timeout=60)
     assert again is not None
@@ -64,15 +64,15 @@ async def test_a_rollout_whose_claimer_died_before_it_began_goes_to_another_work
     assert first.status == "unresponsive"
     assert first.error is not None
     assert "'dead'" in first.error.message
-    assert first.last_heartbeat_time == first.start_time  # the verdict is no sign of life
-    async with asyncio.timeout(60):  # what it means for the worker is written next
-        while (worker := await store.get_worker_by_id("dead")) is None or worker.status != "unknown":  # noqa: ASYNC110 # nobody tells
+    assert first.last_heartbeat_time == first.start_time  # the end is not a sign of life
+    async with asyncio.timeout(60):
+        while (worker := await store.get_worker_by_id("dead")) is None or worker.status != "unknown":  # noqa: ASYNC110 # its lease must run out
             await asyncio.sleep(0.01)
     assert worker.current_attempt_id is None
 
 
 @pytest.mark.parametrize(("retry", "status"), [([], "failed"), (["unresponsive"], "requeuing")])
-async def test_the_config_decides_about_an_attempt_that_had_begun(
+async def test_the_config_decides_what_follows_a_lost_attempt_that_had_begun(
     store: BackendStore, retry: list[str], status: str
 ) -> None:
     config = RolloutConfig.model_validate({"max_attempts": 2, "retry_condition": retry})
@@ -115,16 +115,16 @@ async def test_an_attempt_without_a_worker_has_a_lease_that_its_own_heartbeats_r
     assert "worker" not in lost.attempt.error.message
 
 
-async def test_a_worker_that_names_its_attempts_keeps_only_these(store: BackendStore) -> None:
-    known, unheard = await claim(store, "worker-1"), await claim(store, "worker-1")  # the answer to one was lost
-    while (await latest(store, unheard)).status == "preparing":
+async def test_a_worker_that_names_its_attempts_renews_only_their_leases(store: BackendStore) -> None:
+    known, unknown = await claim(store, "worker-1"), await claim(store, "worker-1")  # the response to one was lost
+    while (await latest(store, unknown)).status == "preparing":
         await asyncio.sleep(0.1)
         await store.update_worker("worker-1", attempt_ids=[known.attempt.attempt_id])
     assert (await latest(store, known)).attempt.status == "preparing"
-    assert (await latest(store, unheard)).status == "requeuing"
+    assert (await latest(store, unknown)).status == "requeuing"
 
 
-async def test_an_owner_keeps_no_more_than_its_policy_says(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_watchdog_deletes_what_the_retention_policy_does_not_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "_RETENTION_INTERVAL_S", 0.0)
     store = BackendStore(MemoryBackend(), watchdog_interval_s=0.05)
     ended = [await claim(store, None) for _ in range(6)]
@@ -140,7 +140,7 @@ async def test_an_owner_keeps_no_more_than_its_policy_says(monkeypatch: pytest.M
         if len(await left()) < 3:
             break
         await asyncio.sleep(0.025)
-    # The last has not ended and is kept; the one of the other run came last of all.
+    # The last one has not ended and is kept, and so is the newest, of the other run.
     assert await left() == [ended[4].rollout_id, ended[5].rollout_id]
     assert len(await store.query_rollouts(run_id="other")) == 1
     store.retain(Retention(max_age_s=0.0))
@@ -176,7 +176,7 @@ async def test_a_policy_that_finds_nothing_to_delete_reads_one_page(stored: int)
 
 
 @pytest.mark.parametrize("policy", [{"max_age_s": -1}, {"max_rollouts": -1}, {"max_age_s": float("nan")}])
-def test_a_policy_that_means_nothing_is_refused(policy: dict[str, float]) -> None:
+def test_an_invalid_retention_policy_is_refused(policy: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(policy))):
         Retention(**policy)  # type: ignore[arg-type] # meant
 
@@ -188,7 +188,7 @@ async def test_two_owners_of_one_database_end_an_attempt_once() -> None:
     stores = [BackendStore(backend, watchdog_interval_s=0.01) for _ in range(2)]
     claimed = [await claim(store, None, RolloutConfig(timeout_seconds=0.1)) for store in stores]
     await stores[0].wait_for_rollouts([one.rollout_id for one in claimed], timeout=60)
-    await asyncio.sleep(0.2)  # in which the other looks again and again
+    await asyncio.sleep(0.2)  # the other one scans again
     kinds = [event.kind for event in seen]
     assert (kinds.count("attempt_finished"), kinds.count("rollout_finished")) == (2, 2)
     for store in stores:
@@ -196,18 +196,18 @@ async def test_two_owners_of_one_database_end_an_attempt_once() -> None:
 
 
 class FlakyBackend(MemoryBackend):
-    """Fails the first looks at live attempts."""
+    """Fails the first reads of live attempts."""
 
     failures = 3
 
     async def select(self, query: Query[R]) -> Page[R]:
         if query.kind is Attempt and query.where[0].field == "status" and self.failures:
             self.failures -= 1
-            raise ConnectionError("the database is away")
+            raise ConnectionError("the database is unreachable")
         return await super().select(query)
 
 
-async def test_the_watch_survives_a_database_that_is_away(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_watchdog_survives_an_unreachable_database(caplog: pytest.LogCaptureFixture) -> None:
     backend = FlakyBackend()
     store = BackendStore(backend, watchdog_interval_s=0.02)
     claimed = await claim(store, None, RolloutConfig(timeout_seconds=0.05))
@@ -217,19 +217,19 @@ async def test_the_watch_survives_a_database_that_is_away(caplog: pytest.LogCapt
     await store.close()
 
 
-async def test_nobody_loses_a_lease_because_the_machine_slept(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_lease_ends_because_the_machine_was_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
     store = BackendStore(MemoryBackend(), lease_s=8.0, watchdog_interval_s=0.02)
     claimed = await claim(store, "worker-1")
     await asyncio.sleep(0.1)
     awake = time.time
-    monkeypatch.setattr(time, "time", lambda: awake() + 600)  # ten minutes pass between two looks
+    monkeypatch.setattr(time, "time", lambda: awake() + 600)  # ten minutes pass between two scans
     await asyncio.sleep(0.3)
     assert (await latest(store, claimed)).attempt.status == "preparing"
     await store.close()
 
 
 async def test_closing_ends_the_thread_and_an_idle_store_has_none() -> None:
-    before = watchdogs()  # other tests leave some, which go at any time
+    before = watchdogs()  # other tests leave some, which end at any time
     store = InMemoryLightningStore()
     await store.enqueue_rollout("a")
     assert watchdogs() <= before
@@ -242,7 +242,7 @@ async def test_closing_ends_the_thread_and_an_idle_store_has_none() -> None:
 
 
 async def test_an_abandoned_store_is_collected_with_its_thread() -> None:
-    before = watchdogs()  # other tests leave some, which go at any time
+    before = watchdogs()  # other tests leave some, which end at any time
     store = InMemoryLightningStore()
     await store.start_rollout("a")
     assert len(watchdogs() - before) == 1
@@ -251,7 +251,7 @@ async def test_an_abandoned_store_is_collected_with_its_thread() -> None:
     await until(lambda: watchdogs() <= before)
 
 
-async def test_only_live_attempts_are_looked_at() -> None:
+async def test_a_scan_reads_only_live_attempts() -> None:
     looked: list[int] = []
 
     class CountingBackend(MemoryBackend):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from agentlightning.event import (
     AttemptFinished,
@@ -18,6 +18,7 @@ from agentlightning.lifecycle import Outcome
 from agentlightning.store.backend import Delete, Guard, Put, Row, Write, key_of
 from agentlightning.types import ENDED_ROLLOUT, LIVE_ATTEMPT, Attempt, Record, Rollout
 
+E = TypeVar("E", RolloutEnqueued, RolloutStarted, RolloutFinished, AttemptFinished, AttemptRevoked)
 R = TypeVar("R", bound=Record)
 T = TypeVar("T")
 
@@ -75,15 +76,13 @@ class Change(Generic[T]):
         self.events.append(attempt_revoked(after, now))
 
 
+def make_event(kind: type[E], rollout: Rollout, now: float, **fields: Any) -> E:
+    return kind(run_id=rollout.run_id, time=now, rollout_id=rollout.rollout_id, **fields)
+
+
 def rollout_started(after: Outcome, now: float) -> Event:
     rollout, attempt = after
-    return RolloutStarted(
-        run_id=rollout.run_id,
-        time=now,
-        rollout_id=rollout.rollout_id,
-        attempt_id=attempt.attempt_id,
-        worker_id=attempt.worker_id,
-    )
+    return make_event(RolloutStarted, rollout, now, attempt_id=attempt.attempt_id, worker_id=attempt.worker_id)
 
 
 def rollout_events(before: Rollout, after: Rollout, now: float) -> Iterator[Event]:
@@ -91,30 +90,20 @@ def rollout_events(before: Rollout, after: Rollout, now: float) -> Iterator[Even
     if after.status == before.status:
         return
     if after.status in ENDED_ROLLOUT:
-        yield RolloutFinished(
-            run_id=after.run_id, time=now, rollout_id=after.rollout_id, status=after.status, mode=after.mode
-        )
+        yield make_event(RolloutFinished, after, now, status=after.status, mode=after.mode)
     elif after.status == "requeuing":
-        yield RolloutEnqueued(run_id=after.run_id, time=now, rollout_id=after.rollout_id)
+        yield make_event(RolloutEnqueued, after, now)
 
 
 def attempt_events(rollout: Rollout, before: Attempt, after: Attempt, now: float) -> Iterator[Event]:
     """The event that the end of an attempt causes, if it ended."""
     if before.status in LIVE_ATTEMPT and after.status not in LIVE_ATTEMPT:
-        yield AttemptFinished(
-            run_id=rollout.run_id,
-            time=now,
-            rollout_id=rollout.rollout_id,
-            attempt_id=after.attempt_id,
-            status=after.status,
-            error=f"{after.error.type}: {after.error.message}" if after.error is not None else None,
-        )
+        error = f"{after.error.type}: {after.error.message}" if after.error is not None else None
+        yield make_event(AttemptFinished, rollout, now, attempt_id=after.attempt_id, status=after.status, error=error)
 
 
 def attempt_revoked(after: Outcome, now: float) -> Event:
     """The event that makes the worker of an attempt stop because the store ended it."""
     rollout, attempt = after
     reason = attempt.status if attempt.status in ("timeout", "unresponsive") else "cancelled"
-    return AttemptRevoked(
-        run_id=rollout.run_id, time=now, rollout_id=rollout.rollout_id, attempt_id=attempt.attempt_id, reason=reason
-    )
+    return make_event(AttemptRevoked, rollout, now, attempt_id=attempt.attempt_id, reason=reason)

@@ -13,7 +13,7 @@ from agentlightning.event import Event, RolloutEnqueued
 from agentlightning.lifecycle import assign_work, begin_attempt
 from agentlightning.store.backend import Condition, Put, Query, Row, Write
 from agentlightning.store.engine.attempts import Attempts
-from agentlightning.store.engine.change import Change, rollout_started
+from agentlightning.store.engine.change import Change, make_event, rollout_started
 from agentlightning.store.engine.database import Database, join
 from agentlightning.store.engine.watchdog import Watchdog
 from agentlightning.store.waiting import Waiters
@@ -59,7 +59,7 @@ class Queue:
                     else:
                         known[request.rollout_id] = rollout
                         change.insert(rollout)
-                    change.events.append(RolloutEnqueued(run_id=run_id, time=now, rollout_id=rollout.rollout_id))
+                    change.events.append(make_event(RolloutEnqueued, rollout, now))
                 change.result.append(rollout)
             return change
 

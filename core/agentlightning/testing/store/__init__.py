@@ -1,48 +1,31 @@
-"""The protocol of ``LightningStore`` as tests, for authors of stores.
+"""The contract of ``LightningStore`` as tests, for authors of stores.
 
-A test module of theirs is::
+Example::
 
-    class TestMyStore(DurableStoreConformance):     # StoreConformance, if it forgets everything when it is closed
-        @pytest.fixture
-        async def store(self, tmp_path):
-            store = MyStore(tmp_path)               # empty
-            yield store
-            await store.close()
+class TestMyStore(DurableStoreConformance):     # StoreConformance, if it is not durable
+@pytest.fixture
+async def store(self, tmp_path):
+store = MyStore(tmp_path)               # empty
+yield store
+await store.close()
 
-        @pytest.fixture
-        def reopen(self, store, tmp_path):          # for durable stores
-            async def reopen():
-                await store.close()
-                return MyStore(tmp_path)
-            return reopen
+@pytest.fixture
+def reopen(self, store, tmp_path):          # for durable stores
+async def reopen():
+await store.close()
+return MyStore(tmp_path)
+return reopen
 """
+
+import pkgutil
 
 import pytest
 
-pytest.register_assert_rewrite(
-    *(
-        f"{__name__}.{module}"
-        for module in (
-            "durable",
-            "finding",
-            "holding",
-            "json_value",
-            "lifecycle",
-            "model",
-            "queueing",
-            "recording",
-            "step",
-            "tracing",
-            "waiting",
-        )
-    )
-)
+pytest.register_assert_rewrite(*(f"{__name__}.{module.name}" for module in pkgutil.iter_modules(__path__)))
 
 from agentlightning.store.protocol import LightningStore  # noqa: E402 # after the registration of what is imported
 from agentlightning.testing.store.durable import DurableTests  # noqa: E402 # as above
 from agentlightning.testing.store.finding import FindingTests  # noqa: E402 # as above
-from agentlightning.testing.store.holding import HoldingTests  # noqa: E402 # as above
-from agentlightning.testing.store.json_value import JsonValueTests  # noqa: E402 # as above
 from agentlightning.testing.store.lifecycle import LifecycleTests  # noqa: E402 # as above
 from agentlightning.testing.store.model import compare_with_model  # noqa: E402 # as above
 from agentlightning.testing.store.queueing import QueueingTests  # noqa: E402 # as above
@@ -57,18 +40,15 @@ __all__ = ["DurableStoreConformance", "StoreConformance"]
 class StoreConformance(
     QueueingTests,
     WaitingTests,
-    HoldingTests,
     LifecycleTests,
     TracingTests,
     FindingTests,
     RecordingTests,
-    JsonValueTests,
 ):
-    """Every store passes these tests; each is a sentence of the protocol.
+    """The tests that every store passes.
 
-    A plugin author subclasses this and gives one fixture, ``store``: an empty store that enforces deadlines by itself,
-    with a lease of at least ten seconds. Tests are asynchronous and need ``pytest-asyncio``, in either of its modes,
-    and ``hypothesis``.
+    A subclass provides a fixture ``store``: an empty store that enforces deadlines by itself, with a lease of at least
+    ten seconds. The tests need ``pytest-asyncio``, in either of its modes, and ``hypothesis``.
     """
 
     async def test_any_sequence_of_calls_does_what_a_simple_model_does(self, store: LightningStore) -> None:
@@ -76,8 +56,8 @@ class StoreConformance(
 
 
 class DurableStoreConformance(StoreConformance, DurableTests):
-    """What stores pass in addition that keep everything when they are closed.
+    """The tests that durable stores pass in addition.
 
-    They give a second fixture, ``reopen``: a coroutine function that closes the store that is open and opens the same
-    database again, returning the new one. It may be called several times in one test; who opened a store closes it.
+    They need a second fixture, ``reopen``: a coroutine function that closes the open store, opens the same database
+    again and returns the new store. A test may call it several times; the fixture closes the last store.
     """

@@ -1,15 +1,15 @@
-"""What a durable store still knows after it was closed and opened again."""
+"""Durability: data survives closing and reopening a store."""
 
 from __future__ import annotations
 
 from agentlightning.store.protocol import LightningStore
+from agentlightning.testing.store.actions import claim, dequeue, finish, make_span, read, soon
 from agentlightning.testing.store.model import Reopen, compare_with_model
-from agentlightning.testing.store.step import claim, finish, make_span, read, soon
 from agentlightning.types import EnqueueRolloutRequest, RolloutConfig
 
 
 class DurableTests:
-    """Sentences about closing and opening."""
+    """Tests of closing and reopening."""
 
     async def test_a_durable_store_says_so(self, store: LightningStore) -> None:
         await store.statistics()  # a client asks its server
@@ -23,8 +23,7 @@ class DurableTests:
         done = await claim(store, "worker-1", RolloutConfig(max_attempts=2, retry_condition=["failed"]))
         await store.add_many_spans([make_span(done, number=number) for number in range(5)])
         await finish(store, done, "failed")
-        again = await store.dequeue_rollout("worker-2")
-        assert again is not None
+        again = await dequeue(store, "worker-2")
         await store.add_span(make_span(again, "second try"))
         await finish(store, again)
         open_ = await store.enqueue_rollout({"question": "grüße"}, mode="val", metadata={"group": "g"})
@@ -51,8 +50,7 @@ class DurableTests:
 
     async def test_the_queue_keeps_its_order_over_reopening(self, store: LightningStore, reopen: Reopen) -> None:
         await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=n) for n in range(3)])
-        first = await store.dequeue_rollout()
-        assert first is not None
+        first = await dequeue(store)
         await finish(store, first, "failed")
         await store.retry_rollout(first.rollout_id)
         store = await reopen()
@@ -61,8 +59,7 @@ class DurableTests:
 
     async def test_a_repetition_is_recognised_after_reopening(self, store: LightningStore, reopen: Reopen) -> None:
         (queued,) = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input="a", rollout_id="chosen")])
-        claimed = await store.dequeue_rollout()
-        assert claimed is not None
+        claimed = await dequeue(store)
         span = make_span(claimed)
         await store.add_span(span)
         ended = await finish(store, claimed)

@@ -6,14 +6,14 @@ import pytest
 
 from agentlightning.errors import ConfigError
 from agentlightning.store.protocol import LightningStore
-from agentlightning.testing.store.step import claim, finish
+from agentlightning.testing.store.actions import claim, dequeue, finish, latest_attempt
 from agentlightning.types import AttemptedRollout, EnqueueRolloutRequest, Rollout
 
 
 class FindingTests:
-    """Sentences about queries and getters."""
+    """Tests of queries and getters."""
 
-    async def test_getters_know_no_unknown_ids(self, store: LightningStore) -> None:
+    async def test_getters_return_none_for_unknown_ids(self, store: LightningStore) -> None:
         assert await store.get_rollout_by_id("ro-unknown") is None
         assert await store.get_latest_attempt("ro-unknown") is None
         assert await store.get_resources_by_id("rs-unknown") is None
@@ -62,8 +62,7 @@ class FindingTests:
     async def test_rollouts_are_found_by_status_and_id(self, store: LightningStore) -> None:
         ids = ["run-a-1", "run-a-2", "run-b-1"]
         await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=id_, rollout_id=id_) for id_ in ids])
-        claimed = await store.dequeue_rollout()
-        assert claimed is not None
+        await dequeue(store)
 
         async def found(**tests: object) -> list[str]:
             return [rollout.rollout_id for rollout in await store.query_rollouts(**tests)]  # type: ignore[arg-type] # names of filters
@@ -106,8 +105,7 @@ class FindingTests:
     async def test_rollouts_are_sorted_by_any_field(self, store: LightningStore) -> None:
         for task, mode in (("b", "val"), ("c", None), ("a", "train")):
             await store.enqueue_rollout(task, mode=mode)  # type: ignore[arg-type] # a tuple's str
-        ended = await store.dequeue_rollout()
-        assert ended is not None
+        ended = await dequeue(store)
         await finish(store, ended)
 
         async def order(field: str, **options: object) -> list[str]:
@@ -129,11 +127,10 @@ class FindingTests:
         page = await store.query_attempts(claimed.rollout_id, sort_order="desc", limit=2, offset=1)
         assert [attempt.sequence_id for attempt in page] == [4, 3]
         assert page.total == 5
-        latest = await store.get_latest_attempt(claimed.rollout_id)
-        assert latest is not None
+        latest = await latest_attempt(store, claimed)
         assert latest.sequence_id == 5
 
-    async def test_bad_questions_are_refused(self, store: LightningStore) -> None:
+    async def test_invalid_query_arguments_are_refused(self, store: LightningStore) -> None:
         await store.enqueue_rollout("a")
         with pytest.raises(ConfigError, match="start_time"):
             await store.query_rollouts(sort_by="start_tim")

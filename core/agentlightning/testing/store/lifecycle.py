@@ -1,4 +1,4 @@
-"""The lifecycle as a store shows it: transitions, retries, deadlines, late results."""
+"""The lifecycle: transitions, retries, deadlines, late results."""
 
 from __future__ import annotations
 
@@ -10,18 +10,26 @@ import pytest
 
 from agentlightning.errors import ConfigError, ConflictError, NotFoundError
 from agentlightning.store.protocol import LightningStore
-from agentlightning.testing.store.step import claim, finish, make_span, read, soon
+from agentlightning.testing.store.actions import (
+    claim,
+    dequeue,
+    finish,
+    latest_attempt,
+    make_span,
+    read,
+    read_attempted,
+    soon,
+)
 from agentlightning.types import AttemptedRollout, AttemptFailure, AttemptStatus, RolloutConfig
 
 
 class LifecycleTests:
-    """Sentences about the statuses of rollouts and attempts."""
+    """Tests of the statuses of rollouts and attempts."""
 
     async def test_a_span_sets_an_attempt_and_its_rollout_running(self, store: LightningStore) -> None:
         claimed = await claim(store)
         await store.add_span(make_span(claimed))
-        now = await read(store, claimed.rollout_id)
-        assert isinstance(now, AttemptedRollout)
+        now = await read_attempted(store, claimed.rollout_id)
         assert (now.status, now.attempt.status) == ("running", "running")
 
     async def test_a_worker_can_say_that_its_attempt_is_running(self, store: LightningStore) -> None:
@@ -43,8 +51,7 @@ class LifecycleTests:
         claimed = await claim(store)
         error = AttemptFailure(type="ValueError", message="no answer", traceback="Traceback ...")
         await store.update_attempt(claimed.rollout_id, claimed.attempt.attempt_id, status="failed", error=error)
-        rollout = await read(store, claimed.rollout_id)
-        assert isinstance(rollout, AttemptedRollout)
+        rollout = await read_attempted(store, claimed.rollout_id)
         assert (rollout.status, rollout.attempt.error) == ("failed", error)
         assert rollout.end_time is not None
         assert await store.dequeue_rollout() is None
@@ -55,8 +62,7 @@ class LifecycleTests:
             await store.update_attempt(claimed.rollout_id, "latest", status="failed")
             waiting = await read(store, claimed.rollout_id)
             assert (waiting.status, waiting.end_time) == ("requeuing", None)
-            again = await store.dequeue_rollout()
-            assert again is not None
+            again = await dequeue(store)
             assert (again.rollout_id, again.attempt.sequence_id) == (claimed.rollout_id, number)
         await store.update_attempt(claimed.rollout_id, "latest", status="failed")
         assert (await read(store, claimed.rollout_id)).status == "failed"
@@ -113,8 +119,7 @@ class LifecycleTests:
         ]
         for pair in changes:
             await soon(asyncio.gather(*pair))
-        now = await read(store, id_)
-        assert isinstance(now, AttemptedRollout)
+        now = await read_attempted(store, id_)
         assert (now.status, now.metadata, now.mode, now.input) == ("succeeded", {"note": 2}, "test", "changed")
         assert (now.attempt.status, now.attempt.metadata, now.attempt.spans_dropped) == ("succeeded", {"seed": 1}, 3)
 
@@ -141,12 +146,10 @@ class LifecycleTests:
     async def test_a_result_of_an_earlier_attempt_never_touches_the_rollout(self, store: LightningStore) -> None:
         first = await claim(store, config=RolloutConfig(max_attempts=2, retry_condition=["unresponsive"]))
         await finish(store, first, "unresponsive")
-        second = await store.dequeue_rollout()
-        assert second is not None
+        second = await dequeue(store)
         late = await finish(store, first, "succeeded")
         assert (late.status, late.late_status) == ("unresponsive", "succeeded")
-        now = await read(store, first.rollout_id)
-        assert isinstance(now, AttemptedRollout)
+        now = await read_attempted(store, first.rollout_id)
         assert (now.status, now.attempt.attempt_id) == ("preparing", second.attempt.attempt_id)
 
     async def test_spans_of_an_ended_attempt_are_stored_and_revive_nothing(self, store: LightningStore) -> None:
@@ -177,8 +180,7 @@ class LifecycleTests:
         await finish(store, claimed, "failed")
         queued = await store.retry_rollout(claimed.rollout_id)
         assert (queued.status, queued.end_time) == ("requeuing", None)
-        again = await store.dequeue_rollout()
-        assert again is not None
+        again = await dequeue(store)
         assert (again.rollout_id, again.attempt.sequence_id) == (claimed.rollout_id, 2)
 
     async def test_cancelling_takes_a_rollout_from_the_queue(self, store: LightningStore) -> None:
@@ -192,8 +194,7 @@ class LifecycleTests:
     async def test_cancelling_ends_the_attempt_at_work(self, store: LightningStore) -> None:
         claimed = await claim(store)
         await store.cancel_rollout(claimed.rollout_id)
-        cancelled = await read(store, claimed.rollout_id)
-        assert isinstance(cancelled, AttemptedRollout)
+        cancelled = await read_attempted(store, claimed.rollout_id)
         assert (cancelled.status, cancelled.attempt.status) == ("cancelled", "failed")
         late = await finish(store, claimed, "succeeded")
         assert late.late_status == "succeeded"
@@ -204,8 +205,7 @@ class LifecycleTests:
         await store.add_span(make_span(claimed))
         (ended,) = await soon(store.wait_for_rollouts([claimed.rollout_id]))
         assert ended.status == "failed"
-        attempt = await store.get_latest_attempt(claimed.rollout_id)
-        assert attempt is not None
+        attempt = await latest_attempt(store, claimed)
         assert attempt.status == "timeout"
         assert attempt.end_time is not None
         assert attempt.end_time - attempt.start_time >= 0.3
@@ -213,8 +213,7 @@ class LifecycleTests:
     async def test_a_silent_attempt_is_given_to_another_worker(self, store: LightningStore) -> None:
         config = RolloutConfig(unresponsive_seconds=0.3, max_attempts=2, retry_condition=["unresponsive"])
         claimed = await claim(store, config=config)
-        again = await soon(store.dequeue_rollout("worker-2", timeout=20))
-        assert again is not None
+        again = await soon(dequeue(store, "worker-2", timeout=20))
         assert (again.rollout_id, again.attempt.sequence_id) == (claimed.rollout_id, 2)
         statuses = [attempt.status for attempt in await store.query_attempts(claimed.rollout_id)]
         assert statuses == ["unresponsive", "preparing"]
@@ -225,8 +224,7 @@ class LifecycleTests:
             await asyncio.sleep(0.2)
             await store.add_span(make_span(claimed))
         assert (await read(store, claimed.rollout_id)).status == "running"
-        attempt = await store.get_latest_attempt(claimed.rollout_id)
-        assert attempt is not None
+        attempt = await latest_attempt(store, claimed)
         assert attempt.last_heartbeat_time is not None
         assert attempt.last_heartbeat_time > attempt.start_time + 1.5
 

@@ -1,7 +1,7 @@
-"""A store and a simple model of it do the same: Hypothesis looks for a sequence of calls after which they differ.
+"""Compares a store with a simple model: Hypothesis searches for a sequence of calls after which they differ.
 
-The model is the contract's table, a list for the queue and a dict for everything else. It shares no code with
-``lifecycle.py`` on purpose.
+The model is the table of the lifecycle, a list for the queue and dicts. It shares no code, and so no bugs, with
+``lifecycle.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from agentlightning.errors import ConflictError, NotFoundError
 from agentlightning.store.protocol import LightningStore
-from agentlightning.testing.store import step
+from agentlightning.testing.store import actions
 from agentlightning.types import AttemptedRollout, AttemptStatus, EnqueueRolloutRequest, RolloutConfig, RolloutStatus
 from agentlightning.types import Span as StoredSpan
 
@@ -33,7 +33,7 @@ SEARCH: Final = settings(
     database=None,
     suppress_health_check=list(HealthCheck),
 )
-"""About five seconds of a store behind HTTP."""
+"""Takes about five seconds for a store behind HTTP."""
 
 _MOVES: Final[dict[str, set[str]]] = {
     "queuing": {"preparing", "cancelled"},
@@ -53,7 +53,7 @@ _CONFIGS: Final = (
 _numbers = itertools.count()
 
 picks = st.integers(0, 9)
-"""Chooses one of what there is."""
+"""Chooses one of the rollouts or attempts of the model."""
 workers = st.sampled_from([None, "worker-1", "worker-2"])
 
 
@@ -82,7 +82,7 @@ class _Rollout:
 
 @dataclass
 class _Subject:
-    """What is tested, through all examples."""
+    """The tested store, in all examples."""
 
     store: LightningStore
     loop: asyncio.AbstractEventLoop
@@ -90,7 +90,7 @@ class _Subject:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Calls a store and its model; every example has a run of its own, as if the store were empty."""
+    """Calls a store and its model. Each example uses a new run, so the store appears empty."""
 
     subject: ClassVar[_Subject]
 
@@ -103,10 +103,10 @@ class StoreMachine(RuleBasedStateMachine):
         self.versions: dict[str, list[str]] = {}
         self.latest: str | None = None
 
-    # --- the model's own steps ---
+    # --- transitions of the model ---
 
     def do(self, call: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(call, self.subject.loop).result(step.PATIENCE_S)
+        return asyncio.run_coroutine_threadsafe(call, self.subject.loop).result(actions.PATIENCE_S)
 
     def refused(self, call: Coroutine[Any, Any, object], error: type[Exception] = ConflictError) -> None:
         try:
@@ -155,7 +155,7 @@ class StoreMachine(RuleBasedStateMachine):
         else:
             self.end(rollout, attempt, "unresponsive")
 
-    # --- what is called ---
+    # --- calls ---
 
     @rule(count=st.integers(1, 3), config=st.sampled_from(_CONFIGS))
     def enqueue(self, count: int, config: RolloutConfig) -> None:
@@ -334,10 +334,10 @@ class StoreMachine(RuleBasedStateMachine):
         self.subject.store = self.do(_await(self.subject.reopen()))
         self.store = self.subject.store.with_run(self.run_id)
 
-    # --- what must hold after every step ---
+    # --- checks ---
 
     @invariant()
-    def rollouts_are_as_the_model_says(self) -> None:
+    def rollouts_equal_the_model(self) -> None:
         stored = self.do(self.store.query_rollouts())
         assert {item.rollout_id: (item.status, item.input, item.resources_id) for item in stored} == {
             item.rollout_id: (item.status, item.input, item.resources_id) for item in self.rollouts.values()
@@ -372,11 +372,11 @@ async def compare_with_model(store: LightningStore, reopen: Reopen | None = None
     """Searches for a sequence of calls after which store and model differ.
 
     Args:
-        store: what is tested; used in the loop that calls this.
-        reopen: closes the store and opens it again, of one that is durable.
+        store: the tested store; called in the running event loop.
+        reopen: closes a durable store and opens it again.
 
     Raises:
-        AssertionError: found one; Hypothesis prints the shortest.
+        AssertionError: there is one; Hypothesis prints the shortest.
     """
     subject = _Subject(store, asyncio.get_running_loop(), reopen)
     machine = type("StoreMachine", (StoreMachine,), {"subject": subject})

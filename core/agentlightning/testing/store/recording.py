@@ -1,21 +1,34 @@
-"""What else is recorded: resources, workers, runs, metrics; and that records cannot be changed from outside."""
+"""Resources, workers, runs, metrics and the JSON values that a store holds."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import datetime
+from typing import Any, Final
 
 import pytest
 
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.resources import LLM, PromptTemplate
 from agentlightning.store.protocol import LightningStore
-from agentlightning.testing.store.step import claim, finish, make_span, read, soon
-from agentlightning.types import UNSET, RolloutConfig
+from agentlightning.testing.store.actions import claim, dequeue, finish, get_worker, make_span, read, soon
+from agentlightning.types import UNSET, RolloutConfig, SpanEvent
+
+NOT_JSON: Final[dict[str, Any]] = {
+    "nan": float("nan"),
+    "infinity": float("-inf"),
+    "set": {1},
+    "date": datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC),
+    "bytes": b"\x00",
+    "huge integer": 2**63,
+    "lone surrogate": "\ud800",
+    "key": {1: "a"},
+    "object": object(),
+}
 
 
 class RecordingTests:
-    """Sentences about resources, workers, runs, metrics and the immutability of records."""
+    """Tests of resources, workers, runs, metrics, immutable records and JSON values."""
 
     async def test_every_version_of_resources_stays_readable(self, store: LightningStore) -> None:
         first = await store.add_resources({"prompt": "one", "llm": LLM(endpoint="http://localhost/v1", model="m")})
@@ -99,7 +112,7 @@ class RecordingTests:
         texts = {update.resources["prompt"].format() for update in updates}  # type: ignore[attr-defined] # a prompt
         assert texts == {str(n) for n in range(10)}
 
-    async def test_what_is_no_resource_is_refused(self, store: LightningStore) -> None:
+    async def test_a_value_that_is_not_a_resource_is_refused(self, store: LightningStore) -> None:
         with pytest.raises(ConfigError, match="prompt"):
             await store.add_resources({"prompt": 3})  # type: ignore[dict-item] # meant
         assert await store.get_latest_resources() is None
@@ -127,14 +140,13 @@ class RecordingTests:
         cleared = await store.update_attempt(claimed.rollout_id, "latest", metadata=None)
         assert (cleared.metadata, cleared.spans_dropped) == (None, 2)
 
-    async def test_changing_what_was_given_changes_nothing_stored(self, store: LightningStore) -> None:
+    async def test_changing_an_argument_later_changes_no_record(self, store: LightningStore) -> None:
         task: dict[str, Any] = {"messages": ["hello"]}
         metadata: dict[str, Any] = {"tags": ["a"]}
         rollout = await store.enqueue_rollout(task, metadata=metadata)
         task["messages"].append("changed")
         metadata["tags"].append("changed")
-        claimed = await store.dequeue_rollout()
-        assert claimed is not None
+        claimed = await dequeue(store)
         attributes: dict[str, Any] = {"list": [1]}
         span = make_span(claimed, **attributes)
         await store.add_span(span)
@@ -149,7 +161,7 @@ class RecordingTests:
         assert latest is not None
         assert latest.resources["prompt"] == PromptTemplate("one")
 
-    async def test_what_a_store_returns_cannot_be_changed(self, store: LightningStore) -> None:
+    async def test_returned_records_are_immutable(self, store: LightningStore) -> None:
         rollout = await store.enqueue_rollout({"messages": ["hello"]}, metadata={"group": "g"})
         update = await store.add_resources({"prompt": "one"})
         with pytest.raises(TypeError):
@@ -168,21 +180,18 @@ class RecordingTests:
         two = await store.dequeue_rollout("worker-1")
         assert one is not None
         assert two is not None
-        busy = await store.get_worker_by_id("worker-1")
-        assert busy is not None
+        busy = await get_worker(store, "worker-1")
         assert (busy.status, busy.current_attempt_id) == ("busy", two.attempt.attempt_id)
         assert busy.last_dequeue_time is not None
         await finish(store, two)
-        still_busy = await store.get_worker_by_id("worker-1")
-        assert still_busy is not None
+        still_busy = await get_worker(store, "worker-1")
         assert (still_busy.status, still_busy.current_rollout_id) == ("busy", one.rollout_id)
         await finish(store, one, "failed")
-        idle = await store.get_worker_by_id("worker-1")
-        assert idle is not None
+        idle = await get_worker(store, "worker-1")
         assert (idle.status, idle.current_rollout_id, idle.current_attempt_id) == ("idle", None, None)
         assert idle.last_idle_time is not None
 
-    async def test_a_heartbeat_keeps_what_it_does_not_say(self, store: LightningStore) -> None:
+    async def test_a_heartbeat_keeps_fields_that_are_not_given(self, store: LightningStore) -> None:
         first = await store.update_worker("worker-1", {"cpu": [0.5]})
         second = await store.update_worker("worker-1")
         assert second.heartbeat_stats == {"cpu": [0.5]}
@@ -198,7 +207,7 @@ class RecordingTests:
         assert len(await store.query_workers(status_in=["busy"])) == 0
         assert [worker.worker_id for worker in await store.query_workers(worker_id_contains="-2")] == ["worker-2"]
 
-    async def test_creating_a_run_again_returns_the_run_that_is_there(self, store: LightningStore) -> None:
+    async def test_creating_a_run_again_returns_the_stored_run(self, store: LightningStore) -> None:
         run = await store.create_run("try", config={"lr": 0.1}, metadata={"note": "x"})
         assert (run.run_id, run.name, run.status, run.config) == (store.run_id, "try", "running", {"lr": 0.1})
         assert await store.create_run("again") == run
@@ -229,3 +238,73 @@ class RecordingTests:
         counts = {name: statistics[name] for name in ("rollouts", "attempts", "spans", "resources", "workers")}
         assert counts == {"rollouts": 1, "attempts": 1, "spans": 3, "resources": 1, "workers": 1}
         assert statistics["uptime"] >= 0
+
+    @pytest.mark.parametrize("value", NOT_JSON.values(), ids=NOT_JSON)
+    async def test_values_that_are_not_json_are_refused(self, store: LightningStore, value: Any) -> None:
+        given = {"part": [value]}
+        with pytest.raises(ConfigError, match=r"input\.part\[0\]"):
+            await store.enqueue_rollout(given)
+        with pytest.raises(ConfigError, match=r"input\.part\[0\]"):
+            await store.start_rollout(given)
+        with pytest.raises(ConfigError, match=r"metadata\.part\[0\]"):
+            await store.enqueue_rollout("a", metadata=given)
+        with pytest.raises(ConfigError, match=r"heartbeat_stats\.part\[0\]"):
+            await store.update_worker("worker-1", given)
+        with pytest.raises(ConfigError, match=r"config\.part\[0\]"):
+            await store.create_run("a", config=given)
+        assert list(await store.query_rollouts()) == []
+        assert list(await store.query_workers()) == []
+        assert list(await store.query_runs()) == []
+        claimed = await claim(store)
+        with pytest.raises(ConfigError, match=r"input\.part\[0\]"):
+            await store.update_rollout(claimed.rollout_id, input=given, mode="test")
+        with pytest.raises(ConfigError, match=r"metadata\.part\[0\]"):
+            await store.update_rollout(claimed.rollout_id, metadata=given, mode="test")
+        with pytest.raises(ConfigError, match=r"metadata\.part\[0\]"):
+            await store.update_attempt(claimed.rollout_id, "latest", status="running", metadata=given)
+        assert await read(store, claimed.rollout_id) == claimed
+
+    async def test_a_span_with_values_that_are_not_json_is_stored(self, store: LightningStore) -> None:
+        claimed = await claim(store)
+        span = make_span(claimed, "broken \udc80 name", **NOT_JSON, fine=[1, None, "grüße"])
+        event = SpanEvent(name="e", attributes={"loss": float("nan")})
+        late = make_span(claimed).model_copy(update={"attributes": {"loss": float("inf")}, "events": [event]})
+        await store.add_many_spans([span, late])
+        found = await store.query_spans(claimed.rollout_id)
+        assert len(found) == 2
+        first, second = found
+        kept = dict(first.attributes)
+        assert "object" in kept.pop("object")
+        assert kept == {
+            "nan": "NaN",
+            "infinity": "-Infinity",
+            "set": [1],
+            "date": "2026-01-02T03:04:05+00:00",
+            "bytes": "\x00",
+            "huge integer": str(2**63),
+            "lone surrogate": "\\ud800",
+            "key": {"1": "a"},
+            "fine": [1, None, "grüße"],
+        }
+        assert first.name == "broken \\udc80 name"
+        assert second.attributes == {"loss": "Infinity"}
+        assert second.events[0].attributes == {"loss": "NaN"}
+
+    async def test_a_metric_that_is_not_finite_is_left_out(self, store: LightningStore) -> None:
+        metrics = await store.add_metrics(1, {"loss": float("nan"), "reward": 0.5, "norm": float("inf")})
+        assert metrics.values == {"reward": 0.5}
+        assert [item.values for item in await store.query_metrics()] == [{"reward": 0.5}]
+
+    async def test_json_values_come_back_unchanged(self, store: LightningStore) -> None:
+        value: dict[str, Any] = {
+            "text": 'grüße "quoted" \\ \n\t\u2028 😀 ',
+            "numbers": [0, -1, 2**63 - 1, -(2**63), 0.1, 1e-300, 1.7976931348623157e308, 1.0],
+            "nothing": [None, True, False, [], {}, "", [[[]]]],
+            "": {"a.b": 1, "$c": [2], "grüße": 3},
+        }
+        await store.enqueue_rollout(value, metadata=value)
+        claimed = await dequeue(store)
+        assert (claimed.input, claimed.metadata) == (value, value)
+        assert [type(number) for number in claimed.input["numbers"]] == [int] * 4 + [float] * 4
+        await store.add_span(make_span(claimed, **value))
+        assert (await store.query_spans(claimed.rollout_id))[0].attributes == value

@@ -8,14 +8,14 @@ import pytest
 
 from agentlightning.errors import NotFoundError
 from agentlightning.store.protocol import LightningStore
-from agentlightning.testing.store.step import claim, finish, make_span, soon
+from agentlightning.testing.store.actions import claim, finish, make_span, soon
 from agentlightning.types import Span, SpanEvent, TraceStatus
 
 
 class TracingTests:
-    """Sentences about spans."""
+    """Tests of spans."""
 
-    async def test_a_span_comes_back_as_it_went_in(self, store: LightningStore) -> None:
+    async def test_a_span_comes_back_unchanged(self, store: LightningStore) -> None:
         claimed = await claim(store)
         span = make_span(claimed, name="call", text='grüße, "quoted"\n', number=1.5, nested={"list": [1, None, True]})
         span = span.model_copy(
@@ -97,7 +97,7 @@ class TracingTests:
         assert await names("at-unknown") == []
         assert list(await store.query_spans("ro-unknown", "latest")) == []
 
-    async def test_spans_are_found_by_what_they_are(self, store: LightningStore) -> None:
+    async def test_spans_are_found_by_their_fields(self, store: LightningStore) -> None:
         claimed = await claim(store)
         root = make_span(claimed, "agent.run").model_copy(update={"trace_id": "a" * 32})
         child = make_span(claimed, "openai.chat").model_copy(update={"trace_id": "a" * 32, "parent_id": root.span_id})

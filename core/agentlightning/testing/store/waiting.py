@@ -1,4 +1,4 @@
-"""Waiting: for work, and for ends. Every wait ends on the event, whoever causes it."""
+"""Waiting for rollouts in the queue, for ends of rollouts, and for events."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import pytest
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.event import Event
 from agentlightning.store.protocol import LightningStore
-from agentlightning.testing.store.step import (
+from agentlightning.testing.store.actions import (
     PATIENCE_S,
     claim,
     close,
+    dequeue,
     finish,
     in_other_thread,
     make_span,
@@ -25,13 +26,13 @@ from agentlightning.types import AttemptedRollout, EnqueueRolloutRequest
 
 
 async def _until_asleep(task: asyncio.Task[object]) -> None:
-    """Gives a task the time to begin to wait."""
+    """Gives a task time to start waiting."""
     await asyncio.sleep(0.05)
     assert not task.done(), "it did not wait"
 
 
 class WaitingTests:
-    """Sentences about ``dequeue`` with a timeout, ``wait_for_rollouts`` and ``subscribe``."""
+    """Tests of ``dequeue`` with a timeout, ``wait_for_rollouts`` and ``subscribe``."""
 
     async def test_a_waiting_claim_gets_the_rollout_that_comes(self, store: LightningStore) -> None:
         waiting = asyncio.create_task(store.dequeue_rollout("worker-1", timeout=PATIENCE_S))
@@ -44,7 +45,7 @@ class WaitingTests:
     async def test_a_waiting_claim_gets_a_rollout_enqueued_in_another_thread(self, store: LightningStore) -> None:
         waiting = asyncio.create_task(store.dequeue_rollout(timeout=PATIENCE_S))
         await _until_asleep(waiting)
-        queued = await in_other_thread(lambda: store.enqueue_rollout("from afar"))
+        queued = await in_other_thread(lambda: store.enqueue_rollout("b"))
         claimed = await soon(waiting)
         assert claimed is not None
         assert claimed.rollout_id == queued.rollout_id
@@ -77,8 +78,7 @@ class WaitingTests:
         got: list[AttemptedRollout] = []
 
         async def worker() -> None:
-            claimed = await store.dequeue_rollout(timeout=PATIENCE_S)
-            assert claimed is not None
+            claimed = await dequeue(store, timeout=PATIENCE_S)
             got.append(claimed)
 
         queued: list[str] = []
@@ -138,7 +138,7 @@ class WaitingTests:
         assert [rollout.rollout_id for rollout in await soon(waiting)] == [claimed.rollout_id]
 
     async def test_a_cancelled_rollout_ends_a_wait(self, store: LightningStore) -> None:
-        queued = await store.enqueue_rollout("never mind")
+        queued = await store.enqueue_rollout("a")
         waiting = asyncio.create_task(store.wait_for_rollouts([queued.rollout_id]))
         await _until_asleep(waiting)
         await store.cancel_rollout(queued.rollout_id)
@@ -153,7 +153,7 @@ class WaitingTests:
             assert [rollout.rollout_id for rollout in ended] == [done.rollout_id]
         assert list(await store.wait_for_rollouts(rollout_ids=[], timeout=None)) == []
 
-    async def test_an_id_asked_for_twice_is_answered_twice(self, store: LightningStore) -> None:
+    async def test_an_id_given_twice_is_returned_twice(self, store: LightningStore) -> None:
         claimed = await claim(store)
         waiting = asyncio.create_task(store.wait_for_rollouts([claimed.rollout_id, claimed.rollout_id]))
         await _until_asleep(waiting)

@@ -1,4 +1,4 @@
-"""Short forms of what nearly every test of a store begins with."""
+"""Actions that many tests of a store share."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 
 from agentlightning.event import Event
 from agentlightning.store.protocol import LightningStore
-from agentlightning.types import Attempt, AttemptedRollout, AttemptStatus, Rollout, RolloutConfig, Span
+from agentlightning.types import Attempt, AttemptedRollout, AttemptStatus, Rollout, RolloutConfig, Span, Worker
 
 T = TypeVar("T")
 
 PATIENCE_S = 20.0
-"""How long a test waits for what must happen. Only a broken store makes one wait that long."""
+"""How long a test waits for something that must happen. Only a broken store makes a test wait that long."""
 
 _numbers = itertools.count(1)
 
@@ -32,11 +32,17 @@ async def in_other_thread(call: Callable[[], Coroutine[Any, Any, T]]) -> T:
 async def claim(
     store: LightningStore, worker_id: str | None = None, config: RolloutConfig | None = None
 ) -> AttemptedRollout:
-    """A rollout of which the first attempt has just begun."""
+    """Enqueues and claims a rollout."""
     queued = await store.enqueue_rollout({"question": "2 + 2"}, config=config)
-    claimed = await store.dequeue_rollout(worker_id)
-    assert claimed is not None, "an enqueued rollout was not handed out"
+    claimed = await dequeue(store, worker_id)
     assert claimed.rollout_id == queued.rollout_id
+    return claimed
+
+
+async def dequeue(store: LightningStore, worker_id: str | None = None, *, timeout: float = 0) -> AttemptedRollout:
+    """Takes a rollout that must be in the queue, or come within the timeout."""
+    claimed = await store.dequeue_rollout(worker_id, timeout=timeout)
+    assert claimed is not None, "a queued rollout was not handed out"
     return claimed
 
 
@@ -52,6 +58,25 @@ async def read(store: LightningStore, rollout_id: str) -> Rollout:
     return rollout
 
 
+async def read_attempted(store: LightningStore, rollout_id: str) -> AttemptedRollout:
+    """A rollout with its latest attempt."""
+    rollout = await read(store, rollout_id)
+    assert isinstance(rollout, AttemptedRollout)
+    return rollout
+
+
+async def latest_attempt(store: LightningStore, rollout: Rollout) -> Attempt:
+    attempt = await store.get_latest_attempt(rollout.rollout_id)
+    assert attempt is not None
+    return attempt
+
+
+async def get_worker(store: LightningStore, worker_id: str) -> Worker:
+    worker = await store.get_worker_by_id(worker_id)
+    assert worker is not None
+    return worker
+
+
 def make_span(of: AttemptedRollout, name: str = "step", **attributes: Any) -> Span:
     """A new span of an attempt, with no number yet."""
     return Span.from_attributes(
@@ -64,7 +89,7 @@ def make_span(of: AttemptedRollout, name: str = "step", **attributes: Any) -> Sp
 
 
 async def subscribe(store: LightningStore, kinds: Sequence[str] | None) -> AsyncIterator[Event]:
-    """A subscription that is known to be under way: it has seen a first event, of the metrics of step 0."""
+    """A subscription that is active: it has received a first event, of the metrics of step 0."""
     events = store.subscribe(kinds)
     first = asyncio.create_task(_first(events))
     while not first.done():
@@ -75,7 +100,7 @@ async def subscribe(store: LightningStore, kinds: Sequence[str] | None) -> Async
 
 
 async def next_event(events: AsyncIterator[Event]) -> Event:
-    """The event that comes next."""
+    """The next event."""
     return await soon(_first(events))
 
 
