@@ -189,7 +189,7 @@ class LLMProxy:
             self._settings = replace(self._settings, weight_version=weight_version)
 
     async def status(self) -> dict[str, Any]:
-        """Returns backends and their health, calls in flight and waiting, and the weight version, as ``/status`` does."""
+        """Returns backends with their health, calls in flight and waiting, and the weight version, like ``/status``."""
         status: dict[str, Any] = await self._call("status")
         return status
 

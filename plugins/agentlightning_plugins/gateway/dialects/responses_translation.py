@@ -60,21 +60,22 @@ class ResponsesTranslation(PartTranslation):
     """Translates one call of Responses. Each part of the answer becomes an output item."""
 
     def __init__(self, body: Mapping[str, Any]) -> None:
-        super().__init__(body, keeps_logprobs=_wants_logprobs(body))
+        super().__init__(body)
+        self._keeps_logprobs = _wants_logprobs(body)
         self._next_number = 0
 
     def request(self) -> dict[str, Any]:
         return _to_chat_request(self._body)
 
     def answer(self, answer: dict[str, Any]) -> dict[str, Any]:
-        self._reader.read_whole(answer)
+        self._read_whole(answer)
         return self._response(self._status())
 
     def close(self) -> bytes:
         last = self._tail()
-        if not self._reader.parts:  # clients expect a message, even an empty one
+        if not self._parts:  # clients expect a message, even an empty one
             empty = Part("text", 0)
-            self._reader.parts.append(empty)
+            self._parts.append(empty)
             last = self._head() + self._write(PartEvent("start", empty)) + self._write(PartEvent("stop", empty))
         status = self._status()
         return last + self._event(f"response.{status}", response=self._response(status))
@@ -123,30 +124,29 @@ class ResponsesTranslation(PartTranslation):
         return to_typed_event(kind, sequence_number=self._next_number - 1, **fields)
 
     def _status(self) -> str:
-        return "incomplete" if self._reader.finish_reason in _INCOMPLETE else "completed"
+        return "incomplete" if self._finish_reason in _INCOMPLETE else "completed"
 
     def _response(self, status: str) -> dict[str, Any]:
-        reader = self._reader
-        reason = _INCOMPLETE.get(reader.finish_reason or "") if status == "incomplete" else None
-        parts = reader.parts or ([] if status == "in_progress" else [Part("text", 0)])
+        reason = _INCOMPLETE.get(self._finish_reason or "") if status == "incomplete" else None
+        parts = self._parts or ([] if status == "in_progress" else [Part("text", 0)])
         given = {key: value for key, value in self._body.items() if key in _REPEATED and value is not None}
         return {
-            "id": reader.id,
+            "id": self._id,
             "object": "response",
-            "created_at": reader.created,
+            "created_at": self._created,
             "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
             "error": None,
             "incomplete_details": None if reason is None else {"reason": reason},
-            "model": reader.model,
+            "model": self._model,
             "output": [self._item(part, "completed") for part in parts],
-            "usage": _usage(reader.usage) if reader.usage else None,
+            "usage": _usage(self._usage) if self._usage else None,
             **_REPEATED,
             **given,
         }
 
     def _item_id(self, part: Part) -> str:
-        return f"{_PREFIX[part.kind]}_{self._reader.id}_{part.index}"
+        return f"{_PREFIX[part.kind]}_{self._id}_{part.index}"
 
     def _item(self, part: Part, status: str) -> dict[str, Any]:
         item: dict[str, Any] = {"id": self._item_id(part), "status": status}
