@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 PartKind: TypeAlias = Literal["reasoning", "text", "refusal", "tool_call"]
 
@@ -24,15 +24,6 @@ class Part:
     """Of the called tool."""
     logprobs: list[Any] = field(default_factory=list)
     """Of its tokens, in the form of Chat Completions; empty if they are not kept."""
-
-
-class PartEvent(NamedTuple):
-    """A change of a part."""
-
-    event: Literal["start", "delta", "stop"]
-    part: Part
-    delta: str = ""
-    logprobs: tuple[Any, ...] = ()
 
 
 class PartTranslation(ABC):
@@ -56,46 +47,8 @@ class PartTranslation(ABC):
         self._calls: dict[int, Part] = {}
         self._has_begun = False
 
-    def feed(self, chunk: dict[str, Any]) -> bytes:
-        """Translates a ``chat.completion.chunk`` to server-sent events."""
-        events = list(self._read(chunk))
-        return self._head() + b"".join(map(self._write, events))
-
-    @abstractmethod
-    def _begin(self) -> bytes:
-        """Returns the events that begin a stream."""
-
-    @abstractmethod
-    def _write(self, event: PartEvent) -> bytes: ...
-
-    def _head(self) -> bytes:
-        """Returns the events that begin the stream, once."""
-        if self._has_begun:
-            return b""
-        self._has_begun = True
-        return self._begin()
-
-    def _tail(self) -> bytes:
-        """Returns the events that end the open part."""
-        return b"".join(map(self._write, self._close_part()))
-
-    def _read_whole(self, answer: Mapping[str, Any]) -> None:
-        """Reads a whole answer.
-
-        Raises:
-            KeyError, TypeError, ValueError, AttributeError: it is not a chat completion.
-        """
-        choices = []
-        for choice in answer["choices"]:
-            message = choice["message"]
-            calls = [{**call, "index": index} for index, call in enumerate(message.get("tool_calls") or ())]
-            choices.append({**choice, "delta": {**message, "tool_calls": calls}})
-        for _ in self._read({**answer, "choices": choices}):
-            pass
-        self._open = None
-
-    def _read(self, chunk: Mapping[str, Any]) -> Iterator[PartEvent]:
-        """Yields the changes that a chunk makes; raises as ``_read_whole``."""
+    def feed(self, chunk: Mapping[str, Any]) -> bytes:
+        """Translates a ``chat.completion.chunk`` to server-sent events; raises ``MALFORMED``."""
         self._id = self._id or chunk.get("id") or ""
         self._model = self._model or chunk.get("model") or ""
         self._created = self._created or chunk.get("created") or 0
@@ -103,58 +56,84 @@ class PartTranslation(ABC):
         self._prompt_tokens = (
             self._usage.get("prompt_tokens") or self._prompt_tokens or len(chunk.get("prompt_token_ids") or ())
         )
+        events = [] if self._has_begun else [self._begin()]
+        self._has_begun = True
         for choice in chunk.get("choices") or ():
             if not choice.get("index"):
-                yield from self._read_choice(choice)
+                events += self._read(choice)
+        return b"".join(events)
 
-    def _close_part(self) -> Iterator[PartEvent]:
+    @abstractmethod
+    def _begin(self) -> bytes:
+        """Returns the events that begin a stream."""
+
+    @abstractmethod
+    def _start(self, part: Part) -> bytes:
+        """Returns the events that begin a part, which is empty."""
+
+    @abstractmethod
+    def _add(self, part: Part, text: str, logprobs: Sequence[Any]) -> bytes:
+        """Returns the event for text that was added to a part."""
+
+    @abstractmethod
+    def _stop(self, part: Part) -> bytes:
+        """Returns the events that end a part."""
+
+    def _read_whole(self, answer: Mapping[str, Any]) -> None:
+        """Reads a whole answer; raises ``MALFORMED``."""
+        choices = []
+        for choice in answer["choices"]:
+            message = choice["message"]
+            calls = [{**call, "index": index} for index, call in enumerate(message.get("tool_calls") or ())]
+            choices.append({**choice, "delta": {**message, "tool_calls": calls}})
+        self._has_begun = True
+        self.feed({**answer, "choices": choices})
+
+    def _stop_open_part(self) -> bytes:
         part, self._open = self._open, None
-        if part is not None:
-            yield PartEvent("stop", part)
+        return b"" if part is None else self._stop(part)
 
-    def _read_choice(self, choice: Mapping[str, Any]) -> Iterator[PartEvent]:
+    def _read(self, choice: Mapping[str, Any]) -> Iterator[bytes]:
         self._finish_reason = choice.get("finish_reason") or self._finish_reason
         if isinstance(choice.get("stop_reason"), str):
             self._stop_sequence = choice["stop_reason"]
         delta = choice.get("delta") or {}
-        logprobs: tuple[Any, ...] = ()
-        if self._keeps_logprobs:
-            logprobs = tuple((choice.get("logprobs") or {}).get("content") or ())
-        yield from self._add("reasoning", delta.get("reasoning_content") or delta.get("reasoning"))
-        yield from self._add("text", delta.get("content"), logprobs)
-        yield from self._add("refusal", delta.get("refusal"))
+        logprobs = (choice.get("logprobs") or {}).get("content") or () if self._keeps_logprobs else ()
+        yield from self._read_text("reasoning", delta.get("reasoning_content") or delta.get("reasoning"))
+        yield from self._read_text("text", delta.get("content"), logprobs)
+        yield from self._read_text("refusal", delta.get("refusal"))
         for position, call in enumerate(delta.get("tool_calls") or ()):
-            yield from self._add_call(call.get("index", position), call)
+            yield from self._read_call(call.get("index", position), call)
 
-    def _add(self, kind: PartKind, text: str | None, logprobs: tuple[Any, ...] = ()) -> Iterator[PartEvent]:
+    def _read_text(self, kind: PartKind, text: str | None, logprobs: Sequence[Any] = ()) -> Iterator[bytes]:
         if not text:
             return
         part = self._open
         if part is None or part.kind != kind:
-            yield from self._close_part()
-            part = self._add_part(kind)
-            yield PartEvent("start", part)
+            yield self._stop_open_part()
+            part = self._new_part(kind)
+            yield self._start(part)
         part.text += text
         part.logprobs += logprobs
-        yield PartEvent("delta", part, text, logprobs)
+        yield self._add(part, text, logprobs)
 
-    def _add_call(self, position: int, call: Mapping[str, Any]) -> Iterator[PartEvent]:
+    def _read_call(self, position: int, call: Mapping[str, Any]) -> Iterator[bytes]:
         function = call.get("function") or {}
         part = self._calls.get(position)
         if part is None:
-            yield from self._close_part()
-            part = self._calls[position] = self._add_part("tool_call")
+            yield self._stop_open_part()
+            part = self._calls[position] = self._new_part("tool_call")
             part.call_id = call.get("id") or f"call_{part.index}"
             part.name = function.get("name") or ""
-            yield PartEvent("start", part)
+            yield self._start(part)
         elif part is not self._open:
             raise ValueError("the backend interleaves the tool calls of a stream")
         arguments = function.get("arguments")
         if arguments:
             part.text += arguments
-            yield PartEvent("delta", part, arguments)
+            yield self._add(part, arguments, ())
 
-    def _add_part(self, kind: PartKind) -> Part:
+    def _new_part(self, kind: PartKind) -> Part:
         part = self._open = Part(kind, len(self._parts))
         self._parts.append(part)
         return part

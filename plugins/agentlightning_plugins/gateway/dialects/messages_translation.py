@@ -7,7 +7,6 @@ from typing import Any, Final
 
 from agentlightning_plugins.gateway.dialects.chat_part import (
     Part,
-    PartEvent,
     PartTranslation,
     take,
     to_content,
@@ -43,7 +42,7 @@ class MessagesTranslation(PartTranslation):
         return self._message() | {"usage": self._to_usage()}
 
     def close(self) -> bytes:
-        last, message = self._tail(), self._message()
+        last, message = self._stop_open_part(), self._message()
         delta = {key: message[key] for key in ("stop_reason", "stop_sequence")}
         return (
             last + to_typed_event("message_delta", delta=delta, usage=self._to_usage()) + to_typed_event("message_stop")
@@ -53,15 +52,15 @@ class MessagesTranslation(PartTranslation):
         message = self._message() | {"content": [], "stop_reason": None, "stop_sequence": None}
         return to_typed_event("message_start", message=message | {"usage": self._to_usage() | {"output_tokens": 0}})
 
-    def _write(self, event: PartEvent) -> bytes:
-        part = event.part
-        if event.event == "delta":
-            kind, key = _DELTAS[part.kind]
-            return to_typed_event("content_block_delta", index=part.index, delta={"type": kind, key: event.delta})
-        if event.event == "stop":
-            return to_typed_event("content_block_stop", index=part.index)
-        empty = _to_block(Part(part.kind, part.index, call_id=part.call_id, name=part.name))
-        return to_typed_event("content_block_start", index=part.index, content_block=empty)
+    def _start(self, part: Part) -> bytes:
+        return to_typed_event("content_block_start", index=part.index, content_block=_to_block(part))
+
+    def _add(self, part: Part, text: str, logprobs: Sequence[Any]) -> bytes:
+        kind, key = _DELTAS[part.kind]
+        return to_typed_event("content_block_delta", index=part.index, delta={"type": kind, key: text})
+
+    def _stop(self, part: Part) -> bytes:
+        return to_typed_event("content_block_stop", index=part.index)
 
     def _message(self) -> dict[str, Any]:
         reason = _REASONS.get(self._finish_reason or "", self._finish_reason)

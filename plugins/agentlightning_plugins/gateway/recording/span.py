@@ -17,7 +17,7 @@ from typing import Any, Final
 from agentlightning import semconv
 from agentlightning.frozen import FrozenList
 from agentlightning.types import Span, TraceStatus
-from agentlightning_plugins.gateway.dialects.dialect import Choice, Completion, Dialect
+from agentlightning_plugins.gateway.dialects.dialect import MALFORMED, Choice, Completion, Dialect
 from agentlightning_plugins.gateway.dialects.json_text import dump_json
 from agentlightning_plugins.gateway.limits.usage import BACKEND, COST
 from agentlightning_plugins.gateway.recording.call import Call, used_tokens
@@ -55,10 +55,10 @@ def call_to_span(call: Call) -> Span:
     sampling = {**body, **forced} if forced else body
     for key in sorted(_SAMPLING.keys() & sampling.keys(), reverse=True):  # the successors of max_tokens overwrite it
         value = sampling[key]
+        if key == "stop" and isinstance(value, str):
+            value = [value]
         if value is not None:
-            attributes[f"gen_ai.request.{_SAMPLING[key]}"] = (
-                [value] if key == "stop" and isinstance(value, str) else value
-            )
+            attributes[f"gen_ai.request.{_SAMPLING[key]}"] = value
     if call.first_time:
         attributes[semconv.GEN_AI_TIME_TO_FIRST_CHUNK] = call.first_time - call.start_time
     if call.exceeded_limit is not None:
@@ -88,7 +88,7 @@ def call_to_span(call: Call) -> Span:
 def _add_input(dialect: Dialect, body: Mapping[str, Any], attributes: dict[str, Any]) -> None:
     try:
         messages, tools = dialect.read_messages(body), dialect.read_tools(body)
-    except (AttributeError, KeyError, TypeError, ValueError):  # a malformed request, which the backend refused too
+    except MALFORMED:  # a malformed request, which the backend refused too
         messages, tools = [], ()
     attributes[semconv.GEN_AI_INPUT_MESSAGES] = dump_json(messages).decode()
     if tools:
