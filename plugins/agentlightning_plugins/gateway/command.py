@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -18,8 +19,6 @@ from agentlightning.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from agentlightning_plugins.gateway.proxy import LLMProxy
 
 DEFAULT_PORT: Final = 4000
 _ANSWER_S: Final = 10.0
@@ -142,14 +141,11 @@ def ask_gateway(url: str, token: str | None, path: str, body: dict[str, Any] | N
 
 def _print_status(status: dict[str, Any]) -> None:
     head = ("model", "backend", "served as", "provider", "weight", "in flight", "health")
-    keys = ("model", "endpoint", "served_model", "provider", "weight", "in_flight")
-    rows = [
-        (
-            *(f"{backend[key]:g}" if key == "weight" else backend[key] for key in keys),
-            "up" if backend["up"] else f"down: {backend['failure']}",
-        )
-        for backend in status["backends"]
-    ]
+    rows = []
+    for backend in status["backends"]:
+        row = [backend[key] for key in ("model", "endpoint", "served_model", "provider", "weight", "in_flight")]
+        row[4] = f"{backend['weight']:g}"
+        rows.append([*row, "up" if backend["up"] else f"down: {backend['failure']}"])
     print_table(head, rows)
     click.echo(
         f"{'paused' if status['paused'] else 'serving'}, {status['in_flight']} calls in flight, "
@@ -169,22 +165,6 @@ async def _serve(settings: dict[str, Any], url: str, token: str | None, read_mod
     from agentlightning_plugins.garbage_collection import relax_collector
     from agentlightning_plugins.gateway.proxy import LLMProxy
 
-    relax_collector()
-    store = create_store(url, token=token if url.startswith("http") else None)
-    try:
-        proxy = LLMProxy(**bind_settings(LLMProxy, {**settings, "store": store}, "agl gateway"))
-        await proxy.start()
-        try:
-            await _wait(proxy, read_models)
-        finally:
-            await proxy.stop()
-    finally:
-        await store.close()
-
-
-async def _wait(proxy: LLMProxy, read_models: Callable[[], list[Any]]) -> None:
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
-
     def reload() -> None:
         try:
             proxy.update_model_list(read_models())
@@ -193,15 +173,23 @@ async def _wait(proxy: LLMProxy, read_models: Callable[[], list[Any]]) -> None:
         else:
             click.echo("The models were read again.")
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    loop.add_signal_handler(signal.SIGHUP, lambda: asyncio.ensure_future(asyncio.to_thread(reload)))
-    url = proxy.endpoint.removesuffix("/v1")
-    click.echo(f"Serving {', '.join(proxy.models) or 'no model'} at {url}; see: agl gateway status {url}")
-    await stop.wait()
-    for number in (signal.SIGINT, signal.SIGTERM):  # a second signal does not wait for calls to finish
-        loop.remove_signal_handler(number)
-    click.echo("Stopping after the recorded spans are stored.")
+    relax_collector()
+    async with contextlib.AsyncExitStack() as stack:
+        store = create_store(url, token=token if url.startswith("http") else None)
+        stack.push_async_callback(store.close)
+        proxy = LLMProxy(**bind_settings(LLMProxy, {**settings, "store": store}, "agl gateway"))
+        await proxy.start()
+        stack.push_async_callback(proxy.stop)
+        loop, stop = asyncio.get_running_loop(), asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(signal.SIGHUP, lambda: asyncio.ensure_future(asyncio.to_thread(reload)))
+        url = proxy.endpoint.removesuffix("/v1")
+        click.echo(f"Serving {', '.join(proxy.models) or 'no model'} at {url}; see: agl gateway status {url}")
+        await stop.wait()
+        for number in (signal.SIGINT, signal.SIGTERM):  # a second signal does not wait for calls to finish
+            loop.remove_signal_handler(number)
+        click.echo("Stopping after the recorded spans are stored.")
 
 
 def _read_yaml(config: Path) -> dict[str, Any]:

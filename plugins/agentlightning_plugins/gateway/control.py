@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Final
 
 from aiohttp import web
@@ -22,30 +23,24 @@ _DRAIN_S: Final = 60.0
 _MAX_DRAIN_S: Final = 600.0
 
 
+@dataclass(frozen=True, slots=True)
 class Controls:
     """Answers requests to ``CONTROL_PATHS``."""
 
-    def __init__(
-        self,
-        authenticator: Authenticator,
-        admission: Admission,
-        metrics: GatewayMetrics,
-        status: Callable[[], Awaitable[dict[str, Any]]],
-    ) -> None:
-        self._authenticator = authenticator
-        self._admission = admission
-        self._metrics = metrics
-        self._status = status
+    authenticator: Authenticator
+    admission: Admission
+    metrics: GatewayMetrics
+    status: Callable[[], Awaitable[dict[str, Any]]]
 
     async def answer(self, request: web.BaseRequest, path: str) -> web.Response:
         if path == "health":
-            return json_response({"status": "paused" if self._admission.is_paused else "ok"})
-        if not self._authenticator.is_operator(request.headers, always=path in _CHANGES):
+            return json_response({"status": "paused" if self.admission.is_paused else "ok"})
+        if not self.authenticator.is_operator(request.headers, always=path in _CHANGES):
             return _refuse(401, f"/{path} requires the token of the gateway's store", "wrong_key")
         if path == "status":
-            return json_response(await self._status())
+            return json_response(await self.status())
         if path == "metrics":
-            return web.Response(body=await self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+            return web.Response(body=await self.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
         if request.method != "POST":
             return _refuse(405, f"/{path} takes POST, not {request.method}", "method_not_allowed")
         if request.content_type != "application/json":  # web pages cannot send it to another origin without permission
@@ -60,15 +55,15 @@ class Controls:
             timeout_s = body.get("timeout_s", _DRAIN_S)
             if not isinstance(timeout_s, (int, float)) or not 0 <= timeout_s <= _MAX_DRAIN_S:
                 raise ValueError(f"timeout_s is {timeout_s!r}; give seconds from 0 to {_MAX_DRAIN_S:g}")
-            return json_response({"drained": await self._admission.drain(timeout_s)})
+            return json_response({"drained": await self.admission.drain(timeout_s)})
         if path == "pause":
-            self._admission.pause()
+            self.admission.pause()
         else:
             version = body.get("weight_version")
             if version is not None and (not isinstance(version, int) or isinstance(version, bool)):
                 raise ValueError(f"weight_version is {version!r}; give a whole number, or leave it out")
-            self._admission.resume(version)
-        return json_response(await self._status())
+            self.admission.resume(version)
+        return json_response(await self.status())
 
 
 def describe_status(

@@ -19,10 +19,11 @@ from agentlightning_plugins.gateway.backends.health import INTERVAL_S
 from agentlightning_plugins.gateway.launch import ServerProcess, ServerThread
 from agentlightning_plugins.gateway.limits.admission import PAUSE_WAIT_S
 from agentlightning_plugins.gateway.limits.usage import UsageLimits, read_limits
-from agentlightning_plugins.gateway.settings import READ_TIMEOUT_S, Settings
+from agentlightning_plugins.gateway.settings import Settings
 from agentlightning_plugins.gateway.validation import check_number
 
 LaunchMode = Literal["thread", "process"]
+_READ_TIMEOUT_S: Final = 600.0  # as in the openai client
 _DRAIN_SLICE_S: Final = 0.5  # a server in a process executes one command at a time, so other commands must get turns
 
 
@@ -51,7 +52,7 @@ class LLMProxy:
         *,
         require_keys: bool | None = None,
         budget: Mapping[str, Any] | UsageLimits | None = None,
-        read_timeout_s: float = READ_TIMEOUT_S,
+        read_timeout_s: float = _READ_TIMEOUT_S,
         health_interval_s: float = INTERVAL_S,
         pause_wait_s: float = PAUSE_WAIT_S,
     ) -> None:
@@ -189,7 +190,7 @@ class LLMProxy:
             self._settings = replace(self._settings, weight_version=weight_version)
 
     async def status(self) -> dict[str, Any]:
-        """Returns the status: backends, calls in flight and waiting, and the weight version."""
+        """Returns backends with their health, calls in flight and waiting, and the weight version, like ``/status``."""
         status: dict[str, Any] = await self._call("status")
         return status
 

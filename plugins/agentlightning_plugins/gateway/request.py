@@ -10,7 +10,7 @@ from aiohttp import HttpVersion11, web
 from agentlightning_plugins.gateway.backends.upstream import Reply, refuse
 from agentlightning_plugins.gateway.dialects.dialect import Dialect
 from agentlightning_plugins.gateway.dialects.json_text import parse_json
-from agentlightning_plugins.gateway.recording.call import Call, TraceContext
+from agentlightning_plugins.gateway.recording.call import AttemptKey, Call, TraceContext
 
 MAX_BODY_BYTES: Final = 1 << 28
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -22,7 +22,7 @@ def make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: a
     return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=MAX_BODY_BYTES)
 
 
-async def read_call(request: web.BaseRequest, dialect: Dialect, attempt: tuple[str, str] | None) -> Call | Reply:
+async def read_call(request: web.BaseRequest, dialect: Dialect, attempt: AttemptKey | None) -> Call | Reply:
     """Reads the call of a request. Returns an error for the agent if the request contains none."""
     if request.method != "POST":
         return refuse(dialect, 405, f"{request.path} takes POST, not {request.method}", "method_not_allowed")

@@ -17,23 +17,23 @@ from agentlightning.errors import StoreError
 from agentlightning.store.protocol import LightningStore
 from agentlightning.store.span_writer import SpanWriter
 from agentlightning_plugins.gateway.access.attempts import EndedAttempts, InFlightCall, InFlightCalls
-from agentlightning_plugins.gateway.access.authentication import Attempt, Authenticator, KeyRefused
+from agentlightning_plugins.gateway.access.authentication import Authenticator, KeyRefused
 from agentlightning_plugins.gateway.backends.backend import Backend, ModelTable, describe_error
 from agentlightning_plugins.gateway.backends.health import HealthCheck
 from agentlightning_plugins.gateway.backends.idle_timeout import IdleTimeout
 from agentlightning_plugins.gateway.backends.provider import BackendAnswer
 from agentlightning_plugins.gateway.backends.upstream import Reply, Upstream, refuse, relayed_headers
 from agentlightning_plugins.gateway.control import CONTROL_PATHS, Controls, describe_status, json_response
-from agentlightning_plugins.gateway.dialects.dialect import Completion, load_dialects
+from agentlightning_plugins.gateway.dialects.dialect import MALFORMED, Completion, load_dialects
 from agentlightning_plugins.gateway.dialects.json_text import dump_json, parse_json
 from agentlightning_plugins.gateway.dialects.models import list_models
 from agentlightning_plugins.gateway.dialects.openai import CHAT, read_version
 from agentlightning_plugins.gateway.limits.admission import Admission
 from agentlightning_plugins.gateway.limits.usage import UsageTracker, read_usage
-from agentlightning_plugins.gateway.recording.call import Call, used_tokens
+from agentlightning_plugins.gateway.recording.call import AttemptKey, Call, used_tokens
 from agentlightning_plugins.gateway.recording.metric import GatewayMetrics
 from agentlightning_plugins.gateway.recording.span import call_to_span
-from agentlightning_plugins.gateway.recording.stream import MALFORMED, StreamReader
+from agentlightning_plugins.gateway.recording.stream import StreamReader
 from agentlightning_plugins.gateway.request import make_request, read_call
 from agentlightning_plugins.gateway.settings import Settings
 
@@ -171,7 +171,7 @@ class GatewayServer:
         finally:
             self._in_flight.remove(in_flight)
 
-    async def _restore_usage(self, attempt: Attempt) -> None:
+    async def _restore_usage(self, attempt: AttemptKey) -> None:
         """Reads what an attempt used before this gateway started, from its spans."""
         try:
             self._usage.restore(attempt, await read_usage(self._store, attempt))
@@ -354,7 +354,7 @@ async def _end_stream(request: web.BaseRequest, response: web.StreamResponse, la
             request.transport.abort()
 
 
-def _over(attempt: Attempt) -> str:
+def _over(attempt: AttemptKey) -> str:
     return f"attempt {attempt[1]} of rollout {attempt[0]} is over; its calls are refused"
 
 

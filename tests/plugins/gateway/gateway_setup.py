@@ -35,7 +35,7 @@ ADD: Any = {
 
 @dataclass
 class Case:
-    """One gateway at work."""
+    """A running gateway with its store and clients."""
 
     proxy: LLMProxy
     store: LightningStore
@@ -44,11 +44,11 @@ class Case:
     any_anthropic_client: AsyncAnthropic | None = None
 
     def client(self, endpoint: str) -> AsyncOpenAI:
-        """A client that does not try again; all share one pool, because a new one costs 50 ms."""
+        """A client without retries; all share one pool, because a new one costs 50 ms."""
         return self.any_client.with_options(base_url=endpoint)
 
     async def anthropic_client(self, client: AsyncOpenAI) -> AsyncAnthropic:
-        """The client of Anthropic for the attempt that a client of OpenAI belongs to."""
+        """Anthropic's client for the attempt of an OpenAI client."""
         from anthropic import AsyncAnthropic  # takes a second to import, which few tests need
 
         if self.any_anthropic_client is None:
@@ -70,7 +70,7 @@ class Case:
         return list(await self.store.query_spans(rollout.rollout_id, rollout.attempt.attempt_id))
 
     async def eventual_span(self, rollout: AttemptedRollout) -> Span:
-        """The span of a call whose end nobody can wait for."""
+        """The span of a call whose end the test cannot await."""
         async with asyncio.timeout(60):
             while True:
                 for span in await self.spans(rollout):
@@ -112,7 +112,7 @@ async def gateway(
 
 
 async def until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: float = 60.0) -> None:
-    """Waits for something that tells nobody when it happens."""
+    """Polls a condition."""
     async with asyncio.timeout(timeout_s):
         while True:
             met = condition()

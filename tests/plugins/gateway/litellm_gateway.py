@@ -1,4 +1,4 @@
-"""A gateway with the ``litellm`` provider at work: ``python -m tests.plugins.gateway.litellm_gateway FILE``.
+"""A gateway with the ``litellm`` provider: ``python -m tests.plugins.gateway.litellm_gateway FILE``.
 
 It is a process of its own because litellm takes seconds to import and changes its process in ways of its own.
 """
@@ -28,7 +28,7 @@ SCRIPT = [
 
 
 async def main() -> dict[str, Any]:
-    """What came of it."""
+    """Returns the outcome for the test."""
     async with ScriptedOpenAI(SCRIPT, api_key=PROVIDER_KEY) as server:
         params = {"model": "anthropic/claude-x", "api_base": server.endpoint.removesuffix("/v1")}
         entry = {"model_name": "m", "provider": "litellm", "litellm_params": params | {"api_key": PROVIDER_KEY}}

@@ -1,4 +1,4 @@
-"""What passes the gateway and what it records, with the real ``openai`` client."""
+"""Relaying and recording, with the real ``openai`` client."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def test_a_call_is_recorded_with_its_tokens_for_its_attempt() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("asked", [{}, {"logprobs": True}, {"return_token_ids": True, "logprobs": False}])
-async def test_the_agent_sees_what_it_would_see_without_the_gateway(stream: bool, asked: dict[str, bool]) -> None:
+async def test_the_agent_gets_the_same_answer_as_without_the_gateway(stream: bool, asked: dict[str, bool]) -> None:
     extra = {"id": "same", "created": 1, "novel": {"x": [1.5, None, "é"]}}
     script = [Answer("text", tool_calls=[("add", {"a": 1}), ("add", {"b": 2})], extra=extra, reasoning="Hm.")]
     request: dict[str, Any] = {"model": "m", "messages": HELLO, "tools": [ADD], "n": 2, "stream": stream}
@@ -83,7 +83,7 @@ async def test_the_agent_sees_what_it_would_see_without_the_gateway(stream: bool
         assert semconv.read_token_data(await case.span(rollout), 1) is not None
 
 
-async def test_a_request_changes_only_by_what_capture_asks_for() -> None:
+async def test_a_request_changes_only_by_the_fields_of_capture() -> None:
     image = b'{"type":"image_url",  "image_url":{"url":"data:image/png;base64,AAAA"}}'
     body = (
         b'{ "model":"m",  "messages":[{"role":"user","content":"h\\u00e9"}, {"role":"user", "content": [%b]}],'
@@ -97,7 +97,7 @@ async def test_a_request_changes_only_by_what_capture_asks_for() -> None:
         assert server.requests[0].raw == b'{"return_token_ids":true,"logprobs":true,' + body[1:]
 
 
-async def test_calls_without_an_attempt_pass_untouched_and_unrecorded() -> None:
+async def test_calls_without_an_attempt_are_relayed_unchanged_and_not_recorded() -> None:
     async with ScriptedOpenAI() as server, gateway(server) as case:
         client = case.client(case.proxy.endpoint)
         answer = await client.chat.completions.create(model="m", messages=HELLO)
@@ -112,7 +112,7 @@ async def test_calls_without_an_attempt_pass_untouched_and_unrecorded() -> None:
         assert (await case.store.statistics())["spans"] == 0
 
 
-async def test_a_stream_passes_chunk_by_chunk_and_is_recorded_like_a_whole_answer() -> None:
+async def test_a_stream_is_relayed_chunk_by_chunk_and_recorded_like_a_whole_answer() -> None:
     script = [Answer("Hello, world", chunk_delay_s=0.15, extra={"weight_version": 3})]
     async with ScriptedOpenAI(script) as server, gateway(server) as case:
         rollout, client = await case.start()
@@ -159,7 +159,7 @@ def test_a_stream_may_be_cut_anywhere(newline: bytes) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_tool_calls_are_recorded_to_the_letter(stream: bool) -> None:
+async def test_tool_calls_are_recorded_exactly(stream: bool) -> None:
     script = [Answer("Let me see.", tool_calls=[("add", {"a": 1, "b": "é"}), ("add", {})])]
     async with ScriptedOpenAI(script) as server, gateway(server) as case:
         rollout, client = await case.start()
@@ -216,7 +216,7 @@ async def test_completions_are_recorded_too(stream: bool) -> None:
     assert semconv.read_input_messages(span) == [{"role": "user", "content": "Hel"}]
 
 
-async def test_the_gateways_span_hangs_under_the_agents_own() -> None:
+async def test_the_gateways_span_is_a_child_of_the_agents_own() -> None:
     trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
     async with ScriptedOpenAI() as server, gateway(server) as case:
         rollout, client = await case.start()
@@ -239,7 +239,7 @@ async def test_the_weight_version_may_come_in_a_header() -> None:
         assert [span.attributes["agentlightning.weight_version"] for span in await case.spans(rollout)] == [12, 12]
 
 
-async def test_an_agent_that_leaves_half_way_is_recorded_as_incomplete() -> None:
+async def test_a_call_is_incomplete_if_the_agent_disconnects_during_the_stream() -> None:
     async with ScriptedOpenAI([Answer("Hello, world", chunk_delay_s=0.1)]) as server, gateway(server) as case:
         rollout, client = await case.start()
         stream = await client.chat.completions.create(model="m", messages=HELLO, stream=True)
@@ -252,7 +252,7 @@ async def test_an_agent_that_leaves_half_way_is_recorded_as_incomplete() -> None
         assert "Hello, world".startswith(semconv.read_output_messages(span)[0]["content"])
 
 
-async def test_an_agent_that_leaves_before_the_answer_is_recorded_as_incomplete() -> None:
+async def test_a_call_is_incomplete_if_the_agent_disconnects_before_the_answer() -> None:
     async with ScriptedOpenAI([Answer(delay_s=30)]) as server, gateway(server) as case:
         rollout, client = await case.start()
         asking = asyncio.create_task(client.chat.completions.create(model="m", messages=HELLO))
@@ -264,7 +264,7 @@ async def test_an_agent_that_leaves_before_the_answer_is_recorded_as_incomplete(
         assert semconv.read_token_data(span) is None
 
 
-async def test_an_answer_is_in_the_store_when_flush_returns_whichever_way_it_came() -> None:
+async def test_an_answer_is_in_the_store_when_flush_returns_streamed_or_not() -> None:
     async with ScriptedOpenAI() as server, gateway(server) as case:
         rollout, client = await case.start()
         for number in range(1, 6):
@@ -275,7 +275,7 @@ async def test_an_answer_is_in_the_store_when_flush_returns_whichever_way_it_cam
             assert len(await case.spans(rollout)) == 2 * number
 
 
-async def test_many_attempts_at_once_keep_their_calls_apart() -> None:
+async def test_concurrent_attempts_keep_their_calls_separate() -> None:
     def script(request: Any) -> Answer:
         return Answer(f"to {request.body['messages'][0]['content']}", delay_s=0.01)
 
@@ -323,7 +323,7 @@ async def test_an_endpoint_without_token_ids_is_reported_once_per_model(caplog: 
     assert all(span.attributes["agentlightning.gateway.complete"] for span in spans)
 
 
-async def test_an_endpoint_that_refuses_our_fields_is_asked_without_them_from_then_on() -> None:
+async def test_fields_that_an_endpoint_refuses_are_not_sent_to_it_again() -> None:
     async with ScriptedOpenAI(token_ids="refuse") as server, gateway(server) as case:
         rollout, client = await case.start()
         for _ in range(2):
@@ -332,7 +332,7 @@ async def test_an_endpoint_that_refuses_our_fields_is_asked_without_them_from_th
         assert all("logprobs" in span.attributes for span in await case.spans(rollout))
 
 
-async def test_a_backend_without_a_key_does_not_get_the_agents() -> None:
+async def test_a_backend_without_a_key_does_not_get_the_agents_key() -> None:
     async with ScriptedOpenAI() as server, gateway(model_list=[{"model": "m", "endpoint": server.endpoint}]) as case:
         _, client = await case.start()
         secrets = {"x-api-key": "the-agents-own-key", "Cookie": "session=the-agents-own-key"}
@@ -343,7 +343,7 @@ async def test_a_backend_without_a_key_does_not_get_the_agents() -> None:
         assert headers["x-request-id"] == "kept"
 
 
-async def test_no_key_reaches_the_wrong_side() -> None:
+async def test_neither_side_gets_the_key_of_the_other() -> None:
     def script(request: Any) -> Answer:
         failed = request.body["messages"][0]["content"] == "fail"
         return Answer(status=401, error=f"bad key {PROVIDER_KEY}") if failed else Answer()

@@ -1,4 +1,4 @@
-"""How the gateway chooses, retries and replaces backends, and what it tells the agent when it cannot help."""
+"""Choice, retries and replacement of backends, and errors for the agent."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def read_stream(client: openai.AsyncOpenAI, pieces: list[str]) -> None:
 
 
 @pytest.mark.parametrize("failure", [Answer(status=500), Answer(status=409), Answer(status=408), Answer(cut_after=0)])
-async def test_a_passing_failure_is_retried_and_recorded_once(failure: Answer) -> None:
+async def test_a_temporary_failure_is_retried_and_recorded_once(failure: Answer) -> None:
     async with ScriptedOpenAI([failure, failure, Answer("at last")]) as server, gateway(server) as case:
         rollout, client = await case.start()
         answer = await client.chat.completions.create(model="m", messages=HELLO)
@@ -40,7 +40,7 @@ async def test_a_passing_failure_is_retried_and_recorded_once(failure: Answer) -
         assert (await case.span(rollout)).status.status_code == "OK"
 
 
-async def test_an_answer_that_breaks_off_is_asked_for_again() -> None:
+async def test_a_call_is_retried_if_its_answer_breaks_off() -> None:
     async with ScriptedOpenAI([Answer("half", cut_after=1), Answer("whole")]) as server, gateway(server) as case:
         _, client = await case.start()
         answer = await client.chat.completions.create(model="m", messages=HELLO)
@@ -56,7 +56,7 @@ async def test_retry_after_is_honoured() -> None:
         assert time.monotonic() - start >= 0.6
 
 
-async def test_a_backend_that_asks_for_too_much_patience_is_not_waited_for() -> None:
+async def test_a_retry_after_beyond_the_maximum_ends_the_retries() -> None:
     script = [Answer(status=429, error="come back tomorrow", headers={"Retry-After": "86400"})]
     async with ScriptedOpenAI(script) as server, gateway(server) as case:
         rollout, client = await case.start()
@@ -70,7 +70,7 @@ async def test_a_backend_that_asks_for_too_much_patience_is_not_waited_for() -> 
         assert span.attributes["agentlightning.gateway.complete"] is False
 
 
-async def test_the_agents_own_mistakes_are_not_retried() -> None:
+async def test_errors_of_the_request_are_not_retried() -> None:
     async with ScriptedOpenAI([Answer(status=400, error="no such thing")]) as server, gateway(server) as case:
         _, client = await case.start()
         with pytest.raises(openai.BadRequestError, match="no such thing"):
@@ -78,14 +78,14 @@ async def test_the_agents_own_mistakes_are_not_retried() -> None:
         assert len(server.requests) == 1
 
 
-async def test_without_retries_the_first_failure_is_the_agents() -> None:
+async def test_without_retries_the_agent_gets_the_first_failure() -> None:
     async with ScriptedOpenAI([Answer(status=503), Answer()]) as server, gateway(server, num_retries=0) as case:
         _, client = await case.start()
         with pytest.raises(openai.InternalServerError, match="scripted error"):
             await client.chat.completions.create(model="m", messages=HELLO)
 
 
-async def test_calls_fail_over_to_a_backend_that_lives() -> None:
+async def test_calls_fail_over_to_a_backend_that_works() -> None:
     async with ScriptedOpenAI([Answer(status=500)]) as broken, ScriptedOpenAI() as sound:
         dead = entry(f"http://127.0.0.1:{reserve_port()}/v1")
         models = [dead, entry(broken.endpoint), entry(sound.endpoint)]
@@ -137,7 +137,7 @@ async def test_a_stream_that_breaks_off_raises_in_the_agent_and_is_incomplete() 
         (b"data: {half a chu", "text/event-stream"),
     ],
 )
-async def test_nonsense_from_a_backend_is_an_error_and_incomplete(body: bytes, content_type: str) -> None:
+async def test_an_invalid_answer_is_an_error_and_incomplete(body: bytes, content_type: str) -> None:
     async with ScriptedOpenAI([Answer(body=body, content_type=content_type)]) as server, gateway(server) as case:
         rollout, client = await case.start()
         is_stream = content_type == "text/event-stream"
@@ -167,9 +167,7 @@ async def test_an_error_page_becomes_an_openai_error() -> None:
         ("/somewhere", b"", 404, "/v1/chat/completions"),
     ],
 )
-async def test_what_it_does_not_serve_is_refused_with_what_it_does(
-    path: str, body: bytes, status: int, says: str
-) -> None:
+async def test_an_unknown_path_is_refused_with_the_known_paths(path: str, body: bytes, status: int, says: str) -> None:
     async with ScriptedOpenAI() as server, gateway(server) as case, aiohttp.ClientSession() as session:
         root = case.proxy.endpoint.removesuffix("/v1")
         async with session.post(root + path, data=body) as response:
@@ -263,14 +261,14 @@ async def test_calls_of_an_attempt_that_is_over_are_refused() -> None:
         assert (await call_until_refused(retry)).status_code == 410
 
 
-async def test_calls_of_an_attempt_nobody_knows_pass() -> None:
+async def test_calls_of_an_unknown_attempt_are_relayed() -> None:
     async with ScriptedOpenAI() as server, gateway(server) as case:
         client = case.client(case.proxy.as_resource("ro-unknown", "at-unknown").endpoint)
         assert (await client.chat.completions.create(model="m", messages=HELLO)).choices
         await case.proxy.flush()
 
 
-def test_what_is_known_of_ended_attempts_is_bounded() -> None:
+def test_the_memory_of_ended_attempts_is_bounded() -> None:
     ended = EndedAttempts(InFlightCalls(), limit=10)
     for number in range(50):
         ended.note(AttemptFinished(rollout_id=f"ro-{number}", attempt_id="at-1", status="failed"))
@@ -283,7 +281,7 @@ def test_what_is_known_of_ended_attempts_is_bounded() -> None:
     assert len(ended._attempts) == len(ended._rollouts) == 10
 
 
-async def test_events_are_followed_whatever_the_store_raises(
+async def test_events_are_followed_after_any_error_of_the_store(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Strange:
@@ -304,7 +302,7 @@ async def test_events_are_followed_whatever_the_store_raises(
     assert "no such kind" in caplog.text
 
 
-async def test_resources_say_where_the_gateway_is() -> None:
+async def test_resources_contain_the_address_of_the_gateway() -> None:
     async with ScriptedOpenAI() as server, gateway(server) as case:
         proxy = case.proxy
         resource = proxy.as_resource(sampling_parameters={"temperature": 0.3})
@@ -327,7 +325,7 @@ async def test_resources_say_where_the_gateway_is() -> None:
             proxy.as_resource()
 
 
-async def test_it_starts_and_stops_as_often_as_asked() -> None:
+async def test_start_and_stop_can_be_repeated() -> None:
     proxy = LLMProxy(model_list=[entry("http://127.0.0.1:1/v1")], store=InMemoryLightningStore())
     with pytest.raises(ConfigError, match="start it first"):
         proxy.as_resource()
@@ -343,17 +341,17 @@ async def test_it_starts_and_stops_as_often_as_asked() -> None:
         await proxy.flush()
 
 
-def test_a_gateway_for_every_interface_gives_an_address_that_can_be_called() -> None:
+def test_a_gateway_on_every_interface_states_a_reachable_address() -> None:
     host = LLMProxy(host="0.0.0.0", port=4000).endpoint.removeprefix("http://").removesuffix(":4000/v1")
     assert host != "0.0.0.0"
     assert socket.gethostbyname(host)
 
 
-async def test_settings_that_cannot_work_are_refused_with_the_fix() -> None:
+async def test_invalid_settings_are_refused_with_a_fix() -> None:
     with pytest.raises(ConfigError, match="LLMProxy\\(store=...\\)"):
         await LLMProxy().start()
     with pytest.raises(ConfigError, match="modes: thread, process"):
-        LLMProxy(launch_mode="fork")  # type: ignore[arg-type] # the mistake under test
+        LLMProxy(launch_mode="fork")  # type: ignore[arg-type] # the error under test
     with pytest.raises(ConfigError, match="num_retries"):
         LLMProxy(num_retries=-1)
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -375,13 +373,13 @@ async def test_settings_that_cannot_work_are_refused_with_the_fix() -> None:
         ("m", "give a mapping"),
     ],
 )
-def test_a_model_list_says_what_is_wrong_with_it(bad: Any, says: str) -> None:
+def test_errors_of_a_model_list_name_the_problem(bad: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
         LLMProxy(model_list=[entry("http://h/v1"), bad])
     assert "model_list[1]" in str(caught.value)
 
 
-def test_keys_can_stay_in_the_environment_and_out_of_sight(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_can_come_from_the_environment_and_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_KEY", "secret-1")
     monkeypatch.setenv("OPENAI_API_KEY", "secret-2")
     monkeypatch.setenv("OPENAI_BASE_URL", "http://h/v1")

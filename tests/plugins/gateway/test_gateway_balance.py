@@ -1,4 +1,4 @@
-"""Which backend gets a call: shares, stickiness, health, and what a new model list keeps."""
+"""Load balancing: shares, stickiness, health checks, and changes of the model list."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_new_backend_moves_only_the_rollouts_that_it_gets() -> None:
     assert len(moved) / len(ROLLOUTS) == pytest.approx(0.25, abs=0.03)
 
 
-def test_a_new_model_list_keeps_what_is_known_of_unchanged_backends() -> None:
+def test_a_new_model_list_keeps_the_health_of_unchanged_backends() -> None:
     old = table("a", "b")
     a, b = old.backends
     a.mark("gone")
@@ -52,7 +52,7 @@ def test_a_new_model_list_keeps_what_is_known_of_unchanged_backends() -> None:
     assert new.backends[1] is not b
 
 
-def test_weights_and_prices_that_make_no_sense_are_refused() -> None:
+def test_invalid_weights_and_prices_are_refused() -> None:
     for key, value, says in [
         ("weight", 0, "above 0"),
         ("weight", "much", "above 0"),
@@ -65,13 +65,13 @@ def test_weights_and_prices_that_make_no_sense_are_refused() -> None:
 
 
 def server_to_come() -> ScriptedOpenAI:
-    """A model server that does not listen yet, but whose address is known."""
+    """A model server that does not listen yet, with a known address."""
     server = ScriptedOpenAI()
     server._port = reserve_port()
     return server
 
 
-async def test_health_checks_find_a_backend_that_is_gone_and_that_it_is_back() -> None:
+async def test_health_checks_find_that_a_backend_is_down_and_up_again() -> None:
     late = server_to_come()
     async with ScriptedOpenAI() as server:
         models = ModelTable([entry(server.endpoint), entry(late.endpoint)])
@@ -90,20 +90,20 @@ async def test_health_checks_find_a_backend_that_is_gone_and_that_it_is_back() -
     assert {models.route("m", rollout, 0.0)[0] for rollout in ROLLOUTS[:50]} == {alive, dead}
 
 
-async def test_a_backend_that_is_busy_is_down_only_after_three_looks() -> None:
-    looks = 0
+async def test_a_busy_backend_is_down_only_after_three_checks() -> None:
+    checks = 0
 
-    async def says_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal looks
-        looks += 1
+    async def stays_silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal checks
+        checks += 1
         await reader.read()
         writer.close()
 
-    async with await asyncio.start_server(says_nothing, "127.0.0.1", 0) as server:
+    async with await asyncio.start_server(stays_silent, "127.0.0.1", 0) as server:
         models = table(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
         (backend,) = models.backends
         check = asyncio.create_task(HealthCheck(lambda: models.backends, interval_s=0.01, timeout_s=0.5).run())
-        await until(lambda: looks == 3)
+        await until(lambda: checks == 3)
         assert backend.is_up
         await until(lambda: not backend.is_up)
         check.cancel()
@@ -111,7 +111,7 @@ async def test_a_backend_that_is_busy_is_down_only_after_three_looks() -> None:
     assert "did not answer for 0.5 s, 3 times" in (backend.failure or "")
 
 
-async def test_a_provider_that_cannot_be_looked_at_does_not_end_the_look_at_others(
+async def test_an_error_of_one_provider_does_not_stop_the_checks_of_others(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Strange(OpenAICompatible):
@@ -127,7 +127,7 @@ async def test_a_provider_that_cannot_be_looked_at_does_not_end_the_look_at_othe
     await until(lambda: not gone.is_up)
     check.cancel()
     await asyncio.gather(check, return_exceptions=True)
-    assert strange.is_up, "nothing is known of it"
+    assert strange.is_up, "its health is unknown"
     assert caplog.text.count("no models here") == 1
 
 
@@ -153,7 +153,7 @@ async def test_a_backend_that_cannot_be_reached_is_down_until_it_answers_again()
                 await client.chat.completions.create(model="m", messages=HELLO)
 
 
-async def test_a_backend_that_is_silent_is_not_asked_again() -> None:
+async def test_a_call_is_not_retried_after_a_silent_backend() -> None:
     async with ScriptedOpenAI([Answer(delay_s=30)]) as server, gateway(server, read_timeout_s=0.2) as case:
         rollout, client = await case.start()
         with pytest.raises(Exception, match="did not answer in time"):

@@ -1,4 +1,4 @@
-"""What an attempt may spend, and how its agent is told that it has."""
+"""Usage limits of attempts."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ async def test_calls_beyond_the_budget_are_refused_once_and_recorded() -> None:
         assert (caught.value.status_code, caught.value.code) == (402, "budget_exceeded")
         assert len(server.requests) == 2
         spans = await case.spans(rollout)
-        assert len(spans) == 3, "the client did not try again"
+        assert len(spans) == 3, "the client did not retry"
         last = spans[-1].attributes
         assert last["agentlightning.gateway.budget_exceeded"] == "the attempt has used 2 of its 2 calls"
         assert last["agentlightning.gateway.complete"] is False
         _, other = await case.start()
-        await other.chat.completions.create(**ASKED)  # every attempt has its own
+        await other.chat.completions.create(**ASKED)  # every attempt has limits of its own
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -61,7 +61,7 @@ async def test_costs_follow_the_price_of_the_model() -> None:
                 await client.chat.completions.create(**ASKED)
 
 
-async def test_a_gateway_that_is_started_anew_knows_what_was_spent_before() -> None:
+async def test_a_restarted_gateway_restores_the_usage_of_an_attempt() -> None:
     price = {"input_per_million": 0.0, "output_per_million": 1e6}
     async with ScriptedOpenAI([Answer("five!")]) as server:
         models = [entry(server.endpoint, price=price)]
@@ -77,10 +77,10 @@ async def test_a_gateway_that_is_started_anew_knows_what_was_spent_before() -> N
                 await client.chat.completions.create(**ASKED)
             assert len(server.requests) == 1
             await case.proxy.flush()
-            assert (await read_usage(case.store, attempt)).calls == 1, "one that was refused costs nothing"
+            assert (await read_usage(case.store, attempt)).calls == 1, "a refused call costs nothing"
 
 
-async def test_a_store_that_does_not_answer_stops_no_agent(caplog: pytest.LogCaptureFixture) -> None:
+async def test_calls_go_on_if_the_store_does_not_answer(caplog: pytest.LogCaptureFixture) -> None:
     async with ScriptedOpenAI() as server, gateway(server, budget={"calls": 1}) as case:
         _, client = await case.start()
 
@@ -95,7 +95,7 @@ async def test_a_store_that_does_not_answer_stops_no_agent(caplog: pytest.LogCap
     assert "the disk is full" in caplog.text
 
 
-async def test_the_agent_is_told_in_the_dialect_that_it_speaks() -> None:
+async def test_the_agent_gets_the_refusal_in_its_own_dialect() -> None:
     from anthropic import APIStatusError
 
     async with ScriptedOpenAI() as server, gateway(server, budget={"calls": 1}) as case:
@@ -111,19 +111,19 @@ async def test_the_agent_is_told_in_the_dialect_that_it_speaks() -> None:
         assert len(await case.spans(rollout)) == 2
 
 
-def test_a_ledger_forgets_the_attempt_that_called_longest_ago() -> None:
+def test_the_tracker_forgets_the_attempt_with_the_oldest_call() -> None:
     tracker = UsageTracker(UsageLimits(calls=2), max_attempts=2)
     for attempt in ("a", "b", "a", "c"):
         assert tracker.begin(("r", attempt)) is None
     assert tracker.begin(("r", "a")) is not None
     tracker.add(("r", "b"), 5, 0.5)
-    assert tracker.needs(("r", "b")), "what it has used is read from its spans again"
+    assert tracker.needs(("r", "b")), "its usage is read from its spans again"
 
 
 @pytest.mark.parametrize(
     ("budget", "says"),
     [({"token": 1}, "Did you mean 'tokens'"), ({"calls": 0}, "above 0"), ({"cost": "much"}, "above 0")],
 )
-def test_a_budget_that_makes_no_sense_is_refused(budget: Any, says: str) -> None:
+def test_an_invalid_budget_is_refused_with_a_fix(budget: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         LLMProxy(budget=budget)

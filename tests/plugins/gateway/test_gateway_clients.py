@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # seven processes sta
 CALL = 'add{"a": 1, "b": 2}'
 TOLD_TO_ADD = ["<call>", "3, I think."]
 EXPECTED: dict[str, tuple[list[Any], list[str]]] = {
-    # What the agent is told, and what the model answered in the calls that were recorded.
+    # The answers that the agent gets, and the answers in the recorded calls.
     "openai": (
         ["Hello!", "Hello!", [["add", '{"a": 1, "b": 2}']], "Hello!", "Hello!", ["m"]],
         ["Hello!", "Hello!", "<call>", "Hello!", "Hello!"],
@@ -69,12 +69,12 @@ class Outcome:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    """What became of every client; they run at the same time, in a home of their own, against one gateway."""
+    """The outcome of every client; they run at the same time, in a home of their own, against one gateway."""
     return asyncio.run(run_all(tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("results")))
 
 
 async def live(case: Case, rollout: AttemptedRollout) -> None:
-    """What a runner does for an attempt."""
+    """Sends heartbeats, like a runner."""
     while True:
         now = time.time()
         await case.store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, last_heartbeat_time=now)
@@ -116,7 +116,7 @@ def test_an_agent_runs_unchanged_and_every_call_becomes_a_triplet(name: str, out
 
 
 @pytest.mark.parametrize("name", ["anthropic", "langchain", "openai_agents", "autogen"])
-def test_the_result_of_a_tool_is_part_of_what_the_model_is_asked_next(name: str, outcomes: dict[str, Outcome]) -> None:
+def test_the_result_of_a_tool_is_part_of_the_next_request(name: str, outcomes: dict[str, Outcome]) -> None:
     spans = [span for span in outcomes[name].spans if "3, I think." in str(semconv.read_output_messages(span))]
     assert spans
     for span in spans:
@@ -126,4 +126,4 @@ def test_the_result_of_a_tool_is_part_of_what_the_model_is_asked_next(name: str,
         assert (result["role"], result["tool_call_id"]) == ("tool", call["id"])
         assert "3" in result["content"]
         tools = [tool["function"]["name"] for tool in semconv.read_tools(span)]
-        assert tools == ([] if name == "autogen" else ["add"])  # AutoGen asks for the last word without tools
+        assert tools == ([] if name == "autogen" else ["add"])  # AutoGen requests the final answer without tools

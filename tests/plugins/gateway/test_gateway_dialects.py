@@ -74,7 +74,7 @@ async def test_responses_reach_a_chat_server_and_are_recorded_with_tokens() -> N
     assert 0 < spans[1].attributes["gen_ai.response.time_to_first_chunk"] < 5
 
 
-async def test_a_request_of_responses_says_the_same_in_chat() -> None:
+async def test_a_request_of_responses_is_translated_to_chat() -> None:
     body: dict[str, Any] = {
         "model": "m",
         "instructions": "Be brief.",
@@ -153,7 +153,7 @@ async def test_a_request_of_responses_says_the_same_in_chat() -> None:
     assert semconv.find_image_urls(semconv.read_input_messages(span)) == ["data:image/png;base64,AA=="]
 
 
-async def test_the_logprobs_of_responses_are_given_to_who_asks() -> None:
+async def test_logprobs_of_responses_are_returned_on_request() -> None:
     async with ScriptedOpenAI([Answer("Hello")]) as server, gateway(server) as case:
         _, client = await case.start()
         for include, count in (([], 0), (["message.output_text.logprobs"], 5)):
@@ -162,7 +162,7 @@ async def test_the_logprobs_of_responses_are_given_to_who_asks() -> None:
             assert bool(answer.output[0].content[0].logprobs) == bool(count)
 
 
-async def test_helpers_of_the_client_parse_what_was_translated() -> None:
+async def test_helpers_of_the_client_parse_translated_answers() -> None:
     async with ScriptedOpenAI([Answer('{"total": 3}')]) as server, gateway(server) as case:
         _, client = await case.start()
         response = await client.responses.parse(model="m", input="1 + 2?", text_format=Sum)
@@ -186,7 +186,7 @@ async def test_helpers_of_the_client_parse_what_was_translated() -> None:
         ({"input": 3}, "'input' is 3"),
     ],
 )
-async def test_what_chat_cannot_say_is_refused_and_recorded(more: dict[str, Any], says: str) -> None:
+async def test_requests_that_chat_cannot_express_are_refused_and_recorded(more: dict[str, Any], says: str) -> None:
     async with ScriptedOpenAI() as server, gateway(server) as case:
         rollout, client = await case.start()
         with pytest.raises(openai.BadRequestError, match=says):
@@ -197,7 +197,7 @@ async def test_what_chat_cannot_say_is_refused_and_recorded(more: dict[str, Any]
     assert span.attributes["error.type"] == "400"
 
 
-async def test_a_limit_or_an_empty_answer_is_told_as_responses_do() -> None:
+async def test_limits_and_empty_answers_have_the_form_of_responses() -> None:
     async with ScriptedOpenAI([Answer("cut", finish_reason="length"), Answer("")]) as server, gateway(server) as case:
         rollout, client = await case.start()
         limited = await client.responses.create(model="m", input="hi")
@@ -244,7 +244,7 @@ async def test_messages_reach_a_chat_server_and_are_recorded_with_tokens() -> No
     assert kinds[-1] == "message_stop"
 
 
-async def test_a_limit_and_a_refusal_are_told_as_messages_do() -> None:
+async def test_limits_and_refusals_have_the_form_of_messages() -> None:
     script = [Answer("cut", finish_reason="length"), Answer(refusal="No.")]
     async with ScriptedOpenAI(script) as server, gateway(server) as case:
         _, client = await case.start()
@@ -254,7 +254,7 @@ async def test_a_limit_and_a_refusal_are_told_as_messages_do() -> None:
     assert (refused.stop_reason, refused.content[0].to_dict()) == ("refusal", {"type": "text", "text": "No."})
 
 
-async def test_a_request_of_messages_says_the_same_in_chat() -> None:
+async def test_a_request_of_messages_is_translated_to_chat() -> None:
     image = {"type": "base64", "media_type": "image/png", "data": "AA=="}
     body = {
         "model": "m",
@@ -333,7 +333,7 @@ async def test_a_request_of_messages_says_the_same_in_chat() -> None:
         assert server.requests[0].body == expected
 
 
-async def test_errors_reach_the_client_of_anthropic_in_its_own_form() -> None:
+async def test_errors_have_the_form_of_anthropic_for_its_client() -> None:
     script = [
         Answer(status=429, error="slow down"),
         Answer(status=400, error="no"),
@@ -372,7 +372,7 @@ async def test_a_translated_stream_that_breaks_off_raises_in_the_client_of_respo
     assert semconv.read_output_messages(span)[0]["content"] == "Hello, w"
 
 
-async def test_a_client_of_anthropic_that_leaves_half_way_is_recorded_as_incomplete() -> None:
+async def test_a_call_is_incomplete_if_anthropics_client_disconnects() -> None:
     async with ScriptedOpenAI([Answer("Hello, world", chunk_delay_s=0.1)]) as server, gateway(server) as case:
         rollout, client = await case.start()
         messages = (await case.anthropic_client(client)).messages
@@ -384,7 +384,7 @@ async def test_a_client_of_anthropic_that_leaves_half_way_is_recorded_as_incompl
     assert "disconnected" in (span.status.description or "")
 
 
-async def test_arguments_that_are_no_json_reach_the_client_of_anthropic() -> None:
+async def test_arguments_that_are_not_json_reach_anthropics_client() -> None:
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": '}}
     choice = {"index": 0, "finish_reason": "tool_calls", "message": {"role": "assistant", "tool_calls": [call]}}
     body = json.dumps({"id": "x", "model": "m", "choices": [choice]}).encode()
@@ -407,7 +407,7 @@ async def test_tokens_of_messages_are_counted_by_a_chat_server() -> None:
         assert TraceToTriplet().adapt(await case.spans(rollout)) == []
 
 
-async def test_one_agent_may_speak_every_dialect_and_all_calls_become_triplets() -> None:
+async def test_one_agent_can_use_every_dialect_and_all_calls_become_triplets() -> None:
     async with ScriptedOpenAI([Answer("1"), Answer("2"), Answer("3"), Answer("4")]) as server, gateway(server) as case:
         rollout, client = await case.start()
         await client.chat.completions.create(model="m", messages=HELLO)

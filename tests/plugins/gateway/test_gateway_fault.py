@@ -1,4 +1,4 @@
-"""Model servers and agents that misbehave: what the agent is told, what is recorded, and that nothing is left over."""
+"""Model servers and agents that misbehave: errors, recorded spans, and leaks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ JSON_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 
 @dataclass
 class RawServer:
-    """A model server that is given as bytes."""
+    """A model server that sends given bytes."""
 
     endpoint: str
     connections: int = 0
@@ -87,7 +87,7 @@ def sends(*pieces: bytes, then_resets: bool = True) -> Misbehaviour:
 
 
 async def stalls(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    await reader.read()  # until the other side has had enough
+    await reader.read()  # until the other side closes
 
 
 async def stalls_in_a_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -108,18 +108,18 @@ NOT_STREAMED: dict[str, tuple[Misbehaviour, int, str]] = {
     "resets before it answers": (sends(), 502, "cannot be reached"),
     "resets in its headers": (sends(b"HTTP/1.1 200 OK\r\nContent-Ty"), 502, "cannot be reached"),
     "resets in its body": (sends(body(b"{}" * 100)[:-50]), 502, "cannot be reached"),
-    "says nothing": (stalls, 504, "did not answer in time"),
-    "speaks no HTTP": (sends(b"SSH-2.0-OpenSSH_9.6\r\n"), 502, "cannot be reached"),
+    "sends nothing": (stalls, 504, "did not answer in time"),
+    "does not speak HTTP": (sends(b"SSH-2.0-OpenSSH_9.6\r\n"), 502, "cannot be reached"),
     "sends half its JSON": (sends(body(b'{"id": "x", "choices": [{"ind'), then_resets=False), 502, "is invalid for"),
     "sends JSON of another kind": (sends(body(b"[1, 2]"), then_resets=False), 502, "is invalid for"),
-    "sends no JSON": (sends(body(b"\xff\xfe\x00"), then_resets=False), 502, "is invalid for"),
+    "sends bytes that are not JSON": (sends(body(b"\xff\xfe\x00"), then_resets=False), 502, "is invalid for"),
     "sends null": (sends(body(b"null"), then_resets=False), 502, "is invalid for"),
     "sends events as JSON": (
         sends(body(EVENT + b"data: [DONE]\n\n"), then_resets=False),
         502,
         "is invalid for",
     ),
-    "tells token ids that are none": (
+    "sends invalid token ids": (
         sends(body(b'{"id": "x", "choices": [], "prompt_token_ids": 5}'), then_resets=False),
         502,
         "is invalid for",
@@ -219,11 +219,11 @@ async def test_an_agent_of_another_dialect_gets_errors_in_its_own() -> None:
         assert (error["type"], error["error"]["type"]) == ("error", "api_error")
 
 
-async def test_a_provider_that_raises_what_nobody_expects_is_told_and_recorded(
+async def test_an_unexpected_error_of_a_provider_is_reported_and_recorded(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(self: object, *arguments: object) -> None:
-        raise LookupError("a bug of somebody's")
+        raise LookupError("a third-party bug")
 
     monkeypatch.setattr(OpenAICompatible, "send", fails)
     async with gateway(model_list=[entry("http://127.0.0.1:9/v1")]) as case:
@@ -231,11 +231,11 @@ async def test_a_provider_that_raises_what_nobody_expects_is_told_and_recorded(
         with pytest.raises(openai.InternalServerError, match="the gateway failed: LookupError"):
             await ask(client, False)
         await assert_incomplete(case, rollout)
-    assert "a bug of somebody's" in caplog.text
+    assert "a third-party bug" in caplog.text
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_very_long_lines_pass_whole(stream: bool) -> None:
+async def test_very_long_lines_are_relayed_whole(stream: bool) -> None:
     text = "long " * 1_000_000
     delta = {"content": text} if stream else None
     choice: dict[str, Any] = {"index": 0, "finish_reason": "stop"}
@@ -251,7 +251,7 @@ async def test_very_long_lines_pass_whole(stream: bool) -> None:
             assert (await case.span(rollout)).attributes["agentlightning.gateway.complete"] is True
 
 
-async def test_a_storm_of_429_is_weathered_by_waiting_and_by_failing_over() -> None:
+async def test_repeated_429_are_handled_by_waiting_and_by_failover() -> None:
     stormy = [Answer(status=429, headers={"Retry-After": "0.05"})] * 2 + [Answer("calm")]
     async with ScriptedOpenAI(stormy) as server, gateway(server, num_retries=3) as case:
         _, client = await case.start()
@@ -262,7 +262,7 @@ async def test_a_storm_of_429_is_weathered_by_waiting_and_by_failing_over() -> N
         for _ in range(5):
             _, client = await case.start()
             assert await ask(client, False) == "calm"
-        assert len(storm.requests) <= 1, "one that asks to be left alone for an hour is left alone"
+        assert len(storm.requests) <= 1, "a backend is not tried before its Retry-After"
 
 
 async def floods(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -280,7 +280,7 @@ async def ends_with_much(reader: asyncio.StreamReader, writer: asyncio.StreamWri
 
 
 @pytest.mark.parametrize("misbehave", [floods, ends_with_much])
-async def test_an_agent_that_stops_reading_does_not_hold_up_a_change_of_weights(misbehave: Misbehaviour) -> None:
+async def test_an_agent_that_stops_reading_does_not_delay_a_change_of_weights(misbehave: Misbehaviour) -> None:
     async with raw_server(misbehave) as server:
         models = [entry(server.endpoint)]
         async with gateway(model_list=models, read_timeout_s=1.0) as case:
@@ -293,7 +293,7 @@ async def test_an_agent_that_stops_reading_does_not_hold_up_a_change_of_weights(
             assert len(await case.spans(rollout)) == 1
 
 
-async def test_a_stream_that_nobody_reads_ends_with_its_attempt() -> None:
+async def test_an_unread_stream_ends_with_its_attempt() -> None:
     async with raw_server(floods) as server, gateway(model_list=[entry(server.endpoint)]) as case:
         rollout, client = await case.start()
         reader, writer = await begin_stream(str(client.base_url))
@@ -311,7 +311,7 @@ async def test_a_stream_that_nobody_reads_ends_with_its_attempt() -> None:
         assert (span.attributes["error.type"], span.attributes["agentlightning.gateway.complete"]) == ("_OTHER", False)
 
 
-async def test_an_attempt_that_ends_while_its_request_is_read_makes_no_call() -> None:
+async def test_no_call_is_made_if_the_attempt_ends_while_its_request_is_read() -> None:
     async with ScriptedOpenAI() as server, gateway(server) as case:
         rollout, client = await case.start()
         url = urlsplit(str(client.base_url))
@@ -343,7 +343,7 @@ async def test_an_attempt_that_ends_while_its_request_is_read_makes_no_call() ->
         (b'{"model": "m", "input": "%b"}' % (b"x" * 5000), 413, "request_too_large"),
     ],
 )
-async def test_an_agent_that_sends_nonsense_is_told_so_in_its_dialect(
+async def test_an_invalid_request_is_refused_in_the_agents_dialect(
     monkeypatch: pytest.MonkeyPatch, text: bytes, status: int, code: str
 ) -> None:
     if status == 413:
@@ -355,7 +355,7 @@ async def test_an_agent_that_sends_nonsense_is_told_so_in_its_dialect(
     assert not server.requests
 
 
-async def test_a_slow_agent_holds_back_its_backend_and_nobody_else() -> None:
+async def test_a_slow_agent_slows_down_its_own_backend_stream_only() -> None:
     sent = 0
 
     async def floods(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -377,7 +377,7 @@ async def test_a_slow_agent_holds_back_its_backend_and_nobody_else() -> None:
             while before != sent:  # until the pressure has reached the backend
                 before = sent
                 await asyncio.sleep(0.3)
-            assert sent < 4000 * len(EVENT) * 200 / 4, "the gateway does not hold what the agent does not take"
+            assert sent < 4000 * len(EVENT) * 200 / 4, "the gateway must not buffer what the agent does not read"
             _, quick = await case.start()
             assert (await quick.chat.completions.create(model="other", messages=HELLO)).choices
             writer.transport.abort()
@@ -388,7 +388,7 @@ async def test_a_slow_agent_holds_back_its_backend_and_nobody_else() -> None:
 
 
 async def begin_stream(base_url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Sends a call that streams, by hand, and reads nothing."""
+    """Sends a call for a stream over a raw connection and reads nothing."""
     url = urlsplit(base_url)
     assert url.hostname is not None
     reader, writer = await asyncio.open_connection(url.hostname, url.port, limit=1024)
@@ -410,7 +410,7 @@ async def vanish(case: Case) -> None:
     writer.transport.abort()
 
 
-async def test_agents_that_vanish_and_servers_that_break_leave_nothing_behind() -> None:
+async def test_broken_connections_leak_no_tasks_files_or_calls() -> None:
     turn = 0
 
     async def varies(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -443,7 +443,7 @@ async def test_agents_that_vanish_and_servers_that_break_leave_nothing_behind() 
     assert sizes[2][0] <= sizes[0][0], f"tasks grow: {sizes}"
     assert sizes[2][1] <= sizes[0][1] + 3, f"open files grow: {sizes}"
     assert sizes[2][2] == 0
-    assert spans == 75, "each of them was recorded"
+    assert spans == 75, "each call was recorded"
 
 
 @pytest.mark.slow

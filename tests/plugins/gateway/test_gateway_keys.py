@@ -1,4 +1,4 @@
-"""Keys that are good for one attempt, and the end of an attempt's calls."""
+"""Keys of attempts, and calls of attempts that end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def post(url: str, headers: Mapping[str, str], body: Mapping[str, Any] = B
         return response.status, await response.json()
 
 
-def test_a_token_says_whose_it_is_and_cannot_be_forged() -> None:
+def test_a_token_names_its_attempt_and_cannot_be_forged() -> None:
     secret, now = attempt_token.derive_secret("the-store's-token"), time.time()
     token = attempt_token.mint(secret, "ro-1", "at-1", now + 60)
     assert attempt_token.read(secret, token, now)[:2] == ("ro-1", "at-1")
@@ -68,7 +68,7 @@ async def test_a_key_attributes_calls_without_an_attempt_in_their_url(header: st
         assert key not in str(dict(server.requests[0].headers))
 
 
-async def test_where_keys_are_required_only_the_attempts_own_opens() -> None:
+async def test_if_keys_are_required_only_the_attempts_own_key_is_accepted() -> None:
     async with ScriptedOpenAI() as server, gateway(server, require_keys=True) as case:
         rollout, client = await case.start()
         other, _ = await case.start()
@@ -86,7 +86,7 @@ async def test_where_keys_are_required_only_the_attempts_own_opens() -> None:
         assert len(await case.spans(rollout)) == 1
 
 
-async def test_an_expired_key_is_refused_even_when_it_was_good_before(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_expired_key_is_refused_even_if_it_was_accepted_before(monkeypatch: pytest.MonkeyPatch) -> None:
     store = InMemoryLightningStore()
     authenticator = Authenticator(store, is_required=True)
     now = time.time()
@@ -98,7 +98,7 @@ async def test_an_expired_key_is_refused_even_when_it_was_good_before(monkeypatc
         authenticator.authenticate(headers, None)
 
 
-async def test_beyond_loopback_keys_are_required_and_health_is_all_that_strangers_see() -> None:
+async def test_beyond_loopback_keys_are_required_for_everything_except_health() -> None:
     async with ScriptedOpenAI() as server:
         store = InMemoryLightningStore()
         store.token = "the-stores-token"
@@ -147,7 +147,7 @@ async def test_the_runner_gives_the_agent_a_key_of_its_attempt() -> None:
         assert key not in published
 
 
-async def test_calls_in_flight_of_an_attempt_that_ends_are_cut() -> None:
+async def test_calls_in_flight_are_cancelled_when_their_attempt_ends() -> None:
     async with ScriptedOpenAI([Answer(delay_s=60)]) as server, gateway(server) as case:
         rollout, client = await case.start()
         call = asyncio.create_task(client.chat.completions.create(**BODY))
@@ -162,7 +162,7 @@ async def test_calls_in_flight_of_an_attempt_that_ends_are_cut() -> None:
         assert span.attributes["agentlightning.gateway.complete"] is False
 
 
-async def test_a_stream_of_an_attempt_that_ends_is_cut_with_an_error_event() -> None:
+async def test_a_stream_ends_with_an_error_event_when_its_attempt_ends() -> None:
     script = [Answer("a very long answer indeed", chunk_delay_s=5)]
     async with ScriptedOpenAI(script) as server, gateway(server) as case:
         rollout, client = await case.start()
@@ -178,7 +178,7 @@ async def test_a_stream_of_an_attempt_that_ends_is_cut_with_an_error_event() -> 
 
 
 @pytest.mark.parametrize("status", [400, 401, 500])
-async def test_a_provider_that_quotes_its_key_does_not_give_it_away(status: int) -> None:
+async def test_a_key_that_a_provider_quotes_is_redacted(status: int) -> None:
     quoting = Answer(status=status, error=f"the key {PROVIDER_KEY} is no good")
     async with ScriptedOpenAI([quoting]) as server, gateway(server, num_retries=0) as case:
         rollout, client = await case.start()
@@ -189,7 +189,7 @@ async def test_a_provider_that_quotes_its_key_does_not_give_it_away(status: int)
         assert PROVIDER_KEY not in str(await case.proxy.status())
 
 
-async def test_a_stream_that_quotes_the_key_in_an_error_does_not_give_it_away() -> None:
+async def test_a_key_in_an_error_of_a_stream_is_redacted() -> None:
     event = b'data: {"error": {"message": "the key %b is no good"}}\n\n' % PROVIDER_KEY.encode()
     quoting = Answer(body=event, content_type="text/event-stream")
     async with ScriptedOpenAI([quoting]) as server, gateway(server, num_retries=0) as case:

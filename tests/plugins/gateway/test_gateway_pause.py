@@ -67,7 +67,7 @@ async def test_a_gateway_process_pauses_as_well() -> None:
             await store.close()
 
 
-async def test_streams_are_drained_to_their_end_and_carry_the_version_they_began_with() -> None:
+async def test_streams_are_drained_to_their_end_with_their_first_weight_version() -> None:
     async with ScriptedOpenAI([Answer("a long answer", chunk_delay_s=0.2)]) as server, gateway(server) as case:
         await case.proxy.resume(weight_version=1)
         rollout, client = await case.start()
@@ -81,7 +81,7 @@ async def test_streams_are_drained_to_their_end_and_carry_the_version_they_began
         assert (await case.span(rollout)).attributes["agentlightning.weight_version"] == 1
 
 
-async def test_a_gateway_is_paused_drained_and_resumed_over_http_by_who_holds_the_token() -> None:
+async def test_a_gateway_is_paused_drained_and_resumed_over_http_with_the_token() -> None:
     async with ScriptedOpenAI([Answer("old", delay_s=0.5), Answer("new")]) as server, gateway(server) as case:
         root = case.proxy.endpoint.removesuffix("/v1")
         store: Any = case.store
@@ -96,7 +96,7 @@ async def test_a_gateway_is_paused_drained_and_resumed_over_http_by_who_holds_th
             _, old_client = await case.start()
             old = asyncio.create_task(old_client.chat.completions.create(model="m", messages=HELLO))
             await until(lambda: bool(server.requests))
-            assert (await post("pause", {}, {}))[0] == 401, "an agent must not stop the others"
+            assert (await post("pause", {}, {}))[0] == 401, "an agent must not pause the others"
             assert (await post("pause", {}))[1]["paused"] is True
             assert await post("drain", {"timeout_s": 0}) == (200, {"drained": False})
             rollout, client = await case.start()
@@ -109,7 +109,7 @@ async def test_a_gateway_is_paused_drained_and_resumed_over_http_by_who_holds_th
             async with session.get(f"{root}/resume", headers=headers) as response:
                 assert response.status == 405
             async with session.post(f"{root}/resume", data=b"{}", headers=headers) as response:
-                assert response.status == 415, "what a web page may post"
+                assert response.status == 415, "web pages may post it"
             assert (await case.proxy.status())["paused"]
             status = (await post("resume", {"weight_version": 9}))[1]
             assert (status["paused"], status["weight_version"]) == (False, 9)
@@ -117,7 +117,7 @@ async def test_a_gateway_is_paused_drained_and_resumed_over_http_by_who_holds_th
         assert (await case.span(rollout)).attributes["agentlightning.weight_version"] == 9
 
 
-async def test_what_the_backend_says_of_its_weights_goes_first() -> None:
+async def test_the_weight_version_of_the_backend_takes_precedence() -> None:
     async with ScriptedOpenAI([Answer(extra={"weight_version": 41})]) as server, gateway(server) as case:
         await case.proxy.resume(weight_version=7)
         rollout, client = await case.start()
@@ -125,7 +125,7 @@ async def test_what_the_backend_says_of_its_weights_goes_first() -> None:
         assert (await case.span(rollout)).attributes["agentlightning.weight_version"] == 41
 
 
-async def test_a_call_that_is_given_up_while_it_waits_is_forgotten() -> None:
+async def test_a_call_that_is_cancelled_while_it_waits_reaches_no_backend() -> None:
     async with ScriptedOpenAI() as server, gateway(server) as case:
         await case.proxy.pause()
         rollout, client = await case.start()
@@ -133,16 +133,16 @@ async def test_a_call_that_is_given_up_while_it_waits_is_forgotten() -> None:
         await until(lambda: waiting(case.proxy))
         call.cancel()
 
-        async def nobody_waits() -> bool:
+        async def no_call_waits() -> bool:
             return not await waiting(case.proxy)
 
-        await until(nobody_waits)
+        await until(no_call_waits)
         await case.proxy.resume()
         assert not server.requests
         assert (await case.span(rollout)).attributes["agentlightning.gateway.complete"] is False
 
 
-async def test_admission_is_refused_beyond_a_number_of_calls_and_after_a_time() -> None:
+async def test_admission_is_refused_beyond_the_maximum_of_calls_and_wait() -> None:
     admission = Admission(max_waiting=1, pause_wait_s=0.05)
     admission.pause()
     patient = asyncio.create_task(admission.enter())
@@ -157,7 +157,7 @@ async def test_admission_is_refused_beyond_a_number_of_calls_and_after_a_time() 
     assert await admission.drain(0.01)
 
 
-async def test_calls_that_are_not_to_wait_get_429_with_retry_after() -> None:
+async def test_calls_that_must_not_wait_get_429_with_retry_after() -> None:
     async with ScriptedOpenAI() as server, gateway(server, pause_wait_s=0) as case:
         await case.proxy.pause()
         _, client = await case.start()

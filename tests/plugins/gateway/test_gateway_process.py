@@ -19,7 +19,7 @@ from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 from tests.plugins.gateway.gateway_setup import HELLO, entry
 
 
-async def test_a_gateway_process_records_into_a_served_store_and_dies_with_notice(
+async def test_a_gateway_process_records_into_a_served_store_and_its_death_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = InMemoryLightningStore()
@@ -44,7 +44,7 @@ async def test_a_gateway_process_records_into_a_served_store_and_dies_with_notic
             monkeypatch.setenv("KEY_OF_THE_PARENT_ONLY", "any")
             with pytest.raises(ConfigError, match="KEY_OF_THE_PARENT_ONLY, which is not set"):
                 proxy.update_model_list([{**entry(server.endpoint), "api_key": "os.environ/KEY_OF_THE_PARENT_ONLY"}])
-            assert (await proxy.status())["backends"][0]["endpoint"] == server.endpoint, "it goes on as it was"
+            assert (await proxy.status())["backends"][0]["endpoint"] == server.endpoint, "its models are unchanged"
             os.kill(_pid(proxy), signal.SIGKILL)
             with pytest.raises(StoreError, match="exited with code -9"):
                 await proxy.flush()
@@ -59,7 +59,7 @@ async def test_a_gateway_process_records_into_a_served_store_and_dies_with_notic
             await store.close()
 
 
-async def test_a_store_of_this_process_is_no_store_for_another() -> None:
+async def test_a_gateway_process_refuses_a_store_in_memory() -> None:
     with pytest.raises(ConfigError, match=r"InMemoryLightningStore lives in this one: .*launch_mode='thread'"):
         await LLMProxy(store=InMemoryLightningStore(), launch_mode="process").start()
 

@@ -1,4 +1,4 @@
-"""What passes the gateway as it is, to which kind of backend, and how a third party adds more of both."""
+"""Providers and the dialects that they speak, and third-party ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PASSED = {
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("provider", ["openai", "anthropic"])
-async def test_what_a_backend_speaks_itself_passes_byte_for_byte(provider: str, stream: bool) -> None:
+async def test_a_dialect_of_the_backend_is_relayed_byte_for_byte(provider: str, stream: bool) -> None:
     path, more = PASSED[provider]
     body = {"model": "m", "stream": stream, **more}
     script = [Answer(FULL.content, FULL.tool_calls, reasoning=FULL.reasoning, extra={"id": "same", "created_at": 1})]
@@ -65,7 +65,7 @@ async def test_what_a_backend_speaks_itself_passes_byte_for_byte(provider: str, 
 
 
 @pytest.mark.parametrize("provider", ["openai", "anthropic"])
-async def test_a_passed_stream_that_ends_early_is_incomplete(provider: str) -> None:
+async def test_a_relayed_stream_that_ends_early_is_incomplete(provider: str) -> None:
     path, more = PASSED[provider]
     async with (
         ScriptedOpenAI([Answer("Hello, world", cut_after=6)]) as server,
@@ -102,7 +102,7 @@ async def test_an_error_inside_a_stream_is_recorded(provider: str, path: str, ev
     assert span.attributes["agentlightning.gateway.complete"] is False
 
 
-async def test_a_response_that_failed_is_no_complete_answer() -> None:
+async def test_a_failed_response_is_incomplete() -> None:
     script = [Answer(body=json.dumps(FAILED).encode())]
     async with ScriptedOpenAI(script) as server, gateway(server, provider="openai") as case:
         rollout, client = await case.start()
@@ -113,7 +113,7 @@ async def test_a_response_that_failed_is_no_complete_answer() -> None:
     assert span.attributes["agentlightning.gateway.complete"] is False
 
 
-async def test_the_query_of_a_url_passes_and_counting_is_passed_on() -> None:
+async def test_the_query_of_a_url_and_token_counting_are_relayed() -> None:
     paths: list[str] = []
 
     def script(request: RecordedRequest) -> Answer:
@@ -142,7 +142,7 @@ async def test_an_error_inside_a_stream_of_chat_is_recorded() -> None:
     assert span.attributes["agentlightning.gateway.complete"] is False
 
 
-async def test_embeddings_pass_untouched_and_are_no_training_data() -> None:
+async def test_embeddings_are_relayed_unchanged_and_not_training_data() -> None:
     body = {"model": "m", "input": ["ab", "c"], "dimensions": 2, "novel": 1}
     async with ScriptedOpenAI() as server, gateway(server) as case:
         rollout, client = await case.start()
@@ -160,7 +160,7 @@ async def test_embeddings_pass_untouched_and_are_no_training_data() -> None:
     assert not semconv.is_llm_call(span)
 
 
-async def test_a_whole_chat_answer_passes_byte_for_byte_when_nothing_was_asked_in_addition() -> None:
+async def test_a_chat_answer_is_relayed_byte_for_byte_if_capture_added_nothing() -> None:
     text = '{ "id":"x", "choices":[{"index":0,"message":{"role":"assistant","content":"h\\u00e9","reasoning":"r"},'
     text += '"logprobs":{"content":[{"token":"h","logprob":-1.50}]},"finish_reason":"stop"}],"novel":1e2}'
     body = {"model": "m", "messages": HELLO, "logprobs": True, "return_token_ids": True, "modalities": ["text"]}
@@ -190,12 +190,12 @@ def test_an_entry_finds_its_provider(given: dict[str, Any], provider: str, url: 
     assert str(backend.url(url.rpartition("/v1/")[2])) == url
 
 
-def test_an_unknown_provider_is_named_with_those_there_are() -> None:
+def test_an_unknown_provider_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"no provider named 'anthropik'. Did you mean 'anthropic'"):
         ModelTable([{"model": "x", "provider": "anthropik"}])
 
 
-async def test_a_backend_that_cannot_answer_in_the_agents_dialect_says_so() -> None:
+async def test_a_dialect_that_cannot_be_translated_is_refused() -> None:
     async with ScriptedOpenAI() as server, gateway(server, provider="anthropic") as case:
         _, client = await case.start()
         with pytest.raises(openai.BadRequestError, match=r"does not speak openai-chat, only anthropic-count"):
@@ -203,7 +203,7 @@ async def test_a_backend_that_cannot_answer_in_the_agents_dialect_says_so() -> N
 
 
 class Shouting(Dialect):
-    """A dialect as a third party writes one."""
+    """A third-party dialect."""
 
     name = "acme-shout"
     routes = ("acme/shout",)
@@ -223,7 +223,7 @@ class Shouting(Dialect):
 
 
 class Acme(OpenAICompatible):
-    """A provider as a third party writes one."""
+    """A third-party provider."""
 
     name = "acme"
     dialects = frozenset({"acme-shout"})

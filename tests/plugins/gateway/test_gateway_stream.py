@@ -1,4 +1,4 @@
-"""Streams whose events come together are read as those that come one by one."""
+"""Streams whose events arrive together."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ NASTY = ['say "choices":[{"index":1}] to me', "]}\n\ndata: {", "}],", '"logprobs
 
 
 class OneByOne(ChatCompletions):
-    """Chat Completions without the quick way."""
+    """Chat Completions without the fast path."""
 
     relay_events = Dialect.relay_events
 
 
 def token(text: str, index: int = 0, **more: Any) -> dict[str, Any]:
-    """A choice of a chunk, with all that the gateway asks for."""
+    """A choice of a chunk, with all token data."""
     content = [{"token": text, "logprob": -0.5 - len(text), "bytes": list(text.encode()), "top_logprobs": []}]
     choice: dict[str, Any] = {"index": index, "delta": {"content": text}, "logprobs": {"content": content}}
     return choice | {"finish_reason": None, "token_ids": [len(text)]} | more
@@ -55,7 +55,7 @@ STREAMS: dict[str, list[dict[str, Any]]] = {
 
 
 def read(dialect: Dialect, options: TokenOptions, pieces: list[bytes]) -> tuple[list[Any], Completion, bool]:
-    """What the agent gets, event by event, and what is recorded."""
+    """Returns the events for the agent, and the recorded call."""
     body = {"logprobs": options.logprobs, "return_token_ids": options.token_ids}
     call, reader = stream_reader(dialect, body)
     shown = b"".join([*map(reader.feed, pieces), reader.close(None)])
@@ -66,7 +66,7 @@ def read(dialect: Dialect, options: TokenOptions, pieces: list[bytes]) -> tuple[
 
 @pytest.mark.parametrize("options", [TokenOptions(*both) for both in itertools.product([False, True], repeat=2)])
 @pytest.mark.parametrize("name", STREAMS)
-def test_events_that_come_together_are_read_as_if_they_came_one_by_one(name: str, options: TokenOptions) -> None:
+def test_events_that_arrive_together_are_read_as_if_they_arrived_one_by_one(name: str, options: TokenOptions) -> None:
     events = [b"data: %b\n\n" % json.dumps(chunk, separators=(",", ":")).encode() for chunk in STREAMS[name]]
     events.append(b"data: [DONE]\n\n")
     expected = read(OneByOne(), options, events)
@@ -76,7 +76,7 @@ def test_events_that_come_together_are_read_as_if_they_came_one_by_one(name: str
         assert read(ChatCompletions(), options, [whole[i : i + size] for i in range(0, len(whole), size)]) == expected
 
 
-def test_what_nothing_was_taken_out_of_passes_to_the_byte() -> None:
+def test_events_without_captured_fields_are_relayed_byte_for_byte() -> None:
     call, reader = stream_reader(ChatCompletions(), {})
     plain = b'data: {"id":"x", "choices":[{"index":0,"delta":{"content":"\\u00e9 1e-05"}} ]}\n\n'
     assert reader.feed(plain * 3) == plain * 3

@@ -1,4 +1,4 @@
-"""The translations by themselves: a stream, however it is cut, tells what the whole answer does."""
+"""The translations of streams and of whole answers agree."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ USAGE = {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
 
 
 def to_whole(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """An answer as a server gives it that does not stream."""
+    """A whole answer."""
     message = {key: answer[key] for key in ("reasoning_content", "content", "refusal")}
     calls = [{"id": f"c{i}", "type": "function", "function": call} for i, call in enumerate(answer["calls"])]
     choice = {"index": 0, "message": message | {"role": "assistant", "tool_calls": calls}}
@@ -67,7 +67,7 @@ def to_chunks(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def to_events(text: bytes) -> list[dict[str, Any]]:
-    """The data of server-sent events, of which each says twice what it is."""
+    """The data of server-sent events, each with its type in both places."""
     events = []
     for event in text.split(b"\n\n")[:-1]:
         kind, _, data = event.partition(b"\n")

@@ -10,7 +10,7 @@ from typing import Final
 
 from agentlightning.event import AttemptFinished, Event, RolloutFinished, RolloutStarted
 from agentlightning.store.protocol import LightningStore
-from agentlightning_plugins.gateway.recording.call import Call
+from agentlightning_plugins.gateway.recording.call import AttemptKey, Call
 
 logger = logging.getLogger("agentlightning")
 _KINDS: Final = ("rollout_started", "attempt_finished", "rollout_finished")
@@ -34,7 +34,7 @@ class InFlightCalls:
     """The calls of one event loop, by their attempt."""
 
     def __init__(self) -> None:
-        self._by_attempt: dict[tuple[str, str] | None, set[InFlightCall]] = {}
+        self._by_attempt: dict[AttemptKey | None, set[InFlightCall]] = {}
 
     def add(self, call: Call) -> InFlightCall:
         """Adds a call that the current task relays."""
@@ -50,7 +50,7 @@ class InFlightCalls:
         if not calls:
             del self._by_attempt[in_flight.call.attempt]
 
-    def cancel_attempt(self, attempt: tuple[str, str]) -> None:
+    def cancel_attempt(self, attempt: AttemptKey) -> None:
         """Cancels the calls of an attempt."""
         for in_flight in self._by_attempt.get(attempt, ()):
             if not in_flight.is_attempt_over:
@@ -75,12 +75,12 @@ class EndedAttempts:
     def __init__(self, in_flight: InFlightCalls, limit: int = _MAX_REMEMBERED) -> None:
         self._in_flight = in_flight
         self._limit = limit
-        self._attempts: dict[tuple[str, str], None] = {}
+        self._attempts: dict[AttemptKey, None] = {}
         self._rollouts: dict[str, set[str]] = {}
         """Ended rollouts, each with the attempts that began after its end (retries)."""
 
-    def is_over(self, attempt: tuple[str, str]) -> bool:
-        """Whether calls of this attempt (rollout id, attempt id) must be refused."""
+    def is_over(self, attempt: AttemptKey) -> bool:
+        """Whether calls of this attempt must be refused."""
         retries = self._rollouts.get(attempt[0])
         return attempt in self._attempts or (retries is not None and attempt[1] not in retries)
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import hmac
 import time
 from collections.abc import Mapping
-from typing import Final, TypeAlias
+from typing import Final
 
 from agentlightning.errors import LightningError
 from agentlightning.run import attempt_token
 from agentlightning.store.protocol import LightningStore
+from agentlightning_plugins.gateway.recording.call import AttemptKey
 
-Attempt: TypeAlias = tuple[str, str]
-"""Rollout and attempt id."""
 _MAX_REMEMBERED: Final = 10_000
 
 
@@ -32,7 +31,7 @@ class Authenticator:
         self._store = store  # its token is read for each check, because a store may be served later
         self._known: dict[str, attempt_token.AttemptToken] = {}
 
-    def authenticate(self, headers: Mapping[str, str], named: Attempt | None) -> Attempt | None:
+    def authenticate(self, headers: Mapping[str, str], named: AttemptKey | None) -> AttemptKey | None:
         """Returns the attempt of a call, by its key or its URL (``named``); None if neither names one.
 
         Raises:

@@ -39,7 +39,7 @@ def prepare(call: Call, backend: Backend) -> BackendRequest:
 
     Raises:
         TranslationError: the backend speaks neither the agent's dialect nor one that the call can be translated to.
-        AttributeError, KeyError, TypeError: the call is malformed.
+        Exception: one of ``MALFORMED``.
     """
     spoken, dialect = backend.provider.dialects, call.dialect
     if dialect.name in spoken:

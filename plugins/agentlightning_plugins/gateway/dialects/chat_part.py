@@ -1,11 +1,11 @@
-"""Translation of requests to Chat Completions and of its answers, part by part, to APIs that list their parts."""
+"""The base of translations between Chat Completions and APIs whose answers list their parts."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 PartKind: TypeAlias = Literal["reasoning", "text", "refusal", "tool_call"]
 
@@ -26,143 +26,117 @@ class Part:
     """Of its tokens, in the form of Chat Completions; empty if they are not kept."""
 
 
-class PartEvent(NamedTuple):
-    """A change of a part."""
+class PartTranslation(ABC):
+    """Base of translations to APIs whose answers list their parts. Reads one choice: these APIs have only one."""
 
-    event: Literal["start", "delta", "stop"]
-    part: Part
-    delta: str = ""
-    logprobs: tuple[Any, ...] = ()
+    _keeps_logprobs = False
+    """Whether parts collect the log-probabilities of their tokens, which are most of an answer's bytes."""
 
-
-class PartReader:
-    """Splits an answer, whole or in chunks, into parts. Reads one choice, because the other APIs have only one."""
-
-    def __init__(self, *, keeps_logprobs: bool = False) -> None:
-        self._keeps_logprobs = keeps_logprobs  # only on demand: they are most of an answer's bytes
-        self.parts: list[Part] = []
-        self.finish_reason: str | None = None
-        self.id: str = ""
-        self.model: str = ""
-        self.created: int = 0
-        self.usage: Mapping[str, Any] = {}
-        self.prompt_tokens: int = 0
-        self.stop_sequence: str | None = None
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        self._body = body
+        self._parts: list[Part] = []
+        self._finish_reason: str | None = None
+        self._id: str = ""
+        self._model: str = ""
+        self._created: int = 0
+        self._usage: Mapping[str, Any] = {}
+        self._prompt_tokens: int = 0
+        self._stop_sequence: str | None = None
         """The text that ended the answer, if the backend states it, as vLLM does."""
         self._open: Part | None = None
         self._calls: dict[int, Part] = {}
+        self._has_begun = False
 
-    def read_whole(self, answer: Mapping[str, Any]) -> None:
-        """Reads a whole answer.
+    def feed(self, chunk: Mapping[str, Any]) -> bytes:
+        """Translates a ``chat.completion.chunk`` to server-sent events; raises ``MALFORMED``."""
+        self._id = self._id or chunk.get("id") or ""
+        self._model = self._model or chunk.get("model") or ""
+        self._created = self._created or chunk.get("created") or 0
+        self._usage = chunk.get("usage") or self._usage
+        self._prompt_tokens = (
+            self._usage.get("prompt_tokens") or self._prompt_tokens or len(chunk.get("prompt_token_ids") or ())
+        )
+        events = [] if self._has_begun else [self._begin()]
+        self._has_begun = True
+        for choice in chunk.get("choices") or ():
+            if not choice.get("index"):
+                events += self._read(choice)
+        return b"".join(events)
 
-        Raises:
-            KeyError, TypeError, ValueError, AttributeError: it is not a chat completion.
-        """
+    @abstractmethod
+    def _begin(self) -> bytes:
+        """Returns the events that begin a stream."""
+
+    @abstractmethod
+    def _start(self, part: Part) -> bytes:
+        """Returns the events that begin a part, which is empty."""
+
+    @abstractmethod
+    def _add(self, part: Part, text: str, logprobs: Sequence[Any]) -> bytes:
+        """Returns the event for text that was added to a part."""
+
+    @abstractmethod
+    def _stop(self, part: Part) -> bytes:
+        """Returns the events that end a part."""
+
+    def _read_whole(self, answer: Mapping[str, Any]) -> None:
+        """Reads a whole answer; raises ``MALFORMED``."""
         choices = []
         for choice in answer["choices"]:
             message = choice["message"]
             calls = [{**call, "index": index} for index, call in enumerate(message.get("tool_calls") or ())]
             choices.append({**choice, "delta": {**message, "tool_calls": calls}})
-        for _ in self.feed({**answer, "choices": choices}):
-            pass
-        self._open = None
+        self._has_begun = True
+        self.feed({**answer, "choices": choices})
 
-    def feed(self, chunk: Mapping[str, Any]) -> Iterator[PartEvent]:
-        """Yields the changes that a chunk makes; raises as ``read_whole``."""
-        self.id = self.id or chunk.get("id") or ""
-        self.model = self.model or chunk.get("model") or ""
-        self.created = self.created or chunk.get("created") or 0
-        self.usage = chunk.get("usage") or self.usage
-        self.prompt_tokens = (
-            self.usage.get("prompt_tokens") or self.prompt_tokens or len(chunk.get("prompt_token_ids") or ())
-        )
-        for choice in chunk.get("choices") or ():
-            if not choice.get("index"):
-                yield from self._read(choice)
-
-    def close(self) -> Iterator[PartEvent]:
-        """Ends the part that is still open."""
+    def _stop_open_part(self) -> bytes:
         part, self._open = self._open, None
-        if part is not None:
-            yield PartEvent("stop", part)
+        return b"" if part is None else self._stop(part)
 
-    def _read(self, choice: Mapping[str, Any]) -> Iterator[PartEvent]:
-        self.finish_reason = choice.get("finish_reason") or self.finish_reason
+    def _read(self, choice: Mapping[str, Any]) -> Iterator[bytes]:
+        self._finish_reason = choice.get("finish_reason") or self._finish_reason
         if isinstance(choice.get("stop_reason"), str):
-            self.stop_sequence = choice["stop_reason"]
+            self._stop_sequence = choice["stop_reason"]
         delta = choice.get("delta") or {}
-        logprobs: tuple[Any, ...] = ()
-        if self._keeps_logprobs:
-            logprobs = tuple((choice.get("logprobs") or {}).get("content") or ())
-        yield from self._add("reasoning", delta.get("reasoning_content") or delta.get("reasoning"))
-        yield from self._add("text", delta.get("content"), logprobs)
-        yield from self._add("refusal", delta.get("refusal"))
+        logprobs = (choice.get("logprobs") or {}).get("content") or () if self._keeps_logprobs else ()
+        yield from self._read_text("reasoning", delta.get("reasoning_content") or delta.get("reasoning"))
+        yield from self._read_text("text", delta.get("content"), logprobs)
+        yield from self._read_text("refusal", delta.get("refusal"))
         for position, call in enumerate(delta.get("tool_calls") or ()):
-            yield from self._add_call(call.get("index", position), call)
+            yield from self._read_call(call.get("index", position), call)
 
-    def _add(self, kind: PartKind, text: str | None, logprobs: tuple[Any, ...] = ()) -> Iterator[PartEvent]:
+    def _read_text(self, kind: PartKind, text: str | None, logprobs: Sequence[Any] = ()) -> Iterator[bytes]:
         if not text:
             return
         part = self._open
         if part is None or part.kind != kind:
-            yield from self.close()
-            part = self._start(kind)
-            yield PartEvent("start", part)
+            yield self._stop_open_part()
+            part = self._new_part(kind)
+            yield self._start(part)
         part.text += text
         part.logprobs += logprobs
-        yield PartEvent("delta", part, text, logprobs)
+        yield self._add(part, text, logprobs)
 
-    def _add_call(self, position: int, call: Mapping[str, Any]) -> Iterator[PartEvent]:
+    def _read_call(self, position: int, call: Mapping[str, Any]) -> Iterator[bytes]:
         function = call.get("function") or {}
         part = self._calls.get(position)
         if part is None:
-            yield from self.close()
-            part = self._calls[position] = self._start("tool_call")
+            yield self._stop_open_part()
+            part = self._calls[position] = self._new_part("tool_call")
             part.call_id = call.get("id") or f"call_{part.index}"
             part.name = function.get("name") or ""
-            yield PartEvent("start", part)
+            yield self._start(part)
         elif part is not self._open:
             raise ValueError("the backend interleaves the tool calls of a stream")
         arguments = function.get("arguments")
         if arguments:
             part.text += arguments
-            yield PartEvent("delta", part, arguments)
+            yield self._add(part, arguments, ())
 
-    def _start(self, kind: PartKind) -> Part:
-        part = self._open = Part(kind, len(self.parts))
-        self.parts.append(part)
+    def _new_part(self, kind: PartKind) -> Part:
+        part = self._open = Part(kind, len(self._parts))
+        self._parts.append(part)
         return part
-
-
-class PartTranslation(ABC):
-    """Base of translations whose answers list their parts."""
-
-    def __init__(self, body: Mapping[str, Any], *, keeps_logprobs: bool = False) -> None:
-        self._body = body
-        self._reader = PartReader(keeps_logprobs=keeps_logprobs)
-        self._has_begun = False
-
-    def feed(self, chunk: dict[str, Any]) -> bytes:
-        """Translates a ``chat.completion.chunk`` to server-sent events."""
-        events = list(self._reader.feed(chunk))
-        return self._head() + b"".join(map(self._write, events))
-
-    def _head(self) -> bytes:
-        """The events at the start of the stream, once."""
-        if self._has_begun:
-            return b""
-        self._has_begun = True
-        return self._begin()
-
-    def _tail(self) -> bytes:
-        """The events that end the open part."""
-        return b"".join(map(self._write, self._reader.close()))
-
-    @abstractmethod
-    def _begin(self) -> bytes: ...
-
-    @abstractmethod
-    def _write(self, event: PartEvent) -> bytes: ...
 
 
 def take(**fields: Any) -> dict[str, Any]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from agentlightning.plugin.registry import get_manager
 from agentlightning_plugins.gateway.dialects.json_text import dump_json
 from agentlightning_plugins.gateway.dialects.sse import to_event
+
+MALFORMED: Final = (AttributeError, KeyError, TypeError, ValueError)
+"""Raised by dialects and translations for JSON that is not of their API."""
 
 
 @dataclass(slots=True)
@@ -101,12 +104,7 @@ class Translation(Protocol):
     """Translates one call and its answer between an API and Chat Completions."""
 
     def request(self) -> dict[str, Any]:
-        """Returns the request as a body of ``chat/completions``.
-
-        Raises:
-            TranslationError: Chat Completions cannot express the call.
-            AttributeError, KeyError, TypeError: the call is malformed.
-        """
+        """Returns the request as a body of ``chat/completions``; raises TranslationError or ``MALFORMED``."""
 
     def answer(self, answer: dict[str, Any]) -> dict[str, Any]:
         """Translates a whole ``chat.completion``."""
@@ -143,21 +141,17 @@ class Dialect(Protocol):
         return {}
 
     def read_messages(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Returns the input of a request as OpenTelemetry's ``gen_ai.input.messages``; raises as ``read_answer``."""
+        """Returns the input of a request as OpenTelemetry's ``gen_ai.input.messages``; raises ``MALFORMED``."""
 
     def read_tools(self, body: Mapping[str, Any]) -> Sequence[Any]:
-        """Returns the tools as OpenTelemetry's ``gen_ai.tool.definitions``; raises as ``read_answer``."""
+        """Returns the tools as OpenTelemetry's ``gen_ai.tool.definitions``; raises ``MALFORMED``."""
         return ()
 
     def read_answer(self, answer: Mapping[str, Any], completion: Completion) -> None:
-        """Copies a whole answer into ``completion``.
-
-        Raises:
-            KeyError, TypeError, ValueError, AttributeError: it is not an answer of this API.
-        """
+        """Copies a whole answer into ``completion``; raises ``MALFORMED``."""
 
     def read_chunk(self, chunk: Mapping[str, Any], completion: Completion) -> None:
-        """Adds the JSON of one server-sent event to ``completion``; raises as ``read_answer``."""
+        """Adds the JSON of one server-sent event to ``completion``; raises ``MALFORMED``."""
         raise ValueError(f"{self.path} does not stream")
 
     def strip(self, answer: dict[str, Any], options: TokenOptions) -> bool:

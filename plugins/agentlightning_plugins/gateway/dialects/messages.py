@@ -34,6 +34,13 @@ _REASONS: Final = {
     "refusal": "content_filter",
 }
 """OpenAI's finish reasons, which are recorded for every dialect."""
+_TEXTS: Final = {
+    "text": ("text", "text"),
+    "text_delta": ("text", "text"),
+    "thinking": ("reasoning", "thinking"),
+    "thinking_delta": ("reasoning", "thinking"),
+}
+"""The attribute of a choice, and the key of a block or delta that is added to it."""
 
 
 class _Anthropic(Dialect, Protocol):
@@ -75,7 +82,7 @@ class Messages(_Anthropic):
     def read_chunk(self, chunk: Mapping[str, Any], completion: Completion) -> None:
         match chunk["type"]:
             case "content_block_delta":
-                _read_delta(chunk["delta"], chunk["index"], completion.choice(0))
+                _read_block(chunk["delta"], chunk["index"], completion.choice(0))
             case "content_block_start":
                 _read_block(chunk["content_block"], chunk["index"], completion.choice(0))
             case "message_start":
@@ -129,24 +136,12 @@ def _read_usage(data: Mapping[str, Any], completion: Completion) -> None:
 
 
 def _read_block(block: Mapping[str, Any], position: int, choice: Choice) -> None:
-    match block["type"]:
-        case "text":
-            choice.text += block["text"]
-        case "thinking":
-            choice.reasoning += block["thinking"]
-        case "tool_use":
-            choice.tool_calls[position] = ToolCall(block["id"], block["name"])
-        case _:  # tools that Anthropic ran itself: their results show in the text that follows
-            pass
-
-
-def _read_delta(delta: Mapping[str, Any], position: int, choice: Choice) -> None:
-    match delta["type"]:
-        case "text_delta":
-            choice.text += delta["text"]
-        case "thinking_delta":
-            choice.reasoning += delta["thinking"]
-        case "input_json_delta" if position in choice.tool_calls:
-            choice.tool_calls[position].arguments += delta["partial_json"]
-        case _:
-            pass
+    """Adds a content block or a delta. Skips tools that Anthropic ran itself: their results show in the next text."""
+    kind = block["type"]
+    if kind in _TEXTS:
+        name, key = _TEXTS[kind]
+        setattr(choice, name, getattr(choice, name) + block[key])
+    elif kind == "tool_use":
+        choice.tool_calls[position] = ToolCall(block["id"], block["name"])
+    elif kind == "input_json_delta" and position in choice.tool_calls:
+        choice.tool_calls[position].arguments += block["partial_json"]

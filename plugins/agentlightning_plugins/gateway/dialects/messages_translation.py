@@ -7,7 +7,6 @@ from typing import Any, Final
 
 from agentlightning_plugins.gateway.dialects.chat_part import (
     Part,
-    PartEvent,
     PartTranslation,
     take,
     to_content,
@@ -39,51 +38,52 @@ class MessagesTranslation(PartTranslation):
         return to_chat_request(self._body)
 
     def answer(self, answer: dict[str, Any]) -> dict[str, Any]:
-        self._reader.read_whole(answer)
-        return self._message() | {"usage": self._usage()}
+        self._read_whole(answer)
+        return self._message() | {"usage": self._to_usage()}
 
     def close(self) -> bytes:
-        last, message = self._tail(), self._message()
+        last, message = self._stop_open_part(), self._message()
         delta = {key: message[key] for key in ("stop_reason", "stop_sequence")}
-        return last + to_typed_event("message_delta", delta=delta, usage=self._usage()) + to_typed_event("message_stop")
+        return (
+            last + to_typed_event("message_delta", delta=delta, usage=self._to_usage()) + to_typed_event("message_stop")
+        )
 
     def _begin(self) -> bytes:
         message = self._message() | {"content": [], "stop_reason": None, "stop_sequence": None}
-        return to_typed_event("message_start", message=message | {"usage": self._usage() | {"output_tokens": 0}})
+        return to_typed_event("message_start", message=message | {"usage": self._to_usage() | {"output_tokens": 0}})
 
-    def _write(self, event: PartEvent) -> bytes:
-        part = event.part
-        if event.event == "delta":
-            kind, key = _DELTAS[part.kind]
-            return to_typed_event("content_block_delta", index=part.index, delta={"type": kind, key: event.delta})
-        if event.event == "stop":
-            return to_typed_event("content_block_stop", index=part.index)
-        empty = _to_block(Part(part.kind, part.index, call_id=part.call_id, name=part.name))
-        return to_typed_event("content_block_start", index=part.index, content_block=empty)
+    def _start(self, part: Part) -> bytes:
+        return to_typed_event("content_block_start", index=part.index, content_block=_to_block(part))
+
+    def _add(self, part: Part, text: str, logprobs: Sequence[Any]) -> bytes:
+        kind, key = _DELTAS[part.kind]
+        return to_typed_event("content_block_delta", index=part.index, delta={"type": kind, key: text})
+
+    def _stop(self, part: Part) -> bytes:
+        return to_typed_event("content_block_stop", index=part.index)
 
     def _message(self) -> dict[str, Any]:
-        reader = self._reader
-        reason = _REASONS.get(reader.finish_reason or "", reader.finish_reason)
-        stop_sequence = reader.stop_sequence if reason == "end_turn" else None
-        if any(part.kind == "refusal" for part in reader.parts):
+        reason = _REASONS.get(self._finish_reason or "", self._finish_reason)
+        stop_sequence = self._stop_sequence if reason == "end_turn" else None
+        if any(part.kind == "refusal" for part in self._parts):
             reason = "refusal"
         elif stop_sequence is not None:
             reason = "stop_sequence"
         return {
-            "id": reader.id,
+            "id": self._id,
             "type": "message",
             "role": "assistant",
-            "model": reader.model,
-            "content": [_to_block(part) for part in reader.parts],
+            "model": self._model,
+            "content": [_to_block(part) for part in self._parts],
             "stop_reason": reason,
             "stop_sequence": stop_sequence,
         }
 
-    def _usage(self) -> dict[str, Any]:
-        usage = self._reader.usage
+    def _to_usage(self) -> dict[str, Any]:
+        usage = self._usage
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         return {
-            "input_tokens": self._reader.prompt_tokens - cached,
+            "input_tokens": self._prompt_tokens - cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
             "output_tokens": usage.get("completion_tokens") or 0,

@@ -35,10 +35,15 @@ class OpenAIDialect(Dialect, Protocol):
         return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
-class _Sampled(OpenAIDialect, Protocol):
-    """Base of both completion endpoints; their contents are told apart by their keys."""
+class ChatCompletions(OpenAIDialect):
+    """OpenAI's Chat Completions, to which other dialects are translated."""
 
-    ask_logprobs: bool | int
+    name = "openai-chat"
+    routes: Sequence[str] = ("v1/chat/completions",)
+    path = "chat/completions"
+    span_name = "chat.completions"
+    operation = "chat"
+    ask_logprobs: bool | int = True
     """The value of ``logprobs`` that asks for the log-probabilities of the sampled tokens."""
 
     def read_token_options(self, body: Mapping[str, Any]) -> TokenOptions:
@@ -102,19 +107,8 @@ class _Sampled(OpenAIDialect, Protocol):
         return changed
 
 
-class ChatCompletions(_Sampled):
-    """OpenAI's Chat Completions, to which other dialects are translated."""
-
-    name = "openai-chat"
-    routes = ("v1/chat/completions",)
-    path = "chat/completions"
-    span_name = "chat.completions"
-    operation = "chat"
-    ask_logprobs = True
-
-
-class Completions(_Sampled):
-    """OpenAI's Completions."""
+class Completions(ChatCompletions):
+    """OpenAI's Completions, which differ in the keys of their content."""
 
     name = "openai-completions"
     routes = ("v1/completions",)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from agentlightning_plugins.gateway.dialects.chat_part import (
     Part,
-    PartEvent,
     PartTranslation,
     take,
     to_content,
@@ -60,22 +59,22 @@ class ResponsesTranslation(PartTranslation):
     """Translates one call of Responses. Each part of the answer becomes an output item."""
 
     def __init__(self, body: Mapping[str, Any]) -> None:
-        super().__init__(body, keeps_logprobs=_wants_logprobs(body))
+        super().__init__(body)
+        self._keeps_logprobs = _wants_logprobs(body)
         self._next_number = 0
 
     def request(self) -> dict[str, Any]:
         return _to_chat_request(self._body)
 
     def answer(self, answer: dict[str, Any]) -> dict[str, Any]:
-        self._reader.read_whole(answer)
+        self._read_whole(answer)
         return self._response(self._status())
 
     def close(self) -> bytes:
-        last = self._tail()
-        if not self._reader.parts:  # clients expect a message, even an empty one
-            empty = Part("text", 0)
-            self._reader.parts.append(empty)
-            last = self._head() + self._write(PartEvent("start", empty)) + self._write(PartEvent("stop", empty))
+        last = self._stop_open_part()
+        if not self._parts:  # clients expect a message, even an empty one
+            last += b"" if self._has_begun else self._begin()
+            last += self._start(self._new_part("text")) + self._stop_open_part()
         status = self._status()
         return last + self._event(f"response.{status}", response=self._response(status))
 
@@ -84,69 +83,63 @@ class ResponsesTranslation(PartTranslation):
         created = self._event("response.created", response=response)
         return created + self._event("response.in_progress", response=response)
 
-    def _write(self, event: PartEvent) -> bytes:
-        part = event.part
-        item = {"output_index": part.index, "item_id": self._item_id(part)}
-        where = item if part.kind == "tool_call" else item | {"content_index": 0}
-        match event.event:
-            case "start":
-                return self._start(part, where)
-            case "delta":
-                extra = {"logprobs": list(event.logprobs)} if part.kind == "text" else {}
-                return self._event(f"{_EVENT[part.kind]}.delta", **where, delta=event.delta, **extra)
-            case "stop":
-                return self._stop(part, where)
-
-    def _start(self, part: Part, where: Mapping[str, Any]) -> bytes:
+    def _start(self, part: Part) -> bytes:
         item = self._item(part, "in_progress")
-        content = item.get("content")
-        if content is None:
-            return self._event("response.output_item.added", output_index=part.index, item=item)
-        added = self._event("response.output_item.added", output_index=part.index, item=item | {"content": []})
-        empty = content[0] | {_TEXT_KEY[part.kind]: ""}
-        return added + self._event("response.content_part.added", **where, part=empty)
+        content = item.pop("content", None)
+        head = item if content is None else item | {"content": []}
+        events = self._event("response.output_item.added", output_index=part.index, item=head)
+        if content is not None:
+            events += self._event("response.content_part.added", **self._position(part), part=content[0])
+        return events
 
-    def _stop(self, part: Part, where: Mapping[str, Any]) -> bytes:
-        item = self._item(part, "completed")
+    def _add(self, part: Part, text: str, logprobs: Sequence[Any]) -> bytes:
+        extra = {"logprobs": logprobs} if part.kind == "text" else {}
+        return self._event(f"{_EVENT[part.kind]}.delta", **self._position(part), delta=text, **extra)
+
+    def _stop(self, part: Part) -> bytes:
+        item, position = self._item(part, "completed"), self._position(part)
         done: dict[str, Any] = {_TEXT_KEY[part.kind]: part.text}
         if part.kind == "text":
-            done["logprobs"] = list(part.logprobs)
+            done["logprobs"] = part.logprobs
         elif part.kind == "tool_call":
             done["name"] = part.name
-        events = self._event(f"{_EVENT[part.kind]}.done", **where, **done)
+        events = self._event(f"{_EVENT[part.kind]}.done", **position, **done)
         if part.kind != "tool_call":
-            events += self._event("response.content_part.done", **where, part=item["content"][0])
+            events += self._event("response.content_part.done", **position, part=item["content"][0])
         return events + self._event("response.output_item.done", output_index=part.index, item=item)
+
+    def _position(self, part: Part) -> dict[str, Any]:
+        item = {"output_index": part.index, "item_id": self._item_id(part)}
+        return item if part.kind == "tool_call" else item | {"content_index": 0}
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._next_number += 1
         return to_typed_event(kind, sequence_number=self._next_number - 1, **fields)
 
     def _status(self) -> str:
-        return "incomplete" if self._reader.finish_reason in _INCOMPLETE else "completed"
+        return "incomplete" if self._finish_reason in _INCOMPLETE else "completed"
 
     def _response(self, status: str) -> dict[str, Any]:
-        reader = self._reader
-        reason = _INCOMPLETE.get(reader.finish_reason or "") if status == "incomplete" else None
-        parts = reader.parts or ([] if status == "in_progress" else [Part("text", 0)])
+        reason = _INCOMPLETE.get(self._finish_reason or "") if status == "incomplete" else None
+        parts = self._parts or ([] if status == "in_progress" else [Part("text", 0)])
         given = {key: value for key, value in self._body.items() if key in _REPEATED and value is not None}
         return {
-            "id": reader.id,
+            "id": self._id,
             "object": "response",
-            "created_at": reader.created,
+            "created_at": self._created,
             "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
             "error": None,
             "incomplete_details": None if reason is None else {"reason": reason},
-            "model": reader.model,
+            "model": self._model,
             "output": [self._item(part, "completed") for part in parts],
-            "usage": _usage(reader.usage) if reader.usage else None,
+            "usage": _usage(self._usage) if self._usage else None,
             **_REPEATED,
             **given,
         }
 
     def _item_id(self, part: Part) -> str:
-        return f"{_PREFIX[part.kind]}_{self._reader.id}_{part.index}"
+        return f"{_PREFIX[part.kind]}_{self._id}_{part.index}"
 
     def _item(self, part: Part, status: str) -> dict[str, Any]:
         item: dict[str, Any] = {"id": self._item_id(part), "status": status}

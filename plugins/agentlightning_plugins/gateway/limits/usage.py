@@ -9,6 +9,7 @@ from typing import Any, Final
 from agentlightning import semconv
 from agentlightning.errors import ConfigError
 from agentlightning.store.protocol import LightningStore
+from agentlightning_plugins.gateway.recording.call import AttemptKey
 from agentlightning_plugins.gateway.validation import check_keys, check_number
 
 _MAX_REMEMBERED: Final = 100_000
@@ -55,17 +56,17 @@ class UsageTracker:
     def __init__(self, limits: UsageLimits, max_attempts: int = _MAX_REMEMBERED) -> None:
         self._limits = {name: limit for name, limit in asdict(limits).items() if limit is not None}
         self._max_attempts = max_attempts
-        self._used: dict[tuple[str, str], Usage] = {}
+        self._used: dict[AttemptKey, Usage] = {}
 
-    def needs(self, attempt: tuple[str, str]) -> bool:
+    def needs(self, attempt: AttemptKey) -> bool:
         """Whether the usage of an attempt is limited but not known."""
         return bool(self._limits) and attempt not in self._used
 
-    def restore(self, attempt: tuple[str, str], usage: Usage) -> None:
+    def restore(self, attempt: AttemptKey, usage: Usage) -> None:
         """Sets the earlier usage of an attempt that is not known."""
         self._used.setdefault(attempt, usage)
 
-    def begin(self, attempt: tuple[str, str]) -> str | None:
+    def begin(self, attempt: AttemptKey) -> str | None:
         """Counts a call that begins. If a limit is reached, returns the reason to refuse the call."""
         if not self._limits:
             return None
@@ -80,7 +81,7 @@ class UsageTracker:
         usage.calls += 1
         return None
 
-    def add(self, attempt: tuple[str, str], tokens: int, cost: float) -> None:
+    def add(self, attempt: AttemptKey, tokens: int, cost: float) -> None:
         """Adds the usage of a call; ignores attempts that were forgotten, because their spans contain it."""
         usage = self._used.get(attempt)
         if usage is not None:
@@ -88,7 +89,7 @@ class UsageTracker:
             usage.cost += cost
 
 
-async def read_usage(store: LightningStore, attempt: tuple[str, str]) -> Usage:
+async def read_usage(store: LightningStore, attempt: AttemptKey) -> Usage:
     """Sums up the usage of an attempt from the spans of its calls.
 
     Raises:

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from agentlightning_plugins.gateway.dialects.dialect import Completion, Dialect
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from agentlightning_plugins.gateway.backends.backend import Backend
     from agentlightning_plugins.gateway.backends.request import BackendRequest
 
+AttemptKey: TypeAlias = tuple[str, str]
+"""Rollout and attempt id."""
 _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(?:-|$)")
 
 
@@ -44,8 +46,8 @@ class TraceContext(NamedTuple):
 class Call:
     """A call while it is relayed: the agent's request, and what is recorded of the answer."""
 
-    attempt: tuple[str, str] | None
-    """Rollout and attempt id; None if unknown: such a call is relayed and not recorded."""
+    attempt: AttemptKey | None
+    """None if unknown: such a call is relayed and not recorded."""
     dialect: Dialect
     """Of the agent."""
     text: bytes

@@ -17,7 +17,7 @@ from typing import Any, Final
 from agentlightning import semconv
 from agentlightning.frozen import FrozenList
 from agentlightning.types import Span, TraceStatus
-from agentlightning_plugins.gateway.dialects.dialect import Choice, Completion, Dialect
+from agentlightning_plugins.gateway.dialects.dialect import MALFORMED, Choice, Completion, Dialect
 from agentlightning_plugins.gateway.dialects.json_text import dump_json
 from agentlightning_plugins.gateway.limits.usage import BACKEND, COST
 from agentlightning_plugins.gateway.recording.call import Call, used_tokens
@@ -27,19 +27,12 @@ _MIN_INT64: Final = -(2**63)
 _MAX_INT64: Final = 2**63 - 1
 _MAX_DESCRIPTION: Final = 2000
 _SAMPLING: Final = {
-    "temperature": "gen_ai.request.temperature",
-    "top_p": "gen_ai.request.top_p",
-    "top_k": "gen_ai.request.top_k",
-    "max_tokens": "gen_ai.request.max_tokens",
-    "max_completion_tokens": "gen_ai.request.max_tokens",
-    "max_output_tokens": "gen_ai.request.max_tokens",
-    "frequency_penalty": "gen_ai.request.frequency_penalty",
-    "presence_penalty": "gen_ai.request.presence_penalty",
-    "stop": "gen_ai.request.stop_sequences",
-    "stop_sequences": "gen_ai.request.stop_sequences",
-    "seed": "gen_ai.request.seed",
-    "n": "gen_ai.request.choice.count",
+    **{key: key for key in ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "seed")},
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), "max_tokens"),
+    **dict.fromkeys(("stop", "stop_sequences"), "stop_sequences"),
+    "n": "choice.count",
 }
+"""Sampling parameters of all dialects, and their names below ``gen_ai.request``."""
 
 
 def call_to_span(call: Call) -> Span:
@@ -62,8 +55,10 @@ def call_to_span(call: Call) -> Span:
     sampling = {**body, **forced} if forced else body
     for key in sorted(_SAMPLING.keys() & sampling.keys(), reverse=True):  # the successors of max_tokens overwrite it
         value = sampling[key]
+        if key == "stop" and isinstance(value, str):
+            value = [value]
         if value is not None:
-            attributes[_SAMPLING[key]] = [value] if key == "stop" and isinstance(value, str) else value
+            attributes[f"gen_ai.request.{_SAMPLING[key]}"] = value
     if call.first_time:
         attributes[semconv.GEN_AI_TIME_TO_FIRST_CHUNK] = call.first_time - call.start_time
     if call.exceeded_limit is not None:
@@ -93,7 +88,7 @@ def call_to_span(call: Call) -> Span:
 def _add_input(dialect: Dialect, body: Mapping[str, Any], attributes: dict[str, Any]) -> None:
     try:
         messages, tools = dialect.read_messages(body), dialect.read_tools(body)
-    except (AttributeError, KeyError, TypeError, ValueError):  # a malformed request, which the backend refused too
+    except MALFORMED:  # a malformed request, which the backend refused too
         messages, tools = [], ()
     attributes[semconv.GEN_AI_INPUT_MESSAGES] = dump_json(messages).decode()
     if tools:

@@ -6,12 +6,11 @@ import time
 from typing import Any, Final
 
 from agentlightning_plugins.gateway.backends.request import BackendRequest
+from agentlightning_plugins.gateway.dialects.dialect import MALFORMED
 from agentlightning_plugins.gateway.dialects.json_text import dump_json, parse_json
 from agentlightning_plugins.gateway.dialects.sse import DONE, EventSplitter, event_data, split_events
 from agentlightning_plugins.gateway.recording.call import Call
 
-MALFORMED: Final = (AttributeError, KeyError, TypeError, ValueError)
-"""Raised by dialects for an answer or chunk that is not one of their API."""
 _ENDED_EARLY: Final = "the backend ended its answer early"
 
 
@@ -22,9 +21,8 @@ class StreamReader:
         self.is_done = False
         """Whether the event has passed after which clients stop reading."""
         self._call = call
-        self._dialect = request.dialect
-        self._options = request.options
-        self._translation = request.translation
+        self._request = request
+        self._dialect, self._translation = request.dialect, request.translation
         self._is_read = call.attempt is not None or request.translation is not None
         self._splitter = EventSplitter()
 
@@ -37,7 +35,7 @@ class StreamReader:
         events, relayed = self._splitter.feed(piece), b""
         if self._translation is None and not self.is_done:
             try:
-                relayed, events = self._dialect.relay_events(events, self._call.completion, self._options)
+                relayed, events = self._dialect.relay_events(events, self._call.completion, self._request.options)
             except MALFORMED as error:
                 return self._refuse(events, error)
         return relayed + b"".join([self._read(event) for event in split_events(events)])
@@ -75,7 +73,7 @@ class StreamReader:
                 return event if translation is None else self._error_event(call.error)
             if translation is not None:
                 return translation.feed(chunk)
-            if self._dialect.strip(chunk, self._options):
+            if self._dialect.strip(chunk, self._request.options):
                 event = event.replace(data, dump_json(chunk), 1)
         except MALFORMED as error:
             return self._refuse(data, error)
