@@ -3,27 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from agentlightning.store.backend import KEYS, Condition, Page, Query, Row
 from agentlightning.types import Attempt, Record, Rollout, Span
 from agentlightning_plugins.stores.condition import choices, make_test, read_field, sort_by
+from agentlightning_plugins.stores.sql.condition import TABLES, Dialect, Test
 from agentlightning_plugins.stores.sql.document import decode
 
 R = TypeVar("R", bound=Record)
 
 CURRENT: Final[dict[type[Record], str]] = {Attempt: "last_heartbeat_time", Span: "sequence_id"}
 """The field of which the column is true and the JSON may be behind: it is set without writing the JSON again."""
-
-
-class Test(NamedTuple):
-    """A condition in SQL, with a ``?`` for each parameter."""
-
-    sql: str
-    parameters: tuple[Any, ...] = ()
 
 
 class Plan(NamedTuple):
@@ -41,12 +35,6 @@ class Plan(NamedTuple):
     """Whether SQL does all of it; otherwise its rows are tested, sorted and cut in Python."""
 
 
-class Translate(Protocol):
-    """A condition in SQL; None if this database could answer otherwise than Python would."""
-
-    def __call__(self, kind: type[Record], condition: Condition, *, indexed: bool = True) -> Test | None: ...
-
-
 class Planner:
     """Plans the queries of one database.
 
@@ -54,29 +42,9 @@ class Planner:
     Attempts refer to rollouts, and spans to attempts, by position.
     """
 
-    def __init__(
-        self,
-        tables: Mapping[type[Record], str],
-        translate: Translate,
-        order_of: Callable[[type[Record], str], str | None],
-        *,
-        tally: str,
-        no_limit: int | None,
-    ) -> None:
-        """Makes a planner.
-
-        Args:
-            tables: the name of the table, or view, of each kind of record.
-            translate: puts a condition in SQL; with ``indexed=False`` another one of the query has a better index.
-            order_of: an expression that SQL sorts by as Python would; None if there is none.
-            tally: the table that knows how many records there are, by run and status.
-            no_limit: what LIMIT is given to mean none.
-        """
-        self.tables = tables
-        self._translate_one = translate
-        self._order_of = order_of
-        self._tally = tally
-        self._no_limit = no_limit
+    def __init__(self, dialect: Dialect) -> None:
+        self._dialect = dialect
+        tables = {kind: dialect.table(kind) for kind in TABLES}
         self._select = {
             kind: f"SELECT position, revision, record, {CURRENT.get(kind, 'NULL')} AS current FROM {table} "
             for kind, table in tables.items()
@@ -103,7 +71,7 @@ class Planner:
         where, parameters = _join(tests)
         order = "position DESC" if query.descending else "position"
         if query.sort_by is not None:
-            expression = self._order_of(query.kind, query.sort_by)
+            expression = self._dialect.order_of(query.kind, query.sort_by)
             if expression is None:
                 is_done, order = False, "position"
             else:
@@ -118,7 +86,7 @@ class Planner:
         can_merge = query.kind is Rollout and query.sort_by is None and _has_run(query)
         if can_merge and status is not None and len(choices(status)) > 1:
             sql, parameters = self._merge_statuses(query, status, order)
-        limit = self._no_limit if query.limit < 0 else query.limit
+        limit = self._dialect.no_limit if query.limit < 0 else query.limit
         return Plan(f"{sql} LIMIT ? OFFSET ?", [*parameters, limit, query.offset], *count)
 
     def make_page(self, query: Query[R], rows: Sequence[Sequence[Any]], total: int | None) -> Page[R]:
@@ -130,7 +98,7 @@ class Planner:
 
     def finish(self, rows: Iterable[Sequence[Any]], query: Query[R]) -> Page[R]:
         """Tests, sorts and cuts in Python what SQL only narrowed down."""
-        translate = self._translate_one
+        translate = self._dialect.translate
         tests = [
             make_test(condition, read_field(condition.field))
             for condition in query.where
@@ -169,7 +137,7 @@ class Planner:
         """
         parts: list[str] = []
         parameters: list[Any] = []
-        enough = self._no_limit if query.limit < 0 else query.limit + query.offset
+        enough = self._dialect.no_limit if query.limit < 0 else query.limit + query.offset
         for number, value in enumerate(dict.fromkeys(choices(status))):
             one = Condition("status", "eq", value)
             tests, _ = self._translate(replace(query, where=tuple(one if c is status else c for c in query.where)))
@@ -192,14 +160,14 @@ class Planner:
                 return None
             if type(value) is str and value.isascii() and "\0" not in value:
                 continue  # every database finds it as it is
-            test = self._translate_one(query.kind, condition)
+            test = self._dialect.translate(query.kind, condition)
             if test is None or test.parameters != (value,):
                 return None
         return tuple([condition.value for condition in query.where])
 
     def _translate(self, query: Query[R]) -> tuple[list[Test], bool]:
         """What of a query SQL can test, and whether that is all."""
-        kind, translate = query.kind, self._translate_one
+        kind, translate = query.kind, self._dialect.translate
         unindexed: tuple[str, ...] = ()
         if any(_is_selective(kind, condition) for condition in query.where):
             unindexed = ("run_id", "status")
@@ -233,9 +201,9 @@ class Planner:
             or query.after is not None
             or any(condition.field not in known or condition.op not in ("eq", "in") for condition in query.where)
         ):
-            return f"SELECT count(*) FROM {self.tables[query.kind]} {where}", parameters
+            return f"SELECT count(*) FROM {self._dialect.table(query.kind)} {where}", parameters
         where = where.replace("WHERE", "AND", 1)
-        return f"SELECT sum(number) FROM {self._tally} WHERE name = '{name}' {where}", parameters
+        return f"SELECT sum(number) FROM {self._dialect.prefix}tally WHERE name = '{name}' {where}", parameters
 
 
 def _join(tests: Sequence[Test]) -> tuple[str, list[Any]]:

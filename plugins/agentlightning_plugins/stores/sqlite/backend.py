@@ -19,7 +19,8 @@ from agentlightning.store.backend import Claim, Guard, Listener, Page, Query, Wr
 from agentlightning.types import Record, Rollout, Span
 from agentlightning_plugins.stores.sql.document import encode
 from agentlightning_plugins.stores.sql.plan import Plan
-from agentlightning_plugins.stores.sqlite.plan import PLANNER, is_short, run_plan
+from agentlightning_plugins.stores.sqlite.condition import PLANNER
+from agentlightning_plugins.stores.sqlite.plan import is_short, run_plan
 from agentlightning_plugins.stores.sqlite.schema import connect, explain, open_file
 from agentlightning_plugins.stores.sqlite.transaction import encode_writes
 from agentlightning_plugins.stores.sqlite.writer import Writer

@@ -9,13 +9,11 @@ from typing import Final, TypeVar
 from agentlightning.store.backend import Page, Query
 from agentlightning.types import Attempt, Record, Span
 from agentlightning_plugins.stores.condition import choices
-from agentlightning_plugins.stores.sql.plan import Plan, Planner
-from agentlightning_plugins.stores.sqlite.condition import order_of, translate
-from agentlightning_plugins.stores.sqlite.statement import TABLES
+from agentlightning_plugins.stores.sql.plan import Plan
+from agentlightning_plugins.stores.sqlite.condition import PLANNER
 
 R = TypeVar("R", bound=Record)
 
-PLANNER: Final = Planner(TABLES, translate, order_of, tally="tally", no_limit=-1)
 FEW: Final = 64
 
 

@@ -8,16 +8,8 @@ from typing import Final
 from agentlightning.resources import ResourcesUpdate
 from agentlightning.store.backend import KEYS
 from agentlightning.types import Attempt, Metrics, Record, Rollout, Run, Span, Worker
+from agentlightning_plugins.stores.sql.condition import TABLES
 
-TABLES: Final[dict[type[Record], str]] = {
-    Run: "run",
-    Rollout: "rollout",
-    Attempt: "attempt",
-    Span: "span",
-    ResourcesUpdate: "resources",
-    Worker: "worker",
-    Metrics: "metrics",
-}
 COLUMNS: Final[dict[type[Record], tuple[str, ...]]] = {
     Run: ("run_id",),
     Rollout: ("rollout_id", "run_id", "status", "start_time", "task_id", "group_id", "step", "queue_position"),

@@ -16,8 +16,9 @@ from agentlightning.event import Event
 from agentlightning.resources import ResourcesUpdate
 from agentlightning.store.backend import Claim, Delete, Guard, Key, Put, Row, Write, key_of
 from agentlightning.types import LIVE_ATTEMPT, Attempt, Metrics, Record, Rollout, Run, Span, Worker
+from agentlightning_plugins.stores.sql.condition import TABLES
 from agentlightning_plugins.stores.sql.document import decode, encode, encode_events
-from agentlightning_plugins.stores.sqlite.statement import COLUMNS, FIND, INSERT, TABLES, UPDATE
+from agentlightning_plugins.stores.sqlite.statement import COLUMNS, FIND, INSERT, UPDATE
 
 _QUEUED: Final = frozenset({"queuing", "requeuing"})
 _PLURALS: Final[dict[type[Record], str]] = {

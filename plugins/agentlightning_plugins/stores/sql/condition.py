@@ -1,0 +1,184 @@
+# ruff: noqa: S608 # statements are made of our own names; values are parameters
+"""Conditions and orders of the backend in SQL, where SQL gives the same answer as Python."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
+
+from agentlightning.resources import ResourcesUpdate
+from agentlightning.store.backend import Condition
+from agentlightning.types import LIVE_ATTEMPT, Attempt, Metrics, Record, Rollout, Run, Span, Worker
+from agentlightning_plugins.stores.condition import choices
+
+ColumnType: TypeAlias = Literal["text", "label", "integer", "float"]
+"""A ``label`` is text in which the column has U+FFFD for NUL."""
+
+TABLES: Final[dict[type[Record], str]] = {
+    Run: "run",
+    Rollout: "rollout",
+    Attempt: "attempt",
+    Span: "span",
+    ResourcesUpdate: "resources",
+    Worker: "worker",
+    Metrics: "metrics",
+}
+COLUMNS: Final[Mapping[type[Record], Mapping[str, ColumnType]]] = {
+    Run: {"run_id": "text"},
+    Rollout: {"rollout_id": "text", "run_id": "text", "status": "text", "start_time": "float"},
+    Attempt: {
+        "attempt_id": "text",
+        "sequence_id": "integer",
+        "worker_id": "text",
+        "last_heartbeat_time": "float",
+    },
+    Span: {"span_id": "text", "sequence_id": "integer", "run_id": "text", "start_time": "float"},
+    ResourcesUpdate: {"resources_id": "text", "version": "integer", "run_id": "text"},
+    Worker: {"worker_id": "text"},
+    Metrics: {"run_id": "text", "step": "integer"},
+}
+"""The columns that every database has beside the JSON of a record."""
+_INDEXED: Final = {"metadata.task_id": "task_id", "metadata.group": "group_id", "metadata.step": "step"}
+_NULLABLE: Final = frozenset({"worker_id", "last_heartbeat_time", "parent_id", "start_time", "mode"})
+
+
+class Test(NamedTuple):
+    """A condition in SQL, with a ``?`` for each parameter."""
+
+    sql: str
+    parameters: tuple[Any, ...] = ()
+
+
+_NEVER: Final = Test("1 = 0")
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """What differs between the databases."""
+
+    prefix: str
+    """Goes before the names of tables."""
+    columns: Mapping[type[Record], Mapping[str, ColumnType]]
+    in_list: str
+    """An expression ``{}`` is in the list that is one parameter."""
+    in_query: str
+    """A column ``{}`` is in the result of the query that is the second ``{}``."""
+    contains: str
+    unindexed: str
+    """An expression with the value of ``{}`` for which no index is used."""
+    live: str
+    """Whether an attempt is preparing or running; there is an index of these."""
+    make_list: Callable[[Sequence[Any]], Any]
+    """The parameter for ``in_list``."""
+    index_key: Callable[[object], object]
+    """What the columns of metadata have for a value; None if it is not indexed."""
+    no_limit: int | None
+    """The parameter of LIMIT that means none."""
+    expressions: Mapping[tuple[type[Record], str], str] = field(default_factory=dict)
+    """Of ``columns`` that are read from the JSON."""
+
+    def table(self, kind: type[Record]) -> str:
+        return self.prefix + TABLES[kind]
+
+    def translate(self, kind: type[Record], condition: Condition, *, indexed: bool = True) -> Test | None:
+        """A condition in SQL; None if SQL could give another answer than Python.
+
+        Args:
+            kind: the kind of record.
+            condition: the condition.
+            indexed: whether its index may be used; another condition of the query may have a better one.
+        """
+        name, op, value = condition
+        if kind is Rollout and name in _INDEXED:
+            keys = [self.index_key(item) for item in choices(condition)] if op in ("eq", "in") else [None]
+            if None in keys or (len(keys) > 1 and any(isinstance(key, float) for key in keys)):
+                return None
+            return self._equals(_INDEXED[name], keys) if keys else _NEVER
+        if kind is Attempt and name == "status" and op == "in" and frozenset(map(str, value)) == LIVE_ATTEMPT:
+            return Test(self.live)
+        expression, column = self._expression(kind, name)
+        if expression is None:
+            return None
+        if op == "eq" and value is None:
+            return Test(f"{expression} IS NULL") if name in _NULLABLE else _NEVER
+        values = list(value) if op == "in" else [value]
+        if None in values:
+            return None
+        if not indexed:
+            expression = self.unindexed.format(expression)
+        if column in ("integer", "float"):
+            return self._compare(expression, column == "integer", op, values)
+        texts = [item for item in values if isinstance(item, str)]
+        if op in ("ge", "le") or not all(_is_plain(text, column) for text in texts):
+            return None
+        if not texts:
+            return None if op == "contains" else _NEVER
+        if op == "contains":
+            return Test(self.contains.format(expression), (texts[0],))
+        query = self._parents(kind) if name == "rollout_id" and kind in (Attempt, Span) else None
+        if query is None:
+            return self._equals(expression, texts)
+        test = self._equals("r.rollout_id", texts)
+        owner = "rollout" if kind is Attempt else "attempt"
+        return Test(self.in_query.format(owner, f"{query} WHERE {test.sql}"), test.parameters)
+
+    def order_of(self, kind: type[Record], field: str) -> str | None:
+        """An expression that SQL sorts by as Python would; None if there is none."""
+        expression, column = self._expression(kind, field)
+        return None if column == "label" else expression
+
+    def _expression(self, kind: type[Record], field: str) -> tuple[str | None, ColumnType | None]:
+        if field in self.columns[kind]:
+            return self.expressions.get((kind, field), field), self.columns[kind][field]
+        rollout, attempt = self.table(Rollout), self.table(Attempt)
+        if kind is Attempt and field == "rollout_id":
+            return f"(SELECT r.rollout_id FROM {rollout} r WHERE r.position = attempt.rollout)", "text"
+        if kind is Span and field == "attempt_id":
+            return f"(SELECT a.attempt_id FROM {attempt} a WHERE a.position = span.attempt)", "text"
+        if kind is Span and field == "rollout_id":
+            join = f"{attempt} a JOIN {rollout} r ON r.position = a.rollout"
+            return f"(SELECT r.rollout_id FROM {join} WHERE a.position = span.attempt)", "text"
+        return None, None
+
+    def _parents(self, kind: type[Record]) -> str:
+        """A query for the positions that attempts, or spans, refer to, by the ids of rollouts."""
+        rollout = self.table(Rollout)
+        if kind is Attempt:
+            return f"SELECT r.position FROM {rollout} r"
+        return f"SELECT a.position FROM {rollout} r JOIN {self.table(Attempt)} a ON a.rollout = r.position"
+
+    def _equals(self, expression: str, values: Sequence[Any]) -> Test:
+        if len(values) == 1:
+            return Test(f"{expression} = ?", (values[0],))
+        return Test(self.in_list.format(expression), (self.make_list(values),))
+
+    def _compare(self, expression: str, is_integer: bool, op: str, values: Sequence[Any]) -> Test | None:
+        if op == "contains":
+            return _NEVER
+        numbers = [item for item in values if isinstance(item, (int, float))]
+        if not numbers:
+            return _NEVER
+        if not all(_is_exact(number, is_integer) for number in numbers):
+            return None
+        sent = [int(number) if is_integer else float(number) for number in numbers]
+        if op in ("ge", "le"):
+            return Test(f"{expression} {'>=' if op == 'ge' else '<='} ?", (sent[0],))
+        return None if len(sent) > 1 and not is_integer else self._equals(expression, sent)
+
+
+def _is_plain(text: str, column: ColumnType | None) -> bool:
+    """Whether every database takes a text, and finds by it what Python would."""
+    if "\0" in text or (column == "label" and "\ufffd" in text):
+        return False
+    return text.isascii() or not any("\ud800" <= sign <= "\udfff" for sign in text)
+
+
+def _is_exact(number: int | float, is_integer: bool) -> bool:
+    """Whether a number is the same in its column's type."""
+    if isinstance(number, float) and not math.isfinite(number):
+        return False
+    if is_integer:
+        return number == int(number) and -(2**63) <= number < 2**63
+    return -(2**53) <= number <= 2**53 or isinstance(number, float)
