@@ -292,4 +292,4 @@ def _record(spans: SpanTree, event: BaseEvent) -> None:
         case ToolUsageErrorEvent():
             spans.end(started, error=RuntimeError(str(event.error)))
         case _ if event.type.endswith("_started"):
-            spans.skip(key, parent)
+            spans.omit(key, parent)

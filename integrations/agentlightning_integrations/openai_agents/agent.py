@@ -143,7 +143,7 @@ class _Recorder(TracingProcessor):
         elif isinstance(data, GuardrailSpanData):
             self._spans.begin(key, f"guardrail {data.name}", {OPERATION: "guardrail"}, parent)
         else:
-            self._spans.skip(key, parent)
+            self._spans.omit(key, parent)
 
     def on_span_end(self, span: Span[Any]) -> None:
         data = span.span_data
