@@ -57,8 +57,8 @@ def test_a_named_parent_counts_more_than_the_active_span_and_is_found_through_wh
     recording: Recording,
 ) -> None:
     recording.tree.begin("a", "agent", {})
-    recording.tree.skip("s", "a")
-    recording.tree.skip("deeper", "s")
+    recording.tree.omit("s", "a")
+    recording.tree.omit("deeper", "s")
     recording.tree.begin("other", "other", {})
     recording.tree.begin("t", "tool", {}, parent="deeper")
     recording.tree.begin("unknown", "of nobody", {}, parent="no such id")

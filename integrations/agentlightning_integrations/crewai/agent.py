@@ -16,15 +16,7 @@ from crewai.crews import CrewOutput
 from crewai.events.base_events import BaseEvent
 from crewai.events.event_bus import CrewAIEventsBus
 from crewai.events.listeners.tracing import utils as tracing_module
-from crewai.events.types.agent_events import (
-    AgentExecutionCompletedEvent,
-    AgentExecutionErrorEvent,
-    AgentExecutionStartedEvent,
-    LiteAgentExecutionCompletedEvent,
-    LiteAgentExecutionErrorEvent,
-    LiteAgentExecutionStartedEvent,
-)
-from crewai.events.types.tool_usage_events import ToolUsageErrorEvent, ToolUsageFinishedEvent, ToolUsageStartedEvent
+from crewai.events.types import agent_events, tool_usage_events
 from crewai.events.utils import console_formatter as console_module
 from crewai.lite_agent_output import LiteAgentOutput
 from crewai.llms.base_llm import BaseLLM
@@ -277,19 +269,19 @@ def _record(spans: SpanTree, event: BaseEvent) -> None:
     """Begins or ends the span of an event."""
     key, started, parent = event.event_id, event.started_event_id, event.parent_event_id
     match event:
-        case AgentExecutionStartedEvent():
+        case agent_events.AgentExecutionStartedEvent():
             spans.begin_agent(key, event.agent.role.strip(), parent, event.task_prompt)
-        case LiteAgentExecutionStartedEvent():
+        case agent_events.LiteAgentExecutionStartedEvent():
             spans.begin_agent(key, event.agent_info["role"].strip(), parent, event.messages)
-        case AgentExecutionCompletedEvent() | LiteAgentExecutionCompletedEvent():
+        case agent_events.AgentExecutionCompletedEvent() | agent_events.LiteAgentExecutionCompletedEvent():
             spans.end(started, {OUTPUT: event.output})
-        case AgentExecutionErrorEvent() | LiteAgentExecutionErrorEvent():
+        case agent_events.AgentExecutionErrorEvent() | agent_events.LiteAgentExecutionErrorEvent():
             spans.end(started, error=RuntimeError(event.error))
-        case ToolUsageStartedEvent():
+        case tool_usage_events.ToolUsageStartedEvent():
             spans.begin_tool(key, event.tool_name, parent, event.tool_args)
-        case ToolUsageFinishedEvent():
+        case tool_usage_events.ToolUsageFinishedEvent():
             spans.end(started, {TOOL_RESULT: to_text(event.output)})
-        case ToolUsageErrorEvent():
+        case tool_usage_events.ToolUsageErrorEvent():
             spans.end(started, error=RuntimeError(str(event.error)))
         case _ if event.type.endswith("_started"):
-            spans.skip(key, parent)
+            spans.omit(key, parent)

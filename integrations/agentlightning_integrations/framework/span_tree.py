@@ -33,7 +33,7 @@ class SpanTree:
         self._tracer = tracer
         self._lock = threading.Lock()
         self._open: dict[Hashable, Span] = {}
-        self._skipped: dict[Hashable, Hashable] = {}
+        self._omitted: dict[Hashable, Hashable] = {}
 
     def begin(self, key: Hashable, name: str, attributes: Mapping[str, Any], parent: Hashable = None) -> None:
         """Begins a span.
@@ -63,18 +63,18 @@ class SpanTree:
         """Begins the span of a tool call."""
         self.begin(key, f"execute_tool {name}", tool_attributes(name, arguments, call_id), parent)
 
-    def skip(self, key: Hashable, parent: Hashable) -> None:
+    def omit(self, key: Hashable, parent: Hashable) -> None:
         """Notes that something has no span of its own: its children become those of ``parent``."""
         if parent is not None:
             with self._lock:
-                self._skipped[key] = parent
+                self._omitted[key] = parent
 
     def end(
         self, key: Hashable, attributes: Mapping[str, Any] | None = None, error: BaseException | None = None
     ) -> None:
         """Ends a span, with the exception if there is one."""
         with self._lock:
-            self._skipped.pop(key, None)
+            self._omitted.pop(key, None)
             span = self._open.pop(key, None)
         if span is None:
             return
@@ -92,8 +92,8 @@ class SpanTree:
 
     def _find(self, key: Hashable) -> Span | None:
         with self._lock:
-            while key in self._skipped:
-                key = self._skipped[key]
+            while key in self._omitted:
+                key = self._omitted[key]
             return self._open.get(key)
 
 

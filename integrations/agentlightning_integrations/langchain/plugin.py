@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from agentlightning.plugin.hookspecs import Component, hookimpl
 from agentlightning_integrations.framework.hooks import Framework
 
@@ -14,6 +12,6 @@ wrap_agent, instrument = _framework.wrap_agent, _framework.instrument
 
 
 @hookimpl
-def components() -> Iterable[Component]:
+def components() -> list[Component]:
     target = "agentlightning_integrations.langchain.trace:handler_of"
     return [Component("handler", "langchain", target, extra="langchain", summary="LangChain's runs as spans")]

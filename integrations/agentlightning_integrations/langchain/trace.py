@@ -64,7 +64,7 @@ class SpanHandler(BaseCallbackHandler):
         name, metadata = str(info.get("name") or ""), info.get("metadata") or {}
         is_node = any(tag.startswith("graph:step:") for tag in info.get("tags") or ())
         if name in ("__start__", "__end__"):
-            self._spans.skip(run_id, parent_run_id)
+            self._spans.omit(run_id, parent_run_id)
         elif is_node and metadata.get("langgraph_node") == name:
             is_agent = metadata.get("ls_integration") != "langchain_create_agent"
             attributes = {"langchain.chain.type": name} if is_agent else {}
@@ -72,7 +72,7 @@ class SpanHandler(BaseCallbackHandler):
         elif name and name in (metadata.get("lc_agent_name"), "LangGraph"):
             self._spans.begin_agent(run_id, name, parent_run_id)
         else:
-            self._spans.skip(run_id, parent_run_id)
+            self._spans.omit(run_id, parent_run_id)
 
     def on_tool_start(
         self,

@@ -129,8 +129,7 @@ class _Recorder(TracingProcessor):
     def on_trace_start(self, trace: Trace) -> None:
         """Does nothing: the attempt has a trace already."""
 
-    def on_trace_end(self, trace: Trace) -> None:
-        """Does nothing."""
+    on_trace_end = on_trace_start
 
     def on_span_start(self, span: Span[Any]) -> None:
         data, key, parent = span.span_data, span.span_id, span.parent_id
@@ -143,7 +142,7 @@ class _Recorder(TracingProcessor):
         elif isinstance(data, GuardrailSpanData):
             self._spans.begin(key, f"guardrail {data.name}", {OPERATION: "guardrail"}, parent)
         else:
-            self._spans.skip(key, parent)
+            self._spans.omit(key, parent)
 
     def on_span_end(self, span: Span[Any]) -> None:
         data = span.span_data

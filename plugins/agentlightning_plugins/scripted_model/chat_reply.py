@@ -1,4 +1,4 @@
-"""Answers of a scripted server in the form of OpenAI's Chat Completions, Completions and Embeddings."""
+"""Scripted answers in the format of OpenAI's Chat Completions, Completions and Embeddings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agentlightning_plugins.scripted_model.script import EOS, Answer, cut, decod
 
 
 class ChatReply:
-    """One answer in OpenAI's form, whole or in chunks."""
+    """One answer, whole or in chunks."""
 
     def __init__(self, body: Mapping[str, Any], answer: Answer, reply_id: str, *, give_ids: bool) -> None:
         self._body, self._answer, self._id = body, answer, reply_id
@@ -31,11 +31,10 @@ class ChatReply:
             choice = self._choice(index, tokens, self._reason)
             if self._is_chat:
                 calls = self._tool_calls(index)
-                message: dict[str, Any] = {"role": "assistant", "content": self._answer.text(index)}
-                message["refusal"] = self._answer.refusal
-                if self._answer.reasoning is not None:
-                    message["reasoning_content"] = self._answer.reasoning
-                choice["message"] = {**message, "tool_calls": calls} if calls else message
+                answer = self._answer
+                message = {"role": "assistant", "content": answer.text(index), "refusal": answer.refusal}
+                reasoning = {} if answer.reasoning is None else {"reasoning_content": answer.reasoning}
+                choice["message"] = {**message, **reasoning, **({"tool_calls": calls} if calls else {})}
             else:
                 choice["text"] = self._answer.text(index) or ""
             choices.append(choice)
@@ -53,9 +52,8 @@ class ChatReply:
                 else:
                     choice["delta"] = {"role": "assistant", **delta} if first else delta
                 chunk = self._envelope(".chunk", [choice])
-                if not first:
-                    chunk.pop("prompt_token_ids", None)
-                    choice.pop("prompt_token_ids", None)
+                for each in () if first else (chunk, choice):
+                    each.pop("prompt_token_ids", None)
                 yield chunk
                 first = False
         if (self._body.get("stream_options") or {}).get("include_usage"):
@@ -72,10 +70,10 @@ class ChatReply:
         ]
 
     def _pieces(self, index: int) -> Iterator[tuple[dict[str, Any], list[int], bool]]:
-        """(delta, tokens, is it the last) of one choice."""
+        """Yields delta, tokens and whether it is the last, for each chunk of one choice."""
         answer = self._answer
-        said = {"reasoning_content": answer.reasoning, "content": answer.text(index), "refusal": answer.refusal}
-        for key, text in said.items():
+        texts = {"reasoning_content": answer.reasoning, "content": answer.text(index), "refusal": answer.refusal}
+        for key, text in texts.items():
             for piece in cut(text or ""):
                 yield {key: piece}, encode(piece), False
         for position, call in enumerate(self._tool_calls(index)):
@@ -115,12 +113,8 @@ class ChatReply:
         return envelope | dict(self._answer.extra)
 
     def _usage(self, completion_tokens: int) -> dict[str, int]:
-        prompt_tokens = len(self._prompt_ids)
-        return {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
-        }
+        prompt, total = len(self._prompt_ids), len(self._prompt_ids) + completion_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": completion_tokens, "total_tokens": total}
 
 
 def _chat_logprob(text: str, value: float) -> dict[str, Any]:
@@ -128,7 +122,7 @@ def _chat_logprob(text: str, value: float) -> dict[str, Any]:
 
 
 def embed(body: Mapping[str, Any]) -> dict[str, Any]:
-    """An answer of Embeddings: the vector of a text is its length and its first token, whatever the model."""
+    """An answer of Embeddings: the vector of a text is its length and its first token."""
     texts = [body["input"]] if isinstance(body["input"], str) else body["input"]
     data = [
         {"object": "embedding", "index": index, "embedding": [float(len(text)), float(encode(text)[0])]}

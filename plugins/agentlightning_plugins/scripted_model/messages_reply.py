@@ -1,4 +1,4 @@
-"""Answers of a scripted server in the form of Anthropic's Messages."""
+"""Scripted answers in the format of Anthropic's Messages."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class MessagesReply:
 
 
 def count_tokens(body: Mapping[str, Any]) -> int:
-    """The input tokens that the server claims: the bytes of the messages as JSON."""
+    """The input tokens: the bytes of the messages as JSON."""
     return len(encode(json.dumps(body["messages"])))
 
 

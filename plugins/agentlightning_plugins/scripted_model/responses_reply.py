@@ -1,4 +1,4 @@
-"""Answers of a scripted server in the form of OpenAI's Responses."""
+"""Scripted answers in the format of OpenAI's Responses."""
 
 from __future__ import annotations
 

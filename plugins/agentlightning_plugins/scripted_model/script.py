@@ -1,4 +1,4 @@
-"""What a scripted model server is told to answer, and the tokens that it answers with."""
+"""Answers of a scripted model server, and their tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Final
 EOS: Final = 256
 """The token that ends every answer."""
 CHUNK_CHARS: Final = 4
-"""Of the text that a streamed chunk carries."""
+"""Characters of text per streamed chunk."""
 
 
 def encode(text: str) -> list[int]:
@@ -25,69 +25,69 @@ def decode(token_ids: Sequence[int]) -> str:
 
 
 def logprob(token_id: int) -> float:
-    """The log-probability that the server claims for a token; exact in binary, so that tests can use ``==``."""
+    """The log-probability of a token; exact in binary, so tests can use ``==``."""
     return -(token_id % 15 + 1) / 16
 
 
 def render_prompt(body: Mapping[str, Any]) -> str:
-    """The text whose tokens are a request's prompt."""
+    """The text of a request's prompt."""
     if "messages" not in body:
         return str(body["prompt"])
     return "".join(f"<{m['role']}>{m.get('content') or ''}" for m in body["messages"]) + "<assistant>"
 
 
 def cut(text: str) -> Iterator[str]:
-    """A text in pieces of ``CHUNK_CHARS``."""
+    """Splits a text into pieces of ``CHUNK_CHARS``."""
     for start in range(0, len(text), CHUNK_CHARS):
         yield text[start : start + CHUNK_CHARS]
 
 
 @dataclass(frozen=True)
 class RecordedRequest:
-    """What a client sent."""
+    """A request of a client."""
 
     path: str
-    """With the query, if there is one."""
+    """Including the query."""
     headers: Mapping[str, str]
-    """By name in any case."""
+    """Case-insensitive."""
     raw: bytes
     body: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the server does with one request. The fields from ``status`` on make it misbehave."""
+    """The reaction to one request. The fields from ``status`` on make the server misbehave."""
 
     content: str | None = None
-    """Default: nothing beside tool calls or a refusal, else ``ok``."""
+    """Default: None with tool calls or a refusal, else ``ok``."""
     tool_calls: Sequence[tuple[str, Mapping[str, Any]]] = ()
     """Name and arguments of each call."""
     finish_reason: str | None = None
     """Default: ``tool_calls`` if there are any, else ``stop``."""
     reasoning: str | None = None
-    """What the model thinks before; its tokens come first."""
+    """Its tokens come first."""
     refusal: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """More top-level fields of the answer, such as ``weight_version``."""
+    """Further top-level fields of the answer, such as ``weight_version``."""
     headers: Mapping[str, str] = field(default_factory=dict)
     delay_s: float = 0.0
     """Before the status line."""
     until: asyncio.Event | None = None
-    """Waits for it, after the delay."""
+    """Waits for this event after the delay."""
     chunk_delay_s: float = 0.0
     """Before each chunk of a stream but the first."""
     status: int = 200
     error: str = "scripted error"
     """The message when ``status`` is an error."""
     cut_after: int | None = None
-    """Hangs up after this many chunks of a stream, or halfway through a body; 0: before the status line."""
+    """Disconnects after this many chunks of a stream, or halfway through a body; 0: before the status line."""
     body: bytes | None = None
-    """Sent as it is, instead of the answer."""
+    """Sent unchanged instead of the answer."""
     content_type: str = "application/json"
     """Of ``body``."""
 
     def text(self, index: int = 0) -> str | None:
-        """What choice ``index`` of n says: each but the first names itself."""
+        """The text of choice ``index``; all but the first contain their index."""
         content = self.content
         if content is None:
             if self.tool_calls or self.refusal:
@@ -96,7 +96,7 @@ class Answer:
         return content if index == 0 else f"{content} #{index}"
 
     def count_tokens(self) -> int:
-        """How many tokens choice 0 has, the last one included."""
+        """Number of tokens of choice 0, including ``EOS``."""
         text = (self.reasoning or "") + (self.text() or "") + (self.refusal or "")
         calls = [f"<tool_call>{name}{json.dumps(arguments)}" for name, arguments in self.tool_calls]
         return len(encode(text + "".join(calls))) + 1

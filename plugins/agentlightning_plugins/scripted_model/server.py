@@ -1,13 +1,13 @@
-"""A scripted model server: real HTTP, no model.
+"""A model server with scripted answers, over real HTTP.
 
     async with ScriptedOpenAI([Answer(tool_calls=[("add", {"a": 1, "b": 2})]), Answer("3")]) as server:
         client = AsyncOpenAI(base_url=server.endpoint, api_key="any")
         ...
         assert server.requests[0].body["tools"]
 
-Its tokens are the UTF-8 bytes of the text and one ``EOS``, so that a test can say which ids it expects (``encode``); a
-token's log-probability is a function of its id (``logprob``). Like vLLM it gives both when a chat or text completion
-asks for them; its Responses and Messages know neither, as those of OpenAI and Anthropic.
+Its tokens are the UTF-8 bytes of the text and one ``EOS``, so tests can compute the ids they expect (``encode``); a
+token's log-probability depends on its id only (``logprob``). Like vLLM it returns both if a chat or text completion
+asks for them; its Responses and Messages return neither, like OpenAI's and Anthropic's.
 """
 
 from __future__ import annotations
@@ -22,41 +22,24 @@ from aiohttp import web
 from agentlightning_plugins.scripted_model.chat_reply import ChatReply, embed
 from agentlightning_plugins.scripted_model.messages_reply import MessagesReply, count_tokens
 from agentlightning_plugins.scripted_model.responses_reply import ResponsesReply
-from agentlightning_plugins.scripted_model.script import (
-    EOS,
-    Answer,
-    RecordedRequest,
-    decode,
-    encode,
-    logprob,
-    render_prompt,
-)
+from agentlightning_plugins.scripted_model.script import EOS, Answer, RecordedRequest, decode, encode, logprob
+from agentlightning_plugins.scripted_model.script import render_prompt as render_prompt
 
-__all__ = [
-    "EOS",
-    "Answer",
-    "RecordedRequest",
-    "Script",
-    "ScriptedOpenAI",
-    "decode",
-    "encode",
-    "logprob",
-    "render_prompt",
-]
+__all__ = ["EOS", "Answer", "RecordedRequest", "Script", "ScriptedOpenAI", "decode", "encode", "logprob"]
 
 Script: TypeAlias = Callable[[RecordedRequest], Answer] | Sequence[Answer]
 _OK: Final = (Answer(),)
 
 
 class ScriptedOpenAI:
-    """A model server on a free port of 127.0.0.1 that says what a script tells it to.
+    """A model server on a free port of 127.0.0.1.
 
     It serves OpenAI's chat completions, completions, responses, embeddings and models, and Anthropic's messages.
     ``async with`` starts and stops it on the running event loop.
     """
 
     requests: list[RecordedRequest]
-    """Every request to a model so far, in the order of arrival."""
+    """All requests to models so far, in the order of arrival."""
 
     def __init__(
         self,
@@ -66,14 +49,14 @@ class ScriptedOpenAI:
         token_ids: Literal["give", "ignore", "refuse"] = "give",
         api_key: str | None = None,
     ) -> None:
-        """Prepares the server.
+        """Configures the server.
 
         Args:
-            script: answers in order, of which the last is repeated, or a function of the request.
+            script: the answers in order, of which the last is repeated, or a function of the request.
             models: names for ``/v1/models``; requests may name any.
-            token_ids: what a request for ``return_token_ids`` gets: ids, as from vLLM; none, as from a server that does
-                not know the field; or an error, as from OpenAI.
-            api_key: the only one that is let in; None lets everybody in.
+            token_ids: the reaction to ``return_token_ids``: ids, like vLLM; none, like a server that does not know the
+                field; or an error, like OpenAI.
+            api_key: the only accepted key; None accepts any request.
         """
         self.requests = []
         self._script = script
@@ -85,7 +68,7 @@ class ScriptedOpenAI:
 
     @property
     def endpoint(self) -> str:
-        """Base URL as the ``openai`` client takes it."""
+        """Base URL for the ``openai`` client."""
         return f"http://127.0.0.1:{self._port}/v1"
 
     async def __aenter__(self) -> ScriptedOpenAI:
@@ -143,7 +126,7 @@ class ScriptedOpenAI:
         if answer.until is not None:
             await answer.until.wait()
         if answer.cut_after == 0:
-            return _hang_up(request)
+            return _abort(request)
         if answer.body is not None:
             headers = {**answer.headers, "Content-Type": answer.content_type}
             return web.Response(status=answer.status, body=answer.body, headers=headers)
@@ -159,7 +142,7 @@ class ScriptedOpenAI:
             half = web.StreamResponse(headers={"Content-Length": str(len(body)), "Content-Type": "application/json"})
             await half.prepare(request)
             await half.write(body[: len(body) // 2])
-            return _hang_up(request)
+            return _abort(request)
         return web.json_response(reply.whole(), headers=answer.headers)
 
     def _reply(
@@ -188,7 +171,7 @@ async def _stream(request: web.Request, answer: Answer, events: Iterator[bytes])
     await response.prepare(request)
     for number, event in enumerate(events):
         if number == answer.cut_after:
-            return _hang_up(request)
+            return _abort(request)
         if number:
             await asyncio.sleep(answer.chunk_delay_s)
         await response.write(event)
@@ -203,7 +186,7 @@ def _error(request: web.Request, status: int, message: str, headers: Mapping[str
     return web.json_response(body, status=status, headers=headers)
 
 
-def _hang_up(request: web.Request) -> web.StreamResponse:
+def _abort(request: web.Request) -> web.StreamResponse:
     if request.transport is not None:
         request.transport.abort()
     return web.Response()

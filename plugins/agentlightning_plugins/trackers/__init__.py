@@ -1,1 +1,1 @@
-"""Trackers: each writes the metrics of a run somewhere."""
+"""Trackers: write the metrics of a run to files and services."""

@@ -1,4 +1,4 @@
-"""Logs every event of a run at DEBUG, by the logger ``agentlightning.event``."""
+"""Logs every event of a run at level DEBUG with the logger ``agentlightning.event``."""
 
 from __future__ import annotations
 

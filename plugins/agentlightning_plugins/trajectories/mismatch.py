@@ -1,4 +1,4 @@
-"""Why the tokens of a call do not go on with those of the call before it, though its messages do."""
+"""Explains why a prompt does not start with the tokens of the call that its messages continue."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from agentlightning.types import Triplet
 from agentlightning_plugins.chat_history.linking import find_first_edit, read_answer, read_messages
 
 MismatchKind: TypeAlias = Literal["template", "retokenisation", "other"]
-"""``template``: the chat template writes a message otherwise once it is history, such as without its reasoning.
-``retokenisation``: the same text became other tokens. ``other``: the agent changed what was said."""
+"""``template``: the chat template renders past messages differently, such as without their reasoning.
+``retokenisation``: the same text became other tokens. ``other``: the agent changed the conversation."""
 
 _RUN: Final = 8
-"""Equal tokens after which two sequences count as the same again."""
+"""Number of equal tokens after which two sequences count as realigned."""
 _MAX_SHIFT: Final = 24
-"""Differing tokens on either side before that."""
+"""Limit of the differing tokens on either side before that."""
 
 
 class Mismatch(NamedTuple):
-    """A call that begins a trajectory of its own though it goes on with a conversation."""
+    """A call that continues a conversation but starts a new trajectory."""
 
     kind: MismatchKind
     response_id: str | None
     """Of the call."""
     previous_response_id: str | None
-    """Of the call whose conversation it goes on with."""
+    """Of the call whose conversation it continues."""
     position: int
-    """The first token, of the prompt, that differs; for edited histories the first message."""
+    """The first token of the prompt that differs; for an edited history the first message."""
     explanation: str
-    """One sentence for people."""
+    """One sentence for users."""
 
 
 def explain_mismatch(
     previous: Triplet, triplet: Triplet, decode: Callable[[Sequence[int]], str] | None = None
 ) -> Mismatch:
-    """Says why a prompt does not begin with the prompt and the response of the call that its messages go on with."""
+    """Explains why a prompt does not start with the prompt and the response of the call that its messages continue."""
     expected = [*previous.prompt["token_ids"], *previous.response["token_ids"]]
     prompt = triplet.prompt["token_ids"]
     position = next((i for i, (a, b) in enumerate(zip(expected, prompt, strict=False)) if a != b), None)
@@ -44,25 +44,25 @@ def explain_mismatch(
     kind = _by_tokens(expected, prompt, position, len(previous.prompt["token_ids"]))
     if decode is not None:
         kind = "retokenisation" if decode(prompt).startswith(decode(expected)) else _not_by_text(kind)
-    if len(prompt) > position == len(expected):  # another call went on from there before
-        kind, text = "other", "another call went on from the same point before it"
+    if len(prompt) > position == len(expected):
+        kind, text = "other", "an earlier call continued from the same point"
     elif kind == "template":
         where = "the answer" if position >= len(previous.prompt["token_ids"]) else "what came before the answer"
-        text = f"the chat template writes {where} otherwise once it is history, from token {position} on"
+        text = f"the chat template renders {where} differently once it is history, from token {position} on"
     elif kind == "retokenisation":
         text = f"the text of the answer became other tokens when it was sent back, from token {position} on"
     else:
-        text = f"its tokens differ from token {position} on and do not come together again"
+        text = f"its tokens differ from token {position} on and do not realign"
     return Mismatch(kind, _id(triplet), _id(previous), position, text)
 
 
 def explain_edit(position: int, triplets: Sequence[Triplet], openings: dict[tuple[Any, str], int]) -> list[Mismatch]:
-    """Finds out whether a call whose messages go on with none of the earlier ones has an edited history.
+    """Tells whether a call that continues no earlier one has an edited history.
 
     Args:
         position: of the call.
         triplets: all calls.
-        openings: the newest call for each agent and first messages; kept up to date here.
+        openings: the latest call for each agent and first messages; updated here.
     """
     triplet = triplets[position]
     messages = read_messages(triplet)
@@ -72,7 +72,7 @@ def explain_edit(position: int, triplets: Sequence[Triplet], openings: dict[tupl
     key = (triplet.metadata.get("agent_name"), repr([(m.get("role"), m.get("content")) for m in opening]))
     before = openings.get(key)
     openings[key] = position
-    if before is None or len(opening) == len(messages):  # a conversation of its own
+    if before is None or len(opening) == len(messages):  # a new conversation
         return []
     previous = triplets[before]
     answer = read_answer(previous)
@@ -88,10 +88,10 @@ def _not_by_text(kind: MismatchKind) -> MismatchKind:
 
 
 def _by_tokens(expected: Sequence[int], prompt: Sequence[int], position: int, response_start: int) -> MismatchKind:
-    """Tells the kind by how two sequences come together again after they differ.
+    """Tells the kind by how two sequences realign after they differ.
 
-    Where tokens were exchanged for others, it is the tokenizer; where tokens are only missing or only added, or the
-    difference is outside the response, it is the template.
+    Replaced tokens come from the tokenizer; tokens that are only removed or only added, or a difference outside the
+    response, come from the template.
     """
     if position < response_start or position >= len(expected) - 1:
         return "template"

@@ -1,8 +1,8 @@
-"""Trajectories: consecutive model calls joined into one sequence of tokens, where the tokens allow it.
+"""Trajectories: consecutive model calls joined into one sequence of tokens.
 
-When the prompt of a call begins with exactly the prompt and the response of an earlier one, both are one sequence, and
-training on it costs one pass where two calls cost two. Tokens are never rewritten: where a conversation goes on but its
-tokens do not, a new trajectory begins, and the reason is counted.
+Calls are joined if the prompt of one starts with exactly the prompt and the response of the other; training then takes
+one pass instead of two. Tokens are never rewritten: if a conversation continues with other tokens, a new trajectory
+starts, and the reason is counted.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from agentlightning.adapter.adapter import TraceAdapter
 from agentlightning.adapter.triplet import TraceToTriplet
@@ -20,10 +20,10 @@ from agentlightning_plugins.trajectories.mismatch import Mismatch, MismatchKind,
 
 LeftOut: TypeAlias = Literal["no_tokens", "no_logprobs"]
 Decode: TypeAlias = Callable[[Sequence[int]], str]
-"""The text of tokens, special ones included."""
+"""Converts tokens to text, including special ones."""
 
 _CHUNK = 16
-"""Tokens that are hashed at a time."""
+"""Tokens per hash."""
 
 
 class Turn(NamedTuple):
@@ -31,7 +31,7 @@ class Turn(NamedTuple):
 
     triplet: Triplet
     start: int
-    """``ids[start:end]`` are its response."""
+    """``ids[start:end]`` is its response."""
     end: int
 
 
@@ -40,21 +40,21 @@ class Trajectory:
     """One sequence of tokens; ``ids``, ``mask`` and ``logprobs`` have the same length."""
 
     ids: list[int] = field(default_factory=list)
-    """The first prompt, and from there on responses and what the agent put between them."""
+    """The first prompt, followed by responses and the tokens that the agent added between them."""
     mask: list[int] = field(default_factory=list)
     """1 where the model sampled the token, 0 where it was given."""
     logprobs: list[float] = field(default_factory=list)
-    """Of the sampled tokens, as the model server told; 0.0 elsewhere."""
+    """Of the sampled tokens, as reported by the model server; 0.0 elsewhere."""
     turns: list[Turn] = field(default_factory=list)
-    """The calls, in order; ``turn.triplet.reward`` is what each is worth."""
+    """The calls, in order; ``turn.triplet.reward`` is the reward of each."""
 
     @property
     def prompt_length(self) -> int:
-        """How many tokens come before the first response."""
+        """Number of tokens before the first response."""
         return self.turns[0].start if self.turns else 0
 
     def extend(self, triplet: Triplet) -> None:
-        """Adds a call whose prompt begins with ``ids``."""
+        """Adds a call whose prompt starts with ``ids``."""
         given = triplet.prompt["token_ids"][len(self.ids) :]
         response = triplet.response["token_ids"]
         self.ids += given
@@ -68,35 +68,35 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class Trajectories:
-    """What the calls of one attempt became."""
+    """The trajectories of one attempt."""
 
     trajectories: list[Trajectory]
     """In the order of their first calls."""
     mismatches: list[Mismatch]
-    """Calls that go on with a conversation but not with its tokens."""
+    """Calls that continue a conversation but not its tokens."""
     left_out: Mapping[LeftOut, int]
-    """Calls that cannot be trained on, by what they lack."""
+    """Number of calls that cannot be trained on, by reason."""
 
     @property
     def counts(self) -> dict[MismatchKind, int]:
-        """How many mismatches there are of each kind; every kind is there."""
+        """Number of mismatches of each kind, including zeros."""
         counts = Counter(mismatch.kind for mismatch in self.mismatches)
-        return {"template": counts["template"], "retokenisation": counts["retokenisation"], "other": counts["other"]}
+        return {kind: counts[kind] for kind in get_args(MismatchKind)}
 
 
 class TraceToTrajectories(TraceAdapter[Trajectories]):
     """Joins the calls of an attempt into trajectories."""
 
     def __init__(self, source: TraceToTriplet | dict[str, Any] | None = None) -> None:
-        """Makes the adapter.
+        """Creates the adapter.
 
         Args:
-            source: makes the triplets; its settings will do.
+            source: creates the triplets; an adapter or its settings.
         """
         self.source = TraceToTriplet(**source) if isinstance(source, dict) else source or TraceToTriplet()
 
     def adapt(self, source: Sequence[Span], /) -> Trajectories:
-        """Makes the trajectories of one attempt.
+        """Builds the trajectories of one attempt.
 
         Raises:
             AdapterError: as ``TraceToTriplet.adapt``.
@@ -107,12 +107,12 @@ class TraceToTrajectories(TraceAdapter[Trajectories]):
 def build_trajectories(triplets: Sequence[Triplet], *, decode: Decode | None = None) -> Trajectories:
     """Joins the triplets of one attempt, in time linear in their tokens.
 
-    A call goes on with the longest trajectory that its prompt begins with. Of calls that go on from the same point,
-    the first takes it, and the others begin trajectories of their own.
+    A call continues the longest trajectory that its prompt starts with. If several calls continue from the same point,
+    the first extends the trajectory, and the others start new ones.
 
     Args:
         triplets: in the order of their calls.
-        decode: tells apart the kinds of mismatches by text, exactly; without it they are told by how tokens differ.
+        decode: used to tell the kinds of mismatches apart exactly; without it, they are inferred from the tokens.
     """
     index = _Index()
     trajectories: list[Trajectory] = []
@@ -121,9 +121,9 @@ def build_trajectories(triplets: Sequence[Triplet], *, decode: Decode | None = N
     left_out: Counter[LeftOut] = Counter()
     openings: dict[tuple[Any, str], int] = {}
     for position, (triplet, previous) in enumerate(zip(triplets, link_calls(triplets), strict=True)):
-        lacking = _find_lack(triplet)
-        if lacking is not None:
-            left_out[lacking] += 1
+        reason = _reason_to_leave_out(triplet)
+        if reason is not None:
+            left_out[reason] += 1
             continue
         trajectory = index.take(triplet.prompt["token_ids"])
         if trajectory is None:
@@ -139,7 +139,7 @@ def build_trajectories(triplets: Sequence[Triplet], *, decode: Decode | None = N
     return Trajectories(trajectories, mismatches, dict(left_out))
 
 
-def _find_lack(triplet: Triplet) -> LeftOut | None:
+def _reason_to_leave_out(triplet: Triplet) -> LeftOut | None:
     prompt, response = triplet.prompt, triplet.response
     if not prompt.get("token_ids") or not response.get("token_ids"):
         return "no_tokens"
@@ -148,23 +148,22 @@ def _find_lack(triplet: Triplet) -> LeftOut | None:
 
 
 class _Index:
-    """Open trajectories by what they begin with, so that a prompt is compared with those only that it may continue.
+    """Finds the trajectories that a prompt may continue by hashes of chunks, instead of comparing it with all.
 
-    A sequence is known by the hash of its whole chunks and by the tokens after them; a prompt meets every sequence that
-    it can begin with at one of its own chunks. What hashes promise is then compared.
+    The key of a trajectory is the hash of its whole chunks, and the tokens after them. A prompt looks up the hash of
+    each of its own prefixes of whole chunks, and compares the trajectories found there.
     """
 
     def __init__(self) -> None:
         self._open: dict[tuple[int, int], dict[tuple[int, ...], list[Trajectory]]] = {}
 
     def add(self, trajectory: Trajectory) -> None:
-        """Opens a trajectory for what comes after it."""
         ids = trajectory.ids
         key = _chunk_keys(ids)[-1]
         self._open.setdefault(key, {}).setdefault(tuple(ids[key[0] * _CHUNK :]), []).append(trajectory)
 
     def take(self, prompt: Sequence[int]) -> Trajectory | None:
-        """Takes out the longest trajectory that a prompt begins with, of several the latest."""
+        """Removes and returns the longest trajectory that a prompt starts with, of several the latest."""
         for key in reversed(_chunk_keys(prompt)):
             by_tail = self._open.get(key)
             if not by_tail:
@@ -178,7 +177,7 @@ class _Index:
 
 
 def _chunk_keys(ids: Sequence[int]) -> list[tuple[int, int]]:
-    """(how many whole chunks, their hash), from none to all."""
+    """The number of whole chunks and their hash, for each prefix from none to all."""
     key = 0
     keys = [(0, key)]
     for number in range(1, len(ids) // _CHUNK + 1):

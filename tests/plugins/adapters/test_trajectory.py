@@ -96,7 +96,7 @@ def test_of_two_calls_that_go_on_from_one_point_the_second_begins_anew() -> None
     assert [trajectory.ids for trajectory in result.trajectories] == [[1, 2, 3, 4], [1, 2, 5, 6]]
     (mismatch,) = result.mismatches
     assert (mismatch.kind, mismatch.response_id, mismatch.previous_response_id) == ("other", "third", "first")
-    assert mismatch.explanation == "another call went on from the same point before it"
+    assert mismatch.explanation == "an earlier call continued from the same point"
 
 
 START = [SYSTEM, said("user", "go")]

@@ -91,7 +91,7 @@ def test_credit_goes_to_the_chosen_agent_only(trace: Recorder) -> None:
 
 
 def test_a_discount_outside_0_to_1_is_refused() -> None:
-    with pytest.raises(ConfigError, match="gamma = 1.5: a discount is from 0 to 1"):
+    with pytest.raises(ConfigError, match="gamma = 1.5: give a discount from 0 to 1"):
         TraceToTriplet(credit={"name": "discounted", "gamma": 1.5})
 
 

@@ -222,7 +222,7 @@ def test_it_says_when_rewards_are_missing_and_when_nothing_succeeded(monkeypatch
     ]
     failed = RolloutFinished(run_id="run", rollout_id="ro-1", status="failed")
     finished = RunFinished(run_id="run", status="succeeded")
-    last = "no rollout succeeded; `agl doctor AGENT` runs one and says which link is broken"
+    last = "no rollout succeeded; `agl doctor AGENT` runs one and reports the cause"
     lines = console_output(
         [failed, silent.model_copy(update={"values": {"rollouts_without_reward": 1}}), finished], monkeypatch, [0.0] * 5
     )

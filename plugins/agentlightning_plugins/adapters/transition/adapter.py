@@ -1,4 +1,4 @@
-"""``Transition``: model calls as steps of a Markov decision process."""
+"""``Transition``: model calls as transitions of a Markov decision process."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from agentlightning_plugins.chat_history.linking import link_calls, read_message
 
 
 class Transition(Record):
-    """One model call: what the model saw, what it did, what came of it."""
+    """One model call as state, action, observation and reward."""
 
     state: Any
-    """``Triplet.prompt``: everything the model was given."""
+    """``Triplet.prompt``."""
     action: Any
-    """``Triplet.response``: what it answered."""
+    """``Triplet.response``."""
     observation: list[Message] = Field(default_factory=list)
-    """What the agent added to the conversation after the answer, such as results of tools; empty at its end."""
+    """Messages that the agent added after the answer, such as results of tools; empty at the end of a conversation."""
     reward: float | None = None
     """``Triplet.reward``."""
     next_index: int | None = None
-    """Which transition goes on with this conversation; None for the last one."""
+    """Index of the transition that continues this conversation; None for the last one."""
     metadata: dict[str, Any] = Field(default_factory=dict)
     """``Triplet.metadata``."""
 
@@ -37,18 +37,18 @@ class Transition(Record):
 
 
 class TraceToTransitions(TraceAdapter[list[Transition]]):
-    """Gives a transition for each triplet, in the order of the calls."""
+    """Creates a transition for each triplet, in the order of the calls."""
 
     def __init__(self, source: TraceToTriplet | dict[str, Any] | None = None) -> None:
-        """Makes the adapter.
+        """Creates the adapter.
 
         Args:
-            source: makes the triplets; its settings will do.
+            source: creates the triplets; an adapter or its settings.
         """
         self.source = TraceToTriplet(**source) if isinstance(source, dict) else source or TraceToTriplet()
 
     def adapt(self, source: Sequence[Span], /) -> list[Transition]:
-        """Makes the transitions of one attempt.
+        """Creates the transitions of one attempt.
 
         Raises:
             AdapterError: as ``TraceToTriplet.adapt``.
@@ -57,11 +57,11 @@ class TraceToTransitions(TraceAdapter[list[Transition]]):
 
 
 def triplets_to_transitions(triplets: Sequence[Triplet]) -> list[Transition]:
-    """Views the triplets of one attempt as transitions; which calls belong to one conversation is read off messages."""
+    """Converts the triplets of one attempt; calls belong to one conversation if their messages continue each other."""
     following: dict[int, int] = {}
     for position, previous in enumerate(link_calls(triplets)):
         if previous is not None:
-            following.setdefault(previous, position)  # of branches, the first
+            following.setdefault(previous, position)  # the first of several branches
     transitions = []
     for position, triplet in enumerate(triplets):
         next_index = following.get(position)

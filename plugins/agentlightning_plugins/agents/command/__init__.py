@@ -1,1 +1,1 @@
-"""A command line in any language as an agent."""
+"""The agent ``command``."""

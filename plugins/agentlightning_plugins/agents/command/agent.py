@@ -7,52 +7,52 @@ import json
 import os
 import signal
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 from agentlightning import semconv
 from agentlightning.emitter import emit_reward
 from agentlightning.errors import ConfigError, RolloutError
-from agentlightning.litagent import LitAgent, RewardFunction
+from agentlightning.litagent import RewardFunction
+from agentlightning.plugin.hookspecs import WrapOptions
 from agentlightning.resources import NamedResources
 from agentlightning.tracer.dummy import start_detached_span
 from agentlightning.tracer.tracer import OpenSpan, get_active_trace, get_active_tracer, running
 from agentlightning.types import Rollout
+from agentlightning_integrations.framework.agent import FrameworkAgent
 from agentlightning_plugins.agents.command.environment import build_environment
 from agentlightning_plugins.agents.command.process import Tail, run_group
 
 RewardSource: TypeAlias = Literal["stdout", "exit_code", "file"]
-TaskWay: TypeAlias = Literal["argument", "stdin", "env"]
+TaskVia: TypeAlias = Literal["argument", "stdin", "env"]
 
 _PLACEHOLDER: Final = "{task}"
 _SHOWN_CHARS: Final = 2000
-"""Of stderr, in an error."""
+"""The end of stderr that an error quotes."""
 _SECRETS: Final = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "AGL_TOKEN")
 _MIN_SECRET_CHARS: Final = 8
-"""Shorter ones are no secrets, and would be found in ordinary words."""
+"""Shorter values are placeholders, and may occur in ordinary words."""
 
 
-class CommandAgent(LitAgent[Any]):
-    """A command line, in any language, as an agent: one process group per attempt.
+class CommandAgent(FrameworkAgent[list[str]]):
+    """A command line in any language as an agent, with one process group per attempt.
 
-    The command finds its model in ``OPENAI_BASE_URL``, ``OPENAI_API_KEY`` and ``OPENAI_MODEL`` (and the same of
-    Anthropic), prompts in ``AGL_PROMPT_<NAME>``, every resource in the JSON file ``AGL_RESOURCES_FILE``, and its
-    attempt in ``AGL_ROLLOUT_ID``, ``AGL_ATTEMPT_ID`` and ``TRACEPARENT``. Of our own environment it gets what programs
-    need to run (``environment.INHERITED``) and what ``inherit_env`` and ``env`` say, so that no key of ours leaks.
+    The command finds its model in ``OPENAI_BASE_URL``, ``OPENAI_API_KEY`` and ``OPENAI_MODEL`` (and the same for
+    Anthropic), prompts in ``AGL_PROMPT_<NAME>``, all resources in the JSON file ``AGL_RESOURCES_FILE``, and its attempt
+    in ``AGL_ROLLOUT_ID``, ``AGL_ATTEMPT_ID`` and ``TRACEPARENT``. It inherits only the variables that programs need to
+    run (``environment.INHERITED``) and those of ``inherit_env`` and ``env``, so that no key leaks.
 
-    What it prints is kept on a span of the attempt, without those keys. Exit codes other than 0 fail the attempt with
+    Its output is recorded on a span of the attempt, without those keys. Exit codes other than 0 fail the attempt with
     the end of stderr. On a timeout or a cancellation the whole group is terminated, then killed.
     """
-
-    returns_output: ClassVar[bool] = True
 
     def __init__(
         self,
         command: Sequence[str],
         reward: RewardFunction | RewardSource | None = None,
         *,
-        task_via: TaskWay | None = None,
+        task_via: TaskVia | None = None,
         env: Mapping[str, str] | None = None,
         inherit_env: Sequence[str] = (),
         cwd: str | os.PathLike[str] | None = None,
@@ -64,25 +64,24 @@ class CommandAgent(LitAgent[Any]):
         """Describes the command.
 
         Args:
-            command: program and arguments; no shell reads them. ``{task}`` in an argument becomes the task.
-            reward: ``reward(task, output, rollout)``, where output is what the command printed; or where the command
-                says it: ``stdout``, on the last line; ``file``, in the file named by ``AGL_REWARD_FILE``;
-                ``exit_code``, 0 being a reward of 1 and 1 one of 0. A line or file holds a number, or a JSON object of
-                numbers whose key ``reward`` is the final one. None: it reports spans to the store itself, or the
-                trainer's reward function judges its output.
-            task_via: how the task comes: ``argument``, in place of ``{task}`` or at the end; ``stdin``; ``env``, in
-                ``AGL_TASK``. Text comes as it is, anything else as JSON. Default: ``argument`` if there is a
+            command: program and arguments, run without a shell. ``{task}`` in an argument is replaced by the task.
+            reward: ``reward(task, output, rollout)``, where output is stdout; or the place where the command writes it:
+                ``stdout``, on the last line; ``file``, in the file named by ``AGL_REWARD_FILE``; ``exit_code``, 0 for a
+                reward of 1 and 1 for 0. A line or file holds a number, or a JSON object of numbers whose key ``reward``
+                is the final one. None: the command reports spans to the store, or the trainer has a reward function.
+            task_via: how the task is passed: ``argument``, in place of ``{task}`` or at the end; ``stdin``; ``env``, in
+                ``AGL_TASK``. Text is passed as it is, anything else as JSON. Default: ``argument`` if the command has a
                 ``{task}``, else ``stdin``.
-            env: further variables; they go before ours.
-            inherit_env: variables of our environment to pass on, also as patterns like ``AWS_*``; ``*`` is all.
-            cwd: working directory; default is ours.
-            llm: the resource that is the model; needed where there are several and none is called ``llm``.
+            env: further variables; they take precedence.
+            inherit_env: names or patterns (``AWS_*``) of variables to inherit; ``*`` inherits all.
+            cwd: working directory; default is the current one.
+            llm: name of the resource that is the model; needed if there are several and none is called ``llm``.
             name: of the agent, in traces; default is the last part of the program's path.
-            kill_after_s: between SIGTERM and SIGKILL.
-            max_output_bytes: of stdout and of stderr, each, that are kept; the last ones.
+            kill_after_s: seconds between SIGTERM and SIGKILL.
+            max_output_bytes: how much of the end of stdout and of stderr is kept.
 
         Raises:
-            ConfigError: a value that is not allowed.
+            ConfigError: an argument is invalid.
         """
         if isinstance(command, str) or not command or not all(isinstance(part, str) for part in command):
             raise ConfigError(f"command = {command!r}: give a list of strings, as in ['python', 'my_agent.py']")
@@ -90,14 +89,14 @@ class CommandAgent(LitAgent[Any]):
             raise ConfigError(f"reward = {reward!r}: give a function or one of: {', '.join(get_args(RewardSource))}")
         has_placeholder = any(_PLACEHOLDER in part for part in command)
         task_via = task_via or ("argument" if has_placeholder else "stdin")
-        if task_via not in get_args(TaskWay):
-            raise ConfigError(f"task_via = {task_via!r}; ways: {', '.join(get_args(TaskWay))}")
+        if task_via not in get_args(TaskVia):
+            raise ConfigError(f"task_via = {task_via!r}: give one of: {', '.join(get_args(TaskVia))}")
         if has_placeholder and task_via != "argument":
             raise ConfigError(f"task_via = {task_via!r}, but the command has a {{task}}; leave one of them out")
         if max_output_bytes < 1 or kill_after_s < 0:
             raise ConfigError(f"max_output_bytes = {max_output_bytes}, kill_after_s = {kill_after_s}: too small")
         command = [*command, _PLACEHOLDER] if task_via == "argument" and not has_placeholder else list(command)
-        self.command = command
+        super().__init__(command, WrapOptions())
         self.name = name or Path(command[0]).name
         self._reward = reward
         self._task_via = task_via
@@ -112,17 +111,13 @@ class CommandAgent(LitAgent[Any]):
         return f"<CommandAgent {self.name}>"
 
     def is_async(self) -> bool:
-        """Always."""
         return True
 
     async def rollout_async(self, task: Any, resources: NamedResources, rollout: Rollout) -> Any:
-        """Runs the command once, and emits the reward if the agent was told where it is.
-
-        Returns:
-            What the command printed.
+        """Runs the command once, emits its reward if ``reward`` is set, and returns stdout.
 
         Raises:
-            RolloutError: the command cannot be started, fails, or does not say its reward.
+            RolloutError: the command cannot be started, fails, or gives no reward.
         """
         with tempfile.TemporaryDirectory(prefix="agl-", ignore_cleanup_errors=True) as folder:
             output, exit_code = await self._run(task, resources, rollout, Path(folder))
@@ -132,7 +127,9 @@ class CommandAgent(LitAgent[Any]):
             elif self._reward == "exit_code":
                 emit_reward(1.0 - exit_code)
             elif self._reward == "file":
-                self._emit_reward(_read_file(Path(folder) / "reward"), "what it wrote to the file AGL_REWARD_FILE")
+                path = Path(folder) / "reward"
+                text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+                self._emit_reward(text, "the file AGL_REWARD_FILE")
             elif self._reward == "stdout":
                 self._emit_reward(output.rstrip().rpartition("\n")[2], "the last line of its stdout")
         return output
@@ -142,23 +139,17 @@ class CommandAgent(LitAgent[Any]):
         stdin = folder / "task"
         stdin.write_text(text if self._task_via == "stdin" else "", encoding="utf-8")
         trace = get_active_trace()
-        env = build_environment(
-            resources,
-            rollout,
-            folder,
-            inherit=self._inherit_env,
-            llm=self._llm,
-            store=None if trace is None else trace.store,
-        )
+        store = None if trace is None else trace.store
+        env = build_environment(resources, rollout, folder, inherit=self._inherit_env, llm=self._llm, store=store)
         stdout, stderr = Tail(self._max_output_bytes), Tail(self._max_output_bytes)
         with running(self._start_span(text)) as span:
             env |= {"AGL_TASK": text} if self._task_via == "env" else {}
             env |= {**_trace_context(), **self._env}
-            hide = _Hider([env[name] for name in _SECRETS if name in env])
+            secrets = {env[name] for name in _SECRETS if len(env.get(name, "")) >= _MIN_SECRET_CHARS}
             exit_code: int | None = None
             try:
                 exit_code = await run_group(
-                    [part.replace(_PLACEHOLDER, text) for part in self.command],
+                    [part.replace(_PLACEHOLDER, text) for part in self.agent],
                     env=env,
                     cwd=self._cwd,
                     stdin=stdin,
@@ -166,17 +157,17 @@ class CommandAgent(LitAgent[Any]):
                     stderr=stderr,
                     kill_after_s=self._kill_after_s,
                 )
-            finally:  # what a command printed until it was stopped may say why
+            finally:  # the output of a command that was stopped may tell why
                 span.set_attributes(
                     {
-                        semconv.OPERATION_OUTPUT: hide(stdout.text),
-                        "agentlightning.command.stderr": hide(stderr.text),
+                        semconv.OPERATION_OUTPUT: _redact(stdout.text, secrets),
+                        "agentlightning.command.stderr": _redact(stderr.text, secrets),
                         "agentlightning.command.dropped_bytes": stdout.dropped + stderr.dropped,
                         **({} if exit_code is None else {"agentlightning.command.exit_code": exit_code}),
                     }
                 )
             if exit_code not in ((0, 1) if self._reward == "exit_code" else (0,)):
-                raise RolloutError(self._explain(exit_code, hide(stderr.text)))
+                raise RolloutError(self._explain(exit_code, _redact(stderr.text, secrets)))
         return stdout.text, exit_code
 
     def _start_span(self, text: str) -> OpenSpan:
@@ -191,10 +182,8 @@ class CommandAgent(LitAgent[Any]):
 
     def _explain(self, exit_code: int, stderr: str) -> str:
         how = f"exited with code {exit_code}" if exit_code >= 0 else f"was ended by {_name_signal(-exit_code)}"
-        said = stderr.rstrip()[-_SHOWN_CHARS:]
-        return f"the command {self.name!r} {how}" + (
-            f"; its stderr ends with:\n{said}" if said else "; its stderr is empty"
-        )
+        end = stderr.rstrip()[-_SHOWN_CHARS:]
+        return f"the command {self.name!r} {how}; its stderr " + (f"ends with:\n{end}" if end else "is empty")
 
     def _emit_reward(self, text: str, what: str) -> None:
         """Reads a number, or a JSON object of numbers."""
@@ -213,23 +202,10 @@ class CommandAgent(LitAgent[Any]):
             )
 
 
-class _Hider:
-    """Takes secrets out of texts."""
-
-    def __init__(self, secrets: Sequence[str]) -> None:
-        self._secrets = sorted(
-            {secret for secret in secrets if len(secret) >= _MIN_SECRET_CHARS}, key=len, reverse=True
-        )
-
-    def __call__(self, text: str) -> str:
-        for secret in self._secrets:
-            text = text.replace(secret, "***")
-        return text
-
-
-def _read_file(path: Path) -> str:
-    """The text of a file; empty when there is none."""
-    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+def _redact(text: str, secrets: Collection[str]) -> str:
+    for secret in sorted(secrets, key=len, reverse=True):  # one may contain another
+        text = text.replace(secret, "***")
+    return text
 
 
 def _is_number(value: Any) -> bool:
@@ -239,12 +215,12 @@ def _is_number(value: Any) -> bool:
 def _name_signal(number: int) -> str:
     try:
         return signal.Signals(number).name
-    except ValueError:  # a real-time one has no name
+    except ValueError:  # real-time signals have no name
         return f"signal {number}"
 
 
 def _trace_context() -> dict[str, str]:
-    """The W3C trace context of the caller, as variables."""
+    """The caller's W3C trace context as environment variables."""
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     carrier: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""What a command finds in its environment: its model, its attempt, what is tuned, and little of ours."""
+"""Environment variables of a command: its model, its attempt, its resources, and a few inherited ones."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ INHERITED: Final = (
     *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "NODE_EXTRA_CA_CERTS"),
     *("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"),
 )
-"""The variables of ours that a command gets by itself: what programs need to run, and nothing that could be a key."""
+"""Variables that a command always inherits: those that programs need to run, none that could hold a key."""
 
 _NO_KEY: Final = "none"
-"""Clients insist on a key; this one, for an endpoint that needs none, keeps them from looking for the user's."""
+"""For endpoints without a key: clients require one, and would look for the user's."""
 _MAX_VARIABLE_BYTES: Final = 100_000
-"""Linux refuses to start a program with a longer one than 128 KiB."""
+"""Linux does not start a program with a variable above 128 KiB."""
 
 
 def build_environment(
@@ -40,18 +40,18 @@ def build_environment(
     llm: str | None = None,
     store: LightningStore | None = None,
 ) -> dict[str, str]:
-    """Makes the environment of one attempt's command, and the file of its resources in ``folder``.
+    """Builds the environment of one attempt's command, and writes its resources to a file in ``folder``.
 
     Args:
         resources: as published.
-        rollout: whose command it is.
+        rollout: that the command runs.
         folder: private to the attempt.
-        inherit: names of further variables to pass on, also as patterns like ``AWS_*``.
-        llm: which resource is the model, where there are several.
+        inherit: names or patterns (``AWS_*``) of further variables to inherit.
+        llm: name of the resource that is the model, if there are several.
         store: where the command may send spans of its attempt.
 
     Raises:
-        ConfigError: several models and none was named, or two prompts whose variables have one name.
+        ConfigError: the model is ambiguous, or two prompts would have the same variable.
     """
     scoped = scope_to_attempt(resources, rollout)
     path = folder / "resources.json"
@@ -100,7 +100,7 @@ def _describe_prompts(resources: Mapping[str, Resource]) -> dict[str, str]:
             continue
         variable = "AGL_PROMPT_" + re.sub(r"[^A-Z0-9]", "_", name.upper())
         if variable in variables:
-            raise ConfigError(f"the prompt {name!r} and another one would both be {variable}; rename one of them")
+            raise ConfigError(f"the prompt {name!r} and another would both be {variable}; rename one of them")
         if len(value.template.encode()) <= _MAX_VARIABLE_BYTES:
             variables[variable] = value.template
     return variables
@@ -113,7 +113,7 @@ def _describe_attempt(rollout: Rollout, store: LightningStore | None) -> dict[st
     rollout_id, attempt_id = rollout.rollout_id, rollout.attempt.attempt_id
     variables |= {
         "AGL_ATTEMPT_ID": attempt_id,
-        # By these the store knows whose the spans of any OpenTelemetry SDK are.
+        # By these the store assigns the spans of any OpenTelemetry SDK to the attempt.
         "OTEL_RESOURCE_ATTRIBUTES": f"{semconv.ROLLOUT_ID}={rollout_id},{semconv.ATTEMPT_ID}={attempt_id}",
     }
     if store is not None and store.otlp_traces_endpoint() is not None:  # other processes can reach it

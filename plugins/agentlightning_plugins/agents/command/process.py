@@ -1,4 +1,4 @@
-"""A process group of its own: started, listened to, and stopped as a whole."""
+"""Runs a command in its own process group, captures its output and stops the group as a whole."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentlightning.errors import RolloutError
 from agentlightning.run.thread import run_in_thread
 
 _DRAIN_S: Final = 2.0
-"""How long output may still come after the whole group is gone: a process that left the group can hold the pipe."""
+"""Time for output after the whole group has ended: a process that left the group can keep the pipe open."""
 
 
 class Tail(asyncio.Protocol):
@@ -24,7 +24,7 @@ class Tail(asyncio.Protocol):
 
     def __init__(self, max_bytes: int) -> None:
         self.dropped = 0
-        """How many bytes came before those that are kept."""
+        """Bytes that were discarded."""
         self._max_bytes = max_bytes
         self._data = bytearray()
         self._transport: asyncio.BaseTransport | None = None
@@ -32,7 +32,7 @@ class Tail(asyncio.Protocol):
 
     @property
     def text(self) -> str:
-        """What is kept; bytes that are no UTF-8 are replaced."""
+        """The kept bytes; invalid UTF-8 is replaced."""
         return self._data.decode(errors="replace")
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -49,14 +49,13 @@ class Tail(asyncio.Protocol):
         self._ended.set()
 
     async def finish(self) -> None:
-        """Takes what is still in the pipe, and closes it."""
+        """Reads the rest of the pipe, and closes it."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_DRAIN_S):
                 await self._ended.wait()
         self.close()
 
     def close(self) -> None:
-        """Closes the pipe at once."""
         if self._transport is not None:
             self._transport.close()
 
@@ -71,21 +70,21 @@ async def run_group(
     stderr: Tail,
     kill_after_s: float,
 ) -> int:
-    """Runs a command in a process group of its own until it exits; then whatever it left in the group is killed.
+    """Runs a command in its own process group until it exits; then kills the rest of the group.
 
-    When the caller is cancelled, the group is told to terminate, and killed after ``kill_after_s``.
+    When the caller is cancelled, the group gets SIGTERM, and SIGKILL after ``kill_after_s``.
 
     Args:
         arguments: the program and its arguments.
         env: the whole environment.
-        cwd: working directory; None is ours.
+        cwd: working directory; None is the current one.
         stdin: a file.
-        stdout: takes what the command prints; has it also when this raises.
+        stdout: receives the output, also when this raises.
         stderr: as ``stdout``.
         kill_after_s: seconds between SIGTERM and SIGKILL.
 
     Returns:
-        The exit code; -n when signal n ended it.
+        The exit code; -n if signal n ended it.
 
     Raises:
         RolloutError: the command cannot be started.
@@ -132,7 +131,7 @@ def _start(arguments: Sequence[str], env: Mapping[str, str], cwd: str | None, st
 def _await_end(process: subprocess.Popen[bytes]) -> int:
     """Waits for the first process of the group, kills the others, and returns the first one's exit code.
 
-    The first process is reaped last: as long as it is not, nobody else can be given the number of its group.
+    The first process is reaped last: until then, the id of its group cannot be reused.
     """
     if hasattr(os, "waitid"):  # not on every macOS
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
@@ -153,5 +152,5 @@ async def _stop(process: subprocess.Popen[bytes], ended: asyncio.Task[int], kill
 
 
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left; macOS refuses for the dead
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # the group has ended; macOS raises PermissionError
         os.killpg(process.pid, number)

@@ -1,4 +1,4 @@
-"""``IntermediateCredit``: what went well and wrong on the way becomes reward of the call that did it."""
+"""``IntermediateCredit``: rewards for tool results, invalid outputs and retries."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class _ToolCall(NamedTuple):
 
 
 class IntermediateCredit(CreditRule):
-    """Adds intermediate rewards, found in the trace, to what another rule says.
+    """Adds intermediate rewards, found in the trace, to those of another rule.
 
-    Of each call are counted
+    These incidents of each model call are counted:
 
-    * ``tool_success`` and ``tool_failure``: the tools it called. A run failed when its span has the status ERROR, or
-      the tool's message to the model matches ``error_pattern``; one that left neither span nor message is not counted.
-    * ``invalid_output``: an answer that nobody can use. It was cut off by its length, is empty, or has a tool call
-      whose arguments are no JSON object.
-    * ``retry``: the agent's next call asks the same again, so that this answer was of no use; or the call repeats, to
-      the letter, a tool call of the same agent that failed before.
+    * ``tool_success`` and ``tool_failure``: a tool call. It failed if its span has the status ERROR, or its result
+      matches ``error_pattern``; one without span and result is not counted.
+    * ``invalid_output``: the answer was cut off by its length, is empty, or has a tool call whose arguments are not a
+      JSON object.
+    * ``retry``: the agent's next call has the same prompt, so that this answer was not used; or the answer repeats
+      exactly a tool call of the same agent that failed before.
     """
 
     def __init__(
@@ -45,15 +45,15 @@ class IntermediateCredit(CreditRule):
         retry: float = -0.05,
         error_pattern: str = r"(?i)^\W*(error|exception|traceback|failed)\b",
     ) -> None:
-        """Weighs what is counted.
+        """Sets the reward of each incident.
 
         Args:
-            base: the rule that these rewards are added to; where it says nothing (a failed attempt), nothing is added.
-            tool_success: reward for each run of a tool that succeeded.
-            tool_failure: reward for each that failed.
-            invalid_output: reward for an answer that nobody can use.
-            retry: reward for an answer that was asked for again, or that repeats what had failed.
-            error_pattern: regular expression found in a tool's message to the model when the tool failed.
+            base: the rule whose values these rewards are added to, unless it gives None (as for a failed attempt).
+            tool_success: reward for each tool call that succeeded.
+            tool_failure: reward for each tool call that failed.
+            invalid_output: reward for an unusable answer.
+            retry: reward for an answer that was requested again, or that repeats a failed tool call.
+            error_pattern: regular expression that matches the results of failed tool calls.
         """
         try:
             self._error = re.compile(error_pattern)
@@ -75,20 +75,20 @@ class IntermediateCredit(CreditRule):
         ]
 
     def find_incidents(self, steps: Sequence[Step]) -> list[list[Incident]]:
-        """What is counted of each step."""
+        """The incidents of each step."""
         incidents: list[list[Incident]] = [[] for _ in steps]
         failed_at: dict[tuple[str | None, str, str], int] = {}
         failures: list[list[_ToolCall]] = [[] for _ in steps]
-        messages: dict[str, str] = {}  # of tools, by the id of the call; the nearest that comes later
+        results: dict[str, str] = {}  # of later steps, by the id of the tool call; the nearest counts
         for position in range(len(steps) - 1, -1, -1):
             step = steps[position]
             for call in _tool_calls(step):
-                outcome = self._outcome(call, step.spans, messages)
+                outcome = self._outcome(call, step.spans, results)
                 if outcome is not None:
                     incidents[position].append(outcome)
                 if outcome == "tool_failure":
                     failures[position].append(call)
-            messages.update(_tool_messages(step))
+            results.update(_tool_results(step))
         last_of_agent: dict[str | None, int] = {}
         for position, step in enumerate(steps):
             agent = _metadata(step, "agent_name")
@@ -104,7 +104,7 @@ class IntermediateCredit(CreditRule):
             last_of_agent[agent] = position
         return incidents
 
-    def _outcome(self, call: _ToolCall, spans: Sequence[Span], messages: Mapping[str, str]) -> Incident | None:
+    def _outcome(self, call: _ToolCall, spans: Sequence[Span], results: Mapping[str, str]) -> Incident | None:
         runs = [span for span in spans if semconv.is_tool_call(span)]
         own = [span for span in runs if span.attributes.get("gen_ai.tool.call.id") == call.id]
         own = own or [
@@ -112,12 +112,11 @@ class IntermediateCredit(CreditRule):
             for span in runs
             if "gen_ai.tool.call.id" not in span.attributes and semconv.read_tool_name(span) == call.name
         ]
-        message = messages.get(call.id)
-        if any(span.status.status_code == "ERROR" for span in own):
+        result = results.get(call.id)
+        has_error = any(span.status.status_code == "ERROR" for span in own)
+        if has_error or (result is not None and self._error.search(result)):
             return "tool_failure"
-        if message is not None and self._error.search(message):
-            return "tool_failure"
-        return "tool_success" if own or message is not None else None
+        return "tool_success" if own or result is not None else None
 
 
 def _tool_calls(step: Step) -> list[_ToolCall]:
@@ -125,15 +124,12 @@ def _tool_calls(step: Step) -> list[_ToolCall]:
     for answer in _answers(step):
         for call in answer.get("tool_calls") or ():
             function = call.get("function") or {}
-            calls.append(
-                _ToolCall(
-                    str(call.get("id") or ""), str(function.get("name") or ""), str(function.get("arguments") or "")
-                )
-            )
+            values = call.get("id"), function.get("name"), function.get("arguments")
+            calls.append(_ToolCall(*(str(value or "") for value in values)))
     return calls
 
 
-def _tool_messages(step: Step) -> dict[str, str]:
+def _tool_results(step: Step) -> dict[str, str]:
     return {
         str(message["tool_call_id"]): _text(message.get("content"))
         for message in _prompt(step)
@@ -144,9 +140,8 @@ def _tool_messages(step: Step) -> dict[str, str]:
 def _is_invalid(step: Step) -> bool:
     if _metadata(step, "finish_reason") == "length":
         return True
-    for answer in _answers(step):
-        if not answer.get("tool_calls") and not _text(answer.get("content")).strip():
-            return True
+    if any(not answer.get("tool_calls") and not _text(answer.get("content")).strip() for answer in _answers(step)):
+        return True
     return any(not _is_json_object(call.arguments) for call in _tool_calls(step))
 
 
@@ -158,7 +153,7 @@ def _is_json_object(text: str) -> bool:
 
 
 def _answers(step: Step) -> Iterator[Mapping[str, Any]]:
-    """The answer that the agent went on with: the first choice."""
+    """The first choice, with which the agent continued, if there is one."""
     yield from step.triplets[0].response["raw_content"][:1]
 
 

@@ -1,4 +1,4 @@
-"""Credit rules that look at rewards only."""
+"""Credit rules that depend on rewards only."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from agentlightning_plugins.credit.rule import CreditRule, Step
 
 
 class IdenticalCredit(CreditRule):
-    """Every call is worth the final reward: what algorithms assume without a rule."""
+    """Every call gets the final reward, as without a rule."""
 
     def assign(self, steps: Sequence[Step], final_reward: float | None) -> Sequence[float | None]:
         return [final_reward] * len(steps)
 
 
 class NearestCredit(CreditRule):
-    """A call is worth the rewards emitted nearest after it, or by a link about it; 0 where there are none."""
+    """A call gets the sum of the rewards emitted right after it or linked to it, else 0."""
 
     def assign(self, steps: Sequence[Step], final_reward: float | None) -> Sequence[float | None]:
-        if all(step.reward is None for step in steps):  # the attempt failed, or says nothing about its calls
+        if all(step.reward is None for step in steps):  # the attempt failed, or emitted no rewards
             return [None] * len(steps)
         return [step.reward or 0.0 for step in steps]
 
@@ -31,13 +31,13 @@ class DiscountedCredit(CreditRule):
     """
 
     def __init__(self, gamma: float = 0.95) -> None:
-        """Makes the rule.
+        """Creates the rule.
 
         Args:
-            gamma: what a reward one call later counts; from 0 to 1.
+            gamma: discount of a reward one call later, from 0 to 1.
         """
         if not 0.0 <= gamma <= 1.0:
-            raise ConfigError(f"gamma = {gamma}: a discount is from 0 to 1")
+            raise ConfigError(f"gamma = {gamma}: give a discount from 0 to 1")
         self.gamma = gamma
 
     def assign(self, steps: Sequence[Step], final_reward: float | None) -> Sequence[float | None]:

@@ -24,18 +24,8 @@ class AgentOpsTracer(OtelTracer):
     """Uses AgentOps' instrumentors and decorators instead of our own plugins; nothing leaves the machine.
 
     Each instrumentor is switched on when its library is imported, before or after ``init``. Do not call
-    ``agentops.init``: it signs in to AgentOps' cloud.
+    ``agentops.init``: it signs in to AgentOps' cloud. The decorators need ``join_global_provider``.
     """
-
-    def __init__(
-        self,
-        join_global_provider: bool = True,
-        *,
-        otlp_endpoint: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        """As for ``OtelTracer``; the decorators need ``join_global_provider``."""
-        super().__init__(join_global_provider, otlp_endpoint=otlp_endpoint, headers=headers)
 
     def _source(self) -> Hashable:
         return "agentops"

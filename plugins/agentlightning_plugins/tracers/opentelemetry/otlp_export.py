@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from agentlightning.errors import ConfigError, PluginError
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from opentelemetry.sdk.trace import SpanProcessor
 
 logger = logging.getLogger("agentlightning")
 
@@ -71,47 +71,20 @@ def _is_installed() -> bool:
         return False
 
 
-class Exporters:
-    """One exporter per endpoint in use; each sends in its own thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._used: dict[Target, tuple[BatchSpanProcessor, int]] = {}
-
-    def acquire(self, target: Target) -> None:
-        with self._lock:
-            if target in self._used:
-                processor, users = self._used[target]
-            else:
-                processor, users = _make_exporter(target), 0
-            self._used[target] = processor, users + 1
-
-    def find(self, target: Target | None) -> BatchSpanProcessor | None:
-        """The exporter for an endpoint in use."""
-        used = None if target is None else self._used.get(target)
-        return None if used is None else used[0]
-
-    def release(self, target: Target) -> None:
-        """Undoes one ``acquire``; the last one sends the remaining spans, for a few seconds at most."""
-        with self._lock:
-            used = self._used.pop(target, None)
-            if used is None:
-                return
-            processor, users = used
-            if users > 1:
-                self._used[target] = processor, users - 1
-                return
-        # BatchSpanProcessor.shutdown takes no timeout, and its exporter may retry for a minute.
-        closing = threading.Thread(target=processor.shutdown, name="agl-otlp-shutdown", daemon=True)
-        closing.start()
-        closing.join(_MAX_SHUTDOWN_S)
-        if closing.is_alive():
-            logger.warning("the OTLP endpoint did not take the last spans in time; the store has them")
-
-
-def _make_exporter(target: Target) -> BatchSpanProcessor:
+def open_exporter(target: Target) -> SpanProcessor:
+    """Creates an exporter, which sends in its own thread."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     exporter = OTLPSpanExporter(endpoint=target.endpoint, headers=dict(target.headers) or None)
     return BatchSpanProcessor(exporter, max_queue_size=_MAX_QUEUED, schedule_delay_millis=500)
+
+
+def close_exporter(exporter: SpanProcessor) -> None:
+    """Sends the remaining spans, for a few seconds at most."""
+    # BatchSpanProcessor.shutdown takes no timeout, and its exporter may retry for a minute.
+    closing = threading.Thread(target=exporter.shutdown, name="agl-otlp-shutdown", daemon=True)
+    closing.start()
+    closing.join(_MAX_SHUTDOWN_S)
+    if closing.is_alive():
+        logger.warning("the OTLP endpoint did not take the last spans in time; the store has them")

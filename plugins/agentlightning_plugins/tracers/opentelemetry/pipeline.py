@@ -6,6 +6,7 @@ It ignores the environment, so that no setting of it drops spans or truncates at
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import threading
@@ -26,7 +27,7 @@ from agentlightning.tracer.tracer import Trace, get_active_trace
 from agentlightning.types import Span
 from agentlightning_plugins.instrumentation import Undo
 from agentlightning_plugins.tracers.opentelemetry.context_propagation import propagate_context
-from agentlightning_plugins.tracers.opentelemetry.otlp_export import Exporters, Target
+from agentlightning_plugins.tracers.opentelemetry.otlp_export import Target, close_exporter, open_exporter
 
 logger = logging.getLogger("agentlightning")
 
@@ -34,6 +35,9 @@ Instrument = Callable[[TracerProvider], Iterable[Undo]]
 
 _MAX_ROUTES: Final = 16384
 """Limit of the traces that are remembered (closed ones for their late spans), and of open spans of foreign traces."""
+_LIMITS: Final = """
+    attributes events links span_attributes event_attributes link_attributes attribute_length span_attribute_length
+""".split()
 _CONTEXT_PROPAGATION: Final = "context propagation"
 
 
@@ -127,26 +131,13 @@ class Pipeline:
         """Users of each source, and what undoes it."""
         self._joined: TracerProvider | None = None
         self.router = Router()
-        self.exporters = Exporters()
+        self.exporters: dict[Target, SpanProcessor] = {}
         with _without_environment("OTEL_SDK_DISABLED"):  # meant for a framework, it would disable our provider too
+            service = os.environ.get("OTEL_SERVICE_NAME", "agentlightning")
             self.provider = TracerProvider(
                 sampler=ALWAYS_ON,
-                resource=Resource(
-                    {
-                        SERVICE_NAME: os.environ.get("OTEL_SERVICE_NAME", "agentlightning"),
-                        semconv.TRACER_NAME: "otel",
-                    }
-                ),
-                span_limits=SpanLimits(
-                    max_attributes=SpanLimits.UNSET,
-                    max_events=SpanLimits.UNSET,
-                    max_links=SpanLimits.UNSET,
-                    max_span_attributes=SpanLimits.UNSET,
-                    max_event_attributes=SpanLimits.UNSET,
-                    max_link_attributes=SpanLimits.UNSET,
-                    max_attribute_length=SpanLimits.UNSET,
-                    max_span_attribute_length=SpanLimits.UNSET,
-                ),
+                resource=Resource({SERVICE_NAME: service, semconv.TRACER_NAME: "otel"}),
+                span_limits=SpanLimits(**{f"max_{name}": SpanLimits.UNSET for name in _LIMITS}),
                 shutdown_on_exit=False,
             )
         self.provider.add_span_processor(self.router)
@@ -169,19 +160,20 @@ class Pipeline:
             self._acquire(_CONTEXT_PROPAGATION, propagate_context)
             self._acquire(source, lambda: instrument(self.provider))
             if target is not None:
-                self.exporters.acquire(target)
+                self._acquire(target, lambda: [self._open_exporter(target)])
 
     def release(self, source: Hashable, target: Target | None) -> None:
         """Undoes one ``acquire``; the last one leaves the process as it was."""
         with self._lock:
             if source not in self._sources:
                 return
-            self._release(source)
-            self._release(_CONTEXT_PROPAGATION)
+            closing = [] if target is None else self._release(target)
+            for undo in [*self._release(source), *self._release(_CONTEXT_PROPAGATION)]:
+                undo()
             if not self._sources:
                 self.router.clear()
-        if target is not None:
-            self.exporters.release(target)
+        for close in closing:  # without the lock: it may take seconds
+            close()
 
     def _acquire(self, source: Hashable, instrument: Callable[[], Iterable[Undo]]) -> None:
         users, undo = self._sources.get(source, (0, []))
@@ -189,13 +181,17 @@ class Pipeline:
         if not users:
             undo.extend(instrument())
 
-    def _release(self, source: Hashable) -> None:
+    def _release(self, source: Hashable) -> list[Undo]:
+        """Removes one user; returns what to undo after the last one."""
         users, undo = self._sources.pop(source)
-        if users > 1:
-            self._sources[source] = users - 1, undo
-            return
-        while undo:
-            undo.pop()()
+        if users == 1:
+            return undo[::-1]
+        self._sources[source] = users - 1, undo
+        return []
+
+    def _open_exporter(self, target: Target) -> Undo:
+        exporter = self.exporters[target] = open_exporter(target)
+        return functools.partial(close_exporter, exporter)
 
     def _join_global_provider(self) -> None:
         provider = otel.get_tracer_provider()

@@ -103,7 +103,7 @@ class OtelTracer(Tracer):
             name, context=Context() if is_root else None, attributes=attributes, start_time=_to_ns(start_time)
         )
         if is_root and trace is not None:
-            exporter = pipeline.exporters.find(self._target)
+            exporter = None if self._target is None else pipeline.exporters.get(self._target)
             pipeline.router.add_route(span.get_span_context().trace_id, trace, exporter)
             if trace.rollout_id:
                 span.set_attributes({semconv.ROLLOUT_ID: trace.rollout_id, semconv.ATTEMPT_ID: trace.attempt_id})

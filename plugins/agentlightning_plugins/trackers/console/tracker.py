@@ -1,4 +1,4 @@
-"""Tracker ``console``: a live line at the terminal, and a line for each step where there is no terminal."""
+"""Tracker ``console``: a live line in a terminal, else a line for each step."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from agentlightning.types import Run
 
 _SHOWN = ("reward", "val_reward", "success_rate", "tokens_per_s", "seconds")
 _MAX_ERRORS = 8
-"""Distinct errors that are shown; messages may differ in every rollout."""
+"""Limit of the distinct errors shown; messages may differ in every rollout."""
 
 
 class ConsoleTracker:
-    """Shows step, reward, tokens per second and time left, and counts rollouts between steps.
+    """Shows step, reward, tokens per second, the number of rollouts and the time left.
 
-    An algorithm that records ``progress`` (0 to 1) in its metrics gets an estimate of the time left, from its second
-    step on: what came before the first, such as loading a model or the steps of an earlier life, says nothing of it.
+    The time left is estimated from the metric ``progress`` (0 to 1), beginning with the second step: the time before
+    the first, such as for loading a model, and the steps before a resume do not count.
     """
 
     def __init__(self, console: Console | None = None, *, brief: bool = False) -> None:
-        """Sets where and how much is shown.
+        """Configures the output.
 
         Args:
-            console: where; default is stderr.
-            brief: only the live line and the errors, for a command that says the result itself.
+            console: default is stderr.
+            brief: show only the live line and errors, for commands that print the result themselves.
         """
         self._brief = brief
         self._console = console or Console(stderr=True)
@@ -38,11 +38,11 @@ class ConsoleTracker:
         self._started = time.monotonic()
         self._finished = self._failed = 0
         self._errors: dict[str, int] = {}
-        self._told_of_rewards = False
+        self._has_advised = False
         self._line = Text("waiting for the first step", style="dim")
         self._left = ""
         self._first_progress: tuple[float, float] | None = None
-        """Of this life's first step: when (monotonic seconds) and how far."""
+        """Monotonic time and progress of the first step of this process."""
 
     def start(self, run: Run, directory: Path | None) -> None:
         self._started = time.monotonic()
@@ -65,7 +65,7 @@ class ConsoleTracker:
             for error, count in self._errors.items():
                 self._say(Text(f"{count} of {self._finished} rollouts: {error}"))
             if self._failed == self._finished > 0:
-                self._say(Text("no rollout succeeded; `agl doctor AGENT` runs one and says which link is broken"))
+                self._say(Text("no rollout succeeded; `agl doctor AGENT` runs one and reports the cause"))
             if not self._brief:
                 self._say(Text(f"run {event.status}"))
         if self._live is not None:
@@ -76,7 +76,7 @@ class ConsoleTracker:
             self._live.stop()
 
     def _show_error(self, rollout_id: str, error: str) -> None:
-        """Says each distinct error once; its traceback is on the attempt."""
+        """Shows each distinct error once; its traceback is on the attempt."""
         line = error.splitlines()[0][:300]
         if line not in self._errors and len(self._errors) < _MAX_ERRORS:
             self._say(Text(f"rollout {rollout_id} failed: {line}"))
@@ -87,8 +87,8 @@ class ConsoleTracker:
     def _show_step(self, event: StepFinished) -> None:
         values = event.values
         unrewarded = values.get("rollouts_without_reward", 0) - self._failed
-        if unrewarded > 0 and not self._told_of_rewards:
-            self._told_of_rewards = True
+        if unrewarded > 0 and not self._has_advised:
+            self._has_advised = True
             advice = "return a number from the agent, or call agl.emit_reward"
             self._say(Text(f"{unrewarded:.0f} x no reward, which counts as 0: {advice}"))
         text = Text(f"step {event.step:>4}")
@@ -111,7 +111,7 @@ class ConsoleTracker:
         return f"about {_duration((now - began) * (1 - progress) / (progress - first))} left"
 
     def _say(self, text: Text) -> None:
-        # A pipe or a file has no width: a line of output is a line there, whatever its length.
+        # A pipe or a file has no width: lines are not wrapped there.
         self._console.print(text, soft_wrap=not self._console.is_terminal)
 
     def _render(self) -> Table:
@@ -119,9 +119,8 @@ class ConsoleTracker:
         failed = f", {self._failed} failed" if self._failed else ""
         elapsed = _duration(time.monotonic() - self._started)
         grid.add_row(self._line)
-        grid.add_row(
-            Text(f"{self._finished} rollouts{failed}, {elapsed} elapsed, {self._left}".rstrip(", "), style="dim")
-        )
+        counts = f"{self._finished} rollouts{failed}, {elapsed} elapsed, {self._left}".rstrip(", ")
+        grid.add_row(Text(counts, style="dim"))
         return grid
 
 

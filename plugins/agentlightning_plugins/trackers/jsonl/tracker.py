@@ -16,7 +16,7 @@ class JsonlTracker:
     """Appends ``{"step", "time", **values}`` for each step and ``{"status", "time"}`` at the end."""
 
     def __init__(self, path: str | Path | None = None) -> None:
-        """Chooses the file.
+        """Sets the file.
 
         Args:
             path: default is ``metrics.jsonl`` in the run's directory.

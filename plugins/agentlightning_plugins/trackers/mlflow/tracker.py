@@ -1,4 +1,4 @@
-"""Tracker ``mlflow``: a run at an MLflow server, or in a local database."""
+"""Tracker ``mlflow``: a run on an MLflow server, or in a local database."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class MlflowTracker:
     """Logs metrics by step and the run's configuration."""
 
     def __init__(self, tracking_uri: str | None = None, experiment: str = "lightning") -> None:
-        """Chooses the server.
+        """Sets the server.
 
         Args:
-            tracking_uri: such as ``http://host:5000`` or ``sqlite:///mlflow.db``; None asks MLFLOW_TRACKING_URI, else
+            tracking_uri: such as ``http://host:5000`` or ``sqlite:///mlflow.db``; default is MLFLOW_TRACKING_URI, else
                 MLflow's own default.
-            experiment: where the run appears; made when it is not there.
+            experiment: contains the run; created if it does not exist.
         """
         self._tracking_uri = tracking_uri
         self._experiment = experiment
@@ -49,4 +49,4 @@ class MlflowTracker:
             self._client.set_terminated(self._run_id, status=_STATUS.get(event.status, "FINISHED"))
 
     def close(self) -> None:
-        """Nothing is left to do: every call went to the server at once."""
+        """Does nothing: every call is sent immediately."""

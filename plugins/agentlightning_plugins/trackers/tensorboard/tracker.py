@@ -15,7 +15,7 @@ class TensorBoardTracker:
     """Writes event files for ``tensorboard --logdir``."""
 
     def __init__(self, log_dir: str | Path | None = None) -> None:
-        """Chooses where.
+        """Sets the directory.
 
         Args:
             log_dir: default is ``tensorboard`` in the run's directory.

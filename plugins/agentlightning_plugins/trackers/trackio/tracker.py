@@ -16,7 +16,7 @@ class TrackioTracker:
     """Logs metrics by step and the run's configuration to Trackio's local database."""
 
     def __init__(self, project: str = "lightning") -> None:
-        """Chooses the project under which the run appears."""
+        """Sets the project that contains the run."""
         self._project = project
         self._run: Any = None
 

@@ -1,4 +1,4 @@
-"""Tracker ``wandb``: a run at Weights & Biases, or in a folder with ``mode='offline'``."""
+"""Tracker ``wandb``: a run on Weights & Biases, or in a directory with ``mode='offline'``."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class WandbTracker:
         entity: str | None = None,
         mode: Literal["online", "offline", "disabled"] | None = None,
     ) -> None:
-        """Chooses the project.
+        """Sets the project.
 
         Args:
-            project: where the run appears.
-            entity: user or team; None is the key's own.
-            mode: None asks WANDB_MODE, else ``online``.
+            project: contains the run.
+            entity: user or team; None is the owner of the key.
+            mode: default is WANDB_MODE, else ``online``.
         """
         self._project = project
         self._entity = entity
@@ -36,14 +36,8 @@ class WandbTracker:
     def start(self, run: Run, directory: Path | None) -> None:
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
-        self._run = wandb.init(
-            project=self._project,
-            entity=self._entity,
-            mode=self._mode,
-            name=run.name,
-            dir=directory,
-            config=thaw(run.config),
-        )
+        settings: dict[str, Any] = {"project": self._project, "entity": self._entity, "mode": self._mode}
+        self._run = wandb.init(**settings, name=run.name, dir=directory, config=thaw(run.config))
 
     def on_event(self, event: Event) -> None:
         if isinstance(event, StepFinished):
