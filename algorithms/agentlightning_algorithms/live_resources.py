@@ -49,31 +49,18 @@ class LiveState(Resource):
     """The last event, as text for people."""
 
 
-@dataclass(frozen=True)
 class LiveIds:
     """The ids that live learning of a run uses in the store."""
 
-    run_id: str
-
-    @property
-    def learner_run_id(self) -> str:
+    def __init__(self, run_id: str) -> None:
+        self.learner_run_id = f"{run_id}.live"
         """The run of states and candidates."""
-        return f"{self.run_id}.live"
-
-    @property
-    def state_id(self) -> str:
+        self.state_id = f"{run_id}.live"
         """The snapshot whose versions are the states."""
-        return f"{self.run_id}.live"
-
-    @property
-    def candidate_id(self) -> str:
+        self.candidate_id = f"{run_id}.candidate"
         """The snapshot whose version n is the candidate of trial n."""
-        return f"{self.run_id}.candidate"
-
-    @property
-    def worker_id(self) -> str:
+        self.worker_id = f"{run_id}.live-learner"
         """The worker whose heartbeats show that a learner is alive."""
-        return f"{self.run_id}.live-learner"
 
 
 async def read_live_state(store: LightningStore) -> tuple[LiveState, int] | None:

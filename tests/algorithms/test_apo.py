@@ -241,24 +241,11 @@ def test_a_failing_model_call_is_tried_again_and_then_skipped() -> None:
 
     with Server(flaky) as server:
         apo = make(server, gradient_batch_size=10)
-        quick(apo)
         train(apo)
         refused = [r for r in server.requests if is_critic(r) and "train 5" in r.body["messages"][0]["content"]]
     assert phrases(apo.get_best_prompt().template) == BEST
     assert refused
     assert all(seen[request.raw] == 1 for request in refused), "what was refused is not asked again"
-
-
-def quick(apo: agl.APO) -> None:
-    """Makes the pause before another try short."""
-    begin = apo.begin
-
-    async def begin_quickly() -> Any:
-        seed = await begin()
-        apo.chat._backoff_s = 0.001
-        return seed
-
-    apo.begin = begin_quickly  # type: ignore[method-assign] # of this one object
 
 
 def test_when_no_model_call_succeeds_the_run_fails_and_keeps_the_seed() -> None:

@@ -74,7 +74,7 @@ def test_a_call_cache_survives_a_kill_in_the_middle_of_a_line(tmp_path: Path) ->
     first = ModelCall(place="edit/1", model="m", answer="first\nanswer ü", prompt_tokens=3, completion_tokens=4)
     cache = CallCache(file)
     cache.record(first)
-    cache.record_failures(["edit/9"])
+    cache.record_skipped(["edit/9"])
     cache.record(ModelCall(place="edit/2", model="m", answer="second"))
     whole = file.read_bytes()
     for cut in range(1, len(whole.splitlines(keepends=True)[-1])):

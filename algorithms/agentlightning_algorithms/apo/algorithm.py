@@ -96,7 +96,7 @@ class APO(PromptSearch):
             if self.chat.failed and not self.chat.answered:
                 self.stopped_because = "model_calls_failed"
                 break
-            self._cache.record_failures(self.chat.failed)
+            self._cache.record_skipped(self.chat.failed)
             beam[0] = await self._validate(number, beam[0], val)
             rounds_without_gain = 0 if self.take_if_better(beam[0]) else rounds_without_gain + 1
             await self._finish_round(number, beam, n_children)

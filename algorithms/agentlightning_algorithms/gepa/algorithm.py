@@ -116,7 +116,7 @@ class GEPA(PromptSearch):
         )
         if edited is None:
             return None
-        self._cache.record_failures(self.chat.failed)
+        self._cache.record_skipped(self.chat.failed)
         return Candidate.of({**parent.prompts, name: edited}, parent)
 
 

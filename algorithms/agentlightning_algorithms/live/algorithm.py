@@ -346,8 +346,7 @@ class _Learner:
         return True
 
     def _reader(self, groups: set[str], since: float, step: int | None = None) -> ResultReader:
-        timeout_s = self.settings.reward_timeout_s
-        return ResultReader(self.store, self.feed, groups=groups, since=since, step=step, reward_timeout_s=timeout_s)
+        return ResultReader(self.store, self.feed, groups, since, self.settings.reward_timeout_s, step)
 
 
 def _check_id(state: LiveState, recorded: Rollout) -> str:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 from typing import Final
 
 from agentlightning.errors import StoreError
@@ -74,54 +75,39 @@ class EventFeed:
         return taken
 
 
+@dataclass
 class ResultReader:
     """Reads the results of one phase: of rollouts that began in it, in certain groups. Each is returned once.
 
     A rollout counts with the first reward that is read; later ones change nothing.
     """
 
-    def __init__(
-        self,
-        store: LightningStore,
-        feed: EventFeed,
-        *,
-        groups: Collection[str],
-        since: float,
-        step: int | None = None,
-        reward_timeout_s: float,
-    ) -> None:
-        """Sets which rollouts are read.
-
-        Args:
-            store: the store of the run.
-            feed: its events.
-            groups: values of ``group`` in the metadata.
-            since: Unix time at which the phase began.
-            step: value of ``step`` in the metadata; None means any.
-            reward_timeout_s: seconds after the end of a rollout in which its reward may arrive.
-        """
-        self.unrated = 0
-        """Rollouts whose reward did not arrive in time."""
-        self._store = store
-        self._feed = feed
-        self._groups = groups
-        self._since = since
-        self._step = step
-        self._reward_timeout_s = reward_timeout_s
-        self._known: set[str] = set()
-        self._waiting: dict[str, Rollout] = {}
-        self._gaps = -1
-        self._synced_at = 0.0
+    store: LightningStore
+    feed: EventFeed
+    groups: Collection[str]
+    """Values of ``group`` in the metadata."""
+    since: float
+    """Unix time at which the phase began."""
+    reward_timeout_s: float
+    """Seconds after the end of a rollout in which its reward may arrive."""
+    step: int | None = None
+    """Value of ``step`` in the metadata; None means any."""
+    unrated: int = 0
+    """Rollouts whose reward did not arrive in time."""
+    _known: set[str] = field(default_factory=set)
+    _waiting: dict[str, Rollout] = field(default_factory=dict)
+    _gaps: int = -1
+    _synced_at: float = 0.0
 
     async def read_new(self) -> list[Result]:
         """The results since the last call, without waiting for more."""
-        finished = self._feed.take()  # before the query, so that rollouts that end during it are read next time
-        if self._gaps != self._feed.gaps or time.monotonic() - self._synced_at > _RESYNC_S:
+        finished = self.feed.take()  # before the query, so that rollouts that end during it are read next time
+        if self._gaps != self.feed.gaps or time.monotonic() - self._synced_at > _RESYNC_S:
             ended = await self._query()
         else:
             ended = []
             for start in range(0, len(finished), _BATCH_SIZE):
-                ended += await self._store.query_rollouts(rollout_id_in=finished[start : start + _BATCH_SIZE])
+                ended += await self.store.query_rollouts(rollout_id_in=finished[start : start + _BATCH_SIZE])
         new = [rollout for rollout in ended if rollout.rollout_id not in self._known and self._belongs(rollout)]
         self._known.update(rollout.rollout_id for rollout in new)
         waiting = list(self._waiting.values())[:_MAX_UNRATED]
@@ -130,21 +116,21 @@ class ResultReader:
     def _belongs(self, rollout: Rollout) -> bool:
         metadata = rollout.metadata or {}
         return (
-            rollout.start_time >= self._since
+            rollout.start_time >= self.since
             and rollout.status in ("succeeded", "failed")
-            and metadata.get("group") in self._groups
-            and (self._step is None or metadata.get("step") == self._step)
+            and metadata.get("group") in self.groups
+            and (self.step is None or metadata.get("step") == self.step)
         )
 
     async def _query(self) -> list[Rollout]:
-        is_first, gaps, now = self._gaps < 0, self._feed.gaps, time.monotonic()
-        since = self._since if is_first else max(self._since, time.time() - _OVERLAP_S)
+        is_first, gaps, now = self._gaps < 0, self.feed.gaps, time.monotonic()
+        since = self.since if is_first else max(self.since, time.time() - _OVERLAP_S)
         found: list[Rollout] = []
-        for group in self._groups:
-            metadata = {"group": group} if self._step is None else {"group": group, "step": self._step}
+        for group in self.groups:
+            metadata = {"group": group} if self.step is None else {"group": group, "step": self.step}
             cursor = None
             while True:
-                page = await self._store.query_rollouts(
+                page = await self.store.query_rollouts(
                     status_in=["succeeded", "failed"], metadata=metadata, start_after=since, limit=500, cursor=cursor
                 )
                 found += page
@@ -158,10 +144,10 @@ class ResultReader:
         results = []
         for rollout in rollouts:
             self._waiting.pop(rollout.rollout_id, None)  # those still without a reward move to the end
-            reward = await read_reward(self._store, rollout)
+            reward = await read_reward(self.store, rollout)
             if reward is not None:
                 results.append(Result(rollout, reward))
-            elif time.time() - (rollout.end_time or rollout.start_time) < self._reward_timeout_s:
+            elif time.time() - (rollout.end_time or rollout.start_time) < self.reward_timeout_s:
                 self._waiting[rollout.rollout_id] = rollout
             else:
                 self.unrated += 1

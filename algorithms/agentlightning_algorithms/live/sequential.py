@@ -74,13 +74,7 @@ class SequentialTest:
     """
 
     def __init__(self, *, risk: float, margin: float, reward_range: tuple[float, float]) -> None:
-        """Sets the error probabilities.
-
-        Args:
-            risk: of each of the two errors, between 0 and 1.
-            margin: how much worse still counts as not worse, in units of reward.
-            reward_range: the lowest and the highest reward; rewards outside are clipped.
-        """
+        """Takes the probability of each of the two errors; rewards outside ``reward_range`` are clipped."""
         self._low, self._high = reward_range
         self._margin = margin
         # Both sides of a difference may be wrong, so each gets half the risk.

@@ -38,7 +38,7 @@ class CallCache:
         """
         self.calls: dict[str, ModelCall] = {}
         self.skipped: set[str] = set()
-        """Places whose call failed in a finished round; the search went on without them."""
+        """Places whose call failed in a finished round, which the search did without."""
         self._file = file
         if file is not None and file.exists():
             self._load(file)
@@ -48,7 +48,7 @@ class CallCache:
         self._append(asdict(call))
         self.calls[call.place] = call
 
-    def record_failures(self, places: Iterable[str]) -> None:
+    def record_skipped(self, places: Iterable[str]) -> None:
         """Records that the calls at these places failed for good."""
         new = sorted(set(places) - self.skipped)
         if new:

@@ -17,7 +17,6 @@ from agentlightning_algorithms.prompt_search.call_cache import CallCache, ModelC
 
 logger = logging.getLogger("agentlightning")
 _MAX_CONCURRENCY: Final = 16
-_RETRIED_STATUS: Final = frozenset({408, 409, 429})
 
 
 class CachedChat:
@@ -26,24 +25,12 @@ class CachedChat:
     def __init__(
         self, client: AsyncOpenAI | None, cache: CallCache, budget: SearchBudget, *, attempts: int = 3
     ) -> None:
-        """Sets up the calls.
-
-        Args:
-            client: of any OpenAI-compatible endpoint; None takes it from the environment.
-            cache: calls that were paid for already.
-            budget: limits the calls, and counts those that are answered here.
-            attempts: how often a call that fails is tried.
-
-        Raises:
-            ConfigError: there is no key in the environment.
-        """
+        """Counts its calls in ``budget`` and tries each up to ``attempts`` times; see ``copy_client``."""
         self._given = client
         self._client = copy_client(client)
         self._cache = cache
         self._budget = budget
         self._attempts = attempts
-        self._backoff_s = 1.0
-        """Before the second try; doubled before each further one."""
         self._slots = asyncio.Semaphore(_MAX_CONCURRENCY)
         self._counted: set[str] = set()
         self._in_flight = 0
@@ -64,16 +51,10 @@ class CachedChat:
     async def ask(
         self, place: str, model: str, messages: Sequence[Mapping[str, Any]], *, temperature: float
     ) -> str | None:
-        """Makes a call, or takes its answer from the cache.
-
-        Args:
-            place: identifies the call within the search.
-            model: as the endpoint names it.
-            messages: the chat.
-            temperature: of the sampling.
+        """Makes the call at a place of the search, or takes its answer from the cache.
 
         Returns:
-            The answer; None when the call failed or the budget is spent.
+            None when the call failed or the budget is spent.
         """
         call = self._cache.calls.get(place)
         if call is None:
@@ -103,11 +84,10 @@ class CachedChat:
     async def _call_model(
         self, place: str, model: str, messages: Sequence[Mapping[str, Any]], temperature: float
     ) -> ModelCall | None:
-        for attempt in range(self._attempts):
-            if attempt:
-                await asyncio.sleep(self._backoff_s * 2 ** (attempt - 1))
+        chat = self._client.with_options(max_retries=self._attempts - 1).chat
+        for _ in range(self._attempts):
             try:
-                reply = await self._client.chat.completions.create(
+                reply = await chat.completions.create(
                     model=model,
                     messages=list(messages),  # type: ignore[arg-type] # plain mappings are what they are
                     temperature=temperature,
@@ -116,9 +96,7 @@ class CachedChat:
             except Exception as error:  # isolation point: a call that fails is skipped, and the search goes on
                 self.failed[place] = f"{type(error).__name__}: {error}"
                 logger.warning("model call %s to %s failed: %s", place, model, self.failed[place])
-                if not _is_transient(error):
-                    return None
-                continue
+                return None
             tokens = {
                 name: getattr(reply.usage, name, 0) or 0  # some endpoints send no usage
                 for name in ("prompt_tokens", "completion_tokens")
@@ -153,8 +131,3 @@ def copy_client(client: AsyncOpenAI | None) -> AsyncOpenAI:
     if type(getattr(client, "_client", None)).__name__ == "AsyncHttpxClientWrapper":
         return client.copy(http_client=DefaultAsyncHttpxClient())
     return client
-
-
-def _is_transient(error: Exception) -> bool:
-    status = getattr(error, "status_code", None)
-    return not isinstance(status, int) or status in _RETRIED_STATUS or status >= 500

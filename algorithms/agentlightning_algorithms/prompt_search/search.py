@@ -201,25 +201,16 @@ class PromptSearch(Algorithm):
         *place: str | int,
         with_messages: bool = False,
     ) -> list[TrialResult]:
-        """Runs a published candidate on tasks of a dataset, all at once.
+        """Runs a published candidate on the tasks at ``indices``, all at once.
 
-        Args:
-            candidate: must be published.
-            dataset: the tasks.
-            indices: which of them.
-            mode: of the rollouts.
-            place: identifies the trial within the search; a resumed search does not run it again.
-            with_messages: whether to read the chats as well.
-
-        Returns:
-            The results, in the order of ``indices``.
+        ``place`` identifies the trial within the search: a resumed search does not run it again.
         """
         step = next((part for part in place if isinstance(part, int)), 0)
         requests = [
             EnqueueRolloutRequest(
                 input=dataset[index],
                 mode=mode,
-                resources_id=self.resources_id(candidate),
+                resources_id=self._snapshot_id(candidate.candidate_id),
                 config=retry_lost(),
                 metadata={"group": candidate.candidate_id, "step": step, "place": "/".join(map(str, place))},
                 rollout_id=self.context.rollout_id(*place, candidate.candidate_id, position),
@@ -250,13 +241,7 @@ class PromptSearch(Algorithm):
     ) -> PromptTemplate | None:
         """Asks a model to rewrite a prompt. If the answer breaks a placeholder, the model may repair it once.
 
-        Args:
-            place: identifies the call within the search.
-            model: the editor.
-            request: the text of the call.
-            original: the prompt.
-            temperature: of the sampling.
-            read: extracts the new prompt from an answer.
+        ``place`` identifies the call within the search, and ``read`` extracts the new prompt from an answer.
 
         Returns:
             None when a call failed, the budget is spent, or the repaired prompt cannot be used either.
@@ -273,10 +258,6 @@ class PromptSearch(Algorithm):
                 repair = REPAIR_PROMPT.format(problem=problem, placeholders=show_placeholders(original))
                 messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": repair}]
         return None
-
-    def resources_id(self, candidate: Candidate) -> str:
-        """The snapshot that holds a candidate's prompts, its lineage and all other resources."""
-        return self._snapshot_id(candidate.candidate_id)
 
     def update(self, candidate: Candidate, **fields: Any) -> Candidate:
         """Replaces a candidate by one with changed fields, in the history too."""
@@ -363,6 +344,7 @@ class PromptSearch(Algorithm):
             logger.error("%s ended early because its model calls failed: %s", name, reason)
 
     def _snapshot_id(self, name: str) -> str:
+        """The resources of a candidate (by its id), of the ``best`` one, or of the ``seed``."""
         return self.context.rollout_id("resources", name).replace("ro-", "rs-", 1)
 
     async def _read_base(self) -> Mapping[str, Resource]:
@@ -377,7 +359,7 @@ class PromptSearch(Algorithm):
 
     async def _store_version(self, candidate: Candidate) -> bool:
         """Stores the next version of a candidate's snapshot; False when the run stored it before it was resumed."""
-        store, resources_id = self.get_store(), self.resources_id(candidate)
+        store, resources_id = self.get_store(), self._snapshot_id(candidate.candidate_id)
         version = self._versions[resources_id] = self._versions.get(resources_id, 0) + 1
         self._published[candidate.candidate_id] = candidate
         if await store.get_resources_by_id(resources_id, version) is not None:

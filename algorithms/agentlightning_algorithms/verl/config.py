@@ -57,28 +57,24 @@ DEFAULTS: Final[Mapping[str, Any]] = {
 """Our values where they differ from verl's, by dotted key."""
 
 _FLOAT32: Final = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+_CPU_ENGINE: Final = {"use_torch_compile": False, "model_dtype": "fp32", "mixed_precision": _FLOAT32}
+_CPU_MODEL: Final = {
+    "use_remove_padding": False,  # needs flash attention
+    "enable_gradient_checkpointing": False,
+    "override_config.attn_implementation": "sdpa",
+}
 CPU_DEFAULTS: Final[Mapping[str, Any]] = {
     "actor_rollout_ref.rollout.name": "transformers",
     "actor_rollout_ref.rollout.dtype": "float32",
     "actor_rollout_ref.actor.strategy": "fsdp2",  # FSDP1 needs an accelerator
     "critic.strategy": "fsdp2",
     "actor_rollout_ref.actor.use_torch_compile": False,
-    "actor_rollout_ref.actor.fsdp_config.use_torch_compile": False,
-    "actor_rollout_ref.actor.fsdp_config.model_dtype": "fp32",
-    "actor_rollout_ref.actor.fsdp_config.mixed_precision": _FLOAT32,
     "actor_rollout_ref.ref.use_torch_compile": False,
-    "actor_rollout_ref.ref.fsdp_config.use_torch_compile": False,
-    "actor_rollout_ref.ref.fsdp_config.model_dtype": "fp32",
-    "actor_rollout_ref.ref.fsdp_config.mixed_precision": _FLOAT32,
-    "critic.fsdp.use_torch_compile": False,
-    "critic.fsdp.model_dtype": "fp32",
-    "critic.fsdp.mixed_precision": _FLOAT32,
-    "actor_rollout_ref.model.use_remove_padding": False,  # needs flash attention
-    "actor_rollout_ref.model.enable_gradient_checkpointing": False,
-    "actor_rollout_ref.model.override_config.attn_implementation": "sdpa",
-    "critic.model.use_remove_padding": False,
-    "critic.model.enable_gradient_checkpointing": False,
-    "critic.model.override_config.attn_implementation": "sdpa",
+    **{f"actor_rollout_ref.actor.fsdp_config.{name}": value for name, value in _CPU_ENGINE.items()},
+    **{f"actor_rollout_ref.ref.fsdp_config.{name}": value for name, value in _CPU_ENGINE.items()},
+    **{f"critic.fsdp.{name}": value for name, value in _CPU_ENGINE.items()},
+    **{f"actor_rollout_ref.model.{name}": value for name, value in _CPU_MODEL.items()},
+    **{f"critic.model.{name}": value for name, value in _CPU_MODEL.items()},
     "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
     "transfer_queue.backend.SimpleStorage.total_storage_size": 10_000,
 }

@@ -1,8 +1,9 @@
-"""Compares the rewards of two groups of rollouts: a control and a treatment, or two versions of resources."""
+"""Compares the rewards of two groups of rollouts, such as a control and a treatment."""
 
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -20,19 +21,19 @@ _PAGE: Final = 500
 
 @dataclass(frozen=True)
 class Group:
-    """One side. A failed rollout counts as 0; cancelled ones and those without a reward are left out."""
+    """The rewards of one group. Failed rollouts count as 0; cancelled and unrated ones are left out."""
 
     name: str
     rewards: Mapping[str, Sequence[float]]
-    """By ``task_id`` of the metadata; by rollout id where there is none."""
+    """By ``task_id`` of the metadata, else by rollout id."""
     failed: int = 0
     unrated: int = 0
-    """Succeeded without a reward, so far."""
+    """Rollouts that succeeded without a reward so far."""
     unfinished: int = 0
 
     @property
     def n(self) -> int:
-        """Rollouts that count."""
+        """Number of rewards."""
         return sum(map(len, self.rewards.values()))
 
     @property
@@ -41,13 +42,13 @@ class Group:
         return statistics.fmean(self.by_task())
 
     def by_task(self) -> list[float]:
-        """Mean reward of each task: rollouts of one task are not independent."""
+        """Mean reward of each task: its rollouts are not independent of each other."""
         return [statistics.fmean(rewards) for rewards in self.rewards.values()]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What the treatment changes."""
+    """The difference between two groups."""
 
     control: Group
     treatment: Group
@@ -57,9 +58,9 @@ class Comparison:
     high: float
     """95 % interval of the difference: percentile bootstrap, Efron and Tibshirani 1993, chapter 13."""
     p_value: float
-    """Two-sided, that there is no difference: a permutation test (Phipson and Smyth 2010, arXiv:1603.05766)."""
+    """Two-sided p-value of no difference: a permutation test (Phipson and Smyth 2010, arXiv:1603.05766)."""
     paired: bool
-    """Both groups ran the same tasks, which were compared one by one."""
+    """Whether both groups ran the same tasks, which were then compared one by one."""
 
 
 async def compare_rollouts(
@@ -67,18 +68,18 @@ async def compare_rollouts(
 ) -> Comparison:
     """Compares two groups of rollouts of the store's run.
 
-    Where both ran the same tasks, known by ``task_id`` of their metadata, the test is paired. Interval and p-value are
-    those of a fixed sample: looking again and again until they please finds differences that are not there.
+    If both ran the same tasks, by ``task_id`` of their metadata, the test is paired. Interval and p-value are valid for
+    a fixed sample: repeating the comparison until it is significant finds differences that do not exist.
 
     Args:
-        store: of the run.
-        control: what the metadata of the rollouts says, as in ``{"group": "control"}``; the key ``resources_id``
-            is the rollout's. A str is a resources_id, such as ``rs-1@3``, or else the group of that name.
-        treatment: the others, alike.
+        store: the store of the run.
+        control: metadata of the rollouts, as in ``{"group": "control"}``; the key ``resources_id`` selects by the
+            rollout's resources. A str is a resources_id, such as ``rs-1@3``, else the name of a group.
+        treatment: the other rollouts, in the same form.
 
     Raises:
         NotFoundError: a group has fewer than two rollouts with a reward.
-        ConfigError: a group is described by nothing.
+        ConfigError: the description of a group is empty.
     """
     groups = [await _read_group(store, which) for which in (control, treatment)]
     for group in groups:
@@ -91,7 +92,7 @@ async def compare_rollouts(
 
 
 def compare_groups(control: Group, treatment: Group) -> Comparison:
-    """Compares rewards that were read or measured elsewhere; each group has at least two."""
+    """Compares the rewards of two groups, each with at least two."""
     paired = len(control.rewards) > 1 and control.rewards.keys() == treatment.rewards.keys()
     if paired:
         differences = [
@@ -110,23 +111,29 @@ def compare_groups(control: Group, treatment: Group) -> Comparison:
 async def _read_group(store: LightningStore, which: str | Mapping[str, Any]) -> Group:
     name = which if isinstance(which, str) else ", ".join(f"{key}={value}" for key, value in which.items())
     if not which:
-        raise ConfigError("a group of rollouts is described by nothing; give its name, metadata or resources_id")
+        raise ConfigError("the description of a group of rollouts is empty; give its name, metadata or resources_id")
     if isinstance(which, str):
         is_resources = await store.get_resources_by_id(which) is not None
         which = {RESOURCES_ID: which} if is_resources else {"group": which}
     metadata = {key: value for key, value in which.items() if key != RESOURCES_ID}
     resources_id = which.get(RESOURCES_ID)
     rewards: dict[str, list[float]] = {}
-    counts = {"failed": 0, "unrated": 0, "unfinished": 0}
+    counts: Counter[str] = Counter()
     cursor: str | None = None
     while True:
         page = await store.query_rollouts(metadata=metadata or None, limit=_PAGE, cursor=cursor)
         for rollout in page:
-            if resources_id is not None and not _ran_with(rollout, resources_id):
+            if rollout.status == "cancelled" or (resources_id is not None and not _ran_with(rollout, resources_id)):
                 continue
-            reward, kind = await _read_reward(store, rollout)
-            if kind is not None:
-                counts[kind] += 1
+            reward: float | None = None
+            if rollout.status == "failed":
+                reward = 0.0
+                counts["failed"] += 1
+            elif rollout.status != "succeeded":
+                counts["unfinished"] += 1
+            else:
+                reward = await read_final_reward(store, rollout)
+                counts["unrated"] += reward is None
             if reward is not None:
                 task = (rollout.metadata or {}).get("task_id")
                 rewards.setdefault(rollout.rollout_id if task is None else f"task {task!r}", []).append(reward)
@@ -136,19 +143,8 @@ async def _read_group(store: LightningStore, which: str | Mapping[str, Any]) -> 
 
 
 def _ran_with(rollout: Rollout, resources_id: str) -> bool:
-    """Whether a rollout was pinned to this version; or to any version, when the id names none."""
+    """Whether a rollout used this version, or any version if the id names none."""
     return rollout.resources_id is not None and resources_id in (
         rollout.resources_id,
         split_version_id(rollout.resources_id)[0],
     )
-
-
-async def _read_reward(store: LightningStore, rollout: Rollout) -> tuple[float | None, str | None]:
-    if rollout.status == "cancelled":
-        return None, None
-    if rollout.status == "failed":
-        return 0.0, "failed"
-    if rollout.status != "succeeded":
-        return None, "unfinished"
-    reward = await read_final_reward(store, rollout)
-    return reward, "unrated" if reward is None else None

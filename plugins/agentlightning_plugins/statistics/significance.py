@@ -1,4 +1,4 @@
-"""How sure a mean and a difference of means are, without assuming a distribution."""
+"""Confidence intervals and p-values of means, without assuming a distribution."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Final
 
 _RESAMPLES: Final = 2000
 _MAX_RESAMPLED: Final = 2000
-"""Of more values than this in all, mean and difference are as good as normal."""
+"""With more values than this, the normal approximation is used."""
 _MAX_EXACT: Final = 13
 
 
 def mean_interval(values: Sequence[float], minus: Sequence[float] = ()) -> tuple[float, float]:
-    """95 % interval of the mean of ``values``, less the mean of ``minus``.
+    """95 % interval of the mean of ``values`` minus the mean of ``minus``.
 
     Percentile bootstrap (Efron and Tibshirani 1993, An Introduction to the Bootstrap, chapter 13), 2,000 resamples with
     a fixed seed; the normal approximation for more than 2,000 values.
@@ -36,9 +36,9 @@ def mean_interval(values: Sequence[float], minus: Sequence[float] = ()) -> tuple
 
 
 def paired_p_value(differences: Sequence[float]) -> float:
-    """Two-sided p-value that the mean difference is 0: under that hypothesis the sign of each is a coin's.
+    """Two-sided p-value of a mean difference of 0, by a permutation test that flips signs.
 
-    Exact up to 13 differences, else random signs with a fixed seed, counting the observed ones, so it is never 0
+    Exact up to 13 differences, else by random signs with a fixed seed. It counts the observed signs and so is never 0
     (Phipson and Smyth 2010, arXiv:1603.05766).
     """
     observed = abs(sum(differences)) - 1e-12
@@ -54,7 +54,7 @@ def paired_p_value(differences: Sequence[float]) -> float:
 
 
 def unpaired_p_value(one: Sequence[float], other: Sequence[float]) -> float:
-    """Two-sided p-value that two samples have one mean: under that hypothesis they are a split at random."""
+    """Two-sided p-value of equal means, by a permutation test that splits the pooled values at random."""
     pool, total, size = [*one, *other], math.fsum([*one, *other]), len(one)
 
     def difference(sum_of_one: float) -> float:

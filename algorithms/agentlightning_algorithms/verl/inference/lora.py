@@ -19,10 +19,7 @@ def merge_adapter(
 ) -> dict[str, torch.Tensor]:
     """Computes W + s B A of Hu et al. 2021, arXiv:2106.09685, section 4.1; ``base`` is not changed.
 
-    Args:
-        base: weights by name; ``.base_layer``, which peft adds to names, is removed.
-        adapter: the matrices A (r, in) and B (out, r), named as peft saves them.
-        config: peft's configuration.
+    ``.base_layer``, which peft adds to names, is removed. The matrices A (r, in) and B (out, r) have peft's names.
 
     Raises:
         ConfigError: the adapter is of an unsupported kind, or a base weight is missing.

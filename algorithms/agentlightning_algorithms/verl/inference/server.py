@@ -21,14 +21,9 @@ class TransformersServer:
     """Serves the OpenAI API on loopback, with streaming and tool calls, from weights that verl replaces."""
 
     def __init__(self, *, model: str, dtype: str, max_length: int, seed: int, visible_devices: str) -> None:
-        """Sets what is served.
+        """Shares the trainer's GPU, ``visible_devices``, if it is not empty.
 
-        Args:
-            model: directory written by ``save_pretrained``, or a hub name.
-            dtype: of the weights.
-            max_length: tokens of a prompt and its answer together.
-            seed: of calls that have none.
-            visible_devices: the trainer's GPU, which this server shares; empty for none.
+        ``max_length`` limits the tokens of a prompt and its answer together; ``seed`` is for calls that have none.
         """
         if visible_devices:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices
@@ -51,12 +46,7 @@ class TransformersServer:
         return str(urlsplit(self._backend.model_entry["endpoint"]).netloc)
 
     async def load_weights(self, weights: bytes, version: int | None) -> None:
-        """Replaces the weights; calls in flight end with the old ones.
-
-        Args:
-            weights: all of them, as a safetensors file.
-            version: of the weights; None keeps the last one.
-        """
+        """Replaces the weights by a safetensors file; calls in flight end with the old ones. None keeps the version."""
         self._version = self._version if version is None else version
         with tempfile.TemporaryDirectory(dir=self._folder.name) as folder:
             file = Path(folder, "model.safetensors")

@@ -62,12 +62,7 @@ class AgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc] # verl's class
 
 
 def episode_to_outputs(episode: Episode, current: int) -> list[AgentLoopOutput]:
-    """Converts an episode to what verl's agent loops return.
-
-    Args:
-        episode: a finished rollout.
-        current: the version of the weights, for rollouts that sampled nothing.
-    """
+    """Converts an episode to what verl's agent loops return; ``current`` weights are for one that sampled nothing."""
     oldest, newest = weight_range(episode.rows, current)
     return [
         AgentLoopOutput(

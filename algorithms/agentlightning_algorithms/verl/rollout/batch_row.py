@@ -44,13 +44,10 @@ class BuiltRows:
 
 
 def build_rows(triplets: Sequence[Triplet], *, kind: RowKind, max_prompt: int, max_response: int) -> BuiltRows:
-    """Makes the rows of one rollout.
+    """Makes the rows of one rollout from its triplets, in the order of their calls.
 
-    Args:
-        triplets: in the order of their calls.
-        kind: ``transition`` for one row per call, ``trajectory`` to join calls where the tokens allow it.
-        max_prompt: tokens before the first response; a row with more is dropped.
-        max_response: with ``max_prompt``, the most tokens of a whole row; a longer one is cut at the end.
+    A row with more than ``max_prompt`` tokens before the first response is dropped; one with more than ``max_prompt +
+    max_response`` tokens is cut at the end.
     """
     built = BuiltRows(calls=len(triplets))
     for part in [triplets] if kind == "trajectory" else [[triplet] for triplet in triplets]:

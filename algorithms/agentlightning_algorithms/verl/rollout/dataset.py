@@ -13,11 +13,7 @@ class IndexDataset(Dataset[dict[str, Any]]):
     """One item per task: its ``index``, and the other fields that verl reads of every item."""
 
     def __init__(self, data_files: Any, **_: Any) -> None:
-        """Called by verl.
-
-        Args:
-            data_files: ``indices:N`` for N tasks.
-        """
+        """Called by verl; ``data_files`` is ``indices:N`` for N tasks."""
         text = str(data_files if isinstance(data_files, str) else data_files[0])
         self._size = int(text.removeprefix(PREFIX))
 

@@ -22,10 +22,7 @@ OF_GROUPS: Final = frozenset(
 
 
 def last_rows(keys: Sequence[str]) -> tuple[list[int], list[int]]:
-    """Finds the last row of each rollout.
-
-    Args:
-        keys: of the rows, ``{group}_{rollout}_{row}``.
+    """Finds the last row of each rollout; keys of rows are ``{group}_{rollout}_{row}``.
 
     Returns:
         The position of each rollout's last row, and for every row the position of its rollout among them.
@@ -44,11 +41,8 @@ def last_rows(keys: Sequence[str]) -> tuple[list[int], list[int]]:
 def rollout_advantages(data: DataProto, keys: Sequence[str], estimator: str, config: Any) -> torch.Tensor:
     """Computes the advantages (B, T) of rows by verl's own estimator over rollouts.
 
-    Args:
-        data: with ``token_level_rewards`` and ``response_mask`` (B, T), and ``uid`` (B,), the group.
-        keys: of the rows.
-        estimator: one of ``OF_GROUPS``.
-        config: verl's ``algorithm`` section.
+    ``data`` has ``token_level_rewards`` and ``response_mask`` (B, T), and ``uid`` (B,), the group; ``estimator`` is one
+    of ``OF_GROUPS``, and ``config`` verl's ``algorithm`` section.
     """
     last_R, owner_B = last_rows(keys)
     chosen = compute_advantage(data.select_idxs(last_R), adv_estimator=estimator, config=config)

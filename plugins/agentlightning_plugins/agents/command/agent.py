@@ -14,13 +14,11 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 from agentlightning import semconv
 from agentlightning.emitter import emit_reward
 from agentlightning.errors import ConfigError, RolloutError
-from agentlightning.litagent import RewardFunction
-from agentlightning.plugin.hookspecs import WrapOptions
+from agentlightning.litagent import LitAgent, RewardFunction
 from agentlightning.resources import NamedResources
 from agentlightning.tracer.dummy import start_detached_span
 from agentlightning.tracer.tracer import OpenSpan, get_active_trace, get_active_tracer, running
 from agentlightning.types import Rollout
-from agentlightning_integrations.framework.agent import FrameworkAgent
 from agentlightning_plugins.agents.command.environment import build_environment
 from agentlightning_plugins.agents.command.process import Tail, run_group
 
@@ -35,7 +33,7 @@ _MIN_SECRET_CHARS: Final = 8
 """Shorter values are placeholders, and may occur in ordinary words."""
 
 
-class CommandAgent(FrameworkAgent[list[str]]):
+class CommandAgent(LitAgent[Any]):
     """A command line in any language as an agent, with one process group per attempt.
 
     The command finds its model in ``OPENAI_BASE_URL``, ``OPENAI_API_KEY`` and ``OPENAI_MODEL`` (and the same for
@@ -46,6 +44,8 @@ class CommandAgent(FrameworkAgent[list[str]]):
     Its output is recorded on a span of the attempt, without those keys. Exit codes other than 0 fail the attempt with
     the end of stderr. On a timeout or a cancellation the whole group is terminated, then killed.
     """
+
+    returns_output: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class CommandAgent(FrameworkAgent[list[str]]):
         if max_output_bytes < 1 or kill_after_s < 0:
             raise ConfigError(f"max_output_bytes = {max_output_bytes}, kill_after_s = {kill_after_s}: too small")
         command = [*command, _PLACEHOLDER] if task_via == "argument" and not has_placeholder else list(command)
-        super().__init__(command, WrapOptions())
+        self.command = command
         self.name = name or Path(command[0]).name
         self._reward = reward
         self._task_via = task_via
@@ -149,7 +149,7 @@ class CommandAgent(FrameworkAgent[list[str]]):
             exit_code: int | None = None
             try:
                 exit_code = await run_group(
-                    [part.replace(_PLACEHOLDER, text) for part in self.agent],
+                    [part.replace(_PLACEHOLDER, text) for part in self.command],
                     env=env,
                     cwd=self._cwd,
                     stdin=stdin,
