@@ -145,9 +145,7 @@ class Trainer:
         if self.algorithm is None:
             names = ", ".join(get_manager().components("algorithm"))
             raise ConfigError(f"fit needs an algorithm, as in Trainer(algorithm='baseline'); installed: {names}")
-        return run_beside_loop(
-            functools.partial(self._run, self.algorithm, wrap(agent, reward), train_dataset, val_dataset)
-        )
+        return self._run(self.algorithm, wrap(agent, reward), train_dataset, val_dataset)
 
     def dev(
         self,
@@ -168,7 +166,7 @@ class Trainer:
                 f"dev is a dry run and needs a FastAlgorithm, but the trainer has {type(algorithm).__name__}; "
                 "use fit, or Trainer(algorithm='baseline')"
             )
-        return run_beside_loop(functools.partial(self._run, algorithm, wrap(agent, reward), train_dataset, val_dataset))
+        return self._run(algorithm, wrap(agent, reward), train_dataset, val_dataset)
 
     def _choose_strategy(self, strategy: ExecutionStrategy | Spec | None, port: int | None) -> ExecutionStrategy:
         if isinstance(strategy, ExecutionStrategy):
@@ -206,13 +204,15 @@ class Trainer:
             directory=self.run_dir,
             seed=self.seed,
         )
+        return run_beside_loop(functools.partial(self._execute, algorithm, agent, context))
+
+    def _execute(self, algorithm: Algorithm, agent: LitAgent[Any], context: RunContext) -> Run:
         if self.strategy.role != "runner":
             algorithm.check_setup(context)
         with contextlib.ExitStack() as stack:
-            store = context.store
-            if store is None:
-                store = context.store = create_store("memory://")
-                stack.callback(_close, store)
+            store = context.store if context.store is not None else create_store("memory://")
+            if context.store is None:
+                stack.callback(lambda: asyncio.run(store.close()))
             if self.run_dir is not None:
                 opened = RunDirectory.open(self.run_dir, resume=self.resume, seed=self.seed)
                 directory = stack.enter_context(contextlib.closing(opened))
@@ -224,21 +224,13 @@ class Trainer:
             )
             self.strategy.execute(job, runner_job, store)
             if context.run.status == "running":  # the algorithm ran in another process
-                context.run = asyncio.run(_find_run(store)) or context.run
+                context.run = asyncio.run(store.get_run_by_id(store.run_id)) or context.run
         return context.run
 
 
 def first_resources(agent: LitAgent[Any], given: Mapping[str, Resource] | None) -> Mapping[str, Resource] | None:
     """Returns the agent's own prompts, overridden by the given resources; None if there are none."""
     return {**agent.initial_prompts(), **(given or {})} or None
-
-
-async def _find_run(store: LightningStore) -> Run | None:
-    return await store.get_run_by_id(store.run_id)
-
-
-def _close(store: LightningStore) -> None:
-    asyncio.run(store.close())
 
 
 def _check_datasets(**datasets: Any) -> None:

@@ -49,34 +49,16 @@ class Operation:
     def set_input(self, *args: Any, **kwargs: Any) -> None:
         """Records the input: one value, or arguments as of a function."""
         value = args[0] if len(args) == 1 and not kwargs else {**({"args": args} if args else {}), **kwargs}
-        self._opened().set_attributes({semconv.OPERATION_INPUT: to_json(value)})
+        self._set(semconv.OPERATION_INPUT, value)
 
     def set_output(self, value: Any) -> None:
         """Records the output."""
-        self._opened().set_attributes({semconv.OPERATION_OUTPUT: to_json(value)})
+        self._set(semconv.OPERATION_OUTPUT, value)
 
-    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Decorates a function or generator function, sync or async."""
-        if not callable(function):
-            raise ConfigError(f"operation decorates a function, not {function!r}")
-        begin = functools.partial(
-            self._begin,
-            self._name or str(getattr(function, "__qualname__", type(function).__qualname__)),
-            inspect.signature(function),
-        )
-        wrapper = functools.wraps(function)(_wrapper_of(function, begin))
-        return cast(Callable[P, R], wrapper)
-
-    def _begin(self, name: str, signature: inspect.Signature, args: Any, kwargs: Any) -> OpenSpan | None:
-        span = self._start(name)
-        if span is not None:
-            try:
-                arguments = signature.bind(*args, **kwargs).arguments
-            except TypeError:  # the call itself will raise
-                arguments = {}
-            given = {key: value for key, value in arguments.items() if key != "self"}
-            span.set_attributes({semconv.OPERATION_INPUT: to_json(given)})
-        return span
+    def _set(self, key: str, value: Any) -> None:
+        if self._span is None:
+            raise ConfigError("the operation has not started; use it as `with operation(...) as op:`")
+        self._span.set_attributes({key: to_json(value)})
 
     def _start(self, name: str) -> OpenSpan | None:
         tracer = get_active_tracer() if self._propagate else None
@@ -84,28 +66,35 @@ class Operation:
             return None
         return tracer.start_span(semconv.SPAN_OPERATION, {semconv.OPERATION_NAME: name, **self._attributes})
 
-    def _opened(self) -> OpenSpan:
-        if self._span is None:
-            raise ConfigError("the operation has not started; use it as `with operation(...) as op:`")
-        return self._span
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Decorates a function or generator function, sync or async."""
+        if not callable(function):
+            raise ConfigError(f"operation decorates a function, not {function!r}")
+        name = self._name or str(getattr(function, "__qualname__", type(function).__qualname__))
+        signature = inspect.signature(function)
+
+        def begin(args: Any, kwargs: Any) -> OpenSpan | None:
+            span = self._start(name)
+            if span is not None:
+                try:
+                    given = dict(signature.bind(*args, **kwargs).arguments)
+                except TypeError:  # the call itself will raise
+                    given = {}
+                given.pop("self", None)
+                span.set_attributes({semconv.OPERATION_INPUT: to_json(given)})
+            return span
+
+        return cast(Callable[P, R], functools.wraps(function)(_make_wrapper(function, begin)))
 
 
-def _wrapper_of(function: Any, begin: Callable[[Any, Any], OpenSpan | None]) -> Callable[..., Any]:
-    if inspect.isasyncgenfunction(function):
+def _make_wrapper(function: Any, begin: Callable[[Any, Any], OpenSpan | None]) -> Callable[..., Any]:
+    if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
+        follow: Callable[..., Any] = _follow if inspect.isgeneratorfunction(function) else _follow_async
 
-        def call_async_generator(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
+        def call_generator(*args: Any, **kwargs: Any) -> Any:
             items = function(*args, **kwargs)
             span = begin(args, kwargs)
-            return cast(AsyncGenerator[Any, Any], items) if span is None else _follow_async(items, span)
-
-        return call_async_generator
-
-    if inspect.isgeneratorfunction(function):
-
-        def call_generator(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
-            items = function(*args, **kwargs)
-            span = begin(args, kwargs)
-            return cast(Generator[Any, Any, Any], items) if span is None else _follow(items, span)
+            return items if span is None else follow(items, span)
 
         return call_generator
 
