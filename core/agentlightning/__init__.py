@@ -1,7 +1,6 @@
-"""Lightning makes AI agents that already exist better: ``import agentlightning as agl``.
+"""Lightning improves existing AI agents: ``import agentlightning as agl``.
 
-Nothing is imported before it is used: ``agl.Trainer`` imports the trainer, ``agl.GRPO`` looks it up among the plugins.
-The public names are listed in ``__init__.pyi``.
+Names are imported on first use; ``__init__.pyi`` lists the public ones.
 """
 
 from agentlightning.plugin.lazy_names import lazy_names

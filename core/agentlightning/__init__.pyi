@@ -1,4 +1,4 @@
-"""Lightning makes AI agents that already exist better: ``import agentlightning as agl``."""
+"""Lightning improves existing AI agents: ``import agentlightning as agl``."""
 
 from agentlightning import semconv as semconv
 from agentlightning.adapter import LlmProxyTraceToTriplet as LlmProxyTraceToTriplet

@@ -1,4 +1,4 @@
-"""The ``agl`` command: a dispatcher, and ``agl plugins``. Every other command is a plugin's."""
+"""The ``agl`` command: a dispatcher, and ``agl plugins``. Plugins add all other commands."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -20,13 +21,13 @@ logger = logging.getLogger("agentlightning")
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, package_name="lightning", prog_name="agl")
 def cli() -> None:
-    """Lightning: make AI agents that already exist better."""
+    """Lightning: improve existing AI agents."""
 
 
 @cli.command("plugins")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def plugins_command(as_json: bool) -> None:
-    """Lists plugins, what they offer, and what is missing."""
+    """List plugins, their components and missing packages."""
     manager = get_manager()
     rows = [_describe(manager, plugin) for plugin in manager.plugins.values()]
     if as_json:
@@ -39,17 +40,8 @@ def _describe(manager: PluginManager, plugin: Plugin) -> dict[str, Any]:
     offers = []
     for component in plugin.offers:
         missing = manager.missing_requirements(component.kind, component.name)
-        offers.append(
-            {
-                "kind": component.kind,
-                "name": component.name,
-                "summary": component.summary,
-                "target": component.target,
-                "extra": component.extra,
-                "missing": missing,
-                "install": manager.install_command(component.kind, component.name) if missing else None,
-            }
-        )
+        install = manager.install_command(component.kind, component.name) if missing else None
+        offers.append({**asdict(component), "missing": missing, "install": install})
     return {
         "plugin": plugin.name,
         "origin": plugin.origin,
@@ -59,8 +51,30 @@ def _describe(manager: PluginManager, plugin: Plugin) -> dict[str, Any]:
     }
 
 
+def _print_plugins(rows: Sequence[dict[str, Any]]) -> None:
+    unique = {
+        (offer["kind"], offer["name"], offer["target"]): {**offer, "origin": row["origin"]}
+        for row in reversed(rows)
+        for offer in row["offers"]
+    }
+    offers = [unique[key] for key in sorted(unique)]
+    print_table(
+        ("kind", "name", "state", "from", "summary"),
+        [(o["kind"], o["name"], "missing" if o["missing"] else "ready", o["origin"], o["summary"]) for o in offers],
+    )
+    missing: dict[str, list[str]] = {}
+    for offer in offers:
+        if offer["missing"]:
+            missing.setdefault(offer["install"], []).append(offer["name"])
+    for command, names in missing.items():
+        click.echo(f"{command}  installs the requirements of {', '.join(names)}")
+    for row in rows:
+        if row["state"] != "loaded":
+            click.echo(f"broken: {row['plugin']} ({row['origin']}): {row['error']}")
+
+
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Prints rows in columns. Only the last column is folded, and only at a terminal; nothing is ever cut."""
+    """Prints rows in columns. Only the last column is folded, and only at a terminal; no text is cut."""
     from rich.cells import cell_len
     from rich.console import Console
     from rich.table import Table
@@ -80,41 +94,12 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     console.print(table)
 
 
-def _print_plugins(rows: list[dict[str, Any]]) -> None:
-    offers = sorted(
-        ({**offer, "origin": row["origin"]} for row in rows for offer in row["offers"]),
-        key=lambda offer: (offer["kind"], offer["name"]),
-    )
-    print_table(
-        ("kind", "name", "state", "from", "what it is"),
-        [
-            (
-                offer["kind"],
-                offer["name"],
-                "missing" if offer["missing"] else "ready",
-                offer["origin"],
-                offer["summary"],
-            )
-            for offer in offers
-        ],
-    )
-    missing: dict[str, list[str]] = {}
-    for offer in offers:
-        if offer["missing"]:
-            missing.setdefault(offer["install"], []).append(offer["name"])
-    for command, names in missing.items():
-        click.echo(f"{command}  installs what {' and '.join(names)} need{'s' * (len(names) == 1)}")
-    for row in rows:
-        if row["state"] != "loaded":
-            click.echo(f"broken: {row['plugin']} ({row['origin']}): {row['error']}")
-
-
 def add_plugin_commands(manager: PluginManager) -> None:
     """Adds the commands of every plugin; a plugin that fails is reported and left out."""
     for implementation in manager.hook.add_commands.get_hookimpls():
         try:
             implementation.function(cli)
-        except Exception as error:  # isolation point: a failing plugin must not take other plugins' commands down
+        except Exception as error:  # isolation point: one plugin's error must not remove the commands of others
             name = implementation.plugin_name
             logger.warning("plugin %s could not add its commands: %s: %s", name, type(error).__name__, error)
 

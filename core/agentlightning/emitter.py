@@ -1,7 +1,7 @@
-"""What an agent says about itself: rewards, messages, objects, exceptions, annotations and operations.
+"""Emitters: record rewards, messages, objects, exceptions, annotations and operations of an agent.
 
-Each emitter records a span of the attempt that the caller runs in and returns it. Outside a rollout nothing is recorded
-and the span is returned all the same, so that an agent also runs by itself.
+Each emitter records a span in the caller's attempt and returns it. Outside a rollout it only returns the span, so that
+an agent also runs by itself.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ def emit_reward(
     attributes: Mapping[str, Any] | None = None,
     propagate: bool = True,
 ) -> Span:
-    """Says how well the agent did; the last one of an attempt is its final reward.
+    """Records a reward; the last one of an attempt is its final reward.
 
     Args:
         reward: a number, or several by name. Scalars of numpy and torch are numbers too.
-        primary_key: which of several is the reward; needed when there are several.
-        attributes: more to say, such as ``semconv.link_attributes`` of the model call that is rewarded.
-        propagate: False only makes the span, for an agent that returns its spans.
+        primary_key: the name of the main reward; required if there are several.
+        attributes: further attributes, such as ``semconv.link_attributes`` of the rewarded model call.
+        propagate: False only returns the span, for an agent that returns its spans.
 
     Raises:
-        ConfigError: not a finite number, no reward at all, or an unknown ``primary_key``.
+        ConfigError: not a finite number, an empty mapping, or an unknown ``primary_key``.
     """
     if isinstance(reward, Mapping):
         values = {str(name): _to_number(value, f"reward {name!r}") for name, value in reward.items()}
@@ -52,7 +52,7 @@ def emit_reward(
             (primary_key,) = values
         if primary_key is None or primary_key not in values:
             known = ", ".join(values) or "none given"
-            raise ConfigError(f"primary_key = {primary_key!r}: name the reward that counts, one of: {known}")
+            raise ConfigError(f"primary_key = {primary_key!r}: give the name of the main reward, one of: {known}")
         values = {primary_key: values.pop(primary_key), **values}
     else:
         values = {primary_key or _PRIMARY: _to_number(reward, "reward")}
@@ -71,7 +71,7 @@ def emit_message(text: str, *, attributes: Mapping[str, Any] | None = None, prop
 
 
 def emit_object(obj: Any, *, attributes: Mapping[str, Any] | None = None, propagate: bool = True) -> Span:
-    """Records a value: scalars as they are, anything else as JSON, in which what has no JSON form is its ``repr``."""
+    """Records a value: a scalar unchanged, anything else as JSON, with ``repr`` for values without a JSON form."""
     content: dict[str, Any] = {semconv.OBJECT_TYPE: type(obj).__qualname__}
     if isinstance(obj, (str, int, float)):
         content[semconv.OBJECT_LITERAL] = obj
@@ -83,7 +83,7 @@ def emit_object(obj: Any, *, attributes: Mapping[str, Any] | None = None, propag
 def emit_exception(
     error: BaseException, *, attributes: Mapping[str, Any] | None = None, propagate: bool = True
 ) -> Span:
-    """Records an exception that the agent survived, with its traceback."""
+    """Records an exception that the agent handled, with its traceback."""
     if not isinstance(error, BaseException):
         raise ConfigError(f"emit_exception takes an exception, not {error!r}")
     status = TraceStatus(status_code="ERROR", description=f"{type(error).__name__}: {error}")
@@ -102,7 +102,7 @@ def operation(*, name: str | None = None, propagate: bool = True, **attributes: 
 def operation(
     fn: Callable[P, R] | None = None, /, *, name: str | None = None, propagate: bool = True, **attributes: Any
 ) -> Callable[P, R] | Operation:
-    """Records a function, or what runs inside ``with``, as one span with name, input, output and exception.
+    """Records a function or a ``with`` block as one span with name, input, output and exception.
 
         @operation
         def search(query: str) -> list[str]: ...
@@ -111,14 +111,13 @@ def operation(
             op.set_input(query)
             op.set_output(results)
 
-    Functions and generators, sync and async, are recorded from beginning to end; outside a rollout they run as if they
-    were not decorated.
+    Supports functions and generators, sync and async. Outside a rollout nothing is recorded.
 
     Args:
-        fn: what to decorate.
+        fn: the function to decorate.
         name: default is the function's.
         propagate: False records nothing.
-        attributes: more to say of every call.
+        attributes: of every span.
     """
     described = Operation(name, propagate, attributes)
     return described if fn is None else described(fn)
@@ -137,7 +136,7 @@ def _emit(
         return tracer.create_span(name, content, status=status)
     if propagate and not _warned_untraced.is_set():
         _warned_untraced.set()
-        logger.warning("%s was emitted outside a rollout, so it is not recorded (said once)", name)
+        logger.warning("%s was emitted outside a rollout, so it is not recorded (warned once)", name)
     return start_detached_span(name, content).end(status)
 
 

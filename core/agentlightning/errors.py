@@ -1,13 +1,13 @@
-"""Errors that Lightning raises.
+"""The errors that Lightning raises.
 
     LightningError
-      PluginError      (LookupError)              a plugin or component is missing, broken or clashes
-      ConfigError      (ValueError)               a key, value or argument nobody accepts
+      PluginError      (LookupError)              a plugin or component is missing, broken or ambiguous
+      ConfigError      (ValueError)               an invalid key, value or argument
       StoreError
-        NotFoundError  (LookupError, ValueError)  an id the store does not know
-        ConflictError  (RuntimeError)             a transition the lifecycle refuses, or a lost race
+        NotFoundError  (LookupError, ValueError)  an id that the store does not know
+        ConflictError  (RuntimeError)             a transition that the lifecycle forbids, or a lost race
       AdapterError     (ValueError)               spans that cannot become training data
-      RolloutError     (RuntimeError)             one rollout failed: recorded on it, never stops the run
+      RolloutError     (RuntimeError)             one rollout failed: stored on its attempt, never stops the run
 
 Every error is also the builtin that a user would expect, and pickles with its message.
 """
@@ -19,22 +19,22 @@ from pathlib import Path
 
 
 class LightningError(Exception):
-    """Anything Lightning raises on purpose."""
+    """Base of all errors that Lightning raises deliberately."""
 
 
 class PluginError(LightningError, LookupError):
-    """A plugin or one of its components is missing, broken or clashes with another."""
+    """A plugin or component is missing, broken or ambiguous."""
 
 
 class ConfigError(LightningError, ValueError):
-    """A key, value or argument that nobody accepts."""
+    """An invalid key, value or argument."""
 
     setting: str | None = None
-    """The setting of a component that was wrong, so that whoever read it from a file can say in which line."""
+    """The invalid setting of a component, from which a configuration file's line can be found."""
 
 
 class StoreError(LightningError):
-    """The store could not do what was asked."""
+    """The store could not carry out a request."""
 
 
 class NotFoundError(StoreError, LookupError, ValueError):
@@ -42,7 +42,7 @@ class NotFoundError(StoreError, LookupError, ValueError):
 
 
 class ConflictError(StoreError, RuntimeError):
-    """A transition that the lifecycle refuses; nothing was changed."""
+    """A transition that the lifecycle forbids; nothing was changed."""
 
 
 class AdapterError(LightningError, ValueError):
@@ -50,16 +50,15 @@ class AdapterError(LightningError, ValueError):
 
 
 class RolloutError(LightningError, RuntimeError):
-    """One rollout failed. It is recorded on the attempt and never stops the run."""
+    """One rollout failed. It is stored on the attempt and never stops the run."""
 
 
 def format_error(error: BaseException) -> str:
-    """The last 16,000 characters of an error's traceback, from the first frame that is not ours.
+    """Returns the last 16,000 characters of a traceback, without our own frames at its start.
 
-    Who reads it looks for a mistake of their own, and how we came to call them says nothing of it. An error that we
-    raised on purpose, with nobody else's code on the way, is its message alone.
+    An error of ours that no foreign code raised is its message only.
     """
-    import traceback  # takes milliseconds, and a program without mistakes never asks
+    import traceback  # slow to import and rarely needed
 
     core = str(Path(__file__).parent)
     shown = traceback.TracebackException.from_exception(error)
@@ -71,8 +70,8 @@ def format_error(error: BaseException) -> str:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Returns " Did you mean 'x'?" when a known name is close to ``name``, else an empty string."""
-    import difflib  # takes milliseconds, and a program without mistakes never asks
+    """Returns " Did you mean 'x'?" if a known name is close to ``name``, else an empty string."""
+    import difflib  # slow to import and rarely needed
 
     match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" Did you mean '{match[0]}'?" if match else ""

@@ -1,4 +1,4 @@
-"""Logging: one logger named ``agentlightning``, silent below WARNING until somebody sets it up."""
+"""Logging: one logger named ``agentlightning``, silent below WARNING until ``setup_logging``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 class _StandardError(logging.Handler):
-    """Writes to standard error as it is at that moment: a live display replaces it, to stay in one piece."""
+    """Writes to the current ``sys.stderr``, which a live display may replace."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

@@ -1,9 +1,9 @@
-"""Semantic conventions: how spans and their attributes are named, and how a model call is read from them.
+"""Semantic conventions: names of spans and attributes, and readers of model calls.
 
-Three dialects of model calls are understood: OpenTelemetry's ``gen_ai.input.messages`` and ``gen_ai.output.messages``
-(JSON), the older ``gen_ai.prompt.{n}.*`` and ``gen_ai.completion.{n}.*``, which AgentOps writes too, and those of
-OpenInference, ``llm.input_messages.{n}.*`` and ``llm.output_messages.{n}.*``. The readers are pure functions of a span,
-return None (or nothing) for what it does not say, and give messages as the ``openai`` client takes them.
+The readers support three conventions: OpenTelemetry's ``gen_ai.input.messages`` and ``gen_ai.output.messages`` (JSON),
+the older ``gen_ai.prompt.{n}.*`` and ``gen_ai.completion.{n}.*``, also of AgentOps, and OpenInference's
+``llm.input_messages.{n}.*`` and ``llm.output_messages.{n}.*``. They are pure functions of a span; they return None or
+an empty list for missing data, and messages in the format of the ``openai`` client.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ SPAN_EXCEPTION: Final = "agentlightning.exception"
 SPAN_OPERATION: Final = "agentlightning.operation"
 SPAN_REWARD: Final = "agentlightning.reward"
 SPAN_VIRTUAL: Final = "agentlightning.virtual"
-"""A span that nobody recorded and somebody needed."""
+"""A span made without a tracer."""
 SPAN_ROLLOUT: Final = "agentlightning.rollout"
 """The root of an attempt's trace."""
 
-# Of the resource: who made the span, and for which attempt.
+# Attributes of the resource.
 ROLLOUT_ID: Final = "agentlightning.rollout_id"
 ATTEMPT_ID: Final = "agentlightning.attempt_id"
 SPAN_SEQUENCE_ID: Final = "agentlightning.span_sequence_id"
 TRACER_NAME: Final = "agentlightning.tracer.name"
 
 REWARD: Final = "agentlightning.reward"
-"""``.{i}.name`` and ``.{i}.value``; the first is the primary one."""
+"""``.{i}.name`` and ``.{i}.value``; the first is the primary reward."""
 LINK: Final = "agentlightning.link"
-"""``.{i}.key_match`` and ``.{i}.value_match``: the span is about the one that has this attribute with this value."""
+"""``.{i}.key_match`` and ``.{i}.value_match``: refers to the span that has this attribute with this value."""
 TAG: Final = "agentlightning.tag"
 """``.{i}``"""
 MESSAGE_BODY: Final = "agentlightning.message.body"
@@ -47,33 +47,33 @@ OPERATION_NAME: Final = "agentlightning.operation.name"
 OPERATION_INPUT: Final = "agentlightning.operation.input"
 OPERATION_OUTPUT: Final = "agentlightning.operation.output"
 
-# Of model calls.
+# Attributes of model calls.
 GEN_AI_OPERATION_NAME: Final = "gen_ai.operation.name"
 GEN_AI_PROVIDER_NAME: Final = "gen_ai.provider.name"
 GEN_AI_REQUEST_MODEL: Final = "gen_ai.request.model"
 GEN_AI_RESPONSE_MODEL: Final = "gen_ai.response.model"
 GEN_AI_RESPONSE_ID: Final = "gen_ai.response.id"
-"""The key that joins a client's span and the gateway's."""
+"""Joins a client's span and the gateway's."""
 GEN_AI_FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
 GEN_AI_TIME_TO_FIRST_CHUNK: Final = "gen_ai.response.time_to_first_chunk"
-"""Seconds from the request to the first piece of a streamed answer."""
+"""Seconds from the request to the first chunk of a streamed answer."""
 GEN_AI_INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
 GEN_AI_OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
 GEN_AI_INPUT_MESSAGES: Final = "gen_ai.input.messages"
 GEN_AI_OUTPUT_MESSAGES: Final = "gen_ai.output.messages"
 GEN_AI_SYSTEM_INSTRUCTIONS: Final = "gen_ai.system_instructions"
-"""The system message, as a list of parts, where it is not among the input messages."""
+"""The system message as a list of parts, if the input messages do not include it."""
 GEN_AI_TOOL_DEFINITIONS: Final = "gen_ai.tool.definitions"
 PROMPT_TOKEN_IDS: Final = "prompt_token_ids"
 RESPONSE_TOKEN_IDS: Final = "response_token_ids"
 LOGPROBS: Final = "logprobs"
-"""Of the sampled tokens, one for each of ``response_token_ids``."""
+"""One for each of ``response_token_ids``."""
 CHOICE: Final = "agentlightning.choice"
 """With n > 1: ``.{i}.response_token_ids`` and ``.{i}.logprobs`` of choice i > 0."""
 WEIGHT_VERSION: Final = "agentlightning.weight_version"
-"""Version of the weights that sampled the answer."""
+"""Version of the weights that generated the answer."""
 GATEWAY_COMPLETE: Final = "agentlightning.gateway.complete"
-"""Whether the whole answer passed the gateway, which alone sets it; what did not must not be trained on."""
+"""Set by the gateway: whether the whole answer passed it. Incomplete answers must not be trained on."""
 
 _CALL_OPERATIONS: Final = frozenset({"chat", "text_completion", "generate_content", "completion", "response"})
 _KIND_KEYS: Final = ("openinference.span.kind", "agentops.span.kind", "traceloop.span.kind")
@@ -82,7 +82,7 @@ Message = dict[str, Any]
 
 
 class TokenData(NamedTuple):
-    """The tokens of one answer to a model call."""
+    """The tokens of one answer."""
 
     prompt_token_ids: list[int]
     response_token_ids: list[int]
@@ -90,7 +90,7 @@ class TokenData(NamedTuple):
 
 
 def is_llm_call(span: Span) -> bool:
-    """Whether a span is a call of a generative model: not an embedding, an agent or a tool."""
+    """Whether a span is a call of a generative model (not of an embedding model, an agent or a tool)."""
     attributes = span.attributes
     operation = attributes.get(GEN_AI_OPERATION_NAME)
     if operation is not None:
@@ -108,7 +108,7 @@ def is_llm_call(span: Span) -> bool:
 
 
 def is_tool_call(span: Span) -> bool:
-    """Whether a span is the run of a tool."""
+    """Whether a span is a tool run."""
     attributes = span.attributes
     operation = attributes.get(GEN_AI_OPERATION_NAME)
     if operation is not None:
@@ -117,40 +117,29 @@ def is_tool_call(span: Span) -> bool:
 
 
 def read_tool_name(span: Span) -> str | None:
-    """The name of the tool that a span is a run of."""
-    for key in ("gen_ai.tool.name", "tool.name", "tool_name", "operation.name", "traceloop.entity.name"):
-        if span.attributes.get(key):
-            return str(span.attributes[key])
-    return None
+    """Returns the tool's name of a tool run."""
+    keys = ("gen_ai.tool.name", "tool.name", "tool_name", "operation.name", "traceloop.entity.name")
+    return _first_text(span.attributes, keys)
 
 
 def is_gateway_call(span: Span) -> bool:
-    """Whether a span was recorded by the gateway, which knows the tokens."""
+    """Whether the gateway recorded a span; its spans include tokens."""
     return GATEWAY_COMPLETE in span.attributes
 
 
 def read_response_id(span: Span) -> str | None:
-    """The id that the model server gave its answer."""
+    """Returns the id that the model server gave to its answer."""
     value = span.attributes.get(GEN_AI_RESPONSE_ID) or _raw_output(span).get("id")
     return str(value) if value else None
 
 
 def read_model(span: Span) -> str | None:
-    """The model that answered, else the one that was asked."""
-    attributes = span.attributes
-    for key in (GEN_AI_RESPONSE_MODEL, GEN_AI_REQUEST_MODEL, "llm.model_name"):
-        if attributes.get(key):
-            return str(attributes[key])
-    return None
+    """Returns the model that answered, else the requested one."""
+    return _first_text(span.attributes, (GEN_AI_RESPONSE_MODEL, GEN_AI_REQUEST_MODEL, "llm.model_name"))
 
 
 def read_token_data(span: Span, choice: int = 0) -> TokenData | None:
-    """The tokens of an answer, where somebody recorded them.
-
-    Args:
-        span: a model call.
-        choice: which of n answers.
-    """
+    """Returns the tokens of answer ``choice`` of n, if they were recorded."""
     attributes: Mapping[str, Any] = span.attributes
     prefix = f"{CHOICE}.{choice}." if choice else ""
     response = attributes.get(prefix + RESPONSE_TOKEN_IDS)
@@ -174,7 +163,7 @@ def read_token_data(span: Span, choice: int = 0) -> TokenData | None:
 
 
 def read_finish_reasons(span: Span) -> list[str]:
-    """Why each answer ended, in OpenAI's words."""
+    """Returns why each answer ended, in OpenAI's terms."""
     value = span.attributes.get(GEN_AI_FINISH_REASONS) or span.attributes.get("llm.finish_reason")
     if isinstance(value, str):
         parsed = _parse(value)
@@ -186,7 +175,7 @@ def read_finish_reasons(span: Span) -> list[str]:
 
 
 def read_input_messages(span: Span) -> list[Message]:
-    """What the model was given."""
+    """Returns the messages of the prompt."""
     messages = _read_messages(span.attributes, GEN_AI_INPUT_MESSAGES, "gen_ai.prompt", "llm.input_messages")
     parts = _parse(span.attributes.get(GEN_AI_SYSTEM_INSTRUCTIONS))
     if isinstance(parts, list) and not (messages and messages[0].get("role") == "system"):
@@ -195,12 +184,12 @@ def read_input_messages(span: Span) -> list[Message]:
 
 
 def read_output_messages(span: Span) -> list[Message]:
-    """What the model answered: one message per choice."""
+    """Returns the answers: one message per choice."""
     return _read_messages(span.attributes, GEN_AI_OUTPUT_MESSAGES, "gen_ai.completion", "llm.output_messages")
 
 
 def read_tools(span: Span) -> list[Message]:
-    """The tools that the model could call."""
+    """Returns the tools that the model could call."""
     attributes = span.attributes
     tools = _parse(attributes.get(GEN_AI_TOOL_DEFINITIONS))
     if not isinstance(tools, list):
@@ -212,7 +201,7 @@ def read_tools(span: Span) -> list[Message]:
 
 
 def find_image_urls(messages: Sequence[Message]) -> list[str]:
-    """The URLs (``data:`` ones too) of the images in messages, in order."""
+    """Returns the URLs of the images in messages, including ``data:`` URLs, in order."""
     return [
         part["image_url"]["url"]
         for message in messages
@@ -223,7 +212,7 @@ def find_image_urls(messages: Sequence[Message]) -> list[str]:
 
 
 def read_links(span: Span) -> list[tuple[str, Any]]:
-    """Which spans this one is about: pairs of an attribute's name and its value."""
+    """Returns the span's references to others: pairs of an attribute's name and value."""
     return [
         (str(link["key_match"]), link["value_match"])
         for link in _indexed(span.attributes, LINK)
@@ -232,16 +221,20 @@ def read_links(span: Span) -> list[tuple[str, Any]]:
 
 
 def link_attributes(links: Mapping[str, Any]) -> dict[str, Any]:
-    """Attributes that say which span another is about: ``emit_reward(1.0, attributes=link_attributes({...}))``.
+    """Returns attributes that refer to another span: ``emit_reward(1.0, attributes=link_attributes({...}))``.
 
     Args:
-        links: the value that an attribute of that span has, such as ``{"gen_ai.response.id": completion.id}``.
+        links: attributes of that span, such as ``{"gen_ai.response.id": completion.id}``.
     """
     attributes: dict[str, Any] = {}
     for i, (key, value) in enumerate(links.items()):
         attributes[f"{LINK}.{i}.key_match"] = key
         attributes[f"{LINK}.{i}.value_match"] = value
     return attributes
+
+
+def _first_text(attributes: Mapping[str, Any], keys: Sequence[str]) -> str | None:
+    return next((str(attributes[key]) for key in keys if attributes.get(key)), None)
 
 
 def _read_messages(attributes: Mapping[str, Any], json_key: str, indexed: str, openinference: str) -> list[Message]:
@@ -255,13 +248,13 @@ def _read_messages(attributes: Mapping[str, Any], json_key: str, indexed: str, o
 
 
 def _from_parts(item: Mapping[str, Any]) -> Iterator[Message]:
-    """One OpenTelemetry message (role and parts) as chat messages: each tool response is one of its own."""
+    """Converts one OpenTelemetry message (role and parts) to chat messages: one more for each tool response."""
     role = item.get("role") or "assistant"
     if "parts" not in item:
         yield {key: value for key, value in item.items() if key != "finish_reason"}
         return
     parts: Sequence[Any] = item["parts"] or ()
-    if len(parts) == 1 and isinstance(parts[0], dict) and parts[0].get("type") == "text":  # nearly all are like that
+    if len(parts) == 1 and isinstance(parts[0], dict) and parts[0].get("type") == "text":  # nearly all messages
         yield {"role": role, "content": parts[0].get("content", "")}
         return
     content: list[dict[str, Any]] = []
@@ -291,7 +284,7 @@ def _from_parts(item: Mapping[str, Any]) -> Iterator[Message]:
 
 
 def _from_fields(item: Mapping[str, Any]) -> Message:
-    """One message of the indexed dialects."""
+    """Converts one message of the indexed conventions."""
     content = item.get("content")
     if content is None:
         content = [_to_content_part(_unwrap(part)) for part in _listed(item.get("contents"))]
@@ -335,7 +328,7 @@ def _to_content_part(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _indexed(attributes: Mapping[str, Any], prefix: str) -> list[dict[str, Any]]:
-    """Collects ``{prefix}.{n}.{path}`` into one nested dict for each n, in order."""
+    """Collects ``{prefix}.{n}.{path}`` into one nested dict per n, in order."""
     start = prefix + "."
     tree: dict[str, Any] = {}
     for key, value in attributes.items():
@@ -356,7 +349,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _unwrap(item: dict[str, Any]) -> dict[str, Any]:
-    """OpenInference puts each item of a list under a name of its own, such as ``tool_call``."""
+    """Unwraps a list item of OpenInference, which nests it under a name such as ``tool_call``."""
     if len(item) == 1:
         (inner,) = item.values()
         return inner if isinstance(inner, dict) else item
@@ -365,7 +358,7 @@ def _unwrap(item: dict[str, Any]) -> dict[str, Any]:
 
 
 def _raw_output(span: Span) -> Mapping[str, Any]:
-    """The answer as the server sent it, which OpenInference keeps."""
+    """Returns the server's original answer, which OpenInference records."""
     if span.attributes.get("openinference.span.kind") != "LLM":
         return {}
     parsed = _parse(span.attributes.get("output.value"))

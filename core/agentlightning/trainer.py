@@ -1,4 +1,4 @@
-"""``Trainer``: joins an agent, an algorithm, a store and runners into one run."""
+"""``Trainer``: runs an algorithm with an agent, a store and runners."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from agentlightning.errors import ConfigError, LightningError
 from agentlightning.execution import RUNNERS_FAILED, ExecutionStrategy
 from agentlightning.litagent import LitAgent, RewardFunction, wrap
 from agentlightning.plugin.registry import get_manager
+from agentlightning.plugin.settings import require_least
 from agentlightning.resources import Resource, read_resources
 from agentlightning.run.directory import RunDirectory
 from agentlightning.run.stop_event import StopEvent
@@ -41,8 +42,7 @@ logger = logging.getLogger("agentlightning")
 class Trainer:
     """Runs an algorithm over an agent.
 
-    Every component is an instance, a registered name (``agl plugins`` lists them), or ``{"name": ..., **settings}``;
-    what is not given gets a fitting default.
+    Every component is an instance, a registered name (``agl plugins`` lists them), or ``{"name": ..., **settings}``.
     """
 
     def __init__(
@@ -66,42 +66,39 @@ class Trainer:
         max_concurrency: int | None = None,
         seed: int = 0,
     ) -> None:
-        """Chooses the parts of a run.
+        """Selects the components of a run.
 
         Args:
-            algorithm: what learns; ``fit`` needs one, ``dev`` defaults to ``baseline``.
+            algorithm: ``fit`` needs one, ``dev`` defaults to ``baseline``.
             store: an instance or a URL; default ``memory://``.
             tracer: default ``otel``.
             adapter: default is the algorithm's own ``default_adapter``.
             strategy: default ``cs``, runner processes; ``shm`` runs everything as threads.
-            runner: instead of the default runner; must be picklable for ``cs``.
-            llm_proxy: the gateway; algorithms that need one make it when it is not given.
+            runner: default is ``LitAgentRunner``; must be picklable for ``cs``.
+            llm_proxy: the gateway; algorithms that need one create it by default.
             n_runners: runner processes (``cs``) or threads (``shm``).
             max_rollouts: each runner ends after so many.
-            initial_resources: what the agent gets before anything was learned; a plain str is a prompt.
+            initial_resources: the agent's resources before training; a plain str is a prompt.
             hooks: called around every rollout, in the runner's process.
             port: of the served store; default is a free one.
-            trackers: where metrics go; default ``console``, and ``jsonl`` when there is a ``run_dir``.
-            run_dir: directory of the run: metrics, checkpoints, report. Default is none. It belongs to one run.
-            resume: continue the run in ``run_dir`` where it was interrupted or killed.
-            max_concurrency: rollouts at once in each runner; default 16.
-            seed: what algorithms draw with that are given none of their own; a resumed run keeps the one it has.
+            trackers: where metrics go; default ``console``, and ``jsonl`` with a ``run_dir``.
+            run_dir: directory for metrics, checkpoints and report, used by one run only; default is none.
+            resume: continue the interrupted or killed run in ``run_dir``.
+            max_concurrency: concurrent rollouts in each runner; default 16.
+            seed: for algorithms without a seed of their own; a resumed run keeps its seed.
 
         Raises:
-            ConfigError: values that do not go together.
+            ConfigError: values that exclude each other.
             PluginError: a name that no plugin offers.
         """
-        if n_runners < 1:
-            raise ConfigError(f"n_runners = {n_runners}: at least 1 is needed")
-        if max_concurrency is not None and max_concurrency < 1:
-            raise ConfigError(f"max_concurrency = {max_concurrency}: at least 1 is needed")
+        require_least(1, n_runners=n_runners, max_concurrency=max_concurrency)
         if resume and run_dir is None:
             raise ConfigError("resume=True needs run_dir, the directory of the run to continue")
         self.algorithm: Algorithm | None = _component("algorithm", algorithm)
         self.store = create_store(store) if isinstance(store, str) else store
         self.tracer: Tracer | Spec = tracer if tracer is not None else "otel"
         if isinstance(self.tracer, (str, Mapping)):
-            get_manager().check("tracer", self.tracer)  # it is made in the runners' processes; a typo is known here
+            get_manager().check("tracer", self.tracer)  # created in the runners' processes, but checked here
         self.adapter: TraceAdapter[Any] | None = _component("adapter", adapter)
         self.llm_proxy: Gateway | None = _component("gateway", llm_proxy)
         self.runner = runner
@@ -115,7 +112,7 @@ class Trainer:
         self.max_concurrency = DEFAULT_CONCURRENCY if max_concurrency is None else max_concurrency
         self.strategy = self._choose_strategy(strategy, port)
         self.run_config: Mapping[str, Any] = {}
-        """What the run's record in the store says of its configuration, besides the algorithm."""
+        """Stored in the run's record as its configuration, besides the algorithm."""
         if trackers is None:
             trackers = ["console"] if self.run_dir is None else ["console", "jsonl"]
         several = trackers if isinstance(trackers, Sequence) and not isinstance(trackers, str) else [trackers]
@@ -132,24 +129,23 @@ class Trainer:
         """Trains until the algorithm is done.
 
         Args:
-            agent: a function, decorated or plain, a LitAgent, or an object of a framework that a plugin knows.
+            agent: a function, decorated or plain, a LitAgent, or an object of a framework that a plugin supports.
             train_dataset: tasks to learn from.
-            val_dataset: tasks to judge by.
-            reward: ``reward(task, output, rollout)``, for agents that do not say their reward themselves.
+            val_dataset: tasks to evaluate with.
+            reward: ``reward(task, output, rollout)``, for agents that do not emit their reward themselves.
 
         Returns:
             The run, with its final status.
 
         Raises:
-            ConfigError: there is no algorithm, a dataset is none, or the algorithm cannot work with what it is given.
-            Exception: whatever the algorithm raised. What the agent raises is recorded, and raised nowhere; a run in
-                which every rollout failed has the status ``failed``.
+            ConfigError: no algorithm, not a dataset, or something that the algorithm cannot work with.
+            Exception: any error of the algorithm. Errors of the agent are only stored on their attempts; a run in which
+                every rollout failed has the status ``failed``.
         """
         if self.algorithm is None:
             names = ", ".join(get_manager().components("algorithm"))
             raise ConfigError(f"fit needs an algorithm, as in Trainer(algorithm='baseline'); installed: {names}")
-        work = functools.partial(self._run, self.algorithm, wrap(agent, reward), train_dataset, val_dataset)
-        return run_beside_loop(work)
+        return self._run(self.algorithm, wrap(agent, reward), train_dataset, val_dataset)
 
     def dev(
         self,
@@ -170,13 +166,14 @@ class Trainer:
                 f"dev is a dry run and needs a FastAlgorithm, but the trainer has {type(algorithm).__name__}; "
                 "use fit, or Trainer(algorithm='baseline')"
             )
-        return run_beside_loop(functools.partial(self._run, algorithm, wrap(agent, reward), train_dataset, val_dataset))
+        return self._run(algorithm, wrap(agent, reward), train_dataset, val_dataset)
 
     def _choose_strategy(self, strategy: ExecutionStrategy | Spec | None, port: int | None) -> ExecutionStrategy:
         if isinstance(strategy, ExecutionStrategy):
-            own = getattr(strategy, "n_runners", self.n_runners)
-            if self.n_runners not in (1, own):
-                logger.warning("n_runners = %d has no effect: the strategy given has %d", self.n_runners, own)
+            if self.n_runners not in (1, strategy.n_runners):
+                logger.warning(
+                    "n_runners = %d has no effect: the given strategy has %d", self.n_runners, strategy.n_runners
+                )
             return strategy
         spec: dict[str, Any] = {"name": strategy} if isinstance(strategy, str) else dict(strategy or {"name": "cs"})
         spec.setdefault("n_runners", self.n_runners)
@@ -207,13 +204,15 @@ class Trainer:
             directory=self.run_dir,
             seed=self.seed,
         )
-        if getattr(self.strategy, "role", "both") != "runner":
+        return run_beside_loop(functools.partial(self._execute, algorithm, agent, context))
+
+    def _execute(self, algorithm: Algorithm, agent: LitAgent[Any], context: RunContext) -> Run:
+        if self.strategy.role != "runner":
             algorithm.check_setup(context)
         with contextlib.ExitStack() as stack:
-            store = context.store
-            if store is None:
-                store = context.store = create_store("memory://")
-                stack.callback(_close, store)
+            store = context.store if context.store is not None else create_store("memory://")
+            if context.store is None:
+                stack.callback(lambda: asyncio.run(store.close()))
             if self.run_dir is not None:
                 opened = RunDirectory.open(self.run_dir, resume=self.resume, seed=self.seed)
                 directory = stack.enter_context(contextlib.closing(opened))
@@ -225,21 +224,13 @@ class Trainer:
             )
             self.strategy.execute(job, runner_job, store)
             if context.run.status == "running":  # the algorithm ran in another process
-                context.run = asyncio.run(_find_run(store)) or context.run
+                context.run = asyncio.run(store.get_run_by_id(store.run_id)) or context.run
         return context.run
 
 
 def first_resources(agent: LitAgent[Any], given: Mapping[str, Resource] | None) -> Mapping[str, Resource] | None:
-    """What a run begins with: what is given, over the prompts that the agent itself has; None if there are none."""
+    """Returns the agent's own prompts, overridden by the given resources; None if there are none."""
     return {**agent.initial_prompts(), **(given or {})} or None
-
-
-async def _find_run(store: LightningStore) -> Run | None:
-    return await store.get_run_by_id(store.run_id)
-
-
-def _close(store: LightningStore) -> None:
-    asyncio.run(store.close())
 
 
 def _check_datasets(**datasets: Any) -> None:
@@ -249,8 +240,8 @@ def _check_datasets(**datasets: Any) -> None:
             hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
         ):
             raise ConfigError(
-                f"{name} is a {type(dataset).__name__}: a sequence of tasks is needed, something with len() and "
-                "positions, such as a list; read files first, or name them in a configuration for `agl train`"
+                f"{name} is a {type(dataset).__name__}: a sequence of tasks is needed, with len() and positions, such "
+                "as a list; read files first, or name them in a configuration for `agl train`"
             )
     if given and not any(len(dataset) for dataset in given.values()):
         raise ConfigError(f"{' and '.join(given)} hold{'s' * (len(given) == 1)} no task")
@@ -272,18 +263,18 @@ class TrainerJob:
     resume: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """What travels to a process of the algorithm's own: all but what belongs to the trainer's."""
+        """Leaves out what cannot be sent to another process."""
         context = dataclasses.replace(self.context, store=None, trainer=None)
         return {**self.__dict__, "context": context}
 
     async def __call__(self, store: LightningStore) -> None:
-        """Runs the algorithm, feeds the trackers, and leaves the run with its final status in the store."""
+        """Runs the algorithm and the trackers, and stores the final status of the run."""
         algorithm, context = self.algorithm, self.context
         context.store = store
         directory = context.directory
         name = directory.name if directory is not None else store.run_id
         context.run = await store.create_run(name, config=context.run.config)
-        if context.run.status != "running":  # it is resumed, or the store has seen a run before
+        if context.run.status != "running":  # it is resumed, or the store was used before
             context.run = await store.update_run(context.run.run_id, "running")
         algorithm.context = context
         following = asyncio.create_task(follow(store, context.run, self.trackers, directory))
@@ -313,7 +304,7 @@ class TrainerJob:
                 context.run = await store.update_run(context.run.run_id, status)
             await asyncio.wait([following], timeout=60.0)
             if following.done() and (error := following.exception()) is not None:
-                logger.error("the trackers could not follow the run to its end: %s", error)
+                logger.error("the trackers missed the end of the run: %s", error)
             following.cancel()
             if directory is not None:
                 await _write_reports(store, directory)
@@ -334,12 +325,12 @@ async def _write_reports(store: LightningStore, directory: Path) -> None:
     for name in manager.components("report"):
         try:
             await manager.get("report", name)(store, directory)
-        except (LightningError, OSError) as error:  # a missing report must not change how the run ended
+        except (LightningError, OSError) as error:  # a missing report must not change the result of the run
             logger.warning("the report %r of %s could not be written: %s", name, directory, error)
 
 
 async def _has_only_failed(store: LightningStore) -> bool:
-    """Whether rollouts were run and none succeeded, which no mean of rewards would tell."""
+    """Whether rollouts were run and all of them failed."""
     if (await store.query_rollouts(status_in=["succeeded"], limit=1)).total:
         return False
     return (await store.query_rollouts(status_in=["failed"], limit=1)).total > 0

@@ -1,7 +1,7 @@
 """The records that algorithms, runners and stores exchange.
 
-All are frozen pydantic models; mappings inside them are immutable (see ``frozen``). Instants are Unix time in seconds,
-durations are seconds. ``dataclasses.replace`` is ``record.model_copy(update={...})`` here.
+Frozen pydantic models; mappings in them are immutable too (see ``frozen``). Instants are Unix time in seconds,
+durations are seconds. ``record.model_copy(update={...})`` returns a changed copy.
 """
 
 import functools
@@ -11,24 +11,17 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    Final,
-    Generic,
-    Literal,
-    Protocol,
-    Self,
-    TypeAlias,
-    TypeVar,
-    overload,
-)
+from typing import TYPE_CHECKING, Annotated, Any, Final, Generic, Literal, Protocol, Self, TypeAlias, TypeVar, overload
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from agentlightning.errors import ConfigError, format_error, suggest
 from agentlightning.frozen import FrozenDict, FrozenList, freeze, freeze_attributes, valid_text
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan as ReadableSpan
+else:
+    ReadableSpan = Any  # the SDK takes long to import
 
 logger = logging.getLogger("agentlightning")
 T = TypeVar("T")
@@ -42,7 +35,7 @@ RunStatus: TypeAlias = Literal["running", "succeeded", "failed", "interrupted"]
 FilterLogic: TypeAlias = Literal["and", "or"]
 SortOrder: TypeAlias = Literal["asc", "desc"]
 TaskInput: TypeAlias = Any
-"""One task as the user wrote it: whatever the agent's first parameter takes."""
+"""One task of a dataset: the agent's first argument."""
 
 ENDED_ROLLOUT: Final = frozenset({"failed", "succeeded", "cancelled"})
 LIVE_ATTEMPT: Final = frozenset({"preparing", "running"})
@@ -50,7 +43,7 @@ DEFAULT_RUN_ID: Final = "default"
 
 
 class Unset(Enum):
-    """The type of UNSET: an argument that was not given, as opposed to None."""
+    """The type of UNSET, the default of arguments for which None is a value."""
 
     UNSET = "UNSET"
 
@@ -75,35 +68,35 @@ def _freeze_list(values: list[Any]) -> FrozenList:
 
 
 def _freeze_dict(values: dict[str, Any]) -> FrozenDict:
-    """A function, because pydantic takes milliseconds at import to find out what the class itself takes."""
+    """A function, because pydantic would inspect the signature of the class at import, which takes milliseconds."""
     return FrozenDict(values)
 
 
 JsonObject = Annotated[dict[str, Any], AfterValidator(freeze)]
-"""A JSON mapping, frozen on the way in; what is not JSON is refused."""
+"""A JSON mapping, frozen on validation; other values are rejected."""
 Attributes = Annotated[dict[str, Any], BeforeValidator(freeze_attributes), AfterValidator(_freeze_dict)]
-"""What was observed, frozen on the way in; what is not JSON becomes text, so that no span is lost for it."""
+"""Observed values, frozen on validation; values that are not JSON become text, so that the span is not lost."""
 Text = Annotated[str, BeforeValidator(lambda text: valid_text(text) if isinstance(text, str) else text)]
-"""What was observed: lone surrogates become escapes."""
+"""Observed text; lone surrogates become escapes."""
 
 
 def _keep_finite(values: dict[str, float]) -> FrozenDict:
-    lost = [name for name, value in values.items() if not math.isfinite(value)]
-    if lost:
-        logger.warning("metrics that are not finite numbers are left out: %s", ", ".join(lost))
-    return FrozenDict({name: value for name, value in values.items() if math.isfinite(value)})
+    finite = {name: value for name, value in values.items() if math.isfinite(value)}
+    if len(finite) < len(values):
+        logger.warning("metrics that are not finite numbers are left out: %s", ", ".join(values.keys() - finite.keys()))
+    return FrozenDict(finite)
 
 
 class Record(BaseModel):
-    """A frozen record: unknown fields are refused, equal fields make equal records."""
+    """A frozen record that rejects unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_bytes="base64", val_json_bytes="base64")
 
     @classmethod
     def from_valid(cls, values: dict[str, Any]) -> Self:
-        """Makes a record of values that were validated before, one for each field; ``values`` becomes its own.
+        """Makes a record of validated values, one for each field, and takes ownership of ``values``.
 
-        What ``model_construct`` does, in a fifth of the time: stores join and copy records all day long.
+        Hot path of the stores: takes a fifth of the time of ``model_construct``.
         """
         record = cls.__new__(cls)
         object.__setattr__(record, "__dict__", values)
@@ -113,7 +106,7 @@ class Record(BaseModel):
         return record
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """As pydantic's, in half the time; a changed copy counts all its fields as set."""
+        """As pydantic's, in half the time; all fields of a changed copy count as set."""
         if deep or update is None or self.__pydantic_private__ is not None:
             return super().model_copy(update=update, deep=deep)
         return self.from_valid({**self.__dict__, **update})
@@ -121,7 +114,7 @@ class Record(BaseModel):
 
 @functools.cache
 def _all_fields(cls: type[BaseModel]) -> set[str]:
-    """Shared by the records made of all fields: being frozen, they never change it."""
+    """Shared by all records of a class; frozen records never change it."""
     return set(cls.model_fields)
 
 
@@ -137,15 +130,15 @@ class Run(Record):
 
 
 class RolloutConfig(Record):
-    """How long a rollout may take and when it is tried again."""
+    """Timeouts and retries of a rollout."""
 
     timeout_seconds: float | None = Field(default=None, gt=0)
-    """An attempt older than this ends as ``timeout``."""
+    """After this time an attempt ends as ``timeout``."""
     unresponsive_seconds: float | None = Field(default=None, gt=0)
-    """An attempt without a span or heartbeat for this long ends as ``unresponsive``."""
+    """After this time without a span or heartbeat an attempt ends as ``unresponsive``."""
     max_attempts: int = Field(default=1, ge=1)
     retry_condition: Annotated[list[AttemptStatus], AfterValidator(_freeze_list)] = Field(default_factory=list)
-    """The attempt ends after which the rollout is queued again while ``max_attempts`` allows."""
+    """The final attempt statuses after which the rollout is queued again, up to ``max_attempts``."""
 
     if not TYPE_CHECKING:  # type checkers see the fields as parameters
 
@@ -169,12 +162,12 @@ class Rollout(Record):
     status: RolloutStatus = "queuing"
     config: RolloutConfig = Field(default_factory=RolloutConfig)
     metadata: JsonObject | None = None
-    """Free; the keys ``task_id``, ``group`` and ``step`` are indexed by every store."""
+    """Any JSON; every store indexes the keys ``task_id``, ``group`` and ``step``."""
     run_id: str = DEFAULT_RUN_ID
 
 
 class AttemptFailure(Record):
-    """What an agent raised, as it was seen."""
+    """The error of a failed attempt."""
 
     type: Text
     message: Text
@@ -182,21 +175,17 @@ class AttemptFailure(Record):
 
     @classmethod
     def from_exception(cls, error: BaseException) -> "AttemptFailure":
-        """Keeps type, message and the traceback from the first frame of the agent's."""
-        return cls(
-            type=type(error).__qualname__,
-            message=str(error)[:4000],
-            traceback=format_error(error),
-        )
+        """Keeps type, message and the traceback from the first frame of user code."""
+        return cls(type=type(error).__qualname__, message=str(error)[:4000], traceback=format_error(error))
 
 
 class Attempt(Record):
-    """The n-th try of a rollout."""
+    """One try of a rollout."""
 
     rollout_id: str
     attempt_id: str
     sequence_id: int = Field(ge=1)
-    """n, from 1."""
+    """Number of the try, from 1."""
     start_time: float
     end_time: float | None = None
     status: AttemptStatus = "preparing"
@@ -205,9 +194,9 @@ class Attempt(Record):
     metadata: JsonObject | None = None
     error: AttemptFailure | None = None
     late_status: AttemptStatus | None = None
-    """A result that came after the attempt had ended; it never touches the rollout."""
+    """A result that arrived after the attempt had ended; it does not affect the rollout."""
     spans_dropped: int = 0
-    """Spans that could not be delivered. Such an attempt is left out of training data."""
+    """Number of undelivered spans. Training data leaves out attempts that lost spans."""
     reward: float | None = Field(default=None, allow_inf_nan=False)
     """The final reward, which the runner sets at the end. None: there is none, or only the spans have it."""
 
@@ -225,7 +214,7 @@ class AttemptedRollout(Rollout):
 
 
 class EnqueueRolloutRequest(Record):
-    """What a client asks for when it queues one rollout."""
+    """The arguments of ``enqueue_rollout``, for ``enqueue_many_rollouts``."""
 
     input: Annotated[Any, AfterValidator(freeze)]
     mode: RolloutMode | None = None
@@ -233,7 +222,7 @@ class EnqueueRolloutRequest(Record):
     config: RolloutConfig | None = None
     metadata: JsonObject | None = None
     rollout_id: str | None = Field(default=None, min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._:-]+$")
-    """Chosen by the client; enqueueing it again returns the rollout that is there."""
+    """Chosen by the client; enqueueing it again returns the existing rollout."""
 
     @classmethod
     def make(
@@ -244,11 +233,7 @@ class EnqueueRolloutRequest(Record):
         config: RolloutConfig | None,
         metadata: Mapping[str, Any] | None,
     ) -> "EnqueueRolloutRequest":
-        """From the arguments that stores take.
-
-        Raises:
-            ConfigError: the task or its metadata is not JSON; the message says where.
-        """
+        """Makes a request from the arguments of ``enqueue_rollout``; raises ConfigError where they are not JSON."""
         return cls(
             input=freeze(input, "input"),
             mode=mode,
@@ -271,23 +256,23 @@ class Worker(Record):
     current_rollout_id: str | None = None
     current_attempt_id: str | None = None
     attempt_ids: Annotated[list[str], AfterValidator(_freeze_list)] | None = None
-    """The live attempts that it said it runs; its heartbeats renew their leases only. None: it never said."""
+    """The live attempts that it reported; its heartbeats renew only their leases. None: it reported none yet."""
     ended_at: float | None = None
-    """When it was said to be dead; it gets no work any more."""
+    """When it was reported dead; from then on it gets no work."""
 
 
 class Metrics(Record):
-    """The numbers of one step of a run."""
+    """The metrics of one step of a run."""
 
     run_id: str = DEFAULT_RUN_ID
     step: int
     time: float
     values: Annotated[dict[str, float], AfterValidator(_keep_finite)]
-    """NaN and infinities are left out with a warning: a number that went wrong must not end a training."""
+    """NaN and infinities are left out with a warning instead of failing the training."""
 
 
 class Triplet(Record):
-    """(prompt, response, reward) of one model call: the unit of training."""
+    """(prompt, response, reward) of one model call: the unit of training data."""
 
     prompt: Any
     response: Any
@@ -303,7 +288,7 @@ class TraceStatus(Record):
 
 
 class SpanEvent(Record):
-    """Something that happened at an instant of a span, such as an exception."""
+    """An event at an instant of a span, such as an exception."""
 
     name: Text
     attributes: Attributes = Field(default_factory=FrozenDict)
@@ -311,7 +296,7 @@ class SpanEvent(Record):
 
 
 class SpanContext(Record):
-    """Which trace and span, as OpenTelemetry identifies them."""
+    """OpenTelemetry's identification of a span."""
 
     trace_id: str
     span_id: str
@@ -327,7 +312,7 @@ class SpanLink(Record):
 
 
 class SpanResource(Record):
-    """Who made the span: OpenTelemetry's resource."""
+    """OpenTelemetry's resource: the origin of a span."""
 
     attributes: Attributes = Field(default_factory=FrozenDict)
     schema_url: str = ""
@@ -345,7 +330,7 @@ class Span(Record):
     rollout_id: str
     attempt_id: str
     sequence_id: int = Field(default=0, ge=0)
-    """Order within the attempt, from 1; 0 asks the store to assign the next one on arrival."""
+    """Order within the attempt, from 1; 0 lets the store assign the next one on arrival."""
     trace_id: str
     """32 hex digits."""
     span_id: str
@@ -379,10 +364,9 @@ class Span(Record):
         resource: SpanResource | None = None,
         status: TraceStatus | None = None,
     ) -> "Span":
-        """Makes a span from its attributes alone; everything else gets a fitting value.
+        """Makes a span from attributes. Times default to now, ids are random, the name is ``agentlightning.virtual``.
 
-        Times default to now, ids to fresh random ones, the name to ``agentlightning.virtual``. Of all ways to make a
-        span this one is taken most, so the arguments are taken at their types' word.
+        Hot path: arguments are not validated.
         """
         start_time = time.time() if start_time is None else start_time
         return cls.from_valid(
@@ -407,7 +391,7 @@ class Span(Record):
         )
 
     def sealed(self) -> "Span":
-        """The span with attributes that can be stored and shared, if it was made without validation."""
+        """Returns the span with frozen attributes, in case it was made without validation."""
         if type(self.attributes) is FrozenDict and not (
             self.events and any(type(event.attributes) is not FrozenDict for event in self.events)
         ):
@@ -417,64 +401,38 @@ class Span(Record):
 
     @classmethod
     def from_opentelemetry(
-        cls, readable_span: "ReadableSpan", rollout_id: str, attempt_id: str, sequence_id: int = 0
+        cls, readable_span: ReadableSpan, rollout_id: str, attempt_id: str, sequence_id: int = 0
     ) -> "Span":
         """Converts a finished OpenTelemetry SDK span (nanoseconds become seconds)."""
-        context, parent = readable_span.context, readable_span.parent
-        code = readable_span.status.status_code.name
+        span: Any = readable_span
+        code = span.status.status_code.name
         return cls.model_construct(
             rollout_id=rollout_id,
             attempt_id=attempt_id,
             sequence_id=sequence_id,
-            trace_id=f"{context.trace_id:032x}",
-            span_id=f"{context.span_id:016x}",
-            parent_id=f"{parent.span_id:016x}" if parent is not None else None,
-            name=valid_text(readable_span.name),
+            trace_id=f"{span.context.trace_id:032x}",
+            span_id=f"{span.context.span_id:016x}",
+            parent_id=f"{span.parent.span_id:016x}" if span.parent is not None else None,
+            name=valid_text(span.name),
             status=_UNSET_STATUS
             if code == "UNSET"
-            else TraceStatus(status_code=code, description=readable_span.status.description),
-            attributes=freeze_attributes(readable_span.attributes or {}),
+            else TraceStatus(status_code=code, description=span.status.description),
+            attributes=freeze_attributes(span.attributes or {}),
             events=[
                 SpanEvent(name=e.name, attributes=dict(e.attributes or {}), timestamp=e.timestamp / 1e9)
-                for e in readable_span.events
+                for e in span.events
             ]
             or _NOTHING,
             links=[
-                SpanLink(context=_context(link.context), attributes=dict(link.attributes or {}))
-                for link in readable_span.links
+                SpanLink(context=_context(link.context), attributes=dict(link.attributes or {})) for link in span.links
             ]
             or _NOTHING,
-            start_time=None if readable_span.start_time is None else readable_span.start_time / 1e9,
-            end_time=None if readable_span.end_time is None else readable_span.end_time / 1e9,
-            context=_context(context),
-            parent=None if parent is None else _context(parent),
-            resource=_resource(readable_span.resource),
+            start_time=None if span.start_time is None else span.start_time / 1e9,
+            end_time=None if span.end_time is None else span.end_time / 1e9,
+            context=_context(span.context),
+            parent=None if span.parent is None else _context(span.parent),
+            resource=_resource(span.resource),
         )
-
-
-class ReadableSpan(Protocol):
-    """What ``Span.from_opentelemetry`` reads of the OpenTelemetry SDK's class of this name."""
-
-    @property
-    def name(self) -> Any: ...
-    @property
-    def context(self) -> Any: ...
-    @property
-    def parent(self) -> Any: ...
-    @property
-    def resource(self) -> Any: ...
-    @property
-    def status(self) -> Any: ...
-    @property
-    def attributes(self) -> Any: ...
-    @property
-    def events(self) -> Any: ...
-    @property
-    def links(self) -> Any: ...
-    @property
-    def start_time(self) -> Any: ...
-    @property
-    def end_time(self) -> Any: ...
 
 
 def _context(context: Any) -> SpanContext:
@@ -490,7 +448,7 @@ _converted_resource: tuple[Any, SpanResource] = (None, _NO_RESOURCE)
 
 
 def _resource(resource: Any) -> SpanResource:
-    """Converts a resource; the one of the last call is shared, because a process has one or two in all."""
+    """Converts a resource; caches the last one, because a process has only one or two."""
     global _converted_resource
     seen, converted = _converted_resource
     if seen is not resource:
@@ -506,9 +464,9 @@ class PaginatedResult(BaseModel, Generic[T]):
     limit: int = -1
     offset: int = 0
     total: int
-    """How many match without the limit."""
+    """Number of matches without the limit."""
     cursor: str | None = None
-    """Give it back to read on from here at constant cost; None at the end or when the order is not the stored one."""
+    """Argument for the next page, at constant cost; None at the end, and for orders other than the stored one."""
 
     def __len__(self) -> int:
         return len(self.items)
@@ -531,7 +489,7 @@ Sequence.register(PaginatedResult)
 
 
 class Dataset(Protocol[T_co]):
-    """Tasks by position. A list is one, so is a Hugging Face ``datasets.Dataset``."""
+    """Tasks by position, such as a list or a Hugging Face ``datasets.Dataset``."""
 
     def __getitem__(self, index: int, /) -> T_co: ...
     def __len__(self) -> int: ...

@@ -141,7 +141,7 @@ def test_a_generator_and_a_class_are_refused_when_they_are_decorated() -> None:
         async def async_agent(task: str) -> Any:
             yield 1.0
 
-    with pytest.raises(agl.ConfigError, match="Agent is no function"):
+    with pytest.raises(agl.ConfigError, match="Agent is not a function"):
 
         @agl.rollout
         class Agent: ...

@@ -11,7 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from agentlightning import cli
 from agentlightning.errors import ConfigError, PluginError
 from agentlightning.plugin.hookspecs import Component, hookimpl
 from agentlightning.plugin.registry import PluginManager, get_manager
@@ -110,6 +112,44 @@ def test_a_hook_that_is_wrong_breaks_its_plugin_with_a_clear_reason(
     plugin = PluginManager([entry_point(module)]).plugins["third"]
     assert plugin.state == "broken"
     assert re.search(complaint, plugin.error)
+
+
+def test_a_plugin_that_is_broken_leaves_none_of_its_hooks_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "half_broken.py").write_text(
+        "from agentlightning.plugin.hookspecs import hookimpl\n"
+        "@hookimpl\ndef add_commands(cli):\n    raise AssertionError\n"
+        "@hookimpl\ndef instrument(provider):\n    return None\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    manager = PluginManager([entry_point(tmp_path / "half_broken.py")])
+    assert manager.plugins["third"].state == "broken"
+    assert manager.hook.add_commands.get_hookimpls() == []
+
+
+def test_a_component_that_two_plugins_offer_is_printed_once(
+    manager: PluginManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager.register(offering(Component("algorithm", "tuned", f"{__name__}:Tuned")), "theirs")
+    assert manager.get("algorithm", "tuned").__name__ == "Tuned"
+    monkeypatch.setattr(cli, "get_manager", lambda: manager)
+    printed = CliRunner().invoke(cli.cli, ["plugins"]).output
+    assert printed.count("tuned") == 1
+
+
+def test_the_metadata_of_a_distribution_is_read_once_for_all_its_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[str] = []
+    read_text = importlib.metadata.PathDistribution.read_text
+
+    def count(distribution: importlib.metadata.PathDistribution, name: Any) -> str | None:
+        reads.append(name)
+        return read_text(distribution, name)
+
+    monkeypatch.setattr(importlib.metadata.PathDistribution, "read_text", count)
+    manager = PluginManager()
+    assert len(manager.plugins) > 40
+    assert reads.count("METADATA") <= len({plugin.origin for plugin in manager.plugins.values()})
 
 
 def test_two_plugins_of_one_name_do_not_hide_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -260,7 +260,7 @@ def test_wrong_settings_are_refused_by_name(settings: dict[str, Any], complaint:
 
 def test_runners_that_a_given_strategy_does_not_have_are_said(caplog: pytest.LogCaptureFixture) -> None:
     trainer(strategy=agl.SharedMemoryExecutionStrategy(n_runners=2), n_runners=4)
-    assert caplog.messages == ["n_runners = 4 has no effect: the strategy given has 2"]
+    assert caplog.messages == ["n_runners = 4 has no effect: the given strategy has 2"]
 
 
 def test_ctrl_c_cancels_the_algorithm_and_ends_the_run_as_interrupted(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Algorithms: what learns from rollouts."""
+"""Algorithms: learn from rollouts."""
 
 from agentlightning.plugin.lazy_names import lazy_names
 

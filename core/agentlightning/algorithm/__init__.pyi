@@ -1,4 +1,4 @@
-"""Algorithms: what learns from rollouts."""
+"""Algorithms: learn from rollouts."""
 
 from agentlightning.algorithm.algorithm import Algorithm as Algorithm
 from agentlightning.algorithm.algorithm import FastAlgorithm as FastAlgorithm

@@ -1,4 +1,4 @@
-"""The base of every algorithm."""
+"""The base class of algorithms."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class Algorithm:
     """Learns from rollouts and publishes better resources.
 
     A subclass defines ``run``: it enqueues rollouts in the store, waits for them, reads their spans and publishes
-    resources. Runners elsewhere do the rest; both meet in the store only.
+    resources. Runners execute the rollouts; both sides communicate only through the store.
     """
 
     default_adapter: ClassVar[str | None] = None
-    """Name of the adapter component that the trainer gives to this algorithm when the user names none."""
+    """Name of the adapter component that the trainer creates if the user gives none."""
 
     _context: RunContext | None = None
 
     def run(
         self, train_dataset: Dataset[Any] | None = None, val_dataset: Dataset[Any] | None = None
     ) -> Awaitable[None] | None:
-        """Trains, synchronously or as a coroutine, until the algorithm is satisfied."""
+        """Trains, synchronously or as a coroutine."""
         raise ConfigError(f"{type(self).__name__} defines no run(train_dataset, val_dataset)")
 
     def is_async(self) -> bool:
@@ -43,25 +43,22 @@ class Algorithm:
         return inspect.iscoroutinefunction(self.run)
 
     def check_setup(self, context: RunContext) -> Sequence[LLM]:
-        """Refuses a run that cannot work, before anything of it is made. The base refuses nothing.
-
-        Args:
-            context: what the run would be given; without a store where it would begin with an empty one.
+        """Checks a run before it creates anything; a context without a store means a new, empty one.
 
         Returns:
-            The endpoints that the algorithm itself calls, which ``agl train --dry-run`` tries.
+            The endpoints that the algorithm itself calls, which ``agl train --dry-run`` tests.
 
         Raises:
-            ConfigError: something is missing, or does not fit.
+            ConfigError: something is missing or does not fit.
         """
         return ()
 
     def print_config(self) -> str:
-        """What it makes of its settings, as YAML, for ``agl train --print-config``. Empty: no more than they say."""
+        """Returns the effective settings as YAML, for ``agl train --print-config``; empty if they equal the given."""
         return ""
 
     def save_state(self, directory: Path) -> None:
-        """Writes what ``load_state`` needs to continue; called between steps. The base has nothing to save."""
+        """Writes what ``load_state`` needs to continue; called between steps."""
 
     def load_state(self, directory: Path) -> None:
         """Continues from what ``save_state`` wrote."""
@@ -109,7 +106,7 @@ class Algorithm:
 
 
 class FastAlgorithm(Algorithm):
-    """An algorithm that finishes in minutes and changes nothing for good: what ``Trainer.dev`` accepts."""
+    """An algorithm that finishes in minutes and changes nothing permanently, as ``Trainer.dev`` requires."""
 
 
 def _given(value: T | None, name: str, algorithm: Algorithm) -> T:

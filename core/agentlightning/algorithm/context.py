@@ -1,4 +1,4 @@
-"""What an algorithm is given to work with."""
+"""``RunContext``: the store, data and services that an algorithm works with."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ if TYPE_CHECKING:
 
 
 class Gateway(Protocol):
-    """What algorithms ask of the gateway (``LLMProxy``)."""
+    """The interface of the gateway (``LLMProxy``) for algorithms."""
 
     store: LightningStore | None
-    """Where calls are recorded; the trainer fills it in before ``start`` when it is None."""
+    """Where calls are recorded; the trainer sets it before ``start`` if it is None."""
 
     async def start(self) -> None:
-        """Begins to serve; harmless when it does."""
+        """Starts serving; does nothing if it is serving."""
         ...
 
     async def stop(self) -> None:
-        """Stops serving, after what it recorded is stored."""
+        """Stores what it recorded, then stops serving."""
         ...
 
     async def flush(self) -> None:
-        """Returns when every call answered so far is in the store."""
+        """Waits until every call answered so far is in the store."""
         ...
 
     async def pause(self) -> None:
-        """Makes new calls wait while weights change; calls in flight go on."""
+        """Holds new calls back while weights change; calls in flight continue."""
         ...
 
     async def drain(self, timeout: float | None = None) -> bool:
-        """Waits until no call is in flight; False when ``timeout`` seconds were not enough."""
+        """Waits until no call is in flight; returns False after ``timeout`` seconds."""
         ...
 
     async def resume(self, weight_version: int | None = None) -> None:
-        """Lets calls go on; they are recorded with this version of the weights."""
+        """Lets calls continue and records them with this version of the weights."""
         ...
 
     @property
     def model_list(self) -> Sequence[Mapping[str, Any]]:
-        """The models and backends that it serves, as ``update_model_list`` takes them."""
+        """The served models and backends, as ``update_model_list`` takes them."""
         ...
 
     def update_model_list(self, model_list: list[dict[str, Any]]) -> None:
-        """Replaces the models and backends that it serves."""
+        """Replaces the served models and backends."""
         ...
 
     def as_resource(
@@ -63,12 +63,12 @@ class Gateway(Protocol):
         model: str | None = None,
         sampling_parameters: Mapping[str, Any] | None = None,
     ) -> Resource:
-        """The resource that agents call it by."""
+        """Returns the resource with which agents call it."""
         ...
 
 
 def serve_models(gateway: Gateway, entries: Sequence[Mapping[str, Any]]) -> None:
-    """Makes these entries of a model list the only backends of the models that they name; other models stay."""
+    """Replaces the backends of the models in ``entries``; other models stay."""
 
     def name(entry: Mapping[str, Any]) -> Any:
         return entry.get("model_name", entry.get("model"))
@@ -80,7 +80,7 @@ def serve_models(gateway: Gateway, entries: Sequence[Mapping[str, Any]]) -> None
 
 @dataclass
 class RunContext:
-    """One run: where its rollouts and results live. The trainer fills it; ``Algorithm.set_*`` write to it too."""
+    """The context of one run. The trainer fills it; ``Algorithm.set_*`` write to it too."""
 
     store: LightningStore | None = None
     run: Run = field(default_factory=Run)
@@ -91,16 +91,15 @@ class RunContext:
     initial_resources: Mapping[str, Resource] | None = None
     trainer: Trainer | None = None
     directory: Path | None = None
-    """Where the run keeps its files; None when it keeps none."""
+    """For the files of the run; None if it keeps none."""
     seed: int = 0
     key: str = field(default_factory=lambda: os.urandom(16).hex())
-    """What makes the ids of this run's rollouts: the same again when the run is resumed."""
+    """Input of the ids of this run's rollouts; a resumed run keeps it."""
 
     def rollout_id(self, *place: str | int) -> str:
-        """The id of the rollout at a place of this run, such as ``("train", step, task, repetition)``.
+        """Returns a reproducible id for a place in this run, such as ``("train", step, task, repetition)``.
 
-        An algorithm that enqueues with it can be killed at any time: enqueuing again after a resume finds what was
-        queued, is running or has finished, instead of running it twice.
+        After a resume, enqueueing the same id finds the queued, running or finished rollout instead of repeating it.
         """
         import hashlib
 

@@ -27,17 +27,17 @@ INJECTED: Final = (
 
 
 class MetricLog:
-    """What ``tracker`` is: records the numbers of a step, from where the run's trackers get them."""
+    """The injected ``tracker``: stores the metrics of a step, from where they reach the run's trackers."""
 
     def __init__(self, store: LightningStore) -> None:
         self._store = store
         self._pending: list[asyncio.Task[Metrics]] = []
 
     def log(self, step: int, values: Mapping[str, float]) -> Awaitable[None]:
-        """Records the numbers of a step; repeating a step adds to and replaces its values.
+        """Stores the metrics of a step; repeating a step adds and replaces values.
 
-        In a synchronous function they are stored when this returns; in an asynchronous one they are at the latest when
-        the function ends, or when the result is awaited.
+        In a synchronous function they are stored on return; in an async one when the function ends, or when the result
+        is awaited.
         """
         given = dict(values)
         try:
@@ -49,17 +49,13 @@ class MetricLog:
         return _Stored(task)
 
     async def flush(self) -> None:
-        """Returns when everything is stored.
-
-        Raises:
-            StoreError: something could not be stored.
-        """
+        """Waits until everything is stored; raises StoreError if something could not be."""
         pending, self._pending = self._pending, []
         await asyncio.gather(*pending)
 
 
 class _Stored:
-    """Awaiting it is welcome and not needed."""
+    """An optional awaitable: unlike a coroutine, it does not warn if it is not awaited."""
 
     def __init__(self, task: asyncio.Task[Metrics] | None = None) -> None:
         self._task = task
@@ -70,13 +66,13 @@ class _Stored:
 
 
 class FunctionalAlgorithm(Algorithm):
-    """An algorithm function; it stays callable as it was."""
+    """An algorithm function; it stays callable."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         """Reads which of INJECTED the function declares.
 
         Raises:
-            ConfigError: a parameter that is not one of them and has no default.
+            ConfigError: another parameter has no default.
         """
         functools.update_wrapper(self, function)
         self._function = function
@@ -98,21 +94,12 @@ class FunctionalAlgorithm(Algorithm):
 
     def run(self, train_dataset: Dataset[Any] | None = None, val_dataset: Dataset[Any] | None = None) -> Any:
         context = self.context
-        given: dict[str, Any] = {
-            "store": context.store,
-            "train_dataset": train_dataset,
-            "val_dataset": val_dataset,
-            "llm_proxy": context.llm_proxy,
-            "adapter": context.adapter,
-            "initial_resources": context.initial_resources,
-            "tracker": MetricLog(self.get_store()) if "tracker" in self._wanted else None,
-            "run": context.run,
-            "context": context,
-        }
-        arguments = {name: given[name] for name in self._wanted}
-        if self.is_async() and "tracker" in self._wanted:
-            return self._run_and_flush(arguments, given["tracker"])
-        return self._function(**arguments)
+        given: dict[str, Any] = {"context": context, "train_dataset": train_dataset, "val_dataset": val_dataset}
+        log = given["tracker"] = MetricLog(self.get_store()) if "tracker" in self._wanted else None
+        arguments = {name: given[name] if name in given else getattr(context, name) for name in self._wanted}
+        if log is None or not self.is_async():
+            return self._function(**arguments)
+        return self._run_and_flush(arguments, log)
 
     async def _run_and_flush(self, arguments: Mapping[str, Any], log: MetricLog) -> Any:
         result = await self._function(**arguments)
@@ -121,5 +108,5 @@ class FunctionalAlgorithm(Algorithm):
 
 
 def algo(function: Callable[..., Any]) -> FunctionalAlgorithm:
-    """Makes an algorithm of a function, sync or async, which is given those of INJECTED that it declares."""
+    """Makes an algorithm of a function, sync or async, which gets those of INJECTED that it declares."""
     return FunctionalAlgorithm(function)

@@ -1,4 +1,4 @@
-"""Execution strategies: how an algorithm and its runners share threads, processes or machines."""
+"""Execution strategies: run an algorithm and its runners in threads, processes or machines."""
 
 from agentlightning.plugin.lazy_names import lazy_names
 

@@ -1,4 +1,4 @@
-"""Execution strategies: how an algorithm and its runners share threads, processes or machines."""
+"""Execution strategies: run an algorithm and its runners in threads, processes or machines."""
 
 from agentlightning.execution.strategy import RUNNERS_FAILED as RUNNERS_FAILED
 from agentlightning.execution.strategy import AlgorithmJob as AlgorithmJob

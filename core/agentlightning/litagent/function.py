@@ -1,4 +1,4 @@
-"""Agent functions: ``@rollout`` and what fills a function's parameters."""
+"""``@rollout``: agents from functions, whose parameters are filled with resources."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from agentlightning.types import Rollout, RolloutRawResult
 
 @dataclass(frozen=True, slots=True)
 class _Injected:
-    """One parameter of an agent function that Lightning fills."""
+    """A parameter of an agent function that Lightning fills."""
 
     name: str
     resource_types: tuple[type[Resource], ...]
-    """Empty when nothing is implied."""
+    """Implied by its annotation or name; may be empty."""
     required: bool
 
 
 class FunctionalLitAgent(LitAgent[Any]):
-    """An agent function. Calling it calls the function itself; everything else is ``LitAgent``."""
+    """A function as an agent. Calling it calls the function."""
 
     def __init__(self, function: Callable[..., Any], *, strip_proxy: bool = True) -> None:
         """Reads the function's signature.
 
         Args:
             function: its first parameter is the task; the others are injected by name and type.
-            strip_proxy: give the function endpoints of its own attempt, so that calls are attributed by themselves.
+            strip_proxy: give the function endpoints of its own attempt, so that its calls are attributed.
 
         Raises:
-            ConfigError: no first parameter for the task, or ``*args`` and positional-only ones where a name is needed.
+            ConfigError: no parameter for the task, or one that cannot be filled.
         """
         functools.update_wrapper(self, function)
         self._function = function
@@ -96,7 +96,7 @@ def _choose(parameter: _Injected, resources: Mapping[str, Resource], agent: Func
     if len(matching) > 1:
         raise ConfigError(
             f"{agent!r} asks for {parameter.name!r} and {len(matching)} resources could be meant: "
-            f"{', '.join(sorted(matching))}. Name the parameter after the one you want"
+            f"{', '.join(sorted(matching))}. Name the parameter after one of them"
         )
     if not parameter.required:
         return None
@@ -111,9 +111,9 @@ def _choose(parameter: _Injected, resources: Mapping[str, Resource], agent: Func
 def _read_signature(function: Callable[..., Any]) -> tuple[_Injected, ...]:
     name = getattr(function, "__qualname__", repr(function))
     if inspect.isclass(function) or not hasattr(function, "__call__"):  # noqa: B004 # a type checker believes callable()
-        raise ConfigError(f"{name} is no function; an agent function is one, as in: def agent(task, llm)")
+        raise ConfigError(f"{name} is not a function; give one, as in: def agent(task, llm)")
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise ConfigError(f"agent function {name} is a generator; it returns None, a number or a list of spans")
+        raise ConfigError(f"agent function {name} is a generator; return None, a number or a list of spans instead")
     parameters = list(inspect.signature(function).parameters.values())
     if not parameters or parameters[0].kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD):
         raise ConfigError(f"agent function {name} needs a first parameter for the task, as in: def {name}(task, llm)")
@@ -136,7 +136,7 @@ def _read_signature(function: Callable[..., Any]) -> tuple[_Injected, ...]:
 
 
 def _check_fillable(function: str, name: str, hint: Any) -> None:
-    """Refuses a parameter that no resource can fill, as far as its annotation says what it is."""
+    """Raises ConfigError for a parameter whose annotation is not the type of a resource."""
     if not inspect.isclass(hint) or hint is object:
         return
     if issubclass(hint, Rollout):
@@ -153,16 +153,14 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     target = function if inspect.isroutine(function) else type(function).__call__
     try:
         return get_type_hints(target)
-    except (NameError, TypeError, AttributeError):  # names that exist for type checkers only
+    except (NameError, TypeError, AttributeError):  # names that are imported only for type checkers
         return dict(getattr(target, "__annotations__", {}))
 
 
 def _implied_types(name: str, hint: Any) -> tuple[type[Resource], ...]:
-    if isinstance(hint, type) and issubclass(hint, Resource):
-        return (hint,)
-    named = [part for part in get_args(hint) if isinstance(part, type) and issubclass(part, Resource)]
-    if named:  # of a union
-        return tuple(named)
+    parts = (hint, *get_args(hint))  # of a union
+    if named := tuple(part for part in parts if isinstance(part, type) and issubclass(part, Resource)):
+        return named
     words = re.findall(r"\w+", hint) if isinstance(hint, str) else []
     if name == "llm" or "LLM" in words:
         return (LLM,)
@@ -183,7 +181,7 @@ def rollout(*, strip_proxy: bool = True) -> Callable[[Callable[..., Any]], Funct
 def rollout(
     function: Callable[..., Any] | None = None, *, strip_proxy: bool = True
 ) -> FunctionalLitAgent | Callable[[Callable[..., Any]], FunctionalLitAgent]:
-    """Makes an agent of a function, sync or async, that stays callable as it was.
+    """Makes an agent of a function, sync or async, which stays callable.
 
     The first parameter is the task. ``rollout`` gets the rollout, ``resources`` all resources; any other parameter gets
     the resource of its name, else the only resource of the type that its annotation or name (``llm``,
@@ -204,8 +202,9 @@ def llm_rollout(*, strip_proxy: bool = True) -> Callable[[Callable[..., Any]], F
 def llm_rollout(
     function: Callable[..., Any] | None = None, *, strip_proxy: bool = True
 ) -> FunctionalLitAgent | Callable[[Callable[..., Any]], FunctionalLitAgent]:
-    """``rollout`` for functions of (task, llm) or (task, llm, rollout); a missing ``llm`` is an error at once."""
-    return _requiring("llm", function, strip_proxy)
+    """``rollout`` for functions of (task, llm) or (task, llm, rollout); raises ConfigError without ``llm``."""
+    decorate = functools.partial(_decorate, required="llm", decorator="llm_rollout", strip_proxy=strip_proxy)
+    return decorate if function is None else decorate(function)
 
 
 @overload
@@ -216,21 +215,12 @@ def prompt_rollout(
     function: Callable[..., Any] | None = None,
 ) -> FunctionalLitAgent | Callable[[Callable[..., Any]], FunctionalLitAgent]:
     """``rollout`` for functions of (task, prompt_template) or (task, prompt_template, rollout)."""
-    return _requiring("prompt_template", function, True)
+    decorate = functools.partial(_decorate, required="prompt_template", decorator="prompt_rollout", strip_proxy=True)
+    return decorate if function is None else decorate(function)
 
 
-def _requiring(
-    name: str, function: Callable[..., Any] | None, strip_proxy: bool
-) -> FunctionalLitAgent | Callable[[Callable[..., Any]], FunctionalLitAgent]:
-    if function is None:
-        return lambda function: _require(name, function, strip_proxy)
-    return _require(name, function, strip_proxy)
-
-
-def _require(name: str, function: Callable[..., Any], strip_proxy: bool) -> FunctionalLitAgent:
-    if name not in inspect.signature(function).parameters:
-        decorator = "llm_rollout" if name == "llm" else "prompt_rollout"
-        raise ConfigError(
-            f"@{decorator} needs a parameter {name!r}; {function.__qualname__} has none. Use @rollout instead"
-        )
+def _decorate(function: Callable[..., Any], *, required: str, decorator: str, strip_proxy: bool) -> FunctionalLitAgent:
+    if required not in inspect.signature(function).parameters:
+        what = f"@{decorator} needs a parameter {required!r}; {function.__qualname__} has none"
+        raise ConfigError(f"{what}. Use @rollout instead")
     return FunctionalLitAgent(function, strip_proxy=strip_proxy)

@@ -1,4 +1,4 @@
-"""Settings of components, checked against the constructor that will take them."""
+"""Checks the settings of components against their constructors."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ from agentlightning.errors import ConfigError, suggest
 
 
 def require_least(least: float, **settings: float | None) -> None:
-    """Checks settings by name; None means that one is not set.
-
-    Raises:
-        ConfigError: one is below ``least``.
-    """
+    """Raises ConfigError for settings below ``least``; None means not set."""
     wrong = [f"{name} = {value}" for name, value in settings.items() if value is not None and not value >= least]
     if wrong:
         raise ConfigError(f"{', '.join(wrong)}: at least {least:g} is needed")
@@ -28,7 +24,7 @@ def bind_settings(target: type[Any], settings: Mapping[str, Any], owner: str) ->
     Args:
         target: the class that will be called with the result.
         settings: keyword arguments by name.
-        owner: how error messages call the target, such as ``algorithm 'grpo'``.
+        owner: the target's name in error messages, such as ``algorithm 'grpo'``.
 
     Raises:
         ConfigError: an unknown key, a missing one, or a value of the wrong type.
@@ -60,7 +56,7 @@ def bind_settings(target: type[Any], settings: Mapping[str, Any], owner: str) ->
 def _check(value: Any, annotation: Any, where: str) -> Any:
     try:
         adapter: TypeAdapter[Any] = TypeAdapter(annotation)
-    except PydanticSchemaGenerationError:  # a class pydantic knows nothing of: an instance check is all there is
+    except PydanticSchemaGenerationError:  # a class unknown to pydantic: only an instance check is possible
         adapter = TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
     try:
         return adapter.validate_python(value)
@@ -75,7 +71,7 @@ def _check(value: Any, annotation: Any, where: str) -> Any:
 
 
 def _keys_of(annotation: Any) -> list[str]:
-    """The fields of the dataclass, model or typed dictionary in an annotation, which may be optional."""
+    """Returns the fields of the dataclass, model or TypedDict in an annotation, which may be a union."""
     for choice in (annotation, *get_args(annotation)):
         fields = getattr(choice, "__dataclass_fields__", None) or getattr(choice, "model_fields", None)
         fields = fields or getattr(choice, "__annotations__", None)

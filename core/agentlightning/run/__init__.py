@@ -1,1 +1,1 @@
-"""One run: its directory, its hooks and trackers, and the threads and stop signals it is made of."""
+"""The parts of a run: its directory, trackers, threads, stop events and attempt tokens."""

@@ -1,4 +1,4 @@
-"""The directory of a run: whose it is and what it needs to be continued after its process was killed."""
+"""The directory of a run: its identity, and the lock that keeps other processes out."""
 
 from __future__ import annotations
 
@@ -24,33 +24,23 @@ _LOCK_NAME: Final = ".lock"
 class RunDirectory:
     """A directory that belongs to one run and, while it is open, to one process.
 
-    ``run.json`` says what the run is: ``key`` (makes the ids of its rollouts), ``created_at`` and ``resumed_at`` (Unix
-    times), ``seed``, ``versions``, and ``arguments`` and ``working_directory`` of the command that began it.
+    ``run.json`` holds ``key`` (from which the ids of its rollouts are made), ``created_at`` and ``resumed_at`` (Unix
+    times), ``seed``, ``versions``, and ``arguments`` and ``working_directory`` of the command that started it.
     """
 
     def __init__(self, path: Path, record: Mapping[str, Any], lock: IO[str]) -> None:
         self.path = path
         self.record = record
+        self.key: str = record["key"]
+        self.seed: int = record.get("seed", 0)
         self._lock = lock
-
-    @property
-    def key(self) -> str:
-        """What makes the ids of this run's rollouts; the same in every life of the run."""
-        key: str = self.record["key"]
-        return key
-
-    @property
-    def seed(self) -> int:
-        """What the run draws with; the same in every life of the run."""
-        seed: int = self.record.get("seed", 0)
-        return seed
 
     @classmethod
     def open(cls, path: Path, *, resume: bool = False, seed: int = 0) -> RunDirectory:
-        """Makes the directory of a new run with this seed, or takes over that of a run to continue.
+        """Creates the directory of a new run with this seed, or opens that of a run to resume.
 
         Raises:
-            ConfigError: it cannot be made; it holds another run, or none to resume; another process works in it.
+            ConfigError: it cannot be created, holds another run or none to resume, or another process uses it.
         """
         file = path / RECORD_NAME
         if resume and not file.is_file():
@@ -60,36 +50,33 @@ class RunDirectory:
             lock = (path / _LOCK_NAME).open("a+")
         except OSError as error:
             raise _unusable(path, error) from error
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        with contextlib.ExitStack() as stack:
+            stack.callback(lock.close)
             lock.seek(0)
-            holder = lock.read().strip() or "unknown"
-            lock.close()
-            raise ConfigError(
-                f"another process (pid {holder}) works in {path}; stop it, or take another directory"
-            ) from error
-        lock.seek(0)
-        lock.truncate()
-        lock.write(str(os.getpid()))
-        lock.flush()
-        try:
-            record = _continue(file) if resume else _begin(file, seed)
-        except BaseException:
-            lock.close()
-            raise
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                holder = lock.read().strip() or "unknown"
+                raise ConfigError(
+                    f"another process (pid {holder}) works in {path}; stop it, or use another directory"
+                ) from error
+            lock.truncate()
+            lock.write(str(os.getpid()))
+            lock.flush()
+            record = _resume(file) if resume else _begin(file, seed)
+            stack.pop_all()
         return cls(path, record, lock)
 
     def close(self) -> None:
-        """Lets other processes work in the directory."""
+        """Releases the lock."""
         self._lock.close()
 
 
 def make_directory(path: Path) -> bool:
-    """Makes a directory for a run, and those above it; returns whether it was not there before.
+    """Creates a directory for a run, with parents; returns whether it is new.
 
     Raises:
-        ConfigError: it cannot be made.
+        ConfigError: it cannot be created.
     """
     try:
         path.mkdir(parents=True)
@@ -105,7 +92,7 @@ def _unusable(path: Path, error: OSError) -> ConfigError:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """What ``run.json`` in a run's directory says.
+    """Returns the content of ``run.json`` in a run's directory.
 
     Raises:
         ConfigError: it is missing or damaged.
@@ -124,7 +111,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 def _begin(file: Path, seed: int) -> dict[str, Any]:
     if file.exists():
-        raise ConfigError(f"{file.parent} holds a run already; resume it, or take another directory")
+        raise ConfigError(f"{file.parent} holds a run already; resume it, or use another directory")
     record = {
         "key": os.urandom(16).hex(),
         "created_at": time.time(),
@@ -138,8 +125,15 @@ def _begin(file: Path, seed: int) -> dict[str, Any]:
     return record
 
 
+def _resume(file: Path) -> dict[str, Any]:
+    record = read_record(file.parent)
+    record.setdefault("resumed_at", []).append(time.time())
+    _write(file, record)
+    return record
+
+
 def _find_versions() -> dict[str, str]:
-    """Of what is installed of all that Lightning works with."""
+    """Returns the versions of our installed dependencies."""
     versions = {}
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         needed = {re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in importlib.metadata.requires("lightning") or ()}
@@ -149,15 +143,8 @@ def _find_versions() -> dict[str, str]:
     return versions
 
 
-def _continue(file: Path) -> dict[str, Any]:
-    record = read_record(file.parent)
-    record.setdefault("resumed_at", []).append(time.time())
-    _write(file, record)
-    return record
-
-
 def _write(file: Path, record: Mapping[str, Any]) -> None:
-    """Replaces the file in one step, so that a kill leaves the old one or the new one."""
+    """Replaces the file atomically, so that a kill leaves the old or the new one."""
     draft = file.with_suffix(".draft")
     with draft.open("w", encoding="utf-8") as stream:
         json.dump(record, stream, indent=2)

@@ -1,4 +1,4 @@
-"""Events that say when to stop, and waiting for work until one does."""
+"""Stop events, and waiting for work until one is set."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from typing import Final, Protocol, TypeVar
 
 T = TypeVar("T")
 STOP_CHECK_S: Final = 0.1
-"""How soon an event is noticed: it may be of another thread, so it is asked again and again."""
+"""Polling interval for stop events, which may belong to another thread."""
 
 
 class StopEvent(Protocol):
-    """Anything that says whether to stop: ``threading.Event``, ``asyncio.Event`` or a multiprocessing one."""
+    """``threading.Event``, ``asyncio.Event``, a multiprocessing one or anything alike."""
 
-    def is_set(self) -> bool:
-        """Whether it is time to stop."""
-        ...
+    def is_set(self) -> bool: ...
 
 
 def is_set(event: StopEvent | None) -> bool:
@@ -31,7 +29,7 @@ async def until_set(work: Awaitable[T], event: StopEvent | None) -> T | None:
         while not task.done():
             if is_set(event):
                 task.cancel()
-                event = None  # once: a second time would break off what it does at its end
+                event = None  # cancel only once: a second time would interrupt its cleanup
             await asyncio.wait([task], timeout=None if event is None else STOP_CHECK_S)
     except asyncio.CancelledError:
         task.cancel()

@@ -1,4 +1,4 @@
-"""Code beside an event loop, in daemon threads that can be told to stop."""
+"""Runs code beside an event loop, in daemon threads that can be stopped."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from typing import Any, Final, TypeVar
 T = TypeVar("T")
 
 _MAX_THREADS: Final = 32
-"""Of one group at once; as many as an executor of the standard library has at the most."""
+"""Per group; the maximum of a default executor of the standard library."""
 
 
 class ThreadStopped(BaseException):
-    """Raised inside a thread whose caller was cancelled; a BaseException, so that agents do not swallow it."""
+    """Raised in a thread whose caller was cancelled; a BaseException, so that agents do not swallow it."""
 
 
 class ThreadGroup:
-    """The threads that work for one caller, and for nobody else, so that they can be stopped when the caller is.
+    """The threads that work for one caller only, so that they can be stopped together with it.
 
-    What the caller gives to its event loop's default executor runs here (``install_group_executor``): synchronous tools
-    and graph nodes, in most frameworks. A call that hangs takes a thread from its own caller only.
+    They run what the caller submits to its event loop's default executor (``install_group_executor``), which is where
+    most frameworks run synchronous tools and graph nodes. A call that hangs occupies a thread of its own caller only.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class ThreadGroup:
         self._is_stopped = False
 
     def submit(self, function: Callable[[], T]) -> concurrent.futures.Future[T]:
-        """Calls a function in one of the threads; a group that was stopped calls nothing more."""
+        """Calls a function in one of the threads; a stopped group cancels the future instead."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         with self._lock:
             if self._is_stopped:
@@ -48,11 +48,11 @@ class ThreadGroup:
                 return future
             thread = threading.Thread(target=self._work, name="agent-call", daemon=True)
             self._threads.add(thread)
-        contextvars.Context().run(thread.start)  # each call brings a context of its own
+        contextvars.Context().run(thread.start)  # each call brings its own context
         return future
 
     def stop(self) -> list[threading.Thread]:
-        """Raises ThreadStopped in the threads that are at work, calls nothing more, and returns those threads."""
+        """Raises ThreadStopped in the busy threads and returns them; makes no further calls."""
         with self._lock:
             self._is_stopped = True
             for future, _ in self._waiting:
@@ -63,17 +63,11 @@ class ThreadGroup:
             return list(self._threads)
 
     def _work(self) -> None:
-        with contextlib.suppress(ThreadStopped):  # it may come between two calls
+        with contextlib.suppress(ThreadStopped):  # it may be raised between two calls
             while (call := self._next()) is not None:
                 future, function = call
-                if not future.set_running_or_notify_cancel():
-                    continue
-                try:
-                    result = function()
-                except BaseException as error:  # isolation point: whatever the function raised belongs to the caller
-                    future.set_exception(_make_awaitable(error))
-                else:
-                    future.set_result(result)
+                if future.set_running_or_notify_cancel():
+                    _set_outcome(future, function)
 
     def _next(self) -> tuple[concurrent.futures.Future[Any], Callable[[], Any]] | None:
         with self._lock:
@@ -87,31 +81,31 @@ _group: contextvars.ContextVar[ThreadGroup | None] = contextvars.ContextVar("age
 
 
 class _GroupExecutor(concurrent.futures.ThreadPoolExecutor):
-    """A pool that has the calls of a group made by the group's own threads."""
+    """A pool that delegates the calls of a group to the group's own threads, and others to the previous executor."""
 
-    def __init__(self, before: concurrent.futures.Executor | None) -> None:
+    def __init__(self, previous: concurrent.futures.Executor | None) -> None:
         super().__init__()
-        self._before = before
+        self._previous = previous
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[T]:
         if (group := _group.get()) is not None:
             return group.submit(functools.partial(contextvars.copy_context().run, fn, *args, **kwargs))
-        if self._before is not None:
-            return self._before.submit(fn, *args, **kwargs)
+        if self._previous is not None:
+            return self._previous.submit(fn, *args, **kwargs)
         return super().submit(fn, *args, **kwargs)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         super().shutdown(wait, cancel_futures=cancel_futures)
-        if self._before is not None:
-            self._before.shutdown(wait, cancel_futures=cancel_futures)
+        if self._previous is not None:
+            self._previous.shutdown(wait, cancel_futures=cancel_futures)
 
 
 @contextlib.contextmanager
 def thread_group(on_abandoned: Callable[[list[threading.Thread]], None]) -> Iterator[None]:
-    """Gives the block, and the tasks that it starts, a thread group, which is stopped when the block raises.
+    """Gives the block and its tasks a thread group, which is stopped if the block raises.
 
     Args:
-        on_abandoned: called with the threads that were at work then.
+        on_abandoned: called with the threads that were busy when the group was stopped.
     """
     group = ThreadGroup()
     token = _group.set(group)
@@ -125,56 +119,31 @@ def thread_group(on_abandoned: Callable[[list[threading.Thread]], None]) -> Iter
 
 
 def install_group_executor() -> None:
-    """Has the running event loop give what a group puts to its default executor to the group's own threads.
-
-    An executor that the loop has already goes on doing everybody else's: the program that steps an agent chose it.
-    """
+    """Makes the running loop's default executor use the threads of the caller's group; other calls are not affected."""
     loop = asyncio.get_running_loop()
-    before = getattr(loop, "_default_executor", None)  # it has no public name, and on other kinds of loops none at all
-    if not isinstance(before, _GroupExecutor):
-        loop.set_default_executor(_GroupExecutor(before))
+    previous = getattr(loop, "_default_executor", None)  # has no public name; other loops may not have it
+    if not isinstance(previous, _GroupExecutor):
+        loop.set_default_executor(_GroupExecutor(previous))
 
 
 async def run_in_thread(
     function: Callable[[], T], *, name: str, on_abandoned: Callable[[threading.Thread], None] | None = None
 ) -> T:
-    """Runs a function in a daemon thread of its own, with the caller's context variables.
+    """Runs a function in a new daemon thread, with the caller's context variables.
 
-    A thread per call rather than a pool: one that never returns costs its own stack, not a slot, and never keeps the
-    process alive. When the caller is cancelled, ThreadStopped is raised in the thread at its next bytecode; a thread
-    that sits in a system call until later is abandoned.
+    A thread instead of a pool: one that never returns blocks neither a slot nor the exit of the process. When the
+    caller is cancelled, ThreadStopped is raised in the thread at its next bytecode; until then it is abandoned.
 
     Args:
         function: what to run.
-        name: of the thread, for stack dumps.
-        on_abandoned: called with the thread when the caller was cancelled while it was at work.
+        name: of the thread.
+        on_abandoned: called with the thread if the caller is cancelled while it is busy.
     """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-    context = contextvars.copy_context()
-
-    def deliver(result: Any, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(_make_awaitable(error))
-
-    def work() -> None:
-        with contextlib.suppress(ThreadStopped):  # it may come when the function has returned
-            result, error = None, None
-            try:
-                result = context.run(function)
-            except BaseException as caught:  # isolation point: whatever the function raised belongs to the caller
-                error = caught
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(deliver, result, error)
-
-    thread = threading.Thread(target=work, name=name, daemon=True)
-    thread.start()
+    future: concurrent.futures.Future[T] = concurrent.futures.Future()
+    future.set_running_or_notify_cancel()
+    thread = _start(future, functools.partial(contextvars.copy_context().run, function), name)
     try:
-        return await future
+        return await asyncio.wrap_future(future)
     except asyncio.CancelledError:
         if thread.is_alive():
             _raise_in(thread, ThreadStopped)
@@ -184,7 +153,7 @@ async def run_in_thread(
 
 
 class _Interruption:
-    """How what ``run_beside_loop`` has called is stopped in order."""
+    """How to stop the function that ``run_beside_loop`` runs in a thread."""
 
     stop: Callable[[], object] | None = None
 
@@ -195,12 +164,9 @@ _interruption: contextvars.ContextVar[_Interruption | None] = contextvars.Contex
 
 
 def stop_on_interrupt(stop: Callable[[], object]) -> None:
-    """Says what a Ctrl-C does to the running event loop, where ``run_beside_loop`` has put it into a thread.
+    """Sets what a Ctrl-C calls in the running event loop, if ``run_beside_loop`` runs it in a thread.
 
-    Elsewhere this does nothing: there the signal itself arrives.
-
-    Args:
-        stop: called in the loop; a second Ctrl-C is raised in it.
+    Otherwise it does nothing, because the loop gets the signal itself. A second Ctrl-C is raised in the thread.
     """
     interruption = _interruption.get()
     if interruption is not None:
@@ -208,33 +174,25 @@ def stop_on_interrupt(stop: Callable[[], object]) -> None:
 
 
 def run_beside_loop(function: Callable[[], T]) -> T:
-    """Calls a function that runs an event loop of its own: here, or in a thread where one is running here already.
+    """Calls a function that runs its own event loop, in a thread if a loop already runs here, as in notebooks.
 
-    That is so in notebooks. A Ctrl-C goes on to the thread, and does there what ``stop_on_interrupt`` was told.
+    A Ctrl-C is forwarded to the thread as ``stop_on_interrupt`` configured.
     """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        running = False
+        is_running = False
     else:
-        running = True
-    if not running:  # outside the handler: what the function raises has nothing to do with the absent loop
+        is_running = True
+    if not is_running:  # outside the handler, so that errors of the function do not show the RuntimeError
         return function()
-    outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+    future: concurrent.futures.Future[T] = concurrent.futures.Future()
     interruption = _Interruption()
     context = contextvars.copy_context()
     context.run(_interruption.set, interruption)
-
-    def work() -> None:
-        try:
-            outcome.set_result(context.run(function))
-        except BaseException as error:  # isolation point: whatever the function raised belongs to the caller
-            outcome.set_exception(error)
-
-    thread = threading.Thread(target=work, name="beside-the-loop", daemon=True)
-    thread.start()
+    thread = _start(future, functools.partial(context.run, function), "beside-the-loop", is_awaited=False)
     try:
-        return outcome.result()
+        return future.result()
     except KeyboardInterrupt:
         try:
             if interruption.stop is None:
@@ -249,11 +207,29 @@ def run_beside_loop(function: Callable[[], T]) -> T:
         raise
 
 
-def _make_awaitable(error: BaseException) -> BaseException:
-    """What a future can carry: a StopIteration would wake nobody up, and the other two would end the event loop."""
-    if isinstance(error, (StopIteration, KeyboardInterrupt, SystemExit)):
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
+def _start(
+    future: concurrent.futures.Future[T], function: Callable[[], T], name: str, *, is_awaited: bool = True
+) -> threading.Thread:
+    def work() -> None:
+        with contextlib.suppress(ThreadStopped):  # it may be raised after the function has returned
+            _set_outcome(future, function, is_awaited=is_awaited)
+
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def _set_outcome(future: concurrent.futures.Future[T], function: Callable[[], T], *, is_awaited: bool = True) -> None:
+    try:
+        result = function()
+    except BaseException as error:  # isolation point: any error of the function belongs to its caller
+        if is_awaited and isinstance(error, (StopIteration, KeyboardInterrupt, SystemExit)):
+            # A StopIteration would wake no waiter, the other two would end the event loop.
+            future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
+        else:
+            future.set_exception(error)
+    else:
+        future.set_result(result)
 
 
 def _raise_in(thread: threading.Thread, error: type[BaseException]) -> None:

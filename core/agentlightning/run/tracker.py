@@ -1,4 +1,4 @@
-"""Trackers: where a run's metrics go, besides the store."""
+"""Trackers: receive the events of a run, such as its metrics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import queue
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from agentlightning.event import Event, RunFinished
 from agentlightning.plugin.registry import get_manager
@@ -20,18 +20,13 @@ _CLOSE_S: Final = 30.0
 
 
 class Tracker(Protocol):
-    """Follows one run in the process of the trainer, in a thread of its own.
+    """Follows one run in the trainer's process, in a thread of its own.
 
-    A tracker that raises is closed and dropped; training goes on.
+    A tracker that raises is closed and dropped; training continues.
     """
 
     def start(self, run: Run, directory: Path | None) -> None:
-        """Called once, before the first event.
-
-        Args:
-            run: the run.
-            directory: of the run; None when it keeps no files.
-        """
+        """Called once, before the first event; the directory is None if the run keeps no files."""
         ...
 
     def on_event(self, event: Event) -> None:
@@ -43,34 +38,31 @@ class Tracker(Protocol):
         ...
 
 
-class _Observers:
-    """The plugins' ``observe`` hooks, as a tracker."""
+class _Observer:
+    """A plugin's ``observe`` hook as a tracker."""
 
-    def __init__(self) -> None:
-        self._hooks = list(get_manager().hook.observe.get_hookimpls())
+    def __init__(self, hook: Any) -> None:
+        self.name = f"observe of plugin {hook.plugin_name}"
+        self._hook = hook
 
     def start(self, run: Run, directory: Path | None) -> None:
         pass
 
     def on_event(self, event: Event) -> None:
-        for hook in list(self._hooks):
-            try:
-                hook.function(*([event] if hook.argnames else []))
-            except Exception:  # isolation point: a plugin that watches must not stop training
-                logger.exception("observe of plugin %s failed and is not called again", hook.plugin_name)
-                self._hooks.remove(hook)
+        self._hook.function(*([event] if self._hook.argnames else []))
 
     def close(self) -> None:
         pass
 
 
 async def follow(store: LightningStore, run: Run, trackers: Sequence[Tracker], directory: Path | None) -> None:
-    """Feeds the events of a run to trackers, and to plugins that observe, until the run is finished.
+    """Sends the events of a run to trackers and ``observe`` hooks until the run is finished.
 
-    Each has a thread of its own, so a slow one delays neither training nor the others. At the end it gets ``_CLOSE_S``
+    Each has its own thread, so a slow one delays neither training nor the others. At the end each gets ``_CLOSE_S``
     seconds to catch up.
     """
-    threads = [_TrackerThread(tracker, run, directory) for tracker in (*trackers, _Observers())]
+    observers = map(_Observer, get_manager().hook.observe.get_hookimpls())
+    threads = [_TrackerThread(tracker, run, directory) for tracker in (*trackers, *observers)]
     try:
         async for event in store.subscribe():
             for thread in threads:
@@ -83,12 +75,12 @@ async def follow(store: LightningStore, run: Run, trackers: Sequence[Tracker], d
         await asyncio.gather(*(asyncio.to_thread(thread.join, _CLOSE_S) for thread in threads))
         for thread in threads:
             if thread.is_alive():
-                logger.warning("tracker %s is not done after %.0f s; it is left behind", thread.name, _CLOSE_S)
+                logger.warning("tracker %s is not done after %.0f s and is abandoned", thread.name, _CLOSE_S)
 
 
 class _TrackerThread(threading.Thread):
     def __init__(self, tracker: Tracker, run: Run, directory: Path | None) -> None:
-        super().__init__(name=type(tracker).__name__, daemon=True)
+        super().__init__(name=tracker.name if isinstance(tracker, _Observer) else type(tracker).__name__, daemon=True)
         self.events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._tracker = tracker
         self._run_record = run

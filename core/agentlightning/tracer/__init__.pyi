@@ -1,4 +1,4 @@
-"""Tracers: record what an agent does as spans of its attempt."""
+"""Tracers: record agents as spans of their attempts."""
 
 from agentlightning.tracer.dummy import DummyTracer as DummyTracer
 from agentlightning.tracer.tracer import OpenSpan as OpenSpan

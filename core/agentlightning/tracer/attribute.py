@@ -1,4 +1,4 @@
-"""Python values as attributes of spans."""
+"""Converts Python values to attributes of spans."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ _SCALARS = (str, bool, int, float)
 
 
 def flatten(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Attributes as spans take them: nested mappings get dotted names, and so do lists that are not of scalars.
+    """Returns flat attributes: nested mappings, and lists of other things than scalars, get dotted names.
 
-    None is left out; scalars of numpy and torch become Python's; what is no JSON becomes its ``repr``.
+    None is left out, scalars of numpy and torch become Python's, and values that are not JSON become their ``repr``.
     """
     return dict(_flatten("", attributes))
 
 
 def to_json(value: Any) -> str:
-    """A value as JSON; what has no JSON form is its ``repr`` there."""
+    """Returns a value as JSON, in which values without a JSON form become their ``repr``."""
     try:
         return json.dumps(value, default=_simplify, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError):  # keys that are no strings, a cycle
+    except (TypeError, ValueError, RecursionError):  # keys that are not strings, or a cycle
         return json.dumps(repr(value), ensure_ascii=False)
 
 
 def exception_attributes(error: BaseException) -> dict[str, str]:
-    """OpenTelemetry's attributes of an exception."""
+    """Returns OpenTelemetry's attributes of an exception."""
     return {
         "exception.type": type(error).__qualname__,
         "exception.message": str(error),

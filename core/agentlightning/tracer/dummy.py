@@ -1,4 +1,4 @@
-"""``DummyTracer``: what the agent emits, and nothing that a framework does."""
+"""``DummyTracer``: records emitters and operations only, not frameworks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _parent: ContextVar[_DummySpan | None] = ContextVar("agentlightning_dummy_parent
 
 
 class DummyTracer(Tracer):
-    """Records emitters and operations without OpenTelemetry: for tests, and for agents that need no more."""
+    """Records emitters and operations without OpenTelemetry, for tests and simple agents."""
 
     def start_span(
         self,
@@ -28,13 +28,12 @@ class DummyTracer(Tracer):
         *,
         is_root: bool = False,
     ) -> OpenSpan:
-        """See ``Tracer.start_span``."""
         parent = None if is_root else _parent.get()
         return _DummySpan(name, dict(attributes or {}), start_time, parent, get_active_trace())
 
 
 def start_detached_span(name: str, attributes: Mapping[str, Any] | None = None) -> OpenSpan:
-    """Begins a span that belongs to no trace and is recorded nowhere."""
+    """Starts a span that belongs to no trace and is not recorded."""
     return _DummySpan(name, dict(attributes or {}), None, None, None)
 
 

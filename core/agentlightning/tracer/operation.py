@@ -1,4 +1,4 @@
-"""Operations: a function, or what runs inside ``with``, as one span."""
+"""Operations: record a function or a ``with`` block as one span."""
 
 from __future__ import annotations
 
@@ -19,20 +19,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _MAX_ITEMS: Final = 1000
-"""Of those that a generator yields."""
+"""Recorded items of a generator."""
 
 
 class Operation:
-    """Makes the spans of an operation; ``agentlightning.emitter.operation`` is how users get one."""
+    """Records the spans of an operation; users create it with ``agentlightning.emitter.operation``."""
 
     def __init__(self, name: str | None, propagate: bool, attributes: Mapping[str, Any]) -> None:
-        """Describes the operation.
-
-        Args:
-            name: default is the function's.
-            propagate: False records nothing.
-            attributes: of every span.
-        """
         self._name = name
         self._propagate = propagate
         self._attributes = flatten(attributes)
@@ -41,7 +34,7 @@ class Operation:
 
     def __enter__(self) -> Operation:
         if self._running is not None:
-            raise ConfigError("this operation is running already; make one for each `with`")
+            raise ConfigError("this operation is already running; create one for each `with`")
         self._running = running(self._start(self._name or "operation") or start_detached_span(semconv.SPAN_OPERATION))
         self._span = self._running.__enter__()
         return self
@@ -54,36 +47,18 @@ class Operation:
             entered.__exit__(kind, error, traceback)
 
     def set_input(self, *args: Any, **kwargs: Any) -> None:
-        """Says what the operation is given: one value, or arguments as a function takes them."""
+        """Records the input: one value, or arguments as of a function."""
         value = args[0] if len(args) == 1 and not kwargs else {**({"args": args} if args else {}), **kwargs}
-        self._opened().set_attributes({semconv.OPERATION_INPUT: to_json(value)})
+        self._set(semconv.OPERATION_INPUT, value)
 
     def set_output(self, value: Any) -> None:
-        """Says what the operation gives."""
-        self._opened().set_attributes({semconv.OPERATION_OUTPUT: to_json(value)})
+        """Records the output."""
+        self._set(semconv.OPERATION_OUTPUT, value)
 
-    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Decorates a function or generator function, sync or async."""
-        if not callable(function):
-            raise ConfigError(f"operation decorates a function, not {function!r}")
-        begin = functools.partial(
-            self._begin,
-            self._name or str(getattr(function, "__qualname__", type(function).__qualname__)),
-            inspect.signature(function),
-        )
-        wrapper = functools.wraps(function)(_wrapper_of(function, begin))
-        return cast(Callable[P, R], wrapper)
-
-    def _begin(self, name: str, signature: inspect.Signature, args: Any, kwargs: Any) -> OpenSpan | None:
-        span = self._start(name)
-        if span is not None:
-            try:
-                arguments = signature.bind(*args, **kwargs).arguments
-            except TypeError:  # the call itself will say what is wrong with its arguments
-                arguments = {}
-            given = {key: value for key, value in arguments.items() if key != "self"}
-            span.set_attributes({semconv.OPERATION_INPUT: to_json(given)})
-        return span
+    def _set(self, key: str, value: Any) -> None:
+        if self._span is None:
+            raise ConfigError("the operation has not started; use it as `with operation(...) as op:`")
+        self._span.set_attributes({key: to_json(value)})
 
     def _start(self, name: str) -> OpenSpan | None:
         tracer = get_active_tracer() if self._propagate else None
@@ -91,28 +66,35 @@ class Operation:
             return None
         return tracer.start_span(semconv.SPAN_OPERATION, {semconv.OPERATION_NAME: name, **self._attributes})
 
-    def _opened(self) -> OpenSpan:
-        if self._span is None:
-            raise ConfigError("the operation has not begun; use it as `with operation(...) as op:`")
-        return self._span
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Decorates a function or generator function, sync or async."""
+        if not callable(function):
+            raise ConfigError(f"operation decorates a function, not {function!r}")
+        name = self._name or str(getattr(function, "__qualname__", type(function).__qualname__))
+        signature = inspect.signature(function)
+
+        def begin(args: Any, kwargs: Any) -> OpenSpan | None:
+            span = self._start(name)
+            if span is not None:
+                try:
+                    given = dict(signature.bind(*args, **kwargs).arguments)
+                except TypeError:  # the call itself will raise
+                    given = {}
+                given.pop("self", None)
+                span.set_attributes({semconv.OPERATION_INPUT: to_json(given)})
+            return span
+
+        return cast(Callable[P, R], functools.wraps(function)(_make_wrapper(function, begin)))
 
 
-def _wrapper_of(function: Any, begin: Callable[[Any, Any], OpenSpan | None]) -> Callable[..., Any]:
-    if inspect.isasyncgenfunction(function):
+def _make_wrapper(function: Any, begin: Callable[[Any, Any], OpenSpan | None]) -> Callable[..., Any]:
+    if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
+        follow: Callable[..., Any] = _follow if inspect.isgeneratorfunction(function) else _follow_async
 
-        def call_async_generator(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
+        def call_generator(*args: Any, **kwargs: Any) -> Any:
             items = function(*args, **kwargs)
             span = begin(args, kwargs)
-            return cast(AsyncGenerator[Any, Any], items) if span is None else _follow_async(items, span)
-
-        return call_async_generator
-
-    if inspect.isgeneratorfunction(function):
-
-        def call_generator(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
-            items = function(*args, **kwargs)
-            span = begin(args, kwargs)
-            return cast(Generator[Any, Any, Any], items) if span is None else _follow(items, span)
+            return items if span is None else follow(items, span)
 
         return call_generator
 
@@ -141,8 +123,7 @@ def _wrapper_of(function: Any, begin: Callable[[Any, Any], OpenSpan | None]) -> 
     return call
 
 
-# A generator shares its context variables with whoever iterates over it, so the span is active only while the
-# generator itself runs.
+# A generator shares its context variables with its consumer, so the span is active only while the generator runs.
 
 
 def _follow(generator: Generator[Any, Any, Any], span: OpenSpan) -> Generator[Any, Any, Any]:
@@ -191,7 +172,7 @@ async def _follow_async(generator: AsyncGenerator[Any, Any], span: OpenSpan) -> 
 def _ending(span: OpenSpan, items: list[Any]) -> Generator[None]:
     try:
         yield
-    except GeneratorExit:  # the consumer has had enough
+    except GeneratorExit:  # the consumer stopped iterating
         raise
     except BaseException as error:
         span.record_exception(error)

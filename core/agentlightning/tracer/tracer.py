@@ -1,4 +1,4 @@
-"""``Tracer``: opens a trace per attempt and brings its spans to the store."""
+"""``Tracer``: opens a trace for each attempt and delivers its spans to the store."""
 
 from __future__ import annotations
 
@@ -17,16 +17,10 @@ from agentlightning.types import Span, TraceStatus
 
 
 class Trace:
-    """The spans of one attempt, as far as they have ended. ``trace_context`` makes and fills it."""
+    """The ended spans of one attempt. Made and filled by ``trace_context``."""
 
     def __init__(self, rollout_id: str = "", attempt_id: str = "", writer: SpanWriter | None = None) -> None:
-        """Begins a trace.
-
-        Args:
-            rollout_id: whose spans these are; empty outside rollouts.
-            attempt_id: goes with it.
-            writer: takes the spans to the store; None keeps them here only.
-        """
+        """Starts a trace; the ids are empty outside rollouts, and without a writer the spans are kept here only."""
         self.rollout_id = rollout_id
         self.attempt_id = attempt_id
         self._writer = writer
@@ -36,29 +30,29 @@ class Trace:
 
     @property
     def store(self) -> LightningStore | None:
-        """Where the spans go; None keeps them here."""
+        """The store that receives the spans, if any."""
         return None if self._writer is None else self._writer.store
 
     @property
     def spans(self) -> list[Span]:
-        """Those that ended before the trace did, in the order of their ends; the root span is the last."""
+        """The spans that ended before the trace did, in that order; the root span is the last."""
         return list(self._spans)
 
     @property
     def dropped(self) -> int:
-        """How many spans did not reach the store; final once the trace is closed."""
+        """Number of spans that did not reach the store; final once the trace is closed."""
         if self._writer is None or not self._is_open:
             return self._undelivered
         return self._writer.dropped(self.rollout_id, self.attempt_id)
 
     def add(self, span: Span) -> None:
-        """Takes a span that has ended, from any thread, without waiting. One that comes late goes to the store only."""
+        """Adds an ended span, from any thread, without waiting. After the trace is closed it goes only to the store."""
         is_taken = self._writer is None or self._writer.put(span)
         if is_taken and self._is_open:
             self._spans.append(span)
 
     def for_late_spans(self) -> Trace:
-        """A closed trace of the same attempt: holds no spans, and passes on what comes."""
+        """Returns a closed trace of the same attempt, which only forwards spans."""
         late = Trace(self.rollout_id, self.attempt_id, self._writer)
         late._is_open = False
         return late
@@ -72,11 +66,11 @@ class Trace:
 
 
 class OpenSpan(ABC):
-    """A span that has begun. Whoever started it ends it, in any thread."""
+    """A started span. The code that starts it must end it, in any thread."""
 
     @abstractmethod
     def active(self) -> contextlib.AbstractContextManager[None]:
-        """What is recorded inside comes under this span; may be entered again and again."""
+        """Makes this span the parent of spans started inside; can be entered repeatedly."""
 
     @abstractmethod
     def set_attributes(self, attributes: Mapping[str, Any]) -> None:
@@ -88,11 +82,11 @@ class OpenSpan(ABC):
 
     @abstractmethod
     def end(self, status: TraceStatus | None = None, end_time: float | None = None) -> Span:
-        """Ends the span, now or at an instant, and returns it."""
+        """Ends the span, now or at ``end_time``, and returns it."""
 
 
 class Active(NamedTuple):
-    """What a caller runs in."""
+    """The tracer and trace of a caller."""
 
     tracer: Tracer
     trace: Trace
@@ -103,25 +97,25 @@ _last_trace: ContextVar[Trace | None] = ContextVar("agentlightning_last_trace", 
 
 
 def get_active_tracer() -> Tracer | None:
-    """The tracer whose ``trace_context`` the caller runs in, also in threads and tasks that inherited its context."""
+    """Returns the tracer whose ``trace_context`` the caller runs in, also in threads and tasks with its context."""
     active = _active.get()
     return None if active is None else active.tracer
 
 
 def get_active_trace() -> Trace | None:
-    """The trace that the caller runs in."""
+    """Returns the trace that the caller runs in."""
     active = _active.get()
     return None if active is None else active.trace
 
 
 def get_active() -> Active | None:
-    """Tracer and trace of the caller, for ``activate`` elsewhere."""
+    """Returns tracer and trace of the caller, for ``activate`` elsewhere."""
     return _active.get()
 
 
 @contextlib.contextmanager
 def activate(active: Active | None) -> Iterator[None]:
-    """Runs the block as if it were in that trace, or (None) in none."""
+    """Runs the block in that trace, or (None) in no trace."""
     token = _active.set(active)
     try:
         yield
@@ -130,34 +124,29 @@ def activate(active: Active | None) -> Iterator[None]:
 
 
 class Tracer(ABC):
-    """Records what agents do. A subclass says how a span begins (``start_span``); the rest is here.
+    """Records agents. A subclass implements ``start_span``.
 
-    One tracer serves many attempts at once: which one a caller belongs to is a context variable. Instances can be
-    pickled until their first ``init_worker``.
+    One tracer serves many attempts concurrently; a context variable tells which one a caller belongs to. Instances can
+    be pickled until their first ``init_worker``.
     """
 
     delivery_timeout_s: float = 30.0
-    """How long the end of an attempt waits for the store to take its spans; what is left counts as dropped."""
+    """How long the end of an attempt waits for its spans to be stored; the rest counts as dropped."""
 
     def init(self) -> None:  # noqa: B027 # most tracers have nothing to set up
-        """Sets the process up for tracing. Each call is undone by one ``teardown``."""
+        """Sets the process up for tracing; ``teardown`` undoes one call."""
 
     def teardown(self) -> None:  # noqa: B027 # see init
-        """Undoes one ``init``; the last one leaves the process as it was."""
+        """Undoes one ``init``; the last one restores the process."""
 
     def init_worker(self, worker_id: int | str, store: LightningStore | None = None) -> None:
-        """Prepares for the attempts of one runner.
-
-        Args:
-            worker_id: of the runner; ``teardown_worker`` takes the same.
-            store: where spans go when ``trace_context`` names no other.
-        """
+        """Prepares for the attempts of one runner; ``store`` is the default of ``trace_context``."""
         if worker_id in self._writers:
             raise ConfigError(f"worker {worker_id!r} is set up already; call teardown_worker({worker_id!r}) first")
         self._writers[worker_id] = None if store is None else SpanWriter.shared(store)
 
     def teardown_worker(self, worker_id: int | str) -> None:
-        """Delivers what is left of a worker's spans; harmless when there is no such worker."""
+        """Delivers a worker's remaining spans; ignores unknown workers."""
         writer = self._writers.pop(worker_id, None)
         if writer is not None:
             writer.release()
@@ -171,15 +160,15 @@ class Tracer(ABC):
         attempt_id: str | None = None,
         store: LightningStore | None = None,
     ) -> AsyncIterator[Trace]:
-        """Opens the trace of one attempt; whatever runs inside belongs to it, in tasks and threads too.
+        """Opens the trace of one attempt; everything inside belongs to it, including tasks and threads.
 
         Leaving it ends the root span, with the exception if there is one, and waits until the spans are stored.
 
         Args:
             name: of the root span.
-            rollout_id: with ``attempt_id``: whose spans these are. Without them the spans stay in the trace.
+            rollout_id: with ``attempt_id``, the owner of the spans. Without them the spans stay in the trace.
             attempt_id: see ``rollout_id``.
-            store: where the spans go; default is the store of ``init_worker``.
+            store: receives the spans; default is the store of ``init_worker``.
 
         Raises:
             ConfigError: one id was given without the other.
@@ -199,7 +188,7 @@ class Tracer(ABC):
                 await trace.deliver(self.delivery_timeout_s)
 
     def get_last_trace(self) -> list[Span]:
-        """The spans of the trace that the caller is in, else of the one it was in last."""
+        """Returns the spans of the caller's current trace, else of its last one."""
         trace = _last_trace.get()
         return [] if trace is None else trace.spans
 
@@ -210,21 +199,21 @@ class Tracer(ABC):
         timestamp: float | None = None,
         status: TraceStatus | None = None,
     ) -> Span:
-        """Records something that happened at an instant, now or at ``timestamp``."""
+        """Records a span at an instant, now or at ``timestamp``."""
         return self.start_span(name, attributes, timestamp).end(status, timestamp)
 
     @contextlib.contextmanager
     def operation_context(self, name: str, attributes: Mapping[str, Any] | None = None) -> Iterator[OpenSpan]:
-        """Records what runs inside as one span, with the exception if it raises."""
+        """Records the block as one span, with its exception if it raises."""
         with running(self.start_span(name, attributes)) as span:
             yield span
 
     def root_context(self, trace: Trace, name: str) -> contextlib.AbstractContextManager[OpenSpan]:
-        """Opens the root span of a trace; a subclass may prepare for the trace here."""
+        """Opens the root span of a trace; a subclass can prepare for the trace here."""
         return running(self.start_span(name, is_root=True))
 
     def get_langchain_handler(self) -> Any:
-        """A LangChain callback handler that records to the active trace.
+        """Returns a LangChain callback handler that records to the active trace.
 
         Raises:
             PluginError: no installed plugin has one.
@@ -240,9 +229,9 @@ class Tracer(ABC):
         *,
         is_root: bool = False,
     ) -> OpenSpan:
-        """Begins a span under the caller's active one, or (``is_root``) at the root of a new trace.
+        """Starts a span under the caller's active one, or (``is_root``) at the root of a new trace.
 
-        Its ``end`` must give the span to ``Trace.add`` of the trace it began in.
+        Its ``end`` must pass the span to ``Trace.add`` of the trace that it was started in.
         """
 
     @property
@@ -264,7 +253,7 @@ _writers_lock: Final = threading.Lock()
 
 @contextlib.contextmanager
 def running(span: OpenSpan) -> Iterator[OpenSpan]:
-    """Makes a span that has begun the active one; ends it on leaving, with the exception if there is one."""
+    """Makes a started span the active one; ends it on leaving, with the exception if there is one."""
     try:
         with span.active():
             yield span

@@ -9,7 +9,7 @@ import signal
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias, get_args
+from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
 
 from agentlightning import semconv
 from agentlightning.emitter import emit_reward
