@@ -12,7 +12,8 @@ import pytest
 
 from agentlightning.cli import cli
 from agentlightning.plugin.registry import PluginManager
-from tests.source import REPO, pyproject, run_python
+from tests.source import REPO, ROOTS, pyproject, run_python
+from tests.test_rules import LIBRARIES, PLUGINS
 
 PAGES = [*sorted(REPO.glob("*.md")), *sorted((REPO / "docs").rglob("*.md")), *sorted((REPO / "examples").rglob("*.md"))]
 
@@ -115,3 +116,21 @@ def test_every_command_extra_and_target_that_a_page_shows_exists(page: Path) -> 
 def test_no_page_asks_the_index_for_lightning(page: Path) -> None:
     installs = re.findall(r"pip install[^\n`]*", page.read_text(encoding="utf-8"))
     assert [line for line in installs if re.search(r"\s(-U|--upgrade)\b|install lightning\b", line)] == []
+
+
+def test_every_path_that_contributing_names_exists() -> None:
+    packages = {folder.parent.name: folder for folder in ROOTS.values()}
+    text = (REPO / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    missing = []
+    for path in re.findall(r"`((?:core|plugins|integrations|algorithms|tests|docs)/[\w/.]*)`", text):
+        root, _, rest = path.partition("/")
+        if "acme" not in path and not (packages.get(root, REPO / root) / rest).exists():
+            missing.append(path)
+    assert missing == []
+
+
+def test_the_picture_of_the_house_shows_every_library_and_every_group_of_plugins() -> None:
+    picture = (REPO / "docs" / "house.svg").read_text(encoding="utf-8")
+    names = {library.rpartition(".")[2] for library in LIBRARIES}
+    names |= {f"{plugin.partition('.')[0]}/" for plugin in PLUGINS.values()}
+    assert {name for name in names if name not in picture} == set()
