@@ -19,7 +19,7 @@ _NEEDED = ("torch", "transformers", "peft", "safetensors", "openai")
 @click.option("--resume", type=click.Path(path_type=Path), metavar="RUN_DIR", help="Continue an interrupted run.")
 @click.option("--show-agent", is_flag=True, help="Print the agent's source and stop.")
 def command(seed: int, steps: int | None, run_dir: Path | None, resume: Path | None, show_agent: bool) -> None:
-    """Trains a calculator agent by GRPO on a tiny model: no key, no GPU, about two minutes."""
+    """Train a calculator agent by GRPO on a tiny model: no key, no GPU, about two minutes."""
     if show_agent:
         click.echo(Path(__file__).with_name("agent.py").read_text(encoding="utf-8"), nl=False)
         return

@@ -1,4 +1,4 @@
-"""The demo as a plugin: ``agl demo``."""
+"""``agl demo``."""
 
 from __future__ import annotations
 

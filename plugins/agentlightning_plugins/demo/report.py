@@ -1,4 +1,4 @@
-"""The demo's report: one HTML file with the reward curve, and nothing to load from elsewhere."""
+"""The demo's report: one self-contained HTML file with the reward curve."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WIDTH, HEIGHT, MARGIN = 720, 300, 44
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """The steps in a ``metrics.jsonl``; of a step that stands there twice, after a resume, the later one."""
+    """Reads the steps of a ``metrics.jsonl``; the last line of a step counts, since a resume may repeat it."""
     steps: dict[int, dict[str, Any]] = {}
     for line in file.read_text().splitlines():
         entry = json.loads(line)
@@ -59,7 +59,7 @@ def write_report(directory: Path, metrics: Sequence[dict[str, Any]]) -> Path:
 
 
 def _points(steps: Sequence[dict[str, Any]], key: str, last_step: int) -> list[tuple[float, float, float]]:
-    """(x, y, value) of each step that has the key, in pixels of the picture."""
+    """Returns (x, y, value) of each step that has the key; x and y are pixels of the picture."""
     return [
         (MARGIN + (WIDTH - 2 * MARGIN) * step["step"] / last_step, _y(step[key]), step[key])
         for step in steps

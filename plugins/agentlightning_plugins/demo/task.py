@@ -59,13 +59,13 @@ def number_pairs(operator: Operator, split: Split) -> list[tuple[int, int]]:
 
 
 def split_of(a: int, b: int) -> Split:
-    """The split that owns a pair of numbers, in either order: train owns about 8 of 10 pairs, val and test 1 each."""
+    """Assigns a pair of numbers, in either order, to a split: about 8 of 10 pairs to train, 1 each to val and test."""
     part = zlib.crc32(f"{min(a, b)} {max(a, b)}".encode()) % 10
     return "test" if part == 0 else "val" if part == 1 else "train"
 
 
 def apply(operator: Operator, a: int, b: int) -> int | None:
-    """`a operator b`, or None where a division leaves a remainder."""
+    """Returns `a operator b`, or None if a division leaves a remainder."""
     if operator == "+":
         return a + b
     if operator == "-":
@@ -76,13 +76,13 @@ def apply(operator: Operator, a: int, b: int) -> int | None:
 
 
 def make_problems(split: Split, count: int, seed: int = 0) -> list[Problem]:
-    """The first `count` problems of a split: the same for the same seed, on every machine and Python version."""
+    """Returns the first `count` problems of a split; a seed gives the same ones on every machine and Python version."""
     stream = problem_stream(split, seed)
     return [next(stream) for _ in range(count)]
 
 
 def problem_stream(split: Split, seed: int) -> Iterator[Problem]:
-    """Problems without end. Every run of `len(TEMPLATES)` of them uses each template once."""
+    """Yields an infinite stream of problems; each block of `len(TEMPLATES)` uses every template once."""
     rng = random.Random(f"{split}-{seed}")
     pairs: dict[Operator, Sequence[tuple[int, int]]] = {t.operator: number_pairs(t.operator, split) for t in TEMPLATES}
     while True:

@@ -1,4 +1,4 @@
-"""The demo's run: train, then compare the model before and after on tasks that nothing was chosen by."""
+"""The demo's run: train, then compare the model before and after on a held-out test split."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from agentlightning_plugins.demo.task import make_problems
 CHECKPOINT: Final = Path(__file__).with_name("checkpoint")
 N_VAL, N_TEST = 96, 200
 TARGET_REWARD: Final = 0.94
-"""Validation reward at which training stops; above the 0.8 that the test split is to show, since it is a sample too."""
+"""Validation reward at which training stops; above the target of 0.8 for the test split, which is a sample too."""
 
 GRPO_SETTINGS: Final[dict[str, Any]] = {
     "name": "grpo",
@@ -123,7 +123,7 @@ def _read_settings(file: Path) -> dict[str, Any]:
 
 
 async def _save_transcripts(store: LightningStore, directory: Path) -> None:
-    """Keeps one test task's conversation from before and from after: one that failed first and succeeds now, if any."""
+    """Saves one test task's conversation before and after training; preferably one that only training solves."""
     rollouts = (await store.query_rollouts(sort_by="start_time")).items
     tests = [rollout for rollout in rollouts if rollout.mode == "test" and rollout.metadata is not None]
     by_time: dict[int, dict[int, Rollout]] = {}
@@ -150,7 +150,7 @@ async def _transcript(store: LightningStore, rollout: Rollout) -> dict[str, Any]
 
 
 def _messages(spans: Sequence[Span]) -> list[dict[str, Any]]:
-    """The whole conversation: what the last call was asked, and its answer."""
+    """Returns the conversation: the messages of the last call, and its response."""
     calls = [span for span in spans if semconv.is_llm_call(span)]
     if not calls:
         return []
@@ -187,7 +187,7 @@ def _show(console: Console, directory: Path, metrics: list[dict[str, Any]], resu
 
 
 def chosen_transcripts(directory: Path) -> dict[str, dict[str, Any]]:
-    """One test task before and after: failed first and solved now, where there is such a one."""
+    """Selects one test task before and after training: one that is solved only after, if there is one."""
     file = directory / "transcripts.json"
     saved: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.is_file() else {}
     before, after = saved.get("before", {}), saved.get("after", {})

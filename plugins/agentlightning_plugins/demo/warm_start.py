@@ -1,11 +1,11 @@
-"""Makes the demo's checkpoint: a tokenizer, a chat template and a tiny transformer that knows the form, not the sense.
+"""Creates the demo's checkpoint: a tokenizer, a chat template and a tiny transformer that knows only the format.
 
     python -m agentlightning_plugins.demo.warm_start OUT_DIR
 
 The model imitates demonstrations that call the calculator with the numbers of the question but with an operator drawn
-at random, and that report its result wrongly one time in ten. So it learns to hold the conversation, and has no reason
-to prefer the right operator: that is left to reinforcement learning. Training is limited by steps and never by the
-clock, so that a slow machine makes the same model.
+at random, and that report its result wrongly one time in ten. It learns the format of the conversation, but not which
+operator is right: reinforcement learning teaches that. Training is limited by steps, not by time, so that every machine
+creates the same model.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CALL_OPEN = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "'
 CALL_CLOSE = '"}}\n</tool_call>'
 
 # Messages render as Qwen's do, without the line break after <|im_end|>: what the model wrote is then, token for token,
-# the beginning of its next prompt.
+# the beginning of the next prompt.
 CHAT_TEMPLATE = r"""
 {%- for message in messages -%}
     {{- '<|im_start|>' + message.role + '\n' + (message.content or '') -}}
@@ -99,7 +99,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def demonstrate(problem: Problem, rng: random.Random) -> list[dict[str, Any]]:
-    """A conversation about a problem, with the right numbers, any operator and, now and then, a wrong answer."""
+    """Makes a conversation about a problem with the right numbers, a random operator and sometimes a wrong answer."""
     a, b = (word for word in problem["question"].split() if word.strip(".,").isdigit())
     expression = f"{a.strip('.,')} {rng.choice('+-*/')} {b.strip('.,')}"
     arguments = {"expression": expression}
@@ -138,9 +138,9 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def batches(tokenizer: PreTrainedTokenizerFast) -> Iterator[dict[str, Tensor]]:
-    """Demonstrations without end, right-padded, each (BATCH, tokens of the longest).
+    """Yields demonstrations, right-padded, each (BATCH, tokens of the longest).
 
-    Every token has a label, the questions' too: a model that can continue a question tells the kinds of question apart.
+    Every token has a label, those of the questions too, so that the model learns to distinguish the kinds of question.
     """
     rng = random.Random(SEED)
     problems = problem_stream("train", SEED)
@@ -153,7 +153,7 @@ def batches(tokenizer: PreTrainedTokenizerFast) -> Iterator[dict[str, Tensor]]:
 
 
 def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Imitates the demonstrations for `STEPS` steps, in place."""
+    """Trains the model in place to imitate the demonstrations, for `STEPS` steps."""
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=STEPS, pct_start=0.05)
     for step, batch in enumerate(itertools.islice(batches(tokenizer), STEPS)):
@@ -182,7 +182,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, directory:
 @click.command()
 @click.argument("out_dir", type=click.Path(path_type=Path, file_okay=False))
 def main(out_dir: Path) -> None:
-    """Makes the checkpoint in OUT_DIR."""
+    """Create the checkpoint in OUT_DIR."""
     torch.manual_seed(SEED)
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)
