@@ -25,7 +25,11 @@ _ANSWER_S: Final = 10.0
 
 
 @click.group("gateway", invoke_without_command=True)
-@click.option("--config", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="YAML: model_list, ...")
+@click.option(
+    "--config",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="YAML file with model_list and other arguments of LLMProxy.",
+)
 @click.option(
     "--model",
     "models",
@@ -34,7 +38,7 @@ _ANSWER_S: Final = 10.0
     help="A model and the base URL of an OpenAI-compatible endpoint; repeat it for several backends or models.",
 )
 @click.option("--key-env", metavar="NAME", help="The environment variable with the API key of --model.")
-@click.option("--store", "store_url", default="http://127.0.0.1:4747", show_default=True, help="Records the calls.")
+@click.option("--store", "store_url", default="http://127.0.0.1:4747", show_default=True, help="Store of the calls.")
 @click.option("--token", envvar="AGL_TOKEN", show_envvar=True, help="The token of the store.")
 @click.option("--host", help="Address to listen on, 127.0.0.1 by default; on others than loopback, calls need keys.")
 @click.option("--port", type=click.IntRange(0, 65535), help=f"{DEFAULT_PORT} by default; 0 takes a free one.")

@@ -76,11 +76,7 @@ class ServerProcess:
     """Runs the server in a new process, which does not import the user's main module."""
 
     def __init__(self, store: LightningStore, settings: Settings) -> None:
-        """Prepares the process.
-
-        Raises:
-            ConfigError: the store cannot be reached from another process.
-        """
+        """Prepares the process; raises ConfigError if the store cannot be reached from another process."""
         self._lock = threading.Lock()
         try:
             self._job = pickle.dumps((store, settings))

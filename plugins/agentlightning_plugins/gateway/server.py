@@ -52,11 +52,7 @@ class GatewayServer:
     """Relays calls to backends and hands a span of each to the store. Belongs to one event loop."""
 
     def __init__(self, store: LightningStore, settings: Settings) -> None:
-        """Prepares a server.
-
-        Raises:
-            ConfigError: the model list is invalid.
-        """
+        """Prepares a server; raises ConfigError if the model list is invalid."""
         self._store = store
         self._settings = settings
         self._dialects = load_dialects()
@@ -73,11 +69,7 @@ class GatewayServer:
         self._warned: set[str] = set()
 
     async def start(self) -> int:
-        """Begins to serve; returns the port, which is the one of the settings unless that was 0.
-
-        Raises:
-            OSError: the address cannot be bound.
-        """
+        """Begins to serve and returns the port; raises OSError if the address cannot be bound."""
         settings = self._settings
         self._upstream = Upstream(settings.num_retries, settings.read_timeout_s)
         server = web.Server(self._handle, request_factory=make_request, handler_cancellation=True, access_log=None)
@@ -153,7 +145,7 @@ class GatewayServer:
                 return self._fail(call, refuse(dialect, 402, call.exceeded_limit, "budget_exceeded", never))
         in_flight = self._in_flight.add(call)
         try:
-            return await self._serve(call, backends, request, in_flight)
+            return await self._serve(in_flight, backends, request)
         except asyncio.CancelledError:  # by us, or by aiohttp because the client disconnected
             if not in_flight.is_attempt_over:
                 self._finish(call, _DISCONNECTED_STATUS, _DISCONNECTED)
@@ -179,8 +171,9 @@ class GatewayServer:
             logger.warning("the usage of attempt %s cannot be read, so it counts from now on: %s", attempt[1], error)
 
     async def _serve(
-        self, call: Call, backends: list[Backend], request: web.BaseRequest, in_flight: InFlightCall
+        self, in_flight: InFlightCall, backends: list[Backend], request: web.BaseRequest
     ) -> web.StreamResponse:
+        call = in_flight.call
         if not await self._admission.enter():
             message = "the gateway is paused while the model's weights change; try again"
             retry = {"Retry-After": str(_PAUSED_RETRY_S)}
@@ -191,7 +184,7 @@ class GatewayServer:
             if isinstance(outcome, Reply):
                 return self._relay(call, outcome, version)
             async with outcome:
-                return await self._relay_stream(call, outcome, request, version, in_flight)
+                return await self._relay_stream(in_flight, outcome, request, version)
         finally:
             self._admission.leave()
 
@@ -243,13 +236,9 @@ class GatewayServer:
         return _respond(reply._replace(body=dump_json(answer)) if is_changed else reply)
 
     async def _relay_stream(
-        self,
-        call: Call,
-        upstream: BackendAnswer,
-        request: web.BaseRequest,
-        version: int | None,
-        in_flight: InFlightCall,
+        self, in_flight: InFlightCall, upstream: BackendAnswer, request: web.BaseRequest, version: int | None
     ) -> web.StreamResponse:
+        call = in_flight.call
         assert call.request is not None  # set by Upstream.send
         response = web.StreamResponse(headers=relayed_headers(upstream.headers))
         _set_version(call, upstream.headers, None)

@@ -34,8 +34,7 @@ class Authenticator:
     def authenticate(self, headers: Mapping[str, str], named: AttemptKey | None) -> AttemptKey | None:
         """Returns the attempt of a call, by its key or its URL (``named``); None if neither names one.
 
-        Raises:
-            KeyRefused: the key belongs to another attempt, or a valid key is required.
+        Raises KeyRefused if the key belongs to another attempt, or if a valid key is required.
         """
         key = _read_key(headers)
         if key is None or not key.startswith(attempt_token.PREFIX):

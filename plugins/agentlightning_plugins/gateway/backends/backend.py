@@ -151,10 +151,9 @@ class ModelTable:
     """The models of one ``model_list``. Entries with the same name are backends of one model."""
 
     def __init__(self, model_list: Sequence[Mapping[str, Any]], previous: ModelTable | None = None) -> None:
-        """Reads a model list. Backends that did not change since ``previous`` stay the same objects, with their health.
+        """Reads a model list; raises ConfigError for an invalid entry.
 
-        Raises:
-            ConfigError: an entry has an unknown or missing key, or a wrong value.
+        Backends that did not change since ``previous`` stay the same objects, with their health.
         """
         self._backends: dict[str, list[Backend]] = {}
         self._round_robin: dict[str, _RoundRobin] = {}

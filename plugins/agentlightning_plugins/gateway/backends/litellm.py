@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import aiohttp
@@ -67,47 +68,47 @@ class LiteLLM(Provider):
         return _Answer(200, _once(dump_json(answer.model_dump(mode="json"))))
 
 
+@dataclass(eq=False)
 class _Answer:
     """An answer of litellm in the form of an HTTP response."""
 
-    def __init__(
-        self,
-        status: int,
-        pieces: AsyncIterator[bytes],
-        content_type: str = "application/json",
-        api_key: str | None = None,
-        source: object = None,
-    ) -> None:
-        self.status = status
-        self.content_type = content_type
-        self.headers = CIMultiDictProxy(CIMultiDict({"Content-Type": content_type}))
-        self.content = self
-        self._pieces = pieces
-        self._api_key = api_key
-        self._source = source
-        self._is_over = False
+    status: int
+    pieces: AsyncIterator[bytes]
+    content_type: str = "application/json"
+    api_key: str | None = None
+    source: object = None
+    """The stream behind ``pieces``: closing a generator does not close its source."""
+    is_over: bool = False
+
+    @property
+    def headers(self) -> CIMultiDictProxy[str]:
+        return CIMultiDictProxy(CIMultiDict({"Content-Type": self.content_type}))
+
+    @property
+    def content(self) -> Self:
+        return self
 
     async def readany(self) -> bytes:
         try:
-            return await anext(self._pieces)
+            return await anext(self.pieces)
         except StopAsyncIteration:
-            self._is_over = True
+            self.is_over = True
             return b""
         except Exception as error:  # isolation point: as in LiteLLM.send
-            self._is_over = True
-            raise aiohttp.ClientPayloadError(_first_line(error, self._api_key)) from error
+            self.is_over = True
+            raise aiohttp.ClientPayloadError(_first_line(error, self.api_key)) from error
 
     def at_eof(self) -> bool:
-        return self._is_over
+        return self.is_over
 
     async def read(self) -> bytes:
-        return b"".join([piece async for piece in self._pieces])
+        return b"".join([piece async for piece in self.pieces])
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        for stream in (self._pieces, self._source):  # closing a generator does not close its source
+        for stream in (self.pieces, self.source):
             close = getattr(stream, "aclose", None)
             if close is not None:
                 await close()

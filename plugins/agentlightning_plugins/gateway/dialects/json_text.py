@@ -12,11 +12,7 @@ _ABSENT: Final = object()
 
 
 def parse_json(text: bytes) -> Any:
-    """Parses JSON, including NaN and infinities, which some model servers write.
-
-    Raises:
-        ValueError: it is not JSON.
-    """
+    """Parses JSON, including NaN and infinities, which some model servers write; raises ValueError."""
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:

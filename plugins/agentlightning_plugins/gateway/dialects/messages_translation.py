@@ -110,11 +110,7 @@ class CountTranslation:
 
 
 def to_chat_request(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Translates a request.
-
-    Raises:
-        TranslationError: it needs Anthropic's servers.
-    """
+    """Translates a request; raises TranslationError if it needs Anthropic's servers."""
     if body.get("thread"):  # its client sends the whole conversation after an error with this text and code
         message = "'thread' needs a server that keeps conversations: send all messages with each request"
         raise TranslationError(message, "thread_unsupported_request")

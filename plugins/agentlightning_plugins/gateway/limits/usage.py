@@ -90,11 +90,7 @@ class UsageTracker:
 
 
 async def read_usage(store: LightningStore, attempt: AttemptKey) -> Usage:
-    """Sums up the usage of an attempt from the spans of its calls.
-
-    Raises:
-        StoreError: the store cannot be reached.
-    """
+    """Sums up the usage of an attempt from the spans of its calls; raises StoreError."""
     usage = Usage()
     for span in await store.query_spans(*attempt):
         if BACKEND in span.attributes:
@@ -108,11 +104,7 @@ async def read_usage(store: LightningStore, attempt: AttemptKey) -> Usage:
 
 
 def read_limits(limits: Mapping[str, Any] | UsageLimits | None) -> UsageLimits:
-    """Reads ``budget`` of ``LLMProxy``.
-
-    Raises:
-        ConfigError: an unknown key, or a limit that is not a number above 0.
-    """
+    """Reads ``budget`` of ``LLMProxy``; raises ConfigError for an unknown key or a limit that is not above 0."""
     if isinstance(limits, UsageLimits):
         return limits
     given = limits or {}
@@ -124,11 +116,7 @@ def read_limits(limits: Mapping[str, Any] | UsageLimits | None) -> UsageLimits:
 
 
 def read_price(price: Any, where: str) -> Price | None:
-    """Reads the price of an entry of a model list.
-
-    Raises:
-        ConfigError: it is not a mapping, has an unknown key, or a negative number.
-    """
+    """Reads the price of an entry of a model list; raises ConfigError for an unknown key or a negative number."""
     if price is None:
         return None
     if not isinstance(price, Mapping):
