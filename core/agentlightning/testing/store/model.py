@@ -118,9 +118,10 @@ class StoreMachine(RuleBasedStateMachine):
     def pick(self, number: int) -> _Rollout:
         return list(self.rollouts.values())[number % len(self.rollouts)]
 
-    def pick_attempt(self, number: int, which: int) -> tuple[_Rollout, _Attempt] | None:
-        rollout = self.pick(number)
-        return (rollout, rollout.attempts[which % len(rollout.attempts)]) if rollout.attempts else None
+    def pick_attempt(self, number: int, which: int) -> tuple[_Rollout, _Attempt]:
+        tried = [rollout for rollout in self.rollouts.values() if rollout.attempts]
+        rollout = tried[number % len(tried)]
+        return rollout, rollout.attempts[which % len(rollout.attempts)]
 
     def move(self, rollout: _Rollout, status: str) -> None:
         was_queued, is_queued = (value in ("queuing", "requeuing") for value in (rollout.status, status))
@@ -201,13 +202,10 @@ class StoreMachine(RuleBasedStateMachine):
         else:
             self.refused(call)
 
-    @precondition(lambda self: self.rollouts)
+    @precondition(lambda self: any(rollout.attempts for rollout in self.rollouts.values()))
     @rule(number=picks, which=picks, new=st.booleans())
     def add_span(self, number: int, which: int, new: bool) -> None:
-        picked = self.pick_attempt(number, which)
-        if picked is None:
-            return
-        rollout, attempt = picked
+        rollout, attempt = self.pick_attempt(number, which)
         is_new = new or not attempt.spans
         span_id = f"{next(_numbers):016x}" if is_new else attempt.spans[which % len(attempt.spans)]
         span = StoredSpan.from_attributes(
@@ -228,13 +226,10 @@ class StoreMachine(RuleBasedStateMachine):
             if rollout.status == "preparing":
                 self.move(rollout, "running")
 
-    @precondition(lambda self: self.rollouts)
+    @precondition(lambda self: any(rollout.attempts for rollout in self.rollouts.values()))
     @rule(number=picks, which=picks, status=st.sampled_from(["preparing", "running", *_ATTEMPT_ENDS]))
     def update_attempt(self, number: int, which: int, status: AttemptStatus) -> None:
-        picked = self.pick_attempt(number, which)
-        if picked is None:
-            return
-        rollout, attempt = picked
+        rollout, attempt = self.pick_attempt(number, which)
         call = self.store.update_attempt(rollout.rollout_id, attempt.attempt_id, status=status)
         if status == attempt.status:
             self.do(call)
@@ -278,13 +273,10 @@ class StoreMachine(RuleBasedStateMachine):
         else:
             self.refused(call)
 
-    @precondition(lambda self: self.rollouts)
+    @precondition(lambda self: any(rollout.attempts for rollout in self.rollouts.values()))
     @rule(number=picks, which=picks)
     def release(self, number: int, which: int) -> None:
-        picked = self.pick_attempt(number, which)
-        if picked is None:
-            return
-        rollout, attempt = picked
+        rollout, attempt = self.pick_attempt(number, which)
         call = self.store.release_attempt(rollout.rollout_id, attempt.attempt_id)
         if attempt.status == "running":
             self.refused(call)

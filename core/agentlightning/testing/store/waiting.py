@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 import pytest
 
@@ -24,6 +26,15 @@ from agentlightning.testing.store.actions import (
 )
 from agentlightning.types import AttemptedRollout, EnqueueRolloutRequest
 
+T = TypeVar("T")
+
+
+async def _start(call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Starts a call that has to wait."""
+    task = asyncio.create_task(call)
+    await _until_asleep(task)
+    return task
+
 
 async def _until_asleep(task: asyncio.Task[object]) -> None:
     """Gives a task time to start waiting."""
@@ -35,16 +46,14 @@ class WaitingTests:
     """Tests of ``dequeue`` with a timeout, ``wait_for_rollouts`` and ``subscribe``."""
 
     async def test_a_waiting_claim_gets_the_rollout_that_comes(self, store: LightningStore) -> None:
-        waiting = asyncio.create_task(store.dequeue_rollout("worker-1", timeout=PATIENCE_S))
-        await _until_asleep(waiting)
+        waiting = await _start(store.dequeue_rollout("worker-1", timeout=PATIENCE_S))
         queued = await store.enqueue_rollout("late")
         claimed = await soon(waiting)
         assert claimed is not None
         assert claimed.rollout_id == queued.rollout_id
 
     async def test_a_waiting_claim_gets_a_rollout_enqueued_in_another_thread(self, store: LightningStore) -> None:
-        waiting = asyncio.create_task(store.dequeue_rollout(timeout=PATIENCE_S))
-        await _until_asleep(waiting)
+        waiting = await _start(store.dequeue_rollout(timeout=PATIENCE_S))
         queued = await in_other_thread(lambda: store.enqueue_rollout("b"))
         claimed = await soon(waiting)
         assert claimed is not None
@@ -60,8 +69,7 @@ class WaitingTests:
     async def test_a_waiting_claim_gets_a_rollout_that_is_queued_again(self, store: LightningStore) -> None:
         claimed = await claim(store)
         await finish(store, claimed, "failed")
-        waiting = asyncio.create_task(store.dequeue_rollout(timeout=PATIENCE_S))
-        await _until_asleep(waiting)
+        waiting = await _start(store.dequeue_rollout(timeout=PATIENCE_S))
         await store.retry_rollout(claimed.rollout_id)
         again = await soon(waiting)
         assert again is not None
@@ -101,8 +109,7 @@ class WaitingTests:
     async def test_waiting_returns_when_the_last_rollout_ends(self, store: LightningStore) -> None:
         one, two = await claim(store), await claim(store)
         ids = [two.rollout_id, one.rollout_id]
-        waiting = asyncio.create_task(store.wait_for_rollouts(ids))
-        await _until_asleep(waiting)
+        waiting = await _start(store.wait_for_rollouts(ids))
         await finish(store, one)
         await _until_asleep(waiting)
         await finish(store, two, "failed")
@@ -125,22 +132,19 @@ class WaitingTests:
 
     async def test_waiting_ends_for_an_end_in_another_thread(self, store: LightningStore) -> None:
         claimed = await claim(store)
-        waiting = asyncio.create_task(store.wait_for_rollouts([claimed.rollout_id]))
-        await _until_asleep(waiting)
+        waiting = await _start(store.wait_for_rollouts([claimed.rollout_id]))
         await in_other_thread(lambda: finish(store, claimed))
         assert [rollout.rollout_id for rollout in await soon(waiting)] == [claimed.rollout_id]
 
     async def test_another_thread_can_wait_too(self, store: LightningStore) -> None:
         claimed = await claim(store)
-        waiting = asyncio.create_task(in_other_thread(lambda: store.wait_for_rollouts([claimed.rollout_id])))
-        await _until_asleep(waiting)
+        waiting = await _start(in_other_thread(lambda: store.wait_for_rollouts([claimed.rollout_id])))
         await finish(store, claimed)
         assert [rollout.rollout_id for rollout in await soon(waiting)] == [claimed.rollout_id]
 
     async def test_a_cancelled_rollout_ends_a_wait(self, store: LightningStore) -> None:
         queued = await store.enqueue_rollout("a")
-        waiting = asyncio.create_task(store.wait_for_rollouts([queued.rollout_id]))
-        await _until_asleep(waiting)
+        waiting = await _start(store.wait_for_rollouts([queued.rollout_id]))
         await store.cancel_rollout(queued.rollout_id)
         assert [rollout.status for rollout in await soon(waiting)] == ["cancelled"]
 
@@ -155,8 +159,7 @@ class WaitingTests:
 
     async def test_an_id_given_twice_is_returned_twice(self, store: LightningStore) -> None:
         claimed = await claim(store)
-        waiting = asyncio.create_task(store.wait_for_rollouts([claimed.rollout_id, claimed.rollout_id]))
-        await _until_asleep(waiting)
+        waiting = await _start(store.wait_for_rollouts([claimed.rollout_id, claimed.rollout_id]))
         await finish(store, claimed)
         assert [rollout.rollout_id for rollout in await soon(waiting)] == [claimed.rollout_id] * 2
 
@@ -168,8 +171,7 @@ class WaitingTests:
     async def test_a_cancelled_wait_leaves_other_waits_alone(self, store: LightningStore) -> None:
         claimed = await claim(store)
         gone = asyncio.create_task(store.wait_for_rollouts([claimed.rollout_id]))
-        stays = asyncio.create_task(store.wait_for_rollouts([claimed.rollout_id]))
-        await _until_asleep(stays)
+        stays = await _start(store.wait_for_rollouts([claimed.rollout_id]))
         gone.cancel()
         await asyncio.gather(gone, return_exceptions=True)
         await finish(store, claimed)
