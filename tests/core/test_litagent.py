@@ -129,13 +129,13 @@ def test_what_nothing_can_fill_is_refused_when_it_is_decorated() -> None:
 
 
 def test_a_generator_and_a_class_are_refused_when_they_are_decorated() -> None:
-    with pytest.raises(agl.ConfigError, match="is a generator; it returns"):
+    with pytest.raises(agl.ConfigError, match="is a generator; return None"):
 
         @agl.rollout
         def agent(task: str) -> Any:
             yield 1.0
 
-    with pytest.raises(agl.ConfigError, match="is a generator; it returns"):
+    with pytest.raises(agl.ConfigError, match="is a generator; return None"):
 
         @agl.rollout
         async def async_agent(task: str) -> Any:
