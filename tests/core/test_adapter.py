@@ -153,7 +153,7 @@ def test_a_call_that_lost_its_place_gets_that_of_the_frameworks_span_around_it(t
     assert [(t.metadata["response_id"], t.response["token_ids"]) for t in triplets] == [("r0", [0]), ("r1", [1])]
 
 
-def test_where_nobody_can_tell_no_call_is_given_another_place(trace: Recorder) -> None:
+def test_an_ambiguous_call_is_not_moved(trace: Recorder) -> None:
     root = trace.add("root", at=(1000, 1100))
     one = trace.add("agent", {"agent.name": "one"}, parent=root, at=(1001, 1050))
     two = trace.add("agent", {"agent.name": "two"}, parent=root, at=(1001, 1050))

@@ -82,7 +82,7 @@ def test_a_component_that_cannot_be_imported_names_its_plugin(manager: PluginMan
         manager.get("store", "gone")
 
 
-def test_a_plugin_that_fails_to_import_is_reported_and_takes_nobody_down(
+def test_a_plugin_that_fails_to_import_is_reported_and_stops_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "broken_plugin.py").write_text("raise RuntimeError('no luck')")
@@ -180,7 +180,7 @@ def test_agl_plugins_prints_what_is_there() -> None:
     table = subprocess.run([*agl, "plugins"], capture_output=True, text=True, check=True).stdout
     (line,) = (line for line in table.splitlines() if line.split()[1] == "baseline")
     assert line.split()[2:4] == ["ready", "lightning"]
-    assert line.rstrip().endswith("runs the agent over the data"), "a line is one line where nobody has a width"
+    assert line.rstrip().endswith("runs the agent over the data"), "a line is not folded without a terminal"
     rows = json.loads(subprocess.run([*agl, "plugins", "--json"], capture_output=True, text=True, check=True).stdout)
     offers = {(offer["kind"], offer["name"]) for row in rows for offer in row["offers"]}
     assert {("store", "memory"), ("algorithm", "grpo"), ("tracer", "otel"), ("strategy", "cs")} <= offers

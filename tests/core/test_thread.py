@@ -26,7 +26,7 @@ async def store() -> AsyncIterator[agl.InMemoryLightningStore]:
 
 
 class Work:
-    """A call that goes on for minutes unless somebody stops it."""
+    """A call that takes minutes unless it is stopped."""
 
     def __init__(self) -> None:
         self.began = threading.Event()

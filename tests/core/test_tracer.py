@@ -342,7 +342,7 @@ def test_a_plugin_that_fails_to_instrument_does_not_keep_others_from_it(
 async def test_work_given_to_a_thread_pool_belongs_to_whoever_gave_it(
     otel_only: OtelTracer, store: InMemoryLightningStore
 ) -> None:
-    """One pool serves all attempts, and somebody outside them."""
+    """One pool serves all attempts, and a caller outside of them."""
     rollouts = [await store.start_rollout(i) for i in range(8)]
     with ThreadPoolExecutor(2) as pool:
 

@@ -177,18 +177,18 @@ background: set[asyncio.Future[Any]] = set()
 
 CAUGHT_BY: list[tuple[type[CalculatorAgent], Callable[..., Any]]] = [
     (NamesNoAgent, Kit.test_each_model_call_is_a_triplet_with_tokens_agent_and_reward),
-    (NamesNoAgent, Kit.test_each_model_call_says_what_was_asked_and_answered_and_what_it_used),
+    (NamesNoAgent, Kit.test_each_model_call_has_its_messages_and_token_counts),
     (HidesTools, Kit.test_a_tool_call_is_a_span_with_arguments_and_result_below_its_agent),
     (GivesToolsNoParent, Kit.test_a_tool_call_is_a_span_with_arguments_and_result_below_its_agent),
-    (IgnoresParameters, Kit.test_it_calls_the_model_of_its_rollout_as_its_resource_says),
+    (IgnoresParameters, Kit.test_it_calls_the_model_of_its_rollout_with_the_resources_parameters),
     (SharesItsClient, Kit.test_eight_rollouts_at_once_never_mix),
     (RunsOneByOne, Kit.test_eight_rollouts_at_once_never_mix),
-    (KeepsThePrompt, Kit.test_a_prompt_changes_between_rollouts_and_the_object_stays_as_it_was),
-    (IgnoresPrompts, Kit.test_a_prompt_changes_between_rollouts_and_the_object_stays_as_it_was),
+    (KeepsThePrompt, Kit.test_a_prompt_changes_between_rollouts_and_the_object_stays_unchanged),
+    (IgnoresPrompts, Kit.test_a_prompt_changes_between_rollouts_and_the_object_stays_unchanged),
     (SwallowsErrors, Kit.test_an_error_of_the_model_fails_the_attempt_with_type_message_and_traceback),
     (CannotBeStopped, Kit.test_a_timeout_stops_the_agent),
     (CannotBeStopped, Kit.test_a_cancelled_rollout_stops_the_agent),
-    (HoldsASocket, Kit.test_it_travels_to_a_runner_process),
+    (HoldsASocket, Kit.test_it_can_be_sent_to_a_runner_process),
     (CallsHome, Kit.test_nothing_calls_home),
 ]
 

@@ -1,1 +1,1 @@
-"""What plugin authors test with: conformance kits and fakes. Import from its modules."""
+"""Conformance tests and fakes for plugin authors. Import from its modules."""

@@ -1,6 +1,6 @@
-"""What every integration of an agent framework does, as tests, for authors of integrations.
+"""Conformance tests for integrations of agent frameworks.
 
-A test module of theirs is::
+Use them like this::
 
     class TestMyFramework(AgentConformance):
         prompt_path = "calculator.instructions"

@@ -1,4 +1,4 @@
-"""``AgentConformance``: each test is a sentence about any integration."""
+"""``AgentConformance``: the tests that every integration passes."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from agentlightning_plugins.scripted_model.server import EOS, Answer, RecordedRe
 
 
 def is_tool_span(span: Span) -> bool:
-    """Whether a span is the run of a tool."""
+    """Whether a span is a tool run."""
     return span.attributes.get("gen_ai.operation.name") == "execute_tool"
 
 
 async def go_on(release: asyncio.Event) -> None:
-    """Lets the model answer, and gives an agent that waits for it the time to go on, on a busy machine too."""
+    """Lets the model answer and gives a waiting agent time to continue, also on a busy machine."""
     release.set()
     for _ in range(40):
         await asyncio.sleep(0.01)
@@ -47,22 +47,22 @@ async def go_on(release: asyncio.Event) -> None:
 class AgentConformance:
     """Every integration passes these tests.
 
-    An author subclasses this and gives one fixture, ``agent``: an object of the framework that is called
-    ``AGENT_NAME``, is told ``INSTRUCTIONS``, has the tool ``add`` and talks to OpenAI's chat completions, at an address
-    that does not answer. Tests are asynchronous and need ``pytest-asyncio``, in either of its modes.
+    Subclass it and define one fixture, ``agent``: an object of the framework with the name ``AGENT_NAME``, the
+    instructions ``INSTRUCTIONS``, the tool ``add`` and a client of OpenAI's chat completions, at an address that does
+    not answer. Tests are asynchronous and need ``pytest-asyncio``, in either of its modes.
     """
 
     prompt_path: ClassVar[str | None] = None
-    """What ``prompts`` calls the text ``INSTRUCTIONS``; None where the framework has no texts to tune."""
+    """The path of the text ``INSTRUCTIONS`` in ``prompts``; None if the framework has no tunable texts."""
 
     def answer(self, request: RecordedRequest) -> Answer:
-        """What the scripted model says; override it where the framework asks in a way of its own."""
+        """Returns the scripted model's answer; override it if the framework sends requests of another form."""
         return answer(request)
 
     def lab(
         self, agent: Any, *, prompts: Prompts | None = None, script: Callable[[RecordedRequest], Answer] | None = None
     ) -> Lab:
-        """Where the agent is run; override it to run it in another way."""
+        """Makes the environment of the agent; override it to run the agent differently."""
         return Lab(agent, script or self.answer, prompts=prompts)
 
     async def test_each_model_call_is_a_triplet_with_tokens_agent_and_reward(self, agent: Any) -> None:
@@ -94,7 +94,7 @@ class AgentConformance:
         assert "5" in str(tool.attributes["gen_ai.tool.call.result"])
         assert AGENT_NAME in _agents_above(tool, spans)
 
-    async def test_each_model_call_says_what_was_asked_and_answered_and_what_it_used(self, agent: Any) -> None:
+    async def test_each_model_call_has_its_messages_and_token_counts(self, agent: Any) -> None:
         async with self.lab(agent) as lab:
             (rollout,) = await lab.run(ask(2, 3))
             spans = await lab.spans(rollout)
@@ -110,7 +110,7 @@ class AgentConformance:
             assert span.attributes[semconv.GEN_AI_OUTPUT_TOKENS] > 0
             assert AGENT_NAME in _agents_above(span, spans)
 
-    async def test_it_calls_the_model_of_its_rollout_as_its_resource_says(self, agent: Any) -> None:
+    async def test_it_calls_the_model_of_its_rollout_with_the_resources_parameters(self, agent: Any) -> None:
         async with self.lab(agent) as lab:
             await lab.run(ask(2, 3))
             asked = [(request.body["model"], request.body.get("temperature")) for request in lab.server.requests]
@@ -139,7 +139,7 @@ class AgentConformance:
                 assert ask(i, 100 * i) in decode(triplet.prompt["token_ids"])
                 assert triplet.metadata["agent_name"] == AGENT_NAME
 
-    async def test_a_prompt_changes_between_rollouts_and_the_object_stays_as_it_was(self, agent: Any) -> None:
+    async def test_a_prompt_changes_between_rollouts_and_the_object_stays_unchanged(self, agent: Any) -> None:
         path = self.prompt_path
         if path is None:
             return
@@ -199,7 +199,7 @@ class AgentConformance:
             await go_on(release)
             assert (7, 9) not in added, "the agent went on after it was cancelled"
 
-    async def test_it_travels_to_a_runner_process(self, agent: Any) -> None:
+    async def test_it_can_be_sent_to_a_runner_process(self, agent: Any) -> None:
         async with self.lab(agent, prompts=None if self.prompt_path is None else [self.prompt_path]) as lab:
             lab.agent = cloudpickle.loads(cloudpickle.dumps(lab.agent))
             (rollout,) = await lab.run(ask(2, 3))
@@ -214,7 +214,7 @@ class AgentConformance:
         def refuse(host: Any, *args: Any, **kwargs: Any) -> Any:
             if host not in ("127.0.0.1", "localhost", "::1", None):
                 strangers.append(str(host))
-                raise OSError(f"this test lets nobody call {host}")
+                raise OSError(f"this test blocks calls to {host}")
             return look_up(host, *args, **kwargs)
 
         monkeypatch.setattr(socket, "getaddrinfo", refuse)
@@ -238,7 +238,7 @@ def _system_text(request: RecordedRequest) -> str:
 
 
 def _agents_above(span: Span, spans: list[Span]) -> list[str]:
-    """The agents that a span runs under, the nearest first."""
+    """Returns the names of the agents above a span, nearest first."""
     by_id = {other.span_id: other for other in spans}
     names = []
     above: Span | None = span

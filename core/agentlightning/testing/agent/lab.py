@@ -1,4 +1,4 @@
-"""A scripted model behind the gateway, a store and a runner: where an agent is run to see what arrives."""
+"""``Lab``: runs an agent with a scripted model behind the gateway, a store and a runner."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ MODEL: Final = "tuned-model"
 """The model of the rollout's endpoint."""
 TEMPERATURE: Final = 0.625
 PATIENCE_S: Final = 60.0
-"""How long a test waits for what must happen. Only a broken agent makes one wait that long."""
-
+"""Timeout of the tests; only a broken agent reaches it."""
 
 added: Final[list[tuple[int, int]]] = []
-"""What ``add`` was asked to add in this process, by anybody."""
+"""The arguments of all calls of ``add`` in this process."""
 
 
 def add(a: int, b: int) -> int:
@@ -36,12 +35,12 @@ def add(a: int, b: int) -> int:
 
 
 def ask(a: int, b: int) -> str:
-    """The task of adding two numbers."""
+    """Returns the task of adding two numbers."""
     return f"What is {a} + {b}?"
 
 
 def answer(request: RecordedRequest) -> Answer:
-    """What the scripted model says: it calls the tool for a question, and tells what the tool said."""
+    """Returns the scripted model's answer: a tool call for a question, a sentence for the tool's result."""
     messages = request.body["messages"]
     last = messages[-1]
     if last["role"] == "tool":
@@ -55,7 +54,7 @@ def answer(request: RecordedRequest) -> Answer:
 
 
 def read_sum(task: str, output: Any, rollout: Rollout) -> float:
-    """The reward: 1 where the output says the sum, else 0."""
+    """Returns the reward: 1 if the output states the sum, else 0."""
     a, b = re.findall(r"\d+", task)[:2]
     return float(f"The sum is {int(a) + int(b)}." in str(output))
 
@@ -66,11 +65,11 @@ def _text(message: Mapping[str, Any]) -> str:
 
 
 class Lab:
-    """Runs one agent. ``async with`` starts what it needs and stops it."""
+    """Runs one agent. ``async with`` starts and stops model, gateway and store."""
 
     store: LightningStore
     server: ScriptedOpenAI
-    """The model; ``server.requests`` is what it was asked."""
+    """The model; ``server.requests`` has its requests."""
 
     def __init__(
         self,
@@ -84,7 +83,7 @@ class Lab:
         """Wraps the agent.
 
         Args:
-            agent: the framework's object, or what else ``agl.wrap`` takes.
+            agent: the framework's object, or any argument of ``agl.wrap``.
             script: of the model.
             prompts: see ``agl.wrap``.
             reward: see ``agl.wrap``.
@@ -115,14 +114,14 @@ class Lab:
         through_gateway: bool = True,
         meanwhile: Callable[[list[str]], Any] | None = None,
     ) -> list[AttemptedRollout]:
-        """Runs the agent on tasks, all at once, and returns the rollouts as they ended, in the same order.
+        """Runs the agent on tasks concurrently and returns the finished rollouts in the same order.
 
         Args:
             tasks: inputs.
-            resources: besides the endpoint, which is ``llm``.
+            resources: in addition to the endpoint ``llm``.
             timeout_s: of each attempt.
-            through_gateway: False has the agent call the model itself, so that only the runner can stop it.
-            meanwhile: an async function of the rollouts' ids, awaited while they run.
+            through_gateway: False: the agent calls the model directly, so that only the runner can stop it.
+            meanwhile: an async function of the rollout ids, awaited while they run.
         """
         llm = self._gateway.as_resource(model=MODEL, sampling_parameters={"temperature": TEMPERATURE})
         if not through_gateway:
@@ -150,5 +149,5 @@ class Lab:
         return [rollout for rollout in ended if isinstance(rollout, AttemptedRollout)]
 
     async def spans(self, rollout: Rollout) -> list[Span]:
-        """What is stored of a rollout's latest attempt."""
+        """Returns the stored spans of a rollout's latest attempt."""
         return list((await self.store.query_spans(rollout.rollout_id, "latest")).items)

@@ -1,6 +1,6 @@
-"""What every ``Tracer`` does as tests, for authors of tracers.
+"""Conformance tests for tracers.
 
-A test module of theirs is::
+Use them like this::
 
     class TestMyTracer(TracerConformance):
         @pytest.fixture
@@ -10,7 +10,7 @@ A test module of theirs is::
 
 import pytest
 
-pytest.register_assert_rewrite(f"{__name__}.delivery", f"{__name__}.shape", f"{__name__}.step")
+pytest.register_assert_rewrite(f"{__name__}.delivery", f"{__name__}.shape", f"{__name__}.fixtures")
 
 from agentlightning.testing.tracer.delivery import DeliveryTests  # noqa: E402 # after the registration of its imports
 from agentlightning.testing.tracer.shape import ShapeTests  # noqa: E402 # as above
@@ -20,8 +20,8 @@ __all__ = ["TracerConformance"]
 
 @pytest.mark.asyncio
 class TracerConformance(ShapeTests, DeliveryTests):
-    """Every tracer passes these tests; each is a sentence about it.
+    """Every tracer passes these tests.
 
-    A plugin author subclasses this and gives one fixture, ``tracer``: a new tracer, before ``init``. Tests are
-    asynchronous and need ``pytest-asyncio``, in either of its modes.
+    Subclass it and define one fixture, ``tracer``: a new tracer, before ``init``. Tests are asynchronous and need
+    ``pytest-asyncio``, in either of its modes.
     """

@@ -1,4 +1,4 @@
-"""How spans reach the store: all of them, in order, and never at the agent's cost."""
+"""Tests of the delivery of spans: complete, in order, and without delaying the agent."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import pytest
 from agentlightning import semconv
 from agentlightning.errors import ConfigError
 from agentlightning.store.span_writer import MAX_BYTES, SpanWriter
-from agentlightning.testing.tracer.step import by_name, ids_of, memory_store, stored, working
+from agentlightning.testing.tracer.fixtures import by_name, ids_of, memory_store, stored, working
 from agentlightning.tracer.tracer import Tracer
 
 
 class DeliveryTests:
-    """Sentences about the way to the store."""
+    """Tests of the delivery to the store."""
 
     stall_s: ClassVar[float] = 2.0
-    """How long the store stalls while an agent of 1,000 spans is at work."""
+    """How long the store stalls while an agent records 1,000 spans."""
 
     async def test_leaving_the_trace_context_finds_every_span_stored(self, tracer: Tracer) -> None:
         async with memory_store() as store, working(tracer, store):
@@ -40,7 +40,7 @@ class DeliveryTests:
             assert (await store.statistics())["spans"] == 0
         assert trace.spans[0].name == "here"
 
-    async def test_a_trace_may_name_a_store_of_its_own(self, tracer: Tracer) -> None:
+    async def test_a_trace_can_use_another_store(self, tracer: Tracer) -> None:
         async with memory_store() as store, memory_store() as other, working(tracer, store):
             rollout = await other.start_rollout(0)
             async with tracer.trace_context(**ids_of(rollout), store=other):
@@ -108,8 +108,8 @@ class DeliveryTests:
                     tracer.create_span("step")
                 assert set(await by_name(store, rollout)) == {"step", semconv.SPAN_ROLLOUT}
 
-    async def test_it_travels_to_another_process_before_it_is_used(self, tracer: Tracer) -> None:
-        there = pickle.loads(pickle.dumps(tracer))  # noqa: S301 # what a runner process is given, by ourselves
+    async def test_it_can_be_pickled_before_it_is_used(self, tracer: Tracer) -> None:
+        there = pickle.loads(pickle.dumps(tracer))  # noqa: S301 # our own bytes
         async with there.trace_context() as trace:
             there.create_span("step")
         assert [span.name for span in trace.spans] == ["step", semconv.SPAN_ROLLOUT]

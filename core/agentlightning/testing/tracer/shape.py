@@ -1,4 +1,4 @@
-"""What spans say: their tree, their times, their errors, and whose they are."""
+"""Tests of the content of spans: tree, times, errors and owner."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from agentlightning.emitter import emit_message, emit_reward, operation
 from agentlightning.errors import ConfigError
 from agentlightning.reward import find_final_reward
 from agentlightning.run.thread import run_in_thread
-from agentlightning.testing.tracer.step import by_name, ids_of, memory_store, stored, working
+from agentlightning.testing.tracer.fixtures import by_name, ids_of, memory_store, stored, working
 from agentlightning.tracer.tracer import Tracer, get_active_tracer
 from agentlightning.types import AttemptedRollout, Span, TraceStatus
 
 
 class ShapeTests:
-    """Sentences about what is recorded."""
+    """Tests of the recorded spans."""
 
     async def test_spans_form_one_tree_under_the_root(self, tracer: Tracer) -> None:
         async with memory_store() as store, working(tracer, store):
@@ -40,7 +40,7 @@ class ShapeTests:
         }
         assert spans["outer"].attributes == {"depth": 1, "more": "said later"}
 
-    async def test_ids_are_hex_digits_of_the_lengths_that_opentelemetry_gives_them(self, tracer: Tracer) -> None:
+    async def test_ids_are_hex_digits_of_opentelemetrys_lengths(self, tracer: Tracer) -> None:
         async with tracer.trace_context() as trace:
             tracer.create_span("one")
         assert len({span.span_id for span in trace.spans}) == 2
@@ -48,7 +48,7 @@ class ShapeTests:
             assert len(bytes.fromhex(span.trace_id)) == 16
             assert len(bytes.fromhex(span.span_id)) == 8
 
-    async def test_each_attempt_has_a_trace_of_its_own(self, tracer: Tracer) -> None:
+    async def test_each_attempt_has_its_own_trace(self, tracer: Tracer) -> None:
         async with memory_store() as store, working(tracer, store):
             traces = set()
             for number in range(2):
@@ -58,7 +58,7 @@ class ShapeTests:
                 traces |= {span.trace_id for span in await stored(store, rollout)}
         assert len(traces) == 2
 
-    async def test_what_an_agent_raises_is_on_its_spans_and_goes_on(self, tracer: Tracer) -> None:
+    async def test_an_error_of_an_agent_is_recorded_on_its_spans_and_raised(self, tracer: Tracer) -> None:
         async with memory_store() as store, working(tracer, store):
             rollout = await store.start_rollout(0)
 
@@ -77,7 +77,7 @@ class ShapeTests:
             (event,) = span.events
             assert event.attributes["exception.type"] == "ZeroDivisionError"
 
-    async def test_a_span_says_when_and_how_it_was(self, tracer: Tracer) -> None:
+    async def test_a_span_has_the_given_time_and_status(self, tracer: Tracer) -> None:
         async with memory_store() as store, working(tracer, store):
             rollout = await store.start_rollout(0)
             async with tracer.trace_context(**ids_of(rollout)):
@@ -88,7 +88,7 @@ class ShapeTests:
         assert kept.span_id == span.span_id
         assert kept.rollout_id == span.rollout_id == rollout.rollout_id
 
-    async def test_a_span_lasts_from_its_beginning_to_its_end(self, tracer: Tracer) -> None:
+    async def test_a_span_lasts_from_its_start_to_its_end(self, tracer: Tracer) -> None:
         async with tracer.trace_context() as trace:
             began = time.time()
             with tracer.operation_context("work"):
@@ -124,7 +124,7 @@ class ShapeTests:
         await asyncio.create_task(trace_something())
         assert [span.name for span in tracer.get_last_trace()] == ["inside", "mine"]
 
-    async def test_half_an_identity_is_refused(self, tracer: Tracer) -> None:
+    async def test_a_rollout_id_without_an_attempt_id_is_rejected(self, tracer: Tracer) -> None:
         with pytest.raises(ConfigError, match="together"):
             async with tracer.trace_context(rollout_id="ro-1"):
                 pass

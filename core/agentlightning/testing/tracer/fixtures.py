@@ -1,4 +1,4 @@
-"""What the tests of a tracer begin with."""
+"""Fixtures of the tracer tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentlightning.types import AttemptedRollout, Span
 
 @contextlib.asynccontextmanager
 async def working(tracer: Tracer, store: LightningStore) -> AsyncIterator[None]:
-    """A tracer set up as a runner does it."""
+    """Sets a tracer up as a runner does."""
     tracer.init()
     tracer.init_worker("worker", store)
     try:
@@ -28,12 +28,7 @@ async def working(tracer: Tracer, store: LightningStore) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def memory_store(*, stall_s: float = 0.0, is_failing: bool = False) -> AsyncIterator[LightningStore]:
-    """An empty store.
-
-    Args:
-        stall_s: how long the first write of spans takes.
-        is_failing: whether no span can be written at all.
-    """
+    """Opens an empty store; optionally its first write of spans takes ``stall_s``, or all of them fail."""
     store = create_store("memory://")
     add_many_spans = store.add_many_spans
     stalls = [stall_s] if stall_s else []
@@ -54,15 +49,15 @@ async def memory_store(*, stall_s: float = 0.0, is_failing: bool = False) -> Asy
 
 
 def ids_of(rollout: AttemptedRollout) -> dict[str, Any]:
-    """The arguments that say whose a trace is."""
+    """Returns the ids as arguments of ``trace_context``."""
     return {"rollout_id": rollout.rollout_id, "attempt_id": rollout.attempt.attempt_id}
 
 
 async def stored(store: LightningStore, rollout: AttemptedRollout) -> list[Span]:
-    """The spans of an attempt in the order of their arrival."""
+    """Returns the spans of an attempt in the order of their arrival."""
     return list(await store.query_spans(rollout.rollout_id, rollout.attempt.attempt_id))
 
 
 async def by_name(store: LightningStore, rollout: AttemptedRollout) -> dict[str, Span]:
-    """The spans of an attempt."""
+    """Returns the spans of an attempt by name."""
     return {span.name: span for span in await stored(store, rollout)}
