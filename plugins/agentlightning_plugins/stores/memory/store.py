@@ -15,7 +15,7 @@ from agentlightning.resources import ResourcesUpdate
 from agentlightning.store.backend import Claim, Delete, Guard, Key, Listener, Page, Put, Query, Write, key_of
 from agentlightning.store.engine import BackendStore
 from agentlightning.types import DEFAULT_RUN_ID, LIVE_ATTEMPT, Attempt, Metrics, Record, Rollout, Run, Span, Worker
-from agentlightning_plugins.stores.memory.table import Index, Log, Table
+from agentlightning_plugins.stores.memory.table import Index, Positions, Table
 
 logger = logging.getLogger("agentlightning")
 R = TypeVar("R", bound=Record)
@@ -37,29 +37,37 @@ class MemoryBackend:
         self._lock = threading.Lock()
         self._rollouts = Table(
             Rollout,
-            Index(("run_id", "status")),
-            Index(("metadata.task_id",)),
-            Index(("metadata.group",)),
-            Index(("metadata.step",)),
-            constant=("run_id",),
+            self._lock,
+            Index("metadata.task_id"),
+            Index("metadata.group"),
+            Index("metadata.step"),
+            Index("run_id", "status"),
+            Index("run_id", constant=True),
         )
+        self._attempts_of = Index("rollout_id", constant=True)
         self._attempts = Table(
             Attempt,
-            Index(("status",), only=LIVE_ATTEMPT),
-            Index(("worker_id", "status"), only=LIVE_ATTEMPT),
-            parent="rollout_id",
+            self._lock,
+            self._attempts_of,
+            Index("worker_id", "status", only=LIVE_ATTEMPT),
+            Index("status", only=LIVE_ATTEMPT),
         )
-        self._spans = Table(Span, parent="rollout_id", constant=("run_id",), derived={"run_id": self._run_of})
-        self._resources = Table(ResourcesUpdate, constant=("run_id", "resources_id"))
-        self._workers = Table(Worker)
+        self._spans_of = Index("rollout_id", constant=True)
+        self._spans = Table(
+            Span, self._lock, self._spans_of, Index("run_id", constant=True), readers={"run_id": self._run_of}
+        )
+        self._resources = Table(
+            ResourcesUpdate, self._lock, Index("resources_id", constant=True), Index("run_id", constant=True)
+        )
+        self._workers = Table(Worker, self._lock)
         self._tables: dict[type[Record], Table[Any]] = {
-            Run: Table(Run),
+            Run: Table(Run, self._lock),
             Rollout: self._rollouts,
             Attempt: self._attempts,
             Span: self._spans,
             ResourcesUpdate: self._resources,
             Worker: self._workers,
-            Metrics: Table(Metrics, constant=("run_id",)),
+            Metrics: Table(Metrics, self._lock, Index("run_id", constant=True)),
         }
         self._queues: dict[str, OrderedDict[str, None]] = {}
         self._last_sequence_ids: dict[Key, int] = {}
@@ -82,7 +90,7 @@ class MemoryBackend:
             if not queue:
                 return []
             rows = [self._rollouts.row(self._rollouts.positions[rollout_id,]) for rollout_id in islice(queue, limit)]
-            locked = [(row, self._attempts.count_children(row.record.rollout_id)) for row in rows if row is not None]
+            locked = [(row, len(self._attempts_of.get(row.record.rollout_id))) for row in rows if row is not None]
             writes, events = decide(locked)
             self._apply(writes, events)
         self._deliver()
@@ -90,19 +98,14 @@ class MemoryBackend:
 
     async def select(self, query: Query[R]) -> Page[R]:
         table = cast("Table[R]", self._tables[query.kind])
-        page = table.find(query)
-        if page is not None:
-            return page
-        with self._lock:
-            look = table.plan(query)
-        return look()
+        return table.select(query)
 
     async def append_spans(self, spans: Sequence[Span], now: float) -> Sequence[Span | None]:
         with self._lock:
             attempts = {(span.rollout_id, span.attempt_id) for span in spans}
             self._check_attempts(attempts)
-            logs: dict[str, list[Log]] = {}
-            result = [self._append(span, logs) for span in spans]
+            places: dict[str, list[Positions]] = {}
+            result = [self._append(span, places) for span in spans]
             for key in attempts:
                 attempt = self._attempts.get(key)
                 if attempt is not None and attempt.status in LIVE_ATTEMPT:
@@ -154,7 +157,7 @@ class MemoryBackend:
         table, key = self._tables[type(record)], key_of(record)
         before = table.get(key)
         if before is None:
-            table.insert(key, record)
+            table.insert(key, record, table.places(record))
         else:
             table.replace(key, record)
         if type(record) is Rollout:
@@ -171,9 +174,9 @@ class MemoryBackend:
             rollout = self._rollouts.get(write.key)
             if rollout is not None:
                 self._leave_queue(rollout)
-            for span in self._spans.children(rollout_id):
+            for span in self._spans.found(self._spans_of.get(rollout_id)):
                 self._spans.remove(key_of(span))
-            for attempt in self._attempts.children(rollout_id):
+            for attempt in self._attempts.found(self._attempts_of.get(rollout_id)):
                 self._last_sequence_ids.pop(key_of(attempt), None)
                 self._attempts.remove(key_of(attempt))
         self._tables[write.kind].remove(write.key)
@@ -185,8 +188,8 @@ class MemoryBackend:
             if not queue:
                 del self._queues[rollout.run_id]
 
-    def _append(self, span: Span, logs: dict[str, list[Log]]) -> Span | None:
-        """Stores a span unless it is there; ``logs`` remembers, for one batch, where a rollout's spans go."""
+    def _append(self, span: Span, places: dict[str, list[Positions]]) -> Span | None:
+        """Stores a span unless it is there; ``places`` are those of the rollouts of one batch."""
         key = (span.rollout_id, span.attempt_id, span.span_id)
         if key in self._spans.positions:
             return None
@@ -198,9 +201,9 @@ class MemoryBackend:
         elif span.sequence_id > last:
             last = span.sequence_id
         self._last_sequence_ids[attempt] = last
-        if span.rollout_id not in logs:
-            logs[span.rollout_id] = self._spans.logs_of(span)
-        self._spans.insert(key, span, logs[span.rollout_id])
+        if span.rollout_id not in places:
+            places[span.rollout_id] = self._spans.places(span)
+        self._spans.insert(key, span, places[span.rollout_id])
         return span
 
     def _check_attempts(self, attempts: set[tuple[str, str]]) -> None:
