@@ -1,4 +1,4 @@
-"""What conditions and orders of the backend mean for Python objects."""
+"""Conditions and sort orders of backend queries, applied to Python objects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Reader: TypeAlias = Callable[[R], Any]
 
 
 def read_field(field: str) -> Reader[Record]:
-    """Reads a field of a record, or a key of a JSON field (``metadata.group``; None where there is none)."""
+    """Returns a reader of a field, or of a key of a JSON field (``metadata.group``; None if it is absent)."""
     name, dot, key = field.partition(".")
     if not dot:
         return attrgetter(name)
@@ -31,7 +31,7 @@ def read_field(field: str) -> Reader[Record]:
 
 
 def make_test(condition: Condition, read: Reader[R]) -> Callable[[R], bool]:
-    """Says whether a condition holds for a record; a value of another type is no error, it does not hold."""
+    """Returns a test of records for a condition; a value of another type does not satisfy it."""
     value = condition.value
     match condition.op:
         case "eq":
@@ -76,7 +76,7 @@ def _at_least(one: Any, other: Any) -> bool:
         return False
     try:
         return bool(one >= other)
-    except TypeError:  # a number and a string, say: neither is greater
+    except TypeError:  # such as a number and a string
         return False
 
 

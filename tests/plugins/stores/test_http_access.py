@@ -86,7 +86,7 @@ async def test_nothing_else_is_open_to_the_token_of_an_attempt() -> None:
             path = route.path.format(**ids, worker_id="w", resources_id="rs-1", run_id="default")
             status, _ = await ask(server, route.method, AGL + path, valid.get(route.path, {}), token=token)
             assert status in (403, 422), (route.method, route.path)  # 422: the message was read first
-            assert route.attempts is None
+            assert not route.for_attempts
         for path in ("/metrics", "/openapi.json", AGL + "/events"):
             assert (await ask(server, "GET", path, token=token))[0] == 403
         after = await store.statistics(), list(await store.query_rollouts())

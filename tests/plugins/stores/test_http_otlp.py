@@ -171,7 +171,7 @@ async def test_spans_that_cannot_be_stored_are_counted_and_the_others_are_stored
     status, answer = await ask(server, "POST", "/v1/traces", message)
     assert status == 200
     assert answer["partialSuccess"]["rejectedSpans"] == "3"
-    for reason in ("at-0", "no valid ids", "bytes"):
+    for reason in ("at-0", "invalid ids", "bytes"):
         assert reason in answer["partialSuccess"]["errorMessage"]
     assert sorted(span.name for span in await store.query_spans(rollout.rollout_id)) == ["child", "child", "parent"]
 

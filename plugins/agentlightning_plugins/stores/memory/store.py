@@ -1,4 +1,4 @@
-"""The store ``memory://``: everything in this process, nothing on disk."""
+"""The store ``memory://``: records in the memory of this process."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _QUEUED: Final = frozenset({"queuing", "requeuing"})
 class MemoryBackend:
     """A backend of plain Python objects, for one process.
 
-    One lock, held for the time of a few dictionary operations. Records are immutable, so they are kept and handed out
-    as they are. Claiming, appending, waiting and lookups by id, status, run or rollout cost the same however much is
-    stored.
+    One lock is held for the time of a few dictionary operations. Records are immutable, so they are stored and returned
+    as they are. The cost of claiming, appending, waiting and lookups by id, status, run or rollout does not grow with
+    the number of records.
     """
 
     durable = False
@@ -142,7 +142,7 @@ class MemoryBackend:
         return stop
 
     async def close(self) -> None:
-        """Nothing to release: the records live as long as this object."""
+        """Does nothing: the records live as long as this object."""
 
     def _apply(self, writes: Sequence[Write], events: Sequence[Event]) -> None:
         for write in writes:
@@ -220,8 +220,8 @@ class MemoryBackend:
     def _deliver(self) -> None:
         """Calls the listeners in commit order and outside the lock.
 
-        One thread delivers at a time; whoever finds another at it leaves its events to that one, which looks once more
-        after it has let go.
+        One thread delivers at a time. The others leave their events in the queue, which that thread checks once more
+        after it has released the lock.
         """
         while self._undelivered and self._delivering.acquire(blocking=False):
             try:
@@ -230,38 +230,38 @@ class MemoryBackend:
                     for listener in listeners:
                         try:
                             listener(events)
-                        except Exception:  # isolation point: one watcher must not fail the writer or other watchers
+                        except Exception:  # isolation point: a failing watcher must not affect the writer or others
                             logger.exception("a watcher of the memory store failed")
             finally:
                 self._delivering.release()
 
 
 class InMemoryLightningStore(BackendStore):
-    """The store in this process's memory: wakes waiters in every thread and loop, forgets everything at the end."""
+    """A store in the memory of this process; it wakes waiters in all threads and event loops."""
 
     def __init__(self, *, lease_s: float = 60.0) -> None:
         """Makes an empty store.
 
         Args:
-            lease_s: an attempt of a worker of which neither a span nor a heartbeat was seen for this long is lost.
+            lease_s: an attempt is lost after this time without a span or a heartbeat.
         """
         super().__init__(MemoryBackend(), lease_s=lease_s)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a memory store lives in one process and cannot be sent to another; serve it with LightningStoreServer and "
-            "give the other process a LightningStoreClient"
+            "a memory store cannot be sent to another process; serve it with LightningStoreServer and give the other "
+            "process a LightningStoreClient"
         )
 
     @classmethod
     def from_url(cls, url: str, *, run_id: str = DEFAULT_RUN_ID, token: str | None = None) -> Self:
-        """Makes an empty store of its own for each call.
+        """Makes a new, empty store at each call.
 
         Raises:
-            ConfigError: anything after ``memory://``, or a token.
+            ConfigError: the URL has more than ``memory://``, or a token is given.
         """
         if url.partition("://")[2]:
             raise ConfigError(f"store {url!r}: a memory store has no name or path; write memory://")
         if token is not None:
-            raise ConfigError("memory:// takes no token: nobody else can reach it")
+            raise ConfigError("memory:// takes no token: other processes cannot reach it")
         return cls().with_run(run_id)
