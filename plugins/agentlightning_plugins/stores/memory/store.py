@@ -109,7 +109,7 @@ class MemoryBackend:
             for key in attempts:
                 attempt = self._attempts.get(key)
                 if attempt is not None and attempt.status in LIVE_ATTEMPT:
-                    self._attempts.amend(key, attempt.model_copy(update={"last_heartbeat_time": now}))
+                    self._attempts.update_in_place(key, attempt.model_copy(update={"last_heartbeat_time": now}))
         return result
 
     async def next_sequence_ids(self, attempts: Sequence[tuple[str, str]]) -> Sequence[int]:

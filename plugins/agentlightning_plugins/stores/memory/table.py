@@ -1,8 +1,8 @@
 """Tables of the memory backend: records in the order of insertion, and indexes.
 
 A record has a position, its place in the order of insertion. Indexes hold positions, which are plain integers that the
-garbage collector does not visit. The lock of the backend is held for each write and for a chunk of a read, so a long
-read stops nobody; it sees each record as it is when the read comes to it.
+garbage collector does not visit. The lock of the backend is held for each write and for each chunk of a read, so a long
+read does not delay writers; it may see records that were written while it runs.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ class Table(Generic[R]):
                 if positions is not None:
                     positions.add(position)
 
-    def amend(self, key: Key, record: R) -> None:
+    def update_in_place(self, key: Key, record: R) -> None:
         """Replaces a record, in no indexed field, without a new revision."""
         self.records[self.positions[key]] = record
 

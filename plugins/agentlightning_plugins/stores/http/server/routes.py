@@ -40,21 +40,18 @@ def make_handler(route: Route) -> Callable[[Context, dict[str, Any]], Awaitable[
         NotFoundError: a getter has found nothing.
     """
     name, defaults = route.function.__name__, route.defaults
-    is_method = getattr(LightningStore, name, None) is route.function
-    names_run = is_method and "run_id" in route.path_names and "run_id" not in route.parameters
+    if getattr(LightningStore, name, None) is not route.function:
+        return lambda context, arguments: route.function(context, **arguments)
+    names_run = "run_id" in route.path_names and "run_id" not in route.parameters
 
-    async def handle(context: Context, arguments: dict[str, Any]) -> Any:
-        if not is_method:
-            return await route.function(context, **arguments)
-        store = context.store
-        if names_run:
-            store = store.with_run(arguments.pop("run_id"))
+    async def call_store(context: Context, arguments: dict[str, Any]) -> Any:
+        store = context.store.with_run(arguments.pop("run_id")) if names_run else context.store
         result = await getattr(store, name)(**(defaults | arguments if defaults else arguments))
         if result is None and route.missing:
             raise NotFoundError(route.missing.format(**arguments))
         return result if route.result_key is None else {route.result_key: result}
 
-    return handle
+    return call_store
 
 
 class Health(TypedDict):
