@@ -1,4 +1,4 @@
-"""What conditions and orders of the backend mean for Python objects."""
+"""Conditions and sort orders of backend queries, applied to Python objects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Reader: TypeAlias = Callable[[R], Any]
 
 
 def read_field(field: str) -> Reader[Record]:
-    """Reads a field of a record, or a key of a JSON field (``metadata.group``; None where there is none)."""
+    """Returns a reader of a field, or of a key of a JSON field (``metadata.group``; None if it is absent)."""
     name, dot, key = field.partition(".")
     if not dot:
         return attrgetter(name)
@@ -30,16 +30,8 @@ def read_field(field: str) -> Reader[Record]:
     return read
 
 
-def make_reader(*fields: str) -> Callable[[Record], tuple[Any, ...]]:
-    """Reads several fields at once."""
-    if len(fields) > 1 and "." not in "".join(fields):
-        return attrgetter(*fields)
-    readers = [read_field(field) for field in fields]
-    return lambda record: tuple([read(record) for read in readers])
-
-
 def make_test(condition: Condition, read: Reader[R]) -> Callable[[R], bool]:
-    """Says whether a condition holds for a record; a value of another type is no error, it does not hold."""
+    """Returns a test of records for a condition; a value of another type does not satisfy it."""
     value = condition.value
     match condition.op:
         case "eq":
@@ -59,23 +51,15 @@ def choices(condition: Condition) -> Collection[Any]:
     return (condition.value,) if condition.op == "eq" else condition.value
 
 
-def is_lookup(condition: Condition) -> bool:
-    """Whether an index can answer a condition."""
+def lookup_values(condition: Condition) -> Collection[Any] | None:
+    """The distinct values of an ``eq`` or ``in`` that an index can look up; None if it cannot."""
     if condition.op not in ("eq", "in"):
-        return False
-    for value in choices(condition):
-        if type(value) is not str and (value is None or not is_hashable(value)):
-            return False
-    return True
-
-
-def is_hashable(value: object) -> bool:
-    """Whether a value can be a key; asking is the only way to know of a tuple."""
+        return None
     try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
+        values = dict.fromkeys(choices(condition))
+    except TypeError:  # a value that is no key
+        return None
+    return None if None in values else values
 
 
 def sort_by(items: list[T], read: Callable[[T], Any], descending: bool) -> None:
@@ -92,7 +76,7 @@ def _at_least(one: Any, other: Any) -> bool:
         return False
     try:
         return bool(one >= other)
-    except TypeError:  # a number and a string, say: neither is greater
+    except TypeError:  # such as a number and a string
         return False
 
 

@@ -1,4 +1,4 @@
-"""What the gateway tells of itself: Prometheus metrics, health, status, and the command that serves it."""
+"""The gateway's Prometheus metrics, health, status and command."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ async def test_metrics_have_their_names_types_and_labels_before_the_first_call()
         assert up.labels == {"model": "m", "backend": server.endpoint}
 
 
-async def test_health_says_whether_calls_are_served() -> None:
+async def test_health_tells_whether_calls_are_served() -> None:
     async with ScriptedOpenAI() as server, gateway(server) as case:
         assert json.loads(await read(case.proxy, "/health")) == {"status": "ok"}
         await case.proxy.pause()
@@ -101,7 +101,7 @@ async def test_health_says_whether_calls_are_served() -> None:
         assert json.loads(await read(case.proxy, "/status")) == await case.proxy.status()
 
 
-async def test_agl_gateway_serves_reads_its_models_again_and_shows_its_status(tmp_path: Path) -> None:
+async def test_agl_gateway_serves_rereads_its_models_and_shows_its_status(tmp_path: Path) -> None:
     store = InMemoryLightningStore()
     served = LightningStoreServer(store, port=0, token="a-secret")
     await served.start()
@@ -146,7 +146,7 @@ async def test_agl_gateway_serves_reads_its_models_again_and_shows_its_status(tm
             await store.close()
 
 
-def test_agl_gateway_says_what_it_lacks(tmp_path: Path) -> None:
+def test_agl_gateway_names_missing_settings(tmp_path: Path) -> None:
     config = tmp_path / "gateway.yaml"
     config.write_text("model_list: [{model: m, endpoint: 'http://127.0.0.1:9/v1'}]\nbudgets: {calls: 1}\n")
     for arguments, says in (

@@ -1,4 +1,4 @@
-"""The served store: what only HTTP can get wrong. That it is a store at all is shown by the conformance kit."""
+"""The served store over HTTP; the conformance kit covers the semantics of the store."""
 
 from __future__ import annotations
 
@@ -88,21 +88,21 @@ async def test_a_body_that_cannot_be_decompressed_is_malformed(server: Lightning
     assert (status, answer["code"]) == (400, "malformed")
 
 
-async def test_a_bug_of_ours_is_a_500_that_shows_no_traceback(
+async def test_an_unexpected_exception_is_a_500_without_a_traceback(
     store: LightningStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fail(self: LightningStore) -> dict[str, float]:
-        raise RuntimeError("a secret of the inside")
+        raise RuntimeError("an internal secret")
 
     monkeypatch.setattr(InMemoryLightningStore, "statistics", fail)
     async with LightningStoreServer(store, port=0) as server:
         status, answer = await _ask(server, "GET", "/statistics")
     assert (status, answer["code"]) == (500, "internal")
     assert "secret" not in str(answer)
-    assert "a secret of the inside" in caplog.text
+    assert "an internal secret" in caplog.text
 
 
-async def test_a_stored_value_that_is_not_json_is_named(store: LightningStore, client: LightningStoreClient) -> None:
+async def test_the_error_names_a_stored_value_not_in_json(store: LightningStore, client: LightningStoreClient) -> None:
     rollout = await store.enqueue_rollout("a")
     smuggled = rollout.model_copy(update={"input": {"picture": object()}})  # as by a store plugin with a bug
     await store._database.backend.commit([Put(smuggled)])  # type: ignore[attr-defined] # a store over memory
@@ -110,7 +110,7 @@ async def test_a_stored_value_that_is_not_json_is_named(store: LightningStore, c
         await client.get_rollout_by_id(rollout.rollout_id)
 
 
-def test_records_that_were_never_validated_can_be_sent() -> None:
+def test_records_that_were_not_validated_can_be_serialized() -> None:
     run_python(
         "-c",
         "import agentlightning_plugins.stores.http.client\n"
@@ -120,7 +120,7 @@ def test_records_that_were_never_validated_can_be_sent() -> None:
     )
 
 
-async def test_errors_of_the_store_are_the_same_exceptions_over_http(client: LightningStoreClient) -> None:
+async def test_the_client_raises_the_exceptions_of_the_store(client: LightningStoreClient) -> None:
     rollout = await client.enqueue_rollout("task")
     with pytest.raises(NotFoundError, match="ro-0"):
         await client.cancel_rollout("ro-0")
@@ -133,7 +133,7 @@ async def test_errors_of_the_store_are_the_same_exceptions_over_http(client: Lig
     assert (await client.statistics())["rollouts"] == 1
 
 
-async def test_a_url_that_is_no_store_says_so(server: LightningStoreServer) -> None:
+async def test_the_error_says_when_a_url_is_not_a_store(server: LightningStoreServer) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 5\r\n\r\nhello")
@@ -150,7 +150,7 @@ async def test_a_url_that_is_no_store_says_so(server: LightningStoreServer) -> N
             LightningStoreClient(url)
 
 
-async def test_only_who_shows_the_token_is_let_in(store: LightningStore) -> None:
+async def test_requests_need_the_token(store: LightningStore) -> None:
     async with LightningStoreServer(store, port=0, token=TOKEN) as server:
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": TOKEN}, {"authorization": "B\xe9"}):
             status, answer = await _ask(server, "POST", "/rollouts", {"input": 1}, headers)
@@ -181,7 +181,7 @@ async def test_a_client_takes_the_token_from_the_environment(
 @pytest.mark.parametrize(
     "headers", [{"origin": "http://pages.example"}, {"host": "rebound.example:4747"}, {"origin": "null"}]
 )
-async def test_without_a_token_a_page_in_a_browser_is_refused(
+async def test_without_a_token_pages_in_a_browser_are_refused(
     headers: dict[str, str], server: LightningStoreServer, store: LightningStore
 ) -> None:
     status, answer = await _ask(server, "POST", "/rollouts", {"input": 1}, headers)
@@ -213,7 +213,7 @@ def test_a_store_that_is_not_thread_safe_is_not_served(monkeypatch: pytest.Monke
         LightningStoreServer(InMemoryLightningStore())
 
 
-async def test_who_blocks_the_loop_that_started_the_server_stalls_nobody(server: LightningStoreServer) -> None:
+async def test_the_server_answers_while_the_loop_that_started_it_is_blocked(server: LightningStoreServer) -> None:
     answered = threading.Event()
 
     async def ask() -> None:
@@ -228,7 +228,7 @@ async def test_who_blocks_the_loop_that_started_the_server_stalls_nobody(server:
     thread.join()
 
 
-async def test_runs_are_told_apart_by_a_header(client: LightningStoreClient) -> None:
+async def test_a_header_selects_the_run(client: LightningStoreClient) -> None:
     other = client.with_run("other")
     await other.enqueue_rollout("theirs")
     assert await client.dequeue_rollout() is None
@@ -237,7 +237,7 @@ async def test_runs_are_told_apart_by_a_header(client: LightningStoreClient) -> 
     assert claimed.run_id == "other"
 
 
-async def test_ids_may_hold_any_character(client: LightningStoreClient) -> None:
+async def test_ids_may_contain_any_character(client: LightningStoreClient) -> None:
     for worker_id in ("host/1", "100% ünïcode ?#&", "a b"):
         await client.update_worker(worker_id, {"load": 1})
         worker = await client.get_worker_by_id(worker_id)
@@ -245,7 +245,7 @@ async def test_ids_may_hold_any_character(client: LightningStoreClient) -> None:
         assert worker.worker_id == worker_id
 
 
-async def test_absent_keys_leave_what_null_would_erase(client: LightningStoreClient) -> None:
+async def test_an_absent_key_keeps_the_value_and_null_erases_it(client: LightningStoreClient) -> None:
     rollout = await client.enqueue_rollout("task", mode="train", metadata={"group": "g"})
     kept = await client.update_rollout(rollout.rollout_id, input="other")
     assert (kept.input, kept.mode, kept.metadata) == ("other", "train", {"group": "g"})
@@ -253,7 +253,7 @@ async def test_absent_keys_leave_what_null_would_erase(client: LightningStoreCli
     assert (erased.input, erased.mode, erased.metadata) == ("other", None, None)
 
 
-async def test_a_version_that_was_seen_costs_no_request(store: LightningStore) -> None:
+async def test_a_cached_version_costs_no_request(store: LightningStore) -> None:
     server = LightningStoreServer(store, port=0)
     await server.start()
     client = LightningStoreClient(server.endpoint, retry_s=0)
@@ -265,7 +265,7 @@ async def test_a_version_that_was_seen_costs_no_request(store: LightningStore) -
     await client.close()
 
 
-async def test_the_client_knows_what_the_store_behind_the_server_can_do(client: LightningStoreClient) -> None:
+async def test_the_client_knows_the_capabilities_of_the_served_store(client: LightningStoreClient) -> None:
     await client.statistics()
     assert client.capabilities == {"thread_safe": True, "durable": False, "otlp_traces": True}
     assert client.otlp_traces_endpoint() == f"{client.url}/v1/traces"
@@ -294,7 +294,7 @@ async def test_waiting_clients_survive_a_restart_of_the_server(store: LightningS
         await client.close()
 
 
-async def test_a_server_that_stays_away_is_an_error_and_not_an_endless_wait() -> None:
+async def test_an_unreachable_server_is_an_error_after_the_retries() -> None:
     server = LightningStoreServer(InMemoryLightningStore(), port=0)
     await server.start()
     await server.stop()
@@ -308,7 +308,7 @@ async def test_a_server_that_stays_away_is_an_error_and_not_an_endless_wait() ->
 
 
 class BadConnection:
-    """Forwards TCP to a server. Delays requests, and loses answers or sits on them, as often as it is told to."""
+    """Forwards TCP to a server; delays requests and loses or holds answers, as many as the counters say."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -351,7 +351,7 @@ class BadConnection:
         upstream_writer.close()
 
 
-async def test_a_claim_whose_answer_was_lost_is_given_again_and_not_twice(
+async def test_repeating_a_claim_whose_answer_was_lost_returns_the_same_rollout(
     server: LightningStoreServer, store: LightningStore
 ) -> None:
     await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=number) for number in range(3)])
@@ -370,7 +370,7 @@ async def test_a_claim_whose_answer_was_lost_is_given_again_and_not_twice(
         await client.close()
 
 
-async def test_a_repeated_write_is_done_once(server: LightningStoreServer, store: LightningStore) -> None:
+async def test_a_repeated_write_is_executed_once(server: LightningStoreServer, store: LightningStore) -> None:
     proxy = BadConnection(server.port)
     async with proxy.listen() as url:
         client = LightningStoreClient(url)
@@ -395,7 +395,7 @@ async def test_a_repeated_write_is_done_once(server: LightningStoreServer, store
         await client.close()
 
 
-async def test_a_write_that_would_be_done_twice_is_not_repeated(
+async def test_a_write_that_is_not_idempotent_is_not_repeated(
     server: LightningStoreServer, store: LightningStore
 ) -> None:
     proxy = BadConnection(server.port)
@@ -408,7 +408,7 @@ async def test_a_write_that_would_be_done_twice_is_not_repeated(
         await client.close()
 
 
-async def test_who_dies_while_waiting_takes_nothing_along(
+async def test_a_client_that_dies_while_waiting_claims_nothing(
     server: LightningStoreServer, client: LightningStoreClient
 ) -> None:
     _, dying = await asyncio.open_connection("127.0.0.1", server.port)
@@ -426,7 +426,7 @@ async def test_who_dies_while_waiting_takes_nothing_along(
     assert claimed.attempt.sequence_id == 1
 
 
-async def test_what_was_claimed_for_a_caller_that_is_cancelled_goes_back_at_once(
+async def test_a_claim_of_a_cancelled_caller_is_released_at_once(
     server: LightningStoreServer, store: LightningStore
 ) -> None:
     await store.enqueue_rollout("task")
@@ -444,7 +444,7 @@ async def test_what_was_claimed_for_a_caller_that_is_cancelled_goes_back_at_once
         await client.close()
 
 
-async def test_stopping_answers_those_who_wait_at_once(store: LightningStore) -> None:
+async def test_stopping_answers_waiting_requests_at_once(store: LightningStore) -> None:
     """Also beside a reader of events that has stopped reading: its connection is full, and it cannot be told."""
     server = LightningStoreServer(store, port=0)
     await server.start()
@@ -489,7 +489,7 @@ async def _read_events(server: LightningStoreServer) -> bytes:
         return await response.read()
 
 
-async def test_a_subscriber_sees_what_its_own_client_does_next(server: LightningStoreServer) -> None:
+async def test_a_subscriber_gets_the_events_of_later_calls_of_its_client(server: LightningStoreServer) -> None:
     proxy = BadConnection(server.port)
     async with proxy.listen() as url:
         client = LightningStoreClient(url)
@@ -503,7 +503,7 @@ async def test_a_subscriber_sees_what_its_own_client_does_next(server: Lightning
         await client.close()
 
 
-async def test_events_arrive_and_go_on_after_a_restart(store: LightningStore) -> None:
+async def test_a_subscription_survives_a_restart_of_the_server(store: LightningStore) -> None:
     first = LightningStoreServer(store, port=0)
     await first.start()
     client = LightningStoreClient(first.endpoint)
@@ -513,7 +513,7 @@ async def test_events_arrive_and_go_on_after_a_restart(store: LightningStore) ->
             await first.stop()
             await server.start()
         coming = asyncio.ensure_future(anext(events))
-        while not coming.done():  # until the subscription stands, nothing is heard
+        while not coming.done():  # until the subscription is open, there are no events
             rollout = await client.enqueue_rollout("task")
             await asyncio.wait([coming], timeout=0.05)
         event = coming.result()
@@ -615,15 +615,15 @@ def agl_store(folder: Path, *options: str) -> Iterator[str]:
     assert errors == ""
 
 
-async def test_agl_store_says_where_it_listens_and_what_it_forgets(tmp_path: Path) -> None:
+async def test_agl_store_prints_its_address_and_whether_it_is_durable(tmp_path: Path) -> None:
     with agl_store(tmp_path, "--backend", "memory://") as line:
         client = LightningStoreClient(line.split()[-1])
         await client.enqueue_rollout("task")
         await client.close()
-    assert "which keeps nothing" in line
+    assert "not durable" in line
 
 
-async def test_agl_store_serves_a_file_in_its_folder_and_keeps_of_it_what_its_options_say(tmp_path: Path) -> None:
+async def test_agl_store_serves_a_file_in_its_folder_and_applies_retention(tmp_path: Path) -> None:
     now, day = time.time(), 86_400
     puts = [Put(Rollout(rollout_id="ro-queued", input=0, start_time=now - 3 * day))]
     for number, age_s in enumerate([2 * day, 2 * day, 3600, 3600, 60, 60]):
@@ -647,7 +647,7 @@ async def test_agl_store_serves_a_file_in_its_folder_and_keeps_of_it_what_its_op
     assert [rollout.rollout_id for rollout in left] == ["ro-queued", "ro-3", "ro-4", "ro-5"]
 
 
-async def test_a_store_that_is_served_no_more_is_freed() -> None:
+async def test_a_store_is_freed_after_its_server_has_stopped() -> None:
     store = InMemoryLightningStore()
     gone = weakref.ref(store)
     async with LightningStoreServer(store, port=0) as server:
@@ -661,4 +661,4 @@ async def test_a_store_that_is_served_no_more_is_freed() -> None:
         if gone() is None:
             return
         await asyncio.sleep(0.05)
-    pytest.fail("somebody holds the store")
+    pytest.fail("the store is still referenced")

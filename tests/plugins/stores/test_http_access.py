@@ -1,4 +1,4 @@
-"""Tokens: who may do what at a served store."""
+"""Access control of the store server by tokens."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _about_another(other: AttemptedRollout) -> list[tuple[str, str, Any]]:
     ]
 
 
-async def test_nothing_else_is_open_to_the_token_of_an_attempt() -> None:
+async def test_the_token_of_an_attempt_allows_nothing_else() -> None:
     async with serve(TOKEN) as (server, store):
         mine, other = await claim(store), await claim(store)
         before = await store.statistics(), list(await store.query_rollouts())
@@ -86,7 +86,7 @@ async def test_nothing_else_is_open_to_the_token_of_an_attempt() -> None:
             path = route.path.format(**ids, worker_id="w", resources_id="rs-1", run_id="default")
             status, _ = await ask(server, route.method, AGL + path, valid.get(route.path, {}), token=token)
             assert status in (403, 422), (route.method, route.path)  # 422: the message was read first
-            assert route.attempts is None
+            assert not route.for_attempts
         for path in ("/metrics", "/openapi.json", AGL + "/events"):
             assert (await ask(server, "GET", path, token=token))[0] == 403
         after = await store.statistics(), list(await store.query_rollouts())
@@ -94,7 +94,7 @@ async def test_nothing_else_is_open_to_the_token_of_an_attempt() -> None:
         assert before[1] == after[1]
 
 
-async def test_a_token_that_is_forged_changed_or_too_old_is_refused() -> None:
+async def test_forged_altered_and_expired_tokens_are_refused() -> None:
     async with serve(TOKEN) as (server, store):
         mine, other = await claim(store), await claim(store)
         good, theirs = token_for(mine), token_for(other)
@@ -137,7 +137,7 @@ async def test_holders_of_the_full_token_mint_tokens_for_attempts() -> None:
         assert (await ask(server, "POST", path, {}))[0] == 409
 
 
-async def test_a_client_without_a_token_has_none_to_give() -> None:
+async def test_a_client_without_a_token_gives_agents_none() -> None:
     async with serve() as (server, _):
         client = LightningStoreClient(server.endpoint)
         assert client.url == server.endpoint
@@ -155,6 +155,6 @@ async def test_without_a_token_only_health_is_open() -> None:
 
 
 @pytest.mark.parametrize("token", ["", "  "])
-def test_an_empty_token_is_not_taken_for_none(token: str) -> None:
+def test_an_empty_token_is_refused(token: str) -> None:
     with pytest.raises(ConfigError, match="token"):
         LightningStoreServer(InMemoryLightningStore(), token=token)

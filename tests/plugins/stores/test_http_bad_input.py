@@ -1,4 +1,4 @@
-"""Bad input: each gets its own 4xx with a code and a message, and changes nothing, whatever the database."""
+"""Bad input: each case is a 4xx with a code and a message and changes nothing, in every database."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ BAD_REQUESTS = [
     Request("POST", "/spans/batch", {"spans": [SPAN, {**SPAN, "name": LARGE}]}, status=413, code="too_large"),
     Request("POST", "/resources", {"resources": {"prompt": LARGE}}, status=413, code="too_large"),
     Request("POST", "/waits/rollouts", {"rollout_ids": ["ro-claimed"] * 100_001}, status=422, code="invalid"),
-    # ids that nobody knows
+    # unknown ids
     Request("GET", "/rollouts/ro-0", status=404, code="not_found"),
     Request("POST", "/rollouts/ro-0", {"mode": "train"}, status=404, code="not_found"),
     Request("POST", "/rollouts/ro-0/cancel", status=404, code="not_found"),
@@ -118,19 +118,19 @@ BAD_REQUESTS = [
     Request("POST", "/rollouts/ro-claimed/attempts/at-0/release", status=404, code="not_found"),
     Request("POST", "/rollouts/ro-claimed/attempts/at-0/token", {}, status=404, code="not_found"),
     Request("POST", "/resources/rs-0/rollback", {"version": 1}, status=404, code="not_found"),
-    # what the lifecycle refuses
+    # transitions that the lifecycle refuses
     Request("POST", "/rollouts/ro-queued", {"status": "succeeded"}, status=409, code="conflict"),
     Request("POST", "/rollouts/ro-queued/retry", status=409, code="conflict"),
     Request("POST", "/rollouts/ro-claimed/attempts", {}, status=409, code="conflict"),
     Request("POST", "/rollouts/delete", {"rollout_ids": ["ro-queued"]}, status=409, code="conflict"),
-    # what nobody serves
+    # unknown routes
     Request("GET", "/nothing", status=404, code="no_route"),
     Request("DELETE", "/rollouts/ro-queued", status=405, code="no_route"),
 ]
 
 
 @pytest.mark.parametrize("kind", ["memory", "sqlite"])
-async def test_bad_input_gets_its_4xx_and_changes_nothing(kind: str, tmp_path: Path) -> None:
+async def test_bad_input_is_a_4xx_and_changes_nothing(kind: str, tmp_path: Path) -> None:
     store = create_store("memory://" if kind == "memory" else f"sqlite:///{tmp_path}/store.db")
     await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=1, rollout_id="ro-claimed")])
     await store.dequeue_rollout("worker")
@@ -175,7 +175,7 @@ async def test_compressed_bodies_are_read(coding: str, compress: Any) -> None:
         assert [rollout.input for rollout in await store.query_rollouts()] == ["squeezed"]
 
 
-async def test_long_answers_are_compressed_for_those_who_understand_it() -> None:
+async def test_long_answers_are_compressed_if_the_client_accepts_it() -> None:
     async with serve() as (server, store):
         rollout = await claim(store, "x" * 100_000)
         url = f"{server.endpoint}/v1/agl/rollouts/{rollout.rollout_id}"

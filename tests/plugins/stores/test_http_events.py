@@ -1,4 +1,4 @@
-"""Server-sent events, and metrics: what watches a served store."""
+"""Server-sent events and metrics of the store server."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def subscribe(
         yield Stream(response.content)
 
 
-async def test_a_reader_that_comes_back_gets_what_it_missed() -> None:
+async def test_a_reader_that_reconnects_gets_the_events_it_missed() -> None:
     async with serve() as (server, store):
         async with subscribe(server) as stream:
             first = await store.enqueue_rollout(1)
@@ -71,7 +71,7 @@ async def test_a_reader_that_comes_back_gets_what_it_missed() -> None:
 
 
 @pytest.mark.parametrize("unknown", ["0-1", "nonsense", "ffffffff-99"])
-async def test_a_reader_is_told_when_what_it_missed_is_not_known(unknown: str) -> None:
+async def test_an_unknown_last_event_id_is_a_gap(unknown: str) -> None:
     async with serve() as (server, store), subscribe(server, last_event_id=unknown) as stream:
         gap = await stream.event()
         assert (gap["event"], json.loads(gap["data"])["code"]) == ("gap", "gap")
@@ -79,7 +79,7 @@ async def test_a_reader_is_told_when_what_it_missed_is_not_known(unknown: str) -
         assert (await stream.event())["event"] == "rollout_enqueued"
 
 
-async def test_more_than_is_kept_is_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_missing_more_events_than_are_kept_is_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "KEPT_EVENTS", 2)
     async with serve() as (server, store):
         async with subscribe(server) as stream:
@@ -99,7 +99,7 @@ async def test_a_quiet_stream_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> 
         assert [next(iter(await stream.frame())) for _ in range(3)] == ["", "", ""]
 
 
-async def test_a_reader_that_is_too_slow_is_told_so_and_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_reader_gets_an_overflow_and_does_not_delay_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "MAX_UNREAD_EVENTS", 50)
     big = "x" * 20_000  # more than the buffers of a socket hold
     async with serve() as (server, store), subscribe(server) as slow, subscribe(server) as quick:
@@ -114,7 +114,7 @@ async def test_a_reader_that_is_too_slow_is_told_so_and_holds_nobody_up(monkeypa
         assert set(kinds[:-1]) == {"step_finished"}
 
 
-async def test_our_client_raises_when_it_is_too_slow_and_goes_on_where_a_stream_broke() -> None:
+async def test_the_client_resumes_a_stream_whose_connection_broke() -> None:
     async with serve() as (server, store):
         client = LightningStoreClient(server.endpoint)
         stream = client.subscribe(["rollout_enqueued"])
@@ -131,7 +131,7 @@ async def test_our_client_raises_when_it_is_too_slow_and_goes_on_where_a_stream_
         await client.close()
 
 
-async def test_our_client_raises_what_the_server_says_of_a_slow_reader() -> None:
+async def test_the_client_raises_the_overflow_of_a_slow_reader() -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(
@@ -159,11 +159,11 @@ def _samples(text: str) -> dict[str, dict[tuple[str, ...], float]]:
 
 async def until_one(server: LightningStoreServer, gauge: str) -> None:
     async with asyncio.timeout(60):
-        while _samples((await ask(server, "GET", "/metrics"))[1].decode())[gauge][()] != 1:  # noqa: ASYNC110 # nobody tells
+        while _samples((await ask(server, "GET", "/metrics"))[1].decode())[gauge][()] != 1:  # noqa: ASYNC110 # there is no event to wait for
             await asyncio.sleep(0.02)
 
 
-async def test_prometheus_reads_how_the_store_and_its_requests_stand() -> None:
+async def test_prometheus_metrics_describe_the_store_and_its_requests() -> None:
     async with serve() as (server, store), subscribe(server):
         await store.with_run("some-run").create_run("named")
         running, ended = await claim(store), await claim(store)

@@ -1,4 +1,4 @@
-"""The OpenAPI document of the store server, and what a fuzzer that follows it finds."""
+"""The OpenAPI document of the store server, and a fuzzer that follows it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def _fuzz_a_store_in_use(folder: Path, options: list[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-async def test_a_fuzzer_finds_no_fault_and_nothing_undescribed(tmp_path: Path, monkeypatch: Any) -> None:
+async def test_a_fuzzer_finds_no_fault_and_no_undocumented_answer(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(routes, "MAX_POLL_S", 0.01)
     await _fuzz_a_store_in_use(tmp_path, ["--phases", "coverage,fuzzing", "--max-examples", "3", "--seed", "1"])
 

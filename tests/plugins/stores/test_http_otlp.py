@@ -1,4 +1,4 @@
-"""OTLP over HTTP: OpenTelemetry's own exporter and hand-made messages against the store server."""
+"""OTLP/HTTP: the OpenTelemetry exporter and hand-made messages against the store server."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ async def stored(store: LightningStore, rollout: AttemptedRollout) -> list[dict[
 
 
 @pytest.mark.parametrize("compression", list(Compression))
-async def test_the_exporter_of_opentelemetry_stores_what_our_own_tracer_would(
+async def test_the_opentelemetry_exporter_stores_the_same_spans_as_our_tracer(
     compression: Compression, server: LightningStoreServer, store: LightningStore
 ) -> None:
     rollout = await claim(store)
@@ -135,7 +135,7 @@ async def test_compressed_messages_are_read(
     assert len(await stored(store, rollout)) == 2
 
 
-async def test_the_attempt_may_stand_on_the_span_instead_of_its_resource(
+async def test_a_span_may_name_its_attempt_instead_of_its_resource(
     server: LightningStoreServer, store: LightningStore
 ) -> None:
     rollout = await claim(store)
@@ -147,9 +147,7 @@ async def test_the_attempt_may_stand_on_the_span_instead_of_its_resource(
     assert (span.name, span.sequence_id) == ("parent", 7)
 
 
-async def test_what_json_cannot_hold_becomes_text_and_the_span_is_kept(
-    server: LightningStoreServer, store: LightningStore
-) -> None:
+async def test_values_that_are_not_json_become_text(server: LightningStoreServer, store: LightningStore) -> None:
     rollout = await claim(store)
     body = encode(record(rollout, loss=float("nan"), picture=b"\x00\xff"))
     assert (await ask(server, "POST", "/v1/traces", body, headers={"content-type": PROTOBUF}))[0] == 200
@@ -171,7 +169,7 @@ async def test_spans_that_cannot_be_stored_are_counted_and_the_others_are_stored
     status, answer = await ask(server, "POST", "/v1/traces", message)
     assert status == 200
     assert answer["partialSuccess"]["rejectedSpans"] == "3"
-    for reason in ("at-0", "no valid ids", "bytes"):
+    for reason in ("at-0", "invalid ids", "bytes"):
         assert reason in answer["partialSuccess"]["errorMessage"]
     assert sorted(span.name for span in await store.query_spans(rollout.rollout_id)) == ["child", "child", "parent"]
 
@@ -209,7 +207,7 @@ async def test_a_malformed_message_is_400_and_changes_nothing(
     assert (await store.statistics())["spans"] == 0
 
 
-async def test_with_the_token_of_an_attempt_the_ids_may_be_left_out_and_no_others_given() -> None:
+async def test_the_token_of_an_attempt_replaces_the_ids_and_allows_no_others() -> None:
     async with serve(TOKEN) as (server, store):
         mine, other = await claim(store), await claim(store)
         token = attempt_token.mint(
@@ -229,7 +227,7 @@ async def test_with_the_token_of_an_attempt_the_ids_may_be_left_out_and_no_other
         exporter.shutdown()  # type: ignore[no-untyped-call] # theirs
 
 
-async def test_a_stranger_is_refused_in_the_language_of_otlp() -> None:
+async def test_a_request_without_a_token_is_refused_with_an_otlp_status() -> None:
     async with serve(TOKEN) as (server, _):
         status, answer = await ask(server, "POST", "/v1/traces", b"", headers={"content-type": PROTOBUF})
         assert status == 401

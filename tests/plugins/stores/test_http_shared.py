@@ -1,4 +1,4 @@
-"""Several store servers, each a process, over one PostgreSQL: together they are one store."""
+"""Several store server processes over one PostgreSQL database: together they are one store."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def test_several_servers_over_one_database_are_one_store(database: str) ->
 
         events = second.subscribe(["rollout_finished"])
         finished = asyncio.ensure_future(anext(events))
-        while not finished.done():  # until the subscription stands, nothing is heard
+        while not finished.done():  # until the subscription is open, there are no events
             before = await first.start_rollout("before")
             await first.update_attempt(before.rollout_id, before.attempt.attempt_id, "succeeded")
             await asyncio.wait([finished], timeout=0.1)

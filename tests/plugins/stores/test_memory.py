@@ -1,4 +1,4 @@
-"""The memory store is a store; what is its own is flat cost and the delivery of events."""
+"""The memory store: conformance, flat costs and the delivery of events."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-async def test_two_owners_of_one_database_never_act_on_what_the_other_has_changed() -> None:
+async def test_two_owners_of_one_database_never_act_on_stale_records() -> None:
     backend = MemoryBackend()
     ours, theirs = BackendStore(backend), BackendStore(backend)
     await ours.enqueue_many_rollouts([EnqueueRolloutRequest(input=n) for n in range(3)])
@@ -154,7 +154,7 @@ async def test_two_owners_of_one_database_never_act_on_what_the_other_has_change
 
 
 async def test_one_rollout_takes_no_more_than_four_reads_and_three_commits() -> None:
-    """What a database over a network feels. The wait reads twice."""
+    """Each is a round trip to a database over a network. The wait reads twice."""
     calls: Counter[str] = Counter()
 
     class CountingBackend(MemoryBackend):
@@ -180,7 +180,7 @@ async def test_one_rollout_takes_no_more_than_four_reads_and_three_commits() -> 
     await store.close()
 
 
-async def test_events_are_delivered_in_commit_order_whichever_threads_commit() -> None:
+async def test_events_of_several_threads_are_delivered_in_commit_order() -> None:
     backend = MemoryBackend()
     seen: list[Event] = []
     inside = threading.Semaphore()
@@ -210,7 +210,9 @@ async def test_events_are_delivered_in_commit_order_whichever_threads_commit() -
     assert [getattr(event, "rollout_id", "") for event in seen] == [str(revision) for revision in range(1200)]
 
 
-async def test_a_failing_watcher_disturbs_nobody(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failing_watcher_does_not_affect_the_writer_or_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     backend = MemoryBackend()
     seen: list[Event] = []
 
@@ -258,7 +260,7 @@ async def test_a_failed_guard_writes_nothing() -> None:
         (("mode", "ge", "a"),),
     ],
 )
-async def test_an_index_changes_no_answer(
+async def test_a_query_gives_the_same_result_with_and_without_an_index(
     where: Sequence[tuple[str, Operator, object]], descending: bool, order: str | None
 ) -> None:
     backend = MemoryBackend()
@@ -293,7 +295,7 @@ async def test_an_index_changes_no_answer(
 
 
 def holds(rollout: Rollout, condition: Condition) -> bool:
-    """The definition of a condition, as plainly as it can be said."""
+    """The definition of a condition."""
     value: object = getattr(rollout, condition.field.split(".")[0])
     if "." in condition.field:
         value = (rollout.metadata or {}).get(condition.field.split(".")[1])
@@ -323,6 +325,6 @@ async def test_deleting_most_of_the_records_keeps_the_order_of_the_rest() -> Non
     await store.close()
 
 
-def test_a_memory_store_says_why_it_cannot_be_sent_to_another_process() -> None:
+def test_pickling_a_memory_store_explains_why_it_fails() -> None:
     with pytest.raises(TypeError, match="LightningStoreServer"):
         pickle.dumps(InMemoryLightningStore())

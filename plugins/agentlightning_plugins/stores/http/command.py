@@ -9,13 +9,13 @@ import click
 
 @click.command("store")
 @click.option(
-    "--host", default="127.0.0.1", show_default=True, help="Address to listen on; beyond loopback needs a token."
+    "--host", default="127.0.0.1", show_default=True, help="Address to listen on; other than loopback needs a token."
 )
 @click.option("--port", default=4747, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
 @click.option("--backend", default="sqlite:///agl.db", show_default=True, metavar="URL", help="The store to serve.")
-@click.option("--token", envvar="AGL_TOKEN", show_envvar=True, help="What clients have to show.")
-@click.option("--keep-days", type=click.FloatRange(0, min_open=True), help="Delete rollouts that ended longer ago.")
-@click.option("--keep-rollouts", type=click.IntRange(0), help="Delete the oldest ended ones while there are more.")
+@click.option("--token", envvar="AGL_TOKEN", show_envvar=True, help="Token that clients must send.")
+@click.option("--keep-days", type=click.FloatRange(0, min_open=True), help="Delete rollouts that ended more days ago.")
+@click.option("--keep-rollouts", type=click.IntRange(0), help="Delete the oldest ended rollouts above this number.")
 def command(
     host: str, port: int, backend: str, token: str | None, keep_days: float | None, keep_rollouts: int | None
 ) -> None:
@@ -45,12 +45,12 @@ async def _serve(
         async with LightningStoreServer(store, host, port, token=token) as server:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, stop.set)
-            lifetime = "" if store.capabilities["durable"] else ", which keeps nothing when this process ends"
-            shown = re.sub(r"(?<=//)[^/@]*@", "", backend)  # not the password
-            click.echo(f"Serving {shown}{lifetime}, at {server.endpoint}")
+            lifetime = "" if store.capabilities["durable"] else " (not durable: lost when this process ends)"
+            shown = re.sub(r"(?<=//)[^/@]*@", "", backend)  # without the password
+            click.echo(f"Serving {shown}{lifetime} at {server.endpoint}")
             await stop.wait()
-            for number in (signal.SIGINT, signal.SIGTERM):  # the second one does not wait for requests to finish
+            for number in (signal.SIGINT, signal.SIGTERM):  # a second signal ends the process at once
                 loop.remove_signal_handler(number)
-            click.echo("Stopping: requests in flight are finished, new ones refused.")
+            click.echo("Stopping: finishing requests in flight, refusing new ones.")
     finally:
         await store.close()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, Final, TypeVar, cast
 
 from agentlightning.store.protocol import LightningStore
-from agentlightning_plugins.stores.http.route import AttemptIds, Route
+from agentlightning_plugins.stores.http.route import Route
 
 M = TypeVar("M", bound=Callable[..., Any])
 
@@ -33,27 +33,15 @@ def _remote(method: str, path: str, function: M, status: int = 200, **options: A
     return cast("M", send)
 
 
-def _this_rollout(arguments: Mapping[str, Any]) -> Iterable[AttemptIds]:
-    return [(arguments["rollout_id"], None)]
-
-
-def _this_attempt(arguments: Mapping[str, Any]) -> Iterable[AttemptIds]:
-    return [(arguments["rollout_id"], arguments["attempt_id"])]
-
-
-def _these_attempts(arguments: Mapping[str, Any]) -> Iterable[AttemptIds]:
-    return set(arguments["rollout_attempt_ids"])
-
-
 _S = LightningStore
 
 
 class RemoteMethods(LightningStore):
-    """The table. The methods that need more than one request, or more than their arguments, are the client's."""
+    """The methods that send their arguments as one request; the client implements the others."""
 
     @abstractmethod
     async def _send(self, route: Route, arguments: Mapping[str, Any]) -> Any:
-        """The result of a call that is sent as a request."""
+        """Sends a call as a request and returns its result."""
 
     statistics = _remote("GET", "/statistics", _S.statistics)
 
@@ -65,7 +53,7 @@ class RemoteMethods(LightningStore):
         "/rollouts/{rollout_id}",
         _S.get_rollout_by_id,
         missing="no rollout {rollout_id!r}",
-        attempts=_this_rollout,
+        for_attempts=True,
     )
     update_rollout = _remote("POST", "/rollouts/{rollout_id}", _S.update_rollout)
     cancel_rollout = _remote("POST", "/rollouts/{rollout_id}/cancel", _S.cancel_rollout)
@@ -83,10 +71,8 @@ class RemoteMethods(LightningStore):
     release_attempt = _remote("POST", "/rollouts/{rollout_id}/attempts/{attempt_id}/release", _S.release_attempt)
 
     query_spans = _remote("POST", "/spans/search", _S.query_spans)
-    get_next_span_sequence_id = _remote("POST", "/spans/next", _S.get_next_span_sequence_id, attempts=_this_attempt)
-    get_many_span_sequence_ids = _remote(
-        "POST", "/spans/next/batch", _S.get_many_span_sequence_ids, attempts=_these_attempts
-    )
+    get_next_span_sequence_id = _remote("POST", "/spans/next", _S.get_next_span_sequence_id, for_attempts=True)
+    get_many_span_sequence_ids = _remote("POST", "/spans/next/batch", _S.get_many_span_sequence_ids, for_attempts=True)
 
     query_resources = _remote("GET", "/resources", _S.query_resources)
     add_resources = _remote("POST", "/resources", _S.add_resources, 201, repeatable=False)

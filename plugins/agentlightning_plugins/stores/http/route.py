@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from operator import or_
@@ -34,9 +34,6 @@ from agentlightning.types import UNSET, AttemptedRollout, JsonObject, Metrics, P
 MAX_BATCH: Final = 100_000
 """The most rollouts, spans or ids in one request."""
 
-AttemptIds: TypeAlias = tuple[str, str | None]
-"""Rollout id and attempt id; None: the rollout as such."""
-
 
 @dataclass(frozen=True, eq=False)
 class Route:
@@ -60,8 +57,8 @@ class Route:
     """Whether sending the request twice does what sending it once does."""
     body: Any = None
     """Type of a body that is one record, which the function takes as ``record``."""
-    attempts: Callable[[Mapping[str, Any]], Iterable[AttemptIds]] | None = None
-    """Gives the attempts that a request with these arguments is about; None: closed to tokens of attempts."""
+    for_attempts: bool = False
+    """Whether the token of an attempt allows requests about this attempt."""
 
     @cached_property
     def path_names(self) -> list[str]:

@@ -14,6 +14,6 @@ def components() -> Iterable[Component]:
             "store",
             "memory",
             "agentlightning_plugins.stores.memory.store:InMemoryLightningStore",
-            summary="in this process, for tests and runs",
+            summary="in memory, for tests and runs of one process",
         ),
     ]

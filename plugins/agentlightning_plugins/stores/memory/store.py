@@ -1,4 +1,4 @@
-"""The store ``memory://``: everything in this process, nothing on disk."""
+"""The store ``memory://``: records in the memory of this process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentlightning.resources import ResourcesUpdate
 from agentlightning.store.backend import Claim, Delete, Guard, Key, Listener, Page, Put, Query, Write, key_of
 from agentlightning.store.engine import BackendStore
 from agentlightning.types import DEFAULT_RUN_ID, LIVE_ATTEMPT, Attempt, Metrics, Record, Rollout, Run, Span, Worker
-from agentlightning_plugins.stores.memory.table import Index, Log, Table
+from agentlightning_plugins.stores.memory.table import Index, Positions, Table
 
 logger = logging.getLogger("agentlightning")
 R = TypeVar("R", bound=Record)
@@ -26,9 +26,9 @@ _QUEUED: Final = frozenset({"queuing", "requeuing"})
 class MemoryBackend:
     """A backend of plain Python objects, for one process.
 
-    One lock, held for the time of a few dictionary operations. Records are immutable, so they are kept and handed out
-    as they are. Claiming, appending, waiting and lookups by id, status, run or rollout cost the same however much is
-    stored.
+    One lock is held for the time of a few dictionary operations. Records are immutable, so they are stored and returned
+    as they are. The cost of claiming, appending, waiting and lookups by id, status, run or rollout does not grow with
+    the number of records.
     """
 
     durable = False
@@ -37,29 +37,37 @@ class MemoryBackend:
         self._lock = threading.Lock()
         self._rollouts = Table(
             Rollout,
-            Index(("run_id", "status")),
-            Index(("metadata.task_id",)),
-            Index(("metadata.group",)),
-            Index(("metadata.step",)),
-            constant=("run_id",),
+            self._lock,
+            Index("metadata.task_id"),
+            Index("metadata.group"),
+            Index("metadata.step"),
+            Index("run_id", "status"),
+            Index("run_id", constant=True),
         )
+        self._attempts_of = Index("rollout_id", constant=True)
         self._attempts = Table(
             Attempt,
-            Index(("status",), only=LIVE_ATTEMPT),
-            Index(("worker_id", "status"), only=LIVE_ATTEMPT),
-            parent="rollout_id",
+            self._lock,
+            self._attempts_of,
+            Index("worker_id", "status", only=LIVE_ATTEMPT),
+            Index("status", only=LIVE_ATTEMPT),
         )
-        self._spans = Table(Span, parent="rollout_id", constant=("run_id",), derived={"run_id": self._run_of})
-        self._resources = Table(ResourcesUpdate, constant=("run_id", "resources_id"))
-        self._workers = Table(Worker)
+        self._spans_of = Index("rollout_id", constant=True)
+        self._spans = Table(
+            Span, self._lock, self._spans_of, Index("run_id", constant=True), readers={"run_id": self._run_of}
+        )
+        self._resources = Table(
+            ResourcesUpdate, self._lock, Index("resources_id", constant=True), Index("run_id", constant=True)
+        )
+        self._workers = Table(Worker, self._lock)
         self._tables: dict[type[Record], Table[Any]] = {
-            Run: Table(Run),
+            Run: Table(Run, self._lock),
             Rollout: self._rollouts,
             Attempt: self._attempts,
             Span: self._spans,
             ResourcesUpdate: self._resources,
             Worker: self._workers,
-            Metrics: Table(Metrics, constant=("run_id",)),
+            Metrics: Table(Metrics, self._lock, Index("run_id", constant=True)),
         }
         self._queues: dict[str, OrderedDict[str, None]] = {}
         self._last_sequence_ids: dict[Key, int] = {}
@@ -82,7 +90,7 @@ class MemoryBackend:
             if not queue:
                 return []
             rows = [self._rollouts.row(self._rollouts.positions[rollout_id,]) for rollout_id in islice(queue, limit)]
-            locked = [(row, self._attempts.count_children(row.record.rollout_id)) for row in rows if row is not None]
+            locked = [(row, len(self._attempts_of.get(row.record.rollout_id))) for row in rows if row is not None]
             writes, events = decide(locked)
             self._apply(writes, events)
         self._deliver()
@@ -90,23 +98,18 @@ class MemoryBackend:
 
     async def select(self, query: Query[R]) -> Page[R]:
         table = cast("Table[R]", self._tables[query.kind])
-        page = table.find(query)
-        if page is not None:
-            return page
-        with self._lock:
-            look = table.plan(query)
-        return look()
+        return table.select(query)
 
     async def append_spans(self, spans: Sequence[Span], now: float) -> Sequence[Span | None]:
         with self._lock:
             attempts = {(span.rollout_id, span.attempt_id) for span in spans}
             self._check_attempts(attempts)
-            logs: dict[str, list[Log]] = {}
-            result = [self._append(span, logs) for span in spans]
+            places: dict[str, list[Positions]] = {}
+            result = [self._append(span, places) for span in spans]
             for key in attempts:
                 attempt = self._attempts.get(key)
                 if attempt is not None and attempt.status in LIVE_ATTEMPT:
-                    self._attempts.amend(key, attempt.model_copy(update={"last_heartbeat_time": now}))
+                    self._attempts.update_in_place(key, attempt.model_copy(update={"last_heartbeat_time": now}))
         return result
 
     async def next_sequence_ids(self, attempts: Sequence[tuple[str, str]]) -> Sequence[int]:
@@ -139,7 +142,7 @@ class MemoryBackend:
         return stop
 
     async def close(self) -> None:
-        """Nothing to release: the records live as long as this object."""
+        """Does nothing: the records live as long as this object."""
 
     def _apply(self, writes: Sequence[Write], events: Sequence[Event]) -> None:
         for write in writes:
@@ -154,7 +157,7 @@ class MemoryBackend:
         table, key = self._tables[type(record)], key_of(record)
         before = table.get(key)
         if before is None:
-            table.insert(key, record)
+            table.insert(key, record, table.places(record))
         else:
             table.replace(key, record)
         if type(record) is Rollout:
@@ -171,9 +174,9 @@ class MemoryBackend:
             rollout = self._rollouts.get(write.key)
             if rollout is not None:
                 self._leave_queue(rollout)
-            for span in self._spans.children(rollout_id):
+            for span in self._spans.found(self._spans_of.get(rollout_id)):
                 self._spans.remove(key_of(span))
-            for attempt in self._attempts.children(rollout_id):
+            for attempt in self._attempts.found(self._attempts_of.get(rollout_id)):
                 self._last_sequence_ids.pop(key_of(attempt), None)
                 self._attempts.remove(key_of(attempt))
         self._tables[write.kind].remove(write.key)
@@ -185,8 +188,8 @@ class MemoryBackend:
             if not queue:
                 del self._queues[rollout.run_id]
 
-    def _append(self, span: Span, logs: dict[str, list[Log]]) -> Span | None:
-        """Stores a span unless it is there; ``logs`` remembers, for one batch, where a rollout's spans go."""
+    def _append(self, span: Span, places: dict[str, list[Positions]]) -> Span | None:
+        """Stores a span unless it is there; ``places`` are those of the rollouts of one batch."""
         key = (span.rollout_id, span.attempt_id, span.span_id)
         if key in self._spans.positions:
             return None
@@ -198,9 +201,9 @@ class MemoryBackend:
         elif span.sequence_id > last:
             last = span.sequence_id
         self._last_sequence_ids[attempt] = last
-        if span.rollout_id not in logs:
-            logs[span.rollout_id] = self._spans.logs_of(span)
-        self._spans.insert(key, span, logs[span.rollout_id])
+        if span.rollout_id not in places:
+            places[span.rollout_id] = self._spans.places(span)
+        self._spans.insert(key, span, places[span.rollout_id])
         return span
 
     def _check_attempts(self, attempts: set[tuple[str, str]]) -> None:
@@ -217,8 +220,8 @@ class MemoryBackend:
     def _deliver(self) -> None:
         """Calls the listeners in commit order and outside the lock.
 
-        One thread delivers at a time; whoever finds another at it leaves its events to that one, which looks once more
-        after it has let go.
+        One thread delivers at a time. The others leave their events in the queue, which that thread checks once more
+        after it has released the lock.
         """
         while self._undelivered and self._delivering.acquire(blocking=False):
             try:
@@ -227,38 +230,38 @@ class MemoryBackend:
                     for listener in listeners:
                         try:
                             listener(events)
-                        except Exception:  # isolation point: one watcher must not fail the writer or other watchers
+                        except Exception:  # isolation point: a failing watcher must not affect the writer or others
                             logger.exception("a watcher of the memory store failed")
             finally:
                 self._delivering.release()
 
 
 class InMemoryLightningStore(BackendStore):
-    """The store in this process's memory: wakes waiters in every thread and loop, forgets everything at the end."""
+    """A store in the memory of this process; it wakes waiters in all threads and event loops."""
 
     def __init__(self, *, lease_s: float = 60.0) -> None:
         """Makes an empty store.
 
         Args:
-            lease_s: an attempt of a worker of which neither a span nor a heartbeat was seen for this long is lost.
+            lease_s: an attempt is lost after this time without a span or a heartbeat.
         """
         super().__init__(MemoryBackend(), lease_s=lease_s)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a memory store lives in one process and cannot be sent to another; serve it with LightningStoreServer and "
-            "give the other process a LightningStoreClient"
+            "a memory store cannot be sent to another process; serve it with LightningStoreServer and give the other "
+            "process a LightningStoreClient"
         )
 
     @classmethod
     def from_url(cls, url: str, *, run_id: str = DEFAULT_RUN_ID, token: str | None = None) -> Self:
-        """Makes an empty store of its own for each call.
+        """Makes a new, empty store at each call.
 
         Raises:
-            ConfigError: anything after ``memory://``, or a token.
+            ConfigError: the URL has more than ``memory://``, or a token is given.
         """
         if url.partition("://")[2]:
             raise ConfigError(f"store {url!r}: a memory store has no name or path; write memory://")
         if token is not None:
-            raise ConfigError("memory:// takes no token: nobody else can reach it")
+            raise ConfigError("memory:// takes no token: other processes cannot reach it")
         return cls().with_run(run_id)

@@ -25,21 +25,21 @@ from agentlightning_plugins.stores.http.message import ERRORS, FEATURES_HEADER, 
 logger = logging.getLogger("agentlightning")
 
 _ANSWER_S: Final = 60.0
-"""How long a server may take for an answer, waiting by request not counted."""
+"""The longest time until an answer, without the wait that the request asks for."""
 _CONNECT_S: Final = 5.0
 _KEEPALIVE_S: Final = 30.0
 _LARGE_BODY_BYTES: Final = 2**20
-"""A larger body is sent as a file, in pieces: all at once would block the loop."""
+"""Larger bodies are sent in pieces, because sending them at once would block the loop."""
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 2.0
-_THIS_MACHINE: Final = frozenset({"127.0.0.1", "::1", "localhost"})
+_LOOPBACK_HOSTS: Final = frozenset({"127.0.0.1", "::1", "localhost"})
 _UNAVAILABLE: Final = frozenset({502, 503, 504})
-_NEVER_SENT: Final = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
-_BROKEN: Final = (aiohttp.ClientError, TimeoutError, OSError)
+_NOT_SENT: Final = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+_CONNECTION_ERRORS: Final = (aiohttp.ClientError, TimeoutError, OSError)
 
 
 class StoreConnection:
-    """May be used from several threads and event loops, and after a fork."""
+    """The connections to one server; may be used from several threads and event loops, and after a fork."""
 
     def __init__(self, url: str, token: str | None, retry_s: float) -> None:
         """Connects at the first request.
@@ -55,30 +55,30 @@ class StoreConnection:
         self.retry_s = retry_s
         self.features: frozenset[str] | None = None
         """Capabilities of the store behind the server; None until it has answered once."""
-        self._is_out_of_reach = False
+        self._is_unreachable = False
         self._opening: set[asyncio.Future[None]] = set()
         headers = {"authorization": f"Bearer {token}"} if token else {}
-        if parts.hostname in _THIS_MACHINE:
+        if parts.hostname in _LOOPBACK_HOSTS:
             headers["accept-encoding"] = "identity"  # compressing would take longer than sending
         self._pool = _SessionPool(headers)
 
     async def request(
         self, method: str, path: str, body: Any = None, *, run_id: str, repeatable: bool, wait_s: float = 0.0
     ) -> Any:
-        """Asks the server and returns the decoded answer.
+        """Sends a request and returns the decoded answer.
 
         Args:
             method: GET or POST.
             path: below the prefix, its parts quoted.
             body: anything pydantic can write as JSON; None for no body.
             run_id: the run that the request is about.
-            repeatable: whether asking twice does what asking once does. Only then is a request repeated whose answer
-                was lost; one that never left is repeated always.
-            wait_s: how long the server was asked to wait.
+            repeatable: whether sending it twice does what sending it once does. Only then is a request repeated whose
+                answer was lost; one that was not sent is always repeated.
+            wait_s: how long the request asks the server to wait.
 
         Raises:
-            NotFoundError, ConflictError, ConfigError: what the store raised.
-            StoreError: the server cannot be reached, failed, or is not a store.
+            NotFoundError, ConflictError, ConfigError: the error that the store raised.
+            StoreError: the server is unreachable, failed, or is not a store server.
         """
         if self._opening:
             await self._subscriptions_opened()
@@ -96,33 +96,32 @@ class StoreConnection:
             try:
                 async with session.request(method, url, data=data, headers=headers, timeout=timeout) as response:
                     answer = await response.read()
-                    self._is_out_of_reach = False
-            except _BROKEN as error:
-                if not repeatable and not isinstance(error, _NEVER_SENT):
+                    self._is_unreachable = False
+            except _CONNECTION_ERRORS as error:
+                if not repeatable and not isinstance(error, _NOT_SENT):
                     raise StoreError(
                         f"the connection to {self.url} broke during {method} {path}, "
-                        f"so whether the store has done it is not known ({_describe(error)})"
+                        f"and it is not known whether the store has executed it ({_describe(error)})"
                     ) from error
-                self._tell(error)
-                await retry.pause(self._unreachable(error), error)
+                self._warn(error)
+                await retry.pause(self._describe_unreachable(error), error)
                 continue
             if self.features is None and FEATURES_HEADER in response.headers:
                 self.features = frozenset(response.headers[FEATURES_HEADER].split(","))
             if response.status < 300:
                 return from_json(answer)
-            if response.status in _UNAVAILABLE and repeatable and FEATURES_HEADER not in response.headers:  # a proxy
+            if response.status in _UNAVAILABLE and repeatable and FEATURES_HEADER not in response.headers:  # a proxy's
                 await retry.pause(f"{self.url} answers {response.status} {response.reason}", None)
                 continue
             raise _error_of(self.url, response.status, answer)
 
     async def events(self, path: str, *, run_id: str) -> AsyncGenerator[bytes]:
-        """Yields the data of server-sent events; connects again whenever the stream ends, and goes on where it ended.
+        """Yields the data of server-sent events; reconnects when the stream ends, and resumes where it ended.
 
-        What this connection is asked for in the same loop afterwards waits until the stream stands, so that the stream
-        shows it.
+        Later requests of the same loop wait until the stream is open, so that the stream includes their events.
 
         Raises:
-            StoreError: as ``request``, or the reader is too slow and events were lost.
+            StoreError: as ``request``; or the reader was too slow and events were lost.
         """
         url = URL(self.url + PREFIX + path, encoded=True)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_ANSWER_S)
@@ -138,7 +137,7 @@ class StoreConnection:
                             raise _error_of(self.url, response.status, await response.read())
                         if response.status < 300:
                             self._has_opened(opened)
-                            self._is_out_of_reach = False
+                            self._is_unreachable = False
                             retry = _Retry(self.retry_s)
                             async for event in _read_events(response.content):
                                 if event.get("id"):
@@ -146,11 +145,11 @@ class StoreConnection:
                                     yield event["data"]
                                 elif event["event"] == b"overflow":
                                     raise StoreError(from_json(event["data"])["message"])
-                except _BROKEN as error:
-                    self._tell(error)
-                    await retry.pause(self._unreachable(error), error)
+                except _CONNECTION_ERRORS as error:
+                    self._warn(error)
+                    await retry.pause(self._describe_unreachable(error), error)
                 else:
-                    await retry.pause(f"{self.url} ends every stream of events", None)
+                    await retry.pause(f"{self.url} ends every event stream", None)
         finally:
             self._has_opened(opened)
 
@@ -169,13 +168,13 @@ class StoreConnection:
         """Closes the sessions of all loops; a later request opens new ones."""
         await self._pool.close()
 
-    def _tell(self, error: BaseException) -> None:
-        """Says once that the server is away, to a person who would else look at nothing for half a minute."""
-        if isinstance(error, _NEVER_SENT) and not self._is_out_of_reach and self.retry_s > 1:
-            self._is_out_of_reach = True
-            logger.warning("%s Trying again for %g s.", self._unreachable(error), self.retry_s)
+    def _warn(self, error: BaseException) -> None:
+        """Warns once that the server is unreachable, because retries may take half a minute."""
+        if isinstance(error, _NOT_SENT) and not self._is_unreachable and self.retry_s > 1:
+            self._is_unreachable = True
+            logger.warning("%s Trying again for %g s.", self._describe_unreachable(error), self.retry_s)
 
-    def _unreachable(self, error: BaseException) -> str:
+    def _describe_unreachable(self, error: BaseException) -> str:
         return f"cannot reach a store at {self.url} ({_describe(error)}); is `agl store` running there?"
 
 
@@ -213,7 +212,7 @@ class _SessionPool:
 
     def session(self) -> aiohttp.ClientSession:
         """The session of the running loop."""
-        if self._process_id != os.getpid():  # forked: these are the parent's sockets, and its threads may hold the lock
+        if self._process_id != os.getpid():  # forked: the sockets and the lock belong to the parent
             self._lock = threading.Lock()
             self._process_id = os.getpid()
             self._sessions = {}
@@ -223,7 +222,7 @@ class _SessionPool:
             session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(
                     limit=0, keepalive_timeout=_KEEPALIVE_S
-                ),  # waiting requests hold one each
+                ),  # each waiting request holds one
                 cookie_jar=aiohttp.DummyCookieJar(),
                 headers=self._headers,
                 skip_auto_headers=("user-agent", "accept"),
@@ -249,7 +248,7 @@ class _SessionPool:
 
 
 def _close_with_loop(session: aiohttp.ClientSession) -> None:
-    """Has the running loop close the session when it ends, as a loop does with the generators that began in it."""
+    """Makes the running loop close the session when it ends, by a generator that the loop shuts down."""
 
     async def hold() -> AsyncGenerator[None]:
         try:
@@ -258,7 +257,7 @@ def _close_with_loop(session: aiohttp.ClientSession) -> None:
             await session.close()
 
     holder = hold()
-    with contextlib.suppress(StopIteration):  # a first step that has nothing to wait for
+    with contextlib.suppress(StopIteration):  # runs to the first yield
         holder.__anext__().send(None)
     _holders[session] = holder
 
@@ -268,9 +267,9 @@ _holders: Final[weakref.WeakKeyDictionary[aiohttp.ClientSession, AsyncGenerator[
 
 def _encode(body: Any) -> bytes:
     try:
-        return to_json(body, inf_nan_mode="constants")  # which the server refuses: better than silently null
+        return to_json(body, inf_nan_mode="constants")  # the server refuses NaN; null would be silent
     except PydanticSerializationError as error:
-        raise ConfigError(f"what is sent to the store has to be JSON: {error}") from error
+        raise ConfigError(f"requests to the store must be JSON: {error}") from error
 
 
 def _error_of(url: str, status: int, answer: bytes) -> LightningError:
@@ -280,7 +279,7 @@ def _error_of(url: str, status: int, answer: bytes) -> LightningError:
     except (ValueError, TypeError, KeyError):
         text = answer[:200].decode(errors="replace")
         return StoreError(
-            f"{url} answered {status} and not as a store does: {text!r}; is it the URL of an `agl store`?"
+            f"{url} answered {status} and is not a store server: {text!r}; is it the URL of an `agl store`?"
         )
     _, error_type = ERRORS.get(code, (0, StoreError))
     return error_type(message)

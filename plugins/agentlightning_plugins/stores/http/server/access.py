@@ -1,4 +1,4 @@
-"""Who may ask: holders of the full token for everything, holders of an attempt's token for that attempt's records."""
+"""Access control: the store's token allows everything, an attempt's token the records of that attempt."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import functools
 import hmac
 import ipaddress
 import time
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -16,24 +16,23 @@ from agentlightning.errors import ConflictError
 from agentlightning.run import attempt_token
 from agentlightning.run.attempt_token import AttemptToken
 from agentlightning_plugins.stores.http.message import PREFIX
-from agentlightning_plugins.stores.http.route import AttemptIds
 from agentlightning_plugins.stores.http.server.answer import RefusedError
 
 _BEARER: Final = "Bearer "
 
 
 class Access:
-    """Decides over requests. Without a token it lets in every program on this machine, but no page in a browser."""
+    """Checks tokens. Without a token, programs on this machine are admitted and pages in a browser are not."""
 
     def __init__(self, token: str | None) -> None:
         self._expected = None if token is None else (_BEARER + token).encode(errors="surrogateescape")
         self._secret = None if token is None else attempt_token.derive_secret(token)
 
     def admit(self, request: web.Request) -> AttemptToken | None:
-        """The attempt that the request may be about; None: it may be about anything.
+        """Returns the attempt token of a request; None if the request may do everything.
 
         Raises:
-            RefusedError: the request comes from a stranger.
+            RefusedError: no token, or a wrong one.
         """
         if self._expected is None or self._secret is None:
             _refuse_web_pages(request.host, request.headers.get("origin"))
@@ -51,40 +50,47 @@ class Access:
         raise RefusedError("unauthorized", "no token or a wrong one; give the token that the store was started with")
 
     def mint(self, rollout_id: str, attempt_id: str, lifetime_s: float) -> tuple[str, float]:
-        """A token for one attempt, and when it expires (Unix time).
+        """Makes a token for one attempt; returns it with its expiry (Unix time).
 
         Raises:
-            ConflictError: the store asks nobody for a token.
+            ConflictError: the store has no token.
         """
         if self._secret is None:
-            raise ConflictError("this store was started without a token and asks nobody for one; start it with --token")
+            raise ConflictError("this store has no token, so it has none to sign others with; start it with --token")
         expires_at = time.time() + lifetime_s
         return attempt_token.mint(self._secret, rollout_id, attempt_id, expires_at), expires_at
 
 
-def refuse_others(token: AttemptToken, about: Iterable[AttemptIds] | None) -> None:
-    """Keeps the holder of an attempt's token to that attempt.
+def check_attempt(token: AttemptToken, arguments: Mapping[str, Any] | None) -> None:
+    """Checks that a request with an attempt's token is about that attempt.
 
     Args:
-        token: what was shown.
-        about: the attempts that the request is about; None: it is not for such tokens.
+        token: the token of the request.
+        arguments: the validated arguments of the request; None: its route is closed to attempt tokens.
 
     Raises:
         RefusedError: the request is about something else.
     """
-    if about is None:
-        raise RefusedError(
-            "forbidden", "a token of an attempt may write that attempt's spans and read its rollout; nothing else"
-        )
-    own = (token.rollout_id, token.attempt_id)
-    for ids in about:
-        if ids not in (own, (token.rollout_id, None)):
+    if arguments is None:
+        raise RefusedError("forbidden", "an attempt's token allows writing its spans and reading its rollout only")
+    for ids in _attempts_of(arguments):
+        if ids not in ((token.rollout_id, token.attempt_id), (token.rollout_id, None)):
             raise RefusedError("forbidden", f"this token is for attempt {token.attempt_id} only, not for {ids}")
+
+
+def _attempts_of(arguments: Mapping[str, Any]) -> Iterable[tuple[str, str | None]]:
+    """The rollout and attempt ids in the arguments of a request; without an attempt id it is about the rollout."""
+    if "rollout_attempt_ids" in arguments:
+        return set(arguments["rollout_attempt_ids"])
+    spans = arguments.get("spans", [arguments["record"]] if "record" in arguments else None)
+    if spans is not None:
+        return {(span.rollout_id, span.attempt_id) for span in spans}
+    return [(arguments["rollout_id"], arguments.get("attempt_id"))]
 
 
 @functools.lru_cache(maxsize=64)
 def _refuse_web_pages(host: str, origin: str | None) -> None:
-    """Without a token, a page in the user's browser must not reach the store, neither across sites nor by rebinding."""
+    """Without a token, keeps pages in the user's browser out, be it across sites or by DNS rebinding."""
     if not is_loopback(_host_name(host)) or (origin and urlsplit(origin).netloc != host):
         raise RefusedError(
             "forbidden", f"without a token the store answers programs on this machine only, not {origin or host!r}"
@@ -94,12 +100,12 @@ def _refuse_web_pages(host: str, origin: str | None) -> None:
 def _host_name(host: str) -> str:
     try:
         return urlsplit("//" + host).hostname or ""
-    except ValueError:  # an unfinished bracket
+    except ValueError:  # an IPv6 address without its closing bracket
         return ""
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name or address means this machine, as seen from itself."""
+    """Whether a host name or address is a loopback one."""
     if host == "localhost":
         return True
     try:

@@ -1,4 +1,4 @@
-"""How requests are answered: results as JSON, and every exception as ``{code, message}``."""
+"""Answers: results as JSON, and every exception as ``{code, message}``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _JSON: Final = {"content-type": "application/json"}
 
 
 class RefusedError(Exception):
-    """A request that is answered with an error before it reaches the store."""
+    """A request that the server refuses before it reaches the store."""
 
     def __init__(self, code: ErrorCode, message: str) -> None:
         super().__init__(message)
@@ -30,7 +30,7 @@ class RefusedError(Exception):
 
 
 def encode(result: Any) -> bytes:
-    """What a store method returned, as JSON."""
+    """The result of a store method as JSON."""
     if isinstance(result, Record):
         return result.__pydantic_serializer__.to_json(result)
     if isinstance(result, PaginatedResult):
@@ -39,15 +39,15 @@ def encode(result: Any) -> bytes:
 
 
 def json_response(body: bytes, status: int = 200) -> web.Response:
-    """An answer that is JSON already."""
+    """An answer whose body is JSON already."""
     response = web.Response(body=body, status=status, headers=_JSON)
     if len(body) >= _COMPRESS_FROM_BYTES:
-        response.enable_compression()  # where the client says that it understands it
+        response.enable_compression()  # if the client accepts it
     return response
 
 
 def describe_error(request: web.Request, error: Exception) -> tuple[ErrorCode, str, int]:
-    """What an exception means for the client: code, message and HTTP status. Logs what is a fault of ours."""
+    """The code, message and HTTP status of an exception. Logs the server's own faults."""
     code, message = _explain(request, error)
     status = error.status if code == "no_route" and isinstance(error, web.HTTPException) else ERRORS[code][0]
     return code, message, status
@@ -79,22 +79,22 @@ def _explain(request: web.Request, error: Exception) -> tuple[ErrorCode, str]:
             return "not_found", str(error)
         case ConflictError():
             return "conflict", str(error)
-        case StoreError():  # the database is full, locked or away: its message says which, and nothing was written
+        case StoreError():  # the database is full, locked or unreachable; nothing was written
             logger.error("%s %s: %s", request.method, request.path, error)
             return "store_failed", str(error)
         case ValidationError():
             return _explain_invalid(error)
         case PydanticSerializationError():
-            logger.error("%s %s: what is stored there is not JSON: %s", request.method, request.path, error)
-            return "internal", f"what is stored there cannot be sent, as it is not JSON: {error}"
+            logger.error("%s %s: the stored value is not JSON: %s", request.method, request.path, error)
+            return "internal", f"the stored value cannot be sent because it is not JSON: {error}"
         case ValueError():
             return "invalid", str(error)
     logger.error("%s %s failed", request.method, request.path, exc_info=error)
-    return "internal", "the store failed; its log says why"
+    return "internal", "the store failed; see its log"
 
 
 def _explain_invalid(error: ValidationError) -> tuple[ErrorCode, str]:
-    """The first three complaints, each with where it is: ``rollouts.0.mode: Input should be ...``."""
+    """The first three problems, each with its place: ``rollouts.0.mode: Input should be ...``."""
     problems: list[Mapping[str, Any]] = [*error.errors(include_url=False, include_context=False, include_input=False)]
     if problems[0]["type"] == "json_invalid":
         return "malformed", f"the body is not JSON: {problems[0]['msg']}. {JSON_RULES}"

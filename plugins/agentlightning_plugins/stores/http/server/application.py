@@ -1,4 +1,4 @@
-"""From the table of routes to an aiohttp application, with what is served besides: OTLP, events, metrics, OpenAPI."""
+"""The aiohttp application: the REST routes, OTLP, events, metrics and the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from agentlightning.types import DEFAULT_RUN_ID
 from agentlightning_plugins.stores.http.message import FEATURES_HEADER, MAX_BODY_BYTES, PREFIX, RUN_HEADER
 from agentlightning_plugins.stores.http.route import Route
 from agentlightning_plugins.stores.http.server import openapi, otlp
-from agentlightning_plugins.stores.http.server.access import Access, refuse_others
+from agentlightning_plugins.stores.http.server.access import Access, check_attempt
 from agentlightning_plugins.stores.http.server.answer import describe_error, encode, error_response, json_response
 from agentlightning_plugins.stores.http.server.body import make_reader, read_query
 from agentlightning_plugins.stores.http.server.events import EventStreams
@@ -33,21 +33,21 @@ from agentlightning_plugins.stores.http.server.routes import ROUTES, Context, ma
 OTLP_PATH: Final = "/v1/traces"
 
 _ARRIVAL_S: Final = 0.1
-"""What a request that was sent before the end may take to be seen."""
+"""How long a request sent before the end may take to arrive."""
 _RUN_ID = re.compile(r"[A-Za-z0-9._:-]{1,200}")
 _TOKEN: Final = web.RequestKey("token", AttemptToken)
-"""The attempt whose token was shown; not there for those who may do everything."""
+"""The attempt token of a request; absent if the request may do everything."""
 
 
 class StoreApplication:
-    """The REST contract over one store, and all that the requests share."""
+    """The REST API over one store."""
 
     def __init__(self, store: LightningStore, token: str | None) -> None:
-        """Makes the application; its streams begin with the first request.
+        """Creates the application.
 
         Args:
-            store: serves every run through ``with_run``.
-            token: what clients must show as ``Authorization: Bearer``; None lets everybody in who is on this machine.
+            store: its ``with_run`` gives the view of each run.
+            token: the token that clients send as ``Authorization: Bearer``; None admits programs on this machine.
         """
         self._view = functools.lru_cache(maxsize=128)(store.with_run)
         self._polls = Polls()
@@ -68,9 +68,9 @@ class StoreApplication:
             router.add_route(method, path, handler)
 
     async def stop(self, timeout_s: float) -> None:
-        """Ends waiting requests with what they have, and the streams of events; waits for the others to be answered.
+        """Ends waiting requests with what they have and the streams of events, and waits until the others are answered.
 
-        aiohttp waits for handlers too, but reads nothing meanwhile: a request whose body is on its way would be lost.
+        aiohttp waits for handlers too, but does not read meanwhile, so a request whose body is under way would be lost.
         """
         self._stopping = True
         self._polls.stop()
@@ -96,14 +96,14 @@ class StoreApplication:
             arguments = {**request.match_info, **await read(request)}
             token = request.get(_TOKEN)
             if token is not None:
-                refuse_others(token, None if route.attempts is None else route.attempts(arguments))
+                check_attempt(token, arguments if route.for_attempts else None)
             context = Context(self._view(_run_id(request)), self._polls, self._access)
             return json_response(encode(await answer(context, arguments)), route.status)
 
         return handle
 
     async def _answer_events(self, request: web.Request) -> web.StreamResponse:
-        _refuse_attempt(request)
+        _refuse_attempt_token(request)
         message = _subscription.validate_python(read_query(request.query))
         run_id = _run_id(request, message.get("run_id"))
         return await self._streams.answer(request, run_id, message.get("kinds"), request.headers.get("last-event-id"))
@@ -114,11 +114,11 @@ class StoreApplication:
         return web.Response(body=otlp.write_response(response, request.content_type), content_type=request.content_type)
 
     async def _answer_metrics(self, request: web.Request) -> web.StreamResponse:
-        _refuse_attempt(request)
+        _refuse_attempt_token(request)
         return web.Response(body=await self._metrics.render(), headers={"content-type": CONTENT_TYPE})
 
     async def _answer_openapi(self, request: web.Request) -> web.StreamResponse:
-        _refuse_attempt(request)
+        _refuse_attempt_token(request)
         return json_response(self._openapi)
 
     @functools.cached_property
@@ -126,7 +126,7 @@ class StoreApplication:
         return to_json(openapi.describe(ROUTES, {key: operation for key, (_, operation) in self._others().items()}))
 
     def _guard(self, features: str) -> Middleware:
-        """The middleware around every request: refuses strangers, counts, and turns exceptions into answers."""
+        """The middleware around every request: checks access, counts, and turns exceptions into answers."""
 
         @web.middleware
         async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -169,10 +169,10 @@ def _run_id(request: web.Request, given: str | None = None) -> str:
     return run_id
 
 
-def _refuse_attempt(request: web.Request) -> None:
+def _refuse_attempt_token(request: web.Request) -> None:
     token = request.get(_TOKEN)
     if token is not None:
-        refuse_others(token, None)
+        check_attempt(token, None)
 
 
 @with_config(ConfigDict(extra="forbid"))
@@ -194,15 +194,15 @@ _EVENTS: Final[openapi.Operation] = {
         {"name": "run_id", "in": "query", "schema": {"type": "string", "pattern": _RUN_ID.pattern}},
         {"name": "last-event-id", "in": "header", "schema": {"type": "string"}},
     ],
-    "responses": {"200": {"description": "Until the client leaves.", "content": {"text/event-stream": _TEXT}}},
+    "responses": {"200": {"description": "A stream.", "content": {"text/event-stream": _TEXT}}},
 }
 _OTLP: Final[openapi.Operation] = {
-    "summary": "Takes traces by OTLP, OpenTelemetry's own export protocol.",
+    "summary": "Stores traces sent by OTLP, the export protocol of OpenTelemetry.",
     "tags": ["spans"],
     "requestBody": {"required": True, "content": {otlp.PROTOBUF: _TEXT, otlp.JSON: _OBJECT}},
     "responses": {
         "200": {
-            "description": "Stored, but for those that `partialSuccess` counts.",
+            "description": "Stored, except those that `partialSuccess` counts.",
             "content": {otlp.PROTOBUF: _TEXT, otlp.JSON: _OBJECT},
         },
         "400": {"description": "Error: malformed.", **_ERROR},

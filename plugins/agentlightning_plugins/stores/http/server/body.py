@@ -1,4 +1,4 @@
-"""From a request to the validated message of its route."""
+"""Reads and validates the arguments of requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentlightning_plugins.stores.http.route import Route
 from agentlightning_plugins.stores.http.server.answer import JSON_RULES, RefusedError
 
 _LIST_KEYS: Final = frozenset({"status_in", "rollout_id_in", "kinds"})
-"""Keys that may stand several times in a query string."""
+"""Keys that may be repeated in a query string."""
 _JSON_KEYS: Final = frozenset({"metadata"})
 """Keys whose value in a query string is JSON."""
 _DIGITS_TO_ZERO: Final = bytes.maketrans(b"123456789", b"0" * 9)
@@ -50,7 +50,7 @@ async def _read_nothing(request: web.Request) -> dict[str, Any]:
 
 
 def read_query(query: MultiMapping[str]) -> dict[str, Any]:
-    """A query string as a mapping whose values are not validated yet.
+    """A query string as a mapping; the values are not validated yet.
 
     Raises:
         RefusedError: a value that has to be JSON is not.
@@ -72,8 +72,8 @@ def _query_value(query: MultiMapping[str], key: str) -> Any:
 def _parse(body: bytes) -> Any:
     """The JSON of a body.
 
-    orjson is several times as fast as pydantic's parser for text and, unlike it, refuses NaN and numbers that are
-    infinite as a float; but it makes a float of an integer of more than 64 bits, which has 20 digits at least.
+    orjson is several times as fast as pydantic's parser and refuses NaN and numbers that overflow a float. But it turns
+    integers of more than 64 bits, which have 20 digits or more, into floats; these bodies go to pydantic's parser.
 
     Raises:
         RefusedError: it is not JSON.
@@ -82,7 +82,7 @@ def _parse(body: bytes) -> Any:
         content = orjson.loads(body)
     except ValueError as error:
         raise RefusedError("malformed", f"the body is not JSON: {error}. {JSON_RULES}") from error
-    # Where 20 digits stand in a row, so do 4 in every fifth character: a look at those is enough for most bodies.
+    # 20 digits in a row contain 4 in a row of every fifth character, which is quicker to search.
     is_suspect = b"0000" in body[::5].translate(_DIGITS_TO_ZERO) and b"0" * 20 in body.translate(_DIGITS_TO_ZERO)
     return from_json(body) if is_suspect else content
 
@@ -95,6 +95,6 @@ def _refuse_large_items(content: Any) -> None:
             if size > MAX_ITEM_BYTES:
                 raise RefusedError(
                     "too_large",
-                    f"one {type(item).__name__} of {size} bytes is more than the {MAX_ITEM_BYTES} allowed; store large "
+                    f"one {type(item).__name__} has {size} bytes, and {MAX_ITEM_BYTES} are allowed; store large "
                     "content elsewhere and send its address",
                 )

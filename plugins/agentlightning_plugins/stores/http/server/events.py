@@ -1,4 +1,4 @@
-"""Server-sent events: one numbered stream for each run, which any number of readers follow at their own pace."""
+"""Server-sent events: one numbered stream for each run, with any number of readers."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from agentlightning.store.protocol import LightningStore
 logger = logging.getLogger("agentlightning")
 
 MAX_UNREAD_EVENTS: Final = 10_000
-"""A reader that is further behind is told so, and its stream ends."""
+"""A reader that is further behind gets an event ``overflow``, and its stream ends."""
 KEPT_EVENTS: Final = 4096
-"""How many events of a run can be replayed."""
+"""The number of events of a run that can be replayed."""
 KEEPALIVE_S: Final = 15.0
 _STUCK_S: Final = 60.0
-"""How long a reader may take in nothing at all."""
-_PARTING_S: Final = 0.5
-"""How long a reader has for the rest of its events when the server stops."""
+"""The time after which a reader that takes no data is disconnected."""
+_DRAIN_S: Final = 0.5
+"""The time a reader has for its remaining events when the server stops."""
 _LINGER_S: Final = 60.0
-"""How long events are kept for a reader that may come back, when there is no other."""
+"""The time that events are kept after the last reader has disconnected, in case it reconnects."""
 
 
 class EventStreams:
-    """The streams of all runs. Everything belongs to the event loop of the server."""
+    """The streams of all runs. Call everything in the event loop of the server."""
 
     def __init__(self, view: Callable[[str], LightningStore]) -> None:
-        """Follows nothing yet.
+        """Creates the streams; a subscription begins with its first reader.
 
         Args:
-            view: the store as seen from a run.
+            view: returns the store as seen from a run.
         """
         self._view = view
         self._hubs: dict[str, _Hub] = {}
         self._open: dict[asyncio.Future[None], web.Request] = {}
-        """The requests that are being answered, by what tells their end."""
+        """The requests that are being answered, by the future that is set at their end."""
         self._stopped = False
 
     @property
     def subscribers(self) -> int:
-        """How many readers there are."""
+        """The number of readers."""
         return sum(len(hub.readers) for hub in self._hubs.values())
 
     async def answer(
@@ -57,9 +57,9 @@ class EventStreams:
     ) -> web.StreamResponse:
         """Answers with the events of a run: ``id`` is the number, ``event`` the kind, ``data`` the event as JSON.
 
-        The headers are sent when the subscription stands, so a client that has them misses nothing that happens
-        afterwards. With the id of the last event that it saw, it gets those that came since, or an event ``gap`` where
-        they are not known any more. A reader that is too slow gets an event ``overflow`` and the end of the stream.
+        The headers are sent after subscribing, so a client that has received them gets every later event. A client that
+        sends the id of its last event gets the events since then, or an event ``gap`` if they are no longer kept. A
+        reader that is too slow gets an event ``overflow``, and its stream ends.
 
         Raises:
             ConfigError: an unknown kind.
@@ -72,37 +72,37 @@ class EventStreams:
             hub = self._hubs[run_id] = _Hub(self._view(run_id))
         reader = _Reader(None if kinds is None else frozenset(kinds))
         hub.join(reader, last_event_id)
-        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._open[over] = request
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._open[done] = request
         if self._stopped:
             reader.end()
         try:
-            await asyncio.sleep(0)  # a new hub takes its first step, which subscribes
+            await asyncio.sleep(0)  # a new hub subscribes in its first step
             response = web.StreamResponse(headers={"content-type": "text/event-stream", "cache-control": "no-store"})
             await response.prepare(request)
-            with contextlib.suppress(ConnectionError):  # the client has left
+            with contextlib.suppress(ConnectionError):  # the client has disconnected
                 await response.write(b": subscribed\n\n")
-                await _copy(reader, response)
+                await _send_events(reader, response)
             return response
         finally:
             hub.leave(reader)
-            del self._open[over]
-            over.set_result(None)
+            del self._open[done]
+            done.set_result(None)
 
     async def stop(self) -> None:
-        """Ends all streams, now and from now on; a reader that does not take in the rest at once is cut off."""
+        """Ends all streams and refuses new ones; readers that do not take their remaining events are disconnected."""
         self._stopped = True
         hubs, self._hubs = list(self._hubs.values()), {}
         for hub in hubs:
             await hub.stop()
         if self._open:
-            _, stuck = await asyncio.wait(self._open, timeout=_PARTING_S)
-            for transport in [self._open[over].transport for over in stuck]:
+            _, stuck = await asyncio.wait(self._open, timeout=_DRAIN_S)
+            for transport in [self._open[done].transport for done in stuck]:
                 if transport is not None:
                     transport.abort()
 
 
-async def _copy(reader: _Reader, response: web.StreamResponse) -> None:
+async def _send_events(reader: _Reader, response: web.StreamResponse) -> None:
     while True:
         frames = reader.take()
         if frames:
@@ -119,7 +119,7 @@ async def _copy(reader: _Reader, response: web.StreamResponse) -> None:
                 async with asyncio.timeout(KEEPALIVE_S):
                     await reader.changed.wait()
             except TimeoutError:
-                await response.write(b": still here\n\n")
+                await response.write(b": keep-alive\n\n")
 
 
 class _Reader:
@@ -136,7 +136,7 @@ class _Reader:
             return
         if len(self._unread) >= MAX_UNREAD_EVENTS:
             message = (
-                f"more than {MAX_UNREAD_EVENTS} events were unread and the rest is lost; read faster, or fewer kinds"
+                f"more than {MAX_UNREAD_EVENTS} events are unread, and later ones are lost; read faster or fewer kinds"
             )
             self._unread.append(_frame("overflow", to_json({"code": "overflow", "message": message})))
             self.ended = True
@@ -144,7 +144,7 @@ class _Reader:
             self._unread.append(frame)
         self.changed.set()
 
-    def tell(self, frame: bytes) -> None:
+    def put_gap(self, frame: bytes) -> None:
         self._unread.append(frame)
         self.changed.set()
 
@@ -155,7 +155,7 @@ class _Reader:
     def take(self) -> bytes:
         self.changed.clear()
         if self.ended:
-            self.changed.set()  # nothing more will come: there is no need to wait
+            self.changed.set()  # there will be no more
         frames = b"".join(self._unread)
         self._unread.clear()
         return frames
@@ -168,7 +168,7 @@ class _Hub:
         self.readers: set[_Reader] = set()
         self.ended = False
         self._name = os.urandom(4).hex()
-        """Tells our ids from those of an earlier or another server, whose numbers mean something else."""
+        """Distinguishes these ids from those of another server or an earlier process, which count differently."""
         self._number = 0
         self._kept: deque[tuple[str, bytes]] = deque(maxlen=KEPT_EVENTS)
         self._store = store
@@ -186,8 +186,8 @@ class _Hub:
                 for kind, frame in list(self._kept)[len(self._kept) - missed :]:
                     reader.put(kind, frame)
             else:
-                message = "what happened since that id is not known here; read the store for it"
-                reader.tell(_frame("gap", to_json({"code": "gap", "message": message})))
+                message = "the events since that id are no longer known; read the store instead"
+                reader.put_gap(_frame("gap", to_json({"code": "gap", "message": message})))
         self.readers.add(reader)
 
     def leave(self, reader: _Reader) -> None:
@@ -206,14 +206,14 @@ class _Hub:
         try:
             async for event in events:
                 self._publish(event)
-        except Exception:  # isolation point: the readers have their headers, so all we can do is end their streams
-            logger.exception("the stream of events of run %r broke off", self._store.run_id)
+        except Exception:  # isolation point: the headers are sent, so the streams can only end
+            logger.exception("the event stream of run %r failed", self._store.run_id)
         finally:
             self.ended = True
             self._kept.clear()
             for reader in self.readers:
                 reader.end()
-            close = getattr(events, "aclose", None)  # a generator has it, an iterator need not
+            close = getattr(events, "aclose", None)  # generators have it, iterators need not
             if close is not None:
                 await close()
 

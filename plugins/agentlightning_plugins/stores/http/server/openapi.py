@@ -1,4 +1,4 @@
-"""The OpenAPI document, made from the table of routes: what is served is what is described."""
+"""The OpenAPI document, generated from the route table."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ Operation = dict[str, Any]
 
 class _Generator(GenerateJsonSchema):
     def emit_warning(self, kind: JsonSchemaWarningKind, detail: str) -> None:
-        """Leaves out defaults that are no plain JSON, as frozen lists are, without a word."""
+        """Leaves out defaults that are not plain JSON, such as frozen lists, without a warning."""
 
 
 def describe(routes: Sequence[Route], others: Mapping[tuple[str, str], Operation]) -> dict[str, Any]:
-    """The document.
+    """Makes the document.
 
     Args:
-        routes: of the REST contract.
-        others: what is served besides, by method and full path, each as OpenAPI describes an operation.
+        routes: the route table.
+        others: OpenAPI operations of the other routes, by method and full path.
     """
     wanted: list[tuple[Key, JsonSchemaMode, TypeAdapter[Any]]] = []
     for route in routes:
@@ -79,7 +79,7 @@ def _operation(route: Route, message: Any, answer: Any, named: Mapping[str, Any]
             {
                 "name": RUN_HEADER,
                 "in": "header",
-                "description": "The run that the request is about; without it, the run `default`.",
+                "description": "The run that the request is about; `default` without it.",
                 "schema": {"type": "string", "pattern": "^[A-Za-z0-9._:-]{1,200}$"},
             },
         ],
@@ -113,7 +113,7 @@ def _query_parameters(message: Any, named: Mapping[str, Any]) -> Iterable[dict[s
     for name, schema in message["properties"].items():
         given = [choice for choice in schema.get("anyOf", [schema]) if choice != {"type": "null"}]
         parameter: dict[str, Any] = {"name": name, "in": "query", "required": name in message.get("required", ())}
-        (plain,) = given  # the messages have no other choices, and a query string no null
+        (plain,) = given  # there are no other unions, and a query string has no null
         if plain.get("type") == "object":
             yield {**parameter, "content": {_JSON: {"schema": plain}}}
         else:
@@ -135,7 +135,7 @@ def _operation_id(method: str, path: str) -> str:
 
 
 def _let_rollouts_have_attempts(named: dict[str, Any]) -> None:
-    """A Rollout is answered with its latest attempt where it has one, that is, as an AttemptedRollout."""
+    """Adds ``attempt`` to Rollout: an answer includes the latest attempt if there is one (AttemptedRollout)."""
     for name, schema in named.items():
         if re.fullmatch(r"Rollout(-Output)?", name):
             attempt = next(other for other in named if re.fullmatch(r"Attempt(-Output)?", other))

@@ -1,7 +1,7 @@
-"""OTLP over HTTP: OpenTelemetry's own export protocol, as protobuf and as JSON.
+"""OTLP/HTTP, the export protocol of OpenTelemetry, as protobuf and as JSON.
 
-The protocol is https://opentelemetry.io/docs/specs/otlp/#otlphttp: an answer has the encoding of its request, a request
-that cannot be read is 400, and spans that are refused one by one are counted in ``partial_success``.
+See https://opentelemetry.io/docs/specs/otlp/#otlphttp: an answer has the encoding of its request, a malformed request
+is 400, and ``partial_success`` counts the spans that were refused.
 """
 
 from __future__ import annotations
@@ -43,42 +43,42 @@ def read_request(body: bytes, content_type: str) -> ExportTraceServiceRequest:
     """Decodes an export request.
 
     Raises:
-        RefusedError: the body is not one.
+        RefusedError: the body is malformed.
     """
     request = ExportTraceServiceRequest()
     try:
         if content_type == JSON:
             content = _ids_to_base64(orjson.loads(body))
             if not isinstance(content, dict):
-                raise ValueError("it is no JSON object")
+                raise ValueError("not a JSON object")
             ParseDict(content, request, ignore_unknown_fields=True)
             return request
         if content_type == PROTOBUF:
             request.ParseFromString(body)
             return request
     except (DecodeError, ParseError, ValueError, TypeError, RecursionError) as error:
-        raise RefusedError("malformed", f"the body is no OTLP trace export as {content_type}: {error}") from error
-    raise RefusedError("malformed", f"content type {content_type!r}: OTLP traces are {PROTOBUF} or {JSON}")
+        raise RefusedError("malformed", f"the body is not an OTLP trace export in {content_type}: {error}") from error
+    raise RefusedError("malformed", f"content type {content_type!r}: send OTLP traces as {PROTOBUF} or {JSON}")
 
 
 async def export_spans(
     request: ExportTraceServiceRequest, store: LightningStore, token: AttemptToken | None
 ) -> ExportTraceServiceResponse:
-    """Stores the spans of a request; those that cannot be stored are counted in the answer.
+    """Stores the spans of a request; the answer counts those that cannot be stored.
 
     Args:
-        request: its spans name their rollout and attempt by their own or their resource's attributes.
-        store: takes them, whatever their run.
-        token: the only attempt that they may be of, and what those are of that name none; None allows any.
+        request: the attributes of a span or its resource name its rollout and attempt.
+        store: stores the spans of any run.
+        token: the only attempt that is allowed, and the default for spans that name none; None allows any.
 
     Raises:
-        RefusedError: a span of another attempt than the token's; none is stored.
+        RefusedError: a span belongs to another attempt than the token; none is stored.
     """
     converted = list(_convert(request, token))
     spans = [item for item in converted if isinstance(item, Span)]
     reasons = [item for item in converted if isinstance(item, str)]
     if token is not None and any((s.rollout_id, s.attempt_id) != token[:2] for s in spans):
-        raise RefusedError("forbidden", f"this token is for attempt {token.attempt_id} only, and some spans are not")
+        raise RefusedError("forbidden", f"this token is for attempt {token.attempt_id} only; some spans are not")
     reasons += await _store(spans, store)
     response = ExportTraceServiceResponse()
     if reasons:
@@ -94,7 +94,7 @@ def write_response(response: ExportTraceServiceResponse, content_type: str) -> b
 
 
 def write_status(code: ErrorCode, message: str, status: int) -> bytes:
-    """The ``google.rpc.Status`` that OTLP asks for with a 4xx or 5xx to a protobuf request."""
+    """The ``google.rpc.Status`` that answers a protobuf request with 4xx or 5xx."""
     text = message.encode()
     rpc_code = _RPC_CODES.get(code, 13 if status >= 500 else 3)
     return bytes([0x08, rpc_code, 0x12]) + _varint(len(text)) + text
@@ -109,7 +109,7 @@ def _varint(number: int) -> bytes:
 
 
 async def _store(spans: list[Span], store: LightningStore) -> list[str]:
-    """Stores what belongs to known attempts; says for each other span why it is refused."""
+    """Stores the spans of known attempts; returns a reason for each other span."""
     try:
         await store.add_many_spans(spans)
         return []
@@ -127,7 +127,7 @@ async def _store(spans: list[Span], store: LightningStore) -> list[str]:
 
 
 def _ids_to_base64(value: Any) -> Any:
-    """OTLP's JSON writes ids in hex, protobuf's own in base64; attributes cannot hold such keys."""
+    """Re-encodes ids: hex in OTLP's JSON, base64 in protobuf's. Attributes cannot have these keys."""
     if isinstance(value, list):
         return [_ids_to_base64(item) for item in value]
     if isinstance(value, dict):
@@ -141,7 +141,7 @@ def _ids_to_base64(value: Any) -> Any:
 
 
 def _convert(request: ExportTraceServiceRequest, token: AttemptToken | None) -> Iterator[Span | str]:
-    """Each span of a request, or why it is refused."""
+    """Yields each span of a request, or the reason why it is refused."""
     for group in request.resource_spans:
         resource = SpanResource(attributes=_attributes(group.resource.attributes), schema_url=group.schema_url)
         for scope in group.scope_spans:
@@ -160,17 +160,17 @@ def _convert_span(span: OtlpSpan, resource: SpanResource, token: AttemptToken | 
     sequence_id = find(semconv.SPAN_SEQUENCE_ID, 0)
     if not (rollout_id and attempt_id and isinstance(rollout_id, str) and isinstance(attempt_id, str)):
         return (
-            f"span {span.name!r} names no attempt: set the resource attributes {semconv.ROLLOUT_ID} and "
+            f"span {span.name!r} has no attempt: set the resource attributes {semconv.ROLLOUT_ID} and "
             f"{semconv.ATTEMPT_ID} (OTEL_RESOURCE_ATTRIBUTES)"
         )
     if len(span.trace_id) != 16 or len(span.span_id) != 8 or not any(span.trace_id) or not any(span.span_id):
-        return f"span {span.name!r} has no valid ids: a trace id has 16 bytes, a span id 8, and not all are 0"
+        return f"span {span.name!r} has invalid ids: a trace id has 16 bytes, a span id 8, and neither is all zeros"
     if len(span.parent_span_id) not in (0, 8):
-        return f"span {span.name!r} has a parent id of {len(span.parent_span_id)} bytes; it is 8 or none"
+        return f"span {span.name!r} has a parent id of {len(span.parent_span_id)} bytes instead of 8"
     if span.ByteSize() > MAX_ITEM_BYTES:
         return f"span {span.name!r} has {span.ByteSize()} bytes; {MAX_ITEM_BYTES} are allowed"
     if not isinstance(sequence_id, int) or sequence_id < 0:
-        return f"span {span.name!r}: {semconv.SPAN_SEQUENCE_ID} = {sequence_id!r} is no number from 0 up"
+        return f"span {span.name!r}: {semconv.SPAN_SEQUENCE_ID} = {sequence_id!r} is not an integer of at least 0"
     trace_id = span.trace_id.hex()
     parent_id = span.parent_span_id.hex() or None
     parent = None
@@ -191,12 +191,7 @@ def _convert_span(span: OtlpSpan, resource: SpanResource, token: AttemptToken | 
             }
         ),
         attributes=attributes,
-        events=[
-            SpanEvent(
-                name=event.name, attributes=_attributes(event.attributes), timestamp=_seconds(event.time_unix_nano)
-            )
-            for event in span.events
-        ],
+        events=[_event(event) for event in span.events],
         links=[_link(link) for link in span.links],
         start_time=_seconds(span.start_time_unix_nano),
         end_time=_seconds(span.end_time_unix_nano),

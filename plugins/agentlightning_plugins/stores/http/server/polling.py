@@ -15,9 +15,9 @@ _REMEMBER_AT_MOST: Final = 4096
 
 
 class Polls:
-    """The requests that wait for something. They end early when their client leaves and when the server stops.
+    """Requests that wait for work or results. They end early when the client disconnects or the server stops.
 
-    All methods belong to the event loop of the server.
+    Call the methods in the event loop of the server.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Polls:
 
     @property
     def waiting(self) -> int:
-        """How many requests wait."""
+        """The number of waiting requests."""
         return len(self._waiting)
 
     def stop(self) -> None:
@@ -37,17 +37,17 @@ class Polls:
             work.cancel()
 
     async def wait(self, work: asyncio.Future[T], timeout: float | None = None) -> T | None:
-        """The result of ``work``, or None when the server stops first. ``work`` is cancelled with the caller.
+        """Returns the result of ``work``, or None if the server stops first. ``work`` is cancelled with the caller.
 
         Raises:
-            TimeoutError: ``work`` goes on, and can be waited for again.
+            TimeoutError: ``work`` continues and can be waited for again.
         """
         if self._stopping:
             work.cancel()
         self._waiting.add(work)
         try:
             done, _ = await asyncio.wait({work}, timeout=timeout)
-        except asyncio.CancelledError:  # the client is gone
+        except asyncio.CancelledError:  # the client has disconnected
             work.cancel()
             raise
         finally:
@@ -59,10 +59,10 @@ class Polls:
     async def claim(
         self, request_id: str | None, dequeue: Callable[[], Coroutine[Any, Any, Sequence[AttemptedRollout]]]
     ) -> Sequence[AttemptedRollout]:
-        """Runs ``dequeue`` once for each ``request_id``, however often a client with a bad connection has to ask.
+        """Runs ``dequeue`` once for each ``request_id``, even if the client repeats the request.
 
-        Otherwise a claim whose answer was lost would stay with a worker that does not know of it, and that keeps its
-        lease alive by heartbeats.
+        Otherwise a claim whose answer was lost would stay with a worker that does not know of it, but whose heartbeats
+        renew its lease.
         """
         if request_id is None:
             return await self.wait(asyncio.ensure_future(dequeue())) or ()
@@ -72,7 +72,7 @@ class Polls:
         return await self.wait(self._claims[request_id][1]) or ()
 
     async def release(self, request_id: str) -> Sequence[AttemptedRollout]:
-        """Makes ``claim`` of this id fruitless, whenever it comes, and returns what it has claimed already."""
+        """Makes ``claim`` return nothing for this id from now on, and returns the rollouts it has claimed already."""
         nothing: asyncio.Future[Sequence[AttemptedRollout]] = asyncio.get_running_loop().create_future()
         nothing.set_result(())
         _, work = self._claims.pop(request_id, (0.0, nothing))

@@ -1,10 +1,10 @@
-"""The routes of the server: those of the store methods, and handlers for what is more than one method call."""
+"""The route table of the server: store methods, and handlers for requests that do more than call a method."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from pydantic import Field
@@ -16,7 +16,7 @@ from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, EnqueueRolloutRequest, Rollout, Span
 from agentlightning_plugins.stores.http.message import MAX_POLL_S
 from agentlightning_plugins.stores.http.methods import METHOD_ROUTES
-from agentlightning_plugins.stores.http.route import AttemptIds, Route
+from agentlightning_plugins.stores.http.route import Route
 from agentlightning_plugins.stores.http.server.access import Access
 from agentlightning_plugins.stores.http.server.polling import Polls
 
@@ -40,32 +40,29 @@ def make_handler(route: Route) -> Callable[[Context, dict[str, Any]], Awaitable[
         NotFoundError: a getter has found nothing.
     """
     name, defaults = route.function.__name__, route.defaults
-    is_method = getattr(LightningStore, name, None) is route.function
-    names_run = is_method and "run_id" in route.path_names and "run_id" not in route.parameters
+    if getattr(LightningStore, name, None) is not route.function:
+        return lambda context, arguments: route.function(context, **arguments)
+    names_run = "run_id" in route.path_names and "run_id" not in route.parameters
 
-    async def handle(context: Context, arguments: dict[str, Any]) -> Any:
-        if not is_method:
-            return await route.function(context, **arguments)
-        store = context.store
-        if names_run:
-            store = store.with_run(arguments.pop("run_id"))
+    async def call_store(context: Context, arguments: dict[str, Any]) -> Any:
+        store = context.store.with_run(arguments.pop("run_id")) if names_run else context.store
         result = await getattr(store, name)(**(defaults | arguments if defaults else arguments))
         if result is None and route.missing:
             raise NotFoundError(route.missing.format(**arguments))
         return result if route.result_key is None else {route.result_key: result}
 
-    return handle
+    return call_store
 
 
 class Health(TypedDict):
-    """That the server is there, and what its store can do."""
+    """The answer of ``/health``."""
 
     status: Literal["ok"]
     capabilities: dict[str, bool]
 
 
 async def _health(context: Context) -> Health:
-    """Says that the server is there; needs no token."""
+    """Tells that the server answers, and the capabilities of its store; needs no token."""
     able = {name: bool(value) for name, value in context.store.capabilities.items()}
     return {"status": "ok", "capabilities": {**able, "otlp_traces": True}}
 
@@ -152,11 +149,6 @@ async def mint_token(
     return {"token": token, "rollout_id": rollout_id, "attempt_id": attempt_id, "expires_at": expires_at}
 
 
-def _attempts_of(arguments: Mapping[str, Any]) -> Iterable[AttemptIds]:
-    spans = arguments["spans"] if "spans" in arguments else [arguments["record"]]
-    return {(span.rollout_id, span.attempt_id) for span in spans}
-
-
 ROUTES: Final = (
     *METHOD_ROUTES,
     Route("GET", "/health", _health),
@@ -167,8 +159,8 @@ ROUTES: Final = (
     Route("GET", "/rollouts", LightningStore.query_rollouts),
     Route("POST", "/rollouts/{rollout_id}/attempts/{attempt_id}/token", mint_token, 201),
     Route("GET", "/spans", LightningStore.query_spans),
-    Route("POST", "/spans", _add_span, 201, body=Span, attempts=_attempts_of),
-    Route("POST", "/spans/batch", add_spans, 201, attempts=_attempts_of),
+    Route("POST", "/spans", _add_span, 201, body=Span, for_attempts=True),
+    Route("POST", "/spans/batch", add_spans, 201, for_attempts=True),
     Route("POST", "/resources/{resources_id}/rollback", LightningStore.rollback),
     Route("GET", "/workers", LightningStore.query_workers),
 )

@@ -18,25 +18,25 @@ from agentlightning_plugins.stores.http.server.application import OTLP_PATH, Sto
 
 _FINISH_REQUESTS_S: Final = 10.0
 _KEEPALIVE_S: Final = 75.0
-"""Longer than clients keep idle connections, so that it is the client that closes them."""
+"""Longer than clients keep idle connections, so that the client closes them."""
 
 
 class LightningStoreServer:
-    """Serves a store over HTTP from a thread of its own: whoever blocks the caller's loop stalls no runner.
+    """Serves a store over HTTP from a thread of its own, so that a blocked event loop of the caller stalls no runner.
 
-    The store stays the caller's: it can be used beside the server, and outlives it.
+    The caller keeps the store: it may use it beside the server, and closes it.
     """
 
     def __init__(
         self, store: LightningStore, host: str = "127.0.0.1", port: int = 4747, *, token: str | None = None
     ) -> None:
-        """Prepares to serve; nothing listens yet.
+        """Creates the server; ``start`` listens.
 
         Args:
             store: must be thread-safe. Requests choose their run by the header ``agl-run``.
             host: address to listen on. Anything but loopback needs a token.
-            port: 0 takes a free one; ``endpoint`` says which.
-            token: what every client has to show; None trusts this machine.
+            port: 0 takes a free one, which ``endpoint`` shows.
+            token: the token that every client must send; None admits programs on this machine.
 
         Raises:
             ConfigError: a store that is not thread-safe, or an address beyond loopback without a token.
@@ -54,13 +54,13 @@ class LightningStoreServer:
         self._store = store
         self._token = token
         if token is not None:
-            store.token = token  # so that a gateway beside the server knows what attempt tokens are signed with
+            store.token = token  # a gateway beside the server verifies attempt tokens with it
         self._thread: threading.Thread | None = None
         self._stop: Callable[[], None] = lambda: None
 
     @property
     def endpoint(self) -> str:
-        """The URL for clients on this machine; with port 0 it is known once the server has started."""
+        """The URL for clients on this machine; with port 0 it is known after ``start``."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)  # noqa: S104 # not a bind
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
@@ -69,11 +69,11 @@ class LightningStoreServer:
         return self.endpoint + OTLP_PATH
 
     async def start(self) -> None:
-        """Listens; returns when requests are answered.
+        """Starts to listen; returns when requests are answered.
 
         Raises:
-            ConfigError: the address cannot be listened on.
-            ConflictError: it has started already.
+            ConfigError: the address is not available.
+            ConflictError: the server has started already.
         """
         if self._thread is not None:
             raise ConflictError(f"the store server at {self.endpoint} has started already")
@@ -81,11 +81,11 @@ class LightningStoreServer:
         listening: concurrent.futures.Future[int] = concurrent.futures.Future()
 
         def serve() -> None:
-            listening.set_running_or_notify_cancel()  # who waits for it may be cancelled, it may not
+            listening.set_running_or_notify_cancel()  # the caller's task may be cancelled, but not this
             try:
                 with asyncio.Runner(loop_factory=lambda: loop) as runner:
                     runner.run(self._serve(listening, stopping))
-            except BaseException as error:  # isolation point: the starter raises it
+            except BaseException as error:  # isolation point: ``start`` raises it
                 if listening.done():
                     raise
                 listening.set_exception(error)
@@ -104,7 +104,7 @@ class LightningStoreServer:
             raise
 
     async def stop(self) -> None:
-        """Stops listening, ends waiting requests with what they have, and finishes the others. Twice is harmless."""
+        """Stops listening, ends waiting requests with what they have, and finishes the others. May be called twice."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._stop()
@@ -124,7 +124,7 @@ class LightningStoreServer:
         runner = web.AppRunner(
             served.application,
             access_log=None,
-            handler_cancellation=True,  # a waiting request ends when its client leaves
+            handler_cancellation=True,  # a waiting request ends when its client disconnects
             keepalive_timeout=_KEEPALIVE_S,
             shutdown_timeout=_FINISH_REQUESTS_S,
         )
@@ -137,12 +137,12 @@ class LightningStoreServer:
             listening.set_exception(self._cannot_listen(error))
         finally:
             for site in runner.sites:
-                await site.stop()  # nobody new is let in
-            too_late = asyncio.get_running_loop().call_later(_FINISH_REQUESTS_S, _cut_off, runner)
+                await site.stop()  # accepts no new connections
+            abort_timer = asyncio.get_running_loop().call_later(_FINISH_REQUESTS_S, _abort_connections, runner)
             await served.stop(_FINISH_REQUESTS_S)
             await runner.cleanup()
-            too_late.cancel()
-            _forget_handlers()
+            abort_timer.cancel()
+            _clear_handler_cache()
 
     def _cannot_listen(self, error: OSError) -> ConfigError:
         where = f"port {self.port} of {self.host}"
@@ -151,16 +151,16 @@ class LightningStoreServer:
         return ConfigError(f"cannot listen on {where}: {error.strerror or error}")
 
 
-def _cut_off(runner: web.AppRunner) -> None:
-    """Ends the connections that are left: their clients send no more of a body, or take in no more of an answer."""
+def _abort_connections(runner: web.AppRunner) -> None:
+    """Closes the remaining connections, whose clients have stopped sending or reading."""
     server = runner.server
     for connection in [] if server is None else server.connections:
         if connection.transport is not None:
             connection.transport.abort()
 
 
-def _forget_handlers() -> None:
-    """Empties aiohttp's cache of handlers with middlewares, which would keep each store that was ever served alive."""
-    clear = getattr(getattr(web_app, "_cached_build_middleware", None), "cache_clear", None)  # no public name
+def _clear_handler_cache() -> None:
+    """Clears aiohttp's cache of handlers with middlewares, which would keep every served store alive."""
+    clear = getattr(getattr(web_app, "_cached_build_middleware", None), "cache_clear", None)  # private
     if clear is not None:
         clear()
