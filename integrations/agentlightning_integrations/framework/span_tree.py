@@ -1,4 +1,4 @@
-"""Spans of frameworks that report begin and end by callbacks, with ids instead of ``with`` blocks."""
+"""Spans of frameworks that report start and end by callbacks with ids."""
 
 from __future__ import annotations
 
