@@ -19,15 +19,12 @@ Place: TypeAlias = tuple[Any, str]
 
 
 class OnImport:
-    """Instruments a library once it is imported, now or later, until ``undo``."""
+    """Instruments a library once it is imported, now or later, until ``undo``.
+
+    ``instrument`` is called at the end of the import of ``module``, and returns what undoes it, or None.
+    """
 
     def __init__(self, module: str, instrument: Callable[[], Undo | None]) -> None:
-        """Waits for a module.
-
-        Args:
-            module: never imported by this class.
-            instrument: called at the end of the module's import; returns what undoes it, None if it did nothing.
-        """
         self._module = module
         self._instrument = instrument
         self._lock = threading.RLock()

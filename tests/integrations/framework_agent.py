@@ -1,4 +1,4 @@
-"""The calculator of the kit in each framework: what the tests of integrations run."""
+"""The calculator agent of the conformance tests, built with each framework."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import agentlightning as agl
 from agentlightning.testing.agent import AGENT_NAME, INSTRUCTIONS, add
 
 NOWHERE: Final = "http://127.0.0.1:9/v1"
-"""Where the agents' own models are: nobody answers, so what works has gone to the rollout's endpoint."""
+"""The endpoint of the agents' own models. It does not answer, so calls that succeed went to the rollout's endpoint."""
 
 
 def make_openai_agent(tool: Callable[..., int] = add) -> Any:
@@ -109,4 +109,4 @@ PROMPTS: Final = {
     "openai": "instructions",
     "openai-agents": f"{AGENT_NAME}.instructions",
 }
-"""What ``prompts`` calls the text ``INSTRUCTIONS`` of each; of ``openai``, what its client is told first."""
+"""The path of the text ``INSTRUCTIONS`` in ``prompts``, by framework."""

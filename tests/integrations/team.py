@@ -14,7 +14,7 @@ from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest
 
 WRITER = "You write what the calculator found."
 THE_END = "the end"
-"""What the writer says."""
+"""The answer of the writer."""
 
 
 def names_and_texts(spans: list[agl.Span]) -> list[tuple[str | None, str]]:
@@ -31,10 +31,10 @@ async def run(lab: Lab, task: Any = None, **more: Any) -> tuple[agl.AttemptedRol
 
 
 class TeamTests:
-    """A calculator, the kit's, and a ``writer`` who goes on with its answer and ends with ``THE_END``."""
+    """A calculator, and a ``writer`` that continues its answer and ends with ``THE_END``."""
 
     given: ClassVar[str] = "input.value"
-    """The attribute of an agent's span that says what it was given."""
+    """The attribute of an agent's span that holds its input."""
     said: ClassVar[str] = "output.value"
 
     @pytest.fixture
@@ -43,15 +43,15 @@ class TeamTests:
         raise NotImplementedError
 
     def task(self, a: int, b: int) -> Any:
-        """What the team is asked."""
+        """The task of the team."""
         return ask(a, b)
 
     def last_words(self, output: Any) -> str:
-        """The end of what the framework returns."""
+        """The last text of the framework's result."""
         raise NotImplementedError
 
     def script(self, request: RecordedRequest) -> Answer:
-        """What the scripted model says."""
+        """The answer of the scripted model."""
         return Answer(THE_END) if "writ" in str(request.body["messages"][0]["content"]) else answer(request)
 
     def reward(self, task: Any, output: Any, rollout: agl.Rollout) -> float:
@@ -71,7 +71,7 @@ class TeamTests:
         assert "The sum is 5." in by_name["writer"].attributes[self.given]
         assert THE_END in by_name["writer"].attributes[self.said]
 
-    async def test_a_team_runs_eight_times_at_once_from_its_beginning_each_time(self, team: Any) -> None:
+    async def test_eight_concurrent_runs_of_a_team_each_start_from_its_initial_state(self, team: Any) -> None:
         async with Lab(team, self.script, reward=self.reward) as lab:
             rollouts = await lab.run(*(self.task(i, i) for i in range(8)))
             for i, rollout in enumerate(rollouts):
@@ -79,7 +79,7 @@ class TeamTests:
                 assert agl.find_final_reward(spans) == 1.0
                 assert names_and_texts(spans)[1:] == [(AGENT_NAME, f"The sum is {2 * i}."), ("writer", THE_END)]
 
-    async def test_an_error_inside_a_team_fails_the_attempt_and_says_what_it_was(self, team: Any) -> None:
+    async def test_an_error_inside_a_team_fails_the_attempt_with_its_message(self, team: Any) -> None:
         lab = Lab(team, [Answer(status=400, error="the model has gone home")])
         rollout, _ = await run(lab, self.task(2, 3))
         assert rollout.status == "failed"
@@ -88,7 +88,7 @@ class TeamTests:
         assert "Traceback" in rollout.attempt.error.traceback
 
     @pytest.mark.parametrize("by", ["timeout", "cancellation"])
-    async def test_a_team_stops_at_once(self, team: Any, by: str) -> None:
+    async def test_a_cancelled_team_stops_immediately(self, team: Any, by: str) -> None:
         called, release = asyncio.Event(), asyncio.Event()
 
         def hold(request: RecordedRequest) -> Answer:

@@ -55,7 +55,7 @@ def make_workflow() -> Workflow:
 
 
 def script(request: RecordedRequest) -> Answer:
-    """The kit's calculator, a writer, and a leader who calls the calculator."""
+    """Answers for a calculator, a writer, and a leader that calls the calculator."""
     messages = request.body["messages"]
     system, last = messages[0]["content"], messages[-1]
     if "writ" in system.lower():
@@ -121,7 +121,7 @@ async def test_a_workflow_as_an_agent_is_an_agent() -> None:
     assert names_and_texts(spans)[-1] == ("writer", THE_END)
 
 
-async def test_a_task_may_be_anything_that_is_json() -> None:
+async def test_a_task_may_be_any_json_value() -> None:
     def reward(task: Any, output: AgentResponse[Any], rollout: agl.Rollout) -> float:
         return float(output.text == "The sum is 5.")
 
@@ -131,7 +131,7 @@ async def test_a_task_may_be_anything_that_is_json() -> None:
         assert lab.server.requests[0].body["messages"][1]["content"] == '{"question": "What is 2 + 3?"}'
 
 
-async def test_a_workflow_that_cannot_be_copied_is_refused_with_the_way_out() -> None:
+async def test_a_workflow_that_cannot_be_copied_is_refused_with_an_alternative() -> None:
     class Desk(Executor):
         def __init__(self) -> None:
             super().__init__(id="desk")
@@ -146,7 +146,7 @@ async def test_a_workflow_that_cannot_be_copied_is_refused_with_the_way_out() ->
     assert "'office' cannot be copied" in rollout.attempt.error.message
 
 
-async def test_contents_are_recorded_inside_attempts_only_and_undo_leaves_no_trace() -> None:
+async def test_contents_are_recorded_inside_attempts_only_and_undo_restores_it() -> None:
     own = vars(ObservabilitySettings)["enable_sensitive_data"]
     get_tracer = observability_module.get_tracer
     undo = our_integration.instrument(TracerProvider())

@@ -55,7 +55,7 @@ def make_team() -> RoundRobinGroupChat:
 
 
 def script(request: RecordedRequest) -> Answer:
-    """The kit's calculator, a writer who ends, a selector who wants the writer last, and a leader who calls others."""
+    """Answers for a calculator, a writer that ends, a selector that chooses the writer last, and a leader."""
     messages = request.body["messages"]
     system, last = messages[0]["content"], messages[-1]
     if "writ" in system.lower():
@@ -120,7 +120,7 @@ async def test_a_society_of_mind_uses_the_rollouts_endpoint_inside_and_outside()
     assert names_and_texts(spans)[-1] == ("society", THE_END)
 
 
-async def test_another_models_client_becomes_one_of_the_endpoint_and_without_endpoint_stays() -> None:
+async def test_any_model_client_is_redirected_to_the_endpoint_and_kept_without_one() -> None:
     info: Any = {
         "vision": False,
         "function_calling": True,
@@ -143,7 +143,7 @@ async def test_another_models_client_becomes_one_of_the_endpoint_and_without_end
     await store.close()
 
 
-async def test_a_task_may_be_messages_or_anything_that_is_json() -> None:
+async def test_a_task_may_be_messages_or_any_json_value() -> None:
     def reward(task: Any, output: Any, rollout: agl.Rollout) -> float:
         return float(texts_of(output)[0] == '{"question": "2 + 3"}')
 
@@ -157,7 +157,7 @@ async def test_a_task_may_be_messages_or_anything_that_is_json() -> None:
             assert agl.find_final_reward(await lab.spans(rollout)) == 1.0
 
 
-async def test_a_tool_that_fails_is_a_failed_span_and_the_agent_goes_on() -> None:
+async def test_a_failed_tool_is_a_failed_span_and_the_agent_continues() -> None:
     def add(a: int, b: int) -> int:
         """Adds."""
         raise LookupError("no such number")
@@ -170,7 +170,7 @@ async def test_a_tool_that_fails_is_a_failed_span_and_the_agent_goes_on() -> Non
     assert "no such number" in tool.model_dump_json()
 
 
-async def test_a_team_stops_at_once_though_an_agent_of_it_heeds_no_cancellation_token() -> None:
+async def test_a_team_stops_immediately_even_if_an_agent_ignores_the_cancellation_token() -> None:
     at_work, ended = asyncio.Event(), asyncio.Event()
 
     class Deaf(AssistantAgent):
@@ -195,13 +195,13 @@ async def test_a_team_stops_at_once_though_an_agent_of_it_heeds_no_cancellation_
     assert ended.is_set()
 
 
-def test_a_team_with_a_runtime_of_its_own_is_refused() -> None:
+def test_a_team_with_its_own_runtime_is_refused() -> None:
     team = RoundRobinGroupChat([make_writer()], runtime=SingleThreadedAgentRuntime())
     with pytest.raises(agl.ConfigError, match="has its own runtime"):
         agl.wrap(team)
 
 
-async def test_an_agent_that_cannot_be_copied_is_refused_with_the_way_out() -> None:
+async def test_an_agent_that_cannot_be_copied_is_refused_with_an_alternative() -> None:
     agent = make_writer()
     agent.lock = threading.Lock()  # type: ignore[attr-defined] # as an agent class of a user may have
     rollout, _ = await run(Lab(agent))
@@ -210,12 +210,12 @@ async def test_an_agent_that_cannot_be_copied_is_refused_with_the_way_out() -> N
     assert "@agl.rollout" in rollout.attempt.error.message
 
 
-async def test_outside_attempts_autogens_own_spans_are_left_alone_and_undo_leaves_no_trace() -> None:
+async def test_autogens_own_spans_are_unchanged_outside_attempts_and_undo_restores_it() -> None:
     before = [BaseTool.run_json, vars(tools_module)["trace_tool_span"], AssistantAgent.on_messages_stream,
               vars(agent_module)["trace_invoke_agent_span"]]  # fmt: skip
     undo = autogen_integration.instrument(TracerProvider())
     assert BaseTool.run_json is not before[0]
-    with vars(agent_module)["trace_invoke_agent_span"](agent_name="somebody") as span:
+    with vars(agent_module)["trace_invoke_agent_span"](agent_name="any") as span:
         assert span is not None
         assert otel.get_current_span() is span
     undo()

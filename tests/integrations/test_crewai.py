@@ -96,7 +96,7 @@ def make_parrot() -> Any:
     return Parrot(model="parrot", max_tokens=77)
 
 
-async def test_another_providers_model_becomes_one_of_the_endpoint() -> None:
+async def test_a_model_of_another_provider_is_redirected_to_the_endpoint() -> None:
     from crewai import Agent
 
     agent = Agent(role=AGENT_NAME, goal="g", backstory="b", llm=make_parrot())
@@ -107,7 +107,7 @@ async def test_another_providers_model_becomes_one_of_the_endpoint() -> None:
     assert lab.server.requests[0].body["max_tokens"] == 77
 
 
-async def test_a_tool_that_fails_is_a_failed_span_and_the_agent_goes_on() -> None:
+async def test_a_failed_tool_is_a_failed_span_and_the_agent_continues() -> None:
     from crewai.tools import tool
 
     @tool
@@ -161,18 +161,18 @@ class TestAFlow(TeamTests):
         assert rollout.attempt.error is None
         assert agl.find_final_reward(spans) == 1.0
 
-    def test_a_flow_has_no_texts_because_its_methods_make_them(self, team: Any) -> None:
+    def test_a_flow_has_no_tunable_texts(self, team: Any) -> None:
         with pytest.raises(agl.ConfigError, match=r"no text 'writer.backstory'.* Its texts: none"):
             agl.wrap(team, prompts=["writer.backstory"])
 
 
-async def test_outside_rollouts_of_flows_a_model_answers_itself() -> None:
+async def test_models_are_not_redirected_outside_rollouts_of_flows() -> None:
     await run(Lab(make_flow(), TestAFlow().script, reward=TestAFlow().reward))
     with pytest.raises(AssertionError, match="the user's own model was called"):
         make_parrot().call("hello")
 
 
-def test_undo_leaves_the_event_bus_as_it_was() -> None:
+def test_undo_restores_the_event_bus() -> None:
     from crewai.events.event_bus import CrewAIEventsBus
     from opentelemetry.sdk.trace import TracerProvider
 

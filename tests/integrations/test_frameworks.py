@@ -1,4 +1,4 @@
-"""What holds for the agents of all frameworks alike, beside what the kit says of each (``AgentConformance``)."""
+"""Tests of the agents of all frameworks, in addition to the conformance tests (``AgentConformance``)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LESSON: Final = "Say please."
 
 
 def teach_politeness(request: RecordedRequest) -> Answer:
-    """The calculator, polite where it is told to be, and a critic and an editor who tell it."""
+    """Answers for a calculator that is polite if its prompt asks for it, and for a critic and an editor."""
     if request.body["model"] == "editor":
         return Answer(f"<prompt>\n{prompt_in(request)} {LESSON}\n</prompt>")
     if is_critic(request):

@@ -91,7 +91,7 @@ async def test_the_prompt_of_an_agent_inside_a_graph_can_be_tuned() -> None:
     assert systems == ["Be polite."] * 2
 
 
-async def test_messages_of_prompt_templates_can_be_tuned_and_keep_their_own_gaps() -> None:
+async def test_messages_of_prompt_templates_can_be_tuned_and_keep_their_variables() -> None:
     prompt = ChatPromptTemplate.from_messages(
         [("system", "You are {mood}."), ("human", "{question}"), ("system", "Mind your words.")]
     )
@@ -124,7 +124,7 @@ async def test_a_structured_output_and_a_bound_model_go_to_the_rollouts_endpoint
     assert seen == [Sum(value=5)]
 
 
-async def test_a_cached_answer_is_no_sample() -> None:
+async def test_cached_answers_are_not_used() -> None:
     before = get_llm_cache()
     set_llm_cache(InMemoryCache())
     try:
@@ -136,7 +136,7 @@ async def test_a_cached_answer_is_no_sample() -> None:
     assert [rollout.status for rollout in rollouts] == ["succeeded"] * 2
 
 
-async def test_a_model_that_cannot_be_pointed_elsewhere_fails_the_attempt_and_says_why() -> None:
+async def test_a_model_that_cannot_be_redirected_fails_the_attempt_with_the_reason() -> None:
     model = GenericFakeChatModel(messages=iter(["hi"]))
     async with Lab(model) as lab:
         (rollout,) = await lab.run(ask(2, 3))

@@ -64,7 +64,7 @@ def calls_in(spans: list[Span]) -> list[Span]:
     return [span for span in spans if semconv.is_llm_call(span)]
 
 
-async def test_a_call_is_a_span_with_everything_a_reader_wants(tracer: OtelTracer) -> None:
+async def test_a_call_is_recorded_as_a_span_with_messages_and_usage(tracer: OtelTracer) -> None:
     script = [Answer(tool_calls=[("add", {"a": 1})])]
     async with (
         ScriptedOpenAI(script) as server,
@@ -105,7 +105,7 @@ async def test_a_call_of_the_sync_client_in_a_thread_is_a_span_too(tracer: OtelT
     assert span.parent_id == trace.spans[-1].span_id
 
 
-async def test_an_image_does_not_cost_the_prompt(tracer: OtelTracer, client: AsyncOpenAI) -> None:
+async def test_an_image_does_not_remove_the_prompt(tracer: OtelTracer, client: AsyncOpenAI) -> None:
     content: Any = [
         {"type": "text", "text": "what?"},
         {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
@@ -134,7 +134,7 @@ def parent_of(traceparent: str) -> tuple[str, str]:
     return trace_id, span_id
 
 
-async def test_the_request_names_its_span_so_that_the_gateway_can_come_under_it(
+async def test_the_request_carries_its_span_as_parent_for_the_gateway(
     tracer: OtelTracer, client: AsyncOpenAI, server: ScriptedOpenAI
 ) -> None:
     async with tracer.trace_context() as trace:
@@ -146,7 +146,7 @@ async def test_the_request_names_its_span_so_that_the_gateway_can_come_under_it(
     ]
 
 
-async def test_headers_that_calls_share_stay_as_they_were_and_never_mix(
+async def test_headers_shared_by_calls_are_not_changed(
     tracer: OtelTracer, client: AsyncOpenAI, server: ScriptedOpenAI
 ) -> None:
     shared = {"x-team": "blue"}
@@ -208,7 +208,7 @@ async def test_64_agents_with_the_real_client_at_once_never_mix(tracer: OtelTrac
 
 
 class TestAFunction(AgentConformance):
-    """Which says itself who it is and when it uses a tool; its model calls are recorded by themselves."""
+    """An agent function that opens its own spans; its model calls are recorded automatically."""
 
     @pytest.fixture
     def agent(self) -> Any:
@@ -318,7 +318,7 @@ class TestAClient:
         assert decode(triplet.response["token_ids"]) == "3"
         assert len(seen) == 1
 
-    async def test_says_what_a_task_must_be(self) -> None:
+    async def test_an_invalid_task_is_explained(self) -> None:
         async with Lab(AsyncOpenAI(base_url=NOWHERE, api_key="any")) as lab:
             (rollout,) = await lab.run({"question": "1+2?"})  # type: ignore[arg-type] # the mistake
         assert rollout.attempt.error is not None
@@ -326,7 +326,7 @@ class TestAClient:
         assert "task_to_input" in rollout.attempt.error.message
 
 
-def test_undoing_leaves_every_method_as_it_was() -> None:
+def test_undo_restores_every_method() -> None:
     before = dict(_functions("openai.resources"))
     undo = openai_integration.instrument(TracerProvider())
     wrapped = {place for place, value in _functions("openai.resources") if before.get(place) is not value}
@@ -338,7 +338,7 @@ def test_undoing_leaves_every_method_as_it_was() -> None:
     undo()
 
 
-def test_undoing_leaves_somebody_elses_wrapper_in_place() -> None:
+def test_undo_keeps_wrappers_of_other_code() -> None:
     completions = openai.resources.chat.completions.Completions
     original = completions.create
     undo = openai_integration.instrument(TracerProvider())
@@ -353,14 +353,14 @@ def test_undoing_leaves_somebody_elses_wrapper_in_place() -> None:
     completions.create = original  # type: ignore[method-assign] # cleans up
 
 
-def test_it_can_be_switched_on_again_after_it_was_undone() -> None:
+def test_instrumentation_can_be_repeated_after_undo() -> None:
     for _ in range(2):
         undo = openai_integration.instrument(TracerProvider())
         assert type(vars(openai.resources.chat.completions.Completions)["create"]).__name__ == "FunctionWrapper"
         undo()
 
 
-async def test_an_instrumentation_of_the_users_own_is_left_alone(server: ScriptedOpenAI) -> None:
+async def test_the_users_own_instrumentation_is_kept(server: ScriptedOpenAI) -> None:
     code = f"""
 import openai
 from opentelemetry.instrumentation.openai import OpenAIInstrumentor
@@ -387,7 +387,7 @@ assert Config.upload_base64_image is upload
     await asyncio.to_thread(subprocess.run, [sys.executable, "-c", code], check=True)
 
 
-async def test_openai_may_be_imported_before_or_after_us_and_is_left_alone_once_we_are_gone(
+async def test_openai_may_be_imported_before_or_after_and_is_restored_by_undo(
     server: ScriptedOpenAI,
 ) -> None:
     code = f"""

@@ -96,7 +96,7 @@ async def test_the_instructions_of_every_agent_of_a_team_can_be_tuned() -> None:
         agl.wrap(make_team(), prompts=["instructions"])
 
 
-async def test_what_stops_a_run_is_the_error_of_the_attempt() -> None:
+async def test_the_error_that_stops_a_run_is_the_error_of_the_attempt() -> None:
     async with Lab(make_team(), script_of_team) as lab:
         (rollout,) = await lab.run("forbidden " + ask(2, 3))
     assert rollout.attempt.error is not None
@@ -186,7 +186,7 @@ async def test_no_trace_is_uploaded_and_the_users_own_processors_stay(
     assert _processors() == before
 
 
-async def test_a_processor_that_was_added_meanwhile_stays_when_the_tracer_goes(
+async def test_a_processor_added_meanwhile_stays_after_teardown(
     processors: tuple[Uploads, Other],
 ) -> None:
     before = _processors()
@@ -214,7 +214,7 @@ async def test_a_function_that_runs_an_agent_is_traced_as_well() -> None:
     assert [triplet.metadata["agent_name"] for triplet in agl.TraceToTriplet().adapt(spans)] == [AGENT_NAME] * 2
 
 
-async def test_without_an_endpoint_the_agents_own_model_answers() -> None:
+async def test_the_agents_own_model_is_used_without_an_endpoint() -> None:
     """As when only prompts are tuned."""
     from agents import OpenAIChatCompletionsModel
     from openai import AsyncOpenAI

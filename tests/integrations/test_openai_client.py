@@ -17,7 +17,7 @@ pytestmark = pytest.mark.environment("main", "newest")
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_calls_that_threads_wait_for_end_with_the_client_though_its_files_are_somebody_elses(
+async def test_stopping_the_client_ends_calls_in_threads_even_if_file_descriptors_are_reused(
     stream: bool,
 ) -> None:
     called, release = asyncio.Event(), asyncio.Event()

@@ -1,4 +1,4 @@
-"""Objects of frameworks that cannot be pickled by themselves reach a runner process."""
+"""Objects that frameworks hold and that cannot be pickled reach a runner process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentlightning_integrations.framework import openai_client  # noqa: F401 # 
 from agentlightning_integrations.framework.pickling import dump, load
 
 MISSING = object()
-"""As frameworks mark what is not there: compared by identity."""
+"""A sentinel as frameworks use it: compared by identity."""
 
 
 class Node:
@@ -39,12 +39,12 @@ def test_tls_settings_are_the_default_ones() -> None:
     assert through(ssl.create_default_context()).verify_mode is ssl.CERT_REQUIRED
 
 
-def test_a_marker_of_a_module_is_still_the_same_object() -> None:
+def test_a_module_level_sentinel_stays_the_same_object() -> None:
     assert through([MISSING])[0] is MISSING
     assert isinstance(through(object()), object)
 
 
-def test_a_weak_reference_refers_to_the_copy() -> None:
+def test_a_weak_reference_points_to_the_copy() -> None:
     copy = through(Node())
     assert copy.me() is copy
 

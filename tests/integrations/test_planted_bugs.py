@@ -152,7 +152,7 @@ class CannotBeStopped(CalculatorAgent):
 class HoldsASocket(CalculatorAgent):
     def __init__(self, agent: Calculator, options: WrapOptions) -> None:
         super().__init__(agent, options)
-        self.agent.socket = socket.socket()  # type: ignore[attr-defined] # what nobody can pickle
+        self.agent.socket = socket.socket()  # type: ignore[attr-defined] # cannot be pickled
 
     def __del__(self) -> None:
         self.agent.socket.close()  # type: ignore[attr-defined] # as above
@@ -208,7 +208,7 @@ class TestCalculator(AgentConformance):
 
 
 @pytest.mark.parametrize(("integration", "test"), CAUGHT_BY, ids=lambda value: getattr(value, "__name__", None))
-async def test_a_planted_bug_fails_the_test_of_what_it_breaks(
+async def test_a_planted_bug_fails_the_test_of_the_broken_feature(
     integration: type[CalculatorAgent], test: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kit = TestCalculator()
@@ -222,6 +222,6 @@ async def test_a_planted_bug_fails_the_test_of_what_it_breaks(
         background.clear()
 
 
-def test_every_test_of_the_kit_catches_a_bug() -> None:
+def test_every_conformance_test_catches_a_bug() -> None:
     tests = {value for name, value in vars(Kit).items() if name.startswith("test_")}
     assert tests == {test for _, test in CAUGHT_BY}

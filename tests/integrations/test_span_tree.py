@@ -15,7 +15,7 @@ from agentlightning_integrations.framework.span_tree import SpanTree, detach_end
 
 
 class Recording:
-    """A tree of spans and what it recorded."""
+    """A tree of spans and the spans it recorded."""
 
     def __init__(self) -> None:
         self.exporter, provider = InMemorySpanExporter(), TracerProvider()
@@ -41,19 +41,19 @@ def recording() -> Iterator[Recording]:
     detach_ended()
 
 
-def test_what_runs_inside_comes_under_the_innermost_open_span(recording: Recording) -> None:
+def test_inner_spans_are_children_of_the_innermost_open_span(recording: Recording) -> None:
     recording.tree.begin("a", "agent", {})
     recording.tree.begin("t", "tool", {"left.out": None, "kept": 1})
-    recording.tracer.start_span("by somebody else").end()
+    recording.tracer.start_span("by other code").end()
     recording.tree.end("t", {"result": "5"})
     recording.tracer.start_span("after the tool").end()
     recording.tree.end("a")
-    assert recording.parent_of("by somebody else") == "tool"
+    assert recording.parent_of("by other code") == "tool"
     assert recording.parent_of("after the tool") == recording.parent_of("tool") == "agent"
     assert dict(recording.spans["tool"].attributes or {}) == {"kept": 1, "result": "5"}
 
 
-def test_a_named_parent_counts_more_than_the_active_span_and_is_found_through_what_has_none(
+def test_a_given_parent_takes_precedence_over_the_active_span_and_is_found_through_omitted_ids(
     recording: Recording,
 ) -> None:
     recording.tree.begin("a", "agent", {})
@@ -61,14 +61,14 @@ def test_a_named_parent_counts_more_than_the_active_span_and_is_found_through_wh
     recording.tree.omit("deeper", "s")
     recording.tree.begin("other", "other", {})
     recording.tree.begin("t", "tool", {}, parent="deeper")
-    recording.tree.begin("unknown", "of nobody", {}, parent="no such id")
+    recording.tree.begin("unknown", "of an unknown parent", {}, parent="no such id")
     for key in ("unknown", "t", "other", "a"):
         recording.tree.end(key)
     assert recording.parent_of("tool") == "agent"
-    assert recording.parent_of("of nobody") == "tool"
+    assert recording.parent_of("of an unknown parent") == "tool"
 
 
-async def test_a_span_that_ends_in_another_task_is_active_no_more(recording: Recording) -> None:
+async def test_a_span_that_ends_in_another_task_is_no_longer_active(recording: Recording) -> None:
     recording.tree.begin("a", "agent", {})
     recording.tree.begin("t", "tool", {})
 
@@ -83,7 +83,7 @@ async def test_a_span_that_ends_in_another_task_is_active_no_more(recording: Rec
     assert not otel.get_current_span().get_span_context().is_valid
 
 
-def test_threads_and_contexts_do_not_see_each_others_spans(recording: Recording) -> None:
+def test_spans_are_isolated_between_threads_and_contexts(recording: Recording) -> None:
     def run(number: int) -> None:
         recording.tree.begin(("a", number), f"agent {number}", {})
         barrier.wait()
@@ -100,7 +100,7 @@ def test_threads_and_contexts_do_not_see_each_others_spans(recording: Recording)
     assert [recording.parent_of(f"inside {number}") for number in range(4)] == [f"agent {n}" for n in range(4)]
 
 
-def test_an_error_is_on_the_span_and_ends_without_a_begin_do_no_harm(recording: Recording) -> None:
+def test_an_error_is_recorded_on_the_span_and_unknown_ids_are_ignored(recording: Recording) -> None:
     recording.tree.begin("a", "agent", {})
     recording.tree.end("a", error=LookupError("down"))
     recording.tree.end("a")
@@ -110,7 +110,7 @@ def test_an_error_is_on_the_span_and_ends_without_a_begin_do_no_harm(recording: 
     assert [event.name for event in span.events] == ["exception"]
 
 
-def test_what_was_left_open_ends_with_the_tree(recording: Recording) -> None:
+def test_clear_ends_open_spans(recording: Recording) -> None:
     recording.tree.begin("a", "agent", {})
     recording.tree.clear()
     assert set(recording.spans) == {"agent"}

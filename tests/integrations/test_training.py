@@ -40,7 +40,7 @@ def grade(task: str, output: Any, rollout: agl.Rollout) -> float:
 
 @dataclass
 class Training:
-    """What is left of the run."""
+    """The results of the run."""
 
     rollouts: dict[str, list[agl.Rollout]] = field(default_factory=dict)
     spans: dict[str, list[agl.Span]] = field(default_factory=dict)

@@ -30,7 +30,7 @@ async def read(store: agl.LightningStore) -> tuple[list[agl.Rollout], list[agl.S
     return list((await store.query_rollouts()).items), list((await store.query_spans(None)).items)
 
 
-async def test_an_object_goes_straight_into_fit_with_its_reward() -> None:
+async def test_an_object_can_be_passed_to_fit_with_a_reward() -> None:
     store = agl.create_store("memory://")
     async with ScriptedOpenAI(answer) as server:
         trainer = agl.Trainer(
@@ -53,7 +53,7 @@ async def test_an_object_goes_straight_into_fit_with_its_reward() -> None:
 
 async def test_the_trainer_begins_with_the_texts_of_the_object() -> None:
     class Polite(agl.Algorithm):
-        """Publishes what it was given, made polite."""
+        """Publishes the initial prompt and a polite version of it."""
 
         async def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:
             store, given = self.context.store, dict(self.context.initial_resources or {})
@@ -171,7 +171,7 @@ def run_program(program: str, *arguments: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def rollouts_of_a_script() -> list[dict[str, Any]]:
-    """What a program in one file made of the agents of all frameworks, two rollouts of each and all at once.
+    """The results of a one-file program that runs two rollouts of the agents of all frameworks at once.
 
     The objects, their tools and the reward live in ``__main__``, which the runner process does not import.
     """
@@ -237,7 +237,7 @@ LATE = """
 
 @pytest.fixture(scope="module")
 def imported_late() -> dict[str, Any]:
-    """What a process saw of all frameworks that were imported after a tracer was ready, and of its own settings."""
+    """The spans that a process recorded of frameworks imported after the tracer was ready, and its settings."""
     found: dict[str, Any] = json.loads(run_program(LATE)[-1])
     return found
 
@@ -267,7 +267,7 @@ class _Refuses:
         raise self._error
 
 
-def test_wrap_agent_of_the_plugin_leaves_alone_what_it_does_not_know() -> None:
+def test_wrap_agent_returns_none_for_unknown_objects() -> None:
     class Stranger: ...
 
     assert get_manager().hook.wrap_agent(agent=Stranger(), options=None) is None
@@ -275,7 +275,7 @@ def test_wrap_agent_of_the_plugin_leaves_alone_what_it_does_not_know() -> None:
         agl.wrap(Stranger())
 
 
-def test_a_framework_whose_other_half_is_missing_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_framework_with_a_missing_dependency_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooks, "importlib", _Refuses(ImportError("No module named 'langchain_openai'")))
     with pytest.raises(
         agl.PluginError, match=r"No module named 'langchain_openai'.*pip install 'lightning\[langchain\]'"

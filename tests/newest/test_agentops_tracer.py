@@ -114,9 +114,7 @@ async def test_a_decorated_agent_gives_exactly_the_expected_triplets(
     await store.close()
 
 
-async def test_what_agentops_saw_alone_is_read_in_its_own_dialect(
-    tracer: AgentOpsTracer, server: ScriptedOpenAI
-) -> None:
+async def test_spans_of_agentops_alone_are_read(tracer: AgentOpsTracer, server: ScriptedOpenAI) -> None:
     async with tracer.trace_context() as trace:
         await act(server.endpoint)
     calls = [span for span in trace.spans if semconv.is_llm_call(span)]
@@ -129,7 +127,7 @@ async def test_what_agentops_saw_alone_is_read_in_its_own_dialect(
     assert [triplet.metadata["agent_name"] for triplet in (asked, answered)] == ["Solver", "Solver"]
 
 
-async def test_eight_agents_at_once_never_mix(tracer: AgentOpsTracer) -> None:
+async def test_eight_concurrent_agents_never_mix(tracer: AgentOpsTracer) -> None:
     async def run(number: int) -> list[Span]:
         async with tracer.trace_context() as trace, ScriptedOpenAI([Answer(f"answer {number}")]) as server:
 
@@ -150,7 +148,7 @@ async def test_eight_agents_at_once_never_mix(tracer: AgentOpsTracer) -> None:
         assert triplet.response["raw_content"][0]["content"] == f"answer {number}"
 
 
-def test_nothing_of_the_process_is_replaced_and_nobody_is_called() -> None:
+def test_the_process_is_not_changed_and_no_request_is_sent() -> None:
     """In a process of its own, because AgentOps replaces ``print`` and ``__import__`` for good, and calls home."""
     code = """
 import asyncio, builtins, os, socket

@@ -165,7 +165,7 @@ def _children(part: Any) -> Iterable[Any]:
 
 
 def _agents(root: Runnable) -> Iterator[BaseAgent]:
-    """The agents that have a name or instructions of their own, including agents used as tools."""
+    """The agents with their own name or instructions, including agents used as tools."""
     agents = (part for part in walk(root, _children) if isinstance(part, BaseAgent))
     return (agent for agent in agents if not isinstance(agent, WorkflowAgent))
 

@@ -9,7 +9,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias
 
 from crewai import Agent, Crew, Flow
 from crewai.crews import CrewOutput
@@ -36,7 +36,6 @@ from agentlightning_integrations.framework.span_tree import OUTPUT, TOOL_RESULT,
 from agentlightning_plugins.instrumentation import Patches
 
 Runnable: TypeAlias = Crew | Agent
-A = TypeVar("A")
 
 _LOCK: Final = type(threading.Lock())
 _AGENT_TEXTS: Final = ("role", "goal", "backstory")
@@ -77,7 +76,7 @@ class CrewAIAgent(FrameworkAgent[Runnable]):
     async def run_async(self, task: Any, llm: LLM | None, texts: Mapping[str, str]) -> CrewOutput | LiteAgentOutput:
         result: Any
         async with open_clients(llm) as clients:
-            copied = _copy(self.agent, llm, clients)
+            copied = _copy(self.agent, functools.partial(_redirect, llm=llm, clients=clients))
             for name, part, labels in _named_parts(copied):
                 for label in labels:
                     setattr(part, label, texts.get(f"{name}.{label}", getattr(part, label)))
@@ -137,7 +136,7 @@ def _copy_flow(flow: Flow[Any]) -> Flow[Any]:
         replacements[id(lock)] = threading.Lock()
     for part in walk(flow, lambda part: vars(part).values() if part is flow else ()):
         if isinstance(part, (Crew, Agent)):
-            replacements[id(part)] = _copy(part, None, None)
+            replacements[id(part)] = _copy(part, lambda model: model)
         elif isinstance(part, BaseLLM):
             replacements[id(part)] = part
     copied = copy_except(flow, replacements, flow.name or type(flow).__name__)
@@ -166,30 +165,23 @@ def _named_parts(root: Runnable) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
         yield task.name or f"task_{number}", task, _TASK_TEXTS
 
 
-def _copy(root: Runnable, llm: LLM | None, clients: Clients | None) -> Runnable:
-    """Uses CrewAI's own copy, with models for the rollout's endpoint."""
+def _copy(root: Runnable, redirect: Callable[[Any], Any]) -> Runnable:
+    """Uses CrewAI's own copy, with models replaced by ``redirect``."""
+    pairs: list[tuple[Any, Any]]
     if isinstance(root, Agent):
-        return _copy_agent(root, root.copy(), llm, clients)
-    models = {name: vars(root).get(name) for name in _CREW_MODELS}
-    bare = root.model_copy(update=dict.fromkeys(_CREW_MODELS[1:]))  # copying a crew converts these to dicts
-    copied = bare.copy()
-    copied.stream = copied.tracing = False
-    for name, model in models.items():
-        if model is not None:
-            setattr(copied, name, _redirect(model, llm, clients))
-    for agent, made in zip(root.agents, copied.agents, strict=True):
-        _copy_agent(agent, made, llm, clients)
-    if root.manager_agent is not None and copied.manager_agent is not None:
-        _copy_agent(root.manager_agent, copied.manager_agent, llm, clients)
-    return copied
-
-
-def _copy_agent(agent: Any, copied: A, llm: LLM | None, clients: Clients | None) -> A:
-    for name in _AGENT_MODELS:
-        model = vars(agent).get(name)  # reading a deprecated attribute warns
-        if model is not None:
-            setattr(copied, name, _redirect(model, llm, clients))
-    return copied
+        copied: Any = root.copy()
+        pairs = [(root, copied)]
+    else:
+        copied = root.model_copy(update=dict.fromkeys(_CREW_MODELS[1:])).copy()  # copy() would convert these to dicts
+        copied.stream = copied.tracing = False
+        agents = zip(root.agents, copied.agents, strict=True)
+        pairs = [(root, copied), *agents, (root.manager_agent, copied.manager_agent)]
+    for part, part_copy in pairs:
+        for name in _CREW_MODELS if part is root and isinstance(root, Crew) else _AGENT_MODELS:
+            model = None if part_copy is None else vars(part).get(name)  # reading a deprecated attribute warns
+            if model is not None:
+                setattr(part_copy, name, redirect(model))
+    return copied  # type: ignore[no-any-return] # CrewAI's copy is of the same class
 
 
 def _redirect(model: Any, llm: LLM | None, clients: Clients | None) -> Any:

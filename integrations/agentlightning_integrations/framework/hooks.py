@@ -15,18 +15,11 @@ from agentlightning_plugins.instrumentation import OnImport
 class Framework:
     """The hooks ``wrap_agent`` and ``instrument`` of one framework.
 
-    ``module`` defines functions of the same names and signatures. It may import the framework at its top: it is loaded
-    only once the framework is.
+    ``module`` defines functions of the same names and signatures. It may import the framework, whose top-level name is
+    ``package``, at its top: it is loaded only once the framework is. ``extra`` installs what it imports.
     """
 
     def __init__(self, *, package: str, module: str, extra: str) -> None:
-        """Describes a framework.
-
-        Args:
-            package: the framework's top-level package.
-            module: the integration's module.
-            extra: the extra of ``lightning`` that installs what ``module`` imports.
-        """
         self.package, self.module, self.extra = package, module, extra
 
     @hookimpl

@@ -13,12 +13,7 @@ T = TypeVar("T")
 
 
 def walk(root: Any, children: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
-    """Yields the objects reachable from ``root``, breadth first, each once.
-
-    Args:
-        root: the first object.
-        children: the objects to visit from one; containers are always searched.
-    """
+    """Yields the objects reachable from ``root`` by ``children`` and through containers, breadth first, each once."""
     seen: set[int] = set()
     waiting: deque[Any] = deque([root])
     while waiting:
@@ -34,12 +29,7 @@ def walk(root: Any, children: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
 
 
 def copy_except(value: T, replacements: Mapping[int, Any], name: str) -> T:
-    """Deep-copies an object except for some of its parts.
-
-    Args:
-        value: the object.
-        replacements: objects to use instead of parts, by the part's ``id``; a part that maps to itself is shared.
-        name: of the object, for the error.
+    """Deep-copies an object, with ``replacements`` for parts by their ``id``; a part that maps to itself is shared.
 
     Raises:
         ConfigError: a part cannot be copied.
@@ -54,14 +44,9 @@ def copy_except(value: T, replacements: Mapping[int, Any], name: str) -> T:
 
 
 class ModelCache:
-    """The models of one rollout, by the model that each replaces."""
+    """The models of one rollout; ``redirect`` creates each from the model that it replaces."""
 
     def __init__(self, redirect: Callable[[Any], Any]) -> None:
-        """Creates the cache.
-
-        Args:
-            redirect: returns the model to call instead of another.
-        """
         self._redirect = redirect
         self._found: dict[int, tuple[Any, Any]] = {}
 

@@ -1,4 +1,4 @@
-"""Spans of frameworks that report begin and end by callbacks, with ids instead of ``with`` blocks."""
+"""Spans of frameworks that report start and end by callbacks with ids."""
 
 from __future__ import annotations
 
@@ -36,14 +36,7 @@ class SpanTree:
         self._omitted: dict[Hashable, Hashable] = {}
 
     def begin(self, key: Hashable, name: str, attributes: Mapping[str, Any], parent: Hashable = None) -> None:
-        """Begins a span.
-
-        Args:
-            key: the framework's id of it.
-            name: of the span.
-            attributes: scalars and lists of scalars; None is left out.
-            parent: the framework's id of its parent.
-        """
+        """Begins a span; ``key`` and ``parent`` are ids of the framework. Attributes that are None are left out."""
         outer = detach_ended()
         above = self._find(parent)
         under = outer if above is None else otel.set_span_in_context(above, outer)
@@ -60,7 +53,6 @@ class SpanTree:
     def begin_tool(
         self, key: Hashable, name: str, parent: Hashable, arguments: Any = None, call_id: str | None = None
     ) -> None:
-        """Begins the span of a tool call."""
         self.begin(key, f"execute_tool {name}", tool_attributes(name, arguments, call_id), parent)
 
     def omit(self, key: Hashable, parent: Hashable) -> None:
@@ -86,7 +78,6 @@ class SpanTree:
         detach_ended()
 
     def clear(self) -> None:
-        """Ends the spans that are still open."""
         for key in list(self._open):
             self.end(key)
 

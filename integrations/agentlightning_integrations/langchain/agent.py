@@ -130,7 +130,7 @@ def _redirect(model: BaseChatModel, llm: LLM, clients: Any) -> BaseChatModel:
             "root_client": clients.blocking,
             "root_async_client": clients.awaited,
             "model_name": llm.model,
-            "cache": False,  # every rollout needs samples of its own
+            "cache": False,  # every rollout needs its own samples
         }
     )
 

@@ -1,1 +1,1 @@
-"""Agents that are no framework's."""
+"""Agents that need no framework."""

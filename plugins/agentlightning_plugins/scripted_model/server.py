@@ -13,6 +13,7 @@ asks for them; its Responses and Messages return neither, like OpenAI's and Anth
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, TypeAlias
@@ -75,8 +76,9 @@ class ScriptedOpenAI:
         app = web.Application(client_max_size=1 << 28)
         for path in ("chat/completions", "completions", "responses", "messages"):
             app.router.add_post(f"/v1/{path}", self._complete)
-        app.router.add_post("/v1/embeddings", self._embed)
-        app.router.add_post("/v1/messages/count_tokens", self._count_tokens)
+        app.router.add_post("/v1/embeddings", functools.partial(self._compute, embed))
+        count = functools.partial(self._compute, lambda body: {"input_tokens": count_tokens(body)})
+        app.router.add_post("/v1/messages/count_tokens", count)
         app.router.add_get("/v1/models", self._list_models)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
@@ -93,13 +95,9 @@ class ScriptedOpenAI:
         data = [{"id": name, "object": "model", "created": 0, "owned_by": "scripted"} for name in self._models]
         return web.json_response({"object": "list", "data": data})
 
-    async def _embed(self, request: web.Request) -> web.Response:
+    async def _compute(self, answer: Callable[[dict[str, Any]], Any], request: web.Request) -> web.Response:
         recorded = await self._record(request)
-        return self._refusal(request) or web.json_response(embed(recorded.body))
-
-    async def _count_tokens(self, request: web.Request) -> web.Response:
-        recorded = await self._record(request)
-        return self._refusal(request) or web.json_response({"input_tokens": count_tokens(recorded.body)})
+        return self._refusal(request) or web.json_response(answer(recorded.body))
 
     async def _record(self, request: web.Request) -> RecordedRequest:
         raw = await request.read()

@@ -42,8 +42,10 @@ def explain_mismatch(
     if position is None:
         position = min(len(expected), len(prompt))
     kind = _by_tokens(expected, prompt, position, len(previous.prompt["token_ids"]))
-    if decode is not None:
-        kind = "retokenisation" if decode(prompt).startswith(decode(expected)) else _not_by_text(kind)
+    if decode is not None and decode(prompt).startswith(decode(expected)):
+        kind = "retokenisation"
+    elif decode is not None and kind == "retokenisation":
+        kind = "template"
     if len(prompt) > position == len(expected):
         kind, text = "other", "an earlier call continued from the same point"
     elif kind == "template":
@@ -59,10 +61,7 @@ def explain_mismatch(
 def explain_edit(position: int, triplets: Sequence[Triplet], openings: dict[tuple[Any, str], int]) -> list[Mismatch]:
     """Tells whether a call that continues no earlier one has an edited history.
 
-    Args:
-        position: of the call.
-        triplets: all calls.
-        openings: the latest call for each agent and first messages; updated here.
+    ``openings`` has the latest call for each agent and first messages, and is updated.
     """
     triplet = triplets[position]
     messages = read_messages(triplet)
@@ -81,10 +80,6 @@ def explain_edit(position: int, triplets: Sequence[Triplet], openings: dict[tupl
     at = len(opening) if edited is None else edited
     text = f"the agent changed the history of the conversation, from message {at} on"
     return [Mismatch("other", _id(triplet), _id(previous), at, text)]
-
-
-def _not_by_text(kind: MismatchKind) -> MismatchKind:
-    return "other" if kind == "other" else "template"
 
 
 def _by_tokens(expected: Sequence[int], prompt: Sequence[int], position: int, response_start: int) -> MismatchKind:

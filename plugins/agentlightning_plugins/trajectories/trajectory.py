@@ -88,11 +88,7 @@ class TraceToTrajectories(TraceAdapter[Trajectories]):
     """Joins the calls of an attempt into trajectories."""
 
     def __init__(self, source: TraceToTriplet | dict[str, Any] | None = None) -> None:
-        """Creates the adapter.
-
-        Args:
-            source: creates the triplets; an adapter or its settings.
-        """
+        """Takes the adapter that creates the triplets, or its settings."""
         self.source = TraceToTriplet(**source) if isinstance(source, dict) else source or TraceToTriplet()
 
     def adapt(self, source: Sequence[Span], /) -> Trajectories:

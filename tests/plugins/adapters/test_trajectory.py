@@ -43,7 +43,7 @@ def call(
     )
 
 
-def test_calls_whose_tokens_go_on_are_one_trajectory_with_masks() -> None:
+def test_calls_with_continuing_tokens_are_one_trajectory_with_masks() -> None:
     first = call([1, 2], [3, 4], id="a", reward=0.5)
     second = call([1, 2, 3, 4, 5], [6], id="b", reward=1.0)
     result = build_trajectories([first, second])
@@ -75,7 +75,7 @@ def test_conversations_that_run_at_once_stay_apart() -> None:
         assert sum(trajectory.mask) == 8
 
 
-def test_the_longest_beginning_is_continued() -> None:
+def test_the_longest_prefix_is_continued() -> None:
     short = call([1], [2])
     long = call([1, 2, 3], [4])
     other = call([1], [2])
@@ -84,7 +84,7 @@ def test_the_longest_beginning_is_continued() -> None:
     assert [trajectory.ids for trajectory in result.trajectories] == [[1, 2], [1, 2, 3, 4, 5, 6]]
 
 
-def test_of_two_calls_that_go_on_from_one_point_the_second_begins_anew() -> None:
+def test_the_second_of_two_calls_from_one_point_starts_a_new_trajectory() -> None:
     start = [SYSTEM, said("user", "go")]
     later = [*start, said("assistant", "A")]
     calls = [
@@ -118,7 +118,7 @@ ANSWER = list(range(20, 50))
     ],
     ids=["merged", "split", "reasoning dropped", "prefix added", "history changed", "end changed", "all new"],
 )
-def test_a_mismatch_is_told_by_its_kind(kind: str, prompt: list[int], position: int) -> None:
+def test_a_mismatch_has_a_kind_and_a_position(kind: str, prompt: list[int], position: int) -> None:
     calls = [call(HEAD, ANSWER, START, "answer", id="a"), call(prompt, [1], NEXT, "b", id="b")]
     result = build_trajectories(calls)
     assert len(result.trajectories) == 2
@@ -129,7 +129,7 @@ def test_a_mismatch_is_told_by_its_kind(kind: str, prompt: list[int], position: 
     assert result.counts[mismatch.kind] == 1
 
 
-def test_with_a_tokenizer_the_text_tells_the_kind() -> None:
+def test_with_a_tokenizer_the_text_decides_the_kind() -> None:
     texts = {1: "ab", 2: "a", 3: "b", 4: "x"}
 
     def decode(ids: Sequence[int]) -> str:
@@ -142,7 +142,7 @@ def test_with_a_tokenizer_the_text_tells_the_kind() -> None:
     assert build_trajectories([before, other_text], decode=decode).counts["template"] == 1
 
 
-def test_a_history_that_the_agent_edits_is_counted_and_explained() -> None:
+def test_an_edited_history_is_counted_and_explained() -> None:
     edited = [*START, said("assistant", "what I wish it had said"), said("user", "on")]
     calls = [call(HEAD, ANSWER, START, "answer", id="a"), call([*HEAD, 1, 2, 3], [4], edited, "b", id="b")]
     (mismatch,) = build_trajectories(calls).mismatches
@@ -176,7 +176,7 @@ steps = st.lists(st.tuples(st.booleans(), st.integers(0, 20), tokens, tokens), m
 
 @given(steps)
 @settings(max_examples=150, deadline=None)
-def test_ids_mask_and_logprobs_always_fit_and_say_what_was_sampled(
+def test_ids_mask_and_logprobs_are_consistent(
     steps: list[tuple[bool, int, list[int], list[int]]],
 ) -> None:
     calls: list[Triplet] = []
@@ -205,7 +205,7 @@ def test_ids_mask_and_logprobs_always_fit_and_say_what_was_sampled(
 
 @given(steps)
 @settings(max_examples=100, deadline=None)
-def test_joining_agrees_with_looking_at_every_pair(steps: list[tuple[bool, int, list[int], list[int]]]) -> None:
+def test_the_index_agrees_with_a_comparison_of_all_pairs(steps: list[tuple[bool, int, list[int], list[int]]]) -> None:
     calls: list[Triplet] = []
     for goes_on, which, added, response in steps:
         before: list[int] = []
@@ -225,7 +225,7 @@ def test_joining_agrees_with_looking_at_every_pair(steps: list[tuple[bool, int, 
 
 
 @pytest.mark.parametrize("shape", ["apart", "short", "joined"])
-def test_the_time_to_join_is_linear_in_the_calls(shape: str) -> None:
+def test_the_time_to_build_trajectories_is_linear_in_the_calls(shape: str) -> None:
     def seconds(n: int) -> float:
         if shape == "apart":
             calls = [call([*HEAD, *HEAD, i], [*ANSWER, i]) for i in range(n)]
@@ -247,7 +247,7 @@ def test_the_time_to_join_is_linear_in_the_calls(shape: str) -> None:
 # Transitions.
 
 
-def test_a_transition_says_what_came_of_an_answer() -> None:
+def test_a_transition_has_the_messages_that_follow_an_answer() -> None:
     question = [SYSTEM, said("user", "1+2?")]
     asked = {
         "role": "assistant",
@@ -269,7 +269,7 @@ def test_a_transition_says_what_came_of_an_answer() -> None:
     assert three.is_terminal
 
 
-def test_adapters_of_other_views_take_the_settings_of_the_triplets() -> None:
+def test_adapters_take_the_settings_of_their_source() -> None:
     trace = Recorder()
     for name in ("boss", "writer"):
         agent = trace.add("agent", {"agent.name": name}, at=(trace.now, trace.now + 5))

@@ -134,7 +134,7 @@ async def is_gone(pid: int) -> bool:
     ],
 )
 @pytest.mark.parametrize("task", ["3 + 4 = ? \u2211 {task}", {"question": "3 + 4", "answer": 7}])
-async def test_a_task_comes_by_argument_by_stdin_or_by_environment(
+async def test_a_task_is_passed_by_argument_stdin_or_environment(
     store: agl.LightningStore, command: list[str], task_via: Any, task: Any
 ) -> None:
     rollout, spans = await run(store, agl.CommandAgent(command, task_via=task_via), task)
@@ -153,7 +153,7 @@ async def test_a_task_comes_by_argument_by_stdin_or_by_environment(
         ("print('ok')", lambda task, output, rollout: len(task) + len(output), 7.0),
     ],
 )
-async def test_a_reward_comes_from_where_the_agent_was_told(
+async def test_the_reward_is_read_from_the_configured_source(
     store: agl.LightningStore, code: str, reward: Any, expected: float
 ) -> None:
     rollout, spans = await run(store, agl.CommandAgent(python(code), reward=reward))
@@ -179,7 +179,7 @@ async def test_the_trainers_reward_function_judges_what_a_command_prints(store: 
 
 
 @pytest.mark.parametrize("code", ["", "print('no number')", "print('{\"score\": 1}')", "print('true')"])
-async def test_a_command_that_says_no_reward_fails_its_attempt_with_what_it_said(
+async def test_a_command_without_a_valid_reward_fails_its_attempt_with_its_output(
     store: agl.LightningStore, code: str
 ) -> None:
     rollout, _ = await run(store, agl.CommandAgent(python(code), reward="stdout"))
@@ -188,7 +188,7 @@ async def test_a_command_that_says_no_reward_fails_its_attempt_with_what_it_said
     assert "gave no reward: the last line of its stdout is" in rollout.attempt.error.message
 
 
-async def test_calls_of_a_command_are_the_attempts_own_and_become_triplets(tracer: agl.OtelTracer) -> None:
+async def test_calls_of_a_command_belong_to_its_attempt_and_become_triplets(tracer: agl.OtelTracer) -> None:
     code = CALL_MODEL + "\n    print(call(sys.argv[1]))\n    print(1.0)"
     async with ScriptedOpenAI([Answer("seven")]) as server, gateway(server) as case:
         agent = agl.CommandAgent(python(code, "{task}"), reward="stdout", name="solver")
@@ -202,7 +202,7 @@ async def test_calls_of_a_command_are_the_attempts_own_and_become_triplets(trace
     assert triplet.reward == 1.0
 
 
-async def test_eight_commands_at_once_never_mix(tracer: agl.OtelTracer) -> None:
+async def test_eight_concurrent_commands_never_mix(tracer: agl.OtelTracer) -> None:
     code = CALL_MODEL + "\n    print(call(sys.stdin.read()))\n    print(os.environ['AGL_ATTEMPT_ID'])"
     async with (
         ScriptedOpenAI(lambda request: Answer(request.body["messages"][-1]["content"] * 2, delay_s=0.3)) as server,
@@ -217,7 +217,7 @@ async def test_eight_commands_at_once_never_mix(tracer: agl.OtelTracer) -> None:
             assert triplet.response["token_ids"] == [*encode(task * 2), EOS]
 
 
-async def test_a_command_gets_what_it_needs_and_no_key_of_ours(
+async def test_a_command_inherits_what_it_needs_and_no_keys(
     store: agl.LightningStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_REGION", "DATABASE_URL", "AGL_TOKEN"):
@@ -241,7 +241,7 @@ async def test_a_command_gets_what_it_needs_and_no_key_of_ours(
     assert env["AGL_ROLLOUT_MODE"] == "train"
 
 
-async def test_keys_that_a_command_prints_are_not_kept(store: agl.LightningStore) -> None:
+async def test_keys_in_the_output_of_a_command_are_redacted(store: agl.LightningStore) -> None:
     code = "import os, sys; print(os.environ['OPENAI_API_KEY']); sys.exit('bad key ' + os.environ['OPENAI_API_KEY'])"
     llm = agl.LLM(endpoint="http://127.0.0.1:1/v1", model="m", api_key="secret-of-this-attempt")
     rollout, spans = await run(store, agl.CommandAgent(python(code)), resources={"llm": llm})
@@ -265,7 +265,7 @@ async def test_prompts_and_other_resources_reach_a_command_by_environment_and_fi
     assert [printed(first), printed(second)] == ["Be brief. 200000 False\n", "Be kind. 1 True\n"]
 
 
-async def test_the_trace_goes_on_in_the_command(store: agl.LightningStore) -> None:
+async def test_the_trace_continues_in_the_command(store: agl.LightningStore) -> None:
     _, spans = await run(store, agl.CommandAgent(python("import os; print(os.environ['TRACEPARENT'])")))
     span = command_span(spans)
     assert printed(spans).startswith(f"00-{span.trace_id}-{span.span_id}-")
@@ -300,7 +300,7 @@ async def test_a_command_that_does_not_exist_is_named(store: agl.LightningStore,
     assert str(tmp_path / "missing") in rollout.attempt.error.message
 
 
-async def test_a_task_too_long_for_an_argument_names_the_way_out(store: agl.LightningStore) -> None:
+async def test_a_task_too_long_for_an_argument_suggests_stdin(store: agl.LightningStore) -> None:
     rollout, _ = await run(store, agl.CommandAgent(python("", "{task}")), "x" * 1_000_000)
     assert rollout.attempt.error is not None
     assert "task_via='stdin'" in rollout.attempt.error.message
@@ -345,7 +345,7 @@ async def test_cancelling_a_rollout_kills_the_whole_group(store: agl.LightningSt
     assert [await is_gone(pid) for pid in pids] == [True, True]
 
 
-async def test_who_is_cancelled_twice_leaves_neither_processes_nor_pipes(tmp_path: Path) -> None:
+async def test_a_second_cancellation_leaves_neither_processes_nor_pipes(tmp_path: Path) -> None:
     path = tmp_path / "pids"
     agent = agl.CommandAgent(shell(STUBBORN, str(path)), kill_after_s=60)
     open_files = count_open_files()
@@ -363,7 +363,7 @@ async def test_who_is_cancelled_twice_leaves_neither_processes_nor_pipes(tmp_pat
     assert count_open_files() <= open_files
 
 
-async def test_a_command_that_ends_when_it_is_told_to_is_not_killed(store: agl.LightningStore) -> None:
+async def test_a_command_that_ends_on_sigterm_is_not_killed(store: agl.LightningStore) -> None:
     code = """
         trap 'echo cleaned up; exit 0' TERM
         while :; do sleep 0.05; done
@@ -374,7 +374,7 @@ async def test_a_command_that_ends_when_it_is_told_to_is_not_killed(store: agl.L
     assert time.monotonic() - began < 20
 
 
-async def test_what_a_command_leaves_behind_is_killed_and_holds_nothing_up(store: agl.LightningStore) -> None:
+async def test_processes_left_behind_are_killed_without_delay(store: agl.LightningStore) -> None:
     code = """
         import subprocess, sys
         left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])  # holds our stdout open
@@ -385,7 +385,7 @@ async def test_what_a_command_leaves_behind_is_killed_and_holds_nothing_up(store
     assert await is_gone(int(printed(spans)))
 
 
-async def test_of_much_output_the_end_is_kept(store: agl.LightningStore) -> None:
+async def test_the_end_of_long_output_is_kept(store: agl.LightningStore) -> None:
     code = "import sys\nfor i in range(200_000): print(i)\nsys.stderr.buffer.write(b'x' * 3000 + b'\\xff')"
     _, spans = await run(store, agl.CommandAgent(python(code), max_output_bytes=1000))
     span = command_span(spans)
@@ -396,7 +396,7 @@ async def test_of_much_output_the_end_is_kept(store: agl.LightningStore) -> None
     assert span.attributes["agentlightning.command.dropped_bytes"] == total - 2000
 
 
-async def test_one_model_of_several_has_to_be_named(store: agl.LightningStore) -> None:
+async def test_several_models_require_a_name(store: agl.LightningStore) -> None:
     models = {name: agl.LLM(endpoint=f"http://{name}/v1", model=name) for name in ("small", "large")}
     code = "import os; print(os.environ['OPENAI_BASE_URL'])"
     rollout, _ = await run(store, agl.CommandAgent(python(code)), resources=models)
@@ -445,7 +445,7 @@ SEND_OTLP = (
 
 
 @pytest.mark.parametrize("code", [SEND_SPAN, SEND_OTLP], ids=["as a span", "by OTLP"])
-async def test_a_command_sends_its_reward_to_the_store_with_a_token_of_its_own(code: str) -> None:
+async def test_a_command_sends_its_reward_to_the_store_with_its_own_token(code: str) -> None:
     token = "the-whole-stores-token"
     backing = agl.InMemoryLightningStore()
     async with LightningStoreServer(backing, port=0, token=token) as server:
@@ -492,7 +492,7 @@ def test_a_command_agent_travels_to_runner_processes() -> None:
         ({"command": ["a"], "max_output_bytes": 0}, "too small"),
     ],
 )
-def test_a_command_that_makes_no_sense_is_refused_at_once(arguments: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_of_a_command_are_refused_immediately(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(agl.ConfigError, match=message):
         agl.CommandAgent(**arguments)
 

@@ -64,7 +64,7 @@ def test_without_a_rule_a_triplet_has_the_reward_emitted_about_it(trace: Recorde
     assert "credit" not in TraceToTriplet().adapt(trace.spans)[0].metadata
 
 
-def test_triplets_name_the_rule_and_every_choice_gets_its_calls_credit(trace: Recorder) -> None:
+def test_triplets_name_the_rule_and_all_choices_get_the_credit_of_their_call(trace: Recorder) -> None:
     trace.gateway("r0", [1])
     answers = [
         {"role": "assistant", "parts": [{"type": "text", "content": c}], "finish_reason": "stop"} for c in ("a", "b")
@@ -95,7 +95,7 @@ def test_a_discount_outside_0_to_1_is_refused() -> None:
         TraceToTriplet(credit={"name": "discounted", "gamma": 1.5})
 
 
-def test_an_unknown_rule_is_refused_with_those_there_are() -> None:
+def test_an_unknown_rule_is_refused_with_the_known_ones() -> None:
     with pytest.raises(PluginError, match=r"no credit named 'discount'.*'discounted'.*identical"):
         TraceToTriplet(credit="discount")
     with pytest.raises(ConfigError, match="is not a CreditRule"):
@@ -151,7 +151,7 @@ def intermediate(trace: Recorder, **settings: Any) -> list[float]:
     return [triplet.reward or 0.0 for triplet in TraceToTriplet(credit=spec).adapt(trace.spans)]
 
 
-def test_tools_are_judged_by_what_they_told_the_model(trace: Recorder) -> None:
+def test_tools_are_judged_by_their_results(trace: Recorder) -> None:
     chat = Chat(trace)
     chat.answer(tool("c1"), tool("c2", '{"a": 2}'))
     chat.tell("c1", "3")
@@ -179,7 +179,7 @@ def test_tools_are_judged_by_their_spans(trace: Recorder) -> None:
     [([text("cut o")], "length"), ([text("  ")], "stop"), ([tool("c1", '{"a": ')], "tool_calls"), ([], "stop")],
     ids=["cut off", "empty", "broken arguments", "nothing"],
 )
-def test_an_answer_that_nobody_can_use_is_counted_once(
+def test_an_unusable_answer_is_counted_once(
     trace: Recorder, parts: list[Mapping[str, Any]], finish_reason: str
 ) -> None:
     chat = Chat(trace)
@@ -188,7 +188,7 @@ def test_an_answer_that_nobody_can_use_is_counted_once(
     assert intermediate(trace, retry=0.0) == [-10.0, 0.0]
 
 
-def test_asking_the_same_again_costs_the_answer_that_was_of_no_use(trace: Recorder) -> None:
+def test_a_repeated_prompt_penalises_the_answer_that_was_not_used(trace: Recorder) -> None:
     chat = Chat(trace)
     chat.answer(text("nonsense"), keep=False)
     chat.answer(text("better"))
@@ -197,7 +197,7 @@ def test_asking_the_same_again_costs_the_answer_that_was_of_no_use(trace: Record
     assert intermediate(trace) == [-100.0, 0.0, 0.0]
 
 
-def test_repeating_a_tool_call_that_failed_costs_the_one_that_repeats_it(trace: Recorder) -> None:
+def test_repeating_a_failed_tool_call_is_penalised(trace: Recorder) -> None:
     chat = Chat(trace)
     for call_id, answer in (("c1", "error: no"), ("c2", "error: no"), ("c3", "4")):
         chat.answer(tool(call_id, '{"a": 1}' if call_id != "c3" else '{"a": 9}'))
@@ -206,7 +206,7 @@ def test_repeating_a_tool_call_that_failed_costs_the_one_that_repeats_it(trace: 
     assert intermediate(trace, tool_success=0.0) == [-1.0, -101.0, 0.0, 0.0]
 
 
-def test_ids_of_tool_calls_that_a_server_uses_again_do_not_mix(trace: Recorder) -> None:
+def test_reused_ids_of_tool_calls_do_not_mix(trace: Recorder) -> None:
     chat = Chat(trace)
     chat.answer(tool("call_0"))
     chat.tell("call_0", "error: no")
@@ -218,7 +218,7 @@ def test_ids_of_tool_calls_that_a_server_uses_again_do_not_mix(trace: Recorder) 
     assert intermediate(trace) == pytest.approx([-1.0, 0.1, 0.0])
 
 
-def test_intermediate_rewards_are_added_to_what_another_rule_says(trace: Recorder) -> None:
+def test_intermediate_rewards_are_added_to_those_of_another_rule(trace: Recorder) -> None:
     chat = Chat(trace)
     chat.answer(tool("c1"))
     chat.tell("c1", "Traceback (most recent call last)")
@@ -230,7 +230,7 @@ def test_intermediate_rewards_are_added_to_what_another_rule_says(trace: Recorde
         TraceToTriplet(credit={"name": "intermediate", "error_pattern": "("})
 
 
-# A rule of somebody else's.
+# A rule of a third party.
 
 
 class LastCallOnly(CreditRule):
@@ -269,7 +269,7 @@ def test_a_third_party_adds_a_credit_rule(trace: Recorder, third_party: None) ->
     assert {triplet.metadata["credit"] for triplet in triplets} == {"last"}
 
 
-def test_a_rule_that_forgets_a_call_is_named(trace: Recorder) -> None:
+def test_a_rule_with_the_wrong_number_of_values_is_named(trace: Recorder) -> None:
     three_calls(trace)
     with pytest.raises(AdapterError, match="the credit rule 'LastCallOnly' gave 4 values for 3 model calls"):
         rewards(trace, LastCallOnly(wrong_length=True))

@@ -52,7 +52,7 @@ async def test_tokens_and_logprobs_are_given_when_asked_for_and_add_up() -> None
     assert not hasattr(plain, "prompt_token_ids")
 
 
-async def test_a_stream_is_the_whole_answer_in_pieces() -> None:
+async def test_a_stream_adds_up_to_the_whole_answer() -> None:
     script = [Answer("some text", tool_calls=[("f", {"x": [1, 2, 3]})])]
     async with ScriptedOpenAI(script) as server, client_of(server) as client:
         whole = await client.chat.completions.create(model="m", messages=ASK)
@@ -93,7 +93,7 @@ async def test_it_misbehaves_on_demand() -> None:
 FULL = Answer("some text", [("f", {"x": [1, 2, 3]})], reasoning="hm")
 
 
-async def test_responses_stream_what_the_whole_answer_says() -> None:
+async def test_a_responses_stream_adds_up_to_the_whole_answer() -> None:
     async with ScriptedOpenAI([FULL]) as server, client_of(server) as client:
         whole = await client.responses.create(model="m", input="hi")
         async with client.responses.stream(model="m", input="hi") as stream:
@@ -108,7 +108,7 @@ async def test_responses_stream_what_the_whole_answer_says() -> None:
     assert server.requests[0].path == "/v1/responses"
 
 
-async def test_messages_stream_what_the_whole_answer_says() -> None:
+async def test_a_messages_stream_adds_up_to_the_whole_answer() -> None:
     from anthropic import AsyncAnthropic, AuthenticationError, RateLimitError
 
     script = [FULL, FULL, Answer(status=429, error="slow down")]

@@ -1,4 +1,4 @@
-"""What processes of ``multiprocessing`` do in ``test_context_propagation``; small, because each imports it."""
+"""Code that child processes of ``test_context_propagation`` import; small, so that they start quickly."""
 
 from __future__ import annotations
 

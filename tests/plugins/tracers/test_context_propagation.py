@@ -38,7 +38,7 @@ def tracer() -> Iterator[OtelTracer]:
 
 
 class Listener:
-    """Hears which ``traceparent`` each request carries."""
+    """Records the ``traceparent`` of each request."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -72,7 +72,7 @@ def read_output(*arguments: Any) -> str:
 # Child processes.
 
 
-async def test_a_child_process_carries_the_context_of_what_started_it(tracer: OtelTracer) -> None:
+async def test_a_child_process_inherits_the_trace_context_of_its_parent(tracer: OtelTracer) -> None:
     assert (await asyncio.to_thread(run))[0] == "None"
     async with tracer.trace_context() as trace:
         with tracer.operation_context("tool"):
@@ -87,7 +87,7 @@ async def test_a_child_process_carries_the_context_of_what_started_it(tracer: Ot
     assert tracer.get_traceparent() is None
 
 
-async def test_an_environment_that_is_given_keeps_what_it_says(tracer: OtelTracer) -> None:
+async def test_a_given_environment_keeps_its_variables(tracer: OtelTracer) -> None:
     async with tracer.trace_context():
         own = {"PATH": os.environ["PATH"], "MARK": "mine"}
         context, mark = run(env=own)
@@ -100,8 +100,8 @@ async def test_an_environment_that_is_given_keeps_what_it_says(tracer: OtelTrace
 
 
 @pytest.mark.parametrize("kind", ["fork", "spawn", "subclass"])
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # what fork is known for
-async def test_a_process_of_multiprocessing_carries_it_too(tracer: OtelTracer, kind: str) -> None:
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # of fork
+async def test_a_process_of_multiprocessing_inherits_the_trace_context(tracer: OtelTracer, kind: str) -> None:
     here, there = multiprocessing.Pipe()
     process: Any
     if kind == "subclass":
@@ -118,7 +118,7 @@ async def test_a_process_of_multiprocessing_carries_it_too(tracer: OtelTracer, k
     assert "run" not in vars(process)
 
 
-async def test_each_call_of_a_process_pool_carries_the_context_of_who_made_it(tracer: OtelTracer) -> None:
+async def test_each_call_of_a_process_pool_carries_the_trace_context_of_its_caller(tracer: OtelTracer) -> None:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         for _ in range(2):
             async with tracer.trace_context():
@@ -127,7 +127,7 @@ async def test_each_call_of_a_process_pool_carries_the_context_of_who_made_it(tr
         assert await asyncio.wrap_future(pool.submit(read_context)) is None
 
 
-async def test_children_of_attempts_at_once_never_mix(tracer: OtelTracer) -> None:
+async def test_children_of_concurrent_attempts_never_mix(tracer: OtelTracer) -> None:
     async def act() -> bool:
         async with tracer.trace_context() as trace:
             context, _ = await run_in_thread(run, name="agent")
@@ -196,7 +196,7 @@ CLIENTS: list[Callable[[str], Any]] = [
 
 
 @pytest.mark.parametrize("use", CLIENTS, ids=lambda use: use.__name__)
-async def test_a_request_carries_the_context_of_its_attempt(
+async def test_a_request_carries_the_trace_context_of_its_attempt(
     tracer: OtelTracer, listener: Listener, use: Callable[[str], Any]
 ) -> None:
     async def ask() -> None:
@@ -214,7 +214,7 @@ async def test_a_request_carries_the_context_of_its_attempt(
     assert listener.heard == [None, expected, None]
 
 
-async def test_a_context_that_the_caller_names_is_kept(tracer: OtelTracer, listener: Listener) -> None:
+async def test_a_traceparent_set_by_the_caller_is_kept(tracer: OtelTracer, listener: Listener) -> None:
     async with tracer.trace_context(), aiohttp.ClientSession() as session, httpx.AsyncClient() as client:
         async with session.get(listener.url, headers={"TraceParent": "theirs"}):
             pass
@@ -240,7 +240,7 @@ async def test_calls_of_openais_responses_carry_it_too(tracer: OtelTracer, liste
     assert {(heard or "").split("-")[1] for heard in listener.heard} == {trace.spans[-1].trace_id}
 
 
-# What a child records itself.
+# Spans recorded by a child.
 
 
 CHILD = """

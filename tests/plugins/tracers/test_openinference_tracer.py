@@ -76,9 +76,7 @@ async def test_its_spans_and_the_gateways_of_one_call_are_one_triplet(
     assert [triplet.reward for triplet in (asked, answered)] == [None, 1.0]
 
 
-async def test_what_it_saw_alone_is_read_in_its_own_dialect(
-    tracer: OpenInferenceTracer, server: ScriptedOpenAI
-) -> None:
+async def test_spans_of_openinference_alone_are_read(tracer: OpenInferenceTracer, server: ScriptedOpenAI) -> None:
     async with tracer.trace_context() as trace, AsyncOpenAI(base_url=server.endpoint, api_key="any") as client:
         await act(client)
     asked, answered = TraceToTriplet().adapt(trace.spans)
@@ -130,7 +128,7 @@ def test_an_instrumentor_that_is_not_installed_is_named() -> None:
         OpenInferenceTracer(["opena"])
 
 
-async def test_instrumentation_that_users_switched_on_themselves_arrives_beside_ours(server: ScriptedOpenAI) -> None:
+async def test_spans_of_the_users_own_instrumentation_are_recorded_too(server: ScriptedOpenAI) -> None:
     """In a process of its own: the global provider is set once. Both record each call, which stays one triplet."""
     code = f"""
 import asyncio

@@ -1,4 +1,4 @@
-"""The same spans at an OTLP endpoint besides the store: a real receiver, that decodes what arrives."""
+"""Export to an OTLP endpoint besides the store, with a real receiver that decodes the spans."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.http_site import serving
 
 
 class Receiver:
-    """What Jaeger and its like do with ``POST /v1/traces``."""
+    """Accepts ``POST /v1/traces`` like Jaeger."""
 
     def __init__(self) -> None:
         self.spans: list[Any] = []
@@ -133,7 +133,7 @@ async def test_an_endpoint_that_hangs_slows_neither_the_agent_nor_the_store(
     await store.close()
 
 
-async def test_an_endpoint_that_is_down_costs_nothing_but_a_log_line(
+async def test_an_endpoint_that_is_down_only_logs_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(otlp_export, "_MAX_SHUTDOWN_S", 0.2)
@@ -162,12 +162,12 @@ async def test_an_endpoint_that_is_down_costs_nothing_but_a_log_line(
         ({"headers": {"a": "b"}}, "headers are sent to otlp_endpoint: give otlp_endpoint too"),
     ],
 )
-def test_a_wrong_endpoint_is_refused_at_once(settings: dict[str, Any], message: str) -> None:
+def test_an_invalid_endpoint_is_refused_immediately(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         get_manager().create("tracer", {"name": "otel", **settings})
 
 
-def test_a_tracer_with_an_endpoint_travels_and_shows_no_key() -> None:
+def test_a_tracer_with_an_endpoint_can_be_pickled_and_hides_its_key() -> None:
     tracer = OtelTracer(otlp_endpoint="http://127.0.0.1:4318", headers={"authorization": "the-key"})
     assert "the-key" not in repr(vars(tracer))
     assert pickle.loads(pickle.dumps(tracer))._target == tracer._target

@@ -1,4 +1,4 @@
-"""Agent, tracer, gateway, store and adapter together: what a client saw and what a model sampled are one triplet."""
+"""Agent, tracer, gateway, store and adapter together: the spans of client and gateway become one triplet."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tracer() -> Iterator[OtelTracer]:
 
 
 def script(request: RecordedRequest) -> Answer:
-    """Asks for the sum once, then says what it was told."""
+    """Calls the tool once, then answers with its result."""
     last = request.body["messages"][-1]
     if last["role"] == "tool":
         return Answer(f"it is {last['content']}", extra={"weight_version": 7})
@@ -95,7 +95,7 @@ async def test_16_agents_at_once_each_get_their_own_triplets(tracer: OtelTracer)
         check(LlmProxyTraceToTriplet().adapt(spans), number, "solver")
 
 
-async def test_an_agent_that_nobody_instruments_gives_the_same_tokens(tracer: OtelTracer) -> None:
+async def test_an_agent_without_instrumentation_gives_the_same_tokens(tracer: OtelTracer) -> None:
     async with ScriptedOpenAI(script) as server, gateway(server) as case:
         _, spans = await run(case, tracer, 3)
     gateway_alone = [span for span in spans if span.name not in ("openai.chat", "agentlightning.operation")]

@@ -52,7 +52,7 @@ def test_tensorboard_has_every_metric_of_every_step(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_wandb_keeps_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_stores_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_SILENT", "true")
     track([{"name": "wandb", "mode": "offline", "project": "test"}], tmp_path / "run")
     (file,) = (tmp_path / "run").glob("wandb/offline-run-*/run-*.wandb")
@@ -87,7 +87,7 @@ def leveldb_records(data: bytes, block_offset: int) -> Iterator[bytes]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_mlflow_keeps_metrics_parameters_and_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_stores_metrics_parameters_and_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     from mlflow import MlflowClient
@@ -107,7 +107,7 @@ def test_mlflow_keeps_metrics_parameters_and_status(tmp_path: Path, monkeypatch:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_trackio_keeps_metrics_in_its_own_database(tmp_path: Path) -> None:
+def test_trackio_stores_metrics_in_its_database(tmp_path: Path) -> None:
     script = tmp_path / "program.py"  # the library reads its settings once, when it is imported
     script.write_text(
         "import agentlightning as agl\n"
@@ -144,7 +144,7 @@ class Slow:
         pass
 
 
-def test_a_slow_tracker_does_not_hold_up_training_and_is_waited_for_at_the_end(tmp_path: Path) -> None:
+def test_a_slow_tracker_does_not_delay_training_and_is_awaited_at_the_end(tmp_path: Path) -> None:
     slow = Slow()
 
     @agl.algo
@@ -161,14 +161,12 @@ def test_a_slow_tracker_does_not_hold_up_training_and_is_waited_for_at_the_end(t
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "jsonl"])
-def test_a_tracker_without_a_place_to_write_is_dropped_with_the_reason(
-    name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tracker_without_a_path_is_dropped_with_the_reason(name: str, caplog: pytest.LogCaptureFixture) -> None:
     assert track([name], None).status == "succeeded"
     assert f"the tracker '{name}' needs a" in caplog.text
 
 
-def test_one_tracker_may_be_given_alone(tmp_path: Path) -> None:
+def test_a_single_tracker_may_be_given(tmp_path: Path) -> None:
     agl.Trainer(algorithm=climbing, strategy="shm", tracer="dummy", trackers="jsonl", run_dir=tmp_path / "r").fit(
         lambda task: 1.0, [1]
     )
@@ -176,7 +174,7 @@ def test_one_tracker_may_be_given_alone(tmp_path: Path) -> None:
 
 
 def console_output(events: list[Any], monkeypatch: pytest.MonkeyPatch, seconds: list[float]) -> list[str]:
-    """What the console tracker prints into a pipe; ``seconds`` is the time of the start and of each event."""
+    """The output of the console tracker into a pipe; ``seconds`` is the time of the start and of each event."""
     output = io.StringIO()
     clock = iter(seconds)
     monkeypatch.setattr(console_tracker, "time", SimpleNamespace(monotonic=lambda: next(clock)))
@@ -188,7 +186,7 @@ def console_output(events: list[Any], monkeypatch: pytest.MonkeyPatch, seconds: 
     return output.getvalue().splitlines()
 
 
-def test_the_time_left_counts_neither_the_start_nor_an_earlier_life(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_left_ignores_the_start_and_the_steps_before_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = [StepFinished(run_id="run", step=step, values={"progress": step / 10}) for step in (5, 6, 7)]
     lines = console_output(steps, monkeypatch, [0.0, 0.0, 1000.0, 1060.0, 1120.0])
     assert [line.rstrip() for line in lines[1:]] == [
@@ -198,7 +196,7 @@ def test_the_time_left_counts_neither_the_start_nor_an_earlier_life(monkeypatch:
     ]
 
 
-def test_without_a_terminal_a_line_of_output_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_are_not_wrapped_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"reward": 0.123456, "val_reward": 0.123456, "success_rate": 0.5, "tokens_per_s": 123456.0, "seconds": 1.5}
     events = [
         StepFinished(run_id="run", step=1, values=values),
@@ -214,7 +212,7 @@ def test_without_a_terminal_a_line_of_output_is_one_line(monkeypatch: pytest.Mon
     assert len(lines[2]) > 150
 
 
-def test_it_says_when_rewards_are_missing_and_when_nothing_succeeded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_rewards_and_a_run_without_success_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     silent = StepFinished(run_id="run", step=1, values={"reward": 0.0, "rollouts_without_reward": 3.0})
     lines = console_output([silent, silent], monkeypatch, [0.0] * 3)
     assert [line for line in lines if "no reward" in line] == [

@@ -40,11 +40,7 @@ class TraceToTransitions(TraceAdapter[list[Transition]]):
     """Creates a transition for each triplet, in the order of the calls."""
 
     def __init__(self, source: TraceToTriplet | dict[str, Any] | None = None) -> None:
-        """Creates the adapter.
-
-        Args:
-            source: creates the triplets; an adapter or its settings.
-        """
+        """Takes the adapter that creates the triplets, or its settings."""
         self.source = TraceToTriplet(**source) if isinstance(source, dict) else source or TraceToTriplet()
 
     def adapt(self, source: Sequence[Span], /) -> list[Transition]:

@@ -42,13 +42,8 @@ def build_environment(
 ) -> dict[str, str]:
     """Builds the environment of one attempt's command, and writes its resources to a file in ``folder``.
 
-    Args:
-        resources: as published.
-        rollout: that the command runs.
-        folder: private to the attempt.
-        inherit: names or patterns (``AWS_*``) of further variables to inherit.
-        llm: name of the resource that is the model, if there are several.
-        store: where the command may send spans of its attempt.
+    ``inherit`` has names or patterns (``AWS_*``) of variables, ``llm`` the name of the resource that is the model if
+    there are several, and ``store`` receives the command's spans.
 
     Raises:
         ConfigError: the model is ambiguous, or two prompts would have the same variable.

@@ -72,16 +72,8 @@ async def run_group(
 ) -> int:
     """Runs a command in its own process group until it exits; then kills the rest of the group.
 
-    When the caller is cancelled, the group gets SIGTERM, and SIGKILL after ``kill_after_s``.
-
-    Args:
-        arguments: the program and its arguments.
-        env: the whole environment.
-        cwd: working directory; None is the current one.
-        stdin: a file.
-        stdout: receives the output, also when this raises.
-        stderr: as ``stdout``.
-        kill_after_s: seconds between SIGTERM and SIGKILL.
+    When the caller is cancelled, the group gets SIGTERM, and SIGKILL after ``kill_after_s``. ``stdout`` and ``stderr``
+    receive the output, also when this raises.
 
     Returns:
         The exit code; -n if signal n ended it.

@@ -15,33 +15,21 @@ class IdenticalCredit(CreditRule):
         return [final_reward] * len(steps)
 
 
-class NearestCredit(CreditRule):
-    """A call gets the sum of the rewards emitted right after it or linked to it, else 0."""
-
-    def assign(self, steps: Sequence[Step], final_reward: float | None) -> Sequence[float | None]:
-        if all(step.reward is None for step in steps):  # the attempt failed, or emitted no rewards
-            return [None] * len(steps)
-        return [step.reward or 0.0 for step in steps]
-
-
 class DiscountedCredit(CreditRule):
-    """The discounted return-to-go: ``G_t = r_t + gamma * G_{t+1}``, with ``r_t`` as in ``NearestCredit``.
+    """The discounted return-to-go: ``G_t = r_t + gamma * G_{t+1}``.
 
+    ``r_t`` is the sum of the rewards emitted right after call t or linked to it, else 0. See
     Sutton and Barto, Reinforcement Learning (2018), equation 3.9; a step is a model call.
     """
 
     def __init__(self, gamma: float = 0.95) -> None:
-        """Creates the rule.
-
-        Args:
-            gamma: discount of a reward one call later, from 0 to 1.
-        """
+        """Takes the discount of a reward one call later, from 0 to 1."""
         if not 0.0 <= gamma <= 1.0:
             raise ConfigError(f"gamma = {gamma}: give a discount from 0 to 1")
         self.gamma = gamma
 
     def assign(self, steps: Sequence[Step], final_reward: float | None) -> Sequence[float | None]:
-        if all(step.reward is None for step in steps):
+        if all(step.reward is None for step in steps):  # the attempt failed, or emitted no rewards
             return [None] * len(steps)
         returns: list[float] = []
         following = 0.0
@@ -49,3 +37,10 @@ class DiscountedCredit(CreditRule):
             following = (step.reward or 0.0) + self.gamma * following
             returns.append(following)
         return returns[::-1]
+
+
+class NearestCredit(DiscountedCredit):
+    """A call gets its own rewards only: ``DiscountedCredit`` with a gamma of 0."""
+
+    def __init__(self) -> None:
+        super().__init__(gamma=0.0)

@@ -148,11 +148,7 @@ class Pipeline:
     ) -> None:
         """Prepares the process for a tracer; each call is undone by one ``release`` of the same source and target.
 
-        Args:
-            source: tracers with the same source share what ``instrument`` did.
-            instrument: instruments libraries; returns what undoes it.
-            target: where spans are exported to besides the store.
-            join_global_provider: whether spans of the global provider are recorded.
+        Tracers with the same source share one call of ``instrument``, which returns what undoes it.
         """
         with self._lock:
             if join_global_provider:

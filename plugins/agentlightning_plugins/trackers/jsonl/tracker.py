@@ -16,11 +16,7 @@ class JsonlTracker:
     """Appends ``{"step", "time", **values}`` for each step and ``{"status", "time"}`` at the end."""
 
     def __init__(self, path: str | Path | None = None) -> None:
-        """Sets the file.
-
-        Args:
-            path: default is ``metrics.jsonl`` in the run's directory.
-        """
+        """Sets the file; default is ``metrics.jsonl`` in the run's directory."""
         self._path = None if path is None else Path(path)
         self._file: BinaryIO | None = None
 

@@ -15,11 +15,7 @@ class TensorBoardTracker:
     """Writes event files for ``tensorboard --logdir``."""
 
     def __init__(self, log_dir: str | Path | None = None) -> None:
-        """Sets the directory.
-
-        Args:
-            log_dir: default is ``tensorboard`` in the run's directory.
-        """
+        """Sets the directory; default is ``tensorboard`` in the run's directory."""
         self._log_dir = None if log_dir is None else Path(log_dir)
         self._writer: Writer | None = None
 
