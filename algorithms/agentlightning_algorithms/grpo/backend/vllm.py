@@ -56,13 +56,9 @@ class VLLMBackend:
     @property
     def model_entry(self) -> Mapping[str, Any]:
         """The entry in the gateway's model list."""
-        entry: dict[str, Any] = {
-            "model_name": self._model_name,
-            "model": self._served_model or self._model_name,
-            "endpoint": self.endpoint,
-            "provider": "vllm",
-        }
-        return {**entry, "api_key": self._api_key} if self._api_key else entry
+        names = {"model_name": self._model_name, "model": self._served_model or self._model_name}
+        key = {"api_key": self._api_key} if self._api_key else {}
+        return {**names, "endpoint": self.endpoint, "provider": "vllm", **key}
 
     async def start(self, setup: PolicySetup) -> None:
         """Checks that the server has the model and returns what training needs.
@@ -123,16 +119,9 @@ class VLLMBackend:
         """Samples a token at two temperatures: log-probabilities taken before the temperature are equal."""
         found = []
         for temperature in (1.0, 2.0):
-            body = {
-                "model": served,
-                "prompt": [1, 2, 3],
-                "max_tokens": 1,
-                "temperature": temperature,
-                "seed": 0,
-                "logprobs": 1,
-                "return_token_ids": True,
-            }
-            status, answer = await self._request("POST", "/v1/completions", body)
+            body = {"model": served, "prompt": [1, 2, 3], "max_tokens": 1, "temperature": temperature, "seed": 0}
+            asked = {"logprobs": 1, "return_token_ids": True}
+            status, answer = await self._request("POST", "/v1/completions", {**body, **asked})
             if status != 200:
                 raise ConfigError(f"the vLLM server cannot complete a prompt (status {status}): {_error_text(answer)}")
             choice = answer["choices"][0]
