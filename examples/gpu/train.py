@@ -5,9 +5,9 @@
 
 Nothing is downloaded: the tokenizer is the demo's, and the model starts from random weights and imitates demonstrations
 that use the calculator with the right numbers and a random operator. GRPO then teaches it which operator a problem asks
-for. It is trained twice from the same weights: with truncated importance weights between sampler and trainer, which round
-differently in bfloat16, and without. ``OUT/report.json`` and ``OUT/report.md`` have the reward curves, tokens per second,
-and the gap between the log-probabilities of sampler and trainer.
+for. It is trained twice from the same weights: with truncated importance weights between sampler and trainer, which
+round differently in bfloat16, and without. ``OUT/report.json`` and ``OUT/report.md`` have the reward curves, tokens per
+second, and the gap between the log-probabilities of sampler and trainer.
 """
 
 from __future__ import annotations
@@ -226,9 +226,7 @@ def main() -> None:
     """Creates the model, trains it with and without correction, and writes the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory of the runs and the report; must not exist")
-    parser.add_argument(
-        "--tiny", action="store_true", help="a model of thousands of weights, for a quick check on a CPU"
-    )
+    parser.add_argument("--tiny", action="store_true", help="a model of thousands of weights, for a check on a CPU")
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--steps", type=int, help="updates of each training")

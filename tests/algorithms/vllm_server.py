@@ -1,7 +1,7 @@
 """A fake vLLM server without a model.
 
-vLLM does not run on the machines that test this, so ``vllm_wire.json`` is not a recording: it was written field by field
-from vLLM's sources, which it names with their commits.
+vLLM does not run on the machines that test this, so ``vllm_wire.json`` is not a recording: it was written field by
+field from vLLM's sources, which it names with their commits.
 """
 
 from __future__ import annotations
