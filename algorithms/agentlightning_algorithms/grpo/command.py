@@ -60,5 +60,5 @@ def export_model(run: Path, out: Path, *, merge: bool = False, which: Which | No
             read_lora(policy.model, source)
         else:
             policy = load_policy(source)
-        (policy.save if merge else policy.save_trained)(scratch)
+        policy.save(scratch, merge=merge)
     return source

@@ -61,12 +61,7 @@ class VLLMBackend:
         return {**names, "endpoint": self.endpoint, "provider": "vllm", **key}
 
     async def start(self, setup: PolicySetup) -> None:
-        """Checks that the server has the model and returns what training needs.
-
-        Raises:
-            ConfigError: the server lacks an option, which the message names.
-            LightningError: the server does not answer.
-        """
+        """Checks that the server has the model and returns what training needs; an error names the missing option."""
         self._model_name = setup.model_name
         served = self.model_entry["model"]
         status, models = await self._request("GET", "/v1/models")
@@ -86,12 +81,7 @@ class VLLMBackend:
         await self._check_logprobs(served)
 
     async def load_weights(self, path: Path, version: int) -> None:
-        """Replaces the weights with those in ``path``; the server does not store the version.
-
-        Raises:
-            ConfigError: the server refuses them.
-            LightningError: the server does not answer.
-        """
+        """Makes the paused server reload its weights; it does not store the version."""
         kwargs = {"weights_path": str(Path.cwd() / path), "is_checkpoint_format": True}
         body = {"method": "reload_weights", "kwargs": kwargs}
         try:

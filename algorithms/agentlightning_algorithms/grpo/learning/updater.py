@@ -130,7 +130,7 @@ class Updater:
         ``caller`` is further state of plain values, which :meth:`load` returns.
         """
         with atomic_directory(directory) as scratch:
-            self.policy.save_trained(scratch)
+            self.policy.save(scratch, merge=False)
             state = {
                 "updates": self.updates,
                 "optimizer": self._optimizer.state_dict(),
