@@ -1,13 +1,13 @@
-"""Trains a model that is made on the spot on a tool-use task, on one GPU, and reports what came of it.
+"""Trains a small new model on a tool-use task on one GPU, and reports rewards and speed.
 
     python examples/gpu/train.py --out runs/gpu            # about 110M parameters, bfloat16, cuda:0
     python examples/gpu/train.py --out runs/tiny --tiny    # a minute on a CPU, the same code
 
-No download: the tokenizer is the demo's, the model begins with random weights and imitates demonstrations that use the
-calculator with the right numbers and a random operator. Which operator a problem asks for is learned by GRPO. It is
-trained twice from the same start: with truncated importance weights between sampler and trainer, which round
-differently in bfloat16, and without. ``OUT/report.json`` and ``OUT/report.md`` have the reward curves, tokens a second,
-and the gap between the log-probabilities of sampler and trainer.
+Nothing is downloaded: the tokenizer is the demo's, and the model starts from random weights and imitates demonstrations
+that use the calculator with the right numbers and a random operator. GRPO then teaches it which operator a problem asks
+for. It is trained twice from the same weights: with truncated importance weights between sampler and trainer, which
+round differently in bfloat16, and without. ``OUT/report.json`` and ``OUT/report.md`` have the reward curves, tokens per
+second, and the gap between the log-probabilities of sampler and trainer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "tiny": {
         "model": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64},
         "warm_start": {"steps": 20, "batch": 8, "lr": 3e-3},
-        # Nothing succeeds here, so that no group has spread; training on them all the same runs every part.
+        # No rollout succeeds here, so no group has spread; keep_flat_groups makes every part run nevertheless.
         "training": {
             "steps": 2,
             "tasks_per_step": 2,
@@ -92,7 +92,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, size: dict[str, Any]) -> Llam
 
 
 def batches(tokenizer: PreTrainedTokenizerFast, batch: int, device: str) -> Iterator[dict[str, torch.Tensor]]:
-    """Yields demonstrations without end, padded on the right, each [batch, tokens of the longest]."""
+    """Yields batches of demonstrations endlessly, padded on the right to [batch, tokens of the longest]."""
     rng = random.Random(0)
     problems = problem_stream("train", 0)
     while True:
@@ -104,7 +104,7 @@ def batches(tokenizer: PreTrainedTokenizerFast, batch: int, device: str) -> Iter
 
 
 def warm_start(directory: Path, size: dict[str, Any], device: str, dtype: torch.dtype) -> dict[str, float]:
-    """Makes the model that GRPO begins with, in ``directory``; returns its size and what making it took."""
+    """Writes the initial model of GRPO to ``directory``; returns its size, loss and training time."""
     torch.manual_seed(0)
     tokenizer = make_tokenizer()
     model: Any = make_model(tokenizer, size["model"])  # transformers annotates `to` as if it took a model
@@ -135,7 +135,7 @@ def warm_start(directory: Path, size: dict[str, Any], device: str, dtype: torch.
 def train(
     name: str, directory: Path, model: Path, size: dict[str, Any], device: str, dtype: str, backend: str
 ) -> dict[str, Any]:
-    """Trains from ``model`` with one of the corrections; returns its curve, step by step."""
+    """Trains from ``model`` with one of the corrections; returns its curve and summary."""
     settings = dict(size["training"])
     update = {"lr": settings.pop("lr"), "betas": (0.9, 0.99), "minibatches": 4, **CORRECTIONS[name]}
     trainer = agl.Trainer(
@@ -179,7 +179,7 @@ def train(
 
 
 def describe(device: str) -> dict[str, str]:
-    """What the figures were measured on."""
+    """Returns the hardware and versions that the figures were measured on."""
     gpu = torch.cuda.get_device_name(device) if device.startswith("cuda") else "none"
     return {
         "gpu": gpu,
@@ -191,7 +191,7 @@ def describe(device: str) -> dict[str, str]:
 
 
 def to_markdown(report: dict[str, Any]) -> str:
-    """The report as a page."""
+    """Formats the report."""
     machine, runs = report["machine"], report["runs"]
     names = list(runs)
     size = f"{report['warm_start']['parameters'] / 1e6:.0f}M parameters, " if "warm_start" in report else ""
@@ -223,17 +223,15 @@ def to_markdown(report: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Makes the model, trains it with and without correction, and writes the report."""
+    """Creates the model, trains it with and without correction, and writes the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory of the runs and the report; must not exist")
-    parser.add_argument("--tiny", action="store_true", help="a model of thousands of weights, for a look on a CPU")
+    parser.add_argument("--tiny", action="store_true", help="a model of thousands of weights, for a check on a CPU")
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--steps", type=int, help="updates of each training")
-    parser.add_argument("--start", type=Path, help="begin with this model, OUT/start of an earlier run")
-    parser.add_argument(
-        "--backend", default="transformers", help="where agents' calls are sampled: or vllm, see README"
-    )
+    parser.add_argument("--start", type=Path, help="start from this model, OUT/start of an earlier run")
+    parser.add_argument("--backend", default="transformers", help="policy backend: transformers or vllm, see README")
     options = parser.parse_args()
     size = SIZES["tiny" if options.tiny else "full"]
     if options.steps:

@@ -33,7 +33,7 @@ def test_the_gpu_script_trains_with_and_without_correction_and_reports_it(tmp_pa
     assert (out / "report.md").read_text() in done.stdout
 
 
-def test_the_wheels_for_a_machine_without_an_index_are_those_that_are_tested() -> None:
+def test_the_wheels_for_offline_machines_are_the_tested_versions() -> None:
     lines = (EXAMPLE / "wheels.txt").read_text().splitlines()
     wheels = [Requirement(line) for line in lines if not line.startswith("#")]
     assert len(wheels) > 10

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-# As Qwen's and the Hermes family's, without their corners.
+# A simplified template of Qwen and the Hermes family.
 CHAT_TEMPLATE = """
 {%- if tools %}<|im_start|>system
 {% for tool in tools %}{{ tool | tojson }}

@@ -134,4 +134,4 @@ class GRPO(GRPOSettings, Algorithm):
 
 def _save_best(session: Session, directory: Path) -> None:
     with atomic_directory(directory / "best") as scratch:
-        session.updater.policy.save_trained(scratch)
+        session.updater.policy.save(scratch, merge=False)

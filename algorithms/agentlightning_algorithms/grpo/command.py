@@ -29,16 +29,10 @@ def export(run_dir: Path, out: Path, merge: bool, which: Which | None) -> None:
 
 
 def export_model(run: Path, out: Path, *, merge: bool = False, which: Which | None = None) -> Path:
-    """Writes the model that a run, finished or still running, trained to a new directory ``out``.
+    """Writes the model of a run, finished or not, to a new directory, and returns the directory that was read.
 
-    Args:
-        run: directory of the run.
-        out: the directory to create.
-        merge: with LoRA, write the whole model with merged weights instead of the adapters.
-        which: ``best`` on the validation set, or ``last``; None: the best, or the last if nothing was evaluated.
-
-    Returns:
-        The directory in the run that was read.
+    ``merge`` writes the whole model instead of LoRA adapters. ``which`` is ``best`` on the validation set or ``last``;
+    None: the best, or the last if nothing was evaluated.
 
     Raises:
         ConfigError: no such model in the run, or ``out`` exists.
@@ -66,5 +60,5 @@ def export_model(run: Path, out: Path, *, merge: bool = False, which: Which | No
             read_lora(policy.model, source)
         else:
             policy = load_policy(source)
-        (policy.save if merge else policy.save_trained)(scratch)
+        policy.save(scratch, merge=merge)
     return source

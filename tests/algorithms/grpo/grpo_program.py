@@ -1,7 +1,7 @@
 """A small training on disk, for tests that kill it: ``python -m tests.algorithms.grpo.grpo_program RUN_DIR STEPS``.
 
-The first start begins the run, every further one resumes it. What the model says to a rollout depends on the rollout's
-id and the weights alone, so that two runs of one key can be compared.
+The first start begins the run, every further one resumes it. The answers to a rollout depend only on the rollout's id
+and the weights, so that two runs with the same key can be compared.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from agentlightning_plugins.demo.training import CHECKPOINT
 
 
 def seeded_agent(task: dict[str, Any], llm: agl.LLM, rollout: agl.Rollout) -> float:
-    """The demo's agent, which says what its luck is to be."""
+    """The demo's agent with a seed that depends on the rollout."""
     seed = int(rollout.rollout_id.removeprefix("ro-")[:8], 16)
     sampling = {**llm.sampling_parameters, "seed": seed}
     return calculator_agent(task, llm.model_copy(update={"sampling_parameters": sampling}))

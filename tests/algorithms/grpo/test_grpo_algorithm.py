@@ -30,7 +30,7 @@ N_TASKS = 8
 
 
 def unreliable_agent(task: dict[str, Any], llm: agl.LLM) -> Any:
-    """The demo's agent, except that every other task goes wrong in a way of its own."""
+    """The demo's agent, which fails on three of four tasks, each in another way."""
     calculator_agent(task, llm)
     if task["index"] % 4 == 0:
         raise LookupError("the tool is down")
@@ -43,7 +43,7 @@ def unreliable_agent(task: dict[str, Any], llm: agl.LLM) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_training_goes_on_whatever_agents_do(tmp_path: Path) -> None:
+def test_training_continues_when_rollouts_fail(tmp_path: Path) -> None:
     store = agl.create_store("memory://")
     trainer = agl.Trainer(
         algorithm={**SETTINGS, "rollout_timeout_s": 2.0}, store=store, trackers=["jsonl"], run_dir=tmp_path
@@ -65,7 +65,7 @@ def test_training_goes_on_whatever_agents_do(tmp_path: Path) -> None:
 
 
 def criticised_agent(task: dict[str, Any], llm: agl.LLM, request: agl.PromptTemplate) -> float:
-    """The demo's agent, and another one that says something about its work; both ask the same model."""
+    """The demo's agent and a critic of its work; both call the same model."""
     names: list[Any] = [{"agent.name": "solver"}, {"agent.name": "critic"}]
     with agl.operation(name="solver", **names[0]):
         reward = calculator_agent(task, llm)
@@ -79,7 +79,7 @@ def criticised_agent(task: dict[str, Any], llm: agl.LLM, request: agl.PromptTemp
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_every_step_publishes_weights_and_explains_its_rows_which_are_those_of_one_agent(tmp_path: Path) -> None:
+def test_every_step_publishes_weights_and_trains_on_the_calls_of_one_agent(tmp_path: Path) -> None:
     store = agl.create_store("memory://")
     gateway = agl.LLMProxy(model_list=[{"model": "other", "endpoint": "http://127.0.0.1:9/v1"}])
     trainer = agl.Trainer(
@@ -109,7 +109,7 @@ def test_every_step_publishes_weights_and_explains_its_rows_which_are_those_of_o
         assert len(trained) == sum(rows)
         answered = {span.attributes["gen_ai.response.id"] for span in calls}
         assert {span.attributes["gen_ai.response.id"] for span in trained} <= answered
-        # The critic's calls are recorded, with tokens, and nothing is learned from them: they have the last word.
+        # The critic's calls, the last of each rollout, are recorded with tokens and not trained on.
         asked_last = {span.rollout_id: span for span in sorted(calls, key=lambda span: span.start_time or 0.0)}
         critics = {span.attributes["gen_ai.response.id"] for span in asked_last.values()}
         assert all(span.attributes[agl.semconv.RESPONSE_TOKEN_IDS] for span in asked_last.values())
@@ -132,7 +132,7 @@ def test_every_step_publishes_weights_and_explains_its_rows_which_are_those_of_o
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_lora_on_merged_rows_one_step_off_trains_and_exports(tmp_path: Path) -> None:
-    """What a large model needs, together: additions only, joined calls, sampling while training, bfloat16, refill."""
+    """Together: LoRA, merged rows, sampling during training, bfloat16, KL in the reward, refilling."""
     store = agl.create_store("memory://")
     run = tmp_path / "run"
     settings = {
@@ -187,7 +187,7 @@ def test_lora_on_merged_rows_one_step_off_trains_and_exports(tmp_path: Path) -> 
         export_model(run, tmp_path / "merged")
 
 
-def test_exporting_from_where_no_model_is_says_what_there_is(tmp_path: Path) -> None:
+def test_exporting_a_missing_model_names_the_models_that_exist(tmp_path: Path) -> None:
     with pytest.raises(agl.ConfigError, match="holds no trained model; it has: none"):
         export_model(tmp_path, tmp_path / "out")
     (tmp_path / "checkpoint").mkdir()

@@ -46,7 +46,7 @@ def test_both_backends_are_components_with_checked_settings() -> None:
         manager.create("policy_backend", {"name": "vllm", "endpont": "x"})
 
 
-async def test_the_transformers_backend_is_a_server_of_its_own(tiny_model: Path, tmp_path: Path) -> None:
+async def test_the_transformers_backend_starts_and_stops_its_own_server(tiny_model: Path, tmp_path: Path) -> None:
     backend = TransformersBackend(prefix_cache_mb=1)
     with pytest.raises(LightningError, match="not running"):
         _ = backend.model_entry
@@ -92,7 +92,7 @@ async def test_vllm_reloads_weights_while_it_is_paused(setup: PolicySetup, weigh
         assert not server.paused
 
 
-async def test_vllm_goes_on_with_the_old_weights_when_new_ones_cannot_be_read(
+async def test_vllm_resumes_with_the_old_weights_when_new_ones_cannot_be_read(
     setup: PolicySetup, tmp_path: Path
 ) -> None:
     async with FakeVLLM() as server:
@@ -113,7 +113,7 @@ async def test_vllm_goes_on_with_the_old_weights_when_new_ones_cannot_be_read(
         ({"token_ids": False}, "return_token_ids"),
     ],
 )
-async def test_a_vllm_server_that_lacks_an_option_is_refused_by_its_name(
+async def test_a_missing_vllm_option_is_an_error_that_names_it(
     setup: PolicySetup, options: dict[str, Any], message: str
 ) -> None:
     async with FakeVLLM(**options) as server:
@@ -127,12 +127,12 @@ async def test_a_vllm_server_with_another_model_is_refused(setup: PolicySetup) -
             await VLLMBackend(endpoint=server.endpoint, served_model="qwen").start(setup)
 
 
-async def test_a_vllm_server_that_is_not_there_is_named(setup: PolicySetup) -> None:
+async def test_an_unreachable_vllm_server_is_an_error_with_its_address(setup: PolicySetup) -> None:
     with pytest.raises(LightningError, match=r"vLLM server at http://127.0.0.1:9/v1 does not answer /v1/models"):
         await VLLMBackend(endpoint="http://127.0.0.1:9/v1").start(setup)
 
 
-async def test_a_vllm_server_that_was_left_paused_goes_on(setup: PolicySetup) -> None:
+async def test_a_vllm_server_that_was_left_paused_is_resumed(setup: PolicySetup) -> None:
     async with FakeVLLM() as server:
         server.paused = True
         await VLLMBackend(endpoint=server.endpoint).start(setup)
@@ -141,7 +141,7 @@ async def test_a_vllm_server_that_was_left_paused_goes_on(setup: PolicySetup) ->
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_tokens_and_logprobs_of_a_vllm_tool_call_are_recorded(stream: bool) -> None:
-    """In the stream most of them come with chunks that say nothing else: the tool parser is still waiting."""
+    """In the stream most of them are in chunks without text, because the tool parser is still waiting."""
     store = agl.InMemoryLightningStore()
     async with FakeVLLM() as server, AsyncOpenAI(api_key="x", base_url="http://unused", max_retries=0) as client:
         model = {"model_name": "policy", "model": "policy", "endpoint": server.endpoint, "provider": "vllm"}
@@ -176,7 +176,7 @@ async def test_tokens_and_logprobs_of_a_vllm_tool_call_are_recorded(stream: bool
 # Publishing through the gateway
 
 
-def test_the_models_of_an_algorithm_take_the_place_of_their_namesakes_only() -> None:
+def test_models_of_an_algorithm_replace_only_models_of_the_same_name() -> None:
     old = {"model_name": "policy", "model": "old", "endpoint": "http://127.0.0.1:9/v1"}
     other = {"model": "other", "endpoint": "http://127.0.0.1:9/v1"}
     new = [{"model": "policy", "endpoint": f"http://127.0.0.1:{port}/v1"} for port in (7, 8)]
@@ -186,7 +186,7 @@ def test_the_models_of_an_algorithm_take_the_place_of_their_namesakes_only() -> 
 
 
 class Recorder:
-    """A backend that notes when its weights change."""
+    """A backend that records when its weights change."""
 
     def __init__(self, *, tells_versions: bool) -> None:
         self.tells_versions = tells_versions
@@ -238,7 +238,7 @@ async def test_calls_are_held_back_only_for_a_backend_that_could_mix_versions(
             await task
             with pytest.raises(ConfigError, match="not these"):
                 await publish_weights(backend, gateway, tmp_path, -1)
-            await call()  # nobody waits for ever after a failure
+            await call()  # calls continue after a failure
             await gateway.flush()
             spans = await store.query_spans(rollout.rollout_id)
             versions = [span.attributes.get("agentlightning.weight_version") for span in spans.items]

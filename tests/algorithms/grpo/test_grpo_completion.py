@@ -73,7 +73,7 @@ def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
         (f"{CALL}\n\nthen {CALL} done", "then done", [("add", {"a": 1, "b": "ü"})] * 2),
     ],
 )
-def test_tool_calls_are_taken_out_of_the_text(text: str, rest: str, calls: list[tuple[str, Any]]) -> None:
+def test_tool_calls_are_removed_from_the_text(text: str, rest: str, calls: list[tuple[str, Any]]) -> None:
     left, found = parse_tool_calls(text)
     assert left == rest
     assert [(call.name, json.loads(call.arguments)) for call in found] == calls
@@ -93,7 +93,7 @@ def test_tool_calls_are_taken_out_of_the_text(text: str, rest: str, calls: list[
         "",
     ],
 )
-def test_what_is_no_call_stays_in_the_text(block: str) -> None:
+def test_invalid_tool_calls_stay_in_the_text(block: str) -> None:
     text = f"<tool_call>{block}</tool_call>"
     assert parse_tool_calls(text) == (text, [])
     left, found = parse_tool_calls(text + CALL)
@@ -111,7 +111,7 @@ def test_an_open_block_stays_in_the_text() -> None:
     "text",
     [f"I add.\n{CALL}\n{CALL} so ", "<tool_call>no</tool_call>  <tool_call", f"a < b <tool {CALL}", " \n x \n"],
 )
-def test_calls_are_found_in_whatever_pieces_the_text_arrives(text: str, step: int) -> None:
+def test_calls_are_found_however_the_text_is_split(text: str, step: int) -> None:
     reader = ToolCallReader()
     pieces = [reader.feed(text[at : at + step]) for at in range(0, len(text), step)]
     said = "".join(said for said, _ in pieces) + reader.finish()
@@ -168,7 +168,9 @@ def test_tools_are_hidden_from_the_model_when_the_choice_is_none(completions: Co
         ({"max_tokens": 90}, "messages", "room for 100 together"),
     ],
 )
-def test_a_bad_field_is_named(completions: Completions, fields: dict[str, Any], param: str, message: str) -> None:
+def test_an_invalid_field_is_named_in_the_error(
+    completions: Completions, fields: dict[str, Any], param: str, message: str
+) -> None:
     def serve() -> None:
         request = chat(**fields)
         completions.sampling_params(request, len(completions.prompt(request).token_ids))
@@ -184,7 +186,7 @@ def test_an_unknown_model_is_not_found() -> None:
     assert (caught.value.status, caught.value.code) == (404, "model_not_found")
 
 
-def test_a_body_that_is_no_json_is_refused() -> None:
+def test_a_body_that_is_not_json_is_refused() -> None:
     with pytest.raises(RequestError, match="Invalid JSON"):
         parse_request(ChatRequest, b"{", "policy")
 
@@ -211,7 +213,7 @@ def test_every_choice_has_its_own_seed(completions: Completions) -> None:
 # Answers
 
 
-def test_an_answer_with_a_tool_call_reads_as_openais(completions: Completions) -> None:
+def test_an_answer_with_a_tool_call_has_openais_format(completions: Completions) -> None:
     request = chat(tools=[TOOL], logprobs=True, return_token_ids=True)
     said = generation(completions, f"I add. {CALL}")
     answer = whole(completions, request, [said])
@@ -247,7 +249,7 @@ def test_text_ends_before_the_stop_string(completions: Completions) -> None:
 
 
 @pytest.mark.parametrize("step", [1, 2, 5, 1000])
-def test_a_stream_says_what_the_whole_answer_says(completions: Completions, step: int) -> None:
+def test_a_stream_has_the_same_content_as_the_whole_answer(completions: Completions, step: int) -> None:
     fields: dict[str, Any] = {"tools": [TOOL], "logprobs": True, "return_token_ids": True, "n": 3, "stop": ["never"]}
     request = chat(stream_options={"include_usage": True}, **fields)
     said = [generation(completions, text) for text in ("plain wörds 🙂 nev", f"I add.\n{CALL} {CALL}", "x never y")]
@@ -296,7 +298,7 @@ def test_text_completions_carry_ids_on_each_choice(completions: Completions) -> 
     assert ["prompt_token_ids" in chunk for chunk in chunks] == [True] + [False] * (len(chunks) - 1)
 
 
-def test_impossible_tokens_are_reported_in_json(completions: Completions) -> None:
+def test_tokens_of_probability_zero_have_a_finite_logprob_in_json(completions: Completions) -> None:
     said = Generation([Token(1, -0.1, [(1, -0.1), (2, float("-inf"))], 0)], "length")
     answer = whole(completions, chat(logprobs=True, top_logprobs=2), [said])
     entries = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]

@@ -45,7 +45,7 @@ def answer(
     return [*prompt.token_ids, *response]
 
 
-def test_what_was_sampled_is_kept_although_the_template_writes_it_otherwise(conversations: Conversations) -> None:
+def test_sampled_tokens_are_reused_although_the_template_renders_them_differently(conversations: Conversations) -> None:
     first = conversations.prompt([ASK], [TOOL])
     message = call('{"a":1,"b":2}')
     said = '<tool_call>{"arguments":{"a":1,"b":2},"name":"add"}</tool_call>'
@@ -60,7 +60,7 @@ def test_what_was_sampled_is_kept_although_the_template_writes_it_otherwise(conv
     assert conversations.counts["drift_template"] == conversations.counts["prompts_continued"] == 1
 
 
-def test_the_same_text_in_other_tokens_is_counted_as_such(
+def test_the_same_text_in_other_tokens_is_counted_as_token_drift(
     conversations: Conversations, tiny_policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = conversations.prompt([ASK], None)
@@ -77,7 +77,7 @@ def test_the_same_text_in_other_tokens_is_counted_as_such(
     assert (counts["drift_tokens"], counts["drift_template"], counts["drift_none"]) == (1, 0, 0)
 
 
-def test_an_answer_that_was_cut_off_is_ended_as_the_template_does(conversations: Conversations) -> None:
+def test_a_cut_off_answer_gets_the_end_that_the_template_writes(conversations: Conversations) -> None:
     first = conversations.prompt([ASK], None)
     known = answer(conversations, first, {"role": "assistant", "content": "thr"}, "thr", end=False)
     prompt = conversations.prompt([ASK, {"role": "assistant", "content": "thr"}, ASK], None)
@@ -107,16 +107,14 @@ def test_every_turn_continues_the_one_before(conversations: Conversations) -> No
         [{"role": "system", "content": "new"}, ASK, {"role": "assistant", "content": "three"}, ASK],
     ],
 )
-def test_a_history_that_was_changed_is_tokenized_as_it_stands(
-    conversations: Conversations, history: list[dict[str, Any]]
-) -> None:
+def test_a_changed_history_is_tokenized_as_a_whole(conversations: Conversations, history: list[dict[str, Any]]) -> None:
     answer(conversations, conversations.prompt([ASK], None), {"role": "assistant", "content": "three"}, "three")
     prompt = conversations.prompt(history, None)
     assert prompt.token_ids == conversations.encode(prompt.text)
     assert (prompt.continued, conversations.counts["prompts_unknown"]) == (0, 1)
 
 
-def test_an_agents_own_words_after_a_known_answer_keep_what_is_known(conversations: Conversations) -> None:
+def test_a_message_that_the_server_did_not_answer_keeps_the_tokens_before_it(conversations: Conversations) -> None:
     first = conversations.prompt([ASK], None)
     known = answer(conversations, first, {"role": "assistant", "content": "three"}, "three ")
     own = {"role": "assistant", "content": "I said so."}
@@ -125,7 +123,9 @@ def test_an_agents_own_words_after_a_known_answer_keep_what_is_known(conversatio
     assert prompt.continued == len(known)
 
 
-def test_a_template_that_rewrites_what_was_before_is_noticed(conversations: Conversations, tiny_policy: Policy) -> None:
+def test_a_template_that_rewrites_earlier_messages_is_detected(
+    conversations: Conversations, tiny_policy: Policy
+) -> None:
     # As templates do that drop the thoughts of earlier turns.
     tiny_policy.tokenizer.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -147,7 +147,7 @@ def test_other_tools_make_another_conversation(conversations: Conversations) -> 
     assert conversations.prompt([ASK, message, ASK], [TOOL]).continued > 0
 
 
-def test_memory_is_bounded_and_what_was_not_used_for_longest_goes(tiny_policy: Policy) -> None:
+def test_memory_is_bounded_by_evicting_the_least_recently_used(tiny_policy: Policy) -> None:
     conversations = Conversations(tiny_policy.tokenizer, tiny_policy.stop_ids, max_tokens=200)
     message = {"role": "assistant", "content": "x" * 20}
     questions = [{"role": "user", "content": f"{i}"} for i in range(10)]

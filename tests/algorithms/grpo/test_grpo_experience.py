@@ -79,7 +79,7 @@ def test_identical_credit_changes_nothing() -> None:
     assert [row.advantage for row in build(batch).rows] == pytest.approx([row.advantage for row in plain.rows])
 
 
-def test_a_reward_that_was_emitted_after_a_call_is_no_credit() -> None:
+def test_a_reward_that_was_emitted_after_a_call_is_not_credit() -> None:
     batch = episodes("a", [1.0, 0.0])
     batch[0] = Episode(batch[0].rollout, 1.0, [triplet(), triplet().model_copy(update={"reward": 9.0})])
     rows = build(batch).rows
@@ -98,7 +98,7 @@ def test_groups_without_spread_give_no_rows_and_are_counted() -> None:
     assert len(kept.rows) == 8
 
 
-def test_a_failed_rollout_counts_as_zero_or_is_left_out_as_the_user_says() -> None:
+def test_a_failed_rollout_counts_as_zero_or_is_left_out_by_setting() -> None:
     failed = Episode(rollout("a", 2, error=AttemptFailure(type="KeyError", message="x")), None, [], "KeyError")
     batch = [*episodes("a", [1.0, 1.0]), failed]
     counted = build(batch)
@@ -152,7 +152,7 @@ def merged(batch: list[Episode], **options: Any) -> list[TrainingRow]:
     return build(batch, ExperienceSettings(rows="trajectories"), **options).rows
 
 
-def test_calls_that_go_on_from_each_other_are_one_row() -> None:
+def test_calls_that_extend_each_other_are_one_row() -> None:
     batch = [Episode(rollout("a", i), reward, conversation(2)) for i, reward in enumerate([1.0, 0.0])]
     row, other = merged(batch)
     assert (row.prompt_ids, row.response_ids, row.mask) == ([0, 1, 2], [10, 20, 99, 11, 21], [1, 1, 0, 1, 1])
@@ -214,7 +214,7 @@ def test_a_penalty_is_taken_from_the_reward_before_it_is_compared() -> None:
     assert experience.metrics["reward_penalty"] == pytest.approx(0.2)
 
 
-def test_conversations_whose_tokens_do_not_go_on_are_counted_by_kind() -> None:
+def test_calls_that_do_not_extend_the_one_before_are_counted_by_kind() -> None:
     first, second = conversation(2)
     messages = [{"role": "user", "content": "q"}]
     answer = [{"role": "assistant", "content": "a"}]
@@ -243,7 +243,7 @@ def test_rewards_are_reported_by_source_of_the_task() -> None:
     assert (described["calls_per_rollout"], described["response_length"]) == (2, 2)
 
 
-def test_each_row_is_explained_by_a_span_in_its_own_attempt() -> None:
+def test_each_row_is_recorded_by_a_span_in_its_own_attempt() -> None:
     experience = build(episodes("a", [1.0, 0.0], calls=1))
     spans = training_spans(experience, step=7)
     assert [span.span_id for span in spans] == [span.span_id for span in training_spans(experience, step=7)]
@@ -285,19 +285,19 @@ def test_tasks_are_drawn_without_repetition_and_as_a_function_of_the_position() 
         ({"sampling": {"seed": 1}}, "seed = 1 would give all rollouts of a task the same answers"),
     ],
 )
-def test_numbers_that_make_no_sense_are_refused(settings: dict[str, Any], complaint: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, Any], complaint: str) -> None:
     with pytest.raises(agl.ConfigError, match=re.escape(complaint)):
         GRPO(**{"model": "nowhere", **settings})
 
 
-def test_the_schedule_spans_the_steps_and_the_temperature_is_that_of_sampling() -> None:
+def test_the_schedule_spans_the_steps_and_the_temperature_comes_from_sampling() -> None:
     algorithm = GRPO(model="nowhere", steps=40, sampling={"temperature": 0.7})
     assert (algorithm.update.total_updates, algorithm.update.temperature) == (40, 0.7)
     assert algorithm.eval_sampling["temperature"] == 0.0
 
 
 @pytest.mark.parametrize(("own", "expected"), [(None, 7), (0, 0), (3, 3)])
-async def test_everything_is_drawn_with_the_runs_seed_unless_it_has_its_own(
+async def test_the_seed_is_the_runs_unless_the_algorithm_has_one(
     own: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened_with: list[Any] = []

@@ -1,4 +1,4 @@
-"""Ways to train that are not the demo's learn the demo's task too."""
+"""Other settings than the demo's also learn the demo's task."""
 
 from __future__ import annotations
 

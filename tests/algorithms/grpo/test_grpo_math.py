@@ -96,11 +96,11 @@ def test_an_advantage_depends_on_its_group_and_not_on_the_order(
 
 
 @given(st.lists(st.floats(-10, 10), min_size=2, max_size=20), st.sampled_from(get_args(Estimator)))
-def test_advantages_of_a_group_add_up_to_nothing(rewards: list[float], estimator: Estimator) -> None:
+def test_advantages_of_a_group_add_up_to_zero(rewards: list[float], estimator: Estimator) -> None:
     assert math.fsum(group_advantages(rewards, ["g"] * len(rewards), estimator)) == pytest.approx(0, abs=1e-6)
 
 
-def test_groups_without_spread_are_told() -> None:
+def test_groups_without_spread_are_found() -> None:
     rewards = [0.1, 0.1, 0.1 + 1e-12, 1, 0, 0.7]
     assert zero_spread_groups(rewards, ["flat", "flat", "flat", "spread", "spread", "single"]) == {"flat", "single"}
     assert group_advantages([0.1, 0.1, 0.1], ["flat"] * 3) == pytest.approx([0, 0, 0], abs=1e-9)
@@ -112,7 +112,7 @@ def test_a_rollout_alone_in_its_group_keeps_its_reward_as_in_verl() -> None:
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
-def test_a_reward_that_is_no_number_is_refused_by_name(reward: float) -> None:
+def test_a_reward_that_is_not_finite_is_refused_with_its_rollout(reward: float) -> None:
     with pytest.raises(ValueError, match=r"rollout 1 \(group 'b'\)"):
         group_advantages([0.0, reward], ["a", "b"])
 
@@ -204,7 +204,7 @@ def test_a_rows_loss_does_not_depend_on_padding_or_other_rows(seed: int, length:
         (5.0, -1.0, 3.0, 0.0, 0, 1),  # held at dual_clip
     ],
 )
-def test_the_surrogate_holds_the_ratio_where_the_papers_say(
+def test_the_surrogate_clips_the_ratio_as_in_the_papers(
     ratio: float, advantage: float, loss: float, slope: float, clipped: int, dual: int
 ) -> None:
     logprob = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
@@ -253,7 +253,7 @@ def test_aggregations_equal_verls(aggregation: Aggregation) -> None:
     assert_equal(ours, VERL[f"agg_{aggregation}"])
 
 
-def test_the_mean_over_rollouts_does_not_depend_on_how_many_rows_each_was_cut_into() -> None:
+def test_the_mean_over_rollouts_does_not_depend_on_their_numbers_of_rows() -> None:
     value_BT, mask_BT = random_batch([3, 2, 4])
     lengths_B = torch.tensor([5.0, 5.0, 4.0], dtype=torch.float64)  # the first two rows are one rollout
     ours = aggregate(value_BT, mask_BT, "rollout-mean", rollout_length_B=lengths_B)
@@ -291,7 +291,7 @@ def test_the_shares_of_a_batch_add_up_to_the_whole(row_lengths: list[int], cut: 
 
 
 @given(lengths, st.data(), st.sampled_from(AGGREGATIONS))
-def test_a_weight_counts_as_so_many_copies_of_the_row(
+def test_a_weight_counts_as_that_many_copies_of_the_row(
     row_lengths: list[int], data: st.DataObject, aggregation: Aggregation
 ) -> None:
     value_BT, mask_BT = random_batch(row_lengths)

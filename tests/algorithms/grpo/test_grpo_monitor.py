@@ -29,7 +29,7 @@ def watched(*steps: dict[str, float]) -> list[list[str]]:
         ({"logprob_gap_max": 2.0}, "log-probabilities 2 apart"),
     ],
 )
-def test_what_looks_bad_is_said_once_in_words(step: dict[str, float], words: str) -> None:
+def test_a_warning_is_returned_once_when_it_begins_to_hold(step: dict[str, float], words: str) -> None:
     first, again, healthy, relapse = watched(step, step, {}, step)
     assert words in first[0]
     assert (len(first), again, healthy) == (1, [], [])
@@ -45,7 +45,7 @@ def test_what_looks_bad_is_said_once_in_words(step: dict[str, float], words: str
         {"logprob_gap_max": 2.0, "staleness": 1.0},  # older weights sampled
     ],
 )
-def test_what_is_no_reason_to_worry_is_not_said(step: dict[str, float]) -> None:
+def test_normal_steps_cause_no_warning(step: dict[str, float]) -> None:
     assert watched(step, step) == [[], []]
 
 
@@ -56,7 +56,7 @@ def test_a_training_reward_that_rises_while_validation_falls_is_a_sign_of_hackin
     assert "rose from 0.40 to 0.70 while the validation reward fell from 0.50 to 0.30" in steps[2][0]
 
 
-def test_a_resumed_watch_remembers_the_beginning() -> None:
+def test_a_resumed_monitor_remembers_the_first_steps() -> None:
     watch = TrainingMonitor()
     for _ in range(3):
         watch.observe(HEALTHY)

@@ -109,14 +109,14 @@ def test_weights_are_copied_in_whole_or_not_at_all(tiny_policy: Policy, tiny_mod
         assert torch.equal(value, before[name]), name
 
 
-def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_model_is_named_in_the_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot load a causal language model from"):
         load_policy(tmp_path)
     with pytest.raises(ConfigError, match="dtype = 'int4'; allowed: float32"):
         load_policy(tmp_path, dtype="int4")
 
 
-def test_a_directory_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_directory_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     target = tmp_path / "checkpoint"
 
     def write(text: str) -> None:
@@ -145,7 +145,7 @@ def test_a_kill_between_the_two_renames_loses_nothing(tmp_path: Path) -> None:
     assert (target / "file").read_text() == "first"
 
 
-def test_what_a_killed_process_had_begun_to_write_is_removed_by_the_next(tmp_path: Path) -> None:
+def test_scratch_directories_of_killed_processes_are_removed(tmp_path: Path) -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()
     dead, alive = tmp_path / f".checkpoint.{ended.pid}.tmp", tmp_path / f".checkpoint.{os.getppid()}.tmp"

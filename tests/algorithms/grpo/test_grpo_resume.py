@@ -1,4 +1,4 @@
-"""A training that is killed with SIGKILL ends like one that is not, and runs no rollout twice that had finished."""
+"""A training killed with SIGKILL ends like an uninterrupted one, and repeats no finished rollout."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def start(directory: Path, log: Path) -> subprocess.Popen[bytes]:
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """Ends the trainer and everything it started, at once; none of them can say goodbye."""
+    """Kills the trainer and all of its children at once."""
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 async def finished(directory: Path) -> dict[str, tuple[str, float | None]]:
-    """Status and end of every rollout there is, by id."""
+    """Status and end of every rollout, by id."""
     if not (directory.parent / f"{directory.name}.db").is_file():
         return {}
     store = agl.create_store(f"sqlite:///{directory.parent}/{directory.name}.db")
@@ -55,7 +55,7 @@ async def finished(directory: Path) -> dict[str, tuple[str, float | None]]:
 
 
 async def rewards(directory: Path) -> list[dict[str, float]]:
-    """What every step earned, in training and in evaluation."""
+    """Rewards of every step, in training and in evaluation."""
     store = agl.create_store(f"sqlite:///{directory.parent}/{directory.name}.db")
     try:
         steps = (await store.query_metrics()).items
@@ -79,7 +79,7 @@ def wait_for(condition: object, process: subprocess.Popen[bytes], log: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_killed_training_ends_as_if_it_had_not_been_killed(tmp_path: Path) -> None:
+def test_a_killed_training_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
     directory, log = tmp_path / "run", tmp_path / "log"
     # Once after the first checkpoint, in the middle of a step's rollouts; once while a checkpoint is written.
     process = start(directory, log)
@@ -130,15 +130,17 @@ def test_a_killed_training_ends_as_if_it_had_not_been_killed(tmp_path: Path) -> 
 
     asyncio.run(check())
     assert len(json.loads((directory / "run.json").read_text())["resumed_at"]) == 2
-    assert not list(directory.glob("*.tmp")), "what the killed process had begun to write is gone"
+    assert not list(directory.glob("*.tmp")), "scratch directories of the killed process are removed"
     assert not list(directory.glob(".*.tmp"))
 
-    # Another one with the same luck, which nobody disturbs; it finds no checkpoint and begins at the beginning.
-    undisturbed = tmp_path / "undisturbed"
-    undisturbed.mkdir()
-    shutil.copy(directory / "run.json", undisturbed)
-    grpo_program.main(undisturbed, STEPS)
-    assert asyncio.run(rewards(directory)) == asyncio.run(rewards(undisturbed))
-    begin, killed, spared = map(weights, (CHECKPOINT, directory / "checkpoint", undisturbed / "checkpoint"))
-    # Batches that are put together differently round differently; other rows would be as far away as the beginning.
-    assert (killed - spared).norm() < 0.02 * (spared - begin).norm()
+    # A run with the same key that is not killed; it finds no checkpoint and starts from the beginning.
+    uninterrupted = tmp_path / "uninterrupted"
+    uninterrupted.mkdir()
+    shutil.copy(directory / "run.json", uninterrupted)
+    grpo_program.main(uninterrupted, STEPS)
+    assert asyncio.run(rewards(directory)) == asyncio.run(rewards(uninterrupted))
+    begin, killed, uninterrupted_weights = map(
+        weights, (CHECKPOINT, directory / "checkpoint", uninterrupted / "checkpoint")
+    )
+    # Other batches round differently; other rows would differ as much as the initial weights.
+    assert (killed - uninterrupted_weights).norm() < 0.02 * (uninterrupted_weights - begin).norm()

@@ -92,7 +92,7 @@ def test_each_row_is_drawn_from_its_own_filtered_distribution(rows: list[Samplin
 
 
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1.0 - 2**-53])
-def test_what_is_filtered_out_is_never_drawn(uniform: float) -> None:
+def test_filtered_tokens_are_never_drawn(uniform: float) -> None:
     logits = torch.tensor([[0.0, 3.0, 2.0, 1.0, 0.0, 0.0]])
     drawn = draw_tokens(logits, [SamplingParams(max_tokens=1, top_k=3)], [uniform])
     assert int(drawn.token_n[0]) in (1, 2, 3)
@@ -138,7 +138,7 @@ def test_rows_of_different_temperatures_share_a_batch(tiny_policy: Policy, sampl
         assert largest_gap(tiny_policy, [prompt], [generation], temperature) <= TOLERANCE
 
 
-def test_a_seeded_request_gets_the_same_response_alone_and_in_a_crowd(sampler: Sampler) -> None:
+def test_a_seeded_request_gets_the_same_response_alone_and_in_a_batch(sampler: Sampler) -> None:
     prompts = random_prompts(12)
     params = [SamplingParams(max_tokens=12, seed=i) for i in range(12)]
     alone = [collect([sampler.submit(p, q)])[0].token_ids for p, q in zip(prompts, params, strict=True)]
@@ -233,7 +233,7 @@ def test_a_swap_waits_for_the_rows_before_it_and_holds_for_those_after(
     assert largest_gap(moved, prompts[8:], collect(after), 1.0) <= TOLERANCE
 
 
-def test_a_version_of_the_weights_is_sampled_alike_whatever_was_sampled_before(
+def test_sampling_from_a_version_of_the_weights_does_not_depend_on_earlier_requests(
     tiny_policy: Policy, tiny_model: Path
 ) -> None:
     def sample(version: int, before: int, greedy: int) -> list[list[int]]:
@@ -293,7 +293,7 @@ def test_a_batch_that_fails_is_answered_and_the_next_one_works(
     assert collect([sampler.submit([1], SamplingParams(max_tokens=1))])
 
 
-def test_closing_cancels_what_is_left(tiny_policy: Policy) -> None:
+def test_closing_cancels_unfinished_requests(tiny_policy: Policy) -> None:
     sampler = Sampler(tiny_policy, max_batch_size=1)
     futures = [sampler.submit([1], SamplingParams(max_tokens=500)) for _ in range(3)]
     sampler.close()
@@ -319,9 +319,7 @@ def turns(count: int) -> list[list[int]]:
     return [[rng.randrange(256) for _ in range(37)] for _ in range(count)]
 
 
-def test_a_prompt_that_begins_like_an_earlier_call_is_not_run_again_and_nothing_else_changes(
-    tiny_policy: Policy, sampler: Sampler
-) -> None:
+def test_a_cached_prefix_is_not_run_again_and_changes_no_result(tiny_policy: Policy, sampler: Sampler) -> None:
     prompts: list[list[int]] = []
     generations: list[Generation] = []
     prompt: list[int] = []
@@ -341,7 +339,7 @@ def test_a_prompt_that_begins_like_an_earlier_call_is_not_run_again_and_nothing_
     assert sampler.statistics["reused_tokens"] == sum(g.cached_tokens for g in [*generations, *again])
 
 
-def test_known_and_unknown_prompts_share_a_batch(tiny_policy: Policy, sampler: Sampler) -> None:
+def test_prompts_with_and_without_cached_prefix_share_a_batch(tiny_policy: Policy, sampler: Sampler) -> None:
     stem = [random.Random(3).randrange(256) for _ in range(64)]
     collect([sampler.submit(stem, SamplingParams(max_tokens=1))])
     prompts = [stem[: 8 * i + 1] + [i] * (5 + i) for i in range(8)] + random_prompts(8)
@@ -351,7 +349,7 @@ def test_known_and_unknown_prompts_share_a_batch(tiny_policy: Policy, sampler: S
     assert largest_gap(tiny_policy, prompts * 2, generations, 1.0) <= TOLERANCE
 
 
-def test_new_weights_forget_what_the_old_ones_computed(
+def test_new_weights_clear_the_prefix_cache(
     tiny_policy: Policy, tiny_model: Path, tmp_path: Path, sampler: Sampler
 ) -> None:
     moved = moved_weights(tiny_model, tmp_path)
@@ -364,7 +362,7 @@ def test_new_weights_forget_what_the_old_ones_computed(
 
 
 @pytest.mark.parametrize("blocks", [0, 1, 3, 8])
-def test_a_small_pool_forgets_and_never_mixes_up(tiny_policy: Policy, blocks: int) -> None:
+def test_a_small_pool_evicts_blocks_and_never_mixes_them_up(tiny_policy: Policy, blocks: int) -> None:
     per_token = 2 * 4 * 32  # keys and values of the tiny model, in bytes, at most
     sampler = Sampler(tiny_policy, max_batch_size=4, seed=0, prefix_cache_bytes=blocks * 16 * per_token * 2)
     rng = random.Random(8)
@@ -387,7 +385,7 @@ def test_weights_that_cannot_be_used_are_refused_without_waiting_for_the_batch(
 # Tokens as they come
 
 
-def test_tokens_are_told_as_they_are_sampled(sampler: Sampler) -> None:
+def test_on_token_gets_tokens_as_they_are_sampled(sampler: Sampler) -> None:
     told: list[Token] = []
     seen_before_the_end: list[int] = []
     future = sampler.submit([1, 2], SamplingParams(max_tokens=30, top_logprobs=2), told.append)

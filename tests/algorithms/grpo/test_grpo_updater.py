@@ -157,7 +157,7 @@ def test_the_gradient_is_that_of_the_formula(tiny_policy: Policy) -> None:
     assert_same_gradients(ours, [p.grad for p in tiny_policy.model.parameters() if p.grad is not None])
 
 
-def test_calls_that_share_their_tokens_are_trained_as_one_row(tiny_policy: Policy) -> None:
+def test_merged_calls_have_the_gradient_of_separate_rows(tiny_policy: Policy) -> None:
     """Two calls, the second of which goes on from the first, as two rows and as one with a mask."""
     calls = [TrainingRow([1, 2, 3], [4, 5], [], 0.7), TrainingRow([1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11], [], -0.4)]
     calls = [
@@ -219,7 +219,7 @@ def test_an_averaging_reference_follows_and_a_frozen_one_stays(tiny_policy: Poli
             torch.testing.assert_close(own, value + share * (now.detach() - value))
 
 
-def test_what_sampler_and_trainer_disagree_on_is_weighed_and_masked(tiny_policy: Policy) -> None:
+def test_tokens_on_which_sampler_and_trainer_disagree_are_weighted_and_masked(tiny_policy: Policy) -> None:
     rows = make_rows(tiny_policy, 6)
     exact = [replace(row, logprobs=score) for row, score in zip(rows, tiny_policy.score(rows), strict=True)]
     wrong = replace(exact[0], logprobs=[v + 5.0 for v in exact[0].logprobs])  # the sampler's was e^5 times likelier
@@ -262,7 +262,7 @@ def test_in_bfloat16_the_weights_stay_in_float32(tiny_policy: Policy) -> None:
     assert exact
 
 
-def test_lora_trains_its_additions_only_and_resumes_to_the_bit(tiny_model: Path, tmp_path: Path) -> None:
+def test_lora_trains_only_its_adapters_and_resumes_bit_identically(tiny_model: Path, tmp_path: Path) -> None:
     def make() -> Policy:
         torch.manual_seed(5)
         policy = load_policy(tiny_model)
@@ -301,7 +301,7 @@ def test_lora_trains_its_additions_only_and_resumes_to_the_bit(tiny_model: Path,
         Updater(other, options).load(tmp_path / "step-2")
 
 
-def test_lora_names_that_no_layer_has_are_refused(tiny_policy: Policy) -> None:
+def test_lora_target_modules_without_a_layer_are_refused(tiny_policy: Policy) -> None:
     with pytest.raises(ConfigError, match="target_modules = 'nonsense'"):
         add_lora(tiny_policy.model, LoraSettings(target_modules="nonsense"))
 
@@ -322,7 +322,7 @@ def test_training_raises_the_probability_of_what_was_rewarded(tiny_policy: Polic
     assert score()[1] < before[1] - 1
 
 
-def test_two_updates_a_checkpoint_and_two_more_are_four_updates_to_the_bit(tiny_model: Path, tmp_path: Path) -> None:
+def test_two_updates_a_checkpoint_and_two_more_equal_four_updates_bit_by_bit(tiny_model: Path, tmp_path: Path) -> None:
     options = UpdateSettings(
         lr=1e-2, minibatches=2, epochs=2, schedule="cosine", total_updates=4, warmup_updates=1, seed=3
     )
@@ -377,7 +377,7 @@ def test_a_save_that_fails_leaves_the_last_checkpoint(
     assert updater.updates == 1
 
 
-def test_loading_from_where_no_checkpoint_is_says_so(tiny_policy: Policy, tiny_model: Path) -> None:
+def test_loading_without_a_checkpoint_is_an_error(tiny_policy: Policy, tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match=r"updater.pt is missing"):
         Updater(tiny_policy).load(tiny_model)
 
@@ -470,7 +470,7 @@ def test_the_learning_rate_follows_its_schedule(options: dict[str, Any], expecte
         ({"reference_decay": 1.5}, "reference_decay = 1.5"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused_by_name(options: dict[str, Any], message: str) -> None:
+def test_invalid_update_settings_are_refused_by_name(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         UpdateSettings(**options)
 
@@ -480,7 +480,7 @@ def test_a_schedule_without_an_end_is_refused(tiny_policy: Policy) -> None:
         Updater(tiny_policy, UpdateSettings(schedule="linear"))
 
 
-def test_settings_of_a_file_are_checked_by_key_and_value() -> None:
+def test_settings_from_a_file_are_checked_by_key_and_value() -> None:
     def read(**given: Any) -> dict[str, Any]:
         return bind_settings(Owner, {"update": given}, "owner")
 
@@ -508,8 +508,6 @@ def test_settings_of_a_file_are_checked_by_key_and_value() -> None:
         (TrainingRow([1], [1, 2], [0.0, 0.0], [1.0]), "2 response tokens but 1 advantages"),
     ],
 )
-def test_rows_that_cannot_be_trained_on_are_refused_by_name(
-    tiny_policy: Policy, row: TrainingRow, message: str
-) -> None:
+def test_invalid_rows_are_refused_by_name(tiny_policy: Policy, row: TrainingRow, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Updater(tiny_policy).update([row])

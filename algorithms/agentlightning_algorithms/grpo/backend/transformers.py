@@ -69,11 +69,7 @@ class TransformersBackend:
             raise LightningError(self._failure("has ended"))
 
     async def start(self, setup: PolicySetup) -> None:
-        """Starts the process and returns when it answers.
-
-        Raises:
-            LightningError: it did not become ready; the message has the end of its log.
-        """
+        """Starts the process and returns when it answers; an error has the end of its log."""
         self._setup = setup
         self._process = process = self._spawn(setup)
         assert process.stdout is not None
@@ -92,12 +88,7 @@ class TransformersBackend:
         raise LightningError(self._failure(problem))
 
     async def load_weights(self, path: Path, version: int) -> None:
-        """Replaces the weights between batches, and returns when they are in use.
-
-        Raises:
-            ConfigError: the weights do not fit; the server keeps the current ones.
-            LightningError: the server does not answer.
-        """
+        """Replaces the weights between batches; if they do not fit, the server keeps the current ones."""
         body = {"path": str(Path.cwd() / path), "version": version}
         status, answer = await self._request("POST", "/weights", body)
         if status != 200:

@@ -56,21 +56,12 @@ class VLLMBackend:
     @property
     def model_entry(self) -> Mapping[str, Any]:
         """The entry in the gateway's model list."""
-        entry: dict[str, Any] = {
-            "model_name": self._model_name,
-            "model": self._served_model or self._model_name,
-            "endpoint": self.endpoint,
-            "provider": "vllm",
-        }
-        return {**entry, "api_key": self._api_key} if self._api_key else entry
+        names = {"model_name": self._model_name, "model": self._served_model or self._model_name}
+        key = {"api_key": self._api_key} if self._api_key else {}
+        return {**names, "endpoint": self.endpoint, "provider": "vllm", **key}
 
     async def start(self, setup: PolicySetup) -> None:
-        """Checks that the server has the model and returns what training needs.
-
-        Raises:
-            ConfigError: the server lacks an option, which the message names.
-            LightningError: the server does not answer.
-        """
+        """Checks that the server has the model and returns what training needs; an error names the missing option."""
         self._model_name = setup.model_name
         served = self.model_entry["model"]
         status, models = await self._request("GET", "/v1/models")
@@ -90,12 +81,7 @@ class VLLMBackend:
         await self._check_logprobs(served)
 
     async def load_weights(self, path: Path, version: int) -> None:
-        """Replaces the weights with those in ``path``; the server does not store the version.
-
-        Raises:
-            ConfigError: the server refuses them.
-            LightningError: the server does not answer.
-        """
+        """Makes the paused server reload its weights; it does not store the version."""
         kwargs = {"weights_path": str(Path.cwd() / path), "is_checkpoint_format": True}
         body = {"method": "reload_weights", "kwargs": kwargs}
         try:
@@ -123,16 +109,9 @@ class VLLMBackend:
         """Samples a token at two temperatures: log-probabilities taken before the temperature are equal."""
         found = []
         for temperature in (1.0, 2.0):
-            body = {
-                "model": served,
-                "prompt": [1, 2, 3],
-                "max_tokens": 1,
-                "temperature": temperature,
-                "seed": 0,
-                "logprobs": 1,
-                "return_token_ids": True,
-            }
-            status, answer = await self._request("POST", "/v1/completions", body)
+            body = {"model": served, "prompt": [1, 2, 3], "max_tokens": 1, "temperature": temperature, "seed": 0}
+            asked = {"logprobs": 1, "return_token_ids": True}
+            status, answer = await self._request("POST", "/v1/completions", {**body, **asked})
             if status != 200:
                 raise ConfigError(f"the vLLM server cannot complete a prompt (status {status}): {_error_text(answer)}")
             choice = answer["choices"][0]

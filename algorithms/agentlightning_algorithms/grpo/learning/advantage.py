@@ -35,12 +35,11 @@ def group_baselines(
     groups_R: Sequence[Hashable],
     estimator: Estimator = "grpo",
     *,
-    epsilon: float = 1e-6,
     tokens_R: Sequence[int] | None = None,
 ) -> list[Baseline]:
     """Returns, for each rollout, the baseline of its group.
 
-    - ``grpo``: advantage (r - mean_g) / (std_g + epsilon), std with n_g - 1 (Shao et al. 2024, DeepSeekMath,
+    - ``grpo``: advantage (r - mean_g) / (std_g + 1e-6), std with n_g - 1 (Shao et al. 2024, DeepSeekMath,
       arXiv:2402.03300, which leaves the divisor of the std open; verl uses n - 1, too).
     - ``dr_grpo``: r - mean_g. Dividing by the std weights tasks by how decided they are (Liu et al. 2025,
       arXiv:2503.20783).
@@ -51,13 +50,12 @@ def group_baselines(
       gradient grows with its length (Hao et al. 2025, arXiv:2505.23585).
 
     A rollout alone in its group cannot be compared. As in verl its advantage is then its own reward (``grpo``: over
-    1 + epsilon), which is plain REINFORCE; :func:`zero_spread_groups` finds such groups.
+    1 + 1e-6), which is plain REINFORCE; :func:`zero_spread_groups` finds such groups.
 
     Args:
         rewards_R: the final reward of each rollout.
         groups_R: the group each rollout belongs to.
         estimator: the formula.
-        epsilon: added to the std, so that a group without spread gets 0 instead of a division by zero.
         tokens_R: how many tokens each rollout sampled, for the last two estimators; None: all count the same.
 
     Raises:
@@ -75,7 +73,7 @@ def group_baselines(
         scale = 1.0
         if estimator == "grpo":
             variance = math.fsum((rewards_R[i] - mean) ** 2 for i in indices) / (n - 1) if n > 1 else 1.0
-            scale = 1.0 / (math.sqrt(variance) + epsilon)
+            scale = 1.0 / (math.sqrt(variance) + 1e-6)
         elif estimator == "rloo" and n > 1:
             scale = n / (n - 1)  # r - (n mean - r) / (n - 1) = (r - mean) n / (n - 1)
         for i in indices:
@@ -95,10 +93,8 @@ def _whiten(rewards_R: Sequence[float], baselines_R: list[Baseline], weight_R: S
     return [Baseline(own + mean, scale) for own, _ in baselines_R]
 
 
-def zero_spread_groups(
-    rewards_R: Sequence[float], groups_R: Sequence[Group], *, tolerance: float = 1e-9
-) -> frozenset[Group]:
-    """Returns the groups without a learning signal: all rewards within ``tolerance``, or only one rollout.
+def zero_spread_groups(rewards_R: Sequence[float], groups_R: Sequence[Group]) -> frozenset[Group]:
+    """Returns the groups without a learning signal: all rewards are equal, or there is only one rollout.
 
     DAPO (Yu et al. 2025, arXiv:2503.14476) drops them: they carry no gradient but dilute a token mean.
 
@@ -107,7 +103,7 @@ def zero_spread_groups(
     """
     members = group_members(rewards_R, groups_R)
     rewards = {group: [rewards_R[i] for i in indices] for group, indices in members.items()}
-    return frozenset(group for group, values in rewards.items() if max(values) - min(values) <= tolerance)
+    return frozenset(group for group, values in rewards.items() if max(values) - min(values) <= 1e-9)
 
 
 def group_members(rewards_R: Sequence[float], groups_R: Sequence[Group]) -> dict[Group, list[int]]:

@@ -56,15 +56,10 @@ async def gather_episodes(
     *,
     retry_before: float | None = None,
 ) -> list[Episode]:
-    """Enqueues rollouts, waits until all have finished, and reads their spans.
+    """Enqueues rollouts, waits until all have finished, and reads their spans after ``flush``.
 
-    Args:
-        store: rollouts that it already has are not run again.
-        adapter: turns the spans of one attempt into triplets.
-        requests: the rollouts to enqueue.
-        flush: awaited before spans are read, so that the gateway's are complete.
-        retry_before: rollouts that failed in an attempt begun before this time are retried once: while the run was
-            down, no server answered their calls.
+    Rollouts that the store already has are not run again, except those that failed in an attempt begun before
+    ``retry_before``: while the run was down, no server answered their calls.
     """
     rollout_ids = [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
     ended = await store.wait_for_rollouts(rollout_ids)

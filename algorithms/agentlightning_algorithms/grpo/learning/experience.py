@@ -74,7 +74,7 @@ def build_experience(
     Args:
         episodes: finished rollouts.
         settings: which calls become rows.
-        max_length: tokens, prompt and response, that the trainer takes.
+        max_length: maximum tokens of a row, prompt and response.
         decode: the tokenizer's; used to classify why the tokens of a call do not extend those of the call before.
         penalty: computes, for every response token of rows, what to subtract from the reward of its rollout.
         oldest_version: calls sampled by older weights are left out.

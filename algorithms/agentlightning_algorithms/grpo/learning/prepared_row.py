@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,27 +23,19 @@ class PreparedRow:
     """A row as tensors over its T sampled tokens."""
 
     row: TrainingRow
+    advantage_T: Tensor
     old_T: Tensor
-    """Log-probabilities that form the denominator of the ratio."""
+    """Log-probabilities in the denominator of the ratio."""
+    log_ratio_T: Tensor
+    """``old_T`` minus the sampler's log-probabilities."""
     reference_T: Tensor | None
+    kept_T: Tensor
+    """1 on tokens that count in the loss."""
+    importance_T: Tensor
     rollout: object
     """Rows with an equal value belong to one rollout."""
-    advantage_T: Tensor = field(init=False)
-    kept_T: Tensor = field(init=False)
-    """1 on tokens that count in the loss."""
-    importance_T: Tensor = field(init=False)
     rollout_length: float = 1.0
     """Tokens that count in all rows of the rollout."""
-
-    def __post_init__(self) -> None:
-        self.old_T = self.old_T.float()
-        self.advantage_T = torch.tensor(self.row.advantages, dtype=torch.float32)
-        self.importance_T = self.kept_T = torch.ones(len(self.old_T))
-
-    @property
-    def log_ratio_T(self) -> Tensor:
-        """Log of the ratio between trainer and sampler, where the trainer computed ``old_T``."""
-        return self.old_T - torch.tensor(self.row.sampled(self.row.logprobs))
 
 
 def prepare_rows(
@@ -53,45 +45,37 @@ def prepare_rows(
     settings: UpdateSettings,
 ) -> list[PreparedRow]:
     """Prepares rows, given one log-probability per response token under the old weights and under the reference."""
-    prepared = [
-        PreparedRow(
-            row,
-            torch.tensor(row.sampled(old_logprobs[i])),
-            None if reference_logprobs is None else torch.tensor(row.sampled(reference_logprobs[i])),
-            i if row.rollout is None else ("rollout", row.rollout),
-        )
-        for i, row in enumerate(rows)
-    ]
+    prepared = []
     lengths: defaultdict[object, float] = defaultdict(float)
-    for row in prepared:
-        if settings.old_logprobs == "trainer":
-            _correct(row, settings)
-        lengths[row.rollout] += row.row.weight * float(row.kept_T.sum())
-    for row in prepared:
-        row.rollout_length = lengths[row.rollout]
+    for i, row in enumerate(rows):
+        old_T = torch.tensor(row.sampled(old_logprobs[i])).float()
+        log_ratio_T = old_T - torch.tensor(row.sampled(row.logprobs))
+        reference_T = None if reference_logprobs is None else torch.tensor(row.sampled(reference_logprobs[i]))
+        advantage_T = torch.tensor(row.advantages, dtype=torch.float32)
+        kept_T, importance_T = _correct(log_ratio_T, settings)
+        rollout = i if row.rollout is None else ("rollout", row.rollout)
+        prepared.append(PreparedRow(row, advantage_T, old_T, log_ratio_T, reference_T, kept_T, importance_T, rollout))
+        lengths[rollout] += row.weight * float(kept_T.sum())
+    for each in prepared:
+        each.rollout_length = lengths[each.rollout]
     return prepared
 
 
-def _correct(row: PreparedRow, settings: UpdateSettings) -> None:
-    """Sets the row's importance weights and trust mask from the difference between sampler and trainer."""
-    log_ratio_1T = row.log_ratio_T[None]
-    mask_1T = torch.ones_like(log_ratio_1T)
-    if settings.trust_mask is not None:
-        row.kept_T = trusted_tokens(
-            log_ratio_1T, mask_1T, settings.trust_mask, lower=settings.trust_lower, upper=settings.trust_upper
-        )[0]
-    if settings.importance_weights is not None:
-        row.importance_T = importance_weights(
-            log_ratio_1T,
-            mask_1T,
-            settings.importance_weights,
-            upper=settings.importance_upper,
-            lower=settings.importance_lower,
-        )[0]
+def _correct(log_ratio_T: Tensor, settings: UpdateSettings) -> tuple[Tensor, Tensor]:
+    """Returns trust mask and importance weights for the difference between sampler and trainer."""
+    s, log_ratio_1T = settings, log_ratio_T[None]
+    ones_1T = kept_1T = importance_1T = torch.ones_like(log_ratio_1T)
+    if s.trust_mask is not None:
+        kept_1T = trusted_tokens(log_ratio_1T, ones_1T, s.trust_mask, lower=s.trust_lower, upper=s.trust_upper)
+    if s.importance_weights is not None:
+        importance_1T = importance_weights(
+            log_ratio_1T, ones_1T, s.importance_weights, lower=s.importance_lower, upper=s.importance_upper
+        )
+    return kept_1T[0], importance_1T[0]
 
 
 def describe_correction(rows: Sequence[PreparedRow], settings: UpdateSettings) -> dict[str, float]:
-    """Returns metrics of the difference between sampler and trainer; empty where the trainer computed no ``old_T``."""
+    """Returns metrics of the difference between sampler and trainer; empty if ``old_T`` is the sampler's."""
     if not rows or settings.old_logprobs != "trainer":
         return {}
     gaps = [float(row.log_ratio_T.abs().max()) for row in rows]

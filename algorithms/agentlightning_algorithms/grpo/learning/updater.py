@@ -47,12 +47,7 @@ _STATE_FILE = "updater.pt"
 
 
 class Updater:
-    """Trains a policy's weights in place: those that require a gradient.
-
-    Attributes:
-        updates: how many updates were made.
-        reference: what the KL penalty is measured from; None without such a penalty.
-    """
+    """Trains the weights of a policy that require a gradient, in place."""
 
     def __init__(self, policy: Policy, settings: UpdateSettings | None = None, *, autocast: bool = False) -> None:
         """Makes the optimizer; with ``autocast``, computes in bfloat16 where that is safe.
@@ -64,7 +59,7 @@ class Updater:
         self.settings = settings = settings or UpdateSettings()
         if settings.schedule != "constant" and settings.total_updates is None:
             raise ConfigError(f"schedule = {settings.schedule!r} needs total_updates, the number of updates it spans.")
-        self.updates = 0
+        self.updates = 0  # made so far
         self._autocast = autocast
         self._parameters = [p for p in policy.model.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(
@@ -135,7 +130,7 @@ class Updater:
         ``caller`` is further state of plain values, which :meth:`load` returns.
         """
         with atomic_directory(directory) as scratch:
-            self.policy.save_trained(scratch)
+            self.policy.save(scratch, merge=False)
             state = {
                 "updates": self.updates,
                 "optimizer": self._optimizer.state_dict(),

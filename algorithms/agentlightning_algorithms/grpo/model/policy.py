@@ -117,10 +117,10 @@ class Policy:
                     scores[i] = [next(remaining) if sampled else 0.0 for sampled in mask]
         return scores
 
-    def save(self, directory: Path) -> None:
-        """Writes weights, configuration and tokenizer for ``from_pretrained``, with LoRA adapters merged."""
+    def save(self, directory: Path, *, merge: bool = True) -> None:
+        """Writes model and tokenizer for ``from_pretrained``; with LoRA merged weights, or else only the adapters."""
         model, state = self.model, None
-        if self.has_lora:
+        if self.has_lora and merge:
             from agentlightning_algorithms.grpo.model.lora import merge_state  # peft, which the server does not need
 
             state = merge_state(model)
@@ -131,17 +131,8 @@ class Policy:
             model.save_pretrained(directory, state_dict=state)
         self.tokenizer.save_pretrained(str(directory))
 
-    def save_trained(self, directory: Path) -> None:
-        """Writes LoRA adapters only, if there are any; else as :meth:`save`."""
-        if not self.has_lora:
-            self.save(directory)
-            return
-        with _quiet():
-            self.model.save_pretrained(directory)
-        self.tokenizer.save_pretrained(str(directory))
-
     def load_trained(self, directory: Path) -> None:
-        """Loads what :meth:`save_trained` wrote; raises a ConfigError if that is of another model or other settings."""
+        """Loads what ``save(merge=False)`` wrote; a ConfigError if that is of another model or other settings."""
         if self.has_lora:
             from agentlightning_algorithms.grpo.model.lora import load_adapter  # as above
 

@@ -175,7 +175,7 @@ def _json(body: Json, *, status: int = 200, headers: dict[str, str] | None = Non
     return web.Response(body=orjson.dumps(body), status=status, headers=headers, content_type="application/json")
 
 
-def _error(status: int, message: str, *, param: str | None = None, code: str | None = None) -> web.Response:
+def _error(status: int, message: str, param: str | None = None, code: str | None = None) -> web.Response:
     kind = "invalid_request_error" if status < 500 else "server_error"
     return _json({"error": {"message": message, "type": kind, "param": param, "code": code}}, status=status)
 
@@ -185,7 +185,7 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     try:
         return await handler(request)
     except RequestError as error:
-        return _error(error.status, str(error), param=error.param, code=error.code)
+        return _error(error.status, str(error), error.param, error.code)
     except web.HTTPException as error:
         return _error(error.status, f"{request.method} {request.path}: {error.reason}")
     # An isolation point: a request that fails must not affect the others.

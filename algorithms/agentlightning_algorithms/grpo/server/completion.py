@@ -210,16 +210,11 @@ class Answer:
         }
 
     def _usage(self, generations: Sequence[Generation]) -> Json:
-        prompt_tokens, sampled = len(self._prompt.token_ids), sum(len(g.token_ids) for g in generations)
-        return {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": sampled,
-            "total_tokens": prompt_tokens + sampled,
-            "prompt_tokens_details": {
-                "cached_tokens": min(generation.cached_tokens for generation in generations),
-                "continued_tokens": self._prompt.continued,
-            },
-        }
+        prompt, sampled = len(self._prompt.token_ids), sum(len(generation.tokens) for generation in generations)
+        cached = min(generation.cached_tokens for generation in generations)
+        details = {"cached_tokens": cached, "continued_tokens": self._prompt.continued}
+        totals = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+        return {**totals, "prompt_tokens_details": details}
 
     def _remember(self, generations: Sequence[Generation]) -> None:
         if self._prompt.digest:
