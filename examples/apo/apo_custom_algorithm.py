@@ -1,17 +1,17 @@
-"""An algorithm of your own: it tries prompts one after the other and names the best.
+"""A custom algorithm that tries prompts one after another and publishes the best.
 
 In three terminals, which may be on three machines:
 
-    agl store                                              # keeps rollouts, spans and prompts, at port 4747
+    agl store                                              # stores rollouts, spans and prompts, at port 4747
     python examples/apo/apo_custom_algorithm.py runner     # runs the agent until Ctrl-C
     python examples/apo/apo_custom_algorithm.py algo       # tries the prompts
 
-The same in one process, without a store to start:
+The same in one process, without a separate store:
 
     python examples/apo/apo_custom_algorithm.py
 
-Needs OPENAI_API_KEY; with OPENAI_BASE_URL and AGL_EXAMPLE_MODEL it works with any OpenAI-compatible endpoint.
-AGL_STORE names another store than http://127.0.0.1:4747.
+It needs OPENAI_API_KEY. OPENAI_BASE_URL and AGL_EXAMPLE_MODEL select another OpenAI-compatible endpoint and model;
+AGL_STORE selects another store than http://127.0.0.1:4747.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PROMPTS = (
 
 @agl.rollout
 async def answer(task: str, prompt_template: agl.PromptTemplate) -> float:
-    """The agent: answers a question, and has its answer judged."""
+    """The agent: answers a question and lets a model judge the answer."""
     async with AsyncOpenAI() as client:
         question = prompt_template.format(any_question=task)
         reply = await client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": question}])
@@ -46,7 +46,7 @@ async def answer(task: str, prompt_template: agl.PromptTemplate) -> float:
 
 
 async def judge(client: AsyncOpenAI, task: str, text: str) -> float:
-    """A reward from 0 to 1, by another model call."""
+    """Returns a reward from 0 to 1, by another model call."""
     request = f"How good is this answer? Say a number from 0 to 10 and nothing else.\nTask: {task}\nAnswer: {text}"
     reply = await client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": request}])
     number = re.search(r"\d+(\.\d+)?", reply.choices[0].message.content or "")
@@ -74,7 +74,7 @@ async def try_prompts(store: agl.LightningStore) -> None:
 
 
 async def serve(role: str) -> None:
-    """One of the roles, against a store that runs elsewhere."""
+    """Runs one of the roles with a store in another process."""
     store = agl.LightningStoreClient(os.environ.get("AGL_STORE", "http://127.0.0.1:4747"), os.environ.get("AGL_TOKEN"))
     try:
         if role == "algo":

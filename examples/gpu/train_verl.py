@@ -1,12 +1,12 @@
-"""The same tool-use task trained by verl, sampled by the rollout backend ``transformers`` or by vLLM.
+"""Trains the tool-use task of train.py with verl, sampled by the rollout backend ``transformers`` or by vLLM.
 
     python examples/gpu/train_verl.py --out runs/verl                            # one GPU, about 110M parameters
     python examples/gpu/train_verl.py --out runs/vllm --engine vllm --gpus 8     # a replica on each of eight
     python examples/gpu/train_verl.py --out runs/tiny --tiny                     # a few minutes on a CPU, the same code
 
-With ``transformers`` it needs neither vLLM nor flash attention; nothing is downloaded. ``OUT/report.json`` and
-``OUT/report.md`` have the reward curve, tokens a second of sampling and training, how busy the GPU was, and the gap
-between the probabilities of sampler and trainer.
+With ``transformers`` it needs neither vLLM nor flash attention, and downloads nothing. ``OUT/report.json`` and
+``OUT/report.md`` contain the reward curve, tokens per second of sampling and training, GPU utilization, and the
+difference between the probabilities of sampler and trainer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ REPORTED = {
     "grad_norm": "actor/grad_norm",
     "optimizer_steps": "optimizer_steps",
 }
-"""What the report calls each of the run's metrics."""
+"""Names in the report, and the run's metrics."""
 
 
 def train(directory: Path, model: Path, size: dict[str, Any], device: str, engine: str, gpus: int) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def train(directory: Path, model: Path, size: dict[str, Any], device: str, engin
     if engine == "vllm":
         tools = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
         config |= {"actor_rollout_ref.rollout.engine_kwargs.vllm": tools}
-    if device == "cuda":  # without flash attention, which has to be built
+    if device == "cuda":  # flash attention would have to be built
         config |= {
             "actor_rollout_ref.model.use_remove_padding": False,
             "actor_rollout_ref.model.enable_gradient_checkpointing": False,
@@ -92,7 +92,7 @@ def train(directory: Path, model: Path, size: dict[str, Any], device: str, engin
 
 
 def to_markdown(report: dict[str, Any]) -> str:
-    """The report as a page: medians over the steps, then each step's reward."""
+    """Formats the report: medians over the steps, then the reward of each step."""
     machine, curve = report["machine"], report["run"]["curve"]
     lines = [
         f"# verl, {report['warm_start']['parameters'] / 1e6:.0f}M parameters, {report['engine']}, "
@@ -115,14 +115,14 @@ def to_markdown(report: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Makes the model unless one is given, trains it, and writes the report."""
+    """Makes the model, trains it, and writes the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory of the run and the report; must not exist")
-    parser.add_argument("--tiny", action="store_true", help="a model of thousands of weights, for a look on a CPU")
+    parser.add_argument("--tiny", action="store_true", help="a model of thousands of weights, for a CPU")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers", help="what samples")
+    parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers", help="inference engine")
     parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--steps", type=int, help="updates")
+    parser.add_argument("--steps", type=int, help="optimizer updates")
     options = parser.parse_args()
     size = SIZES["tiny" if options.tiny else "full"]
     if options.steps:
@@ -131,7 +131,7 @@ def main() -> None:
     torch_device, dtype = ("cuda:0", torch.bfloat16) if options.device == "cuda" else ("cpu", torch.float32)
     report: dict[str, Any] = {"machine": describe(torch_device), "engine": options.engine, "gpus": options.gpus}
     report["warm_start"] = warm_start(options.out / "start", size, torch_device, dtype)
-    torch.cuda.empty_cache()  # the GPU is verl's from here on
+    torch.cuda.empty_cache()  # frees the GPU for verl
     out = options.out.absolute()
     report["run"] = train(out, out / "start", size, options.device, options.engine, options.gpus)
     (options.out / "report.json").write_text(json.dumps(report, indent=2))

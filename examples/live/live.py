@@ -1,13 +1,13 @@
-"""A service that learns from its own traffic, in a minute and without a key.
+"""A service that learns from its own traffic, in a minute and without an API key.
 
-    python examples/live/live.py                     # both, with a store in a file of its own
-    python examples/live/live.py serve --store URL   # or in two terminals, with one store
+    python examples/live/live.py                     # service and learner, with a temporary store
+    python examples/live/live.py serve --store URL   # or in two terminals, with a shared store
     python examples/live/live.py learn --store URL
 
 The service answers questions with an agent whose prompt is tuned; its users rate most answers later. The learner reads
 those ratings and proposes prompts. The first one is broken: the check on recorded questions rejects it. The second is
-better: it is served to a share of the traffic and promoted. The third is worse: it is rolled back by itself.
-The "model" is simulated: it waits as long as one does, and is right as often as its instructions make it.
+better: a share of the traffic gets it, and it is promoted. The third is worse and is rolled back.
+The "model" is simulated, with a realistic delay and an accuracy that depends on its instructions.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ BROKEN = "Think step by step about {topic}: {question}"
 
 @agl.rollout
 async def assistant(task: dict[str, str], prompt: agl.PromptTemplate) -> None:
-    """Answers a question. It does not know how well: that is up to the user."""
+    """Answers a question; the user rates the answer later."""
     text = prompt.format(question=task["question"])
     agl.emit_message(await ask_model(text))
 
 
 async def ask_model(text: str) -> str:
-    """Stands for ``client.chat.completions.create``."""
+    """A stand-in for ``client.chat.completions.create``."""
     await asyncio.sleep(0.03)
     skill = 0.95 if "step by step" in text else 0.25 if "one word" in text else 0.6
     return "a good answer" if random.random() < skill else "a poor answer"
@@ -54,7 +54,7 @@ async def ask_model(text: str) -> str:
 
 
 class Service:
-    """Answers users and prints how it goes."""
+    """Answers users and prints statistics."""
 
     def __init__(self, store: agl.LightningStore, live: agl.LiveResources, runner: agl.LitAgentRunner[Any]) -> None:
         self.store = store
@@ -65,7 +65,7 @@ class Service:
         self.served: dict[str, int] = defaultdict(int)
 
     async def user(self, name: str) -> None:
-        """Asks questions for ever, and rates most answers some time after they came."""
+        """Asks questions until it is cancelled, and rates most answers some time later."""
         async with asyncio.TaskGroup() as later:
             for number in itertools.count():
                 choice = self.live.pick()
@@ -89,7 +89,7 @@ class Service:
         self.ratings[version].append(rating)
 
     async def report(self, began: float) -> None:
-        """Prints what is served, how it is liked and how long it takes; and what the learner says."""
+        """Prints versions, ratings and response times, and the learner's notes."""
         said = 0
         while True:
             history = await read_live_history(self.store)
@@ -113,7 +113,7 @@ class Service:
 
 
 async def serve(url: str, learner: list[str] | None, users: int) -> int:
-    """Serves until the learner that it starts is done; for ever when it starts none."""
+    """Serves until the learner that it starts has ended; without a learner, until it is cancelled."""
     store = agl.create_store(url)
     if await store.get_latest_resources() is None:
         await store.update_resources("assistant", {"prompt": FIRST})
@@ -125,7 +125,7 @@ async def serve(url: str, learner: list[str] | None, users: int) -> int:
             work.append(asyncio.create_task(service.report(time.monotonic())))
             try:
                 code = await run_learner(learner) if learner is not None else await asyncio.Event().wait()
-                await asyncio.sleep(2.5)  # the last version is served for a while, and the last note printed
+                await asyncio.sleep(2.5)  # so that the last version is served and the last note printed
             finally:
                 for task in work:
                     task.cancel()
@@ -140,7 +140,7 @@ async def serve(url: str, learner: list[str] | None, users: int) -> int:
 
 
 async def run_learner(command: list[str]) -> int:
-    """Runs the learner in a process of its own: the service must not wait for it."""
+    """Runs the learner in another process, so that the service does not wait for it."""
     process = await asyncio.create_subprocess_exec(*command)
     try:
         return await process.wait()
@@ -154,17 +154,17 @@ async def run_learner(command: list[str]) -> int:
 
 
 def propose(experience: agl.LiveLearning.Experience) -> Mapping[str, str] | None:
-    """Stands for a model that reads poor answers and edits the prompt, as ``agl.APO(...).propose`` has one do.
+    """A stand-in for a model that reads poor answers and edits the prompt, as in ``agl.APO(...).propose``.
 
-    Not all of its ideas are good ones, which is what trials are for.
+    Not all of its proposals are good, which is why there are trials.
     """
     tried = sum("is checked offline" in note for note in experience.notes)
     return {"prompt": (BROKEN, STEPS, BRIEF)[tried % 3]}
 
 
 def learn(url: str, trials: int, share: float) -> None:
-    """Learns from the service at the other end of the store; its one runner does the offline checks."""
-    logging.getLogger("agentlightning").setLevel(logging.WARNING)  # what it says is printed by the service
+    """Learns from the service that uses the same store; its runner does the offline checks."""
+    logging.getLogger("agentlightning").setLevel(logging.WARNING)  # the service prints its notes
     algorithm = agl.LiveLearning(propose, evidence=40, check_tasks=10, share=share, refresh_s=0.5, max_trials=trials)
     store = agl.create_store(url)
     agl.Trainer(algorithm=algorithm, store=store, strategy="shm", trackers=[]).fit(assistant)
@@ -174,10 +174,10 @@ def learn(url: str, trials: int, share: float) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("role", nargs="?", choices=["both", "serve", "learn"], default="both")
-    parser.add_argument("--store", metavar="URL", help="default is a file that is removed in the end")
-    parser.add_argument("--trials", type=int, default=3, help="candidates after which it ends")
-    parser.add_argument("--share", type=float, default=0.05, help="of the traffic for a version on trial")
-    parser.add_argument("--users", type=int, default=2, help="at once")
+    parser.add_argument("--store", metavar="URL", help="default: a temporary file")
+    parser.add_argument("--trials", type=int, default=3, help="number of candidates")
+    parser.add_argument("--share", type=float, default=0.05, help="share of the traffic for a candidate")
+    parser.add_argument("--users", type=int, default=2, help="concurrent users")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         url = given.store or f"sqlite:///{Path(folder) / 'live.db'}"

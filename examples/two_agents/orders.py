@@ -1,7 +1,7 @@
-"""Two agents that fill orders: a translator puts an order in a code, a clerk fetches what the code says.
+"""Two agents that fill orders: a translator encodes an order, and a clerk fetches what the code means.
 
-An order is a colour and a shape, such as ``red ring``. Nobody tells the translator which word of the code stands for
-what; all it gets is whether the order was filled.
+An order is a colour and a shape, such as ``red ring``. The translator does not know the code; its only feedback is
+whether the order was filled.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ SHAPES = ("ring", "cube", "cone")
 COLOUR_CODES = ("ba", "do", "fe")
 SHAPE_CODES = ("ku", "la", "me")
 MEANING = {**dict(zip(COLOUR_CODES, COLOURS[::-1], strict=True)), **dict(zip(SHAPE_CODES, SHAPES[::-1], strict=True))}
-"""What the clerk takes each word of the code for."""
+"""The meaning of each code word to the clerk."""
 
 CLERK = "clerk"
-"""What the gateway calls the clerk's model."""
+"""The name of the clerk's model at the gateway."""
 CLIENT = OpenAI(api_key="unused", base_url="http://unused", max_retries=0)
 
 
 def split_orders() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """All orders: those to train on, and a third for tests alone, with each colour and each shape once."""
+    """Splits all orders into training orders and a third for tests, which has each colour and each shape once."""
     pairs = itertools.product(range(len(COLOURS)), range(len(SHAPES)))
     seen: list[dict[str, str]] = []
     unseen: list[dict[str, str]] = []
@@ -38,7 +38,7 @@ def split_orders() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
 
 
 def fill_order(task: Mapping[str, str], llm: agl.LLM) -> float:
-    """Works on one order; the reward is 1 if the clerk fetched what was ordered, and 0 otherwise."""
+    """Fills one order; the reward is 1 if the clerk fetched what was ordered, else 0."""
     client = CLIENT.with_options(base_url=llm.get_base_url(), api_key=llm.api_key or "unused")
     code = ask("translator", client, llm.model, task["order"], llm.sampling_parameters)
     fetched = ask("clerk", client, CLERK, code, {"temperature": 0.0, "max_tokens": 4})
@@ -46,7 +46,7 @@ def fill_order(task: Mapping[str, str], llm: agl.LLM) -> float:
 
 
 def ask(agent: str, client: OpenAI, model: str, text: str, sampling: Mapping[str, Any]) -> str:
-    """Lets one of the agents answer; its calls are recorded under its name."""
+    """Calls the model of an agent; the call is recorded under the agent's name."""
     attributes: Any = {"agent.name": agent}
     with agl.operation(name=agent, **attributes):
         completion = client.chat.completions.create(

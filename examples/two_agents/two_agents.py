@@ -2,10 +2,10 @@
 
     python examples/two_agents/two_agents.py --out runs/two_agents
 
-The translator (see orders.py) is trained; the clerk is a model of its own, which stays as it is. Both are reached
-through the gateway, which records the tokens of both; ``agent_match`` says whose calls are learned from. Both models
-are made on the spot: the clerk is taught the code, the translator only that an answer is a word for the
-colour and a word for the shape. Which words it has to find out from rewards.
+The translator (see orders.py) is trained; the clerk has another model that does not change. The gateway serves both and
+records their tokens; ``agent_match`` selects the agent whose calls are trained on. The script makes both models: the
+clerk learns the code, the translator only that an answer is a word for the colour and a word for the shape. It must
+find the right words from rewards.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Example = Callable[[random.Random], tuple[str, str]]
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each word there is."""
+    """A tokenizer with one token per word."""
     words = {word: i for i, word in enumerate((*SPECIAL, *COLOURS, *SHAPES, *MEANING))}
     backend = Tokenizer(models.WordLevel(vocab=words, unk_token="<pad>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -48,7 +48,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(directory: Path, example: Example, seed: int) -> None:
-    """Writes a small transformer that imitates examples: what the user says, and an answer of as many words."""
+    """Trains and saves a small transformer that imitates examples of a request and an answer of as many words."""
     torch.manual_seed(seed)
     rng = random.Random(seed)
     tokenizer = make_tokenizer()
@@ -74,7 +74,7 @@ def make_model(directory: Path, example: Example, seed: int) -> None:
         texts = [f"<user> {said} <end> <assistant> {answer} <end>" for said, answer in pairs]
         input_ids = tokenizer(texts, return_tensors="pt").input_ids
         labels = input_ids.clone()
-        labels[:, :5] = -100  # up to and with <assistant>
+        labels[:, :5] = -100  # up to and including <assistant>
         loss = model(input_ids=input_ids, labels=labels).loss
         optimizer.zero_grad()
         loss.backward()
@@ -83,26 +83,26 @@ def make_model(directory: Path, example: Example, seed: int) -> None:
     tokenizer.save_pretrained(directory)
 
 
-def know_the_code(rng: random.Random) -> tuple[str, str]:
-    """What the clerk is taught: any two words of the code, and what they mean."""
+def code_example(rng: random.Random) -> tuple[str, str]:
+    """An example for the clerk: any two code words and their meaning."""
     code = rng.choices(list(MEANING), k=2)
     return " ".join(code), " ".join(MEANING[word] for word in code)
 
 
-def know_the_form(rng: random.Random) -> tuple[str, str]:
-    """What the translator begins with: to answer with a word for the colour and a word for the shape, whichever."""
+def form_example(rng: random.Random) -> tuple[str, str]:
+    """An example for the translator: any word for the colour and any word for the shape."""
     return f"{rng.choice(COLOURS)} {rng.choice(SHAPES)}", f"{rng.choice(COLOUR_CODES)} {rng.choice(SHAPE_CODES)}"
 
 
 def train(directory: Path, *, seed: int, steps: int) -> dict[str, float]:
-    """Trains in ``directory``.
+    """Makes both models and trains the translator in ``directory``.
 
     Returns:
-        Mean greedy rewards: ``before`` and ``after`` on orders that are not trained on, ``trained`` on those that are.
+        Mean greedy rewards: ``before`` and ``after`` on test orders, ``trained`` on training orders.
     """
     torch.set_num_threads(1)
-    make_model(directory / "translator", know_the_form, seed)
-    make_model(directory / "clerk", know_the_code, seed)
+    make_model(directory / "translator", form_example, seed)
+    make_model(directory / "clerk", code_example, seed)
     seen, unseen = split_orders()
     clerk = TransformersBackend()
     setup = PolicySetup(model=str(directory / "clerk"), model_name=CLERK, directory=directory / "clerk", threads=1)
@@ -137,7 +137,7 @@ def train(directory: Path, *, seed: int, steps: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Makes both models, trains the translator, and says what it has learned."""
+    """Trains and prints the rewards."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory of the models and the run; must not exist")
     parser.add_argument("--seed", type=int, default=0)
@@ -145,8 +145,8 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True)
     result = train(options.out, seed=options.seed, steps=options.steps)
-    print(f"orders that were trained on: reward {result['trained']:.2f} in the end")
-    print(f"orders that were not: reward {result['before']:.2f} before, {result['after']:.2f} after")
+    print(f"training orders: reward {result['trained']:.2f} after training")
+    print(f"test orders: reward {result['before']:.2f} before training, {result['after']:.2f} after")
 
 
 if __name__ == "__main__":

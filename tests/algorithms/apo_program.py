@@ -1,4 +1,4 @@
-"""A search that a test kills, in a process of its own: arguments are the run's directory and the endpoint."""
+"""A search in a process that a test kills; arguments are the run's directory and the endpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.algorithms import prompt_lab
 
 
 def search(directory: Path, endpoint: str) -> tuple[str, list[list[Any]]]:
-    """Begins the search or goes on with it, and returns the best prompt and the lineage with scores."""
+    """Starts or resumes the search and returns the best prompt and the lineage with scores."""
     from openai import AsyncOpenAI
 
     apo = agl.APO(
@@ -26,7 +26,7 @@ def search(directory: Path, endpoint: str) -> tuple[str, list[list[Any]]]:
     directory.parent.mkdir(exist_ok=True)
     trainer = agl.Trainer(
         algorithm=apo,
-        store=agl.SqliteLightningStore(directory.parent / "store.db", lease_s=2.0),  # seen as dead soon after a kill
+        store=agl.SqliteLightningStore(directory.parent / "store.db", lease_s=2.0),  # so that a kill is noticed soon
         strategy="shm",
         tracer="dummy",
         trackers=[],

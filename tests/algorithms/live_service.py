@@ -1,6 +1,6 @@
-"""A service to learn from, for the tests of live learning: the quality of its answers is written in its prompt.
+"""A service for tests of live learning: its prompt states the quality of its answers.
 
-Nothing in it is drawn by chance that differs from run to run: rewards depend on the task, versions on a seed.
+It is repeatable: rewards depend on the task, and versions on a seed.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from agentlightning.types import Rollout
 GOOD, WORSE = "quality 0.95", "quality 0.2"
 BEGIN = "quality 0.6"
 GOLDEN = 0.6180339887498949
-"""Its multiples spread evenly over [0, 1), wherever one begins to count."""
+"""Its multiples modulo 1 spread evenly over [0, 1) from any start."""
 
 
 @agl.rollout
 async def answer(task: dict[str, Any], prompt: agl.PromptTemplate) -> float | None:
-    """Earns 1 on the share of tasks that its prompt names, 0 on the others; ``late`` tasks say nothing yet."""
+    """Earns 1 on the share of tasks that its prompt states, else 0; ``late`` tasks get no reward yet."""
     if "broken" in prompt.template:
         raise RuntimeError("no such tool")
     if task.get("late"):
@@ -33,7 +33,7 @@ async def answer(task: dict[str, Any], prompt: agl.PromptTemplate) -> float | No
 
 
 class Service:
-    """Serves tasks one after the other, asking ``live`` for the version of each."""
+    """Serves tasks one after another, each with the version that ``live`` picks."""
 
     def __init__(
         self, store: agl.LightningStore, live: agl.LiveResources, runner: agl.LitAgentRunner[Any], pause_s: float
@@ -41,13 +41,13 @@ class Service:
         self.store = store
         self.live = live
         self.served: Counter[str] = Counter()
-        """How many tasks were given to each version."""
+        """Number of tasks by version."""
         self._runner = runner
         self._pause_s = pause_s
         self._numbers = itertools.count()
 
     async def serve(self, n: int | None = None, **task: Any) -> list[Rollout]:
-        """Serves ``n`` tasks, or goes on until it is cancelled."""
+        """Serves ``n`` tasks, or until it is cancelled."""
         rollouts = []
         for _ in itertools.count() if n is None else range(n):
             choice = self.live.pick()
@@ -72,7 +72,7 @@ async def serving(store: agl.LightningStore, pause_s: float = 0.002, **settings:
 
 @contextlib.asynccontextmanager
 async def running(*work: Any) -> AsyncIterator[list[asyncio.Task[Any]]]:
-    """Has coroutines run in the background until the block ends; what one of them raised is raised then."""
+    """Runs coroutines in the background until the block ends, and then raises their errors."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         yield tasks
@@ -86,9 +86,9 @@ async def running(*work: Any) -> AsyncIterator[list[asyncio.Task[Any]]]:
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    """Waits for what no event tells of."""
+    """Waits for a condition that has no event."""
     async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 # as the docstring says
+        while not condition():  # noqa: ASYNC110 # there is no event
             await asyncio.sleep(0.02)
 
 

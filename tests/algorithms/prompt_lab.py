@@ -1,4 +1,4 @@
-"""A task whose best prompt is known, and a scripted critic and editor that can find it."""
+"""A task with a known best prompt, and a scripted critic and editor that can find it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest
 
 SEED = "Answer the question: {question}"
 WORTH = {"RULE-A": 0.5, "RULE-B": 0.25, "RULE-C": 0.25, "TRAP-D": -0.5, "TRAP-E": -0.25}
-"""What each phrase in a prompt adds to the reward. A trap alone is never below 0."""
+"""Reward of each phrase in a prompt; the sum is never below 0."""
 BEST = {"RULE-A", "RULE-B", "RULE-C"}
 TRAIN = [{"question": f"train {number}", "seconds": 0.0} for number in range(40)]
 VAL = [{"question": f"val {number}", "seconds": 0.0} for number in range(6)]
 
 
 class Server:
-    """A scripted server in a thread of its own, because a trainer has a loop of its own."""
+    """A scripted server in a thread, because the trainer runs its own event loop."""
 
     def __init__(self, script: Script) -> None:
         self.scripted = ScriptedOpenAI(script)
@@ -46,12 +46,12 @@ def phrases(text: str) -> set[str]:
 
 
 def worth(text: str) -> float:
-    """What a prompt earns on every task."""
+    """The reward of a prompt on every task."""
     return max(sum(WORTH[phrase] for phrase in phrases(text)), 0.0)
 
 
 def agent(task: Mapping[str, Any], prompt: agl.PromptTemplate) -> float:
-    """An agent whose reward is known; it calls no model."""
+    """An agent with a known reward that calls no model."""
     filled = prompt.format(question=task["question"])
     assert str(task["question"]) in filled
     time.sleep(task["seconds"])
@@ -59,7 +59,7 @@ def agent(task: Mapping[str, Any], prompt: agl.PromptTemplate) -> float:
 
 
 def prompt_in(request: RecordedRequest) -> str:
-    """The prompt that critic or editor is asked about."""
+    """The prompt in a request to critic or editor."""
     found = re.search(r"<prompt[^>]*>\n(.*?)\n</prompt>", request.body["messages"][0]["content"], re.DOTALL)
     assert found is not None
     return found[1]
@@ -70,7 +70,7 @@ def is_critic(request: RecordedRequest) -> bool:
 
 
 def criticise(request: RecordedRequest) -> str:
-    """A phrase that the prompt lacks; which one depends on the rollouts, which the critique names."""
+    """Names a phrase that the prompt lacks, chosen by a hash of the rollouts."""
     missing = sorted(set(WORTH) - phrases(prompt_in(request)))
     digest = hashlib.blake2b(_questions(request).encode(), digest_size=4).digest()
     fault = f"it lacks {missing[int.from_bytes(digest) % len(missing)]}" if missing else "nothing is wrong"
@@ -78,19 +78,19 @@ def criticise(request: RecordedRequest) -> str:
 
 
 def edit(request: RecordedRequest) -> str:
-    """The prompt with the phrase of the critique."""
+    """Adds the phrase of the critique to the prompt."""
     asked = request.body["messages"][0]["content"]
     lacking = re.search(r"it lacks ([A-Z]+-[A-E])", asked)
     return f"<prompt>\n{prompt_in(request)}" + (f"\n{lacking[1]}" if lacking else "") + "\n</prompt>"
 
 
 def critic_and_editor(request: RecordedRequest) -> Answer:
-    """The script: deterministic in what is asked."""
+    """The script; its answers depend only on the request."""
     return Answer(criticise(request) if is_critic(request) else edit(request))
 
 
 def client(server: ScriptedOpenAI) -> Any:
-    """For critic and editor."""
+    """The client for critic and editor."""
     from openai import AsyncOpenAI
 
     return AsyncOpenAI(base_url=server.endpoint, api_key="any", max_retries=0)

@@ -1,4 +1,4 @@
-"""Algorithms from functions: what ``tracker`` records."""
+"""Algorithms from functions, and the metrics that ``tracker`` records."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def run(algorithm: Any, strategy: str = "shm") -> dict[int, dict[str, float]]:
 
 
 @pytest.mark.parametrize("strategy", ["shm", "cs"])
-def test_a_sync_function_logs_and_it_is_stored_at_once(strategy: str) -> None:
+def test_metrics_of_a_sync_function_are_stored_at_once(strategy: str) -> None:
     @agl.algo
     def algorithm(tracker: Any, store: agl.LightningStore) -> None:
         tracker.log(1, {"reward": 0.5})
@@ -40,7 +40,7 @@ def test_an_async_function_logs_with_and_without_await() -> None:
     assert run(algorithm) == {1: {"reward": 0.5}, 2: {"reward": 0.75}, 3: {"reward": 1.0}}
 
 
-def test_what_cannot_be_stored_fails_the_run_even_when_nobody_awaits_it() -> None:
+def test_metrics_that_cannot_be_stored_fail_the_run_even_if_they_are_not_awaited() -> None:
     @agl.algo
     async def algorithm(tracker: Any) -> None:
         tracker.log(1, {"reward": "high"})
@@ -49,7 +49,7 @@ def test_what_cannot_be_stored_fails_the_run_even_when_nobody_awaits_it() -> Non
         run(algorithm)
 
 
-def test_the_function_stays_callable_and_a_subclass_of_algorithm_works_alike() -> None:
+def test_the_function_stays_callable_and_a_subclass_of_algorithm_works_the_same() -> None:
     @agl.algo
     def doubled(store: Any = None, factor: int = 2) -> int:
         return 21 * factor

@@ -141,7 +141,7 @@ def test_rollouts_that_fail_or_time_out_count_as_zero() -> None:
             await asyncio.sleep(60)
         return 1.0
 
-    with Server([Answer("no prompt")]) as server:  # so that nothing but the seed is tried on validation tasks
+    with Server([Answer("no prompt")]) as server:  # so that only the seed runs on validation tasks
         apo = make(server, beam_rounds=1, rollout_batch_timeout=3.0)
         store = train(apo, fragile, val_dataset=VAL[:4])
     assert apo.history[0].full_score == 0.5
@@ -216,7 +216,7 @@ def test_an_edit_that_loses_a_placeholder_is_repaired_or_dropped() -> None:
         messages = request.body["messages"]
         if is_critic(request):
             return critic_and_editor(request)
-        repairs = "RULE-A" in edit(request)  # only this child listens when it is told what it broke
+        repairs = "RULE-A" in edit(request)  # only this child is repaired when asked
         if len(messages) == 3 and repairs:
             assert "it lost the placeholders {question}" in messages[2]["content"]
             return Answer(edit(request))
@@ -228,7 +228,7 @@ def test_an_edit_that_loses_a_placeholder_is_repaired_or_dropped() -> None:
     assert [phrases(each.prompts["prompt"].template) for each in apo.history] == [set(), {"RULE-A"}]
 
 
-def test_a_failing_model_call_is_tried_again_and_then_skipped() -> None:
+def test_a_failing_model_call_is_retried_and_then_skipped() -> None:
     seen: dict[bytes, int] = {}
 
     def flaky(request: RecordedRequest) -> Answer:
@@ -245,7 +245,7 @@ def test_a_failing_model_call_is_tried_again_and_then_skipped() -> None:
         refused = [r for r in server.requests if is_critic(r) and "train 5" in r.body["messages"][0]["content"]]
     assert phrases(apo.get_best_prompt().template) == BEST
     assert refused
-    assert all(seen[request.raw] == 1 for request in refused), "what was refused is not asked again"
+    assert all(seen[request.raw] == 1 for request in refused), "a refused call is not retried"
 
 
 def test_when_no_model_call_succeeds_the_run_fails_and_keeps_the_seed() -> None:
@@ -278,7 +278,7 @@ def test_a_budget_ends_the_search(server: ScriptedOpenAI, budget: dict[str, Any]
     else:
         largest = 1000  # tokens of a call; two were in flight when the limit was reached
         assert 3000 <= apo.budget.tokens <= 3000 + 2 * largest
-    assert all(each.batch_score is not None for each in apo.history[1:]), "what was paid for is evaluated"
+    assert all(each.batch_score is not None for each in apo.history[1:]), "paid candidates are evaluated"
 
 
 def test_patience_ends_the_search(server: ScriptedOpenAI) -> None:
@@ -288,7 +288,7 @@ def test_patience_ends_the_search(server: ScriptedOpenAI) -> None:
     assert phrases(apo.get_best_prompt().template) == BEST
 
 
-def test_without_an_initial_validation_the_seed_is_tried_with_its_children_only(server: ScriptedOpenAI) -> None:
+def test_without_an_initial_validation_the_seed_runs_with_its_children_only(server: ScriptedOpenAI) -> None:
     apo = make(server, run_initial_validation=False, beam_rounds=1)
     store = train(apo)
     assert apo.history[0].full_score is None
@@ -337,12 +337,12 @@ def test_all_candidates_of_a_round_run_at_once() -> None:
     assert met.is_set()
 
 
-def test_a_child_is_tried_while_others_are_still_being_made(server: ScriptedOpenAI) -> None:
+def test_a_child_runs_while_others_are_still_being_made(server: ScriptedOpenAI) -> None:
     tried = threading.Event()
     seen: list[bool] = []
 
     async def holding(task: Any, prompt: agl.PromptTemplate) -> float:
-        """One rollout that a child is made of does not end before another child is tried."""
+        """Holds back one rollout of a child until another child runs."""
         if phrases(prompt.template):
             tried.set()
         elif not seen and task["question"].startswith("train"):
@@ -394,7 +394,7 @@ def test_wrong_settings_are_refused(server: ScriptedOpenAI, settings: dict[str, 
         ({"prompt": "{a.b}"}, {}, "not a plain name"),
     ],
 )
-def test_what_cannot_be_tuned_is_refused_before_anything_runs(
+def test_a_run_without_a_tunable_prompt_is_refused_before_any_call(
     server: ScriptedOpenAI, resources: Any, settings: dict[str, Any], complaint: str
 ) -> None:
     with pytest.raises(agl.ConfigError, match=complaint):
@@ -402,7 +402,7 @@ def test_what_cannot_be_tuned_is_refused_before_anything_runs(
     assert server.requests == []
 
 
-def test_without_a_key_it_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_about_a_missing_key_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     with pytest.raises(agl.ConfigError, match="set OPENAI_API_KEY"):
         train(agl.APO())

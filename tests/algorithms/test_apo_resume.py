@@ -1,4 +1,4 @@
-"""A search that is killed again and again ends as one that was not, and pays for no recorded call twice."""
+"""A search that is killed repeatedly ends as an undisturbed one and repeats no recorded call."""
 
 from __future__ import annotations
 
@@ -23,74 +23,74 @@ from tests.algorithms.prompt_lab import BEST, Server, critic_and_editor, phrases
 REPO = Path(__file__).parents[2]
 Found: TypeAlias = tuple[str, list[list[Any]]]
 CALLS = 48
-"""That the program makes when nobody kills it: 3 rounds of 8 critiques and 8 edits."""
+"""Calls of an undisturbed search: 3 rounds of 8 critiques and 8 edits."""
 
 
-class Till:
-    """Numbers every call, so that the ledger tells which of them it has recorded."""
+class CallCounter:
+    """Numbers every call, so that the cache shows which ones it has recorded."""
 
     def __init__(self) -> None:
         self.questions: list[str] = []
-        """A hash of what was asked, by the number of the call."""
+        """Hash of each request, by the number of the call."""
 
     def __call__(self, request: RecordedRequest) -> Answer:
         messages = json.dumps(request.body["messages"])
-        asked = re.sub(r"\[call \d+\]", "", messages)  # an editor is told the critique with the number of its call
+        asked = re.sub(r"\[call \d+\]", "", messages)  # a critique contains the number of its call
         self.questions.append(request.body["model"] + hashlib.blake2b(asked.encode(), digest_size=8).hexdigest())
         answer = critic_and_editor(request)
         return Answer(f"{answer.content} [call {len(self.questions) - 1}]", delay_s=0.03)
 
     def recorded(self, directory: Path) -> set[int]:
-        """The numbers of the calls in the ledger."""
+        """The numbers of the calls in the cache."""
         file = directory / "llm_calls.jsonl"
         lines = file.read_text().splitlines() if file.exists() else []
         found = [re.search(r"\[call (\d+)\]", line) for line in lines]
         return {int(match[1]) for match in found if match is not None}
 
 
-def kill_at(point: int, delay_s: float, directory: Path, endpoint: str, till: Till) -> set[int]:
+def kill_at(point: int, delay_s: float, directory: Path, endpoint: str, counter: CallCounter) -> set[int]:
     """Kills the program after so many calls and a while; returns the calls that were recorded by then."""
     program = [sys.executable, "-m", "tests.algorithms.apo_program", str(directory), endpoint]
     deadline = time.monotonic() + 300
     with subprocess.Popen(program, cwd=REPO, env={**os.environ, "PYTHONPATH": str(REPO)}) as process:
         try:
-            while len(till.questions) < point and process.poll() is None:
+            while len(counter.questions) < point and process.poll() is None:
                 assert time.monotonic() < deadline
                 time.sleep(0.002)
             time.sleep(delay_s)
         finally:
             process.send_signal(signal.SIGKILL)
-    return till.recorded(directory)
+    return counter.recorded(directory)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    till = Till()
-    with Server(till) as server:
+    counter = CallCounter()
+    with Server(counter) as server:
         found = search(tmp_path_factory.mktemp("whole") / "run", server.endpoint)
-    assert len(till.questions) == CALLS
+    assert len(counter.questions) == CALLS
     assert phrases(found[0]) == BEST
     return found
 
 
 def check(undisturbed: Found, directory: Path, points: list[tuple[int, float]]) -> None:
-    till = Till()
+    counter = CallCounter()
     recorded: set[int] = set()
-    with Server(till) as server:
-        lives: list[tuple[int | None, float]] = [*points, (None, 0.0)]
-        for point, delay_s in lives:
-            paid = {till.questions[number] for number in recorded}
-            known = len(till.questions)
+    with Server(counter) as server:
+        starts: list[tuple[int | None, float]] = [*points, (None, 0.0)]
+        for point, delay_s in starts:
+            paid = {counter.questions[number] for number in recorded}
+            known = len(counter.questions)
             if point is None:
                 assert search(directory, server.endpoint) == undisturbed
             else:
-                recorded = kill_at(point, delay_s, directory, server.endpoint, till)
-            assert paid.isdisjoint(till.questions[known:]), "a recorded call was paid for twice"
-    assert len(till.recorded(directory)) == CALLS
+                recorded = kill_at(point, delay_s, directory, server.endpoint, counter)
+            assert paid.isdisjoint(counter.questions[known:]), "a recorded call was made again"
+    assert len(counter.recorded(directory)) == CALLS
 
 
 @pytest.mark.slow
-def test_killed_at_three_points_it_finds_the_same_and_pays_for_no_recorded_call_twice(
+def test_a_search_killed_at_three_points_finds_the_same_and_repeats_no_recorded_call(
     undisturbed: Found, tmp_path: Path
 ) -> None:
     draw = random.Random(7)
@@ -101,6 +101,6 @@ def test_killed_at_three_points_it_finds_the_same_and_pays_for_no_recorded_call_
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(20))
-def test_killed_at_a_random_point_it_finds_the_same(undisturbed: Found, tmp_path: Path, seed: int) -> None:
+def test_a_search_killed_at_a_random_point_finds_the_same(undisturbed: Found, tmp_path: Path, seed: int) -> None:
     draw = random.Random(f"soak {seed}")
     check(undisturbed, tmp_path / "run", [(draw.randrange(1, CALLS), draw.random() * 0.3)])

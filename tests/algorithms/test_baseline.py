@@ -1,4 +1,4 @@
-"""The dry run: what it queues, prints and counts."""
+"""The dry run: its queue, log and metrics."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def metrics(store: agl.LightningStore) -> list[dict[str, float]]:
     return [dict(metrics.values) for metrics in asyncio.run(store.query_metrics()).items]
 
 
-def test_each_epoch_says_mean_median_success_rate_and_errors_by_type() -> None:
+def test_each_epoch_reports_mean_median_success_rate_and_errors_by_type() -> None:
     first, second = metrics(run(agl.Baseline(n_epochs=2), TASKS[:5], TASKS[5:]))
     assert first == {**second, "progress": 0.5}
-    assert first["reward"] == pytest.approx(sum(range(7)) / 100), "what failed counts as 0, whatever it emitted"
+    assert first["reward"] == pytest.approx(sum(range(7)) / 100), "failures count as 0, whatever they emitted"
     assert first["reward_median"] == pytest.approx(0.15)
     assert first["train_reward"] == pytest.approx(0.2)
     assert first["val_reward"] == pytest.approx(0.22)
@@ -68,7 +68,7 @@ def test_validation_data_alone_is_split_as_well_and_two_datasets_are_not() -> No
     assert [rollout.mode for rollout in both] == ["train", "train", "val"]
 
 
-def test_no_more_rollouts_are_queued_than_may_be() -> None:
+def test_at_most_max_queue_length_rollouts_are_in_flight() -> None:
     running, most = 0, 0
     lock = threading.Lock()
 
@@ -100,7 +100,7 @@ def test_it_waits_for_events_and_not_for_the_polling_interval() -> None:
         ("none", "succeeded: reward 0.3", "agentlightning.annotation"),
     ],
 )
-def test_what_it_prints(verbosity: Any, shown: str, hidden: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_span_verbosity_sets_the_log(verbosity: Any, shown: str, hidden: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "agentlightning"):
         run(agl.Baseline(span_verbosity=verbosity), TASKS)
     assert shown in caplog.text
@@ -112,7 +112,7 @@ def test_what_it_prints(verbosity: Any, shown: str, hidden: str, caplog: pytest.
     ) in caplog.text
 
 
-def test_it_says_that_it_waits(caplog: pytest.LogCaptureFixture) -> None:
+def test_it_logs_that_it_waits(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "agentlightning"):
         run(agl.Baseline(polling_interval=0.05), TASKS[:1], agent=lambda task: time.sleep(0.5))
     assert "waiting for 1 rollouts" in caplog.text

@@ -1,4 +1,4 @@
-"""gepa over the same store, agents and budgets as APO."""
+"""GEPA with the same store, agents and budgets as APO."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.algorithms.prompt_lab import BEST, SEED, TRAIN, VAL, WORTH, Server, a
 
 
 def reflect(request: RecordedRequest) -> Answer:
-    """The instructions with one phrase more, which depends on the examples."""
+    """Adds one phrase to the instructions, which depends on the examples."""
     asked = request.body["messages"][0]["content"]
     found = re.search(r"```\n(.*?)\n```", asked, re.DOTALL)
     assert found is not None
@@ -53,7 +53,7 @@ def train(gepa: Any, agent: Any = agent, resources: Any = None, **settings: Any)
     return store
 
 
-def test_it_finds_the_best_prompt_and_gives_results_as_apo_does(server: ScriptedOpenAI) -> None:
+def test_it_finds_the_best_prompt_and_has_the_results_of_apo(server: ScriptedOpenAI) -> None:
     gepa = make(server, target_score=1.0)
     store = train(gepa)
     assert phrases(gepa.get_best_prompt().template) == BEST
@@ -69,7 +69,7 @@ def test_it_finds_the_best_prompt_and_gives_results_as_apo_does(server: Scripted
     assert last["model_calls"] == len(server.requests)
 
 
-def test_a_budget_of_calls_and_one_of_rollouts_end_it(server: ScriptedOpenAI) -> None:
+def test_a_budget_of_calls_or_rollouts_ends_the_search(server: ScriptedOpenAI) -> None:
     gepa = make(server, max_calls=2)
     train(gepa)
     assert len(server.requests) == 2
@@ -89,7 +89,7 @@ def test_the_same_seed_gives_the_same_lineage(server: ScriptedOpenAI) -> None:
     assert lineage(1) == lineage(1) != lineage(2)
 
 
-def test_it_is_resumed_without_paying_or_running_again(server: ScriptedOpenAI, tmp_path: Path) -> None:
+def test_a_resumed_search_repeats_no_model_call_and_no_rollout(server: ScriptedOpenAI, tmp_path: Path) -> None:
     runs = 0
 
     def counting(task: Any, prompt: agl.PromptTemplate) -> float:
@@ -122,7 +122,7 @@ def test_it_is_resumed_without_paying_or_running_again(server: ScriptedOpenAI, t
     assert runs > ran
 
 
-def test_a_dead_model_ends_it_with_the_seed() -> None:
+def test_a_failing_model_ends_the_search_with_the_seed() -> None:
     with Server([Answer(status=401, error="wrong key")]) as server:
         gepa = make(server)
         with pytest.raises(
@@ -170,7 +170,7 @@ def test_wrong_settings_are_refused(server: ScriptedOpenAI, settings: dict[str, 
         make(server, **settings)
 
 
-def test_it_is_made_by_its_name() -> None:
+def test_it_is_created_by_its_name() -> None:
     trainer = agl.Trainer(algorithm={"name": "gepa", "max_rollouts": 7, "prompts": ["writer"]}, trackers=[])
     assert isinstance(trainer.algorithm, agl.GEPA)
     assert trainer.algorithm.max_rollouts == 7

@@ -1,3 +1,5 @@
+"""The GPU training script, on a machine without a GPU."""
+
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""Live learning: trials on a share of the traffic, promotion, roll-back, restarts, late rewards."""
+"""Live learning: trials on a share of the traffic, promotion, rollback, restarts, late rewards."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def store() -> AsyncIterator[agl.LightningStore]:
 
 
 def propose(*prompts: str | Exception | None) -> Callable[[agl.LiveLearning.Experience], Mapping[str, str] | None]:
-    """A proposer that knows what it will say, whatever it is told."""
+    """A proposer with fixed answers."""
     left = iter(prompts)
 
     def next_one(experience: agl.LiveLearning.Experience) -> Mapping[str, str] | None:
@@ -90,7 +90,7 @@ async def test_a_better_version_is_checked_tried_on_a_share_and_promoted(store: 
     assert metrics.values["live/difference"] == pytest.approx(found.difference, abs=0.2)
 
 
-async def test_a_bad_version_is_rolled_back_by_itself_and_served_no_more(store: agl.LightningStore) -> None:
+async def test_a_bad_version_is_rolled_back_and_no_longer_served(store: agl.LightningStore) -> None:
     async with serving(store) as service:
         states = await learn(service, learner(store, WORSE))
         assert [state.phase for state in states] == ["watching", "checking", "trial", "watching"]
@@ -115,7 +115,7 @@ async def test_a_version_that_fails_on_recorded_tasks_never_reaches_a_user(store
     assert len({rollout.input["n"] for rollout in checks}) == len(checks) == QUICK["check_tasks"]
 
 
-async def test_failures_on_recorded_tasks_count_even_if_the_rewards_were_low_before(
+async def test_failures_on_recorded_tasks_count_even_if_rewards_were_low_before(
     store: agl.LightningStore,
 ) -> None:
     await store.update_resources("tuned", {"prompt": "quality 0.0"})
@@ -125,7 +125,7 @@ async def test_failures_on_recorded_tasks_count_even_if_the_rewards_were_low_bef
         assert set(service.served) == {"tuned@2"}
 
 
-async def test_a_check_that_nobody_runs_rejects_the_candidate_and_leaves_no_work_behind(
+async def test_a_check_without_runners_rejects_the_candidate_and_cancels_its_rollouts(
     store: agl.LightningStore,
 ) -> None:
     async with serving(store) as service, running(service.serve()):
@@ -143,9 +143,9 @@ async def test_a_trial_that_stays_undecided_ends_after_max_treated(store: agl.Li
         assert promoted == (metrics.values["live/difference"] >= 0) == bool(metrics.values["live/promoted"])
 
 
-async def test_rewards_that_come_late_count(store: agl.LightningStore) -> None:
+async def test_late_rewards_count(store: agl.LightningStore) -> None:
     async def rate(service: Service) -> None:
-        """The users: every one says later what the answer was worth to them."""
+        """The users, who rate each answer later."""
         while True:
             for rollout in await service.serve(5, late=True):
                 good = GOOD in str(await store.get_resources_by_id(rollout.resources_id or ""))
@@ -157,7 +157,7 @@ async def test_rewards_that_come_late_count(store: agl.LightningStore) -> None:
         assert await latest_prompt(store) == GOOD
 
 
-async def test_a_proposer_that_fails_or_has_no_idea_is_asked_again_after_more_evidence(
+async def test_a_proposer_that_fails_or_changes_nothing_is_called_again_after_more_evidence(
     store: agl.LightningStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     told: list[agl.LiveLearning.Experience] = []
@@ -190,7 +190,7 @@ async def test_a_proposer_that_fails_or_has_no_idea_is_asked_again_after_more_ev
     assert {result.reward for result in told[0].results} <= {0.0, 1.0}
 
 
-async def test_what_somebody_else_publishes_becomes_stable_and_ends_the_trial(store: agl.LightningStore) -> None:
+async def test_resources_published_from_outside_become_stable_and_end_the_trial(store: agl.LightningStore) -> None:
     algorithm = learner(store, "quality 0.6 again", max_trials=None, margin=0.0)
     async with serving(store) as service, running(service.serve(), run_checks(store), algorithm.run()):
         await until(lambda: service.live.trial is not None)
@@ -203,7 +203,7 @@ async def test_what_somebody_else_publishes_becomes_stable_and_ends_the_trial(st
         assert set(service.served - given) == {"by-hand@1"}
 
 
-async def test_a_learner_that_is_stopped_goes_on_in_the_same_trial(store: agl.LightningStore) -> None:
+async def test_a_restarted_learner_continues_the_same_trial(store: agl.LightningStore) -> None:
     async with serving(store) as service, running(service.serve(), run_checks(store)):
         first = learner(store, GOOD, margin=0.0, risk=1e-6)
         async with running(first.run()):
@@ -221,7 +221,7 @@ async def test_a_learner_that_is_stopped_goes_on_in_the_same_trial(store: agl.Li
 
 
 @pytest.mark.parametrize("writes", range(1, 8))
-async def test_a_learner_killed_at_any_write_asks_for_no_candidate_twice_and_promotes_once(
+async def test_a_learner_killed_at_any_write_proposes_once_and_promotes_once(
     store: agl.LightningStore, writes: int
 ) -> None:
     """The writes are: began, candidate, checking, trial, metrics, promoted, watching."""
@@ -268,7 +268,7 @@ async def test_a_learner_killed_at_any_write_asks_for_no_candidate_twice_and_pro
     assert len(await store.query_rollouts(metadata={"group": "check"})) == QUICK["check_tasks"]
 
 
-async def test_without_a_learner_nobody_is_served_a_version_on_trial(store: agl.LightningStore) -> None:
+async def test_without_a_learner_every_task_gets_the_stable_version(store: agl.LightningStore) -> None:
     async with serving(store, learner_timeout_s=0.4) as service:
         undecided = learner(store, BEGIN + " b", margin=0.0, risk=1e-6)
         async with running(service.serve(), run_checks(store), undecided.run()):
@@ -279,7 +279,7 @@ async def test_without_a_learner_nobody_is_served_a_version_on_trial(store: agl.
         given = service.served.copy()
         await service.serve(30)
         assert service.served - given == {"tuned@1": 30}
-        async with serving(store, refresh_s=0.02) as newcomer:  # it has never seen the learner alive
+        async with serving(store, refresh_s=0.02) as newcomer:  # which has never seen a heartbeat change
             await asyncio.sleep(0.1)
             assert newcomer.live.trial is None
 
@@ -295,7 +295,7 @@ async def test_a_second_learner_of_a_run_is_refused(store: agl.LightningStore) -
         assert all("another learner" in str(error) for error in errors)
 
 
-async def test_a_user_gets_one_version_throughout_a_trial(store: agl.LightningStore) -> None:
+async def test_a_user_gets_the_same_version_throughout_a_trial(store: agl.LightningStore) -> None:
     async with (
         serving(store) as service,
         running(service.serve(), run_checks(store), learner(store, BEGIN + " b", margin=0.0).run()),
@@ -307,7 +307,7 @@ async def test_a_user_gets_one_version_throughout_a_trial(store: agl.LightningSt
         assert 0.25 < treated / len(picked) < 0.55
 
 
-async def test_learning_needs_something_to_improve() -> None:
+async def test_learning_without_published_resources_is_refused() -> None:
     store = agl.InMemoryLightningStore()
     with pytest.raises(agl.ConfigError, match="nothing to improve"):
         await learner(store, GOOD).run()
@@ -339,7 +339,7 @@ def test_a_setting_out_of_range_is_refused_by_name(wrong: dict[str, Any], messag
     assert agl.LiveLearning("json:loads").propose is not None
 
 
-async def test_results_are_given_once_and_also_those_whose_event_was_missed(store: agl.LightningStore) -> None:
+async def test_each_result_is_read_once_even_if_its_event_was_missed(store: agl.LightningStore) -> None:
     feed = EventFeed(store)
     results = ResultReader(store, feed, groups={"stable"}, since=0.0, reward_timeout_s=0.3)
     async with serving(store) as service:
@@ -362,8 +362,8 @@ async def test_results_are_given_once_and_also_those_whose_event_was_missed(stor
 
 
 @pytest.mark.parametrize("turns", range(6))
-async def test_a_listener_that_is_cancelled_while_news_come_in_stops(turns: int) -> None:
-    """``turns`` of the event loop lie between the news and the cancellation."""
+async def test_a_listener_cancelled_while_an_event_arrives_stops(turns: int) -> None:
+    """Between event and cancellation, the event loop runs ``turns`` times."""
     news = asyncio.Event()
 
     class Store(agl.InMemoryLightningStore):
@@ -390,7 +390,7 @@ async def test_a_listener_that_is_cancelled_while_news_come_in_stops(turns: int)
     listening.cancel()
 
 
-# --- the test that decides ---
+# --- the sequential test ---
 
 
 def decide(before: float, after: float, seed: int, n: int, share: float = 0.5, margin: float = 0.1) -> str | None:
@@ -404,8 +404,8 @@ def decide(before: float, after: float, seed: int, n: int, share: float = 0.5, m
     return None
 
 
-def test_a_decision_is_wrong_no_more_often_than_was_asked_for() -> None:
-    """Looking after each reward, 200 times over: a test of a fixed size at 5 % would be wrong far more often."""
+def test_verdicts_are_wrong_at_most_as_often_as_the_risk_allows() -> None:
+    """The verdict is read after each reward; a fixed-size test at 5 % would be wrong far more often."""
     same = [decide(0.6, 0.6, seed, 400) for seed in range(200)]
     assert same.count("worse") <= 10
     on_the_margin = [decide(0.6, 0.5, seed, 400) for seed in range(200)]
@@ -417,7 +417,7 @@ def test_clear_differences_are_decided_quickly() -> None:
     assert [decide(0.5, 0.9, seed, 200) for seed in range(40)].count("not worse") >= 38
 
 
-def test_a_bound_holds_at_all_times_at_once() -> None:
+def test_a_bound_is_valid_at_all_times_at_once() -> None:
     def crosses(seed: int) -> bool:
         draw, bound = random.Random(seed), MeanBound(0.05)
         for _ in range(300):
@@ -429,7 +429,7 @@ def test_a_bound_holds_at_all_times_at_once() -> None:
     assert sum(crosses(seed) for seed in range(200)) <= 10
 
 
-def test_a_bound_is_that_of_the_paper() -> None:
+def test_a_bound_equals_that_of_the_paper() -> None:
     """Its formulas, written out again from arXiv:2010.09686, theorem 2 and equations 15 and 16, for one side."""
     import math
 
@@ -449,7 +449,7 @@ def test_a_bound_is_that_of_the_paper() -> None:
     assert bound._radius == pytest.approx((log + price) / bottom)
 
 
-def test_rewards_outside_the_range_count_as_its_ends() -> None:
+def test_rewards_outside_the_range_are_clipped() -> None:
     test = SequentialTest(risk=0.05, margin=1.0, reward_range=(-10.0, 10.0))
     for reward, treated in ((99.0, True), (10.0, True), (-10.0, False), (-11.0, False)):
         test.add(reward, is_treatment=treated)

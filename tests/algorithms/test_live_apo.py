@@ -1,4 +1,4 @@
-"""APO's critic and editor as what makes the candidates of live learning."""
+"""APO as the proposer of live learning."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.algorithms.prompt_lab import Server, client, is_critic
 
 
 def model(request: RecordedRequest) -> Answer:
-    """Knows how the service gets better."""
+    """Proposes the better prompt."""
     return Answer("It asks for too little." if is_critic(request) else f"<prompt>{GOOD}</prompt>")
 
 
@@ -28,7 +28,7 @@ def make(server: Any, **settings: Any) -> agl.APO:
 
 @pytest.fixture
 async def experience(tmp_path: Path) -> AsyncIterator[Experience]:
-    """What ten served rollouts were worth; four of them nothing."""
+    """Ten served rollouts, four with a reward of 0."""
     store = agl.InMemoryLightningStore()
     update = await store.update_resources("tuned", {"prompt": BEGIN})
     async with serving(store) as service:
@@ -40,7 +40,7 @@ async def experience(tmp_path: Path) -> AsyncIterator[Experience]:
     await store.close()
 
 
-async def test_a_service_learns_by_the_critic_and_the_editor_of_apo() -> None:
+async def test_a_service_improves_with_the_critic_and_the_editor_of_apo() -> None:
     store = agl.InMemoryLightningStore()
     await store.update_resources("tuned", {"prompt": BEGIN})
     with Server(model) as server:
@@ -58,7 +58,7 @@ async def test_a_service_learns_by_the_critic_and_the_editor_of_apo() -> None:
     await store.close()
 
 
-async def test_the_critic_reads_served_rollouts_the_worst_among_them(experience: Experience) -> None:
+async def test_the_critic_reads_served_rollouts_including_the_worst(experience: Experience) -> None:
     with Server(model) as server:
         assert await make(server, gradient_batch_size=5).propose(experience) == {"prompt": agl.PromptTemplate(GOOD)}
     critic, editor = (request.body["messages"][0]["content"] for request in server.requests)
@@ -69,7 +69,7 @@ async def test_the_critic_reads_served_rollouts_the_worst_among_them(experience:
     assert "It asks for too little." in editor
 
 
-async def test_what_was_paid_for_is_not_paid_for_again_and_a_budget_lasts_for_all_lives(
+async def test_recorded_calls_are_not_repeated_and_count_in_the_budget_after_a_restart(
     experience: Experience,
 ) -> None:
     with Server(model) as server:
@@ -81,7 +81,7 @@ async def test_what_was_paid_for_is_not_paid_for_again_and_a_budget_lasts_for_al
         assert len(server.requests) == 2
 
 
-async def test_a_model_that_does_not_answer_is_named(experience: Experience) -> None:
+async def test_a_failing_model_call_is_reported(experience: Experience) -> None:
     with Server([Answer(status=401, error="wrong key")]) as server:
         with pytest.raises(agl.LightningError, match="AuthenticationError"):
             await make(server).propose(experience)

@@ -1,4 +1,4 @@
-"""Live learning over processes: a learner that is killed, and a service that does not notice."""
+"""Live learning over processes: the service continues while the learner is killed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 @contextlib.asynccontextmanager
 async def learner(url: str, prompt: str, *settings: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A learner with a runner for its checks, in a process of its own."""
+    """A learner and a runner for its checks, in another process."""
     program = ["-m", "tests.algorithms.live_learner", url, prompt, *settings]
     process = await asyncio.create_subprocess_exec(sys.executable, *program, cwd=REPO)
     try:
@@ -34,7 +34,7 @@ async def learner(url: str, prompt: str, *settings: str) -> AsyncIterator[asynci
 
 
 @pytest.mark.parametrize("served", [False, True], ids=["one file", "agl store"])
-async def test_a_killed_learner_goes_on_when_it_is_started_again_and_the_service_never_stops(
+async def test_a_killed_learner_continues_after_a_restart_and_the_service_never_stops(
     tmp_path: Path, served: bool
 ) -> None:
     owner = agl.create_store(f"sqlite:///{tmp_path / 'store.db'}")
@@ -74,7 +74,7 @@ async def test_a_killed_learner_goes_on_when_it_is_started_again_and_the_service
         assert len(failed) == 0
 
 
-async def test_while_the_store_is_dead_the_last_known_version_is_served(tmp_path: Path) -> None:
+async def test_while_the_store_is_down_the_last_known_version_is_served(tmp_path: Path) -> None:
     owner = agl.create_store(f"sqlite:///{tmp_path / 'store.db'}")
     server = agl.LightningStoreServer(owner, port=0)
     await server.start()
@@ -94,7 +94,7 @@ async def test_while_the_store_is_dead_the_last_known_version_is_served(tmp_path
     await owner.close()
 
 
-async def test_learning_makes_answers_at_most_a_tenth_slower() -> None:
-    """Blocks with and without it alternate in one process; what counts is the quietest of each."""
+async def test_learning_slows_answers_by_at_most_a_tenth() -> None:
+    """Blocks with and without learning alternate in one process; the quietest block of each counts."""
     found = await measure(40, 1, rounds=8, limit=0.10)
     assert found.is_close(0.10), found

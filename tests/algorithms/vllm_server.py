@@ -1,7 +1,7 @@
 """A fake vLLM server without a model.
 
-vLLM does not run on the machines that test this, so ``vllm_wire.json`` is not a recording: it was written field by
-field from vLLM's sources, which it names with their commits.
+vLLM does not run on the test machines. ``vllm_wire.json`` was therefore written from vLLM's sources, which it names
+with their commits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def has_weights(path: str) -> bool:
 
 
 class FakeVLLM:
-    """Started with ``async with``; ``asked`` has the requests in order."""
+    """Used with ``async with``; ``asked`` lists the requests in order."""
 
     def __init__(self, *, dev_mode: bool = True, processed: bool = True, token_ids: bool = True) -> None:
         self.asked: list[tuple[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Trainings that many tests look at: each is run once, in a process of its own, as a user would start it."""
+"""Trainings that many tests check: each runs once, in its own process, as a user would start it."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from tiny_model import save_tiny_model  # noqa: E402 # after the line above
 from verl_agent import TIMEOUT_S  # noqa: E402 # as above
 
 START_S = 600.0
-"""More than verl needs to start on a machine that does four other things."""
+"""Time for verl to start on a busy machine."""
 PATIENCE_S = 300.0
-"""For rollouts of agents that do not hang."""
+"""Timeout of rollouts whose agents do not hang."""
 
 
 @dataclass
 class Training:
-    """What a training left behind."""
+    """The results of a training."""
 
     directory: Path
     log: str
     metrics: dict[int, dict[str, float]]
-    """By step; the later life's where a step was done twice."""
+    """By step; of a step that was done twice, the second."""
     rollouts: list[Any]
     resources: list[Any]
     rows: list[dict[str, Any]]
-    """What ``verl_train`` wrote down of every row."""
+    """The record that ``verl_train`` wrote of every row."""
     killed_at: float | None = None
     spans: dict[str, list[Any]] = field(default_factory=dict)
 
@@ -121,7 +121,7 @@ def read(directory: Path, log: Path) -> Training:
 
 
 def has_begun(directory: Path, step: int) -> bool:
-    """Whether rollouts of a step were queued, so that the step before it is complete."""
+    """Whether rollouts of a step were queued, which means that the step before it is complete."""
     if not Path(f"{directory}.db").exists():
         return False
 
@@ -138,7 +138,7 @@ def has_begun(directory: Path, step: int) -> bool:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Training:
-    """Three steps of GRPO over agents good and bad; killed in the third and resumed."""
+    """Three steps of GRPO with working and failing agents; killed in the third and resumed."""
     directory = tmp_path_factory.mktemp("verl") / "grpo"
     train = [
         *(task("tool", "say a", 3), task("stream", "say b"), task("crash", "say c"), task("overlong", "too long ")),
@@ -174,7 +174,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Training:
 
 @pytest.fixture(scope="session")
 def variants(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, Training]:
-    """A real step each of what else verl can do; of LoRA three, the first of which has nothing to train on."""
+    """One real step of each other estimator; three of LoRA, the first of which has nothing to train on."""
     base = tmp_path_factory.mktemp("verl-variants")
     tools = [task("tool", "say a", 3), task("tool", "say b"), task("tool", "say c"), task("tool", "say d")]
     nothing = [task("nothing", "say e"), task("nothing", "say f")]

@@ -24,7 +24,7 @@ def test_utilization_and_memory_of_all_gpus_are_reported_once(tool: Path) -> Non
     monitor = GPUMonitor()
     try:
         deadline = time.monotonic() + 60
-        while len(monitor._busy) < 2 and time.monotonic() < deadline:
+        while len(monitor._samples) < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
         assert monitor.take() == {"gpu_utilization": 0.75, "gpu_memory_gb_max": pytest.approx(2000 * 2**20 / 1e9)}
         assert monitor.take() == {}

@@ -1,4 +1,4 @@
-"""The reward rises, in a training long enough to see it."""
+"""The reward rises in a longer training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STEPS = 10
 
 
 def test_the_reward_of_a_tool_agent_rises_by_a_fifth(tmp_path: Path, model: Path) -> None:
-    """The task is to write ASCII; of random bytes, half are."""
+    """The task is to write ASCII; half of random bytes are."""
     directory = tmp_path / "learning"
     tasks = [task("tool", f"say {letter}", 1 + number % 3) for number, letter in enumerate("abcdefgh")]
     config = {

@@ -1,4 +1,4 @@
-"""verl 0.9 trains for real: Ray, FSDP2, gloo, our gateway, store and runners, an agent that calls a tool."""
+"""Real trainings with verl 0.9: Ray, FSDP2, gloo, our gateway, store and runners, an agent that calls a tool."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS = (1, 2, 3)
 
 
 def rows_of(training: Training, step: int) -> list[dict[str, Any]]:
-    """The rows of a step, those of its last life where it was done twice."""
+    """The rows of a step; of a step that was done twice, those of the second."""
     rows = [row for row in training.rows if row["step"] == step and not row["padding"]]
     return [row for row in rows if row["life"] == rows[-1]["life"]]
 
@@ -85,7 +85,7 @@ def test_a_batch_gets_as_many_optimizer_steps_whatever_its_rows(trained: Trainin
         assert trained.metrics[step]["optimizer_steps"] == 4 // 2
 
 
-def test_advantages_are_those_of_verl_for_rollouts(trained: Training) -> None:
+def test_advantages_equal_those_of_verl_for_rollouts(trained: Training) -> None:
     import numpy
     from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 
@@ -125,17 +125,17 @@ def test_rewards_stay_float32_and_are_the_agents_own(trained: Training) -> None:
                 seen += 1
                 trained_on = sorted(sum(session[-1]["rm_scores"]) for session in sessions.values())
                 assert trained_on == pytest.approx(sorted(rewards[group]), abs=1e-7)
-    assert seen == 7, "all groups but those of agents that fail"
+    assert seen == 7, "all groups except those of failing agents"
 
 
-def test_an_agent_that_crashes_is_counted_and_stalls_nothing(trained: Training) -> None:
+def test_an_agent_that_crashes_is_counted_and_does_not_stall_training(trained: Training) -> None:
     assert [trained.metrics[step].get("errors/ZeroDivisionError", 0) for step in STEPS] == [4, 0, 4]
 
 
 def test_an_agent_that_hangs_is_stopped_and_counted(trained: Training) -> None:
     assert [trained.metrics[step].get("errors/Timeout", 0) for step in STEPS] == [0, 4, 0]
     assert trained.metrics[2]["run_s_max"] >= TIMEOUT_S
-    assert trained.metrics[2]["rollouts_without_reward"] == 8  # those that hang, and those that return nothing
+    assert trained.metrics[2]["rollouts_without_reward"] == 8  # of agents that hang, and of those that return nothing
 
 
 def test_an_agent_that_returns_nothing_counts_as_failed_reward(trained: Training) -> None:
@@ -145,19 +145,19 @@ def test_an_agent_that_returns_nothing_counts_as_failed_reward(trained: Training
     assert trained.metrics[2]["rollouts_without_rows"] == 4
 
 
-def test_a_prompt_that_is_too_long_is_left_out_or_refused_and_counted(trained: Training) -> None:
+def test_a_prompt_that_is_too_long_is_dropped_or_refused_and_counted(trained: Training) -> None:
     for step in (1, 3):
-        assert trained.metrics[step]["dropped/prompt_too_long"] == 4  # more than is trained on: the call is answered
-        assert trained.metrics[step]["errors/BadRequestError"] == 4  # more than the model takes
+        assert trained.metrics[step]["dropped/prompt_too_long"] == 4  # too long for training, but answered
+        assert trained.metrics[step]["errors/BadRequestError"] == 4  # too long for the model
         assert trained.metrics[step]["rollouts_without_rows"] == 4
 
 
-def test_bad_agents_take_no_task_out_of_its_batch(trained: Training) -> None:
+def test_failing_agents_remove_no_task_from_its_batch(trained: Training) -> None:
     for step in STEPS:
         assert trained.metrics[step]["valid_ratio"] == 0.5
         groups = by_group(rows_of(trained, step))
         assert {len(sessions) for sessions in groups.values()} == {4}
-        assert len(groups) == 4, "each task has its group, however its agent fared"
+        assert len(groups) == 4, "each task has its group, even if its agent failed"
 
 
 def test_streamed_calls_with_tools_are_trained_on_like_others(trained: Training) -> None:
@@ -170,7 +170,7 @@ def test_streamed_calls_with_tools_are_trained_on_like_others(trained: Training)
         assert all(semconv.GEN_AI_TIME_TO_FIRST_CHUNK in s.attributes for s in calls)
 
 
-def test_calls_of_a_rollout_are_joined_where_their_tokens_go_on(trained: Training) -> None:
+def test_calls_of_a_rollout_are_joined_where_their_tokens_continue(trained: Training) -> None:
     joined = [row for step in STEPS for row in rows_of(trained, step) if 0 in row["response_mask"][1:]]
     assert joined
     for row in joined:
@@ -198,10 +198,10 @@ def test_validation_runs_the_whole_set_with_its_own_sampling(trained: Training) 
         for span in trained.spans[rollout.rollout_id]
         if "response_token_ids" in span.attributes
     ]
-    assert len(set(answers)) > 1, "in training answers are drawn"
+    assert len(set(answers)) > 1, "training answers are sampled"
 
 
-def test_a_killed_run_goes_on_from_its_checkpoint(trained: Training) -> None:
+def test_a_killed_run_continues_from_its_checkpoint(trained: Training) -> None:
     before, _, after = trained.log.partition("=== killed ===")
     assert "step    2" in before
     assert "step    3" not in before
@@ -216,7 +216,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint(trained: Training) -> None:
     assert all(r.status in ("succeeded", "failed", "cancelled") for r in trained.rollouts)
 
 
-def test_metrics_tell_how_the_rollouts_went(trained: Training) -> None:
+def test_metrics_describe_the_rollouts(trained: Training) -> None:
     expected = (
         "reward reward_std reward_min reward_max reward_median valid_ratio calls_per_rollout drift "
         "queue_s run_s call_s call_s_max sampled_tokens sample_tokens_per_s train_tokens_per_s rows rows_padded "
@@ -234,7 +234,7 @@ def test_other_estimators_take_a_real_step(variants: dict[str, Training], name: 
     metrics = training.metrics[1]
     assert metrics["optimizer_steps"] == 2
     assert metrics["actor/grad_norm"] > 0
-    if name != "reinforce":  # in bypass mode the trainer takes the sampler's probabilities
+    if name != "reinforce":  # in bypass mode the trainer uses the sampler's probabilities
         assert metrics["training/rollout_probs_diff_max"] < 1e-5
     assert any(first_advantage(row) for row in rows_of(training, 1))
 
@@ -247,12 +247,12 @@ def test_ppo_trains_its_critic_too(variants: dict[str, Training]) -> None:
 
 
 @pytest.mark.soak  # four more runs of verl
-def test_rejections_are_seen_by_the_loss_in_bypass_mode(variants: dict[str, Training]) -> None:
+def test_rejections_reach_the_loss_in_bypass_mode(variants: dict[str, Training]) -> None:
     assert "actor/rollout_corr/rollout_rs_masked_fraction" in variants["reinforce"].metrics[1]
 
 
 @pytest.mark.soak  # four more runs of verl
-def test_a_reference_model_holds_the_policy(variants: dict[str, Training]) -> None:
+def test_a_reference_model_adds_a_kl_loss(variants: dict[str, Training]) -> None:
     assert "actor/kl_loss" in variants["rloo"].metrics[1]
 
 
@@ -283,14 +283,14 @@ def test_a_batch_with_nothing_to_train_on_is_skipped_and_the_next_is_trained_on(
 
 
 @pytest.mark.soak  # four more runs of verl
-def test_adapters_are_merged_into_what_samples_without_rounding(variants: dict[str, Training]) -> None:
+def test_adapters_are_merged_into_the_samplers_weights_without_rounding(variants: dict[str, Training]) -> None:
     metrics = variants["lora"].metrics
     assert all(metrics[step]["actor/grad_norm"] > 0 for step in (2, 3))
     assert all(metrics[step]["training/rollout_probs_diff_max"] < 1e-5 for step in (2, 3))
 
 
 @pytest.mark.soak  # four more runs of verl
-def test_distance_from_the_model_without_its_adapter_is_taken_from_the_reward(variants: dict[str, Training]) -> None:
+def test_the_kl_to_the_model_without_its_adapter_is_subtracted_from_the_reward(variants: dict[str, Training]) -> None:
     metrics = variants["lora"].metrics
     assert metrics[2]["actor/reward_kl_penalty"] == pytest.approx(0.0, abs=1e-6)
     assert abs(metrics[3]["actor/reward_kl_penalty"]) > 1e-6

@@ -10,12 +10,12 @@ import openai
 import agentlightning as agl
 
 TIMEOUT_S = 20.0
-"""What the tests give a rollout: long for one that works, short for one that hangs."""
+"""Timeout of rollouts: long for working agents, short for one that hangs."""
 TOOLS: Any = [{"type": "function", "function": {"name": "count", "parameters": {"type": "object", "properties": {}}}}]
 
 
 async def agent(task: dict[str, Any], llm: agl.LLM) -> float | None:
-    """Asks several times, has a tool count in between, and is paid for what is ASCII: of random bytes, half."""
+    """Calls the model several times with tool results in between; the reward is the share of ASCII characters."""
     kind = task["kind"]
     if kind == "nothing":
         return None
@@ -26,19 +26,19 @@ async def agent(task: dict[str, Any], llm: agl.LLM) -> float | None:
         for _ in range(task["turns"]):
             message = await ask(client, llm, messages, stream=kind == "stream")
             said += message.get("content") or ""
-            if kind != "fresh":  # such an agent begins every conversation anew
+            if kind != "fresh":  # a fresh agent starts every conversation anew
                 messages += [message, {"role": "tool", "content": f"plain = {count_plain(said)}"}]
             if kind == "crash":
                 raise ZeroDivisionError("the agent fell over")
             if kind == "hang":
                 await asyncio.sleep(3600)
-        if kind == "overlong":  # the first was more than is trained on, this is more than the model takes
+        if kind == "overlong":  # the first prompt is too long for training, this one for the model
             await ask(client, llm, [{"role": "user", "content": prompt * 9}])
     return count_plain(said) / max(1, len(said))
 
 
 async def ask(client: openai.AsyncOpenAI, llm: agl.LLM, messages: list[Any], *, stream: bool = False) -> dict[str, Any]:
-    """One answer, as a message of the conversation."""
+    """Returns one answer as a message of the conversation."""
     request = {"model": llm.model, "messages": messages, "tools": TOOLS, "max_tokens": 6, **llm.sampling_parameters}
     if not stream:
         answer = await client.chat.completions.create(**request)

@@ -7,6 +7,7 @@ import logging
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from agentlightning.algorithm.algorithm import FastAlgorithm
@@ -20,39 +21,25 @@ from agentlightning_algorithms.rollout_result import RolloutResult, read_result,
 logger = logging.getLogger("agentlightning")
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class Baseline(FastAlgorithm):
     """Runs every task once per epoch; learns nothing and publishes nothing."""
 
-    def __init__(
-        self,
-        *,
-        n_epochs: int = 1,
-        train_split: float = 0.5,
-        polling_interval: float = 5.0,
-        max_queue_length: int = 4,
-        span_verbosity: Literal["keys", "key_values", "none"] = "keys",
-    ) -> None:
-        """Sets how much is run.
+    n_epochs: int = 1
+    """Passes over the data."""
+    train_split: float = 0.5
+    """When only one dataset is given, the share of its tasks that runs in mode ``train``; the rest runs in ``val``."""
+    polling_interval: float = 5.0
+    """Seconds between two log lines while no rollout ends; results are not polled for."""
+    max_queue_length: int = 4
+    """Rollouts in flight at once."""
+    span_verbosity: Literal["keys", "key_values", "none"] = "keys"
+    """What the log shows of each span: attribute names, names and values, or nothing."""
 
-        Args:
-            n_epochs: passes over the data.
-            train_split: when only one dataset is given, the share of its tasks that runs in mode ``train``; the rest
-                runs in mode ``val``.
-            polling_interval: seconds between two log lines while no rollout ends; results are not polled for.
-            max_queue_length: rollouts in flight at once.
-            span_verbosity: what the log shows of each span: attribute names, names and values, or nothing.
-
-        Raises:
-            ConfigError: a value is out of range.
-        """
-        require_least(1, n_epochs=n_epochs, max_queue_length=max_queue_length)
-        if not 0.0 <= train_split <= 1.0:
-            raise ConfigError(f"train_split = {train_split}: a share from 0 to 1 is needed")
-        self.n_epochs = n_epochs
-        self.train_split = train_split
-        self.polling_interval = polling_interval
-        self.max_queue_length = max_queue_length
-        self.span_verbosity = span_verbosity
+    def __post_init__(self) -> None:
+        require_least(1, n_epochs=self.n_epochs, max_queue_length=self.max_queue_length)
+        if not 0.0 <= self.train_split <= 1.0:
+            raise ConfigError(f"train_split = {self.train_split}: a share from 0 to 1 is needed")
         self._reported: set[tuple[str, str]] = set()
 
     def check_setup(self, context: RunContext) -> Sequence[LLM]:

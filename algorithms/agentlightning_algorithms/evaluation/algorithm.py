@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
 from agentlightning.algorithm.algorithm import FastAlgorithm
@@ -17,37 +18,24 @@ _BATCH_SIZE = 256
 """Rollouts that are queued and waited for together, so that a large dataset is never held in memory as a whole."""
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class Evaluation(FastAlgorithm):
     """Runs every task ``repetitions`` times with the latest resources, and keeps the ``score``."""
 
-    def __init__(
-        self,
-        *,
-        repetitions: int = 1,
-        success_threshold: float = 1.0,
-        mode: RolloutMode = "test",
-        rollout_timeout_s: float | None = None,
-        name: str = "evaluation",
-    ) -> None:
-        """Sets how much is run.
+    repetitions: int = 1
+    """Rollouts of each task; pass@k is known up to this k."""
+    success_threshold: float = 1.0
+    """A reward of at least this is a success."""
+    mode: RolloutMode = "test"
+    rollout_timeout_s: float | None = None
+    """Seconds after which a rollout is stopped and counts as 0."""
+    name: str = "evaluation"
+    """Tells several evaluations of one run apart."""
+    score: Score | None = field(default=None, init=False)
 
-        Args:
-            repetitions: rollouts of each task; pass@k is known up to this k.
-            success_threshold: a reward of at least this is a success.
-            mode: of the rollouts.
-            rollout_timeout_s: seconds after which a rollout is stopped and counts as 0.
-            name: tells several evaluations of one run apart.
-
-        Raises:
-            ConfigError: a value is out of range.
-        """
-        require_least(1, repetitions=repetitions)
-        self.repetitions = repetitions
-        self.success_threshold = success_threshold
-        self.mode: RolloutMode = mode
-        self.config = retry_lost(rollout_timeout_s)
-        self.name = name
-        self.score: Score | None = None
+    def __post_init__(self) -> None:
+        require_least(1, repetitions=self.repetitions)
+        self.config = retry_lost(self.rollout_timeout_s)
 
     async def run(self, train_dataset: Dataset[Any] | None = None, val_dataset: Dataset[Any] | None = None) -> None:
         """Evaluates the validation data, or the training data when there is no validation data."""

@@ -1,1 +1,1 @@
-"""Learning from a process that serves: trials of new versions on a share of its traffic."""
+"""The algorithm ``live``: learning from the traffic of a serving process."""

@@ -1,1 +1,1 @@
-"""Searching for better prompts: ``apo`` and ``gepa``, and what a search over rollouts and paid model calls needs."""
+"""Library: the base of algorithms that search for better prompts."""

@@ -142,7 +142,8 @@ def dump_config(composed: DictConfig) -> str:
 @functools.cache
 def _compose_own(*overrides: str) -> DictConfig:
     spec = importlib.util.find_spec("verl")
-    assert spec is not None and spec.origin is not None  # noqa: PT018 # check_release found it
+    assert spec is not None
+    assert spec.origin is not None
     folder = Path(spec.origin).parent / "trainer" / "config"
     backup = get_gh_backup()  # of a user's script that uses Hydra itself
     GlobalHydra.instance().clear()

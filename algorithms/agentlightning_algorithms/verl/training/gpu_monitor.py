@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+import statistics
 import subprocess
 import threading
 from typing import Final
@@ -16,9 +18,8 @@ class GPUMonitor:
 
     def __init__(self, interval_s: int = 2) -> None:
         """Starts to sample every ``interval_s`` seconds."""
-        self._lock = threading.Lock()
-        self._busy: list[float] = []
-        self._used_mib: list[float] = []
+        self._samples: list[tuple[float, float]] = []
+        """Utilization in percent, and memory in MiB."""
         self._process: subprocess.Popen[str] | None = None
         tool = shutil.which(_TOOL)
         if tool is not None:
@@ -31,22 +32,16 @@ class GPUMonitor:
         with process.stdout:
             for line in process.stdout:
                 busy, _, used = line.partition(",")
-                try:
-                    percent, mib = float(busy), float(used)
-                except ValueError:
-                    continue  # a GPU that does not report it
-                with self._lock:
-                    self._busy.append(percent)
-                    self._used_mib.append(mib)
+                with contextlib.suppress(ValueError):  # of a GPU that does not report it
+                    self._samples.append((float(busy), float(used)))
 
     def take(self) -> dict[str, float]:
         """Mean utilization and largest memory use of a GPU since the last call."""
-        with self._lock:
-            busy, self._busy = self._busy, []
-            used, self._used_mib = self._used_mib, []
-        if not busy:
+        samples, self._samples = self._samples, []
+        if not samples:
             return {}
-        return {"gpu_utilization": sum(busy) / len(busy) / 100, "gpu_memory_gb_max": max(used) * 2**20 / 1e9}
+        busy, used = zip(*samples, strict=True)
+        return {"gpu_utilization": statistics.fmean(busy) / 100, "gpu_memory_gb_max": max(used) * 2**20 / 1e9}
 
     def stop(self) -> None:
         """Stops; may be called at any time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -241,12 +242,7 @@ def finite_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """The finite numbers among metrics, as floats."""
     numbers = {}
     for name, value in metrics.items():
-        if isinstance(value, (str, bytes, bool)) or value is None:
-            continue
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            continue
-        if math.isfinite(number):
-            numbers[name] = number
+        with contextlib.suppress(TypeError, ValueError):
+            if not isinstance(value, (str, bytes, bool)) and math.isfinite(number := float(value)):
+                numbers[name] = number
     return numbers
