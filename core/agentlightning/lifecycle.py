@@ -130,7 +130,7 @@ def move_attempt(
 def lose_claim(rollout: Rollout, attempt: Attempt, now: float, error: AttemptFailure | None = None) -> Outcome:
     """Ends the live attempt of a worker that is gone.
 
-    If the attempt had not begun to run, its rollout is queued again whatever its config says. Otherwise the attempt is
+    If the attempt had not started, its rollout is requeued regardless of its config. Otherwise the attempt is
     unresponsive, and the config decides.
     """
     if attempt.status == "preparing" and rollout.status == "preparing":
@@ -140,7 +140,7 @@ def lose_claim(rollout: Rollout, attempt: Attempt, now: float, error: AttemptFai
 
 
 def release(rollout: Rollout, attempt: Attempt, now: float) -> Outcome:
-    """Takes back a claim whose worker has not begun; an attempt that has ended stays as it is."""
+    """Revokes a claim whose worker has not started; an attempt that has ended stays unchanged."""
     if attempt.status not in LIVE_ATTEMPT:
         return Outcome(rollout, attempt)
     if attempt.status != "preparing":

@@ -34,7 +34,7 @@ class Baseline(FastAlgorithm):
     max_queue_length: int = 4
     """Rollouts in flight at once."""
     span_verbosity: Literal["keys", "key_values", "none"] = "keys"
-    """What the log shows of each span: attribute names, names and values, or nothing."""
+    """Detail of spans in the log: attribute names, names and values, or none."""
 
     def __post_init__(self) -> None:
         require_least(1, n_epochs=self.n_epochs, max_queue_length=self.max_queue_length)

@@ -36,7 +36,7 @@ from agentlightning_algorithms.policy_backend import PolicyBackend, PolicySetup,
 logger = logging.getLogger("agentlightning")
 
 MODEL_NAME = "policy"
-"""What agents call the model that is trained."""
+"""Name under which agents call the trained model."""
 _BACKEND_CHECK_S = 2.0
 
 

@@ -165,7 +165,7 @@ class LoraSettings:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class ExperienceSettings:
-    """Which model calls become training rows, and how their advantages are computed.
+    """Settings of training rows: the selection of model calls, and their advantages.
 
     Attributes:
         rows: ``transitions``: one row per model call. ``trajectories``: consecutive calls, each of which extends the

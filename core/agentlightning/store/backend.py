@@ -92,7 +92,7 @@ class Condition(NamedTuple):
 
 @dataclass(slots=True)  # not frozen: that doubles the cost of making one, and nearly every call makes several
 class Query(Generic[R]):
-    """Which records of one kind, in which order.
+    """Selects and orders records of one kind.
 
     All of ``where`` must hold, and at least one of ``any_of`` if it is not empty. Without ``sort_by`` the order is
     that of insertion, which replacing a record does not change. None sorts first. ``descending`` reverses either order,

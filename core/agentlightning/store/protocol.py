@@ -36,7 +36,7 @@ from agentlightning.types import (
 
 
 class StoreCapabilities(TypedDict):
-    """What a store can do beyond the contract's minimum."""
+    """Optional capabilities of a store."""
 
     thread_safe: bool
     """May be called from several threads and event loops."""
@@ -68,7 +68,7 @@ class LightningStore(ABC):
     @property
     @abstractmethod
     def capabilities(self) -> StoreCapabilities:
-        """What this store can do."""
+        """The optional capabilities of this store."""
 
     @abstractmethod
     def otlp_traces_endpoint(self) -> str | None:
@@ -268,7 +268,7 @@ class LightningStore(ABC):
 
     @abstractmethod
     async def release_attempt(self, rollout_id: str, attempt_id: str) -> Rollout:
-        """Gives back a claim that its worker has not begun; the rollout is queued again at once.
+        """Returns a claim that its worker has not started; the rollout is queued again at once.
 
         The attempt ends as unresponsive with an error of type ``Released``. Releasing an ended attempt is harmless.
 

@@ -18,7 +18,7 @@ _BATCH: Final = 100
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Which ended rollouts a store keeps, with their attempts and spans.
+    """Rules for keeping ended rollouts with their attempts and spans.
 
     The process that owns the store deletes the others, in the order of enqueueing. Rollouts that are queued or running
     are never deleted.

@@ -62,7 +62,7 @@ class _SlotLayer(DynamicLayer):
 
 
 class _ForwardPass(NamedTuple):
-    """Where a forward pass writes, and what it may read."""
+    """Write positions and attention mask of a forward pass."""
 
     first: int
     """Slot of the first row."""

@@ -1,4 +1,4 @@
-"""What a change of rollouts and attempts commits: writes, guards and events."""
+"""The writes, guards and events of one change of rollouts and attempts."""
 
 from __future__ import annotations
 

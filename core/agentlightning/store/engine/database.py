@@ -25,7 +25,7 @@ _MAX_CACHED: Final = 100_000
 
 
 class Database:
-    """What all views of a store share of one open backend.
+    """Access to one open backend, shared by all views of a store.
 
     It caches live attempts with their rollouts, as this process wrote or read them last. Other processes may have
     written since: a commit that is planned from the cache is guarded by revisions and planned again if it fails.

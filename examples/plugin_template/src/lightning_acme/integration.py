@@ -19,7 +19,7 @@ class AssistantAgent(FrameworkAgent[Assistant]):
     """Asks the assistant one question for each task; the answer is the output."""
 
     def texts(self) -> Mapping[str, str]:
-        """What a user may name in ``agl.wrap(..., prompts={"writer.instructions": "prompt"})``."""
+        """The texts that ``agl.wrap(..., prompts={"writer.instructions": "prompt"})`` can tune."""
         return {f"{self.agent.name}.instructions": self.agent.instructions}
 
     def is_async(self) -> bool:

@@ -52,7 +52,7 @@ class FolderStore(BackendStore):
 
     @classmethod
     def from_url(cls, url: str, *, run_id: str, token: str | None) -> FolderStore:
-        """What ``create_store("folder:///path")`` calls."""
+        """Opens ``folder:///path``, for ``create_store``."""
         if token is not None:
             raise ConfigError("a folder is not served and takes no token")
         return cls(url.removeprefix("folder://"), run_id=run_id)

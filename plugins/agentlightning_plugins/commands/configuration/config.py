@@ -52,7 +52,7 @@ class CommandConfig(_Section):
 
 
 class DatasetConfig(_Section):
-    """Where tasks come from, and which to use."""
+    """The source of tasks, and a selection from it."""
 
     source: str
     """A file (.jsonl, .json, .csv, .parquet), ``module:attribute``, or ``hf:name``."""

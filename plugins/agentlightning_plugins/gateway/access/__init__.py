@@ -1,1 +1,1 @@
-"""Which attempt a call belongs to, and whether that attempt may still make calls."""
+"""Finds the attempt of a call, and refuses calls of attempts that have ended."""

@@ -43,7 +43,7 @@ class UsageLimits:
 
 @dataclass(slots=True)
 class Usage:
-    """What an attempt has used so far."""
+    """The usage of an attempt so far."""
 
     calls: int = 0
     tokens: int = 0
