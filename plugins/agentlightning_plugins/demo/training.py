@@ -118,7 +118,7 @@ def _read_settings(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error
     if not isinstance(loaded, dict) or not all(type(loaded.get(key)) is int for key in ("seed", "steps")):
-        raise ConfigError(f'{file} does not contain the settings of the run; expected content: {{"seed": 0, "steps": 32}}')
+        raise ConfigError(f'{file} has no settings of a run; expected: {{"seed": 0, "steps": 32}}')
     return loaded
 
 
