@@ -62,7 +62,7 @@ def test_the_demo_refuses_what_it_cannot_do_and_says_what_it_can(tmp_path: Path)
         (["--run-dir", str(tmp_path / "full" / "file")], "is a file"),
         (["--run-dir", str(tmp_path / "full" / "file" / "run")], "cannot be the directory of a run: Not a directory"),
         (["--resume", str(tmp_path / "torn")], "config.json cannot be read"),
-        (["--resume", str(tmp_path / "foreign")], "does not say how the run was begun"),
+        (["--resume", str(tmp_path / "foreign")], "has no settings of a run"),
         (["--resume", str(tmp_path / "nowhere")], "holds no checkpoint"),
         (["--steps", "0"], "is not in the range"),
     ):
