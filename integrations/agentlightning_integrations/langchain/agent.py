@@ -24,14 +24,7 @@ from agentlightning_integrations.framework.object_copy import ModelCache
 from agentlightning_integrations.framework.span_tree import detach_ended
 from agentlightning_integrations.langchain.trace import instrument as instrument
 
-_MODEL_METHODS: Final = (
-    "generate",
-    "agenerate",
-    "stream",
-    "astream",
-    "_chat_model_stream_v3",
-    "_achat_model_stream_v3",
-)
+_MODEL_METHODS: Final = "generate agenerate stream astream _chat_model_stream_v3 _achat_model_stream_v3".split()
 """Every call of a chat model passes one of these."""
 
 

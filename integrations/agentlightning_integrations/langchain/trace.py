@@ -16,12 +16,7 @@ from opentelemetry import trace as otel
 
 from agentlightning import semconv
 from agentlightning.tracer.attribute import to_json
-from agentlightning_integrations.framework.span_tree import (
-    OPERATION,
-    TOOL_RESULT,
-    SpanTree,
-    to_text,
-)
+from agentlightning_integrations.framework.span_tree import OPERATION, TOOL_RESULT, SpanTree, to_text
 
 
 def instrument(tracer_provider: Any) -> Callable[[], None]:

@@ -6,18 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from agents import (
-    Agent,
-    Handoff,
-    ModelSettings,
-    OpenAIChatCompletionsModel,
-    RunConfig,
-    Runner,
-    RunResult,
-    set_trace_processors,
-)
+from agents import Agent, Handoff, ModelSettings, OpenAIChatCompletionsModel, RunConfig, Runner, RunResult
 from agents.run_config import CallModelData, ModelInputData
-from agents.tracing import FunctionSpanData, Span, Trace, TracingProcessor, get_trace_provider
+from agents.tracing import FunctionSpanData, Span, Trace, TracingProcessor, get_trace_provider, set_trace_processors
 from agents.tracing.processors import BackendSpanExporter, BatchTraceProcessor
 from agents.tracing.span_data import AgentSpanData, GuardrailSpanData, HandoffSpanData
 from opentelemetry import trace as otel

@@ -39,13 +39,9 @@ class OpenInferenceTracer(OtelTracer):
         otlp_endpoint: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """Makes a tracer.
+        """Takes names of instrumentors, such as ``["openai", "langchain"]``; default is all that are installed.
 
-        Args:
-            instrumentors: names such as ``["openai", "langchain"]``; default is all that are installed.
-            join_global_provider: as for ``OtelTracer``.
-            otlp_endpoint: as for ``OtelTracer``.
-            headers: as for ``OtelTracer``.
+        The other arguments are those of ``OtelTracer``.
 
         Raises:
             ConfigError: an instrumentor is not installed, or as for ``OtelTracer``.

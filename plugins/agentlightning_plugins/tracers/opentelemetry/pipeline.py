@@ -86,11 +86,8 @@ class Router(SpanProcessor):
         if context.trace_id in self._by_trace:
             return
         trace = get_active_trace()
-        opened = self._opened.get(trace) if trace is not None else None
-        if opened is not None:
-            route: _Route | None = opened[1]
-        elif trace is not None:
-            route = _Route(trace, None)
+        if trace is not None:
+            route: _Route | None = self._opened.get(trace, (0, _Route(trace, None)))[1]
         else:
             route = self._by_span.get(span.parent.span_id) if span.parent is not None else None
         if route is not None:

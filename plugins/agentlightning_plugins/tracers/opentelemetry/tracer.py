@@ -37,7 +37,7 @@ class OtelTracer(Tracer):
         otlp_endpoint: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """Makes a tracer.
+        """Creates a tracer.
 
         Args:
             join_global_provider: whether to record spans of OpenTelemetry's global provider as well. Our provider
