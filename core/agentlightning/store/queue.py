@@ -185,7 +185,7 @@ class QueueMethods(Transactional):
                 held.append((Row(outcome.rollout, row.revision + 1), Row(outcome.attempt, 1)))
                 events.append(started(outcome, time))
                 claimed.append(attempted(outcome.rollout, outcome.attempt))
-            if worker is not None:
+            if worker is not None and locked:
                 writes.append(Put(take_work(worker, outcome.attempt, time)))
             return writes, events
 

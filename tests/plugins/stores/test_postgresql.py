@@ -28,6 +28,7 @@ from agentlightning_plugins.stores.http.server.metrics import ServerMetrics
 from agentlightning_plugins.stores.http.server.polling import Polls
 from agentlightning_plugins.stores.postgresql import schema, writer
 from agentlightning_plugins.stores.postgresql.backend import PostgresBackend
+from agentlightning_plugins.stores.postgresql.operation import Claiming, Operation
 from agentlightning_plugins.stores.postgresql.store import PostgresLightningStore
 from agentlightning_plugins.stores.sql.document import encode_events
 from tests.postgresql import PostgresServer, running_server
@@ -214,6 +215,24 @@ async def test_a_locked_rollout_in_the_queue_is_skipped(database: str) -> None:
         freed = await store.dequeue_rollout()
         assert freed is not None
         assert freed.rollout_id == first.rollout_id
+    await store.close()
+
+
+async def test_a_claim_that_another_process_wins_returns_nothing(
+    database: str, postgresql_server: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = PostgresLightningStore(database)
+    await store.enqueue_rollout(1)
+    decide = Claiming.claim
+
+    def lose(claiming: Claiming) -> Operation:
+        name = database.partition("@/")[2].partition("?")[0]
+        postgresql_server.run_sql("UPDATE agl.rollout SET revision = revision + 1, queue_position = NULL", name)
+        return decide(claiming)
+
+    monkeypatch.setattr(Claiming, "claim", lose)
+    assert await store.dequeue_many_rollouts(limit=5, worker_id="worker") == []
+    assert (await store.statistics())["attempts"] == 0
     await store.close()
 
 

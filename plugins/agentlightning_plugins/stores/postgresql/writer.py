@@ -143,7 +143,7 @@ class Writer:
 
     def _settle_error(self, items: Sequence[Item[Work]], error: Exception) -> None:
         for item in items:
-            item.error = self._explain(error)
+            item.error = self._server.explain(error)
         settle(items)
 
     async def _write(self, items: Sequence[Item[Work]]) -> None:
@@ -217,6 +217,8 @@ class Writer:
                         operations.append((item, item.work.claim()))
                         continue
                     item.result = []
+                    if item.work.tries:  # it was decided on rollouts that another process took: now there are none
+                        item.work.decide([])
                 except Exception as error:  # isolation point: one caller's failure is not the others'
                     item.error = error
                 done.append(item)
@@ -327,7 +329,9 @@ class Writer:
             self._newest = max(self._newest, newest)
             self._up_to_date_at = time.time()
         except Exception as error:  # isolation point: a server that is away for a while must not end the writer
-            logger.warning("cannot read the events of other processes, and tries again: %s", self._explain(error))
+            logger.warning(
+                "cannot read the events of other processes, and tries again: %s", self._server.explain(error)
+            )
             asyncio.get_running_loop().call_later(1.0, self._look_soon)
 
     async def _reconstruct(self) -> None:
@@ -366,10 +370,6 @@ class Writer:
     def _look_soon(self) -> None:
         self._must_look = True
         self._wake.set()
-
-    def _explain(self, error: Exception) -> Exception:
-        is_theirs = isinstance(error, (OSError, asyncpg.PostgresError, asyncpg.InterfaceError))
-        return self._server.explain(error) if is_theirs else error
 
 
 async def _close(connection: asyncpg.Connection) -> None:
