@@ -17,7 +17,7 @@ import pytest
 
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning.event import Event, RolloutEnqueued
-from agentlightning.store.backend import Put
+from agentlightning.store.backend import Guard, Put, Query
 from agentlightning.store.retention import Retention
 from agentlightning.testing.store import DurableStoreConformance, StoreConformance, step
 from agentlightning.testing.store.model import Reopen
@@ -233,6 +233,25 @@ async def test_a_claim_that_another_process_wins_returns_nothing(
     monkeypatch.setattr(Claiming, "claim", lose)
     assert await store.dequeue_many_rollouts(limit=5, worker_id="worker") == []
     assert (await store.statistics())["attempts"] == 0
+    await store.close()
+
+
+async def test_an_operation_that_waits_for_another_batch_is_done_once_although_this_one_fails(database: str) -> None:
+    store = PostgresLightningStore(database)
+    backend = backend_of(store)
+    one = Rollout(rollout_id="ro-1", input=1, start_time=0.0)
+    outcomes = await asyncio.gather(
+        backend.commit([Put(one)]),
+        backend.commit([Put(one.model_copy(update={"input": 2}))]),  # waits: it has the same row
+        backend.commit([Put(one.model_copy(update={"rollout_id": "ro-" + "x" * 9_000_000}))]),  # no index takes it
+        backend.commit([Put(one.model_copy(update={"rollout_id": "ro-2"}))], [Guard(Rollout, ("ro-2",), 7)]),
+        return_exceptions=True,
+    )
+    assert outcomes[:2] == [True, True]
+    assert isinstance(outcomes[2], StoreError)
+    assert outcomes[3] is False
+    (row,) = (await backend.select(Query(Rollout))).rows
+    assert (row.record.input, row.revision) == (2, 2)
     await store.close()
 
 

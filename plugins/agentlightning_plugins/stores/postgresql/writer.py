@@ -150,8 +150,10 @@ class Writer:
         """Writes items in one transaction; those that have to wait are put back."""
         claimed, done = await self._find_candidates([item for item in items if isinstance(item.work, Claiming)])
         waiting = claimed + [(item, item.work) for item in items if isinstance(item.work, Operation)]
+        later: list[Item[Work]] = []
+        busy: list[tuple[Item[Work], Operation]] = []
         while waiting:
-            batch, later = Batch(), []
+            batch = Batch()
             for item, operation in waiting:
                 if batch.size >= MAX_BATCH_CHARACTERS or not batch.add(item, operation):
                     later.append(item)
@@ -162,17 +164,19 @@ class Writer:
                     if isinstance(item.work, Claiming):
                         item.result = [row.record for row, _ in item.work.candidates]
                     done.append(item)
-            self._items.extendleft(reversed(later))
             # Nothing was written if one member could not be: the others are sent again without it.
             waiting = [member for member in batch.members if failed and member[0] not in failed]
             for item, outcome in failed.items():
                 if isinstance(item.work, Claiming):  # another process was faster: look for other candidates
-                    self._items.append(item)
+                    later.append(item)
                 elif outcome is None:
-                    self._retry_later(item, item.work)
+                    busy.append((item, item.work))
                 else:
                     item.result, item.error = outcome, outcome if isinstance(outcome, Exception) else None
                     done.append(item)
+        self._items.extendleft(reversed(later))  # not before all that may fail: then every item is written by itself
+        for item, operation in busy:
+            self._retry_later(item, operation)
         settle(done)
         await self._notify()
 
