@@ -17,7 +17,7 @@ import pytest
 
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning.event import Event, RolloutEnqueued
-from agentlightning.store.backend import Put
+from agentlightning.store.backend import Guard, Put, Query
 from agentlightning.store.retention import Retention
 from agentlightning.testing.store import DurableStoreConformance, StoreConformance, actions
 from agentlightning.testing.store.actions import claim, finish, make_span
@@ -28,6 +28,7 @@ from agentlightning_plugins.stores.http.server.metrics import ServerMetrics
 from agentlightning_plugins.stores.http.server.polling import Polls
 from agentlightning_plugins.stores.postgresql import schema, writer
 from agentlightning_plugins.stores.postgresql.backend import PostgresBackend
+from agentlightning_plugins.stores.postgresql.operation import Claiming, Operation
 from agentlightning_plugins.stores.postgresql.store import PostgresLightningStore
 from agentlightning_plugins.stores.sql.document import encode_events
 from tests.postgresql import PostgresServer, running_server
@@ -214,6 +215,43 @@ async def test_a_locked_rollout_in_the_queue_is_skipped(database: str) -> None:
         freed = await store.dequeue_rollout()
         assert freed is not None
         assert freed.rollout_id == first.rollout_id
+    await store.close()
+
+
+async def test_a_claim_that_another_process_wins_returns_nothing(
+    database: str, postgresql_server: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = PostgresLightningStore(database)
+    await store.enqueue_rollout(1)
+    decide = Claiming.claim
+
+    def lose(claiming: Claiming) -> Operation:
+        name = database.partition("@/")[2].partition("?")[0]
+        postgresql_server.run_sql("UPDATE agl.rollout SET revision = revision + 1, queue_position = NULL", name)
+        return decide(claiming)
+
+    monkeypatch.setattr(Claiming, "claim", lose)
+    assert await store.dequeue_many_rollouts(limit=5, worker_id="worker") == []
+    assert (await store.statistics())["attempts"] == 0
+    await store.close()
+
+
+async def test_an_operation_that_waits_for_another_batch_is_done_once_although_this_one_fails(database: str) -> None:
+    store = PostgresLightningStore(database)
+    backend = backend_of(store)
+    one = Rollout(rollout_id="ro-1", input=1, start_time=0.0)
+    outcomes = await asyncio.gather(
+        backend.commit([Put(one)]),
+        backend.commit([Put(one.model_copy(update={"input": 2}))]),  # waits: it has the same row
+        backend.commit([Put(one.model_copy(update={"rollout_id": "ro-" + "x" * 9_000_000}))]),  # no index takes it
+        backend.commit([Put(one.model_copy(update={"rollout_id": "ro-2"}))], [Guard(Rollout, ("ro-2",), 7)]),
+        return_exceptions=True,
+    )
+    assert outcomes[:2] == [True, True]
+    assert isinstance(outcomes[2], StoreError)
+    assert outcomes[3] is False
+    (row,) = (await backend.select(Query(Rollout))).rows
+    assert (row.record.input, row.revision) == (2, 2)
     await store.close()
 
 

@@ -133,7 +133,7 @@ class Queue:
                 for outcome, (row, _) in zip(outcomes, locked, strict=True)
             ]
             writes: list[Write] = [Put(record) for outcome in outcomes for record in outcome]
-            if worker is not None:
+            if worker is not None and locked:
                 writes.append(Put(worker))
             return writes, [rollout_started(outcome, now) for outcome in outcomes]
 

@@ -1,4 +1,4 @@
-"""The server: where it is, how a connection to it is made, and what its errors mean."""
+"""Connections to a PostgreSQL server and the meaning of its errors."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from agentlightning.errors import ConfigError, StoreError
 _SETTINGS: Final = {
     "application_name": "lightning",
     "client_encoding": "UTF8",
-    # Our queries have an index each. Statistics are old or missing in a database that has just been filled, and a plan
-    # made of them would read a whole table.
+    # Each of our queries has an index. A database that has just been filled has old statistics or none, with which the
+    # planner would read a whole table.
     "enable_seqscan": "off",
     "enable_bitmapscan": "off",
     "enable_hashjoin": "off",
     "enable_mergejoin": "off",
     "jit": "off",
-    # A process that is stopped between locking rollouts and claiming them must not keep them for long.
     "idle_in_transaction_session_timeout": "10s",
 }
 _AWAY: Final = (
@@ -33,17 +32,17 @@ _AWAY: Final = (
     asyncpg.CannotConnectNowError,
     asyncpg.IdleInTransactionSessionTimeoutError,
 )
-"""The server, or the way to it, is gone and may come back. TimeoutError is an OSError."""
+"""The server or the network is gone and may come back. TimeoutError is an OSError."""
 
 
 class Server:
     """One database of one server."""
 
     def __init__(self, url: str, *, connect_timeout_s: float, reconnect_s: float) -> None:
-        """Reads the URL, without going there.
+        """Parses the URL.
 
         Raises:
-            ConfigError: it is none that PostgreSQL's libraries would understand.
+            ConfigError: PostgreSQL's libraries would not understand it.
         """
         self._url = url
         self._connect_timeout_s = connect_timeout_s
@@ -61,14 +60,14 @@ class Server:
         place = f"{host or query.get('host', '')}{f':{port}' if port else ''}"
         user = f"{parts.username}@" if parts.username else ""
         self.shown = f"postgresql://{user}{place}{parts.path}"
-        """The database as messages name it: without a password."""
+        """The URL without its password, for messages."""
 
     async def connect(self) -> asyncpg.Connection:
-        """A new connection.
+        """Opens a connection.
 
         Raises:
-            ConfigError: the server, user, password or database is not there.
-            OSError or asyncpg.PostgresError: the server is not there, or not ready.
+            ConfigError: the server refuses the user, password or database.
+            OSError or asyncpg.PostgresError: the server cannot be reached or is not ready.
         """
         try:
             return await asyncpg.connect(self._url, timeout=self._connect_timeout_s, server_settings=_SETTINGS)
@@ -82,7 +81,7 @@ class Server:
             raise ConfigError(f"{self.shown} cannot be used: {self._redact(str(error))}") from None
 
     async def reconnect(self) -> asyncpg.Connection:
-        """A new connection to a server that was there a moment ago; waits for it to come back.
+        """Opens a connection; waits for a server that went away to come back.
 
         Raises:
             StoreError: it did not come back in time.
@@ -101,9 +100,9 @@ class Server:
             await asyncio.sleep(pause_s * (0.5 + random.random()))
             pause_s = min(2 * pause_s, 1.0)
 
-    def explain(self, error: Exception) -> StoreError:
-        """What an error of PostgreSQL means for whoever called the store."""
-        if isinstance(error, StoreError):
+    def explain(self, error: Exception) -> Exception:
+        """The error that a caller of the store gets for one of PostgreSQL or the connection; others as they are."""
+        if not isinstance(error, (OSError, asyncpg.PostgresError, asyncpg.InterfaceError)):
             return error
         if isinstance(error, _AWAY):
             meaning = "the server cannot be reached, or went away and did not come back in time"
@@ -119,14 +118,14 @@ class Server:
 
 
 def is_lost(connection: asyncpg.Connection, error: Exception) -> bool:
-    """Whether an error means that the connection is gone, and nothing about what was asked."""
+    """Whether an error says that the connection is gone, and nothing about the statement."""
     return isinstance(error, _AWAY) or connection.is_closed()
 
 
 _MEANINGS: Final = {
     "25006": "the server is read-only (a standby?); nothing was written",
     "42501": "this user may not do that; grant it the right to create a schema, or to use the schema agl",
-    "53100": "the server's disk is full; nothing of this write was stored. Free some space and try again",
+    "53100": "the server's disk is full; this write was not stored. Free some space and try again",
     "53200": "the server has no memory left; nothing was written, try again",
     "53300": "the server has no connection left; raise its max_connections, or close other clients",
     "54000": "a record, or one of its ids, is larger than PostgreSQL takes; nothing was written",

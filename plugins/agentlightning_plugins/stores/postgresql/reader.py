@@ -1,4 +1,4 @@
-"""Reads, over a few connections of their own; small ones that ask the same of different records share a round trip."""
+"""Reads over a few connections of their own; small reads with the same statement share a round trip."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from agentlightning_plugins.stores.postgresql.connection import Server, is_lost
 from agentlightning_plugins.stores.sql.batch import Item, settle
 from agentlightning_plugins.stores.sql.plan import Plan
 
-Look: TypeAlias = Callable[[asyncpg.Connection], Awaitable[Any]]
-"""One read: repeated from its beginning when the connection is lost."""
+Function: TypeAlias = Callable[[asyncpg.Connection], Awaitable[Any]]
+"""A read of its own; it is repeated from its beginning when the connection is lost."""
 
 READERS: Final = 4
 _TYPES: Final = {str: "text", int: "bigint", float: "float8"}
@@ -24,18 +24,18 @@ _CUT: Final = " LIMIT ? OFFSET ?"
 
 
 class Lookup(NamedTuple):
-    """A read of few rows; those of the same statement are done together."""
+    """A read of few rows. Lookups with the same statement are done together: each call costs the thread the GIL."""
 
     sql: str
     """With a ``?`` for each parameter."""
     parameters: tuple[Any, ...]
 
 
-Work: TypeAlias = Look | Lookup
+Read: TypeAlias = Lookup | Function
 
 
 def make_lookup(plan: Plan) -> Lookup | None:
-    """The plan as a read that others can join; None if it has to be done alone."""
+    """The plan as a lookup; None if it has to be done alone."""
     sql, parameters = plan.sql, tuple(plan.parameters)
     if sql.endswith(_CUT):
         *others, limit, offset = parameters
@@ -50,15 +50,15 @@ class Readers:
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self._items: deque[Item[Work]] = deque()
-        self._lookups: dict[str, list[Item[Work]]] = {}
-        """Those that wait, by what they ask; each list is in ``_items`` by its first."""
-        self._done: list[Item[Work]] = []
+        self._items: deque[Item[Read]] = deque()
+        self._lookups: dict[str, list[Item[Read]]] = {}
+        """The waiting lookups of each statement; the first of each list is in ``_items``."""
+        self._done: list[Item[Read]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._connections: deque[asyncpg.Connection] = deque()
 
-    def take(self, items: Iterable[Item[Work]]) -> None:
-        """Has these read."""
+    def take(self, items: Iterable[Item[Read]]) -> None:
+        """Accepts reads."""
         for item in items:
             if isinstance(item.work, Lookup):
                 waiting = self._lookups.get(item.work.sql)
@@ -73,7 +73,7 @@ class Readers:
             task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Ends what was begun, and the connections."""
+        """Finishes the accepted reads and closes the connections."""
         while self._tasks:
             await asyncio.wait(self._tasks)
         while self._connections:
@@ -85,13 +85,12 @@ class Readers:
             together = self._lookups.pop(item.work.sql) if isinstance(item.work, Lookup) else [item]
             try:
                 await self._read(together)
-            except Exception as error:  # isolation point: it belongs to the callers
-                is_theirs = isinstance(error, (OSError, asyncpg.PostgresError, asyncpg.InterfaceError))
+            except Exception as error:  # isolation point: it is raised where the store was called
                 for one in together:
-                    one.error = self._server.explain(error) if is_theirs else error
+                    one.error = self._server.explain(error)
             self._settle_soon(together)
 
-    async def _read(self, items: Sequence[Item[Work]]) -> None:
+    async def _read(self, items: Sequence[Item[Read]]) -> None:
         while True:
             connection = self._connections.pop() if self._connections else await self._server.reconnect()
             try:
@@ -105,8 +104,8 @@ class Readers:
                 self._connections.append(connection)
                 return
 
-    def _settle_soon(self, items: Sequence[Item[Work]]) -> None:
-        """What is done in one turn of the loop is told together."""
+    def _settle_soon(self, items: Sequence[Item[Read]]) -> None:
+        """Wakes the callers of all reads that end in one turn of the loop together."""
         if not self._done:
             asyncio.get_running_loop().call_soon(self._settle)
         self._done += items
@@ -116,35 +115,35 @@ class Readers:
         settle(done)
 
 
-async def _answer(connection: asyncpg.Connection, items: Sequence[Item[Work]]) -> None:
-    """Does one read, or several of one statement."""
+async def _answer(connection: asyncpg.Connection, items: Sequence[Item[Read]]) -> None:
+    """Does one read, or several lookups with the same statement."""
     (first, *others), work = items, items[0].work
     if not isinstance(work, Lookup):
         first.result = await work(connection)
     elif not others:
         first.result = await connection.fetch(number_parameters(work.sql), *work.parameters)
     else:
-        asked = [item.work.parameters for item in items if isinstance(item.work, Lookup)]
+        given = [item.work.parameters for item in items if isinstance(item.work, Lookup)]
         sql = _join(work.sql, tuple(map(type, work.parameters)))
         for item in items:
             item.result = []
-        for number, *values in await connection.fetch(sql, *map(list, zip(*asked, strict=True))):
+        for number, *values in await connection.fetch(sql, *map(list, zip(*given, strict=True))):
             items[number - 1].result.append(values)
 
 
 @lru_cache(maxsize=1000)
 def _join(sql: str, types: tuple[type, ...]) -> str:
-    """A statement that answers another for several sets of its parameters at once.
+    """A statement that answers another for several sets of parameters at once.
 
     OFFSET keeps the planner from merging the inner query with the outer one, so that the index is used for each.
     """
     first, *rest = sql.split("?")
-    inner = first + "".join(f"asked.p{number}{part}" for number, part in enumerate(rest, 1))
+    inner = first + "".join(f"given.p{number}{part}" for number, part in enumerate(rest, 1))
     if "OFFSET" not in inner:
         inner += " OFFSET 0"
     arrays = ", ".join(f"${number}::{_TYPES[kind]}[]" for number, kind in enumerate(types, 1))
     names = ", ".join(f"p{number}" for number in range(1, len(types) + 1))
     return (
-        f"SELECT asked.number, found.* FROM unnest({arrays}) WITH ORDINALITY AS asked ({names}, number) "  # noqa: S608 # names of ours
-        f"CROSS JOIN LATERAL ({inner}) AS found ORDER BY asked.number"
+        f"SELECT given.number, found.* FROM unnest({arrays}) WITH ORDINALITY AS given ({names}, number) "  # noqa: S608 # names of ours
+        f"CROSS JOIN LATERAL ({inner}) AS found ORDER BY given.number"
     )

@@ -1,4 +1,4 @@
-"""What is in the database, and how older forms of it become the present one."""
+"""The schema of the PostgreSQL database and its migrations."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import asyncpg
 from agentlightning.errors import ConfigError
 
 SCHEMA: Final = "agl"
-"""The PostgreSQL schema that holds everything of ours, so that a database may hold other things too."""
+"""The PostgreSQL schema of all our tables; the database can have others."""
 _MIGRATING: Final = 0x41474C01
-"""The advisory lock of whoever migrates."""
+"""The advisory lock of a migration."""
 KEPT_EVENTS: Final = 100_000
-"""Of how many commits the events are kept for other processes. One that is further behind looks at the records."""
+"""The events of this many commits are kept for other processes. One that is further behind reads the records."""
 
 # Text is compared byte by byte (COLLATE "C"), which is the order of Python's strings. Attempts refer to rollouts, and
 # spans to attempts, by position: their indexes grow at the end only. Rows that are updated all the time have room
@@ -88,7 +88,7 @@ _FIRST: Final = (
     """CREATE VIEW agl.metrics AS
         SELECT position, id AS run_id, number AS step, revision, record
         FROM agl.document WHERE kind = 'metrics'""",
-    # How many there are, so that nobody needs to count; status is '' but for rollouts.
+    # How many records there are; status is '' but for rollouts.
     """CREATE TABLE agl.tally (
         name text COLLATE "C" NOT NULL, run_id text COLLATE "C" NOT NULL, status text COLLATE "C" NOT NULL,
         number bigint NOT NULL, PRIMARY KEY (name, run_id, status)
@@ -97,7 +97,7 @@ _FIRST: Final = (
     """CREATE TABLE agl.event (
         position bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, origin bigint NOT NULL, events text NOT NULL
     )""",
-    # What each process did last: one that lost its connection learns whether that was committed, and what came of it.
+    # The last batch of each process and its outcome, for a process that lost the connection before it got the answer.
     """CREATE TABLE agl.writer (
         origin bigint PRIMARY KEY, batch bigint NOT NULL, outcome jsonb NOT NULL,
         seen timestamptz NOT NULL DEFAULT now()
@@ -117,18 +117,18 @@ _FOURTH: Final = (
     "CREATE INDEX event_xid ON agl.event (xid)",
 )
 MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (_FIRST, (), (), _FOURTH)
-"""What makes each version of the schema from the one before. A released one is never changed."""
+"""The statements that make each version of the schema from the one before."""
 
 
 async def migrate(connection: asyncpg.Connection, shown: str) -> None:
-    """Makes the database ready: creates what is needed, or migrates it, or finds it as it should be.
+    """Creates or migrates the schema if needed.
 
     Args:
         connection: one of the database, in no transaction.
-        shown: the database as an error may name it.
+        shown: the database as messages name it.
 
     Raises:
-        ConfigError: its schema ``agl`` is of another program, or of a newer version; it is left as it is.
+        ConfigError: its schema ``agl`` is of another program, or of a newer version; it is not changed.
     """
     if await _read_version(connection, shown) == len(MIGRATIONS):
         return

@@ -12,11 +12,11 @@ from agentlightning_plugins.stores.postgresql.connection import Server
 
 
 class PostgresLightningStore(BackendStore):
-    """The store in a PostgreSQL database, for processes on many machines.
+    """A store in a PostgreSQL database, for processes on many machines.
 
-    What it acknowledged is durable as far as the server is (``fsync`` and ``synchronous_commit`` on, as they are by
-    default). Any number of stores, and servers of stores, may have the same database open. A server that restarts is
-    waited for, and nothing is written twice meanwhile.
+    Acknowledged writes are as durable as the server (``fsync`` and ``synchronous_commit`` on, as they are by
+    default). Any number of processes can open the same database. Calls wait for a server that restarts, and nothing is
+    written twice.
     """
 
     def __init__(
@@ -29,19 +29,19 @@ class PostgresLightningStore(BackendStore):
         connect_timeout_s: float = 10.0,
         reconnect_s: float = 30.0,
     ) -> None:
-        """Connects, and makes the schema ``agl`` if it is not there. One of an older version is migrated.
+        """Connects, and creates the schema ``agl`` or migrates it from an older version.
 
         Args:
-            url: ``postgresql://user:password@host:5432/database``, as PostgreSQL's own tools take it; what is left out
-                comes from the environment (``PGHOST``, ``PGUSER``, ``PGPASSWORD``, ``~/.pgpass``).
+            url: ``postgresql://user:password@host:5432/database``, as PostgreSQL's own tools take it; missing parts
+                come from the environment (``PGHOST``, ``PGUSER``, ``PGPASSWORD``, ``~/.pgpass``).
             run_id: the run that this object sees.
-            lease_s: an attempt of a worker of which neither a span nor a heartbeat was seen for this long is lost.
-            watchdog_interval_s: how late the end of an attempt may be enforced; None leaves enforcing to others.
+            lease_s: an attempt without spans and heartbeats for this long is lost.
+            watchdog_interval_s: how late the end of an attempt may be enforced; None leaves it to other processes.
             connect_timeout_s: how long one attempt to connect may take.
             reconnect_s: how long calls wait for a server that went away before they fail.
 
         Raises:
-            ConfigError: the URL cannot be read, the server refuses us, or the schema is of a newer version.
+            ConfigError: the URL is malformed, the server refuses the user, or the schema is of a newer version.
             StoreError: the server cannot be reached.
         """
         for name, value in (("connect_timeout_s", connect_timeout_s), ("reconnect_s", reconnect_s)):

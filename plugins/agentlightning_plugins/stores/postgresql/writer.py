@@ -28,7 +28,7 @@ from agentlightning_plugins.stores.sql.document import decode, decode_events, en
 logger = logging.getLogger("agentlightning")
 
 MAX_BATCH: Final = 500
-"""No more writes join a batch of so many, so that the first of them need not wait for long."""
+"""Writes in one batch at most, so that the first of them does not wait for long."""
 MAX_BATCH_CHARACTERS: Final = 16_000_000
 WRITE_TIMEOUT_S: Final = 60.0
 """A server that has not answered for this long is considered gone; a row locked for longer is an error."""
@@ -54,15 +54,15 @@ _SLOT: Final = "SELECT n FROM generate_series(1, 100000) AS n WHERE pg_try_advis
 class Writer:
     """Writes over one connection, for the event loop that it was opened in."""
 
-    def __init__(self, server: Server, tell: Callable[[Sequence[Event]], None]) -> None:
+    def __init__(self, server: Server, publish: Callable[[Sequence[Event]], None]) -> None:
         """Makes a writer.
 
         Args:
             server: the server to write to.
-            tell: called with the events of each commit of any process, in commit order.
+            publish: called with the events of each commit of any process, in commit order.
         """
         self._server = server
-        self._tell = tell
+        self._publish = publish
         self._origin = int.from_bytes(os.urandom(7))
         """Identifies this process's batches and events."""
         self._connection: asyncpg.Connection
@@ -93,7 +93,7 @@ class Writer:
             await connection.execute(statement)
         horizon, _, self._newest = await self._read_events(2**62)
         _, events, _ = await self._read_events(horizon)
-        self._hear(horizon, events, is_new=False)
+        self._publish_new(horizon, events, is_new=False)
 
     def take(self, items: Iterable[Item[Work]]) -> None:
         """Accepts work."""
@@ -131,7 +131,7 @@ class Writer:
             items.append(self._items.popleft())
         try:
             await self._write(items)
-        except Exception as error:  # isolation point: whatever it is, this coroutine goes on and every caller is told
+        except Exception as error:  # isolation point: every caller gets the error and this coroutine goes on
             if len(items) > 1 and not self._connection.is_closed():
                 for item in items:  # each in a transaction of its own, so that only the culprit fails
                     try:
@@ -143,15 +143,17 @@ class Writer:
 
     def _settle_error(self, items: Sequence[Item[Work]], error: Exception) -> None:
         for item in items:
-            item.error = self._explain(error)
+            item.error = self._server.explain(error)
         settle(items)
 
     async def _write(self, items: Sequence[Item[Work]]) -> None:
         """Writes items in one transaction; those that have to wait are put back."""
         claimed, done = await self._find_candidates([item for item in items if isinstance(item.work, Claiming)])
         waiting = claimed + [(item, item.work) for item in items if isinstance(item.work, Operation)]
+        later: list[Item[Work]] = []
+        busy: list[tuple[Item[Work], Operation]] = []
         while waiting:
-            batch, later = Batch(), []
+            batch = Batch()
             for item, operation in waiting:
                 if batch.size >= MAX_BATCH_CHARACTERS or not batch.add(item, operation):
                     later.append(item)
@@ -162,17 +164,19 @@ class Writer:
                     if isinstance(item.work, Claiming):
                         item.result = [row.record for row, _ in item.work.candidates]
                     done.append(item)
-            self._items.extendleft(reversed(later))
             # Nothing was written if one member could not be: the others are sent again without it.
             waiting = [member for member in batch.members if failed and member[0] not in failed]
             for item, outcome in failed.items():
                 if isinstance(item.work, Claiming):  # another process was faster: look for other candidates
-                    self._items.append(item)
+                    later.append(item)
                 elif outcome is None:
-                    self._retry_later(item, item.work)
+                    busy.append((item, item.work))
                 else:
                     item.result, item.error = outcome, outcome if isinstance(outcome, Exception) else None
                     done.append(item)
+        self._items.extendleft(reversed(later))  # not before all that may fail: then every item is written by itself
+        for item, operation in busy:
+            self._retry_later(item, operation)
         settle(done)
         await self._notify()
 
@@ -217,6 +221,8 @@ class Writer:
                         operations.append((item, item.work.claim()))
                         continue
                     item.result = []
+                    if item.work.tries:  # it was decided on rollouts that another process took: now there are none
+                        item.work.decide([])
                 except Exception as error:  # isolation point: one caller's failure is not the others'
                     item.error = error
                 done.append(item)
@@ -237,7 +243,7 @@ class Writer:
             )
 
         horizon, heard, failed_text, outcome_text = await self._retry(write)
-        self._hear(horizon, heard)
+        self._publish_new(horizon, heard)
         failed = orjson.loads(failed_text or "[]")
         if any(why == "repeated" for _, _, why in failed):  # it was committed, but the answer was lost
             outcome_text = await self._retry(lambda c: c.fetchval(OUTCOME, self._origin, number))
@@ -246,9 +252,9 @@ class Writer:
         outcome = orjson.loads(outcome_text)
         self.transactions += 1
         if outcome["told"] is not None:
-            self._note_told(outcome["told"])
+            self._note_published(outcome["told"])
         if events:
-            self._tell(events)
+            self._publish(events)
         return {}, outcome["numbers"] or ()
 
     async def _retry(self, work: Callable[[asyncpg.Connection], Any]) -> Any:
@@ -269,7 +275,7 @@ class Writer:
                     raise
                 self._connection.terminate()
 
-    def _note_told(self, position: int) -> None:
+    def _note_published(self, position: int) -> None:
         if position - self._newest > KEPT_EVENTS:  # we may have missed events that were deleted
             self._must_look = True
         else:
@@ -293,8 +299,8 @@ class Writer:
         except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
             logger.debug("cannot wake other processes, they look by themselves: %s", error)
 
-    def _hear(self, horizon: int, events: str | None, *, is_new: bool = True) -> None:
-        """Tells the events of other processes that were not told yet; with ``is_new=False`` it only notes them."""
+    def _publish_new(self, horizon: int, events: str | None, *, is_new: bool = True) -> None:
+        """Publishes the events of other processes that are new; with ``is_new=False`` it only marks them as read."""
         for position, xid, origin, text in orjson.loads(events or "[]"):
             if position <= self._seen.get(origin, (0, 0))[0]:
                 continue
@@ -302,8 +308,8 @@ class Writer:
             self._newest = max(self._newest, position)
             try:
                 if is_new:
-                    self._tell(decode_events(text))
-            except ValidationError:  # of a newer version, say; it must not keep this process from writing
+                    self._publish(decode_events(text))
+            except ValidationError:  # of a newer version, for example; this process must go on writing
                 logger.exception("an event of another process cannot be read and is left out")
         self._horizon = max(self._horizon, horizon)
         self._seen = {origin: last for origin, last in self._seen.items() if last[1] >= self._horizon}
@@ -315,25 +321,27 @@ class Writer:
         return found
 
     async def _look(self) -> None:
-        """Tells what others committed."""
+        """Publishes what other processes committed."""
         self._must_look = False
         try:
             if self._connection.is_closed():
                 await self._reconnect()
             horizon, events, newest = await self._read_events(self._horizon)
-            if newest - self._newest > KEPT_EVENTS:  # we were away for so long that some are deleted
+            if newest - self._newest > KEPT_EVENTS:  # this process was stopped for so long that some are deleted
                 await self._reconstruct()
-            self._hear(horizon, events)
+            self._publish_new(horizon, events)
             self._newest = max(self._newest, newest)
             self._up_to_date_at = time.time()
         except Exception as error:  # isolation point: a server that is away for a while must not end the writer
-            logger.warning("cannot read the events of other processes, and tries again: %s", self._explain(error))
+            logger.warning(
+                "cannot read the events of other processes, and tries again: %s", self._server.explain(error)
+            )
             asyncio.get_running_loop().call_later(1.0, self._look_soon)
 
     async def _reconstruct(self) -> None:
-        """Makes up for events that were deleted: tells the queue as it is, and the rollouts that ended since.
+        """Makes up for events that were deleted: publishes the queue as it is, and the rollouts that ended since.
 
-        Some were told before, which wakes a waiter for nothing and does no harm.
+        Some were published before, which wakes a waiter for nothing and does no harm.
         """
         logger.warning("this process was away for so long that it missed events of the store; it catches up now")
         found: list[Event] = []
@@ -346,7 +354,7 @@ class Writer:
                     continue
                 ended: dict[str, Any] = {"status": rollout.status, "mode": rollout.mode, "time": rollout.end_time}
                 found.append(RolloutFinished(run_id=rollout.run_id, rollout_id=rollout.rollout_id, **ended))
-        self._tell(found)
+        self._publish(found)
 
     async def _reconnect(self) -> None:
         await self._adopt(await self._server.reconnect())
@@ -366,10 +374,6 @@ class Writer:
     def _look_soon(self) -> None:
         self._must_look = True
         self._wake.set()
-
-    def _explain(self, error: Exception) -> Exception:
-        is_theirs = isinstance(error, (OSError, asyncpg.PostgresError, asyncpg.InterfaceError))
-        return self._server.explain(error) if is_theirs else error
 
 
 async def _close(connection: asyncpg.Connection) -> None:

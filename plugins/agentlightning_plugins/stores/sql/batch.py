@@ -1,4 +1,4 @@
-"""Callers who share a transaction: what each wants done, and how each learns of its outcome, in its own event loop."""
+"""Work of callers in several event loops that is done together in one thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ W = TypeVar("W")
 
 
 class Item(Generic[W]):
-    """One caller's part of a transaction, and where its outcome goes."""
+    """The work of one caller and the future for its outcome."""
 
     __slots__ = ("error", "future", "loop", "result", "work")
 
@@ -22,8 +22,8 @@ class Item(Generic[W]):
         self.error: BaseException | None = None
 
     def settle(self) -> None:
-        """Tells the caller; to be called in its loop."""
-        if self.future.done():  # cancelled: what was done stands, nobody asks any more
+        """Resolves the caller's future; called in its loop."""
+        if self.future.done():  # cancelled: what was done stays done
             return
         if self.error is not None:
             self.future.set_exception(self.error)
@@ -34,8 +34,8 @@ class Item(Generic[W]):
 class Inbox(Generic[W]):
     """Takes work from any number of event loops and delivers it to the thread that does it.
 
-    What one turn of an event loop submits is delivered together: waking the thread for the first of it would have it
-    do that alone, and take the interpreter from those who are about to submit more.
+    Work submitted in one turn of an event loop is delivered together: waking the thread for the first item would
+    have it do that one alone, and take the GIL from the callers that are about to submit more.
     """
 
     def __init__(self, deliver: Callable[[list[Item[W]]], None]) -> None:
@@ -48,7 +48,7 @@ class Inbox(Generic[W]):
         self._submitted: dict[asyncio.AbstractEventLoop, list[Item[W]]] = {}
 
     def submit(self, work: W) -> asyncio.Future[Any]:
-        """Has the work done; the future of the running loop gets what it gives."""
+        """Submits work; the future belongs to the running loop."""
         item = Item(work)
         waiting = self._submitted.get(item.loop)
         if waiting is None:
@@ -63,7 +63,7 @@ class Inbox(Generic[W]):
 
 
 def settle(items: Iterable[Item[Any]]) -> None:
-    """Wakes the callers, from any thread: one call for each event loop, since each wakes a thread."""
+    """Wakes the callers, from any thread, with one call for each event loop."""
     by_loop: dict[asyncio.AbstractEventLoop, list[Item[Any]]] = {}
     for item in items:
         by_loop.setdefault(item.loop, []).append(item)
@@ -75,6 +75,6 @@ def settle(items: Iterable[Item[Any]]) -> None:
 
 
 def settle_here(items: Iterable[Item[Any]]) -> None:
-    """Tells the callers of the running loop."""
+    """Resolves the futures of the running loop."""
     for item in items:
         item.settle()

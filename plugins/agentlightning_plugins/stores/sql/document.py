@@ -1,4 +1,4 @@
-"""Records as JSON text: what is written is what will be read, or it is refused."""
+"""Records as JSON text; a record that JSON would change is refused."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def encode(record: Record) -> str:
 
 
 def decode(kind: type[R], text: str) -> R:
-    """The record that ``encode`` made this text of."""
+    """Decodes the text that ``encode`` made."""
     try:
         readers = _READERS.get(kind)
         if readers is not None:
@@ -103,7 +103,7 @@ def _plain(value: object) -> Any:
 
 
 def _is_frozen(record: Record) -> bool:
-    """Whether all of a record is known to be JSON, so that nobody needs to read it again to find out."""
+    """Whether a record is known to be JSON, so that it need not be decoded to find out."""
     for field, default in _defaults(type(record)):
         value = record.__dict__[field]
         kind = type(value)
@@ -119,7 +119,7 @@ def _is_frozen(record: Record) -> bool:
 
 
 def _first_lost(record: Record, plain: dict[str, Any]) -> str | None:
-    """The first field that JSON does not give back; None if there is none."""
+    """The first field that does not survive JSON; None if there is none."""
     for field, default in _defaults(type(record)):
         value, back = getattr(record, field), plain[field]
         if value is None or value is default:
@@ -142,7 +142,7 @@ def _first_lost(record: Record, plain: dict[str, Any]) -> str | None:
 
 @cache
 def _defaults(kind: type[Record]) -> list[tuple[str, object]]:
-    """The fields to look at, each with the value that most records share and that needs no look."""
+    """The fields to check, each with its default, which needs no check."""
     return [(field, kind.model_fields[field].default) for field in sorted(document_fields(kind))]
 
 
@@ -157,7 +157,7 @@ def _parts(kind: type[Record]) -> Callable[[Any], Any]:
 
 
 def _refreeze(value: Any) -> Any:
-    """What was frozen when it was written, and is JSON therefore, as it was."""
+    """Freezes decoded JSON that was frozen when it was written."""
     kind = type(value)
     if kind is dict:
         items = value.items()
@@ -181,7 +181,7 @@ _READERS: Final[dict[type[Record], list[tuple[str, Callable[[Any], Any]]]]] = {
         ("parent", _part(SpanContext)),
     ],
 }
-"""How the fields that are more than a string or a number are read, of the records that are read all day long."""
+"""How to read the fields that are more than a string or a number, of the kinds that are read most."""
 _FIELDS: Final = {kind: frozenset(kind.model_fields) for kind in _READERS}
 
 

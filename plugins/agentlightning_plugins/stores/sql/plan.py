@@ -1,5 +1,5 @@
 # ruff: noqa: S608 # statements are made of our own names; values are parameters
-"""From a query of the backend to SQL, and from its rows to a page."""
+"""Plans queries of the backend in SQL and makes pages of the rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agentlightning_plugins.stores.sql.document import decode
 R = TypeVar("R", bound=Record)
 
 CURRENT: Final[dict[type[Record], str]] = {Attempt: "last_heartbeat_time", Span: "sequence_id"}
-"""The field of which the column is true and the JSON may be behind: it is set without writing the JSON again."""
+"""The field of which the column is current and the JSON may be old: it is set without writing the JSON again."""
 
 
 class Plan(NamedTuple):
@@ -90,14 +90,14 @@ class Planner:
         return Plan(f"{sql} LIMIT ? OFFSET ?", [*parameters, limit, query.offset], *count)
 
     def make_page(self, query: Query[R], rows: Sequence[Sequence[Any]], total: int | None) -> Page[R]:
-        """The page of what a plan that is done found."""
+        """Makes the page of a plan that SQL does completely."""
         found = [self._row(query.kind, *values) for values in rows]
         if total is None and query.count:
             total = len(found)
         return Page(found, total, rows[-1][0] if rows and query.sort_by is None else None)
 
     def finish(self, rows: Iterable[Sequence[Any]], query: Query[R]) -> Page[R]:
-        """Tests, sorts and cuts in Python what SQL only narrowed down."""
+        """Filters, sorts and cuts rows in Python where SQL cannot."""
         translate = self._dialect.translate
         tests = [
             make_test(condition, read_field(condition.field))
@@ -127,13 +127,13 @@ class Planner:
     def _row(self, kind: type[R], position: int, revision: int, text: str, current: Any) -> Row[R]:
         record = decode(kind, text)
         if kind in CURRENT:
-            record.__dict__[CURRENT[kind]] = current  # not shared with anybody yet
+            record.__dict__[CURRENT[kind]] = current  # not shared yet
         return Row(record, revision)
 
     def _merge_statuses(self, query: Query[R], status: Condition, order: str) -> tuple[str, list[Any]]:
-        """Takes the first of each status, which the index gives in order, and of these the first.
+        """Merges the first rows of each status, which the index gives in order.
 
-        Asked for several statuses at once, a database would sort all that match, or walk past all that do not.
+        With several statuses in one condition, a database would sort all matches or scan past all others.
         """
         parts: list[str] = []
         parameters: list[Any] = []
@@ -148,7 +148,7 @@ class Planner:
         return f"{' UNION ALL '.join(parts)} ORDER BY {order}", parameters
 
     def _key_of(self, query: Query[R]) -> tuple[Any, ...] | None:
-        """The key that the commonest query gives, one that asks for it and nothing else."""
+        """The key of a query that asks for one record by its key and nothing else."""
         fields = KEYS[query.kind]
         if len(query.where) != len(fields) or query.any_of or query.after is not None or query.offset:
             return None
@@ -166,7 +166,7 @@ class Planner:
         return tuple([condition.value for condition in query.where])
 
     def _translate(self, query: Query[R]) -> tuple[list[Test], bool]:
-        """What of a query SQL can test, and whether that is all."""
+        """The conditions that SQL can test, and whether that is all of them."""
         kind, translate = query.kind, self._dialect.translate
         unindexed: tuple[str, ...] = ()
         if any(_is_selective(kind, condition) for condition in query.where):
@@ -189,7 +189,7 @@ class Planner:
         return known, is_done
 
     def _count(self, query: Query[R], tests: Sequence[Test]) -> tuple[str, Sequence[Any]] | tuple[()]:
-        """How to count what matches: by the tally where it knows, by looking elsewhere; empty if nobody asked."""
+        """How to count the matches: from the stored counts where possible; empty if the query needs no total."""
         if not query.count:
             return ()
         name = {Rollout: "rollouts", Span: "spans"}.get(query.kind)
@@ -212,12 +212,12 @@ def _join(tests: Sequence[Test]) -> tuple[str, list[Any]]:
 
 
 def _has_run(query: Query[Any]) -> bool:
-    """Whether it asks for one run: the index of rollouts has the statuses of each run, and not those of all."""
+    """Whether it is about one run: the index of statuses begins with the run."""
     return any(condition.field == "run_id" for condition in query.where)
 
 
 def _is_selective(kind: type[Record], condition: Condition) -> bool:
-    """Whether few records satisfy a condition, and an index finds them."""
+    """Whether an index finds the few records that satisfy a condition."""
     if condition.op not in ("eq", "in"):
         return False
     if kind is Rollout:

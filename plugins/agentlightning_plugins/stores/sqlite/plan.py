@@ -1,5 +1,5 @@
 # ruff: noqa: S608 # statements are made of our own names; values are parameters
-"""How this file answers a query, and whether that takes so little that the caller may wait for it."""
+"""Runs plans on SQLite, and decides which are short enough for the caller's thread."""
 
 from __future__ import annotations
 

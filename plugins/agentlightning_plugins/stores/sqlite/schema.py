@@ -1,4 +1,4 @@
-"""The file: how it is opened, what is in it, and how older forms of it become the present one."""
+"""The SQLite file: opening, schema and migrations."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Final
 from agentlightning.errors import ConfigError, StoreError
 
 APPLICATION_ID: Final = 0x41474C53
-"""Says in the file's header that it is ours ("AGLS")."""
+"""Marks our files in the header ("AGLS")."""
 _SMALLEST_BYTES: Final = 512
-"""No database is smaller, and SQLite would take a smaller file for an empty one and write over it."""
+"""The size of the smallest database; SQLite would take a smaller file for an empty one and overwrite it."""
 
 # Columns have no type, because a typed column converts what it is compared with: TEXT would find '1' for 1. Those that
 # hold positions are INTEGER as these are, without which their indexes would not be used. Positions are AUTOINCREMENT:
@@ -60,7 +60,7 @@ MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
             position INTEGER PRIMARY KEY AUTOINCREMENT, run_id NOT NULL, step NOT NULL, revision NOT NULL,
             record NOT NULL, UNIQUE (run_id, step)
         )""",
-        # How many there are, so that nobody needs to count; status is '' but for rollouts.
+        # How many records there are; status is '' but for rollouts.
         """CREATE TABLE tally (
             name NOT NULL, run_id NOT NULL, status NOT NULL, number NOT NULL, PRIMARY KEY (name, run_id, status)
         ) WITHOUT ROWID""",
@@ -68,14 +68,14 @@ MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
         "CREATE TABLE event (position INTEGER PRIMARY KEY AUTOINCREMENT, origin NOT NULL, events NOT NULL)",
     ),
 )
-"""What makes each version of the file from the one before. A released one is never changed."""
+"""The statements that make each version of the file from the one before. A released one is never changed."""
 
 
 def open_file(path: Path, busy_timeout_s: float) -> None:
-    """Makes the file ready: creates it, or migrates it, or finds it as it should be.
+    """Creates or migrates the file if needed.
 
     Raises:
-        ConfigError: it is not a store, or one of a newer version; it is left as it is.
+        ConfigError: it is not a store, or is of a newer version; it is not changed.
         StoreError: it cannot be opened or written.
     """
     try:
@@ -103,7 +103,7 @@ def open_file(path: Path, busy_timeout_s: float) -> None:
 
 
 def connect(path: Path, busy_timeout_s: float) -> sqlite3.Connection:
-    """A connection in which a transaction begins and ends where we say so, for one thread at a time."""
+    """Opens a connection without implicit transactions, for one thread at a time."""
     connection = sqlite3.connect(
         path.absolute(),
         timeout=busy_timeout_s,
@@ -119,26 +119,26 @@ def connect(path: Path, busy_timeout_s: float) -> sqlite3.Connection:
 
 
 def explain(error: sqlite3.Error, path: Path) -> StoreError:
-    """What an error of SQLite means for whoever called the store."""
+    """The error that a caller of the store gets for one of SQLite."""
     name = getattr(error, "sqlite_errorname", "")
     meaning = {
-        "SQLITE_FULL": "the disk is full; nothing of this write was stored. Free some space and try again",
+        "SQLITE_FULL": "the disk is full; this write was not stored. Free some space and try again",
         "SQLITE_READONLY": "the file or its folder is read-only; nothing was written",
         "SQLITE_BUSY": "other processes kept it locked for too long; nothing was written, try again",
         "SQLITE_CANTOPEN": "the file cannot be opened; check that its folder is there and may be written",
         "SQLITE_TOOBIG": "a record is larger than SQLite takes (1 GB); nothing was written",
         "SQLITE_CORRUPT": "the file is damaged; restore a copy of it",
-        "SQLITE_NOTADB": "the file is no SQLite database; choose another path",
+        "SQLITE_NOTADB": "the file is not an SQLite database; choose another path",
     }.get("_".join(name.split("_")[:2]))
     return StoreError(f"{path}: {meaning or 'the database failed'} ({name or type(error).__name__}: {error})")
 
 
 def _no_database(path: Path) -> ConfigError:
-    return ConfigError(f"{path} is no store: it is not an SQLite database; choose another path")
+    return ConfigError(f"{path} is not a store: it is not an SQLite database; choose another path")
 
 
 def _read_version(connection: sqlite3.Connection, path: Path) -> int:
-    """The version of the file; 0 if there is nothing in it.
+    """The version of the file; 0 if it is empty.
 
     Raises:
         ConfigError: it is not a store, or one of a newer version.

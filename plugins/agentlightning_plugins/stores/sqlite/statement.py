@@ -1,5 +1,5 @@
 # ruff: noqa: S608 # statements are made of our own names; values are parameters
-"""The tables and columns of each kind of record, and the statements that write and find one."""
+"""The columns of each kind of record, and the statements that write and find one."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ COLUMNS: Final[dict[type[Record], tuple[str, ...]]] = {
     Worker: ("worker_id",),
     Metrics: ("run_id", "step"),
 }
-"""What is kept beside the JSON of a record, to be found by.
+"""The columns beside the JSON of a record.
 
-Of an attempt's heartbeat and a span's number the column alone is true: both are set without writing the JSON again.
+For an attempt's heartbeat and a span's number only the column is current: both are set without writing the JSON again.
 """
 
 

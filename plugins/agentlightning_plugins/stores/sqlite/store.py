@@ -13,7 +13,7 @@ from agentlightning_plugins.stores.sqlite.backend import SqliteBackend
 
 
 class SqliteLightningStore(BackendStore):
-    """The store in one file: what it acknowledged survives SIGKILL and power failure.
+    """A store in one file: acknowledged writes survive SIGKILL and power failure.
 
     Several processes of one machine may open the same file. Not for network file systems, whose locks and shared memory
     SQLite cannot rely on.
@@ -28,17 +28,17 @@ class SqliteLightningStore(BackendStore):
         watchdog_interval_s: float | None = 1.0,
         busy_timeout_s: float = 30.0,
     ) -> None:
-        """Opens the file, or makes it with the folders above it. A file of an older version is migrated.
+        """Opens the file, or creates it with its folders. A file of an older version is migrated.
 
         Args:
             path: the file; SQLite keeps two more beside it (``-wal`` and ``-shm``) while it is open.
             run_id: the run that this object sees.
-            lease_s: an attempt of a worker of which neither a span nor a heartbeat was seen for this long is lost.
-            watchdog_interval_s: how late the end of an attempt may be enforced; None leaves enforcing to others.
+            lease_s: an attempt without spans and heartbeats for this long is lost.
+            watchdog_interval_s: how late the end of an attempt may be enforced; None leaves it to other processes.
             busy_timeout_s: how long a write waits for other processes before it fails.
 
         Raises:
-            ConfigError: the file is something else, or was written by a newer version; it is left as it is.
+            ConfigError: the file is not a store, or was written by a newer version; it is not changed.
             StoreError: the file cannot be opened.
         """
         if not busy_timeout_s > 0:

@@ -1,5 +1,5 @@
 # ruff: noqa: S608 # statements are made of our own names; values are parameters
-"""What happens inside one transaction of the writer: guards, records, claims, spans, and what is counted."""
+"""One transaction of the writer: guards, records, claims, spans and counts."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ _BEAT: Final = "UPDATE attempt SET last_span = ?, last_heartbeat_time = ? WHERE 
 _NUMBER: Final = "UPDATE attempt SET last_span = ? WHERE position = ?"
 _COUNT: Final = "INSERT INTO tally VALUES {} ON CONFLICT DO UPDATE SET number = number + excluded.number"
 _MAX_ROWS: Final = 32
-"""How many rows one statement inserts. A call of SQLite gives up the interpreter and has to win it back."""
+"""Rows that one statement inserts at most. Each call of SQLite releases the GIL and has to win it back."""
 _TELL: Final = "INSERT INTO event (origin, events) VALUES (?, ?)"
 _DELETE_SPANS_OF_ROLLOUT: Final = "DELETE FROM span WHERE attempt IN (SELECT position FROM attempt WHERE rollout = ?)"
 _MAX_KNOWN: Final = 20_000
 _PRUNED_EVERY: Final = 64
 KEPT_EVENTS: Final = 100_000
-"""Of how many transactions the events are kept for other processes. One that is further behind looks at the records."""
+"""The events of this many transactions are kept for other processes. One that is further behind reads the records."""
 
 
 class Document(NamedTuple):
-    """A record to be put, with the JSON that was made of it in its caller's thread."""
+    """A record to put, with its JSON, which the caller's thread has encoded."""
 
     record: Record
     text: str
@@ -64,7 +64,7 @@ def encode_writes(writes: Iterable[Write]) -> list[Document | Delete]:
 
 
 class State(NamedTuple):
-    """Where a record is stored and what its next form depends on."""
+    """Where a record is stored, and the columns that its next version depends on."""
 
     position: int
     revision: int
@@ -76,35 +76,35 @@ class State(NamedTuple):
 
 
 class Known:
-    """What the writer knows of the file from its last transactions, as long as nobody else has written."""
+    """The writer's cache of states, valid until another process writes."""
 
     def __init__(self) -> None:
         self.states: dict[tuple[type[Record], Key], State | None] = {}
         self.queue_ends: dict[str, int] = {}
-        """The last place in the queue of each run."""
+        """The last position in the queue of each run."""
 
     def forget(self) -> None:
         self.states.clear()
         self.queue_ends.clear()
 
     def shrink(self) -> None:
-        """Keeps memory bounded; called between transactions."""
+        """Bounds the memory; called between transactions."""
         if len(self.states) > _MAX_KNOWN:
             self.states.clear()
 
 
 class Transaction:
-    """One transaction of several callers. Every method checks all that can fail before it writes the first row."""
+    """One transaction of several callers. Each method checks everything that can fail before it writes a row."""
 
     def __init__(self, connection: sqlite3.Connection, known: Known) -> None:
         self._execute = connection.execute
         self._states = known.states
         self._queue_ends = known.queue_ends
-        self._tallies: Counter[tuple[str, str, str]] = Counter()
+        self._counts: Counter[tuple[str, str, str]] = Counter()
         self._workers: dict[Key, Document] = {}
-        """Puts that ``finish`` will do: most steps of a worker's rollouts write its record, and once is enough."""
+        """Puts for ``finish``: most changes of a worker's rollouts write its record; once is enough."""
         self.events: list[Event] = []
-        """What the watchers will be told, in order."""
+        """The events to publish, in order."""
 
     def commit(self, writes: Sequence[Document | Delete], guards: Sequence[Guard], events: Sequence[Event]) -> bool:
         for guard in guards:
@@ -124,7 +124,7 @@ class Transaction:
                 workers[key_of(write.record)] = write
             else:
                 self._put(write.record, write.text)
-        self._workers |= workers  # not before all is done that may fail
+        self._workers |= workers  # after everything that can fail
         self.events += events
         return True
 
@@ -156,7 +156,7 @@ class Transaction:
             number = span.sequence_id or last[key] + 1
             last[key] = max(last[key], number)
             rows.append((attempt.position, span.span_id, number, rollout.run_id, span.start_time, 1, text))
-            self._tallies["spans", rollout.run_id, ""] += 1
+            self._counts["spans", rollout.run_id, ""] += 1
             stored.append(span if span.sequence_id else span.model_copy(update={"sequence_id": number}))
         self._insert_rows(_ADD_SPANS, rows)
         for key, (_, attempt) in attempts.items():
@@ -179,18 +179,18 @@ class Transaction:
         return taken
 
     def _count_to(self, key: tuple[str, str], attempt: State, number: int) -> None:
-        """Notes the last number of a span of an attempt."""
+        """Sets the last span number of an attempt."""
         self._execute(_NUMBER, (number, attempt.position))
         self._states[Attempt, key] = attempt._replace(last_span=number)
 
     def finish(self, origin: int) -> int | None:
-        """Writes what was put off, what was counted and what other processes must be told of, before the commit.
+        """Writes the deferred workers, the counts and the events for other processes, before the commit.
 
         Returns:
             The position of the events, if there are any.
         """
         self._put_workers()
-        self._insert_rows(_COUNT, [(*key, change) for key, change in self._tallies.items() if change])
+        self._insert_rows(_COUNT, [(*key, change) for key, change in self._counts.items() if change])
         if not self.events:
             return None
         position = self._execute(_TELL, (origin, encode_events(self.events))).lastrowid
@@ -225,7 +225,7 @@ class Transaction:
         return found
 
     def _state(self, kind: type[Record], key: Key) -> State | None:
-        """What is stored of a record; looked up once."""
+        """The state of a record, from the cache or the file; None if it is not stored."""
         try:
             return self._states[kind, key]
         except KeyError:
@@ -265,21 +265,21 @@ class Transaction:
     def _put(self, record: Record, text: str) -> None:
         kind, key = type(record), key_of(record)
         before = self._state(kind, key)
-        columns, state, tally = self._describe(record, before)
+        columns, state, count = self._describe(record, before)
         if before is None:
             position = self._execute(INSERT[kind], (*columns, text)).lastrowid
             assert position is not None
             self._states[kind, key] = state._replace(position=position, revision=1)
-            self._tallies[tally] += 1
+            self._counts[count] += 1
         else:
             self._execute(UPDATE[kind], (*columns, text, before.position))
             self._states[kind, key] = state._replace(position=before.position, revision=before.revision + 1)
             if before.status != state.status:
-                self._tallies[tally] += 1
-                self._tallies[tally[0], tally[1], before.status] -= 1
+                self._counts[count] += 1
+                self._counts[count[0], count[1], before.status] -= 1
 
     def _describe(self, record: Record, before: State | None) -> tuple[tuple[Any, ...], State, tuple[str, str, str]]:
-        """The columns of a record, its state without position and revision, and as what it is counted."""
+        """The columns of a record, its state without position and revision, and the key of its count."""
         match record:
             case Rollout():
                 queue_position = self._queue(record, before)
@@ -314,7 +314,7 @@ class Transaction:
                 return columns, State(0, 0), (_PLURALS[type(record)], "", "")
 
     def _queue(self, rollout: Rollout, before: State | None) -> int | None:
-        """The place in the queue of a rollout that is being put."""
+        """The position in the queue of a rollout that is put."""
         if rollout.status not in _QUEUED:
             return None
         if before is not None and before.queue_position is not None:
@@ -333,20 +333,20 @@ class Transaction:
         if write.kind is Rollout:
             spans = self._execute(_DELETE_SPANS_OF_ROLLOUT, (state.position,)).rowcount
             attempts = self._execute("DELETE FROM attempt WHERE rollout = ?", (state.position,)).rowcount
-            self._tallies["spans", state.run_id, ""] -= spans
-            self._tallies["attempts", state.run_id, ""] -= attempts
-            self._tallies["rollouts", state.run_id, state.status] -= 1
-            self._states.clear()  # those of its attempts and spans are somewhere in there
+            self._counts["spans", state.run_id, ""] -= spans
+            self._counts["attempts", state.run_id, ""] -= attempts
+            self._counts["rollouts", state.run_id, state.status] -= 1
+            self._states.clear()  # with those of its attempts and spans
         elif write.kind is Attempt or write.kind is Span:
             rollout = self._state(*_rollout_of(write.key))
             run_id = "" if rollout is None else rollout.run_id
-            self._tallies[_PLURALS[write.kind], run_id, ""] -= 1
+            self._counts[_PLURALS[write.kind], run_id, ""] -= 1
             if write.kind is Attempt:
                 spans = self._execute("DELETE FROM span WHERE attempt = ?", (state.position,)).rowcount
-                self._tallies["spans", run_id, ""] -= spans
+                self._counts["spans", run_id, ""] -= spans
                 self._states.clear()
         else:
-            self._tallies[_PLURALS[write.kind], "", ""] -= 1
+            self._counts[_PLURALS[write.kind], "", ""] -= 1
         self._states[write.kind, write.key] = None
 
 
@@ -355,10 +355,10 @@ def _attempt_of(span: Span) -> tuple[str, str]:
 
 
 def _rollout_of(key: Key) -> tuple[type[Rollout], Key]:
-    """The rollout that an attempt or a span belongs to."""
+    """The kind and key of the rollout of an attempt or span."""
     return Rollout, key[:1]
 
 
 def _indexed(value: object) -> str | int | float | None:
-    """What is indexed of a metadata value; others are found by their JSON."""
+    """A metadata value as its column stores it; others are found by their JSON."""
     return value if isinstance(value, (str, int, float)) else None

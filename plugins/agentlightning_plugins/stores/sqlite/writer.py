@@ -15,8 +15,9 @@ from typing import Any, Final, TypeAlias, TypeVar
 from agentlightning.errors import StoreError
 from agentlightning.event import Event
 from agentlightning.store.backend import Listener
+from agentlightning_plugins.stores.sql.backend import Watchers
 from agentlightning_plugins.stores.sql.batch import Inbox, Item, settle, settle_here
-from agentlightning_plugins.stores.sqlite.outbox import Outbox
+from agentlightning_plugins.stores.sqlite.events import EventReader
 from agentlightning_plugins.stores.sqlite.schema import connect, explain
 from agentlightning_plugins.stores.sqlite.transaction import Known, Transaction
 
@@ -25,32 +26,32 @@ T = TypeVar("T")
 Work: TypeAlias = Callable[[Transaction], Any]
 
 MAX_BATCH: Final = 500
-"""No more writes join a transaction of so many, so that the first of them need not wait for long."""
+"""Writes in one transaction at most, so that the first of them does not wait for long."""
 LOOK_EVERY_S: Final = 0.01
-"""How often the writer looks for commits of other processes while somebody watches and it has nothing to do."""
+"""How often an idle writer with watchers looks for commits of other processes."""
 
 
 class Writer:
-    """Owns the only connection of this object that writes."""
+    """Writes over the backend's only writing connection, in a thread."""
 
     def __init__(self, path: Path, busy_timeout_s: float) -> None:
         self._path = path
         self._connection = connect(path, busy_timeout_s)
         self._connection.execute("PRAGMA wal_autocheckpoint = 4000")  # pages of 4 KiB
-        self._outbox = Outbox(self._connection)
+        self._events = EventReader(self._connection)
         self._known = Known()
         self._items: queue.SimpleQueue[list[Item[Work]]] = queue.SimpleQueue()
         self._inbox: Inbox[Work] = Inbox(self._deliver)
         self._lock = threading.Lock()
         self._stopped = False
-        self.listeners: tuple[Listener, ...] = ()
+        self._watchers = Watchers(str(path))
         self.transactions = 0
-        """How many were committed."""
+        """How many transactions were committed."""
         self._thread = threading.Thread(target=self._run, name="agl-sqlite-writer", daemon=True)
         self._thread.start()
 
     def submit(self, work: Callable[[Transaction], T]) -> asyncio.Future[T]:
-        """Has the thread do this work in its next transaction; the result is there once that is durable."""
+        """Does the work in the thread's next transaction; the result is set once that is durable."""
         return self._inbox.submit(work)
 
     def _deliver(self, items: list[Item[Work]]) -> None:
@@ -63,18 +64,12 @@ class Writer:
         settle_here(items)
 
     def watch(self, listener: Listener) -> Callable[[], None]:
-        with self._lock:
-            self.listeners += (listener,)
+        remove = self._watchers.add(listener)
         self._items.put([])  # from now on it looks for commits of others
-
-        def stop() -> None:
-            with self._lock:
-                self.listeners = tuple(other for other in self.listeners if other is not listener)
-
-        return stop
+        return remove
 
     def stop(self) -> None:
-        """Ends the thread when it has done what was submitted; waits for that."""
+        """Ends the thread when all submitted work is done, and waits for that."""
         with self._lock:
             self._stopped = True
             self._items.put([])
@@ -87,16 +82,16 @@ class Writer:
                 batch = self._take()
                 if batch:
                     self._write(batch)
-                elif self.listeners:
+                elif self._watchers.listeners:
                     self._look()
         finally:
             self._connection.close()
 
     def _take(self) -> list[Item[Work]]:
-        """Waits for work, or until it is time to look for the work of others."""
+        """Waits for work, or until it is time to look for commits of other processes."""
         batch: list[Item[Work]] = []
         try:
-            batch += self._items.get(timeout=LOOK_EVERY_S if self.listeners else None)
+            batch += self._items.get(timeout=LOOK_EVERY_S if self._watchers.listeners else None)
             while len(batch) < MAX_BATCH:
                 batch += self._items.get_nowait()
         except queue.Empty:
@@ -104,7 +99,7 @@ class Writer:
         return batch
 
     def _write(self, batch: Sequence[Item[Work]]) -> None:
-        """Does all of it in one transaction; if that fails, each in one of its own, so that only the culprit fails."""
+        """Does the work in one transaction; if that fails, each item in its own, so that only the culprit fails."""
         try:
             events = self._try(batch)
         except Exception as error:  # isolation point: whatever it is, this thread goes on and every caller is told
@@ -117,20 +112,17 @@ class Writer:
             settle(batch)
             return
         if events:
-            self._tell([events])
+            self._watchers.publish(events)
         settle(batch)
 
     def _try(self, batch: Sequence[Item[Work]]) -> Sequence[Event]:
-        """Commits a batch, or nothing; returns what the watchers must hear of it."""
+        """Commits a batch completely or not at all; returns its events."""
         connection = self._connection
         # IMMEDIATE takes the lock that writers share before the first read. A transaction that begins by reading and
         # finds another process writing can neither wait (its snapshot is old by then) nor go on: it would fail.
         connection.execute("BEGIN IMMEDIATE")
         try:
-            heard = self._outbox.read()
-            if self._outbox.has_moved:
-                self._known.forget()
-            self._tell(heard)  # what others did before us, before what we do
+            self._publish_others()  # before ours, which come after them
             self._known.shrink()
             transaction = Transaction(connection, self._known)
             for item in batch:
@@ -144,7 +136,7 @@ class Writer:
                     if connection.total_changes != before:
                         raise  # the transaction is of no use to the others
                     item.error = error
-            position = transaction.finish(self._outbox.origin)
+            position = transaction.finish(self._events.origin)
             connection.execute("COMMIT")
         except BaseException:
             self._known.forget()
@@ -153,29 +145,26 @@ class Writer:
             raise
         self.transactions += 1
         if position is not None:
-            self._outbox.skip(position)
+            self._events.skip(position)
         return transaction.events
+
+    def _publish_others(self) -> None:
+        """Publishes what other processes committed since the last time."""
+        commits = self._events.read()
+        if self._events.has_moved:
+            self._known.forget()
+        for events in commits:
+            self._watchers.publish(events)
 
     def _look(self) -> None:
         try:
-            heard = self._outbox.read()
-            if self._outbox.has_moved:
-                self._known.forget()
-            self._tell(heard)
+            self._publish_others()
         except Exception as error:  # isolation point: a file that is away for a while must not end the thread
             cause = explain(error, self._path) if isinstance(error, sqlite3.Error) else error
             logger.warning("cannot look for events of other processes, and tries again: %s", cause)
             time.sleep(1.0)
 
-    def _tell(self, news: Sequence[Sequence[Event]]) -> None:
-        for events in news:
-            for listener in self.listeners:
-                try:
-                    listener(events)
-                except Exception:  # isolation point: one watcher must not fail the writer or other watchers
-                    logger.exception("a watcher of the store %s failed", self._path)
-
 
 def _concerns_all(error: Exception) -> bool:
-    """Whether every other write would fail in the same way, after as long a wait."""
+    """Whether every other write would fail in the same way, after the same wait."""
     return getattr(error, "sqlite_errorname", "").startswith(("SQLITE_BUSY", "SQLITE_READONLY", "SQLITE_CANTOPEN"))

@@ -1,4 +1,4 @@
-"""The events of other processes that have the same file open."""
+"""Reads the events of other processes that have the same file open."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _ENDED: Final = (
     "FROM rollout WHERE json_extract(record, '$.end_time') >= ?"
 )
 _SLACK_S: Final = 60.0
-"""How far the clocks of those who end a rollout may lag behind ours."""
+"""How far the clocks of other processes may lag behind ours."""
 
 logger = logging.getLogger("agentlightning")
 
 
-class Outbox:
-    """Reads what others committed, each event once and in commit order; for the thread that owns the connection."""
+class EventReader:
+    """Reads events of other processes, each once and in commit order, in the thread that owns the connection."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self.origin = int.from_bytes(os.urandom(7))
@@ -37,42 +37,42 @@ class Outbox:
         self._execute = connection.execute
         self._version = self._data_version()
         self.has_moved = False
-        """Whether the last ``read`` found that others had written."""
+        """Whether other processes had written at the last ``read``."""
         self._position: int = self._execute(_NEWEST).fetchone()[0]
         self._up_to_date_at = time.time()
 
     def read(self) -> list[list[Event]]:
-        """The events that others committed since the last time, a list for each of their transactions.
+        """The events that others committed since the last call, a list for each transaction.
 
-        Costs a look at shared memory when there are none.
+        Costs one read of shared memory when there are none.
         """
         version = self._data_version()
         self.has_moved = version != self._version
         if not self.has_moved:
             return []
-        heard: list[list[Event]] = []
+        commits: list[list[Event]] = []
         oldest = self._execute(_OLDEST).fetchone()[0]
-        if oldest > self._position + 1:  # we slept for so long that some are gone
-            heard.append(list(self._reconstruct()))
+        if oldest > self._position + 1:  # this process was stopped for so long that some are deleted
+            commits.append(list(self._reconstruct()))
         for position, origin, text in self._execute(_NEW, (self._position,)).fetchall():
             if origin != self.origin:
                 try:
-                    heard.append(decode_events(text))
+                    commits.append(decode_events(text))
                 except ValidationError:  # of a newer version, say; it must not keep this process from writing
                     logger.exception("an event of another process cannot be read and is left out")
             self._position = position
         self._version = version
         self._up_to_date_at = time.time()
-        return heard
+        return commits
 
     def skip(self, position: int) -> None:
-        """Our own events are at this position, and all before it were read in the same transaction."""
+        """Skips this process's own events; all before them were read in the same transaction."""
         self._position = position
 
     def _reconstruct(self) -> Iterable[Event]:
-        """What waits for an event must hear of what is gone: the queue as it is, and what has ended since.
+        """Makes up for events that were deleted: the queue as it is, and the rollouts that ended since.
 
-        Some of it was told before, which wakes somebody for nothing and does no harm.
+        Some were published before, which wakes a waiter for nothing and does no harm.
         """
         logger.warning("this process was away for so long that it missed events of the store; it catches up now")
         for run_id, rollout_id in self._execute(_WAITING):

@@ -1,0 +1,92 @@
+"""The parts that the backends of SQLite and PostgreSQL share: opening, closing and watchers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+from agentlightning.errors import StoreError
+from agentlightning.event import Event
+from agentlightning.store.backend import Listener
+
+logger = logging.getLogger("agentlightning")
+
+COUNT: Final = "SELECT name, sum(number) FROM {}tally GROUP BY name"
+
+
+class Watchers:
+    """The functions that are called with the events of each commit."""
+
+    def __init__(self, store: str) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self.listeners: tuple[Listener, ...] = ()
+
+    def add(self, listener: Listener) -> Callable[[], None]:
+        """Adds a listener; the returned function removes it."""
+        with self._lock:
+            self.listeners += (listener,)
+
+        def remove() -> None:
+            with self._lock:
+                self.listeners = tuple(other for other in self.listeners if other is not listener)
+
+        return remove
+
+    def publish(self, events: Sequence[Event]) -> None:
+        for listener in self.listeners:
+            try:
+                listener(events)
+            except Exception:  # isolation point: one watcher must not fail the writer or other watchers
+                logger.exception("a watcher of the store %s failed", self._store)
+
+
+class DurableBackend:
+    """A backend that is closed once, and only in the process that opened it."""
+
+    durable = True
+
+    def __init__(self, name: str, stop: Callable[..., None], *resources: object) -> None:
+        """Registers what is to be closed.
+
+        Args:
+            name: the database as messages name it.
+            stop: called with ``resources`` when the backend is closed or no longer referenced.
+            resources: what ``stop`` needs, without a reference to this backend.
+        """
+        self._name = name
+        self._process_id = os.getpid()
+        self._stop = weakref.finalize(self, _stop_here, self._process_id, stop, *resources)
+
+    async def close(self) -> None:
+        """Finishes the calls that have begun and closes the database."""
+        await asyncio.to_thread(self.stop)
+
+    def stop(self) -> None:
+        """``close`` for callers without an event loop."""
+        self._stop()
+
+    def _check_open(self) -> None:
+        if not self._stop.alive:
+            raise StoreError(f"{self._name} is closed")
+        if os.getpid() != self._process_id:
+            raise StoreError(
+                f"{self._name} was opened before this process was forked; connections do not survive that. Open the "
+                "store in this process"
+            )
+
+
+def count_all(rows: Iterable[Sequence[Any]]) -> dict[str, int]:
+    """The result of ``Backend.count`` from the rows of ``COUNT``."""
+    found = {name: int(number) for name, number in rows}
+    return {name: found.get(name, 0) for name in ("rollouts", "attempts", "spans", "resources", "workers")}
+
+
+def _stop_here(process_id: int, stop: Callable[..., None], *resources: object) -> None:
+    if os.getpid() == process_id:  # a forked child has neither the threads nor a right to the connections
+        stop(*resources)
