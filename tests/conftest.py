@@ -1,4 +1,4 @@
-"""What every test may rely on: no key, no download, one thread of arithmetic, a GPU where it says so.
+"""Set-up of all tests: no key, no download, one thread of arithmetic, a GPU only where marked.
 
 A test runs in the environment ``main``, unless it lies in ``tests/newest`` or ``tests/verl``, which name environments
 that cannot live together with it. ``pytest.mark.environment("main", "newest")`` on a module makes it run in several.
@@ -56,7 +56,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def environments_of(path: Path) -> set[str]:
-    """Where the tests of a file run; for a folder, where any of its tests may."""
+    """The environments in which the tests of a file run; for a folder, those of any of its tests."""
     place = path.relative_to(_FOLDER).parts[:1]
     if place and place[0] in ENVIRONMENTS:
         return {place[0]}

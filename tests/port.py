@@ -9,7 +9,7 @@ import sys
 def reserve_port() -> int:
     """A port of 127.0.0.1 for a server that is told its number, also one that is started there again and again.
 
-    Linux gives nobody else a port that a socket holds, neither to listen nor to connect from. A server that is told the
+    Linux does not reuse a port that a socket holds, neither to listen on nor to connect from. A server that is told the
     number still gets it, because both set SO_REUSEADDR and this socket never listens; until one does, connections are
     refused. On other systems nothing holds the port, and it is only likely to stay free.
     """

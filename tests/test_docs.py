@@ -29,7 +29,7 @@ class Block:
 
     language: str
     mark: str
-    """What follows the language."""
+    """The text after the language."""
     line: int
     """The line of the page on which its first line stands, from 1."""
     text: str

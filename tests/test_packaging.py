@@ -1,4 +1,4 @@
-"""What is built and what it asks for: extras, bounds, pins, and the content of the wheel."""
+"""Packaging: extras, version bounds, pins, and the content of the wheel."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Site:
         return done.stdout
 
     def offers(self) -> list[tuple[str, str]]:
-        """What ``agl plugins`` lists of the plugin, as (kind, name)."""
+        """Returns the components that ``agl plugins`` lists of the plugin, as (kind, name)."""
         plugins = json.loads(self.run("-m", "agentlightning", "plugins", "--json"))
         (acme,) = [plugin for plugin in plugins if plugin["plugin"] == "acme"]
         assert acme["state"] == "loaded", acme["error"]

@@ -316,7 +316,7 @@ class TestEveryHook:
 
     def test_is_called(self, hook: str) -> None:
         caller = re.compile(rf"\bhook\.{hook}\b|\"{hook}\"")
-        assert any(caller.search(file.text) for file in source_files()), "nobody calls it"
+        assert any(caller.search(file.text) for file in source_files()), "it is never called"
 
     def test_is_named_by_a_test(self, hook: str) -> None:
         naming = [
@@ -391,6 +391,18 @@ def _matching(pattern: str, files: Iterable[SourceFile]) -> list[tuple[str, re.M
         for number, line in enumerate(file.lines, 1)
         if (match := re.search(pattern, line))
     ]
+
+
+def test_prose_says_who_does_what() -> None:
+    """Words that made a sentence hard to read, and openings that hide what a module or function does."""
+    vague = re.compile(
+        r"\b(nobody|somebody|anybody|whoever|mend(s|ed|ing)?)\b|^\s*\"\"\"(What|Who|Whose|Which|Where) ", re.I
+    )
+    pages = [*REPO.glob("*.md"), *(REPO / "docs").glob("*.md")]
+    lines = [
+        line for line, _ in _matching(vague.pattern, [*source_files(), *all_test_files(), *map(SourceFile, pages)])
+    ]
+    assert [line for line in lines if "nobody|somebody" not in line and '"nobody"' not in line] == []
 
 
 def test_nothing_is_left_for_later() -> None:

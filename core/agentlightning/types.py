@@ -496,4 +496,4 @@ class Dataset(Protocol[T_co]):
 
 
 RolloutRawResult: TypeAlias = float | int | Sequence[Span] | None
-"""What an agent may return: nothing, its final reward, or its spans."""
+"""The result of an agent: nothing, its final reward, or its spans."""

@@ -1,7 +1,7 @@
-"""What adapters cost: ``python tests/benchmarks/bench_adapter.py [--calls 10000] [--rounds 5]``.
+"""Cost of adapters: ``python tests/benchmarks/bench_adapter.py [--calls 10000] [--rounds 5]``.
 
 An attempt of so many calls, each seen by a client and by the gateway with 300 tokens, and a reward after each. The
-baseline is one pass over the same spans that parses the JSON of their messages, which nobody who reads them can avoid.
+baseline is one pass over the same spans that parses the JSON of their messages, which every reader of them must do.
 Rounds are interleaved; medians of CPU time are printed.
 
 Target (issue 5): 10,000 calls in a second.

@@ -1,4 +1,4 @@
-"""What the demo learns and in what time: ``python tests/benchmarks/bench_demo.py [--seeds 0 1 2] [--svg FILE]``.
+"""Reward and time of the demo: ``python tests/benchmarks/bench_demo.py [--seeds 0 1 2] [--svg FILE]``.
 
 Runs ``agl demo`` for each seed, one after another, and prints test reward before and after, steps, model calls,
 seconds of training and the largest log-probability gap. The baseline is the untrained checkpoint on the same test

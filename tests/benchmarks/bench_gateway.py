@@ -1,4 +1,4 @@
-"""What the gateway costs: ``python tests/benchmarks/bench_gateway.py [--runs 5] [--streams 1000]``.
+"""Cost of the gateway: ``python tests/benchmarks/bench_gateway.py [--runs 5] [--streams 1000]``.
 
 Upstream, load, gateway and a bare aiohttp reverse proxy without capture are processes of their own. The upstream
 answers at once with 5.9 KB: 60 tokens with ids and log-probabilities; capture is on. Runs are interleaved (direct,
@@ -200,7 +200,7 @@ def main() -> None:
     client = Child(load)
     names = ("latency ms", "cpu ms", "stream cpu ms", "first token ms")
     seen: dict[str, dict[str, list[float]]] = {name: {target: [] for target in urls} for name in names}
-    for target in urls:  # nobody's first run counts
+    for target in urls:  # warm up: the first run does not count
         client.ask((urls[target], 100, 4, False))
     for _ in range(arguments.runs):
         for target, endpoint in urls.items():

@@ -1,4 +1,4 @@
-"""What an update of the weights costs: ``python tests/benchmarks/bench_grpo.py [--rows 64] [--rounds 5]``.
+"""Cost of a weight update: ``python tests/benchmarks/bench_grpo.py [--rows 64] [--rounds 5]``.
 
 The baseline is the loss and step of TRL's ``GRPOTrainer`` on the same model (random weights, made on the spot), same
 rows, device and optimizer: forward, loss, backward, clipping of gradients, AdamW, in micro-batches of ``--micro`` rows

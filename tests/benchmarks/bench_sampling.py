@@ -1,4 +1,4 @@
-"""What the policy server gains: ``python tests/benchmarks/bench_sampling.py [--rounds 3] [--hidden 256] [--layers 6]``.
+"""Speed of the policy server: ``python tests/benchmarks/bench_sampling.py [--rounds 3] [--hidden 256] [--layers 6]``.
 
 1. Tokens a second of 64 requests at once, with replies of 64 tokens, against one request at a time, over HTTP.
 2. The same 64 requests in this process, without HTTP: our running batch against transformers' continuous batching

@@ -1,4 +1,4 @@
-"""What tracing costs the agent: ``python tests/benchmarks/bench_tracer.py [--spans 2000] [--rounds 7]``.
+"""Cost of tracing to the agent: ``python tests/benchmarks/bench_tracer.py [--spans 2000] [--rounds 7]``.
 
 A library's span with 15 attributes is timed on the agent's thread inside an attempt whose spans go to a memory store,
 and with a bare OpenTelemetry provider that keeps nothing. Rounds are interleaved and medians are printed; the

@@ -137,7 +137,7 @@ def test_a_client_span_without_an_id_is_joined_by_its_child(trace: Recorder) -> 
 
 
 def frame(trace: Recorder, parent: str, at: tuple[float, float]) -> str:
-    """What a framework records of a model call without id and answer."""
+    """The span of a framework for a model call, without id and response."""
     return trace.add("generation", {"agentops.span.kind": "llm", "gen_ai.request.model": "m"}, parent=parent, at=at)
 
 

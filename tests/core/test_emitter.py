@@ -75,7 +75,7 @@ def test_a_single_named_reward_needs_no_primary_key() -> None:
 
 
 class Tensor:
-    """What torch's scalars look like, without importing it."""
+    """Mimics a scalar tensor of torch, without importing torch."""
 
     def __init__(self, *values: float) -> None:
         self.values = values

@@ -1,4 +1,4 @@
-"""What an async agent has done in threads of its loop's default executor ends with its attempt."""
+"""Work of an async agent in threads of its loop's default executor ends with its attempt."""
 
 from __future__ import annotations
 

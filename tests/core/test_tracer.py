@@ -189,7 +189,7 @@ async def test_the_trace_wins_over_the_context_of_the_thread(
 
 
 async def test_spans_outside_attempts_go_nowhere(otel_only: OtelTracer, store: InMemoryLightningStore) -> None:
-    PIPELINE.tracer.start_span("nobody's").end()
+    PIPELINE.tracer.start_span("outside an attempt").end()
     assert (await store.statistics())["spans"] == 0
 
 

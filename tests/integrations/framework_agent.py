@@ -41,7 +41,7 @@ def make_openai_agent(tool: Callable[..., int] = add) -> Any:
 
 
 def make_openai_client() -> Any:
-    """Which makes one call for each task."""
+    """Makes one call for each task."""
     from openai import AsyncOpenAI
 
     return AsyncOpenAI(base_url=NOWHERE, api_key="any", max_retries=0)

@@ -65,7 +65,7 @@ def outcome(prompts: Any, resources: dict[str, agl.Resource], task: Any = "task"
 
 @pytest.mark.usefixtures("greeter_plugin")
 class TestAFrameworksObject:
-    """What ``wrap_agent`` of a plugin makes of it."""
+    """The agent that ``wrap_agent`` of a plugin returns."""
 
     def test_runs_with_the_endpoint_of_its_attempt(self) -> None:
         assert outcome(None, {"main": PROXY})["llm"].get_base_url() == SCOPED

@@ -292,7 +292,7 @@ class Sum(BaseModel):
 
 
 class TestAClient:
-    """Which makes one call for each task."""
+    """Makes one call for each task."""
 
     @pytest.mark.parametrize("cls", [OpenAI, AsyncOpenAI])
     @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ before = builtins.print, builtins.__import__
 from agentlightning.tracer import AgentOpsTracer
 
 def refuse(self, address):
-    raise AssertionError(f"somebody connects to {address}")
+    raise AssertionError(f"a connection was opened to {address}")
 
 tracer = AgentOpsTracer()
 tracer.init()

@@ -21,7 +21,7 @@ class Gateway(Protocol):
     """The interface of the gateway (``LLMProxy``) for algorithms."""
 
     store: LightningStore | None
-    """Where calls are recorded; the trainer sets it before ``start`` if it is None."""
+    """The store that records calls; the trainer sets it before ``start`` if it is None."""
 
     async def start(self) -> None:
         """Starts serving; does nothing if it is serving."""

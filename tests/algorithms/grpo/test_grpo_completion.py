@@ -56,7 +56,7 @@ def streamed(
 
 
 def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
-    """What is left of a whole text without its calls, and the calls in order."""
+    """Returns a complete text without its tool calls, and the calls in order."""
     reader = ToolCallReader()
     said, calls = reader.feed(text)
     return said + reader.finish(), calls

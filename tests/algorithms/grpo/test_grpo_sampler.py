@@ -19,7 +19,7 @@ from agentlightning_algorithms.grpo.sampling.sampler import Sampler
 from agentlightning_algorithms.grpo.training_row import TrainingRow
 
 TOLERANCE = 1e-5
-"""What sampler and trainer may differ by in float32."""
+"""Tolerance between sampler and trainer in float32."""
 
 
 @pytest.fixture
@@ -314,7 +314,7 @@ def test_a_model_with_a_sliding_window_is_refused(tiny_policy: Policy) -> None:
 
 
 def turns(count: int) -> list[list[int]]:
-    """What each turn of a conversation adds to it."""
+    """The messages that each turn adds to a conversation."""
     rng = random.Random(5)
     return [[rng.randrange(256) for _ in range(37)] for _ in range(count)]
 

@@ -459,7 +459,7 @@ async def test_a_command_sends_its_reward_to_the_store_with_its_own_token(code: 
     assert agl.find_final_reward(spans) == 0.75
     (reward,) = agl.find_reward_spans(spans)
     assert reward.parent_id == command_span(spans).span_id
-    assert printed(spans) == "***\n", "a token, and not the store's own, which nobody hides"
+    assert printed(spans) == "***\n", "a token for the attempt, not the store's own, which is not redacted"
 
 
 def test_a_command_agent_trains_through_the_trainer(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def broken(checks: Mapping[str, Check]) -> list[str]:
 
 
 class Server:
-    """A model server whose tokens go on from call to call, as long as nobody spoils them."""
+    """A model server whose tokens continue from call to call, unless a test changes them."""
 
     def __init__(self) -> None:
         self.spoil_answer: Callable[[dict[str, Any]], None] = lambda choice: None

@@ -169,7 +169,7 @@ async def test_an_evaluation_in_a_run_is_not_run_twice_when_repeated() -> None:
         await algorithm.run(val_dataset=[0, 1, 2])
         await running
     first = algorithm.score
-    await algorithm.run(val_dataset=[0, 1, 2])  # nobody is there to run anything again
+    await algorithm.run(val_dataset=[0, 1, 2])  # there is no runner, so nothing can run again
     assert algorithm.score == first
     assert first.rewards == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
     await store.close()

@@ -171,7 +171,7 @@ def test_tools_are_judged_by_their_spans(trace: Recorder) -> None:
     trace.add("add", {"openinference.span.kind": "TOOL", "tool.name": "add"})
     chat.answer(tool("c3", '{"a": 3}'))
     chat.answer(text())
-    assert intermediate(trace) == pytest.approx([-1.0, 0.1, 0.0, 0.0]), "of the third run nobody knows anything"
+    assert intermediate(trace) == pytest.approx([-1.0, 0.1, 0.0, 0.0]), "the result of the third run is unknown"
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ _NEEDED_BYTES = 2**31
 
 
 def _find_quick_parent() -> Path:
-    """Where an fsync costs nothing, on a machine that has such a place: killed processes find their files there too."""
-    memory = Path("/dev/shm")  # folders in it have names that nobody can guess
+    """A folder in memory where available, so that fsync is free; files there survive killed processes."""
+    memory = Path("/dev/shm")  # its folders have random names
     has_room = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > _NEEDED_BYTES
     return memory if has_room else Path("/tmp")  # the same
 

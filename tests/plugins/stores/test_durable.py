@@ -1,4 +1,4 @@
-"""What holds for both durable stores: what survives, what processes share, what questions mean."""
+"""Tests of both durable stores: survival of kills, several processes, queries."""
 
 from __future__ import annotations
 

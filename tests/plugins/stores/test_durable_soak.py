@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SqlitePlace | PostgresPlace]:
-    """Where new stores are opened; PostgreSQL is a server of the test's own, with every commit on disk."""
+    """The URL of a new store; PostgreSQL runs as a server of its own, with every commit on disk."""
     if request.param == "sqlite":
         yield SqlitePlace(tmp_path)
         return

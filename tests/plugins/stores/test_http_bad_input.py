@@ -109,7 +109,7 @@ BAD_REQUESTS = [
     Request("POST", "/waits/rollouts", {"rollout_ids": ["ro-0"], "timeout": 0}, status=404, code="not_found"),
     Request("POST", "/rollouts", {"input": 1, "resources_id": "rs-0"}, status=404, code="not_found"),
     Request("POST", "/spans/next", {"rollout_id": "ro-0", "attempt_id": "at-0"}, status=404, code="not_found"),
-    Request("GET", "/workers/nobody", status=404, code="not_found"),
+    Request("GET", "/workers/unknown", status=404, code="not_found"),
     Request("GET", "/resources/latest", status=404, code="not_found"),
     Request("GET", "/resources/rs-0", status=404, code="not_found"),
     Request("POST", "/runs/nowhere", {"status": "failed"}, status=404, code="not_found"),

@@ -90,7 +90,7 @@ def encode_as_json(spans: list[ReadableSpan]) -> dict[str, Any]:
 
 
 def expected(spans: list[ReadableSpan], rollout: AttemptedRollout) -> list[dict[str, Any]]:
-    """What the tracer of this process would have stored of the same spans."""
+    """The spans that the tracer of this process stores for the same calls."""
     return [
         Span.from_opentelemetry(span, rollout.rollout_id, rollout.attempt.attempt_id, number).model_dump(mode="json")
         for number, span in enumerate(spans, 1)

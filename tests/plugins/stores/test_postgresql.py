@@ -110,7 +110,7 @@ async def test_a_killed_server_loses_nothing_that_was_acknowledged(own_server: P
         own_server.kill()
         await asyncio.to_thread(own_server.start)
     is_over = True
-    await asyncio.gather(*workers)  # nobody was told of an error: the store waited for the server
+    await asyncio.gather(*workers)  # no caller got an error: the store waited for the server
     await store.close()
     store = PostgresLightningStore(own_server.url())
     statuses = {rollout.rollout_id: rollout.status for rollout in await store.query_rollouts()}

@@ -1,4 +1,4 @@
-"""What the chaos test runs: an agent and an algorithm whose results depend on nothing but their inputs."""
+"""The agent and algorithm of the chaos test; their results depend only on their inputs."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Accumulator(agl.Algorithm):
 
 
 def undisturbed(steps: int) -> str:
-    """What the prompt is at the end when nothing is killed."""
+    """The final prompt of a run without kills."""
     prompt = "seed|0"
     for _ in range(steps):
         prompt = next_prompt(prompt, [worth(n, prompt) for n in range(N_TASKS)])

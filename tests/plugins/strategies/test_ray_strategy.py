@@ -109,7 +109,7 @@ def slow_agent(task: dict[str, Any]) -> float:
     node_id = ray.get_runtime_context().get_node_id()
     folder = Path(task["folder"])
     (folder / f"{task['number']}-{node_id}-{os.getpid()}").touch()
-    while [path.stem for path in folder.glob("*.lost")] in ([], [node_id]):  # nobody ends before a node is lost
+    while [path.stem for path in folder.glob("*.lost")] in ([], [node_id]):  # no rollout ends before a node is lost
         time.sleep(0.05)
     return float(task["number"])
 

@@ -200,7 +200,7 @@ class Table(Generic[R]):
         return 0 if position is None else self._revisions.get(position, 1)
 
     def places(self, record: R) -> list[Positions]:
-        """Where the position of a record is kept; the same for all records with equal indexed fields."""
+        """The index entry of a record; equal for all records with equal indexed fields."""
         found = [index.place(record) for index in self._indexes]
         return [self._all, *[positions for positions in found if positions is not None]]
 

@@ -254,7 +254,7 @@ class Batch:
         return [None if place is None else numbers[place] for place in self._numbers[member]]
 
     def failures(self, failed: Sequence[tuple[str, int, str]]) -> dict[Item[Work], bool | Exception | None]:
-        """What the members that cannot be done get; None if another transaction has locked a row of theirs."""
+        """The results of members that were not applied; None if another transaction has locked one of their rows."""
         found: dict[Item[Work], bool | Exception | None] = {}
         rollouts, attempts = list(self._rollouts), list(self._attempts)
         for part, place, why in sorted(failed, key=lambda failure: _PRIORITY.index(failure[2])):
@@ -285,7 +285,7 @@ def _collide(mine: dict[Any, Fields], others: dict[Any, Fields], harmless: str) 
 
 
 def index_key(value: object) -> str | None:
-    """What is indexed of a metadata value: the same for equal values, and for those only. None: it is not indexed."""
+    """The index key of a metadata value, equal for equal values only; None if the value is not indexed."""
     if isinstance(value, str):
         if len(value) <= _LONGEST_KEY and "\0" not in value:
             return f"s{value}"

@@ -1,1 +1,1 @@
-"""What the stores in SQL databases share: records as JSON, queries as SQL, callers who share a transaction."""
+"""Library of the SQL stores: records as JSON, queries as SQL, group commit."""

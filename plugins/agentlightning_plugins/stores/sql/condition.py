@@ -56,7 +56,7 @@ _NEVER: Final = Test("1 = 0")
 
 @dataclass(frozen=True)
 class Dialect:
-    """What differs between the databases."""
+    """Differences between the databases."""
 
     prefix: str
     """Goes before the names of tables."""
@@ -73,7 +73,7 @@ class Dialect:
     make_list: Callable[[Sequence[Any]], Any]
     """The parameter for ``in_list``."""
     index_key: Callable[[object], object]
-    """What the columns of metadata have for a value; None if it is not indexed."""
+    """The column value for a metadata value; None if it is not indexed."""
     no_limit: int | None
     """The parameter of LIMIT that means none."""
     expressions: Mapping[tuple[type[Record], str], str] = field(default_factory=dict)

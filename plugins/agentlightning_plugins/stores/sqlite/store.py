@@ -64,5 +64,5 @@ class SqliteLightningStore(BackendStore):
                 "sqlite:////var/lib/store.db for an absolute path, or memory:// for none"
             )
         if token is not None:
-            raise ConfigError("sqlite:/// takes no token: whoever may read the file may read the store")
+            raise ConfigError("sqlite:/// takes no token: the permissions of the file control access")
         return cls(path, run_id)

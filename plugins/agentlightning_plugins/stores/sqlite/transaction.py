@@ -64,7 +64,7 @@ def encode_writes(writes: Iterable[Write]) -> list[Document | Delete]:
 
 
 class State(NamedTuple):
-    """Where a record is stored, and the columns that its next version depends on."""
+    """The row id of a record, and the columns that its next version depends on."""
 
     position: int
     revision: int

@@ -25,7 +25,7 @@ _Seconds = Annotated[float, Field(ge=0)]
 
 
 class Context(NamedTuple):
-    """What handlers share."""
+    """State that handlers share."""
 
     store: LightningStore
     """As seen from the run that the request names."""
