@@ -49,7 +49,7 @@ def test_the_store_learns_of_a_runners_death_at_once_not_at_the_end_of_its_lease
         (done,) = await store.wait_for_rollouts([rollout.rollout_id])
         assert done.status == "succeeded"
         assert isinstance(done, AttemptedRollout)
-    # A claim that the dead one still waited with may get the rollout before the store sees the closed connection.
+        # A claim that the dead one still waited with may get the rollout before the store sees the closed connection.
         assert done.attempt.sequence_id in (2, 3)
 
     store = agl.InMemoryLightningStore(lease_s=600.0)
