@@ -8,6 +8,7 @@ import secrets
 from collections.abc import AsyncIterator
 
 from agentlightning.store.protocol import LightningStore
+from agentlightning_plugins.garbage_collection import relaxed_collector
 
 
 @contextlib.asynccontextmanager
@@ -33,6 +34,7 @@ async def served(
     server = LightningStoreServer(store, host, port, token=token)
     await server.start()
     try:
-        yield server.endpoint, token
+        with relaxed_collector():
+            yield server.endpoint, token
     finally:
         await server.stop()

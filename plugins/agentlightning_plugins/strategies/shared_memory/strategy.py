@@ -10,6 +10,7 @@ from typing import Any, Literal
 from agentlightning.errors import ConfigError
 from agentlightning.execution import AlgorithmJob, ExecutionStrategy, RunnerJob
 from agentlightning.store.protocol import LightningStore
+from agentlightning_plugins.garbage_collection import relaxed_collector
 from agentlightning_plugins.strategies.processes.stopping import until_sigterm
 
 _DRAIN_S = 30.0
@@ -65,6 +66,10 @@ class SharedMemoryExecutionStrategy(ExecutionStrategy):
 
     def execute(self, algorithm: AlgorithmJob, runner: RunnerJob, store: LightningStore) -> None:
         """See ``ExecutionStrategy``. SIGTERM shuts down like Ctrl-C, then raises SystemExit(143)."""
+        with relaxed_collector():
+            self._execute(algorithm, runner, store)
+
+    def _execute(self, algorithm: AlgorithmJob, runner: RunnerJob, store: LightningStore) -> None:
         stop = threading.Event()
         if self.main_thread == "algorithm":
             runners = [
