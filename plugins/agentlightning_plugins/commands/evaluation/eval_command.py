@@ -110,10 +110,10 @@ def read_learned(where: str) -> dict[str, Any]:
     import asyncio
 
     from agentlightning.errors import NotFoundError
-    from agentlightning_plugins.commands.terminal.access import open_store
+    from agentlightning_plugins.commands.terminal import open_store
 
     async def read() -> dict[str, Any]:
-        store = open_store(where, None)
+        store = open_store(where)
         try:
             latest = await store.get_latest_resources()
         finally:

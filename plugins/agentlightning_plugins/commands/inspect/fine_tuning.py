@@ -13,7 +13,7 @@ from agentlightning.reward import read_final_reward
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout
 from agentlightning_plugins.chat_history.adapter import ChatHistory, TraceToMessages, drop_prefixes
-from agentlightning_plugins.commands.terminal.access import every
+from agentlightning_plugins.commands.terminal import every
 
 logger = logging.getLogger("agentlightning")
 _FIELDS: Final = ("role", "content", "name", "tool_calls", "tool_call_id", "refusal")

@@ -17,8 +17,7 @@ from agentlightning.resources import LLM, Resource
 from agentlightning.reward import find_final_reward, read_final_reward
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Rollout, Span
-from agentlightning_plugins.commands.terminal.access import found, with_store
-from agentlightning_plugins.commands.terminal.output import json_option, print_result
+from agentlightning_plugins.commands.terminal import found, print_result, with_store
 
 if TYPE_CHECKING:
     from agentlightning_plugins.scripted_model.script import Answer, RecordedRequest
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 @click.argument("rollout_id")
 @click.option("--attempt", default="latest", metavar="ID", help="The attempt to replay.")
 @click.option("--reward", metavar="MODULE:ATTRIBUTE", help="reward(task, output, rollout), if the agent returns none.")
-@json_option
 @with_store
 async def command(
     store: LightningStore, agent: str, rollout_id: str, attempt: str, reward: str | None, as_json: bool

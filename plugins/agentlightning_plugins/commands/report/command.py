@@ -11,7 +11,7 @@ from agentlightning.errors import ConfigError, StoreError
 from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.commands.report.report import REPORT_NAME, Report, read_report
-from agentlightning_plugins.commands.terminal.output import json_option, print_json
+from agentlightning_plugins.commands.terminal import json_option, print_json
 
 
 @click.command("report")
