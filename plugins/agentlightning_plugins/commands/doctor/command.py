@@ -47,10 +47,10 @@ def command(
     AGENT is module:attribute, path/to/file.py:attribute, demo, or a configuration file of `agl train`, which supplies
     agent, resources and first task. The exit code is 1 when a check fails.
     """
+    from agentlightning_plugins.commands.configuration.assembly import is_config_file
     from agentlightning_plugins.commands.doctor.run import Request, run_checks
 
-    is_config = Path(agent).suffix in (".yaml", ".yml", ".toml")
-    given: dict[str, Any] = _read_config(Path(agent)) if is_config else {"agent": agent}
+    given: dict[str, Any] = _read_config(Path(agent)) if is_config_file(agent) else {"agent": agent}
     if endpoint is not None:
         given |= {"endpoint": endpoint, "model": model, "api_key": api_key}
     elif model is not None:

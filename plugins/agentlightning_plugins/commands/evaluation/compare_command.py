@@ -73,12 +73,10 @@ def command(
     """
     from agentlightning_plugins.commands.configuration.assembly import check_setup
     from agentlightning_plugins.commands.configuration.dataset import load_dataset
-    from agentlightning_plugins.commands.configuration.document import check_secrets, read_document
+    from agentlightning_plugins.commands.configuration.document import read_with_overrides
     from agentlightning_plugins.commands.configuration.run_directory import choose_directory
 
-    document = read_document(config)
-    document.override(overrides)
-    check_secrets(document)
+    document = read_with_overrides(config, overrides)
     contestants = [_Contestant(_to_spec(text)) for text in algorithms]
     tasks = None if test is None else load_dataset(test)
     try:

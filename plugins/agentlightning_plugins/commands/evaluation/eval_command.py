@@ -40,11 +40,9 @@ def command(
     from agentlightning_plugins.commands.configuration.assembly import load_parts
     from agentlightning_plugins.commands.configuration.config import read_config
     from agentlightning_plugins.commands.configuration.dataset import load_dataset
-    from agentlightning_plugins.commands.configuration.document import check_secrets, read_document
+    from agentlightning_plugins.commands.configuration.document import read_with_overrides
 
-    document = read_document(config)
-    document.override(overrides)
-    check_secrets(document)
+    document = read_with_overrides(config, overrides)
     document.values.pop("algorithm", None)  # evaluation ignores the training algorithm
     checked = read_config(document)
     parts = load_parts(checked, document)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -38,22 +37,17 @@ async def command(
     store. The agent runs in this process, so a debugger works. The exit code is 1 when the agent's requests or its
     reward differ from the recording.
     """
-    from agentlightning_plugins.commands.configuration.assembly import load_agent
-    from agentlightning_plugins.commands.configuration.config import AgentConfig, read_config
-    from agentlightning_plugins.commands.configuration.document import read_document
+    from agentlightning_plugins.commands.configuration.assembly import load_agent_argument
     from agentlightning_plugins.scripted_model.server import ScriptedOpenAI
 
-    if Path(agent).suffix in (".yaml", ".yml", ".toml"):
-        what = load_agent(read_config(read_document(Path(agent))).agent)
-    else:
-        what = load_agent(AgentConfig(target=agent, reward=reward))
+    litagent = load_agent_argument(agent, reward)
     rollout = found(await store.get_rollout_by_id(rollout_id), "rollout", rollout_id)
     spans = (await store.query_spans(rollout_id, attempt)).items
     calls = _model_calls(spans)
     answers = [_to_answer(call) for call in calls]
     resources = await _resources_of(store, rollout)
     async with ScriptedOpenAI(_Tape(answers)) as server:
-        replayed, rewards = await _run(what, rollout, resources, server.endpoint)
+        replayed, rewards = await _run(litagent, rollout, resources, server.endpoint)
         requests = server.requests
     differences = list(_compare(calls, requests))
     before = find_final_reward(spans)

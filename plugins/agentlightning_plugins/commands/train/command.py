@@ -48,7 +48,7 @@ def command(
     """
     from agentlightning_plugins.commands.configuration.assembly import check_setup, load_parts, make_trainer
     from agentlightning_plugins.commands.configuration.config import read_config
-    from agentlightning_plugins.commands.configuration.document import check_secrets, read_document
+    from agentlightning_plugins.commands.configuration.document import read_with_overrides
     from agentlightning_plugins.commands.configuration.run_directory import choose_directory
 
     if resume is not None:
@@ -61,9 +61,7 @@ def command(
         config = resume / CONFIG_NAME
     if config is None:
         raise click.UsageError("give a configuration file, or a run to continue: agl train --resume RUN_DIR")
-    document = read_document(config)
-    document.override(overrides)
-    check_secrets(document)
+    document = read_with_overrides(config, overrides)
     checked = read_config(document)
     if checked.algorithm is None:
         raise ConfigError(f"{document.name}: algorithm is missing; set one, as in algorithm: baseline")

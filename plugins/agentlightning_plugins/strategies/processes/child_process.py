@@ -35,11 +35,9 @@ class ChildProcesses:
     Each process is a new interpreter: the user's main module is not imported again, and no state is inherited.
     """
 
-    def __init__(
-        self, role: Literal["runner", "algorithm"], job: Any, url: str, token: str | None, run_id: str
-    ) -> None:
+    def __init__(self, role: Literal["runner", "algorithm"], job: Any, target: JobTarget) -> None:
         self._role = role
-        self._target = json.dumps(JobTarget.of_this_process(url, token, run_id)).encode()
+        self._target = json.dumps(target).encode()
         self._job = cloudpickle.dumps(job)
         # One thread waits for each process; threads are created on demand.
         self._threads = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix=f"{role}-processes")
@@ -86,8 +84,8 @@ class ChildProcesses:
 class RunnerProcesses:
     """Runners as processes of this machine."""
 
-    def __init__(self, job: RunnerJob, url: str, token: str | None, run_id: str) -> None:
-        self._processes = ChildProcesses("runner", job, url, token, run_id)
+    def __init__(self, job: RunnerJob, target: JobTarget) -> None:
+        self._processes = ChildProcesses("runner", job, target)
 
     async def run(self, worker_id: str) -> Ending:
         """See ``Runners``."""
@@ -145,10 +143,7 @@ def _finish(pumps: list[_Pump]) -> None:
 
 
 def _write_all(fd: int, *parts: bytes) -> None:
-    with (
-        contextlib.suppress(BrokenPipeError),
-        os.fdopen(os.dup(fd), "wb") as pipe,
-    ):  # the process died: see wait()
+    with contextlib.suppress(BrokenPipeError), os.fdopen(os.dup(fd), "wb") as pipe:  # it broke: see wait()
         for part in parts:
             pipe.write(len(part).to_bytes(8, "big") + part)
 
