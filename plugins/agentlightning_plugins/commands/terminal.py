@@ -169,6 +169,14 @@ def shorten(value: Any, length: int = 60) -> str:
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
+def json_or_text(text: str) -> Any:
+    """An argument as it was typed: the value if it is JSON, else the text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
 async def export(records: AsyncIterator[M], path: Path, what: str, as_json: bool) -> None:
     """Writes records to a .jsonl or .parquet file, and prints their number.
 

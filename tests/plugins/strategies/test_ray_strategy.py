@@ -189,7 +189,7 @@ def test_ctrl_c_and_sigterm_let_what_actors_run_finish(
         process = subprocess.Popen([sys.executable, str(script)], stdout=output, stderr=output)
     wait_for((tmp_path / "begun").exists, process, log)
     process.send_signal(number)
-    wait_for(lambda: "stopping: " in log.read_text(), process, log)
+    wait_for(lambda: "stopping after" in log.read_text(), process, log)
     (tmp_path / "told").touch()
     assert process.wait(60) == (143 if number == signal.SIGTERM else -signal.SIGINT), log.read_text()
     assert (tmp_path / "ended").read_text() == "interrupted succeeded"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import click
 
 from agentlightning.cli import print_table
 from agentlightning.store.protocol import LightningStore
-from agentlightning_plugins.commands.terminal import print_json, with_store
+from agentlightning_plugins.commands.terminal import json_or_text, print_json, with_store
 from agentlightning_plugins.statistics.comparison import compare_rollouts
 
 
@@ -53,9 +52,4 @@ async def compare(store: LightningStore, control: str, treatment: str, as_json: 
 def _read(text: str) -> str | dict[str, Any]:
     """A group as it was typed: values of metadata are JSON where they can be, so that ``step=3`` is a number."""
     key, sign, value = text.partition("=")
-    if not sign:
-        return text
-    try:
-        return {key: json.loads(value)}
-    except ValueError:
-        return {key: value}
+    return {key: json_or_text(value)} if sign else text

@@ -91,10 +91,9 @@ def _read_parquet(path: Path) -> list[Any]:
     except ImportError as error:
         raise ConfigError(f"{path}: Parquet needs pyarrow. Install with: pip install 'lightning[datasets]'") from error
     try:
-        tasks: list[Any] = parquet.read_table(path).to_pylist()
+        return list(parquet.read_table(path).to_pylist())
     except ValueError as error:  # pyarrow's own errors are ValueErrors
         raise ConfigError(f"{path} is not a Parquet file: {error}") from error
-    return tasks
 
 
 def _load_hugging_face(name: str, split: str) -> Dataset[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -45,7 +46,8 @@ async def command(
     spans = (await store.query_spans(rollout_id, attempt)).items
     calls = _model_calls(spans)
     answers = [_to_answer(call) for call in calls]
-    resources = await _resources_of(store, rollout)
+    update = None if rollout.resources_id is None else await store.get_resources_by_id(rollout.resources_id)
+    resources = {} if update is None else update.resources
     async with ScriptedOpenAI(_Tape(answers)) as server:
         replayed, rewards = await _run(litagent, rollout, resources, server.endpoint)
         requests = server.requests
@@ -56,11 +58,17 @@ async def command(
     error = replayed.attempt.error if isinstance(replayed, AttemptedRollout) else None
     if error is not None:
         click.echo(error.traceback.rstrip(), err=True)
-    counts = {"calls": len(requests), "recorded_calls": len(calls)}
-    found_out = {"status": replayed.status, "reward": rewards, "recorded_reward": before, **counts}
+    result = {
+        "status": replayed.status,
+        "reward": rewards,
+        "recorded_reward": before,
+        "calls": len(requests),
+        "recorded_calls": len(calls),
+        "differences": differences,
+    }
     said = f"{replayed.status}, reward {rewards}, {len(requests)} of {len(calls)} recorded model calls"
     text = "\n".join([said, *(f"differs: {difference}" for difference in differences)])
-    print_result(as_json, {**found_out, "differences": differences}, text)
+    print_result(as_json, result, text)
     if differences:
         raise SystemExit(1)
 
@@ -108,18 +116,10 @@ async def _run(
         await scratch.close()
 
 
-async def _resources_of(store: LightningStore, rollout: Rollout) -> Mapping[str, Resource]:
-    if rollout.resources_id is None:
-        return {}
-    update = await store.get_resources_by_id(rollout.resources_id)
-    return {} if update is None else update.resources
-
-
 def _model_calls(spans: Sequence[Span]) -> list[Span]:
     """Selects one span per call: the gateway's if there is one, else the client's."""
     calls = [span for span in spans if semconv.is_llm_call(span)]
-    recorded = [span for span in calls if semconv.GATEWAY_COMPLETE in span.attributes]
-    chosen = recorded or calls
+    chosen = [span for span in calls if semconv.is_gateway_call(span)] or calls
     if not chosen:
         raise ConfigError("the attempt has no recorded model calls to answer with; see `agl spans list`")
     return sorted(chosen, key=lambda span: (span.start_time or 0.0, span.sequence_id))
@@ -141,15 +141,12 @@ def _to_answer(span: Span) -> Answer:
 def _compare(calls: Sequence[Span], requests: Sequence[RecordedRequest]) -> Any:
     """Describes how each request of the agent differs from the recorded one."""
     for number, (call, request) in enumerate(zip(calls, requests, strict=False), 1):
-        then = [(m.get("role"), m.get("content")) for m in semconv.read_input_messages(call)]
-        now = [(m.get("role"), _text(m.get("content"))) for m in request.body.get("messages", ())]
-        if [(role, text or "") for role, text in then] != [(role, text or "") for role, text in now]:
-            changed = next(
-                (i for i, (a, b) in enumerate(zip(then, now, strict=False)) if a != b), min(len(then), len(now))
-            )
-            before = then[changed] if changed < len(then) else "nothing"
-            after = now[changed] if changed < len(now) else "nothing"
-            yield f"call {number}, message {changed + 1}: {before} then, {after} now"
+        then = [(m.get("role"), m.get("content") or "") for m in semconv.read_input_messages(call)]
+        now = [(m.get("role"), _text(m.get("content")) or "") for m in request.body.get("messages", ())]
+        pairs = itertools.zip_longest(then, now, fillvalue="nothing")
+        changed = next(((index, *pair) for index, pair in enumerate(pairs, 1) if pair[0] != pair[1]), None)
+        if changed is not None:
+            yield f"call {number}, message {changed[0]}: {changed[1]} then, {changed[2]} now"
     if len(requests) != len(calls):
         yield f"{len(calls)} model calls then, {len(requests)} now"
 

@@ -20,7 +20,7 @@ _MAX_FAILED: Final = 1000
 
 
 class MetricSummary(NamedTuple):
-    """First, last, lowest and highest value of one metric."""
+    """The values of one metric."""
 
     first: float
     last: float
@@ -86,9 +86,8 @@ async def read_report(store: LightningStore, directory: Path) -> Report:
         ConfigError: ``directory`` contains no run.
     """
     run = await store.get_run_by_id(store.run_id)
-    statuses: tuple[RolloutStatus, ...] = get_args(RolloutStatus)
-    counts: dict[str, int] = {
-        status: (await store.query_rollouts(status_in=[status], limit=1)).total for status in statuses
+    counts = {
+        status: (await store.query_rollouts(status_in=[status], limit=1)).total for status in get_args(RolloutStatus)
     }
     failed = await store.query_rollouts(
         status_in=["failed"], sort_by="start_time", sort_order="desc", limit=_MAX_FAILED
@@ -137,5 +136,4 @@ def _describe(resource: Any) -> str:
         return resource.template
     if isinstance(resource, LLM):
         return f"{resource.model} at {resource.endpoint}"
-    text: str = resource.model_dump_json()
-    return text
+    return str(resource.model_dump_json())

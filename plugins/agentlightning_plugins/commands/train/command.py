@@ -13,7 +13,7 @@ import click
 
 from agentlightning.errors import ConfigError, LightningError, PluginError
 from agentlightning.logging import setup_logging
-from agentlightning.run.directory import RECORD_NAME, make_directory
+from agentlightning.run.directory import RECORD_NAME, make_directory, read_record
 from agentlightning.types import DEFAULT_RUN_ID
 from agentlightning_plugins.commands.configuration.run_directory import CONFIG_NAME
 
@@ -88,7 +88,11 @@ def command(
         raise
     trainer.run_config = document.values
     if resume is None:
-        _keep(document.values, directory)
+        make_directory(directory)
+        try:
+            (directory / CONFIG_NAME).write_text(_dump(document.values), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{directory / CONFIG_NAME} cannot be written: {error.strerror or error}") from error
     setup_logging()
     if trainer.strategy.role == "algorithm":
         _show_runner_command(trainer, checked.store, config)
@@ -113,8 +117,7 @@ def _print_config(checked: Any, document: Any) -> None:
     from agentlightning_plugins.commands.configuration.assembly import compose_algorithm
 
     click.echo(_dump(document.values), nl=False)
-    composed = compose_algorithm(checked, document)
-    if composed is not None:
+    if (composed := compose_algorithm(checked, document)) is not None:
         click.echo(f"---  # the algorithm's resolved settings\n{_dump(composed)}", nl=False)
 
 
@@ -149,8 +152,6 @@ def _fit(trainer: Any, parts: Any, directory: Path) -> None:
 
 def _enter(directory: Path) -> Path:
     """Changes to the directory in which the run was started, because the configuration's paths are relative to it."""
-    from agentlightning.run.directory import read_record
-
     record = read_record(directory)
     directory = directory.resolve()
     began_in = Path(record["working_directory"])
@@ -159,16 +160,7 @@ def _enter(directory: Path) -> Path:
     return directory
 
 
-def _keep(values: dict[str, Any], directory: Path) -> None:
-    make_directory(directory)
-    try:
-        (directory / CONFIG_NAME).write_text(_dump(values), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{directory / CONFIG_NAME} cannot be written: {error.strerror or error}") from error
-
-
 def _dump(values: dict[str, Any]) -> str:
     import yaml
 
-    text: str = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-    return text
+    return str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))

@@ -11,6 +11,7 @@ from typing import Literal, cast
 from agentlightning.errors import ConfigError
 from agentlightning.execution import AlgorithmJob, ExecutionStrategy, RunnerJob
 from agentlightning.execution.strategy import Role
+from agentlightning.plugin.settings import require_least
 from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.strategies.processes.child_process import ChildProcesses, RunnerProcesses
 from agentlightning_plugins.strategies.processes.job_process import JobTarget
@@ -50,8 +51,7 @@ class ClientServerExecutionStrategy(ExecutionStrategy):
         role = cast(Role, role or os.environ.get("AGL_CURRENT_ROLE", "both"))
         if role not in ("both", "algorithm", "runner"):
             raise ConfigError(f"role = {role!r}; roles: both, algorithm, runner")
-        if n_runners < 1:
-            raise ConfigError(f"n_runners = {n_runners}: at least 1 is needed")
+        require_least(1, n_runners=n_runners)
         if main_process not in ("algorithm", "runner"):
             raise ConfigError(f"main_process = {main_process!r}; one of: algorithm, runner")
         if main_process == "runner" and (role != "both" or n_runners != 1):
@@ -106,7 +106,6 @@ async def _run_runner_here(
     finally:
         other.cancel()
         await asyncio.gather(other, return_exceptions=True)
-        processes.close()
     if code != 0:
         raise RuntimeError(f"the algorithm's process ended with exit code {code}: {last_line}; see its output above")
 

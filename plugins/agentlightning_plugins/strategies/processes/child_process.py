@@ -42,10 +42,6 @@ class ChildProcesses:
         # One thread waits for each process; threads are created on demand.
         self._threads = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix=f"{role}-processes")
 
-    def close(self) -> None:
-        """Releases the threads that waited for processes."""
-        self._threads.shutdown(wait=False)
-
     async def run(self, name: str) -> tuple[int, str]:
         """Runs one process to its end; returns its exit code and the last line of its stderr.
 
@@ -97,10 +93,6 @@ class RunnerProcesses:
         if code == UNLOADABLE_EXIT_CODE:
             return Ending("unloadable", last_line)
         return Ending("died", f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}")
-
-    def close(self) -> None:
-        """See ``Runners``."""
-        self._processes.close()
 
 
 class _Pump(threading.Thread):

@@ -41,10 +41,6 @@ class Runners(Protocol):
         """Runs one runner to its end. Cancelling once lets rollouts in flight finish; a second time stops them."""
         ...
 
-    def close(self) -> None:
-        """Releases resources; called when no runner is running."""
-        ...
-
 
 class Supervisor:
     """Keeps ``n_runners`` runners running on one store; replaces those that die, with back-off."""
@@ -74,7 +70,6 @@ class Supervisor:
             for runner in runners:
                 runner.cancel()
             await asyncio.gather(*runners, return_exceptions=True)
-            self._runners.close()
             _active.discard(self._key)
 
     async def _keep_alive(self, name: str) -> None:

@@ -18,6 +18,7 @@ import cloudpickle
 
 from agentlightning.errors import ConfigError
 from agentlightning.execution import AlgorithmJob, ExecutionStrategy, RunnerJob
+from agentlightning.plugin.settings import require_least
 from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.strategies.processes.job_process import JobTarget, load_job, run_runner
 from agentlightning_plugins.strategies.processes.serving import served
@@ -80,8 +81,7 @@ class RayExecutionStrategy(ExecutionStrategy):
         Raises:
             ConfigError: a value that is not allowed.
         """
-        if n_runners < 1:
-            raise ConfigError(f"n_runners = {n_runners}: at least 1 is needed")
+        require_least(1, n_runners=n_runners)
         wanted = dict(resources_per_runner or {})
         if unknown := sorted(set(wanted).difference(_RESOURCES)):
             raise ConfigError(f"resources_per_runner has {', '.join(unknown)}; it can have {', '.join(_RESOURCES)}")
@@ -208,9 +208,6 @@ class RunnerActors:
             patience.cancel()
             ray.kill(actor)
             await asyncio.wait([ending, ready, patience], timeout=_LOST_S)
-
-    def close(self) -> None:
-        """See ``Runners``."""
 
     async def _watch_start(self, worker_id: str, ready: asyncio.Future[Any]) -> None:
         if not (await asyncio.wait([ready], timeout=_PATIENCE_S))[0]:

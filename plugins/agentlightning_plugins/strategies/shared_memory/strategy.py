@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from agentlightning.errors import ConfigError
 from agentlightning.execution import AlgorithmJob, ExecutionStrategy, RunnerJob
+from agentlightning.plugin.settings import require_least
 from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.strategies.processes.stopping import until_sigterm
 
@@ -56,8 +57,7 @@ class SharedMemoryExecutionStrategy(ExecutionStrategy):
         Raises:
             ConfigError: several runners cannot share the main thread.
         """
-        if n_runners < 1:
-            raise ConfigError(f"n_runners = {n_runners}: at least 1 is needed")
+        require_least(1, n_runners=n_runners)
         if main_thread == "runner" and n_runners != 1:
             raise ConfigError(f"main_thread='runner' allows 1 runner, not {n_runners}")
         self.n_runners = n_runners
