@@ -36,15 +36,8 @@ class RolloutChecks:
     def checks(self) -> list[Check]:
         """Runs the checks ``calls`` to ``template``."""
         triplets, check = self._triplets()
-        return [
-            self._calls(),
-            self._spans(),
-            self._token_ids(),
-            self._logprobs(),
-            self._reward(),
-            check,
-            self._template(triplets),
-        ]
+        before = [self._calls(), self._spans(), self._token_ids(), self._logprobs(), self._reward()]
+        return [*before, check, self._template(triplets)]
 
     @property
     def _recorded(self) -> list[Span]:
