@@ -223,7 +223,7 @@ def test_settings_that_cannot_be_are_refused() -> None:
     make = agl.Trainer
     with pytest.raises(agl.ConfigError, match="has gpus; it can have num_cpus, num_gpus"):
         make(strategy={"name": "ray", "resources_per_runner": {"gpus": 1}})
-    with pytest.raises(agl.ConfigError, match="say in server_host"):
+    with pytest.raises(agl.ConfigError, match="set server_host"):
         make(strategy={"name": "ray", "address": "ray://head:10001"})
 
 

@@ -39,16 +39,17 @@ async def command(
     reward differ from the recording.
     """
     from agentlightning_plugins.commands.configuration.assembly import load_agent_argument
-    from agentlightning_plugins.scripted_model.server import ScriptedOpenAI
+    from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
 
     litagent = load_agent_argument(agent, reward)
     rollout = found(await store.get_rollout_by_id(rollout_id), "rollout", rollout_id)
     spans = (await store.query_spans(rollout_id, attempt)).items
     calls = _model_calls(spans)
-    answers = [_to_answer(call) for call in calls]
+    answers = iter([_to_answer(call) for call in calls])
+    one_more = Answer(status=400, error=f"the recording holds {len(calls)} model calls, and this is one more")
     update = None if rollout.resources_id is None else await store.get_resources_by_id(rollout.resources_id)
     resources = {} if update is None else update.resources
-    async with ScriptedOpenAI(_Tape(answers)) as server:
+    async with ScriptedOpenAI(lambda _: next(answers, one_more)) as server:
         replayed, rewards = await _run(litagent, rollout, resources, server.endpoint)
         requests = server.requests
     differences = list(_compare(calls, requests))
@@ -71,22 +72,6 @@ async def command(
     print_result(as_json, result, text)
     if differences:
         raise SystemExit(1)
-
-
-class _Tape:
-    """Answers in the order of recording; one call more than was recorded is an error that says so."""
-
-    def __init__(self, answers: Sequence[Answer]) -> None:
-        self._answers = answers
-        self._next = 0
-
-    def __call__(self, request: RecordedRequest) -> Answer:
-        from agentlightning_plugins.scripted_model.script import Answer
-
-        index, self._next = self._next, self._next + 1
-        if index < len(self._answers):
-            return self._answers[index]
-        return Answer(status=400, error=f"the recording holds {len(self._answers)} model calls, and this is one more")
 
 
 async def _run(

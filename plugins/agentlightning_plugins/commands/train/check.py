@@ -27,10 +27,11 @@ def check_run(config: TrainConfig, parts: Parts, say: Callable[[str], object]) -
     for key, component in parts.components.items():
         several = component if isinstance(component, list) else [component]
         say(f"ok    {key:<13}{', '.join(type(each).__name__ for each in several)}")
-    problems = list(_problems(config, parts))
-    for what, problem in problems:
+    is_fine = True
+    for what, problem in _problems(config, parts):
+        is_fine &= problem is None
         say(f"ok    {what}" if problem is None else f"WRONG {what}: {problem}")
-    return all(problem is None for _, problem in problems)
+    return is_fine
 
 
 def _problems(config: TrainConfig, parts: Parts) -> Iterator[tuple[str, str | None]]:

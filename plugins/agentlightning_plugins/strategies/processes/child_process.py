@@ -39,7 +39,7 @@ class ChildProcesses:
         self._role = role
         self._target = json.dumps(target).encode()
         self._job = cloudpickle.dumps(job)
-        # One thread waits for each process; threads are created on demand.
+        # One thread waits for each process; threads are created on demand, and idle ones end with this object.
         self._threads = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix=f"{role}-processes")
 
     async def run(self, name: str) -> tuple[int, str]:

@@ -106,11 +106,7 @@ class Supervisor:
         with contextlib.suppress(StoreError, OSError):
             for worker in (await self._store.query_workers()).items:
                 match = re.fullmatch(re.escape(_family()) + r"-(\d+)-(\w+)-\d+-\d+", worker.worker_id)
-                if (
-                    match is not None
-                    and worker.current_attempt_id is not None
-                    and not _is_active(int(match[1]), match[2])
-                ):
+                if match and worker.current_attempt_id is not None and not _is_active(int(match[1]), match[2]):
                     await self._end_worker(worker.worker_id)
 
 
