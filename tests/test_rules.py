@@ -40,6 +40,7 @@ LIBRARIES: dict[str, set[str]] = {
     "agentlightning_integrations.framework": {"integrations.*"},
     "agentlightning_plugins.chat_history": {"adapters.transition", "commands.doctor", "commands.inspect"},
     "agentlightning_plugins.commands.configuration": {"commands.*"},
+    "agentlightning_plugins.commands.lazy": {"commands.*", "demo"},
     "agentlightning_plugins.commands.terminal": {"commands.*"},
     "agentlightning_plugins.credit.rule": {"credit.*"},
     "agentlightning_plugins.garbage_collection": {"gateway", "stores.http", "strategies.*"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from pathlib import Path
 
 import click
@@ -38,14 +39,7 @@ def command(seed: int, steps: int | None, run_dir: Path | None, resume: Path | N
         raise click.UsageError(
             f"{run_dir} is not empty; choose another, or continue it with: agl demo --resume {run_dir}"
         )
+    free = next(path for n in itertools.count(1) if not (path := Path("runs") / f"demo-{n}").exists())
     from agentlightning_plugins.demo.training import run_demo
 
-    run_demo(run_dir or resume or _next_directory(), seed=seed, steps=steps, resume=resume is not None)
-
-
-def _next_directory() -> Path:
-    root = Path("runs")
-    number = 1
-    while (root / f"demo-{number}").exists():
-        number += 1
-    return root / f"demo-{number}"
+    run_demo(run_dir or resume or free, seed=seed, steps=steps, resume=resume is not None)

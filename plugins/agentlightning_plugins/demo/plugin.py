@@ -1,17 +1,5 @@
 """``agl demo``."""
 
-from __future__ import annotations
+from agentlightning_plugins.commands.lazy import lazy_commands
 
-from typing import TYPE_CHECKING
-
-from agentlightning.plugin.hookspecs import hookimpl
-
-if TYPE_CHECKING:
-    import click
-
-
-@hookimpl
-def add_commands(cli: click.Group) -> None:
-    from agentlightning_plugins.demo.command import command
-
-    cli.add_command(command)
+add_commands = lazy_commands("agentlightning_plugins.demo.command:command")

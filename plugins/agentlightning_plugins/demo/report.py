@@ -12,11 +12,8 @@ WIDTH, HEIGHT, MARGIN = 720, 300, 44
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
     """Reads the steps of a ``metrics.jsonl``; the last line of a step counts, since a resume may repeat it."""
-    steps: dict[int, dict[str, Any]] = {}
-    for line in file.read_text().splitlines():
-        entry = json.loads(line)
-        if "step" in entry:
-            steps[entry["step"]] = entry
+    entries = [json.loads(line) for line in file.read_text().splitlines()]
+    steps = {entry["step"]: entry for entry in entries if "step" in entry}
     return [steps[step] for step in sorted(steps)]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +17,7 @@ from agentlightning.run.directory import make_directory
 from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
 from agentlightning.trainer import Trainer
-from agentlightning.types import AttemptedRollout, Rollout, Span
+from agentlightning.types import AttemptedRollout, Rollout
 from agentlightning_plugins.demo.agent import calculator_agent
 from agentlightning_plugins.demo.report import read_metrics, write_report
 from agentlightning_plugins.demo.task import make_problems
@@ -98,25 +97,22 @@ def run_demo(directory: Path, *, seed: int, steps: int | None = None, resume: bo
 
 
 def _settings(directory: Path, seed: int, steps: int | None, resume: bool) -> dict[str, Any]:
+    """Writes the settings of a new run, or reads those of the run to resume."""
     file = directory / "config.json"
-    if resume:
-        if not file.is_file():
-            raise ConfigError(f"{file} is missing; is {directory} the directory of a demo run?")
-        return _read_settings(file)
-    settings = {"seed": seed, "steps": steps or GRPO_SETTINGS["steps"]}
-    make_directory(directory)
-    try:
-        file.write_text(json.dumps(settings))
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be written: {error.strerror or error}; choose another --run-dir") from error
-    return settings
-
-
-def _read_settings(file: Path) -> dict[str, Any]:
+    if not resume:
+        settings = {"seed": seed, "steps": steps or GRPO_SETTINGS["steps"]}
+        make_directory(directory)
+        try:
+            file.write_text(json.dumps(settings))
+        except OSError as error:
+            raise ConfigError(
+                f"{file} cannot be written: {error.strerror or error}; choose another --run-dir"
+            ) from error
+        return settings
     try:
         loaded = json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from error
+        raise ConfigError(f"{file} cannot be read: {error}; is {directory} the directory of a demo run?") from error
     if not isinstance(loaded, dict) or not all(type(loaded.get(key)) is int for key in ("seed", "steps")):
         raise ConfigError(f'{file} has no settings of a run; expected: {{"seed": 0, "steps": 32}}')
     return loaded
@@ -125,37 +121,28 @@ def _read_settings(file: Path) -> dict[str, Any]:
 async def _save_transcripts(store: LightningStore, directory: Path) -> None:
     """Saves one test task's conversation before and after training; preferably one that only training solves."""
     rollouts = (await store.query_rollouts(sort_by="start_time")).items
-    tests = [rollout for rollout in rollouts if rollout.mode == "test" and rollout.metadata is not None]
-    by_time: dict[int, dict[int, Rollout]] = {}
-    for rollout in tests:
-        metadata = rollout.metadata or {}
-        by_time.setdefault(metadata["step"], {})[metadata["task_id"]] = rollout
+    by_step: dict[int, dict[int, Rollout]] = {}
+    for rollout in rollouts:
+        if rollout.mode == "test" and rollout.metadata is not None:
+            by_step.setdefault(rollout.metadata["step"], {})[rollout.metadata["task_id"]] = rollout
     file = directory / "transcripts.json"
     saved: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
-    for step in sorted(by_time):
+    for step, tests in sorted(by_step.items()):
         phase = "before" if step == 0 else "after"
-        saved[phase] = {str(task_id): await _transcript(store, rollout) for task_id, rollout in by_time[step].items()}
+        saved[phase] = {str(task_id): await _transcript(store, rollout) for task_id, rollout in tests.items()}
     file.write_text(json.dumps(saved))
 
 
 async def _transcript(store: LightningStore, rollout: Rollout) -> dict[str, Any]:
     spans = (await store.query_spans(rollout.rollout_id, "latest")).items
+    call = next((span for span in reversed(spans) if semconv.is_llm_call(span)), None)  # contains the earlier ones
     error = rollout.attempt.error if isinstance(rollout, AttemptedRollout) else None
     return {
         "answer": rollout.input["answer"],
         "reward": find_final_reward(spans, rollout) or 0.0,
-        "messages": _messages(spans),
+        "messages": [] if call is None else [*semconv.read_input_messages(call), *semconv.read_output_messages(call)],
         "error": None if error is None else f"{error.type}: {error.message}",
     }
-
-
-def _messages(spans: Sequence[Span]) -> list[dict[str, Any]]:
-    """Returns the conversation: the messages of the last call, and its response."""
-    calls = [span for span in spans if semconv.is_llm_call(span)]
-    if not calls:
-        return []
-    last = calls[-1]
-    return [dict(message) for message in (*semconv.read_input_messages(last), *semconv.read_output_messages(last))]
 
 
 def _show(console: Console, directory: Path, metrics: list[dict[str, Any]], result: dict[str, float]) -> None:

@@ -24,7 +24,7 @@ from agentlightning.errors import LightningError
 from agentlightning.event import Event
 from agentlightning.plugin.registry import get_manager
 from agentlightning.types import Span
-from agentlightning_plugins.commands.terminal import access
+from agentlightning_plugins.commands import terminal
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -105,7 +105,7 @@ def test_rollouts_are_cancelled_retried_and_deleted(place: Path) -> None:
     assert run(place, "rollouts", "cancel", waiting).stdout == f"{waiting}: cancelled\n"
     assert run(place, "rollouts", "retry", failed).stdout == f"{failed}: requeuing\n"
     refused = run(place, "rollouts", "retry", succeeded, waiting, code=1)
-    assert "is succeeded; only failed and cancelled ones can be retried" in refused.stderr
+    assert "is succeeded; only failed and cancelled rollouts can be retried" in refused.stderr
     assert f"{waiting}: requeuing" in refused.stdout
     assert run(place, "rollouts", "delete", "--status", "succeeded", "--yes").stdout == "1 deleted\n"
     assert CliRunner().invoke(cli, ["rollouts", "delete", "--keep", "0", "--store", str(place)], input="n\n").exit_code
@@ -191,7 +191,7 @@ def test_following_prints_what_others_do_as_it_happens(
             await store.close()
 
         monkeypatch.setattr(store, "subscribe", subscribe_for_a_while)
-        monkeypatch.setattr(access, "open_store", lambda where, run: store)
+        monkeypatch.setattr(terminal, "open_store", lambda where, run: store)
         others = threading.Thread(target=lambda: asyncio.run(play()))
         others.start()
         output = CliRunner().invoke(cli, [what, "follow", *options], catch_exceptions=False).stdout

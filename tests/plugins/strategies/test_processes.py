@@ -148,7 +148,7 @@ def run_and_stop(folder: Path, program: str, signals: list[signal.Signals]) -> i
     first, *others = signals
     wait_for((folder / "begun").exists, process, log)
     process.send_signal(first)
-    wait_for(lambda: "stopping: " in log.read_text(), process, log)
+    wait_for(lambda: "stopping after" in log.read_text(), process, log)
     for number in others:
         time.sleep(0.5)  # as a person would: at once, Python may raise it in a finalizer, where it is lost
         process.send_signal(number)

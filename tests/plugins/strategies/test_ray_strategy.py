@@ -189,7 +189,7 @@ def test_ctrl_c_and_sigterm_let_what_actors_run_finish(
         process = subprocess.Popen([sys.executable, str(script)], stdout=output, stderr=output)
     wait_for((tmp_path / "begun").exists, process, log)
     process.send_signal(number)
-    wait_for(lambda: "stopping: " in log.read_text(), process, log)
+    wait_for(lambda: "stopping after" in log.read_text(), process, log)
     (tmp_path / "told").touch()
     assert process.wait(60) == (143 if number == signal.SIGTERM else -signal.SIGINT), log.read_text()
     assert (tmp_path / "ended").read_text() == "interrupted succeeded"
@@ -223,7 +223,7 @@ def test_settings_that_cannot_be_are_refused() -> None:
     make = agl.Trainer
     with pytest.raises(agl.ConfigError, match="has gpus; it can have num_cpus, num_gpus"):
         make(strategy={"name": "ray", "resources_per_runner": {"gpus": 1}})
-    with pytest.raises(agl.ConfigError, match="say in server_host"):
+    with pytest.raises(agl.ConfigError, match="set server_host"):
         make(strategy={"name": "ray", "address": "ray://head:10001"})
 
 

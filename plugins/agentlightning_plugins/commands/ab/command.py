@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import click
 
 from agentlightning.cli import print_table
 from agentlightning.store.protocol import LightningStore
-from agentlightning_plugins.commands.terminal.access import with_store
-from agentlightning_plugins.commands.terminal.output import json_option, print_json
+from agentlightning_plugins.commands.terminal import json_or_text, print_json, with_store
 from agentlightning_plugins.statistics.comparison import compare_rollouts
 
 
 @click.command("ab")
 @click.argument("control")
 @click.argument("treatment")
-@json_option
 @with_store
 async def compare(store: LightningStore, control: str, treatment: str, as_json: bool) -> None:
     """Compare the rewards of two groups of rollouts.
@@ -26,27 +23,23 @@ async def compare(store: LightningStore, control: str, treatment: str, as_json: 
     `variant=b`, or resources: a snapshot or one version of it, as in `rs-1@3`. Failed rollouts count as 0.
     """
     found = await compare_rollouts(store, _read(control), _read(treatment))
+    sides = {"control": found.control, "treatment": found.treatment}
     if as_json:
-        sides = {
+        shown: dict[str, Any] = {
             name: {
-                "name": group.name,
-                "mean": group.mean,
-                "n": group.n,
+                **{key: getattr(group, key) for key in ("name", "mean", "n", "failed", "unrated", "unfinished")},
                 "tasks": len(group.rewards),
-                "failed": group.failed,
-                "unrated": group.unrated,
-                "unfinished": group.unfinished,
             }
-            for name, group in (("control", found.control), ("treatment", found.treatment))
+            for name, group in sides.items()
         }
-        numbers = {name: getattr(found, name) for name in ("difference", "low", "high", "p_value", "paired")}
-        print_json({**sides, **numbers})
+        shown |= {key: getattr(found, key) for key in ("difference", "low", "high", "p_value", "paired")}
+        print_json(shown)
         return
     print_table(
         ("", "rollouts", "mean reward", "n", "failed", "without reward", "not finished"),
         [
             (name, group.name, f"{group.mean:.3f}", group.n, group.failed, group.unrated, group.unfinished)
-            for name, group in (("control", found.control), ("treatment", found.treatment))
+            for name, group in sides.items()
         ],
     )
     how = "paired by task" if found.paired else "independent groups"
@@ -59,9 +52,4 @@ async def compare(store: LightningStore, control: str, treatment: str, as_json: 
 def _read(text: str) -> str | dict[str, Any]:
     """A group as it was typed: values of metadata are JSON where they can be, so that ``step=3`` is a number."""
     key, sign, value = text.partition("=")
-    if not sign:
-        return text
-    try:
-        return {key: json.loads(value)}
-    except ValueError:
-        return {key: value}
+    return {key: json_or_text(value)} if sign else text

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import yaml
 
+import agentlightning as agl
 from agentlightning.algorithm.algorithm import Algorithm
 from agentlightning.algorithm.context import RunContext
-from agentlightning.errors import ConfigError, LightningError, PluginError
+from agentlightning.errors import ConfigError, LightningError
 from agentlightning.execution import ExecutionStrategy
 from agentlightning.litagent import LitAgent, wrap
 from agentlightning.plugin.hookspecs import ComponentKind
@@ -30,22 +32,18 @@ from agentlightning.trainer import Trainer, first_resources
 from agentlightning.types import Dataset, Run
 from agentlightning_plugins.commands.configuration.attribute import load_attribute
 from agentlightning_plugins.commands.configuration.config import (
+    COMPONENTS,
     AgentConfig,
     CommandConfig,
     ComponentSpec,
     DatasetConfig,
     TrainConfig,
+    read_config,
 )
 from agentlightning_plugins.commands.configuration.dataset import load_dataset
-from agentlightning_plugins.commands.configuration.document import Document, KeyPath
+from agentlightning_plugins.commands.configuration.document import Document, KeyPath, read_document
 
-_KINDS: dict[str, ComponentKind] = {
-    "algorithm": "algorithm",
-    "adapter": "adapter",
-    "tracer": "tracer",
-    "strategy": "strategy",
-    "gateway": "gateway",
-}
+T = TypeVar("T")
 _REFERENCE: Final = r"\$\{(\w+)\}"
 
 
@@ -67,26 +65,28 @@ def load_parts(config: TrainConfig, document: Document) -> Parts:
     Raises:
         LightningError: a part cannot be loaded; the message starts with the location in the configuration.
     """
-    parts = Parts(
-        agent=_at(document, ("agent",), load_agent, config.agent),
-        train=_at(document, ("data", "train"), load_data, config.data.train),
-        val=_at(document, ("data", "val"), load_data, config.data.val),
-        resources=_at(document, ("resources",), _load_resources, config.resources),
-        components={},
-    )
-    for key, kind in _KINDS.items():
-        spec = _complete_strategy(config, document) if key == "strategy" else getattr(config, key)
+
+    def load(path: KeyPath, loader: Callable[[Any], T], value: Any) -> T | None:
+        with _located(document, path):
+            return None if value is None else loader(value)
+
+    with _located(document, ("agent",)):
+        agent = load_agent(config.agent)
+    train = load(("data", "train"), load_data, config.data.train)
+    val = load(("data", "val"), load_data, config.data.val)
+    resources = load(("resources",), lambda given: read_resources(expand(given)), config.resources)
+    components: dict[str, Any] = {}
+    for kind in COMPONENTS:
+        spec = _complete_strategy(config, document) if kind == "strategy" else getattr(config, kind)
         if spec is not None:
-            parts.components[key] = _component(document, (key,), kind, spec)
+            components[kind] = _component(document, (kind,), kind, spec)
     if config.trackers is not None:
-        parts.components["trackers"] = [
+        components["trackers"] = [
             _component(document, ("trackers", index), "tracker", spec) for index, spec in enumerate(config.trackers)
         ]
     if config.hooks is not None:
-        parts.components["hooks"] = [
-            _at(document, ("hooks", index), _load_hook, target) for index, target in enumerate(config.hooks)
-        ]
-    return parts
+        components["hooks"] = [load(("hooks", index), _load_hook, hook) for index, hook in enumerate(config.hooks)]
+    return Parts(agent, train, val, resources, components)
 
 
 def compose_algorithm(config: TrainConfig, document: Document) -> Any:
@@ -99,12 +99,17 @@ def compose_algorithm(config: TrainConfig, document: Document) -> Any:
     """
     if config.algorithm is None:
         return None
-    cls = _find_class(document, ("algorithm",), "algorithm", config.algorithm)
-    if cls.print_config is Algorithm.print_config:
+    if _find_class(document, "algorithm", config.algorithm).print_config is Algorithm.print_config:
         return None
     algorithm = _component(document, ("algorithm",), "algorithm", config.algorithm)
-    names = set(re.findall(_REFERENCE, repr(config.algorithm)))
-    return _hide(yaml.safe_load(algorithm.print_config()), {f"${{{name}}}": os.environ[name] for name in names})
+    names = [name for name in re.findall(_REFERENCE, repr(config.algorithm)) if os.environ[name]]
+
+    def hide(text: str) -> str:
+        for name in names:
+            text = text.replace(os.environ[name], f"${{{name}}}")
+        return text
+
+    return _map_text(yaml.safe_load(algorithm.print_config()), hide)
 
 
 def make_trainer(config: TrainConfig, parts: Parts, directory: Path, *, resume: bool) -> Trainer:
@@ -176,14 +181,30 @@ def load_agent(spec: str | AgentConfig | CommandConfig) -> LitAgent[Any]:
         return wrap(load_attribute(spec))
     reward = None if spec.reward is None else load_attribute(spec.reward)
     if isinstance(spec, CommandConfig):
-        import agentlightning as agl
-
         settings = {**expand(spec.model_extra or {}), "command": spec.command}
         if reward is not None:
             settings["reward"] = reward
         return agl.CommandAgent(**bind_settings(agl.CommandAgent, settings, "a command agent"))
     task_to_input = None if spec.task_to_input is None else load_attribute(spec.task_to_input)
     return wrap(load_attribute(spec.target), reward, task_to_input, spec.prompts)
+
+
+def is_config_file(argument: str) -> bool:
+    """Whether the argument AGENT of a command is a configuration file of ``agl train``."""
+    return Path(argument).suffix in (".yaml", ".yml", ".toml")
+
+
+def load_agent_argument(argument: str, reward: str | None) -> LitAgent[Any]:
+    """Loads the argument AGENT of a command: ``module:attribute``, or a configuration file of ``agl train``.
+
+    Raises:
+        ConfigError: it cannot be loaded, or the configuration defines the reward already.
+    """
+    if not is_config_file(argument):
+        return load_agent(AgentConfig(target=argument, reward=reward))
+    if reward is not None:
+        raise ConfigError("the configuration defines the reward; remove --reward")
+    return load_agent(read_config(read_document(Path(argument))).agent)
 
 
 def load_data(spec: str | DatasetConfig) -> Dataset[Any]:
@@ -203,23 +224,15 @@ def expand(value: Any) -> Any:
     Raises:
         ConfigError: the variable is not set.
     """
+    return _map_text(value, lambda text: re.sub(_REFERENCE, _from_environment, text))
+
+
+def _map_text(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, Mapping):
-        return {key: expand(child) for key, child in value.items()}
+        return {key: _map_text(child, change) for key, child in value.items()}
     if isinstance(value, (list, tuple)):
-        return [expand(child) for child in value]
-    return re.sub(_REFERENCE, _from_environment, value) if isinstance(value, str) else value
-
-
-def _hide(value: Any, references: Mapping[str, str]) -> Any:
-    """Replaces values of environment variables by their references, the inverse of ``expand``."""
-    if isinstance(value, dict):
-        return {key: _hide(child, references) for key, child in value.items()}
-    if isinstance(value, list):
-        return [_hide(child, references) for child in value]
-    for reference, known in references.items():
-        if isinstance(value, str) and known:
-            value = value.replace(known, reference)
-    return value
+        return [_map_text(child, change) for child in value]
+    return change(value) if isinstance(value, str) else value
 
 
 def _from_environment(match: re.Match[str]) -> str:
@@ -229,55 +242,51 @@ def _from_environment(match: re.Match[str]) -> str:
     return value
 
 
-def _at(document: Document, path: KeyPath, load: Any, value: Any) -> Any:
-    if value is None:
-        return None
+@contextlib.contextmanager
+def _located(document: Document, path: KeyPath) -> Iterator[None]:
+    """Starts the messages of our own errors with the location of the value that they are about."""
     try:
-        return load(value)
+        yield
     except LightningError as error:
-        raise type(error)(f"{document.place(path)}: {error}") from error
-
-
-def _component(document: Document, path: KeyPath, kind: ComponentKind, spec: str | dict[str, Any]) -> Any:
-    cls = _find_class(document, path, kind, spec)
-    settings = {} if isinstance(spec, str) else {key: value for key, value in spec.items() if key != "name"}
-    name = spec if isinstance(spec, str) else spec["name"]
-    try:
-        return cls(**bind_settings(cls, expand(settings), f"{kind} {name!r}"))
-    except ConfigError as error:
-        setting = getattr(error, "setting", None)
+        setting = error.setting if isinstance(error, ConfigError) else None
         place = document.place(path if setting is None else (*path, setting))
-        raise ConfigError(f"{place}: {error}") from error
+        raise type(error)(f"{place}: {error}") from error
 
 
-def _find_class(document: Document, path: KeyPath, kind: ComponentKind, spec: str | dict[str, Any]) -> Any:
-    name, place = (spec, path) if isinstance(spec, str) else (spec["name"], (*path, "name"))
-    try:
-        return get_manager().get(kind, name)
-    except PluginError as error:
-        raise PluginError(f"{document.place(place)}: {error}") from error
+def _split(spec: ComponentSpec) -> tuple[str, dict[str, Any]]:
+    """The name of a component and its settings."""
+    settings = {"name": spec} if isinstance(spec, str) else dict(spec)
+    return settings.pop("name"), settings
+
+
+def _find_class(document: Document, kind: ComponentKind, spec: ComponentSpec, path: KeyPath | None = None) -> Any:
+    with _located(document, (*(path or (kind,)), "name")):
+        return get_manager().get(kind, _split(spec)[0])
+
+
+def _component(document: Document, path: KeyPath, kind: ComponentKind, spec: ComponentSpec) -> Any:
+    cls = _find_class(document, kind, spec, path)
+    name, settings = _split(spec)
+    with _located(document, path):
+        return cls(**bind_settings(cls, expand(settings), f"{kind} {name!r}"))
 
 
 def _complete_strategy(config: TrainConfig, document: Document) -> ComponentSpec | None:
     """Adds ``n_runners`` and ``port`` to the strategy's settings; None if no strategy is configured."""
     if config.strategy is None:
         return None
-    spec = {"name": config.strategy} if isinstance(config.strategy, str) else dict(config.strategy)
-    known = inspect.signature(_find_class(document, ("strategy",), "strategy", config.strategy)).parameters
+    name, settings = _split(config.strategy)
+    known = inspect.signature(_find_class(document, "strategy", config.strategy)).parameters
     for key, setting in (("n_runners", "n_runners"), ("port", "server_port")):
         if key not in config.model_fields_set:
             continue
         place = document.place((key,))
         if setting not in known:
-            raise ConfigError(f"{place}: the strategy {spec['name']!r} has no setting {setting}; remove {key}")
-        if setting in spec:
-            raise ConfigError(f"{place}: {key} is given twice; the strategy has {setting} = {spec[setting]!r}")
-        spec[setting] = getattr(config, key)
-    return spec
-
-
-def _load_resources(resources: dict[str, Any]) -> dict[str, Resource]:
-    return read_resources(expand(resources))
+            raise ConfigError(f"{place}: the strategy {name!r} has no setting {setting}; remove {key}")
+        if setting in settings:
+            raise ConfigError(f"{place}: {key} is given twice; the strategy has {setting} = {settings[setting]!r}")
+        settings[setting] = getattr(config, key)
+    return {"name": name, **settings}
 
 
 def _load_hook(target: str) -> Hook:

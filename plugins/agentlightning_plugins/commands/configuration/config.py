@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
-import types
-import typing
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, TypeAlias, Union
+from typing import Annotated, Any, Final, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
 from agentlightning.errors import ConfigError, suggest
+from agentlightning.plugin.hookspecs import ComponentKind
 from agentlightning_plugins.commands.configuration.document import Document, KeyPath
 
+COMPONENTS: Final[tuple[ComponentKind, ...]] = ("algorithm", "adapter", "tracer", "strategy", "gateway")
+"""The components of a run that have a key of their kind in the configuration."""
 
-def _check_component(value: str | dict[str, Any]) -> str | dict[str, Any]:
-    if isinstance(value, dict) and not isinstance(value.get("name"), str):
+# Tags of the branches of a union. They stand in the locations of pydantic's errors, and are no keys of a configuration.
+_TEXT, _MAPPING, _COMMAND = Tag("<text>"), Tag("<mapping>"), Tag("<command>")
+
+
+def _check_component(value: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(value.get("name"), str):
         raise ValueError("a component with settings needs its 'name' among them")
     return value
 
 
-ComponentSpec: TypeAlias = Annotated[str | dict[str, Any], AfterValidator(_check_component)]
+def _text_or_mapping(value: Any) -> str:
+    return _MAPPING.tag if isinstance(value, Mapping) else _TEXT.tag
+
+
+def _agent_branch(value: Any) -> str:
+    return _COMMAND.tag if isinstance(value, Mapping) and "command" in value else _text_or_mapping(value)
+
+
+ComponentSpec: TypeAlias = Annotated[
+    Annotated[str, _TEXT] | Annotated[dict[str, Any], AfterValidator(_check_component), _MAPPING],
+    Discriminator(_text_or_mapping),
+]
 """A registered name (``agl plugins`` lists them), or ``{name: ..., **settings}``."""
 
 
@@ -64,12 +80,21 @@ class DatasetConfig(_Section):
     """Seed for shuffling; None keeps the order."""
 
 
+AgentSpec: TypeAlias = Annotated[
+    Annotated[str, _TEXT] | Annotated[AgentConfig, _MAPPING] | Annotated[CommandConfig, _COMMAND],
+    Discriminator(_agent_branch),
+]
+DatasetSpec: TypeAlias = Annotated[
+    Annotated[str, _TEXT] | Annotated[DatasetConfig, _MAPPING], Discriminator(_text_or_mapping)
+]
+
+
 class DataConfig(_Section):
     """The tasks of a run."""
 
-    train: str | DatasetConfig | None = None
+    train: DatasetSpec | None = None
     """Tasks for training."""
-    val: str | DatasetConfig | None = None
+    val: DatasetSpec | None = None
     """Tasks for validation."""
 
 
@@ -80,7 +105,7 @@ class TrainConfig(_Section):
     """Name of the run; default is the name of the file."""
     run_dir: str | None = None
     """Directory of the run; default ``runs/<name>``, with a number if that exists."""
-    agent: str | AgentConfig | CommandConfig
+    agent: AgentSpec
     """The agent: ``module:attribute``, or a mapping with ``target`` or ``command``."""
     data: DataConfig = Field(default_factory=DataConfig)
     """The tasks."""
@@ -127,53 +152,24 @@ def read_config(document: Document) -> TrainConfig:
         raise ConfigError(_explain(document, error)) from error
 
 
-_UNION_TAGS: Final = frozenset({"str", "AgentConfig", "CommandConfig", "DatasetConfig", "dict[str,any]"})
+_SECTIONS: Final[dict[KeyPath, type[_Section]]] = {
+    (): TrainConfig,
+    ("agent",): AgentConfig,
+    ("data",): DataConfig,
+    ("data", "train"): DatasetConfig,
+    ("data", "val"): DatasetConfig,
+}
 
 
 def _explain(document: Document, error: ValidationError) -> str:
-    """Describes the first error, for the branch of a union that matches the type of the given value."""
-    problems = sorted(error.errors(), key=lambda problem: problem["type"] == "missing")  # a misspelt key misses another
-    chosen = next((p for p in problems if not _is_other_branch(document.values, p["loc"])), problems[0])
-    path: KeyPath = tuple(part for part in chosen["loc"] if not _is_tag(part))
+    """Describes the first error; a missing key last, because a misspelt key is also a missing one."""
+    first = min(error.errors(), key=lambda problem: problem["type"] == "missing")
+    path: KeyPath = tuple(part for part in first["loc"] if not str(part).startswith("<"))
     shown = ".".join(map(str, path))
-    place = document.place(path)
-    if chosen["type"] == "missing":
+    if first["type"] == "missing":
         return f"{document.place(path[:-1])}: {shown} is missing"
-    if chosen["type"] == "extra_forbidden":
-        known = _fields_at(path[:-1])
-        return f"{place}: unknown key {shown!r}.{suggest(str(path[-1]), known)} Keys here: {', '.join(known)}"
-    return f"{place}: {shown} = {chosen['input']!r}: {chosen['msg'].removeprefix('Value error, ')}"
-
-
-def _is_tag(part: str | int) -> bool:
-    return isinstance(part, str) and (part in _UNION_TAGS or part.startswith(("function-", "dict[")))
-
-
-def _is_other_branch(values: Mapping[str, Any], location: tuple[str | int, ...]) -> bool:
-    """Whether pydantic tried a branch of a union that the value's shape rules out."""
-    value: Any = values
-    for part in location:
-        if part == "str" and isinstance(value, Mapping):
-            return True
-        if part in ("AgentConfig", "CommandConfig") and (
-            not isinstance(value, Mapping) or ("command" in value) != (part == "CommandConfig")
-        ):
-            return True
-        if part == "DatasetConfig" and not isinstance(value, Mapping):
-            return True
-        if not _is_tag(part):
-            try:
-                value = value[part]
-            except (KeyError, IndexError, TypeError):
-                return False
-    return False
-
-
-def _fields_at(path: KeyPath) -> list[str]:
-    model: type[BaseModel] = TrainConfig
-    for part in path:
-        annotation = model.model_fields[str(part)].annotation
-        choices = typing.get_args(annotation) if typing.get_origin(annotation) in (Union, types.UnionType) else ()
-        models = [each for each in (annotation, *choices) if isinstance(each, type) and issubclass(each, BaseModel)]
-        model = models[0]
-    return list(model.model_fields)
+    if first["type"] == "extra_forbidden":
+        known = list(_SECTIONS[path[:-1]].model_fields)
+        hint = suggest(str(path[-1]), known)
+        return f"{document.place(path)}: unknown key {shown!r}.{hint} Keys here: {', '.join(known)}"
+    return f"{document.place(path)}: {shown} = {first['input']!r}: {first['msg'].removeprefix('Value error, ')}"

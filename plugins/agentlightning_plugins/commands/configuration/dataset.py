@@ -7,7 +7,7 @@ import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from agentlightning.errors import ConfigError
 from agentlightning.types import Dataset
@@ -91,10 +91,9 @@ def _read_parquet(path: Path) -> list[Any]:
     except ImportError as error:
         raise ConfigError(f"{path}: Parquet needs pyarrow. Install with: pip install 'lightning[datasets]'") from error
     try:
-        tasks: list[Any] = parquet.read_table(path).to_pylist()
+        return list(parquet.read_table(path).to_pylist())
     except ValueError as error:  # pyarrow's own errors are ValueErrors
         raise ConfigError(f"{path} is not a Parquet file: {error}") from error
-    return tasks
 
 
 def _load_hugging_face(name: str, split: str) -> Dataset[Any]:
@@ -105,13 +104,12 @@ def _load_hugging_face(name: str, split: str) -> Dataset[Any]:
     try:
         if Path(name).is_dir():
             loaded = datasets.load_from_disk(name)
-            found = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
+            loaded = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
         else:
-            found = datasets.load_dataset(name, split=split)
+            loaded = datasets.load_dataset(name, split=split)
     except Exception as error:  # isolation point: loaders of the library raise arbitrary exceptions
         raise ConfigError(f"hf:{name}, split {split!r}, cannot be loaded: {type(error).__name__}: {error}") from error
-    dataset: Dataset[Any] = found
-    return dataset
+    return cast(Dataset[Any], loaded)
 
 
 def _load_sequence(source: str) -> Dataset[Any]:
@@ -122,5 +120,4 @@ def _load_sequence(source: str) -> Dataset[Any]:
         raise ConfigError(
             f"{source} is a {type(found).__name__}; a sequence of tasks is needed, or a function that returns one"
         )
-    dataset: Dataset[Any] = found
-    return dataset
+    return cast(Dataset[Any], found)

@@ -98,21 +98,25 @@ def read_document(path: Path) -> Document:
     return _read_yaml(path, text)
 
 
-def check_secrets(document: Document) -> None:
-    """Rejects literal secrets, because a configuration is printed and stored.
+def read_with_overrides(path: Path, overrides: Sequence[str]) -> Document:
+    """Reads a file, applies overrides, and rejects literal secrets, because a run prints and stores its configuration.
 
     Raises:
-        ConfigError: a key or password is not a reference to the environment.
+        ConfigError: as ``read_document`` and ``Document.override``, or a key or password is not a reference to the
+            environment.
     """
-    for path, value in _walk(document.values, ()):
+    document = read_document(path)
+    document.override(overrides)
+    for key, value in _walk(document.values, ()):
         if not isinstance(value, str) or _REFERENCE.search(value):
             continue
-        is_key = bool(path) and isinstance(path[-1], str) and _SECRET.search(path[-1])
+        is_key = bool(key) and isinstance(key[-1], str) and _SECRET.search(key[-1])
         if (is_key and value not in _NO_SECRETS) or re.match(r"\w+://[^/@:]*:[^/@]+@", value):
-            where = ".".join(map(str, path))
+            where = ".".join(map(str, key))
             raise ConfigError(
-                f"{document.place(path)}: {where} holds a secret; put it in an environment variable and write ${{NAME}}"
+                f"{document.place(key)}: {where} holds a secret; put it in an environment variable and write ${{NAME}}"
             )
+    return document
 
 
 def _walk(value: Any, path: KeyPath) -> list[tuple[KeyPath, Any]]:

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, TypeAlias
 
+from agentlightning_plugins.commands.terminal import shorten
+
 State: TypeAlias = Literal["ok", "broken", "unchecked"]
 NAMES: tuple[str, ...] = (
-    "environment",
-    "agent",
-    "endpoint",
-    "rollout",
-    "calls",
-    "spans",
-    "token ids",
-    "logprobs",
-    "reward",
-    "triplets",
-    "template",
+    *("environment", "agent", "endpoint", "rollout"),
+    *("calls", "spans", "token ids", "logprobs", "reward", "triplets", "template"),
 )
-"""In the request in which they are checked."""
+"""In the order in which they are checked."""
 
 
 class Check(NamedTuple):
@@ -49,5 +42,4 @@ def unchecked(name: str, text: str) -> Check:
 
 def one_line(text: object, limit: int = 300) -> str:
     """Converts to text, joins its lines, and cuts it to ``limit`` characters."""
-    line = " ".join(str(text).split())
-    return line if len(line) <= limit else line[: limit - 3] + "..."
+    return shorten(str(text), limit)

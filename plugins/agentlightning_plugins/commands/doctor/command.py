@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import click
+
+from agentlightning_plugins.commands.terminal import json_option, json_or_text, print_json
 
 
 @click.command("doctor")
@@ -27,44 +28,45 @@ import click
     help="What training changes; default: as in CONFIG, else weights.",
 )
 @click.option("--timeout", "timeout_s", default=60.0, show_default=True, help="Time limit of the rollout in seconds.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def command(
     agent: str,
     endpoint: str | None,
     model: str | None,
     api_key: str | None,
     task: str | None,
-    reward: str | None,
     resources: tuple[str, ...],
-    tracer: str,
-    agent_match: str | None,
     tunes: str | None,
-    timeout_s: float,
     as_json: bool,
+    **settings: Any,
 ) -> None:
     """Run one rollout of AGENT and check that training could learn from it.
 
     AGENT is module:attribute, path/to/file.py:attribute, demo, or a configuration file of `agl train`, which supplies
     agent, resources and first task. The exit code is 1 when a check fails.
     """
+    from agentlightning_plugins.commands.configuration.assembly import is_config_file
     from agentlightning_plugins.commands.doctor.run import Request, run_checks
 
-    is_config = Path(agent).suffix in (".yaml", ".yml", ".toml")
-    given: dict[str, Any] = _read_config(Path(agent)) if is_config else {"agent": agent}
+    given: dict[str, Any] = _read_config(Path(agent)) if is_config_file(agent) else {"agent": agent}
     if endpoint is not None:
         given |= {"endpoint": endpoint, "model": model, "api_key": api_key}
     elif model is not None:
         given["model"] = model
     if task is not None:
-        given["task"] = _read_task(task)
+        given["task"] = json_or_text(task)
     if tunes is not None:
         given["trains_weights"] = tunes == "weights"
-    given["resources"] = {**given.get("resources", {}), **dict(_read_resource(text) for text in resources)}
-    request = Request(reward=reward, tracer=tracer, agent_match=agent_match, timeout_s=timeout_s, **given)
-    checks = asyncio.run(run_checks(request))
+    given.setdefault("resources", {})
+    for text in resources:
+        name, separator, value = text.partition("=")
+        if not separator or not name:
+            raise click.UsageError(f"--resource {text!r}: write NAME=TEXT")
+        given["resources"][name] = value
+    checks = asyncio.run(run_checks(Request(**settings, **given)))
     is_well = all(check.state != "broken" for check in checks)
     if as_json:
-        click.echo(json.dumps({"ok": is_well, "checks": [check._asdict() for check in checks]}, indent=2))
+        print_json({"ok": is_well, "checks": [check._asdict() for check in checks]})
     else:
         for check in checks:
             fix = f" -> {check.fix}" if check.fix else ""
@@ -86,11 +88,9 @@ def _read_config(path: Path) -> dict[str, Any]:
 
     config = read_config(read_document(path))
     resources = read_resources(expand(config.resources or {}))
-    given: dict[str, Any] = {"agent": config.agent, "resources": resources}
-    for data in (config.data.train, config.data.val):
-        if data is not None:
-            given["task"] = load_data(data)[0]
-            break
+    given: dict[str, Any] = {"agent": config.agent, "resources": dict(resources)}
+    if (data := config.data.train or config.data.val) is not None:
+        given["task"] = load_data(data)[0]
     for resource in resources.values():
         if isinstance(resource, LLM):
             given |= {"endpoint": resource.endpoint, "model": resource.model, "api_key": resource.api_key}
@@ -98,17 +98,3 @@ def _read_config(path: Path) -> dict[str, Any]:
         name = config.algorithm if isinstance(config.algorithm, str) else config.algorithm["name"]
         given["trains_weights"] = get_manager().get("algorithm", name).default_adapter == "triplet"
     return given
-
-
-def _read_task(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-def _read_resource(text: str) -> tuple[str, str]:
-    name, separator, value = text.partition("=")
-    if not separator or not name:
-        raise click.UsageError(f"--resource {text!r}: write NAME=TEXT")
-    return name, value

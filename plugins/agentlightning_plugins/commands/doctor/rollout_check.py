@@ -36,15 +36,8 @@ class RolloutChecks:
     def checks(self) -> list[Check]:
         """Runs the checks ``calls`` to ``template``."""
         triplets, check = self._triplets()
-        return [
-            self._calls(),
-            self._spans(),
-            self._token_ids(),
-            self._logprobs(),
-            self._reward(),
-            check,
-            self._template(triplets),
-        ]
+        before = [self._calls(), self._spans(), self._token_ids(), self._logprobs(), self._reward()]
+        return [*before, check, self._template(triplets)]
 
     @property
     def _recorded(self) -> list[Span]:
@@ -143,7 +136,7 @@ class RolloutChecks:
         except AdapterError as error:
             return [], broken("triplets", one_line(error), "follow the message; see also docs/tracing.md")
         if triplets:
-            names = sorted({str(t.metadata["agent_name"]) for t in triplets if t.metadata["agent_name"]})
+            names = _agent_names(triplets)
             by = f", by {', '.join(names)}" if names else ""
             return triplets, ok("triplets", f"{_count(triplets, 'triplet')} to learn from{by}")
         left_out = self.adapter.explain_left_out(self.spans)
@@ -154,9 +147,9 @@ class RolloutChecks:
         if not left_out:
             return [], broken("triplets", "no triplets: no span is a model call", _USE_LLM)
         reasons = "; ".join(f"{count} {reason}" for reason, count in left_out.items())
-        names = sorted(_agent_names(self.spans))
         fix = "see the checks above"
         if self.adapter.agent_match is not None:
+            names = _agent_names(TraceToTriplet().adapt(self.spans))
             fix = f"agents in this rollout: {', '.join(names) or 'none has a name'}; select one with --agent-match"
         return [], broken("triplets", f"no triplets, model calls were excluded: {reasons}", fix)
 
@@ -206,9 +199,8 @@ def describe_failure(rollout: AttemptedRollout) -> str:
     return f"{error.type}: {one_line(error.message)}{where}"
 
 
-def _agent_names(spans: Sequence[Span]) -> set[str]:
-    triplets = TraceToTriplet().adapt(spans)
-    return {str(triplet.metadata["agent_name"]) for triplet in triplets if triplet.metadata["agent_name"]}
+def _agent_names(triplets: Sequence[Triplet]) -> list[str]:
+    return sorted({str(triplet.metadata["agent_name"]) for triplet in triplets if triplet.metadata["agent_name"]})
 
 
 def _count(things: Sequence[object] | int, name: str) -> str:

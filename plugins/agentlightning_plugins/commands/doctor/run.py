@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -28,6 +29,7 @@ from agentlightning_plugins.commands.doctor.rollout_check import RolloutChecks, 
 if TYPE_CHECKING:
     from agentlightning.tracer.tracer import Tracer
 
+logger = logging.getLogger("agentlightning")
 _SCRIPTED: Final = "scripted"
 _DEMO: Final = "demo"
 _DEMO_TASK: Final = {"question": "Tom has 3 apples and gets 4 more. How many apples has Tom now?", "answer": 7}
@@ -84,9 +86,12 @@ async def run_checks(request: Request) -> list[Check]:
         await proxy.flush()
         spans = list(await store.query_spans(rollout.rollout_id, rollout.attempt.attempt_id))
         adapter = TraceToTriplet(agent_match=request.agent_match)
-        with _quiet():
-            rollout_checks = RolloutChecks(rollout, spans, adapter, request.endpoint is None, request.trains_weights)
+        rollout_checks = RolloutChecks(rollout, spans, adapter, request.endpoint is None, request.trains_weights)
+        was_disabled, logger.disabled = logger.disabled, True  # the checks say what the log would repeat
+        try:
             return checks + rollout_checks.checks()
+        finally:
+            logger.disabled = was_disabled
 
 
 def _fill(checks: list[Check]) -> list[Check]:
@@ -106,12 +111,8 @@ def _load_agent(request: Request) -> tuple[LitAgent[Any] | None, Check]:
         fix = "make sure that `python -c 'import ...'` of the module works in this environment"
         return None, broken("agent", one_line(error), fix if "importing" in str(error) else "follow the message")
     name = spec if isinstance(spec, str) else getattr(spec, "target", "the command")
-    return agent, ok("agent", f"{name} is {_describe(found, agent)}")
-
-
-def _describe(found: Any, agent: LitAgent[Any]) -> str:
-    how = "async" if agent.is_async() else "sync"
-    return f"{'a function' if type(found).__name__ == 'function' else type(found).__name__}, {how}"
+    kind = "a function" if type(found).__name__ == "function" else type(found).__name__
+    return agent, ok("agent", f"{name} is {kind}, {'async' if agent.is_async() else 'sync'}")
 
 
 async def _find_endpoint(request: Request, stack: contextlib.AsyncExitStack) -> tuple[str, str | None, Check]:
@@ -128,12 +129,14 @@ async def _find_endpoint(request: Request, stack: contextlib.AsyncExitStack) -> 
 async def _roll_out(
     request: Request, agent: LitAgent[Any], store: LightningStore, llm: Resource
 ) -> tuple[AttemptedRollout | None, Check]:
+    task = request.task
+    if task is NO_TASK:
+        task = _DEMO_TASK if request.agent == _DEMO else "Say hello."
     try:
         tracer: Tracer = get_manager().create("tracer", request.tracer)
         given = read_resources({**agent.initial_prompts(), **request.resources})
         models = [name for name, resource in given.items() if isinstance(resource, LLM)]
         resources = {**given, **dict.fromkeys(models or ["llm"], llm)}
-        task = _choose_task(request)
     except LightningError as error:
         return None, broken("rollout", one_line(error), "follow the message")
     resources_id = (await store.add_resources(resources)).resources_id
@@ -160,25 +163,3 @@ def _suggest_fix(request: Request, rollout: AttemptedRollout, task: Any) -> str:
     if request.task is NO_TASK and request.agent != _DEMO:
         return f"the task was {task!r}; give a task that the agent accepts, as JSON or text: --task ..."
     return "fix the agent; the log above has its traceback"
-
-
-def _choose_task(request: Request) -> Any:
-    if request.task is not NO_TASK:
-        return request.task
-    if request.agent == _DEMO:
-        return _DEMO_TASK
-    return "Say hello."
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silences the log while checks repeat what the result says."""
-    import logging
-
-    logger = logging.getLogger("agentlightning")
-    was = logger.disabled
-    logger.disabled = True
-    try:
-        yield
-    finally:
-        logger.disabled = was

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from agentlightning.algorithm.algorithm import Algorithm
@@ -48,15 +47,6 @@ class Budgeted(Algorithm):
 
     def check_setup(self, context: RunContext) -> Sequence[LLM]:
         return self.algorithm.check_setup(context)
-
-    def save_state(self, directory: Path) -> None:
-        self.algorithm.save_state(directory)
-
-    def load_state(self, directory: Path) -> None:
-        self.algorithm.load_state(directory)
-
-    def is_async(self) -> bool:
-        return True
 
     async def run(self, train_dataset: Dataset[Any] | None = None, val_dataset: Dataset[Any] | None = None) -> None:
         """Runs the algorithm to its end or to the end of its budget."""

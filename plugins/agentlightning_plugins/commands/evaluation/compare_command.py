@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-import json
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import click
 
+from agentlightning.cli import print_table
 from agentlightning.errors import ConfigError
+from agentlightning.plugin.registry import get_manager
+from agentlightning_plugins.commands.terminal import json_option, print_json
+from agentlightning_plugins.statistics.score import Score
 
 
-@dataclass
+@dataclasses.dataclass
 class _Contestant:
     """The results of one algorithm."""
 
     spec: dict[str, Any]
-    rewards: list[Sequence[Sequence[float]]] = field(default_factory=list)
+    rewards: list[Sequence[Sequence[float]]] = dataclasses.field(default_factory=list)
     """Rewards on the test tasks after training, indexed by seed, task and repetition."""
-    rollouts: list[int] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
+    rollouts: list[int] = dataclasses.field(default_factory=list)
+    seconds: list[float] = dataclasses.field(default_factory=list)
 
     def takes(self, setting: str) -> bool:
         """Whether the algorithm has this setting."""
-        from agentlightning.plugin.registry import get_manager
-
         return setting in inspect.signature(get_manager().get("algorithm", self.spec["name"])).parameters
 
     def by_task(self) -> list[list[float]]:
@@ -54,7 +55,7 @@ class _Contestant:
 @click.option("--budget", type=click.IntRange(min=1), metavar="N", help="Maximum number of training rollouts.")
 @click.option("--test", "test", metavar="SOURCE", help="The test tasks; default is data.val.")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Directory of the runs; default runs/compare-<n>.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def command(
     config: Path,
     overrides: tuple[str, ...],
@@ -73,12 +74,10 @@ def command(
     """
     from agentlightning_plugins.commands.configuration.assembly import check_setup
     from agentlightning_plugins.commands.configuration.dataset import load_dataset
-    from agentlightning_plugins.commands.configuration.document import check_secrets, read_document
+    from agentlightning_plugins.commands.configuration.document import read_with_overrides
     from agentlightning_plugins.commands.configuration.run_directory import choose_directory
 
-    document = read_document(config)
-    document.override(overrides)
-    check_secrets(document)
+    document = read_with_overrides(config, overrides)
     contestants = [_Contestant(_to_spec(text)) for text in algorithms]
     tasks = None if test is None else load_dataset(test)
     try:
@@ -144,15 +143,14 @@ def _run_one(
     checked, parts = _load(document, contestant, seed)
     test = tasks if tasks is not None else parts.val
     algorithm = parts.components["algorithm"]
-    keeps_model = contestant.takes(
-        "test_dataset"
-    )  # it stops its model server when it ends, so it evaluates the test tasks itself
+    # It stops its model server when it ends, so it evaluates the test tasks itself.
+    keeps_model = contestant.takes("test_dataset")
     if keeps_model:
         algorithm.test_dataset = [test[index] for index in range(len(test)) for _ in range(repetitions)]
     limited = Budgeted(algorithm, budget)
     started = time.monotonic()
     components = {**parts.components, "algorithm": limited, "trackers": [] if quiet else ["console"]}
-    own = type(parts)(parts.agent, parts.train, parts.val, parts.resources, components)
+    own = dataclasses.replace(parts, components=components)
     fit(make_trainer(checked, own, place, resume=False), own)
     contestant.seconds.append(time.monotonic() - started)
     contestant.rollouts.append(limited.rollouts)
@@ -160,15 +158,12 @@ def _run_one(
         rewards = limited.test_rewards
         found = [rewards[start : start + repetitions] for start in range(0, len(rewards), repetitions)]
     else:
-        settings = {"repetitions": repetitions}
         learned = str(place) if limited.has_published else None
-        found = evaluate(checked, parts, test, place / "test", settings, learned, quiet=True).rewards
+        found = evaluate(checked, parts, test, place / "test", {"repetitions": repetitions}, learned, True).rewards
     contestant.rewards.append(found)
 
 
 def _show(contestants: list[_Contestant], as_json: bool) -> None:
-    from agentlightning_plugins.statistics.score import Score
-
     first = Score(contestants[0].by_task())
     rows: list[dict[str, Any]] = []
     for contestant in contestants:
@@ -187,10 +182,8 @@ def _show(contestants: list[_Contestant], as_json: bool) -> None:
             }
         )
     if as_json:
-        click.echo(json.dumps(rows, indent=2))
+        print_json(rows)
         return
-    from agentlightning.cli import print_table
-
     print_table(
         ("algorithm", "reward", "95 % interval", "difference", "p", "rollouts", "seconds"),
         [

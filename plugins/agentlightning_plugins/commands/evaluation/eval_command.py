@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
+import dataclasses
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import click
+
+from agentlightning.errors import NotFoundError
+from agentlightning_plugins.commands.terminal import json_option, open_store, print_json
 
 
 @click.command("eval")
@@ -21,7 +25,7 @@ import click
 )
 @click.option("--resources", "learned", metavar="RUN_DIR|URL", help="Use the latest resources of that store.")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Keep the rollouts in this directory.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def command(
     config: Path,
     overrides: tuple[str, ...],
@@ -40,48 +44,40 @@ def command(
     from agentlightning_plugins.commands.configuration.assembly import load_parts
     from agentlightning_plugins.commands.configuration.config import read_config
     from agentlightning_plugins.commands.configuration.dataset import load_dataset
-    from agentlightning_plugins.commands.configuration.document import check_secrets, read_document
+    from agentlightning_plugins.commands.configuration.document import read_with_overrides
 
-    document = read_document(config)
-    document.override(overrides)
-    check_secrets(document)
+    document = read_with_overrides(config, overrides)
     document.values.pop("algorithm", None)  # evaluation ignores the training algorithm
     checked = read_config(document)
     parts = load_parts(checked, document)
-    if data in (None, "val", "train"):
-        chosen = {"val": parts.val, "train": parts.train, None: parts.val if parts.val is not None else parts.train}[
-            data
-        ]
-        if chosen is None:
-            raise click.UsageError(f"{config} has no data.{data or 'val'}; add it, or use --data SOURCE")
-    else:
+    chosen: Any
+    if data not in (None, "val", "train"):
         chosen = load_dataset(str(data))
+    elif data == "train" or (data is None and parts.val is None):
+        chosen = parts.train
+    else:
+        chosen = parts.val
+    if chosen is None:
+        raise click.UsageError(f"{config} has no data.{data or 'val'}; add it, or use --data SOURCE")
     settings = {"repetitions": repetitions, "success_threshold": success, "rollout_timeout_s": timeout_s}
     with tempfile.TemporaryDirectory() as scratch:
-        score = evaluate(checked, parts, chosen, run_dir or Path(scratch) / "eval", settings, learned, quiet=as_json)
+        score = evaluate(checked, parts, chosen, run_dir or Path(scratch) / "eval", settings, learned, as_json)
     metrics = score.to_metrics()
     if as_json:
-        click.echo(json.dumps(metrics, indent=2))
+        print_json(metrics)
     else:
-        show_score(metrics)
+        _print_score(metrics)
     if score.errors.total() == metrics["rollouts"]:
         raise SystemExit(1)
 
 
 def evaluate(
-    checked: Any,
-    parts: Any,
-    dataset: Any,
-    directory: Path,
-    settings: dict[str, Any],
-    learned: str | None,
-    *,
-    quiet: bool,
+    config: Any, parts: Any, dataset: Any, directory: Path, settings: dict[str, Any], learned: str | None, quiet: bool
 ) -> Any:
     """Runs the algorithm ``evaluation`` and returns its score.
 
     Args:
-        checked: the configuration.
+        config: the configuration.
         parts: its loaded parts.
         dataset: the tasks.
         directory: the run's directory.
@@ -90,43 +86,29 @@ def evaluate(
         quiet: do not print progress.
     """
     from agentlightning.plugin.registry import get_manager
-    from agentlightning_plugins.commands.configuration.assembly import Parts, fit, make_trainer
+    from agentlightning_plugins.commands.configuration.assembly import fit, make_trainer
 
     components = {key: value for key, value in parts.components.items() if key not in ("algorithm", "trackers")}
     algorithm = get_manager().create("algorithm", {"name": "evaluation", **settings})
     components |= {"algorithm": algorithm, "trackers": [] if quiet else [{"name": "console", "brief": True}]}
-    resources = {**(parts.resources or {}), **(read_learned(learned) if learned is not None else {})}
-    own = Parts(parts.agent, None, dataset, resources or None, components)
-    fit(make_trainer(checked, own, directory, resume=False), own)
+    resources = {**(parts.resources or {}), **(asyncio.run(_read_learned(learned)) if learned else {})}
+    own = dataclasses.replace(parts, train=None, val=dataset, resources=resources or None, components=components)
+    fit(make_trainer(config, own, directory, resume=False), own)
     return algorithm.score
 
 
-def read_learned(where: str) -> dict[str, Any]:
-    """Reads the latest resources of a run's directory or store.
-
-    Raises:
-        NotFoundError: there are none.
-    """
-    import asyncio
-
-    from agentlightning.errors import NotFoundError
-    from agentlightning_plugins.commands.terminal.access import open_store
-
-    async def read() -> dict[str, Any]:
-        store = open_store(where, None)
-        try:
-            latest = await store.get_latest_resources()
-        finally:
-            await store.close()
-        if latest is None:
-            raise NotFoundError(f"{where} contains no resources")
-        return dict(latest.resources)
-
-    return asyncio.run(read())
+async def _read_learned(where: str) -> dict[str, Any]:
+    store = open_store(where)
+    try:
+        latest = await store.get_latest_resources()
+    finally:
+        await store.close()
+    if latest is None:
+        raise NotFoundError(f"{where} contains no resources")
+    return dict(latest.resources)
 
 
-def show_score(metrics: dict[str, float]) -> None:
-    """Prints a score as text."""
+def _print_score(metrics: dict[str, float]) -> None:
     interval = f"[{metrics['reward_low']:.3f}, {metrics['reward_high']:.3f}]"
     click.echo(f"reward   {metrics['reward']:.3f}  95 % interval {interval}")
     for name, value in metrics.items():

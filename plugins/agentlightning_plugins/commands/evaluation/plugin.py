@@ -1,19 +1,8 @@
 """``agl eval`` and ``agl compare``."""
 
-from __future__ import annotations
+from agentlightning_plugins.commands.lazy import lazy_commands
 
-from typing import TYPE_CHECKING
-
-from agentlightning.plugin.hookspecs import hookimpl
-
-if TYPE_CHECKING:
-    import click
-
-
-@hookimpl
-def add_commands(cli: click.Group) -> None:
-    from agentlightning_plugins.commands.evaluation.compare_command import command as compare_command
-    from agentlightning_plugins.commands.evaluation.eval_command import command as eval_command
-
-    cli.add_command(eval_command)
-    cli.add_command(compare_command)
+add_commands = lazy_commands(
+    "agentlightning_plugins.commands.evaluation.eval_command:command",
+    "agentlightning_plugins.commands.evaluation.compare_command:command",
+)

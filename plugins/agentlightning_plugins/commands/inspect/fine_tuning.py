@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any, Final
 
 from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
@@ -12,8 +12,8 @@ from agentlightning.frozen import thaw
 from agentlightning.reward import read_final_reward
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout
-from agentlightning_plugins.chat_history.adapter import ChatHistory, TraceToMessages, drop_prefixes
-from agentlightning_plugins.commands.terminal.access import every
+from agentlightning_plugins.chat_history.adapter import TraceToMessages, drop_prefixes
+from agentlightning_plugins.commands.terminal import every
 
 logger = logging.getLogger("agentlightning")
 _FIELDS: Final = ("role", "content", "name", "tool_calls", "tool_call_id", "refusal")
@@ -45,20 +45,10 @@ async def select_examples(store: LightningStore, min_reward: float) -> AsyncIter
             logger.warning("rollout %s lost spans and is excluded", rollout.rollout_id)
             continue
         spans = (await store.query_spans(rollout.rollout_id, "latest")).items
-        for example in to_examples(adapter.adapt(spans)):
-            yield example
-
-
-def to_examples(histories: Sequence[ChatHistory]) -> list[FineTuningExample]:
-    """Converts the chat histories of one rollout to examples."""
-    return [
-        FineTuningExample(messages=[_clean(message) for message in history["messages"]], tools=thaw(_tools(history)))
-        for history in drop_prefixes(histories)
-    ]
-
-
-def _tools(history: ChatHistory) -> list[dict[str, Any]] | None:
-    return [dict(tool) for tool in history["tools"]] if history.get("tools") else None
+        for history in drop_prefixes(adapter.adapt(spans)):
+            messages = [_clean(message) for message in history["messages"]]
+            tools = [dict(tool) for tool in history.get("tools") or ()]
+            yield FineTuningExample(messages=messages, tools=thaw(tools) or None)
 
 
 def _clean(message: dict[str, Any]) -> dict[str, Any]:

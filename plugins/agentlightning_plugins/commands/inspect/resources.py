@@ -7,21 +7,23 @@ from typing import Any
 
 import click
 
-from agentlightning.cli import print_table
 from agentlightning.event import ResourcesPublished
 from agentlightning.resources import LLM, ResourcesUpdate
 from agentlightning.store.protocol import LightningStore
-from agentlightning_plugins.commands.terminal.access import every, found, with_store
-from agentlightning_plugins.commands.terminal.output import (
+from agentlightning_plugins.commands.terminal import (
+    every,
     export,
-    json_option,
+    export_path,
+    found,
+    print_event,
     print_fields,
     print_json,
-    print_line,
+    print_page,
     print_result,
     shorten,
     show_time,
     to_json,
+    with_store,
 )
 
 
@@ -32,42 +34,34 @@ def resources() -> None:
 
 @resources.command("list")
 @click.option("--limit", default=20, show_default=True, type=click.IntRange(min=1), help="Show the newest N.")
-@json_option
 @with_store
 async def list_resources(store: LightningStore, limit: int, as_json: bool) -> None:
     """List snapshots in all their versions, the newest first."""
     page = await store.query_resources(sort_by="update_time", sort_order="desc", limit=limit)
-    if as_json:
-        print_json([_plain(update) for update in page])
-        return
     latest = await store.get_latest_resources()
-    print_table(
-        ("resources", "version", "updated", "", "contents"),
-        [
-            (
-                update.resources_id,
-                update.version,
-                show_time(update.update_time),
-                "latest" if latest is not None and update.resources_id == latest.resources_id else "",
-                ", ".join(f"{name} ({kind['resource_type']})" for name, kind in _plain(update)["resources"].items()),
-            )
-            for update in page
-        ],
-    )
+    rows = [
+        (
+            update.resources_id,
+            update.version,
+            show_time(update.update_time),
+            "latest" if latest is not None and update.resources_id == latest.resources_id else "",
+            ", ".join(f"{name} ({kind['resource_type']})" for name, kind in _plain(update)["resources"].items()),
+        )
+        for update in page
+    ]
+    print_page(as_json, page, ("resources", "version", "updated", "", "contents"), rows, _plain)
 
 
 @resources.command("show")
 @click.argument("resources_id", default="latest")
 @click.option("--version", type=click.IntRange(min=1), help="Default is the newest one.")
-@json_option
 @with_store
 async def show_resources(store: LightningStore, resources_id: str, version: int | None, as_json: bool) -> None:
     """Show a snapshot: RESOURCES_ID, or the latest."""
-    update = await _find(store, resources_id, version)
+    shown = _plain(await _find(store, resources_id, version))
     if as_json:
-        print_json(_plain(update))
+        print_json(shown)
         return
-    shown = _plain(update)
     contents = shown.pop("resources")
     print_fields(shown)
     for name, resource in contents.items():
@@ -76,23 +70,21 @@ async def show_resources(store: LightningStore, resources_id: str, version: int 
 
 
 @resources.command("follow")
-@json_option
 @with_store
 async def follow_resources(store: LightningStore, as_json: bool) -> None:
     """Print what is published as it is published, until Ctrl-C."""
     async for event in store.subscribe(["resources_published"]):
         if isinstance(event, ResourcesPublished):
             update = await store.get_resources_by_id(event.resources_id, event.version)
-            if as_json and update is not None:
-                print_line(_plain(update))
-            elif update is not None:
-                shown = shorten(_plain(update)["resources"], 120)
-                click.echo(f"{show_time(event.time)} {event.resources_id} {event.version} {shown}")
+            if update is not None:
+                shown = _plain(update)
+                contents = shorten(shown["resources"], 120)
+                text = f"{show_time(event.time)} {event.resources_id} {event.version} {contents}"
+                print_event(as_json, shown, text)
 
 
 @resources.command("promote")
 @click.argument("resources_id")
-@json_option
 @with_store
 async def promote_resources(store: LightningStore, resources_id: str, as_json: bool) -> None:
     """Make RESOURCES_ID, a snapshot or one version of it (rs-1@3), the latest resources of the run."""
@@ -103,7 +95,6 @@ async def promote_resources(store: LightningStore, resources_id: str, as_json: b
 @resources.command("rollback")
 @click.argument("resources_id")
 @click.argument("version", type=click.IntRange(min=1))
-@json_option
 @with_store
 async def rollback_resources(store: LightningStore, resources_id: str, version: int, as_json: bool) -> None:
     """Make an earlier VERSION of a snapshot the newest one again."""
@@ -112,8 +103,7 @@ async def rollback_resources(store: LightningStore, resources_id: str, version: 
 
 
 @resources.command("export")
-@click.argument("path", type=click.Path(path_type=Path, dir_okay=False))
-@json_option
+@export_path
 @with_store
 async def export_resources(store: LightningStore, path: Path, as_json: bool) -> None:
     """Write all versions of all snapshots, without keys, to PATH (.jsonl or .parquet)."""

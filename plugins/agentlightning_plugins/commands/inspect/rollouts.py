@@ -12,18 +12,21 @@ from agentlightning.cli import print_table
 from agentlightning.errors import StoreError
 from agentlightning.reward import find_final_reward
 from agentlightning.store.protocol import LightningStore
-from agentlightning.types import AttemptedRollout, Rollout, RolloutStatus
-from agentlightning_plugins.commands.terminal.access import every, found, with_store
-from agentlightning_plugins.commands.terminal.output import (
+from agentlightning.types import AttemptedRollout, Rollout, RolloutStatus, Span
+from agentlightning_plugins.commands.terminal import (
+    every,
     export,
-    json_option,
+    export_path,
+    found,
+    print_event,
     print_fields,
     print_json,
-    print_line,
+    print_page,
     print_result,
     shorten,
     show_time,
     to_json,
+    with_store,
 )
 
 _STATUS = click.Choice(get_args(RolloutStatus))
@@ -38,7 +41,6 @@ def rollouts() -> None:
 @click.option("--status", multiple=True, type=_STATUS, help="Only these; may be repeated.")
 @click.option("--step", type=int, help="Of an algorithm's step.")
 @click.option("--limit", default=20, show_default=True, type=click.IntRange(min=1), help="Show the newest N.")
-@json_option
 @with_store
 async def list_rollouts(
     store: LightningStore, status: tuple[RolloutStatus, ...], step: int | None, limit: int, as_json: bool
@@ -51,18 +53,13 @@ async def list_rollouts(
         sort_order="desc",
         limit=limit,
     )
-    if as_json:
-        print_json([to_json(rollout) for rollout in page])
-        return
-    rows = [await _row(store, rollout) for rollout in page]
-    print_table(("rollout", "status", "mode", "attempt", "reward", "started", "seconds", "input"), rows)
-    if page.total > len(page):
-        click.echo(f"{len(page)} of {page.total}; --limit shows more", err=True)
+    rows = [] if as_json else [await _row(store, rollout) for rollout in page]
+    columns = ("rollout", "status", "mode", "attempt", "reward", "started", "seconds", "input")
+    print_page(as_json, page, columns, rows)
 
 
 @rollouts.command("show")
 @click.argument("rollout_id")
-@json_option
 @with_store
 async def show_rollout(store: LightningStore, rollout_id: str, as_json: bool) -> None:
     """Show a rollout with its attempts and spans."""
@@ -76,45 +73,31 @@ async def show_rollout(store: LightningStore, rollout_id: str, as_json: bool) ->
         return
     print_fields({key: value for key, value in to_json(rollout).items() if key != "attempt"})
     for attempt in attempts:
-        own = [span for span in spans if span.attempt_id == attempt.attempt_id]
-        click.echo(
-            f"\nattempt {attempt.sequence_id} {attempt.attempt_id}: {attempt.status}, worker {attempt.worker_id}"
-        )
+        head = f"attempt {attempt.sequence_id} {attempt.attempt_id}: {attempt.status}, worker {attempt.worker_id}"
+        click.echo(f"\n{head}")
         if attempt.error is not None:
             click.echo(attempt.error.traceback.rstrip() or f"{attempt.error.type}: {attempt.error.message}")
-        print_table(
-            ("", "span", "status", "ms", "id", "parent"),
-            [
-                (
-                    span.sequence_id,
-                    span.name,
-                    span.status.status_code,
-                    _milliseconds(span.start_time, span.end_time),
-                    span.span_id,
-                    span.parent_id,
-                )
-                for span in own
-            ],
-        )
+        rows = [
+            (s.sequence_id, s.name, s.status.status_code, _milliseconds(s), s.span_id, s.parent_id)
+            for s in spans
+            if s.attempt_id == attempt.attempt_id
+        ]
+        print_table(("", "span", "status", "ms", "id", "parent"), rows)
 
 
 @rollouts.command("follow")
-@json_option
 @with_store
 async def follow_rollouts(store: LightningStore, as_json: bool) -> None:
     """Print what happens to rollouts as it happens, until Ctrl-C."""
     async for event in store.subscribe():
-        if as_json:
-            print_line(to_json(event))
-            continue
-        values = {key: value for key, value in to_json(event).items() if key not in ("run_id", "time", "kind")}
+        record = to_json(event)
+        values = {key: value for key, value in record.items() if key not in ("run_id", "time", "kind")}
         shown = " ".join(f"{key}={shorten(value)}" for key, value in values.items() if value is not None)
-        click.echo(f"{show_time(event.time)} {event.kind:<20} {shown}")
+        print_event(as_json, record, f"{show_time(event.time)} {event.kind:<20} {shown}")
 
 
 @rollouts.command("cancel")
 @click.argument("rollout_ids", nargs=-1, required=True)
-@json_option
 @with_store
 async def cancel_rollouts(store: LightningStore, rollout_ids: tuple[str, ...], as_json: bool) -> None:
     """Cancel rollouts; running ones are stopped."""
@@ -123,7 +106,6 @@ async def cancel_rollouts(store: LightningStore, rollout_ids: tuple[str, ...], a
 
 @rollouts.command("retry")
 @click.argument("rollout_ids", nargs=-1, required=True)
-@json_option
 @with_store
 async def retry_rollouts(store: LightningStore, rollout_ids: tuple[str, ...], as_json: bool) -> None:
     """Queue failed or cancelled rollouts again."""
@@ -136,7 +118,6 @@ async def retry_rollouts(store: LightningStore, rollout_ids: tuple[str, ...], as
 @click.option("--older-than", type=click.FloatRange(min=0), metavar="DAYS", help="Only those ended DAYS ago.")
 @click.option("--keep", type=click.IntRange(min=0), metavar="N", help="All but the newest N.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
-@json_option
 @with_store
 async def delete_rollouts(
     store: LightningStore,
@@ -148,22 +129,20 @@ async def delete_rollouts(
     as_json: bool,
 ) -> None:
     """Delete rollouts that have ended, with their attempts and spans."""
-    conditions: dict[str, Any] = {}
-    if status:
-        conditions["status_in"] = status
-    if older_than is not None:
-        conditions["ended_before"] = time.time() - older_than * 86400
-    if keep is not None:
-        conditions["keep"] = keep
     if not yes:
         what = f"{len(rollout_ids)} rollouts" if rollout_ids else "every rollout that meets these conditions"
         click.confirm(f"Delete {what}, with attempts and spans?", abort=True, err=as_json)
-    deleted = await store.delete_rollouts(list(rollout_ids) or None, **conditions)
+    deleted = await store.delete_rollouts(
+        list(rollout_ids) or None,
+        status_in=status or None,
+        ended_before=None if older_than is None else time.time() - older_than * 86400,
+        keep=keep,
+    )
     print_result(as_json, {"deleted": deleted}, f"{deleted} deleted")
 
 
 @rollouts.command("export")
-@click.argument("path", type=click.Path(path_type=Path, dir_okay=False))
+@export_path
 @click.option("--status", multiple=True, type=_STATUS, help="Only these; may be repeated.")
 @click.option(
     "--format",
@@ -174,7 +153,6 @@ async def delete_rollouts(
     help="openai-sft: the conversations of rollouts that succeeded, for fine-tuning.",
 )
 @click.option("--min-reward", default=1.0, show_default=True, help="Of openai-sft: only rollouts with this reward.")
-@json_option
 @with_store
 async def export_rollouts(
     store: LightningStore, path: Path, status: tuple[RolloutStatus, ...], form: str, min_reward: float, as_json: bool
@@ -220,5 +198,7 @@ async def _row(store: LightningStore, rollout: Rollout) -> tuple[Any, ...]:
     return rollout.rollout_id, rollout.status, rollout.mode, number, reward, started, seconds, shorten(rollout.input)
 
 
-def _milliseconds(start: float | None, end: float | None) -> str:
-    return "" if start is None or end is None else f"{(end - start) * 1e3:.1f}"
+def _milliseconds(span: Span) -> str:
+    if span.start_time is None or span.end_time is None:
+        return ""
+    return f"{(span.end_time - span.start_time) * 1e3:.1f}"

@@ -6,18 +6,20 @@ from pathlib import Path
 
 import click
 
-from agentlightning.cli import print_table
 from agentlightning.store.protocol import LightningStore
-from agentlightning_plugins.commands.terminal.access import every, found, with_store
-from agentlightning_plugins.commands.terminal.output import (
+from agentlightning_plugins.commands.terminal import (
+    every,
     export,
-    json_option,
+    export_path,
+    found,
+    print_event,
     print_fields,
     print_json,
-    print_line,
+    print_page,
     shorten,
     show_time,
     to_json,
+    with_store,
 )
 
 
@@ -31,7 +33,6 @@ def spans() -> None:
 @click.option("--attempt", metavar="ID", help="Of one attempt, or of the `latest`.")
 @click.option("--name", help="Only spans whose name contains this.")
 @click.option("--limit", default=50, show_default=True, type=click.IntRange(min=1), help="Show at most N.")
-@json_option
 @with_store
 async def list_spans(
     store: LightningStore, rollout_id: str | None, attempt: str | None, name: str | None, limit: int, as_json: bool
@@ -40,31 +41,16 @@ async def list_spans(
     if rollout_id is not None:
         found(await store.get_rollout_by_id(rollout_id), "rollout", rollout_id)
     page = await store.query_spans(rollout_id, attempt, name_contains=name, limit=limit)
-    if as_json:
-        print_json([to_json(span) for span in page])
-        return
-    print_table(
-        ("rollout", "", "span", "status", "id", "attributes"),
-        [
-            (
-                span.rollout_id,
-                span.sequence_id,
-                span.name,
-                span.status.status_code,
-                span.span_id,
-                shorten(dict(span.attributes)),
-            )
-            for span in page
-        ],
-    )
-    if page.total > len(page):
-        click.echo(f"{len(page)} of {page.total}; --limit shows more", err=True)
+    rows = [
+        (s.rollout_id, s.sequence_id, s.name, s.status.status_code, s.span_id, shorten(dict(s.attributes)))
+        for s in page
+    ]
+    print_page(as_json, page, ("rollout", "", "span", "status", "id", "attributes"), rows)
 
 
 @spans.command("show")
 @click.argument("rollout_id")
 @click.argument("span_id")
-@json_option
 @with_store
 async def show_span(store: LightningStore, rollout_id: str, span_id: str, as_json: bool) -> None:
     """Show one span of a rollout with all its attributes."""
@@ -80,7 +66,6 @@ async def show_span(store: LightningStore, rollout_id: str, span_id: str, as_jso
 
 @spans.command("follow")
 @click.argument("rollout_id", required=False)
-@json_option
 @with_store
 async def follow_spans(store: LightningStore, rollout_id: str | None, as_json: bool) -> None:
     """Print the spans of each attempt as it ends, of ROLLOUT_ID or of all rollouts, until Ctrl-C."""
@@ -88,17 +73,14 @@ async def follow_spans(store: LightningStore, rollout_id: str | None, as_json: b
         if event.kind != "attempt_finished" or rollout_id not in (None, event.rollout_id):
             continue
         async for span in every(store.query_spans, event.rollout_id, event.attempt_id):
-            if as_json:
-                print_line(to_json(span))
-                continue
             shown = shorten(dict(span.attributes), 100)
-            click.echo(f"{show_time(span.end_time)} {span.rollout_id} {span.sequence_id} {span.name} {shown}")
+            text = f"{show_time(span.end_time)} {span.rollout_id} {span.sequence_id} {span.name} {shown}"
+            print_event(as_json, to_json(span), text)
 
 
 @spans.command("export")
-@click.argument("path", type=click.Path(path_type=Path, dir_okay=False))
+@export_path
 @click.option("--rollout", "rollout_id", metavar="ID", help="Of one rollout; default is all.")
-@json_option
 @with_store
 async def export_spans(store: LightningStore, path: Path, rollout_id: str | None, as_json: bool) -> None:
     """Write spans to PATH (.jsonl or .parquet)."""

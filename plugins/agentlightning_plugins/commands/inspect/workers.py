@@ -7,19 +7,21 @@ from pathlib import Path
 
 import click
 
-from agentlightning.cli import print_table
 from agentlightning.event import AttemptFinished, RolloutStarted
 from agentlightning.store.protocol import LightningStore
-from agentlightning_plugins.commands.terminal.access import every, found, with_store
-from agentlightning_plugins.commands.terminal.output import (
+from agentlightning_plugins.commands.terminal import (
+    every,
     export,
-    json_option,
+    export_path,
+    found,
+    print_event,
     print_fields,
     print_json,
-    print_line,
+    print_page,
     print_result,
     show_time,
     to_json,
+    with_store,
 )
 
 
@@ -29,23 +31,16 @@ def workers() -> None:
 
 
 @workers.command("list")
-@json_option
 @with_store
 async def list_workers(store: LightningStore, as_json: bool) -> None:
     """List workers, sorted by their last heartbeat."""
     page = await store.query_workers(sort_by="last_heartbeat_time", sort_order="desc")
-    if as_json:
-        print_json([to_json(worker) for worker in page])
-        return
-    print_table(
-        ("worker", "status", "last heartbeat", "rollout"),
-        [(w.worker_id, w.status, _ago(w.last_heartbeat_time), w.current_rollout_id) for w in page],
-    )
+    rows = [(w.worker_id, w.status, _ago(w.last_heartbeat_time), w.current_rollout_id) for w in page]
+    print_page(as_json, page, ("worker", "status", "last heartbeat", "rollout"), rows)
 
 
 @workers.command("show")
 @click.argument("worker_id")
-@json_option
 @with_store
 async def show_worker(store: LightningStore, worker_id: str, as_json: bool) -> None:
     """Show a worker."""
@@ -54,7 +49,6 @@ async def show_worker(store: LightningStore, worker_id: str, as_json: bool) -> N
 
 
 @workers.command("follow")
-@json_option
 @with_store
 async def follow_workers(store: LightningStore, as_json: bool) -> None:
     """Print each worker that starts or finishes an attempt, until Ctrl-C."""
@@ -67,15 +61,12 @@ async def follow_workers(store: LightningStore, as_json: bool) -> None:
         worker = await store.get_worker_by_id(attempt.worker_id)
         if worker is None:
             continue
-        if as_json:
-            print_line(to_json(worker))
-        else:
-            click.echo(f"{show_time(event.time)} {worker.worker_id} {worker.status} {worker.current_rollout_id or ''}")
+        text = f"{show_time(event.time)} {worker.worker_id} {worker.status} {worker.current_rollout_id or ''}"
+        print_event(as_json, to_json(worker), text)
 
 
 @workers.command("end")
 @click.argument("worker_id")
-@json_option
 @with_store
 async def end_worker(store: LightningStore, worker_id: str, as_json: bool) -> None:
     """Declare a worker dead: its attempts end at once instead of at the end of their lease."""
@@ -85,8 +76,7 @@ async def end_worker(store: LightningStore, worker_id: str, as_json: bool) -> No
 
 
 @workers.command("export")
-@click.argument("path", type=click.Path(path_type=Path, dir_okay=False))
-@json_option
+@export_path
 @with_store
 async def export_workers(store: LightningStore, path: Path, as_json: bool) -> None:
     """Write workers to PATH (.jsonl or .parquet)."""

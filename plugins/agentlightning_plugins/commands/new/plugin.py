@@ -1,18 +1,7 @@
 """``agl new`` and ``agl completion``."""
 
-from __future__ import annotations
+from agentlightning_plugins.commands.lazy import lazy_commands
 
-from typing import TYPE_CHECKING
-
-from agentlightning.plugin.hookspecs import hookimpl
-
-if TYPE_CHECKING:
-    import click
-
-
-@hookimpl
-def add_commands(cli: click.Group) -> None:
-    from agentlightning_plugins.commands.new.command import completion, new
-
-    cli.add_command(completion)
-    cli.add_command(new)
+add_commands = lazy_commands(
+    "agentlightning_plugins.commands.new.command:completion", "agentlightning_plugins.commands.new.command:new"
+)

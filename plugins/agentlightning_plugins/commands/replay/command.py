@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,8 +17,7 @@ from agentlightning.resources import LLM, Resource
 from agentlightning.reward import find_final_reward, read_final_reward
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Rollout, Span
-from agentlightning_plugins.commands.terminal.access import found, with_store
-from agentlightning_plugins.commands.terminal.output import json_option, print_result
+from agentlightning_plugins.commands.terminal import found, print_result, with_store
 
 if TYPE_CHECKING:
     from agentlightning_plugins.scripted_model.script import Answer, RecordedRequest
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 @click.argument("rollout_id")
 @click.option("--attempt", default="latest", metavar="ID", help="The attempt to replay.")
 @click.option("--reward", metavar="MODULE:ATTRIBUTE", help="reward(task, output, rollout), if the agent returns none.")
-@json_option
 @with_store
 async def command(
     store: LightningStore, agent: str, rollout_id: str, attempt: str, reward: str | None, as_json: bool
@@ -40,22 +38,19 @@ async def command(
     store. The agent runs in this process, so a debugger works. The exit code is 1 when the agent's requests or its
     reward differ from the recording.
     """
-    from agentlightning_plugins.commands.configuration.assembly import load_agent
-    from agentlightning_plugins.commands.configuration.config import AgentConfig, read_config
-    from agentlightning_plugins.commands.configuration.document import read_document
-    from agentlightning_plugins.scripted_model.server import ScriptedOpenAI
+    from agentlightning_plugins.commands.configuration.assembly import load_agent_argument
+    from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
 
-    if Path(agent).suffix in (".yaml", ".yml", ".toml"):
-        what = load_agent(read_config(read_document(Path(agent))).agent)
-    else:
-        what = load_agent(AgentConfig(target=agent, reward=reward))
+    litagent = load_agent_argument(agent, reward)
     rollout = found(await store.get_rollout_by_id(rollout_id), "rollout", rollout_id)
     spans = (await store.query_spans(rollout_id, attempt)).items
     calls = _model_calls(spans)
-    answers = [_to_answer(call) for call in calls]
-    resources = await _resources_of(store, rollout)
-    async with ScriptedOpenAI(_Tape(answers)) as server:
-        replayed, rewards = await _run(what, rollout, resources, server.endpoint)
+    answers = iter([_to_answer(call) for call in calls])
+    one_more = Answer(status=400, error=f"the recording holds {len(calls)} model calls, and this is one more")
+    update = None if rollout.resources_id is None else await store.get_resources_by_id(rollout.resources_id)
+    resources = {} if update is None else update.resources
+    async with ScriptedOpenAI(lambda _: next(answers, one_more)) as server:
+        replayed, rewards = await _run(litagent, rollout, resources, server.endpoint)
         requests = server.requests
     differences = list(_compare(calls, requests))
     before = find_final_reward(spans)
@@ -64,29 +59,19 @@ async def command(
     error = replayed.attempt.error if isinstance(replayed, AttemptedRollout) else None
     if error is not None:
         click.echo(error.traceback.rstrip(), err=True)
-    counts = {"calls": len(requests), "recorded_calls": len(calls)}
-    found_out = {"status": replayed.status, "reward": rewards, "recorded_reward": before, **counts}
+    result = {
+        "status": replayed.status,
+        "reward": rewards,
+        "recorded_reward": before,
+        "calls": len(requests),
+        "recorded_calls": len(calls),
+        "differences": differences,
+    }
     said = f"{replayed.status}, reward {rewards}, {len(requests)} of {len(calls)} recorded model calls"
     text = "\n".join([said, *(f"differs: {difference}" for difference in differences)])
-    print_result(as_json, {**found_out, "differences": differences}, text)
+    print_result(as_json, result, text)
     if differences:
         raise SystemExit(1)
-
-
-class _Tape:
-    """Answers in the order of recording; one call more than was recorded is an error that says so."""
-
-    def __init__(self, answers: Sequence[Answer]) -> None:
-        self._answers = answers
-        self._next = 0
-
-    def __call__(self, request: RecordedRequest) -> Answer:
-        from agentlightning_plugins.scripted_model.script import Answer
-
-        index, self._next = self._next, self._next + 1
-        if index < len(self._answers):
-            return self._answers[index]
-        return Answer(status=400, error=f"the recording holds {len(self._answers)} model calls, and this is one more")
 
 
 async def _run(
@@ -116,18 +101,10 @@ async def _run(
         await scratch.close()
 
 
-async def _resources_of(store: LightningStore, rollout: Rollout) -> Mapping[str, Resource]:
-    if rollout.resources_id is None:
-        return {}
-    update = await store.get_resources_by_id(rollout.resources_id)
-    return {} if update is None else update.resources
-
-
 def _model_calls(spans: Sequence[Span]) -> list[Span]:
     """Selects one span per call: the gateway's if there is one, else the client's."""
     calls = [span for span in spans if semconv.is_llm_call(span)]
-    recorded = [span for span in calls if semconv.GATEWAY_COMPLETE in span.attributes]
-    chosen = recorded or calls
+    chosen = [span for span in calls if semconv.is_gateway_call(span)] or calls
     if not chosen:
         raise ConfigError("the attempt has no recorded model calls to answer with; see `agl spans list`")
     return sorted(chosen, key=lambda span: (span.start_time or 0.0, span.sequence_id))
@@ -149,15 +126,12 @@ def _to_answer(span: Span) -> Answer:
 def _compare(calls: Sequence[Span], requests: Sequence[RecordedRequest]) -> Any:
     """Describes how each request of the agent differs from the recorded one."""
     for number, (call, request) in enumerate(zip(calls, requests, strict=False), 1):
-        then = [(m.get("role"), m.get("content")) for m in semconv.read_input_messages(call)]
-        now = [(m.get("role"), _text(m.get("content"))) for m in request.body.get("messages", ())]
-        if [(role, text or "") for role, text in then] != [(role, text or "") for role, text in now]:
-            changed = next(
-                (i for i, (a, b) in enumerate(zip(then, now, strict=False)) if a != b), min(len(then), len(now))
-            )
-            before = then[changed] if changed < len(then) else "nothing"
-            after = now[changed] if changed < len(now) else "nothing"
-            yield f"call {number}, message {changed + 1}: {before} then, {after} now"
+        then = [(m.get("role"), m.get("content") or "") for m in semconv.read_input_messages(call)]
+        now = [(m.get("role"), _text(m.get("content")) or "") for m in request.body.get("messages", ())]
+        pairs = itertools.zip_longest(then, now, fillvalue="nothing")
+        changed = next(((index, *pair) for index, pair in enumerate(pairs, 1) if pair[0] != pair[1]), None)
+        if changed is not None:
+            yield f"call {number}, message {changed[0]}: {changed[1]} then, {changed[2]} now"
     if len(requests) != len(calls):
         yield f"{len(calls)} model calls then, {len(requests)} now"
 

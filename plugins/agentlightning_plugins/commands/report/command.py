@@ -8,10 +8,11 @@ from pathlib import Path
 import click
 
 from agentlightning.errors import ConfigError, StoreError
+from agentlightning.run.directory import read_record
 from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.commands.report.report import REPORT_NAME, Report, read_report
-from agentlightning_plugins.commands.terminal.output import json_option, print_json
+from agentlightning_plugins.commands.terminal import json_option, print_json
 
 
 @click.command("report")
@@ -35,6 +36,7 @@ def command(directory: Path, as_json: bool) -> None:
 
 
 async def _read(directory: Path) -> Report:
+    read_record(directory)
     store = _open_store(directory)
     try:
         return await read_report(store, directory)
@@ -43,13 +45,11 @@ async def _read(directory: Path) -> Report:
 
 
 def _open_store(directory: Path) -> LightningStore:
-    from agentlightning.run.directory import read_record
     from agentlightning_plugins.commands.configuration.assembly import open_store
     from agentlightning_plugins.commands.configuration.config import read_config
     from agentlightning_plugins.commands.configuration.document import read_document
     from agentlightning_plugins.commands.configuration.run_directory import CONFIG_NAME
 
-    read_record(directory)
     if (directory / "store.db").is_file():
         return create_store(f"sqlite:///{directory / 'store.db'}")
     config = directory / CONFIG_NAME

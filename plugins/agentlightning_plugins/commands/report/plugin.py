@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from agentlightning.plugin.hookspecs import Component, hookimpl
-
-if TYPE_CHECKING:
-    import click
+from agentlightning_plugins.commands.lazy import lazy_commands
 
 
 @hookimpl
@@ -17,8 +14,4 @@ def components() -> Iterable[Component]:
     return [Component("report", "markdown", target, summary="report.md in the run's directory, when the run ends")]
 
 
-@hookimpl
-def add_commands(cli: click.Group) -> None:
-    from agentlightning_plugins.commands.report.command import command
-
-    cli.add_command(command)
+add_commands = lazy_commands("agentlightning_plugins.commands.report.command:command")

@@ -19,15 +19,6 @@ _MAX_FAILED: Final = 1000
 """Maximum number of failed rollouts, the newest, whose errors are counted."""
 
 
-class MetricSummary(NamedTuple):
-    """First, last, lowest and highest value of one metric."""
-
-    first: float
-    last: float
-    lowest: float
-    highest: float
-
-
 class Report(NamedTuple):
     """The contents of a report."""
 
@@ -39,14 +30,14 @@ class Report(NamedTuple):
     errors: Mapping[str, int]
     """Number of failed rollouts by error."""
     steps: int
-    metrics: Mapping[str, MetricSummary]
+    metrics: Mapping[str, Mapping[str, float]]
+    """First, last, lowest and highest value of each metric."""
     learned: Mapping[str, str]
     """The latest resources as text, without API keys."""
 
     def to_json(self) -> dict[str, Any]:
         """Converts to plain JSON values."""
-        metrics = {name: summary._asdict() for name, summary in self.metrics.items()}
-        return {**self._asdict(), "run": self.run.model_dump(mode="json"), "metrics": metrics}
+        return {**self._asdict(), "run": self.run.model_dump(mode="json")}
 
     def to_markdown(self) -> str:
         """Converts to Markdown."""
@@ -68,9 +59,8 @@ class Report(NamedTuple):
         ]
         if self.metrics:
             lines += ["\n## Metrics\n", "| | first | last | lowest | highest |", "|---|---|---|---|---|"]
-            lines += [
-                f"| {name} | {' | '.join(f'{v:.4g}' for v in summary)} |" for name, summary in self.metrics.items()
-            ]
+            for name, summary in self.metrics.items():
+                lines.append(f"| {name} | {' | '.join(f'{value:.4g}' for value in summary.values())} |")
         if self.errors:
             lines += ["\n## Errors\n", *(f"- {count} x {error}" for error, count in self.errors.items())]
         if self.learned:
@@ -86,9 +76,8 @@ async def read_report(store: LightningStore, directory: Path) -> Report:
         ConfigError: ``directory`` contains no run.
     """
     run = await store.get_run_by_id(store.run_id)
-    statuses: tuple[RolloutStatus, ...] = get_args(RolloutStatus)
-    counts: dict[str, int] = {
-        status: (await store.query_rollouts(status_in=[status], limit=1)).total for status in statuses
+    counts = {
+        status: (await store.query_rollouts(status_in=[status], limit=1)).total for status in get_args(RolloutStatus)
     }
     failed = await store.query_rollouts(
         status_in=["failed"], sort_by="start_time", sort_order="desc", limit=_MAX_FAILED
@@ -122,13 +111,14 @@ async def write_report(store: LightningStore, directory: Path) -> Path:
     return file
 
 
-def _summarize(metrics: Sequence[Metrics]) -> dict[str, MetricSummary]:
+def _summarize(metrics: Sequence[Metrics]) -> dict[str, dict[str, float]]:
     by_name: dict[str, list[float]] = {}
     for entry in metrics:
         for name, value in entry.values.items():
             by_name.setdefault(name, []).append(value)
     return {
-        name: MetricSummary(values[0], values[-1], min(values), max(values)) for name, values in sorted(by_name.items())
+        name: {"first": values[0], "last": values[-1], "lowest": min(values), "highest": max(values)}
+        for name, values in sorted(by_name.items())
     }
 
 
@@ -137,5 +127,4 @@ def _describe(resource: Any) -> str:
         return resource.template
     if isinstance(resource, LLM):
         return f"{resource.model} at {resource.endpoint}"
-    text: str = resource.model_dump_json()
-    return text
+    return str(resource.model_dump_json())

@@ -5,32 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from pathlib import Path
 
 import click
-
-_DEFAULT_STORE = "http://127.0.0.1:4747"
 
 
 @click.command("runner")
 @click.argument("agent")
 @click.option(
-    "--store",
-    default=_DEFAULT_STORE,
-    show_default=True,
-    metavar="URL",
-    help="Its token: AGL_TOKEN.",
+    "--store", default="http://127.0.0.1:4747", show_default=True, metavar="URL", help="Its token: AGL_TOKEN."
 )
 @click.option("--run", default=None, metavar="NAME", help="Name of the run; default is `default`.")
 @click.option("--reward", metavar="MODULE:ATTRIBUTE", help="reward(task, output, rollout), if the agent returns none.")
 @click.option("--n-runners", default=1, show_default=True, type=click.IntRange(min=1), help="Number of processes.")
-@click.option(
-    "--max-concurrency",
-    default=16,
-    show_default=True,
-    type=click.IntRange(min=1),
-    help="Per process.",
-)
+@click.option("--max-concurrency", default=16, show_default=True, type=click.IntRange(min=1), help="Per process.")
 @click.option("--max-rollouts", type=click.IntRange(min=1), help="Rollouts after which a process stops.")
 @click.option("--tracer", default="otel", show_default=True, help="The tracer.")
 def command(
@@ -51,24 +38,18 @@ def command(
     from agentlightning.plugin.registry import get_manager
     from agentlightning.store.factory import create_store
     from agentlightning.trainer import LitAgentRunnerJob
-    from agentlightning_plugins.commands.configuration.assembly import load_agent
-    from agentlightning_plugins.commands.configuration.config import AgentConfig, read_config
-    from agentlightning_plugins.commands.configuration.document import read_document
+    from agentlightning_plugins.commands.configuration.assembly import load_agent_argument
     from agentlightning_plugins.strategies.processes.child_process import RunnerProcesses
+    from agentlightning_plugins.strategies.processes.job_process import JobTarget
     from agentlightning_plugins.strategies.processes.stopping import until_sigterm
     from agentlightning_plugins.strategies.processes.supervisor import Supervisor
 
     if store.startswith("memory://"):
         raise click.UsageError("memory:// cannot be shared between processes; use another store")
-    if Path(agent).suffix in (".yaml", ".yml", ".toml"):
-        if reward is not None:
-            raise click.UsageError("the configuration defines the reward; remove --reward")
-        what = load_agent(read_config(read_document(Path(agent))).agent)
-    else:
-        what = load_agent(AgentConfig(target=agent, reward=reward))
+    litagent = load_agent_argument(agent, reward)
     get_manager().check("tracer", tracer)
     token = os.environ.get("AGL_TOKEN") if store.startswith("http") else None
-    job = LitAgentRunnerJob(what, tracer, max_rollouts=max_rollouts, max_concurrency=max_concurrency)
+    job = LitAgentRunnerJob(litagent, tracer, max_rollouts=max_rollouts, max_concurrency=max_concurrency)
 
     async def serve() -> None:
         opened = create_store(store, run=run, token=token)
@@ -77,7 +58,8 @@ def command(
             click.echo(f"Connecting to {whose}")
             await opened.statistics()  # fails here, before processes are started, if the store is unreachable
             click.echo(f"Running {agent} for {whose}: {n_runners} x {max_concurrency} rollouts at once.")
-            await Supervisor(RunnerProcesses(job, store, token, opened.run_id), opened, n_runners).run()
+            target = JobTarget.of_this_process(store, token, opened.run_id)
+            await Supervisor(RunnerProcesses(job, target), opened, n_runners).run()
         finally:
             await opened.close()
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from agentlightning.errors import LightningError
 from agentlightning.resources import LLM
-from agentlightning.types import Dataset
+from agentlightning.store.factory import create_store
 from agentlightning_plugins.commands.configuration.assembly import Parts, check_setup, expand
 from agentlightning_plugins.commands.configuration.config import TrainConfig
+from agentlightning_plugins.commands.terminal import shorten
 
 _TIMEOUT_S = 5.0
 
@@ -20,20 +23,15 @@ def check_run(config: TrainConfig, parts: Parts, say: Callable[[str], object]) -
     say(f"ok    agent        {parts.agent!r}")
     for name, dataset in (("train", parts.train), ("val", parts.val)):
         if dataset is not None:
-            say(f"ok    data.{name:<8}{len(dataset)} tasks; the first: {_excerpt(dataset)}")
+            say(f"ok    data.{name:<8}{len(dataset)} tasks; the first: {shorten(repr(dataset[0]), 80)}")
     for key, component in parts.components.items():
         several = component if isinstance(component, list) else [component]
         say(f"ok    {key:<13}{', '.join(type(each).__name__ for each in several)}")
     is_fine = True
     for what, problem in _problems(config, parts):
-        is_fine = is_fine and problem is None
+        is_fine &= problem is None
         say(f"ok    {what}" if problem is None else f"WRONG {what}: {problem}")
     return is_fine
-
-
-def _excerpt(dataset: Dataset[Any]) -> str:
-    text = repr(dataset[0])
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _problems(config: TrainConfig, parts: Parts) -> Iterator[tuple[str, str | None]]:
@@ -52,10 +50,6 @@ def _problems(config: TrainConfig, parts: Parts) -> Iterator[tuple[str, str | No
 
 
 def _try_store(url: str) -> str | None:
-    import asyncio
-
-    from agentlightning.store.factory import create_store
-
     async def ask() -> None:
         store = create_store(url, token=os.environ.get("AGL_TOKEN"))
         try:
@@ -73,9 +67,6 @@ def _try_store(url: str) -> str | None:
 
 def _try_endpoint(endpoint: str, key: str | None) -> str | None:
     """Lists the models, a request that costs nothing. Returns the problem, or None if the server answers."""
-    import urllib.error
-    import urllib.request
-
     request = urllib.request.Request(endpoint.rstrip("/") + "/models")  # noqa: S310 # the user's own endpoint
     if key is not None:
         request.add_header("Authorization", f"Bearer {key}")

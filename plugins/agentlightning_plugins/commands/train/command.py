@@ -13,7 +13,7 @@ import click
 
 from agentlightning.errors import ConfigError, LightningError, PluginError
 from agentlightning.logging import setup_logging
-from agentlightning.run.directory import RECORD_NAME, make_directory
+from agentlightning.run.directory import RECORD_NAME, make_directory, read_record
 from agentlightning.types import DEFAULT_RUN_ID
 from agentlightning_plugins.commands.configuration.run_directory import CONFIG_NAME
 
@@ -48,7 +48,7 @@ def command(
     """
     from agentlightning_plugins.commands.configuration.assembly import check_setup, load_parts, make_trainer
     from agentlightning_plugins.commands.configuration.config import read_config
-    from agentlightning_plugins.commands.configuration.document import check_secrets, read_document
+    from agentlightning_plugins.commands.configuration.document import read_with_overrides
     from agentlightning_plugins.commands.configuration.run_directory import choose_directory
 
     if resume is not None:
@@ -61,9 +61,7 @@ def command(
         config = resume / CONFIG_NAME
     if config is None:
         raise click.UsageError("give a configuration file, or a run to continue: agl train --resume RUN_DIR")
-    document = read_document(config)
-    document.override(overrides)
-    check_secrets(document)
+    document = read_with_overrides(config, overrides)
     checked = read_config(document)
     if checked.algorithm is None:
         raise ConfigError(f"{document.name}: algorithm is missing; set one, as in algorithm: baseline")
@@ -90,7 +88,11 @@ def command(
         raise
     trainer.run_config = document.values
     if resume is None:
-        _keep(document.values, directory)
+        make_directory(directory)
+        try:
+            (directory / CONFIG_NAME).write_text(_dump(document.values), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{directory / CONFIG_NAME} cannot be written: {error.strerror or error}") from error
     setup_logging()
     if trainer.strategy.role == "algorithm":
         _show_runner_command(trainer, checked.store, config)
@@ -115,8 +117,7 @@ def _print_config(checked: Any, document: Any) -> None:
     from agentlightning_plugins.commands.configuration.assembly import compose_algorithm
 
     click.echo(_dump(document.values), nl=False)
-    composed = compose_algorithm(checked, document)
-    if composed is not None:
+    if (composed := compose_algorithm(checked, document)) is not None:
         click.echo(f"---  # the algorithm's resolved settings\n{_dump(composed)}", nl=False)
 
 
@@ -151,8 +152,6 @@ def _fit(trainer: Any, parts: Any, directory: Path) -> None:
 
 def _enter(directory: Path) -> Path:
     """Changes to the directory in which the run was started, because the configuration's paths are relative to it."""
-    from agentlightning.run.directory import read_record
-
     record = read_record(directory)
     directory = directory.resolve()
     began_in = Path(record["working_directory"])
@@ -161,16 +160,7 @@ def _enter(directory: Path) -> Path:
     return directory
 
 
-def _keep(values: dict[str, Any], directory: Path) -> None:
-    make_directory(directory)
-    try:
-        (directory / CONFIG_NAME).write_text(_dump(values), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{directory / CONFIG_NAME} cannot be written: {error.strerror or error}") from error
-
-
 def _dump(values: dict[str, Any]) -> str:
     import yaml
 
-    text: str = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-    return text
+    return str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))

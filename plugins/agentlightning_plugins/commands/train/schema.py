@@ -12,15 +12,7 @@ from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 from agentlightning.errors import PluginError
 from agentlightning.plugin.hookspecs import ComponentKind
 from agentlightning.plugin.registry import get_manager
-from agentlightning_plugins.commands.configuration.config import TrainConfig
-
-_FIELDS: dict[str, ComponentKind] = {
-    "algorithm": "algorithm",
-    "adapter": "adapter",
-    "tracer": "tracer",
-    "strategy": "strategy",
-    "gateway": "gateway",
-}
+from agentlightning_plugins.commands.configuration.config import COMPONENTS, TrainConfig
 
 
 def config_schema() -> dict[str, Any]:
@@ -29,8 +21,8 @@ def config_schema() -> dict[str, Any]:
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "Lightning configuration"
     fields = schema["properties"]
-    for field, kind in _FIELDS.items():
-        fields[field] = {"description": fields[field].get("description", ""), "anyOf": list(_choices(kind))}
+    for kind in COMPONENTS:
+        fields[kind] = {"description": fields[kind].get("description", ""), "anyOf": list(_choices(kind))}
     fields["trackers"]["anyOf"] = [{"type": "array", "items": {"anyOf": list(_choices("tracker"))}}, {"type": "null"}]
     return schema
 

@@ -9,11 +9,5 @@ from agentlightning.plugin.hookspecs import Component, hookimpl
 
 @hookimpl
 def components() -> Iterable[Component]:
-    return [
-        Component(
-            "strategy",
-            "cs",
-            "agentlightning_plugins.strategies.client_server.strategy:ClientServerExecutionStrategy",
-            summary="runners are processes",
-        ),
-    ]
+    target = "agentlightning_plugins.strategies.client_server.strategy:ClientServerExecutionStrategy"
+    return [Component("strategy", "cs", target, summary="runners are processes")]

@@ -11,8 +11,10 @@ from typing import Literal, cast
 from agentlightning.errors import ConfigError
 from agentlightning.execution import AlgorithmJob, ExecutionStrategy, RunnerJob
 from agentlightning.execution.strategy import Role
+from agentlightning.plugin.settings import require_least
 from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.strategies.processes.child_process import ChildProcesses, RunnerProcesses
+from agentlightning_plugins.strategies.processes.job_process import JobTarget
 from agentlightning_plugins.strategies.processes.serving import served
 from agentlightning_plugins.strategies.processes.stopping import until_sigterm
 from agentlightning_plugins.strategies.processes.supervisor import Supervisor, run_both
@@ -49,8 +51,7 @@ class ClientServerExecutionStrategy(ExecutionStrategy):
         role = cast(Role, role or os.environ.get("AGL_CURRENT_ROLE", "both"))
         if role not in ("both", "algorithm", "runner"):
             raise ConfigError(f"role = {role!r}; roles: both, algorithm, runner")
-        if n_runners < 1:
-            raise ConfigError(f"n_runners = {n_runners}: at least 1 is needed")
+        require_least(1, n_runners=n_runners)
         if main_process not in ("algorithm", "runner"):
             raise ConfigError(f"main_process = {main_process!r}; one of: algorithm, runner")
         if main_process == "runner" and (role != "both" or n_runners != 1):
@@ -75,28 +76,28 @@ class ClientServerExecutionStrategy(ExecutionStrategy):
         is_server = self.managed_store and self.role != "runner"
         async with contextlib.AsyncExitStack() as stack:
             if is_server or isinstance(store, LightningStoreClient):
-                url, token = await stack.enter_async_context(
+                target = await stack.enter_async_context(
                     served(store, self.server_host, self.server_port, is_private=self.role == "both")
                 )
             else:
                 url, token = f"http://{self.server_host}:{self.server_port}", os.environ.get("AGL_TOKEN")
                 store = LightningStoreClient(url, token=token, run_id=store.run_id)
                 stack.push_async_callback(store.close)
+                target = JobTarget.of_this_process(url, token, store.run_id)
             if self.role == "algorithm":
                 await algorithm(store)
             elif self.main_process == "runner":
-                await _run_runner_here(algorithm, runner, store, url, token)
+                await _run_runner_here(algorithm, runner, store, target)
             else:
-                processes = RunnerProcesses(runner, url, token, store.run_id)
-                supervisor = Supervisor(processes, store, self.n_runners)
+                supervisor = Supervisor(RunnerProcesses(runner, target), store, self.n_runners)
                 await (supervisor.run() if self.role == "runner" else run_both(algorithm, store, supervisor))
 
 
 async def _run_runner_here(
-    algorithm: AlgorithmJob, runner: RunnerJob, store: LightningStore, url: str, token: str | None
+    algorithm: AlgorithmJob, runner: RunnerJob, store: LightningStore, target: JobTarget
 ) -> None:
     stop = threading.Event()
-    processes = ChildProcesses("algorithm", algorithm, url, token, store.run_id)
+    processes = ChildProcesses("algorithm", algorithm, target)
     other = asyncio.create_task(processes.run("algorithm"))
     other.add_done_callback(lambda _: stop.set())
     try:
@@ -105,7 +106,6 @@ async def _run_runner_here(
     finally:
         other.cancel()
         await asyncio.gather(other, return_exceptions=True)
-        processes.close()
     if code != 0:
         raise RuntimeError(f"the algorithm's process ended with exit code {code}: {last_line}; see its output above")
 

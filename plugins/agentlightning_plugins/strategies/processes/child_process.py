@@ -35,18 +35,12 @@ class ChildProcesses:
     Each process is a new interpreter: the user's main module is not imported again, and no state is inherited.
     """
 
-    def __init__(
-        self, role: Literal["runner", "algorithm"], job: Any, url: str, token: str | None, run_id: str
-    ) -> None:
+    def __init__(self, role: Literal["runner", "algorithm"], job: Any, target: JobTarget) -> None:
         self._role = role
-        self._target = json.dumps(JobTarget.of_this_process(url, token, run_id)).encode()
+        self._target = json.dumps(target).encode()
         self._job = cloudpickle.dumps(job)
-        # One thread waits for each process; threads are created on demand.
+        # One thread waits for each process; threads are created on demand, and idle ones end with this object.
         self._threads = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix=f"{role}-processes")
-
-    def close(self) -> None:
-        """Releases the threads that waited for processes."""
-        self._threads.shutdown(wait=False)
 
     async def run(self, name: str) -> tuple[int, str]:
         """Runs one process to its end; returns its exit code and the last line of its stderr.
@@ -86,8 +80,8 @@ class ChildProcesses:
 class RunnerProcesses:
     """Runners as processes of this machine."""
 
-    def __init__(self, job: RunnerJob, url: str, token: str | None, run_id: str) -> None:
-        self._processes = ChildProcesses("runner", job, url, token, run_id)
+    def __init__(self, job: RunnerJob, target: JobTarget) -> None:
+        self._processes = ChildProcesses("runner", job, target)
 
     async def run(self, worker_id: str) -> Ending:
         """See ``Runners``."""
@@ -99,10 +93,6 @@ class RunnerProcesses:
         if code == UNLOADABLE_EXIT_CODE:
             return Ending("unloadable", last_line)
         return Ending("died", f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}")
-
-    def close(self) -> None:
-        """See ``Runners``."""
-        self._processes.close()
 
 
 class _Pump(threading.Thread):
@@ -145,10 +135,7 @@ def _finish(pumps: list[_Pump]) -> None:
 
 
 def _write_all(fd: int, *parts: bytes) -> None:
-    with (
-        contextlib.suppress(BrokenPipeError),
-        os.fdopen(os.dup(fd), "wb") as pipe,
-    ):  # the process died: see wait()
+    with contextlib.suppress(BrokenPipeError), os.fdopen(os.dup(fd), "wb") as pipe:  # it broke: see wait()
         for part in parts:
             pipe.write(len(part).to_bytes(8, "big") + part)
 

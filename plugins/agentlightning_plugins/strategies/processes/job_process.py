@@ -7,7 +7,6 @@ died: this process finishes its rollouts and exits.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import os
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple
 
 from agentlightning.logging import setup_logging
+from agentlightning.run.stop_event import until_set
 from agentlightning_plugins.garbage_collection import relax_collector
 
 if TYPE_CHECKING:
@@ -96,27 +96,15 @@ async def _run_algorithm(job: AlgorithmJob, target: JobTarget, stop: threading.E
     from agentlightning.store.factory import create_store
 
     store = create_store(target.url, run=target.run_id, token=target.token)
-    work = asyncio.ensure_future(job(store))
-    loop = asyncio.get_running_loop()
-
-    def cancel_when_told() -> None:
-        stop.wait()
-        with contextlib.suppress(RuntimeError):  # the loop has ended by itself
-            loop.call_soon_threadsafe(work.cancel)
-
-    threading.Thread(target=cancel_when_told, daemon=True).start()
     try:
-        await work
-    except asyncio.CancelledError:
-        return 128 + signal.SIGTERM
+        await until_set(job(store), stop)
     finally:
         await store.close()
-    return 0
+    return 128 + signal.SIGTERM if stop.is_set() else 0
 
 
 def _read_part(pipe: BinaryIO) -> bytes:
-    size = int.from_bytes(pipe.read(8), "big")
-    return pipe.read(size)
+    return pipe.read(int.from_bytes(pipe.read(8), "big"))
 
 
 def _watch_parent(pipe: BinaryIO, stop: threading.Event) -> None:

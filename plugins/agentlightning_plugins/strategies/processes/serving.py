@@ -9,13 +9,12 @@ from collections.abc import AsyncIterator
 
 from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.garbage_collection import relaxed_collector
+from agentlightning_plugins.strategies.processes.job_process import JobTarget
 
 
 @contextlib.asynccontextmanager
-async def served(
-    store: LightningStore, host: str, port: int, *, is_private: bool
-) -> AsyncIterator[tuple[str, str | None]]:
-    """Serves a store during the context, unless it is served already; yields its URL and token.
+async def served(store: LightningStore, host: str, port: int, *, is_private: bool) -> AsyncIterator[JobTarget]:
+    """Serves a store during the context, unless it is served already; yields the settings of processes that use it.
 
     Args:
         store: the store that runners use.
@@ -26,7 +25,7 @@ async def served(
     from agentlightning.store import LightningStoreClient, LightningStoreServer
 
     if isinstance(store, LightningStoreClient):
-        yield store.url, store.token
+        yield JobTarget.of_this_process(store.url, store.token, store.run_id)
         return
     token = os.environ.get("AGL_TOKEN")
     if token is None and is_private:
@@ -35,6 +34,6 @@ async def served(
     await server.start()
     try:
         with relaxed_collector():
-            yield server.endpoint, token
+            yield JobTarget.of_this_process(server.endpoint, token, store.run_id)
     finally:
         await server.stop()

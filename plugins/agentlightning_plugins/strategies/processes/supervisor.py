@@ -41,10 +41,6 @@ class Runners(Protocol):
         """Runs one runner to its end. Cancelling once lets rollouts in flight finish; a second time stops them."""
         ...
 
-    def close(self) -> None:
-        """Releases resources; called when no runner is running."""
-        ...
-
 
 class Supervisor:
     """Keeps ``n_runners`` runners running on one store; replaces those that die, with back-off."""
@@ -74,7 +70,6 @@ class Supervisor:
             for runner in runners:
                 runner.cancel()
             await asyncio.gather(*runners, return_exceptions=True)
-            self._runners.close()
             _active.discard(self._key)
 
     async def _keep_alive(self, name: str) -> None:
@@ -111,11 +106,7 @@ class Supervisor:
         with contextlib.suppress(StoreError, OSError):
             for worker in (await self._store.query_workers()).items:
                 match = re.fullmatch(re.escape(_family()) + r"-(\d+)-(\w+)-\d+-\d+", worker.worker_id)
-                if (
-                    match is not None
-                    and worker.current_attempt_id is not None
-                    and not _is_active(int(match[1]), match[2])
-                ):
+                if match and worker.current_attempt_id is not None and not _is_active(int(match[1]), match[2]):
                     await self._end_worker(worker.worker_id)
 
 

@@ -9,12 +9,5 @@ from agentlightning.plugin.hookspecs import Component, hookimpl
 
 @hookimpl
 def components() -> Iterable[Component]:
-    return [
-        Component(
-            "strategy",
-            "ray",
-            "agentlightning_plugins.strategies.ray.strategy:RayExecutionStrategy",
-            extra="ray",
-            summary="runners are Ray actors, on one machine or many",
-        ),
-    ]
+    target = "agentlightning_plugins.strategies.ray.strategy:RayExecutionStrategy"
+    return [Component("strategy", "ray", target, extra="ray", summary="runners are Ray actors, on one machine or many")]

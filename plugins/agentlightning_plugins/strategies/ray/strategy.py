@@ -18,6 +18,7 @@ import cloudpickle
 
 from agentlightning.errors import ConfigError
 from agentlightning.execution import AlgorithmJob, ExecutionStrategy, RunnerJob
+from agentlightning.plugin.settings import require_least
 from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.strategies.processes.job_process import JobTarget, load_job, run_runner
 from agentlightning_plugins.strategies.processes.serving import served
@@ -80,8 +81,7 @@ class RayExecutionStrategy(ExecutionStrategy):
         Raises:
             ConfigError: a value that is not allowed.
         """
-        if n_runners < 1:
-            raise ConfigError(f"n_runners = {n_runners}: at least 1 is needed")
+        require_least(1, n_runners=n_runners)
         wanted = dict(resources_per_runner or {})
         if unknown := sorted(set(wanted).difference(_RESOURCES)):
             raise ConfigError(f"resources_per_runner has {', '.join(unknown)}; it can have {', '.join(_RESOURCES)}")
@@ -103,10 +103,8 @@ class RayExecutionStrategy(ExecutionStrategy):
             asyncio.run(until_sigterm(self._execute(algorithm, runner, store, host)))
 
     async def _execute(self, algorithm: AlgorithmJob, runner: RunnerJob, store: LightningStore, host: str) -> None:
-        async with served(store, host, self.server_port, is_private=True) as (url, token):
-            actors = RunnerActors(
-                runner, JobTarget.of_this_process(url, token, store.run_id), self.resources_per_runner, self.runtime_env
-            )
+        async with served(store, host, self.server_port, is_private=True) as target:
+            actors = RunnerActors(runner, target, self.resources_per_runner, self.runtime_env)
             await run_both(algorithm, store, Supervisor(actors, store, self.n_runners))
 
     @contextlib.contextmanager
@@ -171,16 +169,16 @@ class RunnerActors:
         self,
         job: RunnerJob,
         target: JobTarget,
-        resources: Mapping[str, Any],
-        runtime_env: Mapping[str, Any] | None,
+        resources: dict[str, Any],
+        runtime_env: dict[str, Any] | None,
     ) -> None:
         self._target = target
         self._job = ray.put(cloudpickle.dumps(job))  # stored once for all runners
-        self._resources = dict(resources)
+        self._resources = resources
         # The supervisor restarts actors, not Ray, because each start needs a new worker id.
         self._actor: Any = ray.remote(RunnerActor).options(
             **resources,
-            runtime_env=None if runtime_env is None else dict(runtime_env),
+            runtime_env=runtime_env,
             max_restarts=0,
             max_concurrency=3,  # one for each method
             scheduling_strategy="SPREAD",  # so that a lost node takes few runners with it
@@ -210,9 +208,6 @@ class RunnerActors:
             patience.cancel()
             ray.kill(actor)
             await asyncio.wait([ending, ready, patience], timeout=_LOST_S)
-
-    def close(self) -> None:
-        """See ``Runners``."""
 
     async def _watch_start(self, worker_id: str, ready: asyncio.Future[Any]) -> None:
         if not (await asyncio.wait([ready], timeout=_PATIENCE_S))[0]:

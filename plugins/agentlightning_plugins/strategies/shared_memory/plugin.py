@@ -9,11 +9,5 @@ from agentlightning.plugin.hookspecs import Component, hookimpl
 
 @hookimpl
 def components() -> Iterable[Component]:
-    return [
-        Component(
-            "strategy",
-            "shm",
-            "agentlightning_plugins.strategies.shared_memory.strategy:SharedMemoryExecutionStrategy",
-            summary="runners are threads",
-        ),
-    ]
+    target = "agentlightning_plugins.strategies.shared_memory.strategy:SharedMemoryExecutionStrategy"
+    return [Component("strategy", "shm", target, summary="runners are threads")]

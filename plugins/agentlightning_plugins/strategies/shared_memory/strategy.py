@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Literal
 
 from agentlightning.errors import ConfigError
 from agentlightning.execution import AlgorithmJob, ExecutionStrategy, RunnerJob
+from agentlightning.plugin.settings import require_least
 from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.garbage_collection import relaxed_collector
 from agentlightning_plugins.strategies.processes.stopping import until_sigterm
@@ -19,9 +20,12 @@ _DRAIN_S = 30.0
 class _LoopThread(threading.Thread):
     """A daemon thread that runs one coroutine in its own event loop and keeps its exception."""
 
-    def __init__(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
+    def __init__(
+        self, coroutine: Coroutine[Any, Any, None], name: str, on_end: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__(name=name, daemon=True)
         self._coroutine = coroutine
+        self._on_end = on_end
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self.error: BaseException | None = None
@@ -38,6 +42,8 @@ class _LoopThread(threading.Thread):
             return
         except BaseException as error:  # isolation point: the thread that started us raises it
             self.error = error
+        finally:
+            self._on_end()
 
     def cancel(self) -> None:
         if self._loop is not None and self._task is not None and self.is_alive():
@@ -57,8 +63,7 @@ class SharedMemoryExecutionStrategy(ExecutionStrategy):
         Raises:
             ConfigError: several runners cannot share the main thread.
         """
-        if n_runners < 1:
-            raise ConfigError(f"n_runners = {n_runners}: at least 1 is needed")
+        require_least(1, n_runners=n_runners)
         if main_thread == "runner" and n_runners != 1:
             raise ConfigError(f"main_thread='runner' allows 1 runner, not {n_runners}")
         self.n_runners = n_runners
@@ -85,14 +90,8 @@ class SharedMemoryExecutionStrategy(ExecutionStrategy):
                 for thread in runners:
                     thread.join(_DRAIN_S)
             return
-        worker = _LoopThread(algorithm(store), "algorithm")
-
-        def watch() -> None:
-            worker.join()
-            stop.set()
-
+        worker = _LoopThread(algorithm(store), "algorithm", on_end=stop.set)
         worker.start()
-        threading.Thread(target=watch, daemon=True).start()
         try:
             asyncio.run(_as_coroutine(runner, store, "runner-0", stop))
         finally:

@@ -1,1 +1,0 @@
-"""Library: opening a store from the command line, and printing at a terminal."""
