@@ -216,7 +216,7 @@ async def test_a_stopped_server_answers_waiting_calls_and_finishes_running_ones(
     number: signal.Signals, server: Server
 ) -> None:
     client = LightningStoreClient(server.url, retry_s=0)
-    waiting = asyncio.create_task(client._post("/queues/rollouts/dequeue", {"timeout": 30}, repeatable=False))
+    waiting = asyncio.create_task(client._post("/queues/rollouts/dequeue", {"timeout": 30}))
     await asyncio.sleep(0.3)
     large = json.dumps({"rollouts": [{"input": "x" * 1000, "rollout_id": f"ro-{n}"} for n in range(5000)]}).encode()
     begun, told = asyncio.Event(), asyncio.Event()

@@ -257,7 +257,7 @@ async def test_an_operation_that_waits_for_another_batch_is_done_once_although_t
 
 STOPPED = """
 import asyncio, sys
-from agentlightning.testing.store.step import claim, finish, make_span
+from agentlightning.testing.store.actions import claim, finish, make_span
 import agentlightning as agl
 
 async def work(store):

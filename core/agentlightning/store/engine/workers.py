@@ -29,7 +29,9 @@ class Workers:
         """Runs a query here instead of in the database, which does not know the status."""
         live: dict[str | None, list[Attempt]] = {}
         rows = await self._database.rows(Query(Worker))
-        for attempt in await self._database.rows(Query(Attempt, (LIVE,))):
+        # By worker, because databases index live attempts by their worker.
+        theirs = Condition("worker_id", "in", tuple(row.record.worker_id for row in rows))
+        for attempt in await self._database.rows(Query(Attempt, (theirs, LIVE))):
             live.setdefault(attempt.record.worker_id, []).append(attempt.record)
         workers = [self._describe(row.record, live.get(row.record.worker_id, ())) for row in rows]
         found = [

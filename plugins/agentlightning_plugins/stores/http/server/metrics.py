@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Final, get_args
@@ -76,8 +77,9 @@ class ServerMetrics:
             yield gauge
 
         workers = GaugeMetricFamily("agl_store_workers", "Workers seen so far.", labels=["status"])
+        seen = collections.Counter(worker.status for worker in await self._store.query_workers())
         for status in get_args(WorkerStatus):
-            workers.add_metric([status], (await self._store.query_workers(status_in=[status], limit=0)).total)
+            workers.add_metric([status], seen[status])
         yield workers
         statistics = await self._store.statistics()
         uptime_s = statistics.pop("uptime")
