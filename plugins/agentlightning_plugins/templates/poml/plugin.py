@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from agentlightning.plugin.hookspecs import Component, hookimpl
 
 
 @hookimpl
-def components() -> Iterable[Component]:
+def components() -> list[Component]:
+    target = "agentlightning_plugins.templates.poml.engine:PomlEngine"
     return [
         Component(
             "template_engine",
             "poml",
-            "agentlightning_plugins.templates.poml.engine:PomlEngine",
+            target,
             extra="poml",
             summary="prompts in POML, the Prompt Orchestration Markup Language",
-        ),
+        )
     ]
