@@ -20,12 +20,8 @@ from agentlightning.types import (
     DEFAULT_RUN_ID,
     AttemptedRollout,
     EnqueueRolloutRequest,
-    ReadableSpan,
     Rollout,
-    RolloutConfig,
-    RolloutMode,
     Span,
-    TaskInput,
     new_rollout_id,
 )
 from agentlightning_plugins.stores.http.client.connection import StoreConnection
@@ -128,27 +124,12 @@ class LightningStoreClient(RemoteMethods):
 
     # --- rollouts ---
 
-    async def enqueue_rollout(
-        self,
-        input: TaskInput,
-        mode: RolloutMode | None = None,
-        resources_id: str | None = None,
-        config: RolloutConfig | None = None,
-        metadata: Mapping[str, Any] | None = None,
-    ) -> Rollout:
-        request = EnqueueRolloutRequest.make(input, mode, resources_id, config, metadata)
-        return (await self.enqueue_many_rollouts([request]))[0]
-
     async def enqueue_many_rollouts(self, requests: Sequence[EnqueueRolloutRequest]) -> Sequence[Rollout]:
         rollouts = [  # with ids, so that the request can be repeated
             request if request.rollout_id else request.model_copy(update={"rollout_id": new_rollout_id()})
             for request in requests
         ]
         return [read_rollout(item) for item in await self._post("/queues/rollouts/enqueue", {"rollouts": rollouts})]
-
-    async def dequeue_rollout(self, worker_id: str | None = None, *, timeout: float = 0) -> AttemptedRollout | None:
-        claimed = await self.dequeue_many_rollouts(worker_id=worker_id, timeout=timeout)
-        return claimed[0] if claimed else None
 
     async def dequeue_many_rollouts(
         self, *, limit: int = 1, worker_id: str | None = None, timeout: float = 0
@@ -182,10 +163,6 @@ class LightningStoreClient(RemoteMethods):
 
     # --- spans ---
 
-    async def add_span(self, span: Span) -> Span | None:
-        stored = await self.add_many_spans([span])
-        return stored[0] if stored else None
-
     async def add_many_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
         if not spans:
             return []
@@ -196,11 +173,6 @@ class LightningStoreClient(RemoteMethods):
             for span, number in zip(spans, answer["sequence_ids"], strict=True)
             if number is not None
         ]
-
-    async def add_otel_span(
-        self, rollout_id: str, attempt_id: str, readable_span: ReadableSpan, sequence_id: int | None = None
-    ) -> Span | None:
-        return await self.add_span(Span.from_opentelemetry(readable_span, rollout_id, attempt_id, sequence_id or 0))
 
     # --- resources ---
 
