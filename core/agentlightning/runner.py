@@ -301,7 +301,7 @@ class LitAgentRunner(Runner[T]):
         from agentlightning.run import attempt_token  # imports cryptography that setting up a runner does not need
 
         attempt_id, timeout_s = rollout.attempt.attempt_id, rollout.config.timeout_seconds
-        key = attempt_token.issue(store.token, rollout.rollout_id, attempt_id, timeout_s)
+        key = attempt_token.issue(store.token, rollout.rollout_id, attempt_id, store.now(), timeout_s)
         resources = with_attempt_key(await _resources_of(store, rollout), key)
         task = cast(T, thaw(rollout.input))
         training = rollout.mode == "train"

@@ -10,7 +10,6 @@ import base64
 import hmac
 import json
 import secrets
-import time
 from typing import Final, NamedTuple
 
 PREFIX: Final = "agl-"
@@ -43,9 +42,11 @@ def mint(secret: bytes, rollout_id: str, attempt_id: str, expires_at: float) -> 
     return f"{PREFIX}{payload}.{_sign(secret, payload)}"
 
 
-def issue(store_token: str | None, rollout_id: str, attempt_id: str, timeout_seconds: float | None = None) -> str:
-    """Signs a token for an attempt that starts now; a timeout of None means no limit."""
-    return mint(derive_secret(store_token), rollout_id, attempt_id, expiry(time.time(), timeout_seconds))
+def issue(
+    store_token: str | None, rollout_id: str, attempt_id: str, now: float, timeout_seconds: float | None = None
+) -> str:
+    """Signs a token for an attempt that starts now, by the store's clock; a timeout of None means no limit."""
+    return mint(derive_secret(store_token), rollout_id, attempt_id, expiry(now, timeout_seconds))
 
 
 def read(secret: bytes, token: str, now: float) -> AttemptToken:

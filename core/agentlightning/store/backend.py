@@ -139,6 +139,10 @@ class Backend(Protocol):
     durable: bool
     """Whether acknowledged writes survive the process."""
 
+    def now(self) -> float:
+        """Unix time by a clock that all processes with this database open share; leases and deadlines use it."""
+        ...
+
     async def commit(self, writes: Sequence[Write], guards: Sequence[Guard] = (), events: Sequence[Event] = ()) -> bool:
         """Applies all writes in one transaction, then hands ``events`` to every watcher.
 

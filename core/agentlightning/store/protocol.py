@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Literal, TypedDict
@@ -60,6 +61,10 @@ class LightningStore(ABC):
     """Authenticates clients of the served store and signs attempt tokens; None if the store is not served."""
 
     # --- about the store ---
+
+    def now(self) -> float:
+        """Unix time by the clock of the store's database or server; tokens of attempts expire by it."""
+        return time.time()
 
     @abstractmethod
     def with_run(self, run_id: str) -> LightningStore:

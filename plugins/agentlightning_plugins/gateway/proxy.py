@@ -237,7 +237,8 @@ class LLMProxy:
         endpoint = resource.get_base_url(rollout_id, attempt_id)
         if rollout_id is None or attempt_id is None:
             return resource
-        key = attempt_token.issue(self.store.token if self.store is not None else None, rollout_id, attempt_id)
+        store_token, now = (None, time.time()) if self.store is None else (self.store.token, self.store.now())
+        key = attempt_token.issue(store_token, rollout_id, attempt_id, now)
         return LLM(endpoint=endpoint, model=model, api_key=key, sampling_parameters=sampling)
 
     async def _call(self, command: str, *arguments: Any) -> Any:

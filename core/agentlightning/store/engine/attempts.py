@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,7 +36,7 @@ class Attempts:
         """Sets the status and other fields. ``changes`` has valid, frozen values."""
 
         async def plan(rollout: Row[Rollout], row: Row[Attempt]) -> Change[Attempt]:
-            before, now = row.record, time.time()
+            before, now = row.record, self._database.now()
             outcome = Outcome(rollout.record, before)
             wanted = dict(changes)
             if status is not UNSET:
@@ -59,7 +58,7 @@ class Attempts:
 
     async def release(self, rollout_id: str, attempt_id: str) -> AttemptedRollout:
         async def plan(rollout: Row[Rollout], row: Row[Attempt]) -> Change[AttemptedRollout]:
-            now = time.time()
+            now = self._database.now()
             outcome = release(rollout.record, row.record, now)
             change = Change(join(*outcome))
             if outcome.attempt is not row.record:
@@ -74,7 +73,7 @@ class Attempts:
         attempts = {(span.rollout_id, span.attempt_id) for span in spans}
         new = [attempt for attempt in attempts if not self._database.is_running(attempt)]
         backend = self._database.backend
-        append = backend.append_spans(spans, time.time())
+        append = backend.append_spans(spans, self._database.now())
         if backend.durable and len(attempts) == len(new) == 1:  # at once, so that they can share a transaction
             stored, _ = await asyncio.gather(append, self._begin(*new[0]))
         else:
@@ -89,7 +88,7 @@ class Attempts:
         async def plan(rollout: Row[Rollout], row: Row[Attempt]) -> Change[None]:
             change = Change(None)
             if row.record.status == "preparing":
-                now = time.time()
+                now = self._database.now()
                 change.move(rollout, row, move_attempt(rollout.record, row.record, "running", now), now)
             else:
                 self._database.cache(rollout, row)
@@ -104,7 +103,7 @@ class Attempts:
         async def plan(rollout: Row[Rollout], row: Row[Attempt]) -> Change[bool]:
             if row.record.status not in LIVE_ATTEMPT or row.record.worker_id != attempt.worker_id:
                 return Change(False)
-            now = time.time()
+            now = self._database.now()
             change = Change(True)
             change.revoke(rollout, row, lose_claim(rollout.record, row.record, now, error), now)
             return change

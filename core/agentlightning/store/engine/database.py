@@ -35,6 +35,10 @@ class Database:
         self.backend = backend
         self._live: OrderedDict[tuple[str, str], tuple[Row[Rollout], Row[Attempt]]] = OrderedDict()
 
+    def now(self) -> float:
+        """Unix time by the clock of the database."""
+        return self.backend.now()
+
     async def commit(self, plan: Callable[[], Awaitable[Change[T]]]) -> T:
         """Commits a planned change; plans it again from fresh records as long as other writers are faster.
 

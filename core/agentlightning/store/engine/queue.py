@@ -48,7 +48,7 @@ class Queue:
         async def plan() -> Change[list[Rollout]]:
             known = await self._find_known(run_id, chosen)
             pinned = await self._pin_resources(run_id, {request.resources_id for request in requests})
-            now = time.time()
+            now = self._database.now()
             change: Change[list[Rollout]] = Change([])
             for request in requests:
                 rollout = known.get(request.rollout_id) if request.rollout_id is not None else None
@@ -70,7 +70,7 @@ class Queue:
 
         async def plan() -> Change[AttemptedRollout]:
             pinned = await self._pin_resources(run_id, {request.resources_id})
-            return await self._begin(None, _make_rollout(run_id, request, pinned, time.time()), 1, worker_id)
+            return await self._begin(None, _make_rollout(run_id, request, pinned, self._database.now()), 1, worker_id)
 
         return await self._commit_begin(plan)
 
@@ -119,12 +119,14 @@ class Queue:
 
     async def claim_now(self, run_id: str, limit: int, worker_id: str | None) -> list[AttemptedRollout]:
         """Claims what is in the queue now."""
-        worker = None if worker_id is None else assign_work(await self._database.worker(worker_id), time.time())
+        worker = (
+            None if worker_id is None else assign_work(await self._database.worker(worker_id), self._database.now())
+        )
         begun: list[tuple[Row[Rollout], Row[Attempt]]] = []
 
         def decide(locked: Sequence[tuple[Row[Rollout], int]]) -> tuple[Sequence[Write], Sequence[Event]]:
             nonlocal begun
-            now = time.time()
+            now = self._database.now()
             outcomes = [
                 begin_attempt(row.record, new_attempt_id(), attempts + 1, now, worker_id) for row, attempts in locked
             ]
@@ -156,7 +158,7 @@ class Queue:
     async def _begin(
         self, row: Row[Rollout] | None, rollout: Rollout, sequence_id: int, worker_id: str | None
     ) -> Change[AttemptedRollout]:
-        now = time.time()
+        now = self._database.now()
         outcome = begin_attempt(rollout, new_attempt_id(), sequence_id, now, worker_id)
         change = Change(join(*outcome))
         change.begin(row, outcome, now)

@@ -38,7 +38,7 @@ class Rollouts:
 
         async def plan() -> Change[Rollout]:
             row = await self._database.rollout(rollout_id)
-            now = time.time()
+            now = self._database.now()
             before = after = row.record
             if changes:
                 after = Rollout.model_validate({**dict(before), **changes})
@@ -76,7 +76,7 @@ class Rollouts:
             after = retry(row.record)
             change = Change(after)
             change.replace(row, after)
-            change.events += rollout_events(row.record, after, time.time())
+            change.events += rollout_events(row.record, after, self._database.now())
             return change
 
         return (await self._database.with_attempts([await self._database.commit(plan)]))[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 
 from agentlightning.errors import ConfigError, NotFoundError
@@ -41,14 +40,14 @@ class Runs:
             if status != row.record.status:
                 change.replace(row, change.result)
                 if status != "running":
-                    change.events.append(RunFinished(run_id=run_id, time=time.time(), status=status))
+                    change.events.append(RunFinished(run_id=run_id, time=self._database.now(), status=status))
             return change
 
         return await self._database.commit(plan)
 
     async def add_metrics(self, run_id: str, step: int, values: Mapping[str, float]) -> Metrics:
         """Adds metrics to a step. The event carries all values of the step, so its last event is complete."""
-        given = Metrics(run_id=run_id, step=step, time=time.time(), values=dict(values))
+        given = Metrics(run_id=run_id, step=step, time=self._database.now(), values=dict(values))
 
         async def plan() -> Change[Metrics]:
             row = await self._database.row(Metrics, run_id, step)
@@ -78,7 +77,7 @@ class Runs:
                     f"resources {resources_id!r} belong to run {newest.run_id!r}; publish to run {run_id!r} "
                     "under another resources_id"
                 )
-            now = time.time()
+            now = self._database.now()
             update = ResourcesUpdate.model_construct(
                 resources_id=resources_id,
                 create_time=now if newest is None else newest.create_time,

@@ -124,6 +124,9 @@ class BackendStore(LightningStore):
     def otlp_traces_endpoint(self) -> str | None:
         return None
 
+    def now(self) -> float:
+        return self._database.now()
+
     async def statistics(self) -> dict[str, float]:
         counts = await self._database.backend.count()
         return {**counts, "uptime": time.monotonic() - self._opened_at}

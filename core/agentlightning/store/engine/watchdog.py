@@ -10,7 +10,6 @@ import asyncio
 import logging
 import math
 import threading
-import time
 import weakref
 from collections.abc import Sequence
 from typing import Final, TypeVar
@@ -62,6 +61,10 @@ class Watchdog:
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout=5.0)
 
+    def now(self) -> float:
+        """Unix time by the clock of the database."""
+        return self._database.now()
+
     async def scan(self, now: float) -> None:
         """Ends the attempts that are overdue."""
         attempts = await self._database.rows(Query(Attempt, (LIVE,)))
@@ -101,12 +104,12 @@ def _run(reference: weakref.ref[Watchdog], stopped: threading.Event, interval_s:
     """The thread. It references the watchdog only during a scan, so that an abandoned store can be collected."""
     with asyncio.Runner() as runner:
         scan_after = 0.0
-        next_scan = time.time() + interval_s
+        next_scan = math.inf
         while not stopped.wait(interval_s):
             watchdog = reference()
             if watchdog is None:
                 return
-            now = time.time()
+            now = watchdog.now()
             late_s, next_scan = now - next_scan, now + interval_s
             if late_s > max(5.0, 2 * interval_s):
                 # The machine or process was suspended, and perhaps the workers with it: wait for their heartbeats.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -64,7 +63,7 @@ class Workers:
         if attempt_ids is not None:
             given = frozenset(attempt_ids)
             attempt_ids = FrozenList(attempt.attempt_id for attempt in live if attempt.attempt_id in given)
-        changes = {**changes, "last_heartbeat_time": time.time(), "attempt_ids": attempt_ids}
+        changes = {**changes, "last_heartbeat_time": self._database.now(), "attempt_ids": attempt_ids}
         worker = self._describe(worker.model_copy(update=changes), live)
         await self._database.backend.commit([Put(worker)])
         return worker
@@ -76,7 +75,7 @@ class Workers:
             # A claim or heartbeat at the same moment may overwrite the mark, so it is checked after each round.
             row = await self._database.row(Worker, worker_id)
             if row is not None and row.record.ended_at is None:
-                dead = row.record.model_copy(update={"ended_at": time.time(), "attempt_ids": None})
+                dead = row.record.model_copy(update={"ended_at": self._database.now(), "attempt_ids": None})
                 await self._database.backend.commit([Put(dead)])
             live = await self._database.live_attempts(worker_id)
             if not live:
@@ -91,7 +90,7 @@ class Workers:
         """
         current = max(live, key=lambda attempt: attempt.start_time, default=None)
         seen = worker.last_heartbeat_time
-        is_gone = worker.ended_at is not None or time.time() - (seen or 0.0) > self._lease_s
+        is_gone = worker.ended_at is not None or self._database.now() - (seen or 0.0) > self._lease_s
         status = "busy" if current is not None else "unknown" if is_gone else "idle"
         changes: dict[str, str | float | None] = {
             "status": status,

@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
@@ -81,6 +82,9 @@ class FolderBackend:
         self._journal.seek(0)
         for line in self._journal:
             self._replay(json.loads(line))
+
+    def now(self) -> float:
+        return time.time()
 
     async def commit(self, writes: Sequence[Write], guards: Sequence[Guard] = (), events: Sequence[Event] = ()) -> bool:
         with self._lock:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import time
 from collections.abc import Mapping
 from typing import Final
 
@@ -65,7 +64,7 @@ class Authenticator:
         return key is not None and token is not None and hmac.compare_digest(key.encode(), token.encode())
 
     def _read(self, key: str) -> attempt_token.AttemptToken:
-        claim, now = self._known.get(key), time.time()
+        claim, now = self._known.get(key), self._store.now()
         if claim is None or claim.expires_at <= now:
             claim = attempt_token.read(attempt_token.derive_secret(self._store.token), key, now)
             self._known[key] = claim

@@ -12,6 +12,8 @@ PREFIX: Final = "/v1/agl"
 RUN_HEADER: Final = "agl-run"
 """The run that a request is about; ``default`` without it."""
 FEATURES_HEADER: Final = "agl-features"
+TIME_HEADER: Final = "agl-time"
+"""Unix time of the server, in answers."""
 """On every answer: the capabilities of the store behind the server, separated by commas."""
 TOKEN_VARIABLE: Final = "AGL_TOKEN"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from itertools import islice
@@ -74,6 +75,9 @@ class MemoryBackend:
         self._listeners: tuple[Listener, ...] = ()
         self._undelivered: deque[tuple[tuple[Listener, ...], Sequence[Event]]] = deque()
         self._delivering = threading.Lock()
+
+    def now(self) -> float:
+        return time.time()
 
     async def commit(self, writes: Sequence[Write], guards: Sequence[Guard] = (), events: Sequence[Event] = ()) -> bool:
         with self._lock:

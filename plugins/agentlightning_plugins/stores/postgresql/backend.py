@@ -51,6 +51,9 @@ class PostgresBackend(DurableBackend):
         """How many transactions were committed."""
         return self._thread.writer.transactions
 
+    def now(self) -> float:
+        return self._thread.server.clock.now()
+
     async def commit(self, writes: Sequence[Write], guards: Sequence[Guard] = (), events: Sequence[Event] = ()) -> bool:
         return bool(await self._write(Operation.commit(writes, guards, events)))
 

@@ -11,6 +11,7 @@ from urllib.parse import parse_qsl, urlsplit
 import asyncpg
 
 from agentlightning.errors import ConfigError, StoreError
+from agentlightning_plugins.stores.clock import ServerClock, since_boot
 
 _SETTINGS: Final = {
     "application_name": "lightning",
@@ -24,6 +25,7 @@ _SETTINGS: Final = {
     "jit": "off",
     "idle_in_transaction_session_timeout": "10s",
 }
+_TIME: Final = "SELECT extract(epoch FROM clock_timestamp())::float8"
 _AWAY: Final = (
     OSError,
     asyncpg.PostgresConnectionError,
@@ -61,6 +63,7 @@ class Server:
         user = f"{parts.username}@" if parts.username else ""
         self.shown = f"postgresql://{user}{place}{parts.path}"
         """The URL without its password, for messages."""
+        self.clock = ServerClock(self.shown)
 
     async def connect(self) -> asyncpg.Connection:
         """Opens a connection.
@@ -99,6 +102,12 @@ class Server:
                 raise self.explain(error) from error
             await asyncio.sleep(pause_s * (0.5 + random.random()))
             pause_s = min(2 * pause_s, 1.0)
+
+    async def measure_clock(self, connection: asyncpg.Connection) -> None:
+        """Compares this machine's clock with that of the server."""
+        await connection.fetchval(_TIME)  # prepares the statement
+        sent_at = since_boot()
+        self.clock.set(await connection.fetchval(_TIME), sent_at)
 
     def explain(self, error: Exception) -> Exception:
         """The error that a caller of the store gets for one of PostgreSQL or the connection; others as they are."""

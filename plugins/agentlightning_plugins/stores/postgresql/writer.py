@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
@@ -38,7 +37,7 @@ _PRUNE_EVERY: Final = 64
 _MAX_BUSY_S: Final = 0.05
 """The longest pause before a row that another transaction has locked is tried again."""
 _SLACK_S: Final = 60.0
-"""How far the clocks of other processes may lag behind ours."""
+"""How far the times that other processes give to their events may lag behind."""
 _WAITING: Final = "SELECT run_id, rollout_id FROM agl.rollout WHERE queue_position IS NOT NULL"
 _ENDED: Final = "SELECT record FROM agl.rollout WHERE status IN ('succeeded', 'failed', 'cancelled')"
 _PRUNE: Final = "DELETE FROM agl.event WHERE position <= $1"
@@ -76,7 +75,7 @@ class Writer:
         """The greatest position of an event that was read or written."""
         self._unannounced: int | None = None
         """The position of our last events, if other processes were not notified of them yet."""
-        self._up_to_date_at = time.time()
+        self._up_to_date_at = self._server.clock.now()
         self._items: deque[Item[Work]] = deque()
         self._busy = 0
         """How many items wait for rows that other transactions have locked."""
@@ -119,7 +118,7 @@ class Writer:
                     await self._write_next()
                 if self._stopped and not self._busy:
                     return
-                if self._must_look:
+                if self._must_look or self._server.clock.is_due:
                     await self._look()
         finally:
             await _close(self._connection)
@@ -280,7 +279,7 @@ class Writer:
             self._must_look = True
         else:
             self._newest = max(self._newest, position)
-            self._up_to_date_at = time.time()
+            self._up_to_date_at = self._server.clock.now()
         self._unannounced = position
 
     async def _notify(self) -> None:
@@ -326,12 +325,14 @@ class Writer:
         try:
             if self._connection.is_closed():
                 await self._reconnect()
+            if self._server.clock.is_due:
+                await self._server.measure_clock(self._connection)
             horizon, events, newest = await self._read_events(self._horizon)
             if newest - self._newest > KEPT_EVENTS:  # this process was stopped for so long that some are deleted
                 await self._reconstruct()
             self._publish_new(horizon, events)
             self._newest = max(self._newest, newest)
-            self._up_to_date_at = time.time()
+            self._up_to_date_at = self._server.clock.now()
         except Exception as error:  # isolation point: a server that is away for a while must not end the writer
             logger.warning(
                 "cannot read the events of other processes, and tries again: %s", self._server.explain(error)
@@ -363,6 +364,7 @@ class Writer:
     async def _adopt(self, connection: asyncpg.Connection) -> None:
         await connection.execute("SET plan_cache_mode = force_generic_plan")
         self._slot = await connection.fetchval(_SLOT)
+        await self._server.measure_clock(connection)
         await connection.add_listener("agl", self._notified)
         connection.add_termination_listener(lambda _: self._look_soon())
         self._connection = connection

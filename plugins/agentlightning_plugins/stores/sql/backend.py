@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
@@ -62,6 +63,10 @@ class DurableBackend:
         self._name = name
         self._process_id = os.getpid()
         self._stop = weakref.finalize(self, _stop_here, self._process_id, stop, *resources)
+
+    def now(self) -> float:
+        """Unix time by the clock of this machine, which all processes with a local file share."""
+        return time.time()
 
     async def close(self) -> None:
         """Finishes the calls that have begun and closes the database."""

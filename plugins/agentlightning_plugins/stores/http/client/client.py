@@ -87,6 +87,9 @@ class LightningStoreClient(RemoteMethods):
         """URL of the server, without a path."""
         return self._connection.url
 
+    def now(self) -> float:
+        return self._connection.clock.now()
+
     def otlp_traces_endpoint(self) -> str:
         """The URL of the server that takes OTLP/HTTP traces, with the token of the store or of an attempt."""
         return f"{self.url}/v1/traces"
@@ -101,7 +104,7 @@ class LightningStoreClient(RemoteMethods):
         if self.token is None or self.token.startswith(attempt_token.PREFIX):
             return self.token  # the token of an attempt cannot sign others
         secret = attempt_token.derive_secret(self.token)
-        return attempt_token.mint(secret, rollout_id, attempt_id, time.time() + lifetime_s)
+        return attempt_token.mint(secret, rollout_id, attempt_id, self.now() + lifetime_s)
 
     async def close(self) -> None:
         """Closes the connections of all loops; the served store stays as it is."""

@@ -20,7 +20,8 @@ from pydantic_core import PydanticSerializationError, from_json, to_json
 from yarl import URL
 
 from agentlightning.errors import ConfigError, LightningError, StoreError
-from agentlightning_plugins.stores.http.message import ERRORS, FEATURES_HEADER, PREFIX, RUN_HEADER
+from agentlightning_plugins.stores.clock import ServerClock, since_boot
+from agentlightning_plugins.stores.http.message import ERRORS, FEATURES_HEADER, PREFIX, RUN_HEADER, TIME_HEADER
 
 logger = logging.getLogger("agentlightning")
 
@@ -55,6 +56,7 @@ class StoreConnection:
         self.retry_s = retry_s
         self.features: frozenset[str] | None = None
         """Capabilities of the store behind the server; None until it has answered once."""
+        self.clock = ServerClock(self.url)
         self._is_unreachable = False
         self._opening: set[asyncio.Future[None]] = set()
         headers = {"authorization": f"Bearer {token}"} if token else {}
@@ -93,6 +95,7 @@ class StoreConnection:
         retry = _Retry(self.retry_s)
         while True:
             data = io.BytesIO(content) if content and len(content) > _LARGE_BODY_BYTES else content
+            sent_at = since_boot()
             try:
                 async with session.request(method, url, data=data, headers=headers, timeout=timeout) as response:
                     answer = await response.read()
@@ -106,6 +109,8 @@ class StoreConnection:
                 self._warn(error)
                 await retry.pause(self._describe_unreachable(error), error)
                 continue
+            if self.clock.is_due and not wait_s and TIME_HEADER in response.headers:
+                self.clock.set(float(response.headers[TIME_HEADER]), sent_at)
             if self.features is None and FEATURES_HEADER in response.headers:
                 self.features = frozenset(response.headers[FEATURES_HEADER].split(","))
             if response.status < 300:

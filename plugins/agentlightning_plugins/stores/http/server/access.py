@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import hmac
 import ipaddress
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -24,7 +23,8 @@ _BEARER: Final = "Bearer "
 class Access:
     """Checks tokens. Without a token, programs on this machine are admitted and pages in a browser are not."""
 
-    def __init__(self, token: str | None) -> None:
+    def __init__(self, token: str | None, now: Callable[[], float]) -> None:
+        self._now = now
         self._expected = None if token is None else (_BEARER + token).encode(errors="surrogateescape")
         self._secret = None if token is None else attempt_token.derive_secret(token)
 
@@ -42,7 +42,7 @@ class Access:
             return None
         if shown.startswith(_BEARER + attempt_token.PREFIX):
             try:
-                return attempt_token.read(self._secret, shown.removeprefix(_BEARER), time.time())
+                return attempt_token.read(self._secret, shown.removeprefix(_BEARER), self._now())
             except ValueError as error:
                 raise RefusedError("unauthorized", str(error)) from error
         if request.path == PREFIX + "/health":
@@ -57,7 +57,7 @@ class Access:
         """
         if self._secret is None:
             raise ConflictError("this store has no token, so it has none to sign others with; start it with --token")
-        expires_at = time.time() + lifetime_s
+        expires_at = self._now() + lifetime_s
         return attempt_token.mint(self._secret, rollout_id, attempt_id, expires_at), expires_at
 
 

@@ -19,7 +19,7 @@ from agentlightning.errors import ConfigError
 from agentlightning.run.attempt_token import AttemptToken
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import DEFAULT_RUN_ID
-from agentlightning_plugins.stores.http.message import FEATURES_HEADER, MAX_BODY_BYTES, PREFIX, RUN_HEADER
+from agentlightning_plugins.stores.http.message import FEATURES_HEADER, MAX_BODY_BYTES, PREFIX, RUN_HEADER, TIME_HEADER
 from agentlightning_plugins.stores.http.route import Route
 from agentlightning_plugins.stores.http.server import openapi, otlp
 from agentlightning_plugins.stores.http.server.access import Access, check_attempt
@@ -53,7 +53,7 @@ class StoreApplication:
         self._polls = Polls()
         self._streams = EventStreams(self._view)
         self._metrics = ServerMetrics(store, self._polls, self._streams)
-        self._access = Access(token)
+        self._access = Access(token, store.now)
         self._in_flight = 0
         self._idle = asyncio.Event()
         self._stopping = False
@@ -147,6 +147,7 @@ class StoreApplication:
                 response.force_close()
             if not response.prepared:
                 response.headers[FEATURES_HEADER] = features
+                response.headers[TIME_HEADER] = f"{self._store.now():.3f}"
             resource = request.match_info.route.resource
             route = "" if resource is None else resource.canonical
             self._metrics.record(request.method, route, response.status, time.perf_counter() - began)

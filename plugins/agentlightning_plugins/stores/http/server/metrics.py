@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Final, get_args
 
@@ -106,4 +105,4 @@ class ServerMetrics:
         """The time since the oldest queued rollout was created, earlier attempts included."""
         first = [await self._store.query_rollouts(run_id=run_id, status_in=[status], limit=1) for status in _QUEUED]
         since = min([page[0].start_time for page in first if page], default=None)
-        return 0.0 if since is None else max(0.0, time.time() - since)
+        return 0.0 if since is None else max(0.0, self._store.now() - since)
