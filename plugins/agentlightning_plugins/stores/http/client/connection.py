@@ -29,6 +29,9 @@ _ANSWER_S: Final = 60.0
 """The longest time until an answer, without the wait that the request asks for."""
 _CONNECT_S: Final = 5.0
 _KEEPALIVE_S: Final = 30.0
+_POLL_S: Final = 20.0
+_SILENCE_S: Final = 10.0
+"""A stream without events or comments for this long does not arrive; the server sends a comment every 4 s."""
 _LARGE_BODY_BYTES: Final = 2**20
 """Larger bodies are sent in pieces, because sending them at once would block the loop."""
 _FIRST_PAUSE_S: Final = 0.05
@@ -58,6 +61,8 @@ class StoreConnection:
         """Capabilities of the store behind the server; None until it has answered once."""
         self.clock = ServerClock(self.url)
         self._is_unreachable = False
+        self._polls_events = False
+        """Whether events are read by long polling, because a stream does not arrive."""
         self._opening: set[asyncio.Future[None]] = set()
         headers = {"authorization": f"Bearer {token}"} if token else {}
         if parts.hostname in _LOOPBACK_HOSTS:
@@ -123,13 +128,13 @@ class StoreConnection:
     async def events(self, path: str, *, run_id: str) -> AsyncGenerator[bytes]:
         """Yields the data of server-sent events; reconnects when the stream ends, and resumes where it ended.
 
-        Later requests of the same loop wait until the stream is open, so that the stream includes their events.
+        Later requests of the same loop wait until the stream is open, so that the stream includes their events. Where a
+        proxy holds the stream back, it is read by long polling.
 
         Raises:
             StoreError: as ``request``; or the reader was too slow and events were lost.
         """
         url = URL(self.url + PREFIX + path, encoded=True)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_ANSWER_S)
         retry = _Retry(self.retry_s)
         headers = {RUN_HEADER: run_id}
         opened = asyncio.get_running_loop().create_future()
@@ -137,26 +142,54 @@ class StoreConnection:
         try:
             while True:
                 try:
-                    async with self._pool.session().get(url, headers=headers, timeout=timeout) as response:
-                        if response.status >= 300 and response.status not in _UNAVAILABLE:
+                    async with self._get_events(url, headers, _POLL_S if self._polls_events else None) as response:
+                        if response.status in _UNAVAILABLE:
+                            raise aiohttp.ClientConnectionError(f"{response.status} {response.reason}")
+                        if response.status >= 300:
                             raise _error_of(self.url, response.status, await response.read())
-                        if response.status < 300:
+                        async for event in _read_events(response.content):
                             self._has_opened(opened)
                             self._is_unreachable = False
                             retry = _Retry(self.retry_s)
-                            async for event in _read_events(response.content):
-                                if event.get("id"):
-                                    headers["last-event-id"] = event["id"].decode()
+                            if event.get("event") == b"overflow":
+                                raise StoreError(from_json(event["data"])["message"])
+                            if "id" in event:
+                                headers["last-event-id"] = event["id"].decode()
+                                if "data" in event:
                                     yield event["data"]
-                                elif event["event"] == b"overflow":
-                                    raise StoreError(from_json(event["data"])["message"])
                 except _CONNECTION_ERRORS as error:
-                    self._warn(error)
-                    await retry.pause(self._describe_unreachable(error), error)
+                    if not (isinstance(error, aiohttp.SocketTimeoutError) and await self._can_poll(url, headers)):
+                        self._warn(error)
+                        await retry.pause(self._describe_unreachable(error), error)
                 else:
-                    await retry.pause(f"{self.url} ends every event stream", None)
+                    if not self._polls_events:
+                        await retry.pause(f"{self.url} ends every event stream", None)
         finally:
             self._has_opened(opened)
+
+    def _get_events(
+        self, url: URL, headers: dict[str, str], poll_s: float | None
+    ) -> contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        """Asks for a stream of events (None), or for the next events within ``poll_s``."""
+        silence_s = _SILENCE_S if poll_s is None else poll_s + _ANSWER_S
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=silence_s)
+        target = url if poll_s is None else url.update_query(poll_s=poll_s)
+        return self._pool.session().get(target, headers=headers, timeout=timeout)
+
+    async def _can_poll(self, url: URL, headers: dict[str, str]) -> bool:
+        """Polls events from now on if a poll is answered where a stream was not."""
+        with contextlib.suppress(*_CONNECTION_ERRORS):
+            async with self._get_events(url, {**headers, "last-event-id": ""}, poll_s=0.0) as response:
+                await response.read()
+            if response.status < 300 and not self._polls_events:
+                self._polls_events = True
+                logger.warning(
+                    "%s answers requests, but its event stream does not arrive: a proxy in between holds it back. "
+                    "Events are polled instead. Turn the proxy's buffering off for %s (nginx: proxy_buffering off)",
+                    self.url,
+                    url.path,
+                )
+        return self._polls_events
 
     def _has_opened(self, opened: asyncio.Future[None]) -> None:
         self._opening.discard(opened)
@@ -295,11 +328,10 @@ def _describe(error: BaseException) -> str:
 
 
 async def _read_events(content: aiohttp.StreamReader) -> AsyncIterator[dict[str, bytes]]:
-    """The fields of each server-sent event; comments are left out."""
+    """The fields of each server-sent event."""
     buffer = b""
     async for chunk in content.iter_any():
         *events, buffer = (buffer + chunk).split(b"\n\n")
         for event in events:
-            if not event.startswith(b":"):
-                pairs = (line.partition(b": ") for line in event.split(b"\n"))
-                yield {name.decode(): value for name, _, value in pairs}
+            pairs = (line.partition(b": ") for line in event.split(b"\n"))
+            yield {name.decode(): value for name, _, value in pairs}

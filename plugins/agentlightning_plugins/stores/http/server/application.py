@@ -7,11 +7,11 @@ import contextlib
 import functools
 import re
 import time
-from typing import Final
+from typing import Annotated, Final
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
-from pydantic import ConfigDict, TypeAdapter, with_config
+from pydantic import ConfigDict, Field, TypeAdapter, with_config
 from pydantic_core import to_json
 from typing_extensions import TypedDict  # pydantic refuses typing's before Python 3.12
 
@@ -19,7 +19,14 @@ from agentlightning.errors import ConfigError
 from agentlightning.run.attempt_token import AttemptToken
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import DEFAULT_RUN_ID
-from agentlightning_plugins.stores.http.message import FEATURES_HEADER, MAX_BODY_BYTES, PREFIX, RUN_HEADER, TIME_HEADER
+from agentlightning_plugins.stores.http.message import (
+    FEATURES_HEADER,
+    MAX_BODY_BYTES,
+    MAX_POLL_S,
+    PREFIX,
+    RUN_HEADER,
+    TIME_HEADER,
+)
 from agentlightning_plugins.stores.http.route import Route
 from agentlightning_plugins.stores.http.server import openapi, otlp
 from agentlightning_plugins.stores.http.server.access import Access, check_attempt
@@ -106,7 +113,9 @@ class StoreApplication:
         _refuse_attempt_token(request)
         message = _subscription.validate_python(read_query(request.query))
         run_id = _run_id(request, message.get("run_id"))
-        return await self._streams.answer(request, run_id, message.get("kinds"), request.headers.get("last-event-id"))
+        return await self._streams.answer(
+            request, run_id, message.get("kinds"), request.headers.get("last-event-id"), message.get("poll_s")
+        )
 
     async def _answer_otlp(self, request: web.Request) -> web.StreamResponse:
         export = otlp.read_request(await request.read(), request.content_type)
@@ -180,6 +189,7 @@ def _refuse_attempt_token(request: web.Request) -> None:
 class _Subscription(TypedDict, total=False):
     kinds: list[str] | None
     run_id: str
+    poll_s: Annotated[float, Field(ge=0, le=MAX_POLL_S)]
 
 
 _subscription: Final = TypeAdapter(_Subscription)
@@ -193,6 +203,7 @@ _EVENTS: Final[openapi.Operation] = {
     "parameters": [
         {"name": "kinds", "in": "query", "schema": {"type": "array", "items": {"type": "string"}}},
         {"name": "run_id", "in": "query", "schema": {"type": "string", "pattern": _RUN_ID.pattern}},
+        {"name": "poll_s", "in": "query", "schema": {"type": "number", "minimum": 0, "maximum": MAX_POLL_S}},
         {"name": "last-event-id", "in": "header", "schema": {"type": "string"}},
     ],
     "responses": {"200": {"description": "A stream.", "content": {"text/event-stream": _TEXT}}},

@@ -23,13 +23,18 @@ MAX_UNREAD_EVENTS: Final = 10_000
 """A reader that is further behind gets an event ``overflow``, and its stream ends."""
 KEPT_EVENTS: Final = 4096
 """The number of events of a run that can be replayed."""
-KEEPALIVE_S: Final = 15.0
+KEEPALIVE_S: Final = 4.0
 _STUCK_S: Final = 60.0
 """The time after which a reader that takes no data is disconnected."""
 _DRAIN_S: Final = 0.5
 """The time a reader has for its remaining events when the server stops."""
 _LINGER_S: Final = 60.0
 """The time that events are kept after the last reader has disconnected, in case it reconnects."""
+_HEADERS: Final = {
+    "content-type": "text/event-stream",
+    "cache-control": "no-store, no-transform",
+    "x-accel-buffering": "no",  # nginx passes events on at once
+}
 
 
 class EventStreams:
@@ -53,13 +58,27 @@ class EventStreams:
         return sum(len(hub.readers) for hub in self._hubs.values())
 
     async def answer(
-        self, request: web.Request, run_id: str, kinds: Sequence[str] | None, last_event_id: str | None
+        self,
+        request: web.Request,
+        run_id: str,
+        kinds: Sequence[str] | None,
+        last_event_id: str | None,
+        poll_s: float | None = None,
     ) -> web.StreamResponse:
         """Answers with the events of a run: ``id`` is the number, ``event`` the kind, ``data`` the event as JSON.
 
         The headers are sent after subscribing, so a client that has received them gets every later event. A client that
         sends the id of its last event gets the events since then, or an event ``gap`` if they are no longer kept. A
         reader that is too slow gets an event ``overflow``, and its stream ends.
+
+        Args:
+            request: the request.
+            run_id: the run.
+            kinds: the kinds of events that are sent; None sends all.
+            last_event_id: the id of the client's last event.
+            poll_s: ends the answer after the first events, and after this time without events; for clients behind a
+                proxy that passes answers on only when they are complete. Without ``last_event_id`` it ends at once,
+                with the id to go on from.
 
         Raises:
             ConfigError: an unknown kind.
@@ -71,6 +90,7 @@ class EventStreams:
             self._hubs = {known: hub for known, hub in self._hubs.items() if not hub.ended}
             hub = self._hubs[run_id] = _Hub(self._view(run_id))
         reader = _Reader(None if kinds is None else frozenset(kinds))
+        begin = "" if last_event_id else f"\nid: {hub.position}"
         hub.join(reader, last_event_id)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._open[done] = request
@@ -78,11 +98,15 @@ class EventStreams:
             reader.end()
         try:
             await asyncio.sleep(0)  # a new hub subscribes in its first step
-            response = web.StreamResponse(headers={"content-type": "text/event-stream", "cache-control": "no-store"})
+            response = web.StreamResponse(headers=_HEADERS)
             await response.prepare(request)
             with contextlib.suppress(ConnectionError):  # the client has disconnected
-                await response.write(b": subscribed\n\n")
-                await _send_events(reader, response)
+                await response.write(f": subscribed{begin}\n\n".encode())
+                if poll_s is not None:
+                    await reader.wait(poll_s if last_event_id else 0.0)
+                    await response.write(reader.take())
+                else:
+                    await _send_events(reader, response)
             return response
         finally:
             hub.leave(reader)
@@ -115,10 +139,7 @@ async def _send_events(reader: _Reader, response: web.StreamResponse) -> None:
         elif reader.ended:
             return
         else:
-            try:
-                async with asyncio.timeout(KEEPALIVE_S):
-                    await reader.changed.wait()
-            except TimeoutError:
+            if not await reader.wait(KEEPALIVE_S):
                 await response.write(b": keep-alive\n\n")
 
 
@@ -152,6 +173,15 @@ class _Reader:
         self.ended = True
         self.changed.set()
 
+    async def wait(self, timeout_s: float) -> bool:
+        """Waits for events or the end of the stream; False if there were none in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
     def take(self) -> bytes:
         self.changed.clear()
         if self.ended:
@@ -174,6 +204,11 @@ class _Hub:
         self._store = store
         self._task = asyncio.get_running_loop().create_task(self._pump())
         self._end_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def position(self) -> str:
+        """The id of the last event."""
+        return f"{self._name}-{self._number}"
 
     def join(self, reader: _Reader, last_event_id: str | None) -> None:
         if self._end_timer is not None:
@@ -219,7 +254,7 @@ class _Hub:
 
     def _publish(self, event: Event) -> None:
         self._number += 1
-        frame = _frame(event.kind, to_json(event), f"{self._name}-{self._number}")
+        frame = _frame(event.kind, to_json(event), self.position)
         self._kept.append((event.kind, frame))
         for reader in self.readers:
             reader.put(event.kind, frame)
