@@ -159,6 +159,59 @@ async def test_a_server_that_does_not_come_back_is_said(own_server: PostgresServ
     await store.close()
 
 
+async def test_a_server_without_a_free_connection_is_waited_for(own_server: PostgresServer) -> None:
+    store = PostgresLightningStore(own_server.url(), watchdog_interval_s=None)
+    held: list[asyncpg.Connection] = []
+    refusals = 0
+    while refusals < 5:  # also those that other clients are giving back
+        try:
+            held.append(await asyncpg.connect(own_server.url()))
+        except asyncpg.TooManyConnectionsError:
+            refusals += 1
+            await asyncio.sleep(0.1)
+    reading = asyncio.create_task(store.query_rollouts())  # opens another connection
+    await asyncio.sleep(0.3)
+    was_waiting = not reading.done()
+    for connection in held:
+        await connection.close()
+    assert was_waiting
+    assert len(await reading) == 0
+    await store.close()
+
+
+async def test_cancelled_statements_are_repeated(database: str) -> None:
+    store = PostgresLightningStore(f"{database}{'&' if '?' in database else '?'}agl_connections=2")
+    other = await asyncpg.connect(database)
+    cancel = (
+        "SELECT count(pg_cancel_backend(pid)) FROM pg_stat_activity WHERE application_name = 'lightning' "
+        "AND datname = current_database() AND state = 'active'"
+    )
+    is_over = False
+
+    async def cancel_often() -> None:
+        while not is_over:
+            await other.execute(cancel)
+            await asyncio.sleep(0.03)
+
+    cancelling = asyncio.create_task(cancel_often())
+    for number in range(60):
+        await store.enqueue_rollout(number)
+        claimed = await store.dequeue_rollout()
+        assert claimed is not None
+        assert claimed.input == number
+        await store.query_rollouts(limit=5)
+    is_over = True
+    await cancelling
+    await other.close()
+    await store.close()
+
+
+@pytest.mark.parametrize("setting", ["agl_connections=1", "agl_connections=many", "agl_pool=3"])
+def test_a_setting_in_the_url_that_is_wrong_is_refused(setting: str) -> None:
+    with pytest.raises(ConfigError, match="connections"):
+        PostgresLightningStore(f"postgresql://user@localhost:1/db?application_name=mine&{setting}")
+
+
 async def test_an_event_is_heard_although_the_server_restarted(own_server: PostgresServer) -> None:
     here = PostgresLightningStore(own_server.url(), reconnect_s=60.0)
     waiting = asyncio.create_task(here.dequeue_rollout(timeout=60))
@@ -510,12 +563,45 @@ async def test_an_id_with_a_nul_is_refused_and_stores_nothing(database: str) -> 
 # --- the schema ---
 
 
-async def test_a_schema_of_a_newer_version_is_refused_untouched(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(schema, "MIGRATIONS", (*schema.MIGRATIONS, ("CREATE TABLE agl.news (text text)",)))
-        await PostgresLightningStore(database).close()
+async def migrate_as_newer_version(database: str, oldest_writer: int) -> None:
+    """Migrates the database as the next version of Lightning would."""
+    connection = await asyncpg.connect(database)
+    async with connection.transaction():
+        await connection.execute("CREATE TABLE agl.news (text text)")
+        await connection.execute(
+            "UPDATE agl.schema_version SET version = version + 1, oldest_writer = $1", oldest_writer
+        )
+        await connection.execute("SELECT pg_notify('agl', $1)", schema.MIGRATED)
+    await connection.close()
+
+
+async def test_processes_stop_writing_when_a_newer_version_changes_the_schema(database: str) -> None:
+    store = PostgresLightningStore(database)
+    await store.enqueue_rollout("kept")
+    await migrate_as_newer_version(database, len(schema.MIGRATIONS) + 1)
+    writer = backend_of(store)._thread.writer
+    await until(lambda: writer._refusal is not None)
+    with pytest.raises(ConfigError, match="newer version"):
+        await store.enqueue_rollout("too late")
+    with pytest.raises(ConfigError, match="newer version"):
+        await store.dequeue_rollout("worker")
+    assert [rollout.input for rollout in await store.query_rollouts()] == ["kept"]
+    await store.close()
     with pytest.raises(ConfigError, match="newer version"):
         PostgresLightningStore(database)
+
+
+async def test_processes_of_two_neighbouring_versions_share_a_database_during_an_upgrade(database: str) -> None:
+    store = PostgresLightningStore(database)
+    await migrate_as_newer_version(database, len(schema.MIGRATIONS))
+    await asyncio.sleep(0.2)
+    await store.enqueue_rollout("of the old version")
+    opened = PostgresLightningStore(database)
+    claimed = await opened.dequeue_rollout()
+    assert claimed is not None
+    assert claimed.input == "of the old version"
+    for each in (store, opened):
+        await each.close()
 
 
 async def test_a_migration_is_done_wholly_or_not_at_all(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -542,6 +628,7 @@ async def test_a_database_of_an_older_version_goes_on_with_what_is_in_it(databas
     await store.enqueue_rollout("kept")
     await store.close()
     connection = await asyncpg.connect(database)
+    await connection.execute("ALTER TABLE agl.schema_version DROP COLUMN oldest_writer")
     await connection.execute("ALTER TABLE agl.event DROP COLUMN xid")
     await connection.execute("ALTER TABLE agl.tally DROP COLUMN slot, ADD PRIMARY KEY (name, run_id, status)")
     await connection.execute("CREATE FUNCTION agl.claim(queues text[]) RETURNS void LANGUAGE sql AS ''")

@@ -33,22 +33,42 @@ _AWAY: Final = (
     asyncpg.CrashShutdownError,
     asyncpg.CannotConnectNowError,
     asyncpg.IdleInTransactionSessionTimeoutError,
+    asyncpg.TooManyConnectionsError,
 )
 """The server or the network is gone and may come back. TimeoutError is an OSError."""
+
+
+MAX_CANCELLED: Final = 2
+"""How often a statement is repeated that the server has cancelled; a write is done once, however often it is sent."""
+_PARAMETERS: Final = ("connections", "statement_timeout_s")
 
 
 class Server:
     """One database of one server."""
 
-    def __init__(self, url: str, *, connect_timeout_s: float, reconnect_s: float) -> None:
-        """Parses the URL.
+    def __init__(
+        self, url: str, *, connections: int, statement_timeout_s: float, connect_timeout_s: float, reconnect_s: float
+    ) -> None:
+        """Parses the URL, whose parameters ``agl_connections`` and ``agl_statement_timeout_s`` come before arguments.
 
         Raises:
-            ConfigError: PostgreSQL's libraries would not understand it.
+            ConfigError: PostgreSQL's libraries would not understand it, or a setting is out of range.
         """
+        url, given = _take_settings(url)
         self._url = url
+        self.connections = int(given.get("connections", connections))
+        self._statement_timeout_s = given.get("statement_timeout_s", statement_timeout_s)
         self._connect_timeout_s = connect_timeout_s
         self._reconnect_s = reconnect_s
+        if self.connections < 2:
+            raise ConfigError(f"connections={self.connections}; a store needs 2 or more: one writes, the others read")
+        for name, value in (
+            ("statement_timeout_s", self._statement_timeout_s),
+            ("connect_timeout_s", connect_timeout_s),
+            ("reconnect_s", reconnect_s),
+        ):
+            if not value > 0:
+                raise ConfigError(f"{name}={value}; it must be above 0")
         try:
             parts = urlsplit(url)
             host, port = parts.hostname, parts.port
@@ -73,7 +93,8 @@ class Server:
             OSError or asyncpg.PostgresError: the server cannot be reached or is not ready.
         """
         try:
-            return await asyncpg.connect(self._url, timeout=self._connect_timeout_s, server_settings=_SETTINGS)
+            settings = {**_SETTINGS, "statement_timeout": f"{self._statement_timeout_s * 1000:.0f}ms"}
+            return await asyncpg.connect(self._url, timeout=self._connect_timeout_s, server_settings=settings)
         except (asyncpg.InvalidPasswordError, asyncpg.InvalidAuthorizationSpecificationError) as error:
             raise ConfigError(f"{self.shown} refuses this user or password ({error.sqlstate}); check both") from None
         except asyncpg.InvalidCatalogNameError:
@@ -126,6 +147,26 @@ class Server:
         return text
 
 
+def _take_settings(url: str) -> tuple[str, dict[str, float]]:
+    """Splits our own parameters off the query of a URL."""
+    head, mark, query = url.partition("?")
+    kept, given = [], {}
+    for part in query.split("&"):
+        name, _, value = part.partition("=")
+        if name.startswith("agl_"):
+            name = name.removeprefix("agl_")
+            try:
+                given[_PARAMETERS[_PARAMETERS.index(name)]] = float(value)
+            except ValueError:
+                known = ", ".join(f"agl_{known}" for known in _PARAMETERS)
+                raise ConfigError(
+                    f"agl_{name}={value} in the URL of the PostgreSQL store: known are {known}, which are numbers"
+                ) from None
+        else:
+            kept.append(part)
+    return (head + mark + "&".join(kept)).rstrip("?"), given
+
+
 def is_lost(connection: asyncpg.Connection, error: Exception) -> bool:
     """Whether an error says that the connection is gone, and nothing about the statement."""
     return isinstance(error, _AWAY) or connection.is_closed()
@@ -136,6 +177,8 @@ _MEANINGS: Final = {
     "42501": "this user may not do that; grant it the right to create a schema, or to use the schema agl",
     "53100": "the server's disk is full; this write was not stored. Free some space and try again",
     "53200": "the server has no memory left; nothing was written, try again",
-    "53300": "the server has no connection left; raise its max_connections, or close other clients",
+    "53300": "the server has no connection left; raise its max_connections, close other clients, or lower "
+    "agl_connections in the URL of each store",
+    "57014": "the server cancelled the statement, at its timeout (agl_statement_timeout_s in the URL) or by hand",
     "54000": "a record, or one of its ids, is larger than PostgreSQL takes; nothing was written",
 }

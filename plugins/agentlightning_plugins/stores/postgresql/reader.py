@@ -11,14 +11,13 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import asyncpg
 
 from agentlightning_plugins.stores.postgresql.condition import number_parameters
-from agentlightning_plugins.stores.postgresql.connection import Server, is_lost
+from agentlightning_plugins.stores.postgresql.connection import MAX_CANCELLED, Server, is_lost
 from agentlightning_plugins.stores.sql.batch import Item, settle
 from agentlightning_plugins.stores.sql.plan import Plan
 
 Function: TypeAlias = Callable[[asyncpg.Connection], Awaitable[Any]]
 """A read of its own; it is repeated from its beginning when the connection is lost."""
 
-READERS: Final = 4
 _TYPES: Final = {str: "text", int: "bigint", float: "float8"}
 _CUT: Final = " LIMIT ? OFFSET ?"
 
@@ -67,7 +66,7 @@ class Readers:
                     continue
                 self._lookups[item.work.sql] = [item]
             self._items.append(item)
-        while len(self._tasks) < READERS and len(self._tasks) < len(self._items):
+        while len(self._tasks) < self._server.connections - 1 and len(self._tasks) < len(self._items):
             task = asyncio.create_task(self._work())
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -91,10 +90,16 @@ class Readers:
             self._settle_soon(together)
 
     async def _read(self, items: Sequence[Item[Read]]) -> None:
+        cancelled = 0
         while True:
             connection = self._connections.pop() if self._connections else await self._server.reconnect()
             try:
                 await _answer(connection, items)
+            except asyncpg.QueryCanceledError:  # by an administrator, or the statement timeout
+                self._connections.append(connection)
+                cancelled += 1
+                if cancelled > MAX_CANCELLED:
+                    raise
             except Exception as error:  # whatever it is: a connection that is gone is replaced, another error goes on
                 if not is_lost(connection, error):
                     self._connections.append(connection)

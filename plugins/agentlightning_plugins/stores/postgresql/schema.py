@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Final
 
 import asyncpg
@@ -116,8 +117,14 @@ _FOURTH: Final = (
     "ALTER TABLE agl.event ADD COLUMN xid bigint NOT NULL DEFAULT 0",
     "CREATE INDEX event_xid ON agl.event (xid)",
 )
-MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (_FIRST, (), (), _FOURTH)
+# The oldest version of Lightning, by the version of its schema, that may still write.
+_FIFTH: Final = ("ALTER TABLE agl.schema_version ADD COLUMN oldest_writer int NOT NULL DEFAULT 4",)
+MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (_FIRST, (), (), _FOURTH, _FIFTH)
 """The statements that make each version of the schema from the one before."""
+OLDEST_WRITER: Final = 4
+"""The oldest version whose processes may write to the newest schema, so that servers can be upgraded in turn."""
+MIGRATED: Final = "migrated"
+"""The notification after a migration."""
 
 
 async def migrate(connection: asyncpg.Connection, shown: str) -> None:
@@ -130,11 +137,12 @@ async def migrate(connection: asyncpg.Connection, shown: str) -> None:
     Raises:
         ConfigError: its schema ``agl`` is of another program, or of a newer version; it is not changed.
     """
-    if await _read_version(connection, shown) == len(MIGRATIONS):
+    if await check_version(connection, shown) >= len(MIGRATIONS):
         return
     async with connection.transaction():
+        await connection.execute("SET LOCAL statement_timeout = 0")
         await connection.execute("SELECT pg_advisory_xact_lock($1)", _MIGRATING)
-        version = await _read_version(connection, shown)  # another process may have been faster
+        version = await check_version(connection, shown)  # another process may have been faster
         if version == 0:
             await connection.execute("CREATE SCHEMA agl")
             await connection.execute("CREATE TABLE agl.schema_version (version int NOT NULL)")
@@ -142,14 +150,17 @@ async def migrate(connection: asyncpg.Connection, shown: str) -> None:
         for statements in MIGRATIONS[version:]:
             for statement in statements:
                 await connection.execute(statement)
-        await connection.execute("UPDATE agl.schema_version SET version = $1", len(MIGRATIONS))
+        await connection.execute(
+            "UPDATE agl.schema_version SET version = $1, oldest_writer = $2", len(MIGRATIONS), OLDEST_WRITER
+        )
+        await connection.execute("SELECT pg_notify('agl', $1)", MIGRATED)
 
 
-async def _read_version(connection: asyncpg.Connection, shown: str) -> int:
-    """The version of the schema; 0 if there is none.
+async def check_version(connection: asyncpg.Connection, shown: str) -> int:
+    """Returns the version of the schema; 0 if there is none.
 
     Raises:
-        ConfigError: it is of another program, or of a newer version.
+        ConfigError: it is of another program, or of a newer version that this one cannot write to.
     """
     there, versioned = await connection.fetchrow(
         "SELECT EXISTS (SELECT FROM pg_namespace WHERE nspname = $1), to_regclass('agl.schema_version') IS NOT NULL",
@@ -161,8 +172,9 @@ async def _read_version(connection: asyncpg.Connection, shown: str) -> int:
         raise ConfigError(
             f"{shown} has a schema named {SCHEMA!r} that is not ours; choose another database for the store"
         )
-    version: int = await connection.fetchval("SELECT version FROM agl.schema_version")
-    if version > len(MIGRATIONS):
+    row = json.loads(await connection.fetchval("SELECT to_json(v) FROM agl.schema_version AS v"))
+    version: int = row["version"]
+    if version > len(MIGRATIONS) and row.get("oldest_writer", version) > len(MIGRATIONS):
         raise ConfigError(
             f"{shown} was written by a newer version of Lightning (its schema is {version}, this one knows "
             f"{len(MIGRATIONS)}); upgrade Lightning, or choose another database"

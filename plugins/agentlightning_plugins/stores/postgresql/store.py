@@ -26,6 +26,8 @@ class PostgresLightningStore(BackendStore):
         *,
         lease_s: float = 60.0,
         watchdog_interval_s: float | None = 1.0,
+        connections: int = 5,
+        statement_timeout_s: float = 50.0,
         connect_timeout_s: float = 10.0,
         reconnect_s: float = 30.0,
     ) -> None:
@@ -37,17 +39,24 @@ class PostgresLightningStore(BackendStore):
             run_id: the run that this object sees.
             lease_s: an attempt without spans and heartbeats for this long is lost.
             watchdog_interval_s: how late the end of an attempt may be enforced; None leaves it to other processes.
+            connections: how many connections to open at most: one writes, the others read. More reads queue.
+            statement_timeout_s: the server cancels a statement that takes longer. It is tried again twice.
             connect_timeout_s: how long one attempt to connect may take.
             reconnect_s: how long calls wait for a server that went away before they fail.
 
         Raises:
-            ConfigError: the URL is malformed, the server refuses the user, or the schema is of a newer version.
+            ConfigError: the URL is malformed, a setting is out of range, the server refuses the user, or the schema is
+                of a newer version.
             StoreError: the server cannot be reached.
         """
-        for name, value in (("connect_timeout_s", connect_timeout_s), ("reconnect_s", reconnect_s)):
-            if not value > 0:
-                raise ConfigError(f"{name}={value}; it must be above 0")
-        backend = PostgresBackend(Server(url, connect_timeout_s=connect_timeout_s, reconnect_s=reconnect_s))
+        server = Server(
+            url,
+            connections=connections,
+            statement_timeout_s=statement_timeout_s,
+            connect_timeout_s=connect_timeout_s,
+            reconnect_s=reconnect_s,
+        )
+        backend = PostgresBackend(server)
         try:
             super().__init__(backend, run_id, lease_s=lease_s, watchdog_interval_s=watchdog_interval_s)
         except BaseException:

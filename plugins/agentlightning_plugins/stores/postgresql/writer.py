@@ -13,13 +13,14 @@ import asyncpg
 import orjson
 from pydantic import ValidationError
 
-from agentlightning.errors import StoreError
-from agentlightning.event import Event, RolloutEnqueued, RolloutFinished
+from agentlightning.errors import ConfigError, StoreError
+from agentlightning.event import Event
 from agentlightning.store.backend import Row
 from agentlightning.types import Rollout
-from agentlightning_plugins.stores.postgresql.connection import Server, is_lost
+from agentlightning_plugins.stores.postgresql.connection import MAX_CANCELLED, Server, is_lost
+from agentlightning_plugins.stores.postgresql.missed_events import read_missed_events
 from agentlightning_plugins.stores.postgresql.operation import Batch, Claiming, Operation, Work
-from agentlightning_plugins.stores.postgresql.schema import KEPT_EVENTS
+from agentlightning_plugins.stores.postgresql.schema import KEPT_EVENTS, MIGRATED, check_version
 from agentlightning_plugins.stores.postgresql.statement import CANDIDATES, NEW_EVENTS, OUTCOME, WRITE
 from agentlightning_plugins.stores.sql.batch import Item, settle
 from agentlightning_plugins.stores.sql.document import decode, decode_events, encode_events
@@ -36,10 +37,6 @@ LOOK_EVERY_S: Final = 1.0
 _PRUNE_EVERY: Final = 64
 _MAX_BUSY_S: Final = 0.05
 """The longest pause before a row that another transaction has locked is tried again."""
-_SLACK_S: Final = 60.0
-"""How far the times that other processes give to their events may lag behind."""
-_WAITING: Final = "SELECT run_id, rollout_id FROM agl.rollout WHERE queue_position IS NOT NULL"
-_ENDED: Final = "SELECT record FROM agl.rollout WHERE status IN ('succeeded', 'failed', 'cancelled')"
 _PRUNE: Final = "DELETE FROM agl.event WHERE position <= $1"
 _FORGET: Final = (
     "DELETE FROM agl.writer WHERE seen < now() - interval '7 days'",
@@ -81,6 +78,9 @@ class Writer:
         """How many items wait for rows that other transactions have locked."""
         self._wake = asyncio.Event()
         self._must_look = False
+        self._must_check_schema = False
+        self._refusal: ConfigError | None = None
+        """Set when a newer version has changed the schema so that this one cannot write to it."""
         self._stopped = False
         self.transactions = 0
         """How many were committed."""
@@ -128,6 +128,11 @@ class Writer:
         items: list[Item[Work]] = []
         while self._items and len(items) < MAX_BATCH:
             items.append(self._items.popleft())
+        if self._must_check_schema:
+            await self._check_schema()
+        if self._refusal is not None:
+            self._settle_error(items, self._refusal)
+            return
         try:
             await self._write(items)
         except Exception as error:  # isolation point: every caller gets the error and this coroutine goes on
@@ -258,7 +263,7 @@ class Writer:
 
     async def _retry(self, work: Callable[[asyncpg.Connection], Any]) -> Any:
         """Runs a statement that may be repeated until the server has answered it."""
-        tries = 0
+        tries = cancelled = 0
         while True:
             try:
                 if self._connection.is_closed():
@@ -268,6 +273,10 @@ class Writer:
             except (asyncpg.UniqueViolationError, asyncpg.DeadlockDetectedError, asyncpg.SerializationError):
                 tries += 1  # another process inserted the same record at the same time
                 if tries >= 100:
+                    raise
+            except asyncpg.QueryCanceledError:  # by an administrator, or the statement timeout
+                cancelled += 1
+                if cancelled > MAX_CANCELLED:
                     raise
             except Exception as error:  # whatever it is: if the connection is gone, nothing is known of the statement
                 if isinstance(error, StoreError) or not is_lost(self._connection, error):
@@ -325,11 +334,13 @@ class Writer:
         try:
             if self._connection.is_closed():
                 await self._reconnect()
+            if self._must_check_schema or self._server.clock.is_due:
+                await self._check_schema()
             if self._server.clock.is_due:
                 await self._server.measure_clock(self._connection)
             horizon, events, newest = await self._read_events(self._horizon)
             if newest - self._newest > KEPT_EVENTS:  # this process was stopped for so long that some are deleted
-                await self._reconstruct()
+                self._publish(await read_missed_events(self._connection, self._up_to_date_at))
             self._publish_new(horizon, events)
             self._newest = max(self._newest, newest)
             self._up_to_date_at = self._server.clock.now()
@@ -339,26 +350,18 @@ class Writer:
             )
             asyncio.get_running_loop().call_later(1.0, self._look_soon)
 
-    async def _reconstruct(self) -> None:
-        """Makes up for events that were deleted: publishes the queue as it is, and the rollouts that ended since.
-
-        Some were published before, which wakes a waiter for nothing and does no harm.
-        """
-        logger.warning("this process was away for so long that it missed events of the store; it catches up now")
-        found: list[Event] = []
-        async with self._connection.transaction():
-            async for run_id, rollout_id in self._connection.cursor(_WAITING, prefetch=1000):
-                found.append(RolloutEnqueued(run_id=run_id, rollout_id=rollout_id))
-            async for (record,) in self._connection.cursor(_ENDED, prefetch=1000):
-                rollout = decode(Rollout, record)
-                if rollout.end_time is None or rollout.end_time < self._up_to_date_at - _SLACK_S:
-                    continue
-                ended: dict[str, Any] = {"status": rollout.status, "mode": rollout.mode, "time": rollout.end_time}
-                found.append(RolloutFinished(run_id=rollout.run_id, rollout_id=rollout.rollout_id, **ended))
-        self._publish(found)
+    async def _check_schema(self) -> None:
+        """Refuses writes from now on if a newer version has changed the schema incompatibly."""
+        self._must_check_schema = False
+        try:
+            await self._retry(lambda connection: check_version(connection, self._server.shown))
+        except ConfigError as error:
+            logger.error("%s; this process writes no more", error)
+            self._refusal = error
 
     async def _reconnect(self) -> None:
         await self._adopt(await self._server.reconnect())
+        self._must_check_schema = True
         self._look_soon()
 
     async def _adopt(self, connection: asyncpg.Connection) -> None:
@@ -370,6 +373,8 @@ class Writer:
         self._connection = connection
 
     def _notified(self, connection: object, pid: int, channel: str, payload: object) -> None:
+        if payload == MIGRATED:
+            self._must_check_schema = True
         if payload != str(self._origin):
             self._look_soon()
 
