@@ -19,7 +19,8 @@ def create_store(
     ``from_url(url, *, run_id, token) -> LightningStore``.
 
     Args:
-        url: such as ``memory://``, ``sqlite:///runs/store.db``, ``postgresql://...`` or ``http://host:4747``.
+        url: such as ``memory://``, ``sqlite:///runs/store.db``, ``postgresql://...`` or ``http://host:4747``
+            (of several servers of one store: ``http://a:4747,http://b:4747``).
         run: the run whose queue and latest resources the store sees; None is the run ``default``.
         token: for served stores only.
         retention: which ended rollouts are kept; None keeps all. Not for served stores: their server decides.

@@ -48,7 +48,8 @@ class LightningStoreClient(RemoteMethods):
         """Connects at the first request.
 
         Args:
-            url: of the server, as in ``http://127.0.0.1:4747``.
+            url: of the server, as in ``http://127.0.0.1:4747``; or of several servers of the same store, separated by
+                commas: when one fails, the next is used.
             token: the token that the server was started with; None takes AGL_TOKEN from the environment.
             run_id: the run whose queue, latest resources and metrics this object sees.
             retry_s: how long a server may be unreachable, as while it restarts, before a call raises StoreError.
@@ -68,7 +69,7 @@ class LightningStoreClient(RemoteMethods):
 
     def __reduce__(self) -> tuple[Any, ...]:
         connection = self._connection
-        return _reconnect, (connection.url, connection.token, self.run_id, connection.retry_s)
+        return _reconnect, (",".join(connection.urls), connection.token, self.run_id, connection.retry_s)
 
     def with_run(self, run_id: str) -> LightningStoreClient:
         """The same store as seen from another run; the two share their connections."""

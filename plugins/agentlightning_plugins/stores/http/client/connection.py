@@ -43,31 +43,42 @@ _CONNECTION_ERRORS: Final = (aiohttp.ClientError, TimeoutError, OSError)
 
 
 class StoreConnection:
-    """The connections to one server; may be used from several threads and event loops, and after a fork."""
+    """The connections to one store, which one or several servers offer: to one of them at a time.
 
-    def __init__(self, url: str, token: str | None, retry_s: float) -> None:
-        """Connects at the first request.
+    May be used from several threads and event loops, and after a fork.
+    """
+
+    def __init__(self, urls: str, token: str | None, retry_s: float) -> None:
+        """Connects at the first request, to the first server.
+
+        Args:
+            urls: URLs of servers of the same store, separated by commas. When one fails, the next is tried.
+            token: the token of all of them.
+            retry_s: how long a request is tried when none of them can be reached.
 
         Raises:
-            ConfigError: not an http(s) URL.
+            ConfigError: not http(s) URLs.
         """
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"store URL {url!r}: give http://host:port, as in http://127.0.0.1:4747")
-        self.url = url.rstrip("/").removesuffix(PREFIX)
+        self.urls = tuple(_check_url(url) for url in urls.split(","))
+        self._current = 0
         self.token = token
         self.retry_s = retry_s
         self.features: frozenset[str] | None = None
         """Capabilities of the store behind the server; None until it has answered once."""
-        self.clock = ServerClock(self.url)
+        self.clock = ServerClock(urls)
         self._is_unreachable = False
         self._polls_events = False
         """Whether events are read by long polling, because a stream does not arrive."""
         self._opening: set[asyncio.Future[None]] = set()
         headers = {"authorization": f"Bearer {token}"} if token else {}
-        if parts.hostname in _LOOPBACK_HOSTS:
+        if all(urlsplit(url).hostname in _LOOPBACK_HOSTS for url in self.urls):
             headers["accept-encoding"] = "identity"  # compressing would take longer than sending
         self._pool = _SessionPool(headers)
+
+    @property
+    def url(self) -> str:
+        """URL of the server in use, without a path."""
+        return self.urls[self._current]
 
     async def request(
         self, method: str, path: str, body: Any = None, *, run_id: str, repeatable: bool, wait_s: float = 0.0
@@ -90,7 +101,6 @@ class StoreConnection:
         if self._opening:
             await self._subscriptions_opened()
         session = self._pool.session()
-        url = URL(self.url + PREFIX + path, encoded=True)
         headers = {RUN_HEADER: run_id}
         content = None
         if body is not None:
@@ -100,7 +110,8 @@ class StoreConnection:
         retry = _Retry(self.retry_s)
         while True:
             data = io.BytesIO(content) if content and len(content) > _LARGE_BODY_BYTES else content
-            sent_at = since_boot()
+            sent_at, server = since_boot(), self.url
+            url = URL(server + PREFIX + path, encoded=True)
             try:
                 async with session.request(method, url, data=data, headers=headers, timeout=timeout) as response:
                     answer = await response.read()
@@ -112,6 +123,7 @@ class StoreConnection:
                         f"and it is not known whether the store has executed it ({_describe(error)})"
                     ) from error
                 self._warn(error)
+                self._leave(server)
                 await retry.pause(self._describe_unreachable(error), error)
                 continue
             if self.clock.is_due and not wait_s and TIME_HEADER in response.headers:
@@ -121,6 +133,7 @@ class StoreConnection:
             if response.status < 300:
                 return from_json(answer)
             if response.status in _UNAVAILABLE and repeatable and FEATURES_HEADER not in response.headers:  # a proxy's
+                self._leave(server)
                 await retry.pause(f"{self.url} answers {response.status} {response.reason}", None)
                 continue
             raise _error_of(self.url, response.status, answer)
@@ -134,13 +147,14 @@ class StoreConnection:
         Raises:
             StoreError: as ``request``; or the reader was too slow and events were lost.
         """
-        url = URL(self.url + PREFIX + path, encoded=True)
         retry = _Retry(self.retry_s)
         headers = {RUN_HEADER: run_id}
         opened = asyncio.get_running_loop().create_future()
         self._opening.add(opened)
         try:
             while True:
+                server = self.url
+                url = URL(server + PREFIX + path, encoded=True)
                 try:
                     async with self._get_events(url, headers, _POLL_S if self._polls_events else None) as response:
                         if response.status in _UNAVAILABLE:
@@ -160,6 +174,7 @@ class StoreConnection:
                 except _CONNECTION_ERRORS as error:
                     if not (isinstance(error, aiohttp.SocketTimeoutError) and await self._can_poll(url, headers)):
                         self._warn(error)
+                        self._leave(server)
                         await retry.pause(self._describe_unreachable(error), error)
                 else:
                     if not self._polls_events:
@@ -206,14 +221,27 @@ class StoreConnection:
         """Closes the sessions of all loops; a later request opens new ones."""
         await self._pool.close()
 
+    def _leave(self, server: str) -> None:
+        """Uses the next server, unless another request has left this one already."""
+        if len(self.urls) > 1 and server == self.url:
+            self._current = (self._current + 1) % len(self.urls)
+            logger.warning("the store server %s fails; trying %s", server, self.url)
+
     def _warn(self, error: BaseException) -> None:
         """Warns once that the server is unreachable, because retries may take half a minute."""
-        if isinstance(error, _NOT_SENT) and not self._is_unreachable and self.retry_s > 1:
+        if len(self.urls) == 1 and isinstance(error, _NOT_SENT) and not self._is_unreachable and self.retry_s > 1:
             self._is_unreachable = True
             logger.warning("%s Trying again for %g s.", self._describe_unreachable(error), self.retry_s)
 
     def _describe_unreachable(self, error: BaseException) -> str:
-        return f"cannot reach a store at {self.url} ({_describe(error)}); is `agl store` running there?"
+        return f"cannot reach a store at {', '.join(self.urls)} ({_describe(error)}); is `agl store` running there?"
+
+
+def _check_url(url: str) -> str:
+    parts = urlsplit(url.strip())
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"store URL {url!r}: give http://host:port, as in http://127.0.0.1:4747")
+    return url.strip().rstrip("/").removesuffix(PREFIX)
 
 
 class _Retry:

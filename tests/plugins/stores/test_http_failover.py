@@ -1,0 +1,80 @@
+"""A client that knows several servers of one store goes on when one of them fails."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import signal
+import sys
+
+import pytest
+
+from agentlightning.errors import ConfigError, StoreError
+from agentlightning.types import EnqueueRolloutRequest
+from agentlightning_plugins.stores.http.client import LightningStoreClient
+from tests.port import reserve_port
+
+
+async def start_server(database: str, port: int) -> asyncio.subprocess.Process:
+    command = (sys.executable, "-m", "agentlightning", "store", "--backend", database, "--port", str(port))
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    assert b"Serving" in await process.stdout.readline()
+    return process
+
+
+async def test_claims_and_events_go_on_when_a_server_is_killed(database: str) -> None:
+    ports = [reserve_port(), reserve_port()]
+    servers = await asyncio.gather(*(start_server(database, port) for port in ports))
+    client = LightningStoreClient(",".join(f"http://127.0.0.1:{port}" for port in ports))
+    try:
+        ended: list[str] = []
+
+        async def listen() -> None:
+            async for event in client.subscribe(["rollout_finished"]):
+                ended.append(getattr(event, "rollout_id", ""))
+
+        listening = asyncio.create_task(listen())
+        queued = await client.enqueue_many_rollouts([EnqueueRolloutRequest(input=number) for number in range(40)])
+        done: list[str] = []
+
+        async def work(worker: LightningStoreClient, name: str) -> None:
+            while (claimed := await worker.dequeue_rollout(name)) is not None:
+                await worker.update_attempt(claimed.rollout_id, claimed.attempt.attempt_id, status="succeeded")
+                done.append(claimed.rollout_id)
+                if len(done) == 10:
+                    servers[0].send_signal(signal.SIGKILL)
+                    await servers[0].wait()
+
+        workers = [work(pickle.loads(pickle.dumps(client)), f"worker {number}") for number in range(3)]
+        await asyncio.gather(*workers)
+        rollouts = await client.wait_for_rollouts([rollout.rollout_id for rollout in queued], timeout=60)
+        assert [rollout.status for rollout in rollouts] == ["succeeded"] * 40
+        last = await client.start_rollout("after the failure")
+        await client.update_attempt(last.rollout_id, last.attempt.attempt_id, status="succeeded")
+        for _ in range(3000):
+            if last.rollout_id in ended:
+                break
+            await asyncio.sleep(0.01)
+        assert last.rollout_id in ended
+        assert client.url.endswith(str(ports[1]))
+        listening.cancel()
+    finally:
+        for server in servers:
+            if server.returncode is None:
+                server.kill()
+                await server.wait()
+        await client.close()
+
+
+async def test_all_servers_are_named_when_none_can_be_reached() -> None:
+    ports = [reserve_port(), reserve_port()]
+    client = LightningStoreClient(",".join(f"http://127.0.0.1:{port}" for port in ports), retry_s=0.2)
+    with pytest.raises(StoreError, match=f"127.0.0.1:{ports[0]}, http://127.0.0.1:{ports[1]}"):
+        await client.query_rollouts()
+    await client.close()
+
+
+def test_each_of_several_urls_is_checked() -> None:
+    with pytest.raises(ConfigError, match="there:1"):
+        LightningStoreClient("http://here:1,there:1")
