@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -131,6 +131,8 @@ class Dialect(Protocol):
     span_name: str
     operation: str
     """OpenTelemetry's ``gen_ai.operation.name``."""
+    fields: Set[str] | None = None
+    """The fields of a request that are passed on; None: all, which lets agents set any option of the backend."""
 
     def read_token_options(self, body: Mapping[str, Any]) -> TokenOptions:
         """Returns the token data that a request asks for."""

@@ -6,7 +6,7 @@ In a stream the first chunk has the prompt's ids, and every chunk has the ids of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from operator import itemgetter
 from typing import Any, Final, Protocol
 
@@ -19,6 +19,7 @@ from agentlightning_plugins.gateway.dialects.dialect import (
     ToolCall,
     tool_call_part,
 )
+from agentlightning_plugins.gateway.dialects.fields import CHAT_FIELDS, COMPLETION_FIELDS, EMBEDDING_FIELDS
 from agentlightning_plugins.gateway.dialects.json_text import dump_json
 
 _ABSENT: Final = object()
@@ -43,6 +44,7 @@ class ChatCompletions(OpenAIDialect):
     path = "chat/completions"
     span_name = "chat.completions"
     operation = "chat"
+    fields: Set[str] | None = CHAT_FIELDS
     ask_logprobs: bool | int = True
     """The value of ``logprobs`` that asks for the log-probabilities of the sampled tokens."""
 
@@ -115,6 +117,7 @@ class Completions(ChatCompletions):
     path = "completions"
     span_name = "completions"
     operation = "text_completion"
+    fields = COMPLETION_FIELDS
     ask_logprobs = 1
 
 
@@ -126,6 +129,7 @@ class Embeddings(OpenAIDialect):
     path = "embeddings"
     span_name = "embeddings"
     operation = "embeddings"
+    fields = EMBEDDING_FIELDS
 
     def read_messages(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
         return _read_texts(body["input"])

@@ -50,14 +50,12 @@ class Call:
     """None if unknown: such a call is relayed and not recorded."""
     dialect: Dialect
     """Of the agent."""
-    text: bytes
-    """The body as the agent sent it."""
     body: Mapping[str, Any]
-    """The same, parsed."""
+    """Of the request, without fields that are not passed on."""
     model: str
     trace: TraceContext
     query: str = ""
-    """Of the agent's URL, without the question mark."""
+    """For the backend's URL, without the question mark."""
     start_time: float = field(default_factory=time.time)
     first_time: float = 0.0
     """Arrival of the first bytes of a stream."""
