@@ -238,6 +238,71 @@ async def test_a_store_that_fails_for_too_long_loses_spans_but_does_not_stop_the
     writer.close()
 
 
+class TroubledStore(FaultyStore):
+    """Fails for one attempt for as long as its spans contain one with the attribute ``broken``."""
+
+    async def add_many_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
+        if any("broken" in span.attributes for span in spans):
+            self.batches.append(len(spans))
+            raise StoreError("the server answered 500")
+        return await super().add_many_spans(spans)
+
+
+async def test_the_trouble_of_one_attempt_delays_neither_others_nor_its_own_spans_for_long() -> None:
+    store = TroubledStore()
+    troubled, other = await store.start_rollout(0), await store.start_rollout(1)
+    writer = SpanWriter(store)
+    for name in ("a", "b"):
+        writer.put(span_of(troubled, name))
+        writer.put(span_of(troubled, "broken", broken=True))
+        writer.put(span_of(other, name))
+    began = time.monotonic()
+    assert await writer.flush(*ids_of(other), timeout_s=60)
+    assert time.monotonic() - began < 0.7, "it does not wait for the other attempt's retries"
+    assert await names_in(store, other) == ["a", "b"]
+    async with asyncio.timeout(30):
+        while await names_in(store, troubled) != ["a", "b"]:  # noqa: ASYNC110 # nothing signals it
+            await asyncio.sleep(0.05)
+    for i in range(20):
+        writer.put(span_of(other, str(i)))
+        assert await writer.flush(*ids_of(other), timeout_s=60)
+    assert writer.queued == writer.undelivered(*ids_of(troubled)) == 2
+    assert not await writer.flush(timeout_s=0.01)
+    await asyncio.to_thread(writer.close)
+    assert writer.dropped(*ids_of(troubled)) == writer.lost == 2
+    await store.close()
+
+
+async def test_a_span_that_fails_for_too_long_is_dropped_alone() -> None:
+    store = TroubledStore()
+    rollout = await store.start_rollout(0)
+    writer = SpanWriter(store, give_up_s=0.5)
+    for name in ("a", "b", "c"):
+        writer.put(span_of(rollout, name, **({"broken": True} if name == "b" else {})))
+    assert await writer.flush(timeout_s=60)
+    assert await names_in(store, rollout) == ["a", "c"]
+    assert writer.dropped(*ids_of(rollout)) == 1
+    assert writer.queued == 0
+    writer.close()
+    await store.close()
+
+
+async def test_a_store_that_is_back_gets_every_span() -> None:
+    store = FaultyStore()
+    rollouts = [await store.start_rollout(i) for i in range(8)]
+    writer = SpanWriter(store, max_batch=10)
+    store.failures = [StoreError("down")] * 30
+    for i in range(40):
+        for rollout in rollouts:
+            writer.put(span_of(rollout, str(i)))
+    assert await writer.flush(timeout_s=60)
+    for rollout in rollouts:
+        assert sorted(await names_in(store, rollout), key=int) == [str(i) for i in range(40)]
+    assert (writer.lost, writer.queued) == (0, 0)
+    writer.close()
+    await store.close()
+
+
 async def test_closing_writes_queued_spans_and_drops_later_ones(store: FaultyStore) -> None:
     rollout = await store.start_rollout(0)
     writer = SpanWriter(store, max_delay_s=30)

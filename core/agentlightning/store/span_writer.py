@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import itertools
 import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
-from agentlightning.errors import ConflictError, NotFoundError, StoreError
+from agentlightning.errors import NotFoundError, StoreError
 from agentlightning.store.protocol import LightningStore
+from agentlightning.store.span_size import estimate_bytes
 from agentlightning.store.waiting import Signal, deadline_after
 from agentlightning.types import Span
 
@@ -26,13 +29,13 @@ AttemptKey: TypeAlias = tuple[str, str]
 _BATCH_BYTES: Final = 4 * 2**20
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 2.0
-_CONFLICT_S: Final = 0.5
-"""How long a write that conflicts with other writers is tried before the spans of other attempts."""
+_FAILURES_UNTIL_APART: Final = 5
+"""Failed writes of an attempt's spans until each span is written alone, because one may be the cause."""
 
 
 class _Item(NamedTuple):
     number: int
-    """From 1, in the order of ``put``; items are settled (stored or dropped) in the same order."""
+    """From 1, in the order of ``put``."""
     span: Span
     size: int
 
@@ -41,12 +44,25 @@ class _Item(NamedTuple):
         return self.span.rollout_id, self.span.attempt_id
 
 
+@dataclass(slots=True)
+class _Lane:
+    """The spans of an attempt whose write failed. They wait for another try, and later ones behind them."""
+
+    items: list[_Item]
+    failed_at: float
+    """``time.monotonic()`` of the first failure."""
+    retry_at: float
+    failures: int = 1
+    """In a row."""
+
+
 class SpanWriter:
     """A bounded queue in front of a store, emptied in batches by a thread.
 
-    ``put`` never waits: spans that do not fit are dropped and counted for their attempt. Spans reach the store in the
-    order of ``put``. While the store fails, a batch is tried again. Spans that the store refuses, such as those of an
-    unknown attempt, are dropped and counted; the others of their batch are stored.
+    ``put`` never waits: spans that do not fit are dropped and counted for their attempt. Spans of an attempt reach the
+    store in the order of ``put``. While their write fails, it is tried again, and the spans of other attempts go on.
+    Spans that the store refuses, such as those of an unknown attempt, are dropped and counted; the others of their
+    batch are stored.
     """
 
     _shared: Final[dict[int, tuple[SpanWriter, int]]] = {}
@@ -80,11 +96,14 @@ class SpanWriter:
         self._queue: deque[_Item] = deque()
         self._bytes = 0
         self._last_put = 0
-        self._last_settled = 0
+        self._last_written = 0
+        """The number of the last item that was stored, dropped or moved to a lane."""
+        self._lanes: dict[AttemptKey, _Lane] = {}
+        """By attempt; changed by the thread only."""
         self._pending: Counter[AttemptKey] = Counter()
         self._dropped: Counter[AttemptKey] = Counter()
         self._reported: dict[AttemptKey, int] = {}
-        self._waiters: list[tuple[int, Signal]] = []
+        self._waiters: list[tuple[int, AttemptKey | None, Signal]] = []
         self._thread: threading.Thread | None = None
         self._store_loop: asyncio.AbstractEventLoop | None = None
         self._is_idle = False
@@ -132,7 +151,7 @@ class SpanWriter:
     @property
     def queued(self) -> int:
         """How many spans are neither stored nor dropped yet."""
-        return self._last_put - self._last_settled
+        return self._last_put - self._last_written + sum(len(lane.items) for lane in list(self._lanes.values()))
 
     @property
     def lost(self) -> int:
@@ -159,27 +178,19 @@ class SpanWriter:
     async def flush(
         self, rollout_id: str | None = None, attempt_id: str | None = None, *, timeout_s: float | None = None
     ) -> bool:
-        """Waits until the spans put so far are stored, or dropped and counted.
+        """Waits until the spans put so far, with ids those of one attempt, are stored, or dropped and counted.
 
         Without ids it also writes to each attempt how many of its spans were dropped: the runner of an attempt knows
-        only the losses of its own writer, not those of a gateway in another process.
-
-        Args:
-            rollout_id: with ``attempt_id``: returns at once if no span of this attempt is queued.
-            attempt_id: see ``rollout_id``.
-            timeout_s: how long to wait; None: until it is done.
-
-        Returns:
-            False when the time ran out.
+        only the losses of its own writer, not those of a gateway in another process. Returns False when ``timeout_s``
+        ran out; None waits until it is done.
         """
         self.bind_loop()
         with self._changed:
-            is_done = self._last_put == self._last_settled
-            if rollout_id is not None and attempt_id is not None:
-                is_done = not self._pending[rollout_id, attempt_id]
+            key = None if rollout_id is None or attempt_id is None else (rollout_id, attempt_id)
+            is_done = not self.queued if key is None else not self._pending[key]
             if not is_done:
                 settled = Signal()
-                self._waiters.append((self._last_put, settled))
+                self._waiters.append((self._last_put, key, settled))
                 self._changed.notify()
         if not is_done and not await settled.wait(deadline_after(timeout_s)):
             return False
@@ -200,63 +211,151 @@ class SpanWriter:
         if thread.is_alive():
             with self._changed:
                 self._queue.clear()
-                left = self._last_put - self._last_settled
+                left = self.queued
             logger.warning("%d spans had not reached the store when its writer was closed", left)
 
     def _run(self) -> None:
         with asyncio.Runner() as runner:  # one loop, so that the store can keep its connections
-            while batch := self._next_batch():
-                runner.run(self._deliver([item.span for item in batch]))
-                self._settle(batch)
+            while (batch := self._next_batch()) is not None:
+                runner.run(self._deliver(batch))
 
-    def _next_batch(self) -> list[_Item]:
-        """Waits for spans and takes the oldest; none when the writer is closed and the queue empty."""
+    def _next_batch(self) -> list[_Item] | None:
+        """Waits for spans and takes the oldest; none if a lane is due; None when it is closed and all is done."""
         with self._changed:
             self._is_idle = True
-            self._changed.wait_for(lambda: self._queue or self._is_closed)
+            due_at = min((lane.retry_at for lane in self._lanes.values()), default=None)
+            wait_s = None if due_at is None else max(0.0, due_at - time.monotonic())
+            self._changed.wait_for(lambda: self._queue or self._is_closed, wait_s)
             self._is_idle = False
-            self._changed.wait_for(
-                lambda: len(self._queue) >= self._max_batch or self._waiters or self._is_closed, self._max_delay_s
-            )
-            batch: list[_Item] = []
-            size = 0
-            while self._queue and len(batch) < self._max_batch and (not batch or size < _BATCH_BYTES):
-                batch.append(self._queue.popleft())
-                size += batch[-1].size
-            return batch
+            if self._queue:
+                self._changed.wait_for(
+                    lambda: len(self._queue) >= self._max_batch or self._waiters or self._is_closed, self._max_delay_s
+                )
+            elif self._is_closed and not self._lanes:
+                return None
+            return [self._queue.popleft() for _ in range(self._batch_length(self._queue))]
 
-    def _settle(self, batch: Sequence[_Item]) -> None:
+    def _batch_length(self, items: Iterable[_Item]) -> int:
+        """How many of the first items one write takes: those that begin within the limit of bytes."""
+        length = size = 0
+        for item in itertools.islice(items, self._max_batch):
+            if size >= _BATCH_BYTES:
+                break
+            length += 1
+            size += item.size
+        return length
+
+    async def _deliver(self, batch: list[_Item]) -> None:
+        """Stores spans, puts them into lanes or drops them; then tries the lanes that are due."""
+        fresh: dict[AttemptKey, list[_Item]] = {}
+        for item in batch:
+            lane = self._lanes.get(item.attempt)
+            (fresh.setdefault(item.attempt, []) if lane is None else lane.items).append(item)
+        error = await self._add([item for item in batch if item.attempt in fresh])
+        if error is None:
+            self._settle(item for item in batch if item.attempt in fresh)
+        else:
+            shared = error if len(fresh) == 1 else None
+            await asyncio.gather(*(self._open_lane(key, own, shared) for key, own in fresh.items()))
+        if batch:
+            self._last_written = batch[-1].number
+            self._wake()
+        now = time.monotonic()
+        due = [key for key, lane in self._lanes.items() if lane.retry_at <= now or self._is_closed]
+        await asyncio.gather(*map(self._retry, due))
+
+    async def _open_lane(self, key: AttemptKey, items: list[_Item], error: Exception | None) -> None:
+        """Stores the spans of one attempt after a batch failed, or opens a lane for them.
+
+        ``error`` is the one that they failed with, None if they were not alone in the batch.
+        """
+        error = error or await self._add(items)
+        if error is None:
+            self._settle(items)
+            return
+        left = items if _is_transient(error) else await self._add_apart(items, error)
+        if self._is_closed:
+            self._drop(left, error)
+        elif left:
+            now = time.monotonic()
+            self._lanes[key] = _Lane(left, now, now + _FIRST_PAUSE_S)
+
+    async def _retry(self, key: AttemptKey) -> None:
+        """Tries the first spans of a lane again; closes the lane if it is empty then."""
+        lane = self._lanes[key]
+        count = self._batch_length(lane.items)
+        items, rest = lane.items[:count], lane.items[count:]
+        error = await self._add(items)
+        if error is None:
+            self._settle(items)
+            lane.items, lane.failures = rest, 0
+        else:
+            lane.failures += 1
+            is_last = self._is_closed or time.monotonic() - lane.failed_at >= self._give_up_s
+            if is_last or not _is_transient(error) or lane.failures >= _FAILURES_UNTIL_APART:
+                lane.items = await self._add_apart(items, error) + rest
+            if is_last:
+                self._drop(lane.items, error)
+                lane.items = []
+        pause_s = min(_FIRST_PAUSE_S * 2 ** (lane.failures - 1), _LONGEST_PAUSE_S)
+        lane.retry_at = time.monotonic() + pause_s if lane.failures else 0.0
+        if not lane.items:
+            del self._lanes[key]
+        self._wake()
+
+    async def _add_apart(self, items: list[_Item], error: Exception) -> list[_Item]:
+        """Stores spans of an attempt one by one, and drops those that the store refuses.
+
+        Returns those that may be stored later: it ends after two failures in a row, because the store is the cause.
+        """
+        left: list[_Item] = []
+        failures = 0
+        for position, item in enumerate(items):
+            failure = error if len(items) == 1 else await self._add([item])
+            if failure is None:
+                self._settle([item])
+                failures = 0
+            elif not _is_transient(failure):
+                self._drop([item], failure)
+                failures = 0
+            else:
+                left.append(item)
+                failures += 1
+            if failures == 2:
+                return left + items[position + 1 :]
+        return left
+
+    def _drop(self, items: list[_Item], error: Exception) -> None:
+        if not items:
+            return
+        key = items[0].attempt
         with self._changed:
-            self._last_settled = batch[-1].number
-            for item in batch:
+            self._dropped[key] += len(items)
+        logger.warning("%d spans of attempt %s of rollout %s are lost: %s", len(items), key[1], key[0], error)
+        self._settle(items)
+
+    def _settle(self, items: Iterable[_Item]) -> None:
+        with self._changed:
+            for item in items:
                 self._bytes -= item.size
                 self._pending[item.attempt] -= 1
                 if not self._pending[item.attempt]:
                     del self._pending[item.attempt]
-            done = [signal for number, signal in self._waiters if number <= self._last_settled]
-            self._waiters = [waiter for waiter in self._waiters if waiter[0] > self._last_settled]
-        for signal in done:
+
+    def _wake(self) -> None:
+        """Wakes the flushes whose spans are stored or dropped."""
+        with self._changed:
+            done = [waiter for waiter in self._waiters if self._is_settled(waiter[0], waiter[1])]
+            self._waiters = [waiter for waiter in self._waiters if waiter not in done]
+        for _, _, signal in done:
             signal.set()
 
-    async def _deliver(self, spans: list[Span]) -> None:
-        """Stores spans or counts them as dropped: all at once, else by attempt, else one by one."""
-        error = await self._add(spans, self._give_up_s)
-        if error is None:
-            return
-        # After a store failed for give_up_s, each part is tried once more: a single span may be the cause.
-        retry_s = 0.0 if _is_transient(error) else self._give_up_s
-        by_attempt: dict[AttemptKey, list[Span]] = {}
-        for span in spans:
-            by_attempt.setdefault((span.rollout_id, span.attempt_id), []).append(span)
-        for key, own in by_attempt.items():
-            error = await self._add(own, retry_s)
-            lost = len(own) if error is not None else 0
-            if error is not None and len(own) > 1 and not isinstance(error, (StoreError, OSError)):
-                lost = sum([await self._add([span], retry_s) is not None for span in own])
-            if lost:
-                with self._changed:
-                    self._dropped[key] += lost
-                logger.warning("%d spans of attempt %s of rollout %s are lost: %s", lost, key[1], key[0], error)
+    def _is_settled(self, number: int, key: AttemptKey | None) -> bool:
+        """Whether the spans of an attempt, or of all, are settled up to a number."""
+        if self._last_written < number:
+            return False
+        lanes = self._lanes.values() if key is None else filter(None, [self._lanes.get(key)])
+        return all(lane.items[0].number > number for lane in lanes if lane.items)
 
     async def _report_losses(self) -> None:
         with self._changed:
@@ -278,23 +377,15 @@ class SpanWriter:
             return await call
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, loop))
 
-    async def _add(self, spans: Sequence[Span], retry_s: float) -> Exception | None:
-        """Stores spans, trying again while the store fails; returns the error if they could not be stored."""
-        began = time.monotonic()
-        pause_s = _FIRST_PAUSE_S
-        while True:
-            try:
-                await self._call(self._add_to_store(spans))
-                return None
-            except Exception as error:  # isolation point: an error of the store must not end the thread
-                limit_s = min(retry_s, _CONFLICT_S) if isinstance(error, ConflictError) else retry_s
-                if not _is_transient(error) or time.monotonic() - began >= limit_s or self._is_closed:
-                    return error
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
-    async def _add_to_store(self, spans: Sequence[Span]) -> None:
-        await self.store.add_many_spans(spans)
+    async def _add(self, items: Sequence[_Item]) -> Exception | None:
+        """Stores spans; returns the error if they could not be stored."""
+        if not items:
+            return None
+        try:
+            await self._call(self.store.add_many_spans([item.span for item in items]))
+        except Exception as error:  # isolation point: an error of the store must not end the thread
+            return error
+        return None
 
 
 def _is_transient(error: Exception) -> bool:
@@ -307,25 +398,3 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return asyncio.get_running_loop()
     except RuntimeError:
         return None
-
-
-def estimate_bytes(span: Span) -> int:
-    """Roughly how much memory a span takes: exact enough for a bound, and much cheaper than serializing it."""
-    size = 500
-    for name, value in span.attributes.items():
-        size += len(name) + (len(value) if type(value) is str else _estimate_value(value))
-    for event in span.events:
-        size += 200 + sum(len(name) + _estimate_value(value) for name, value in event.attributes.items())
-    return size
-
-
-def _estimate_value(value: object) -> int:
-    if isinstance(value, (str, bytes)):
-        return len(value)
-    if isinstance(value, (list, tuple)):
-        if value and isinstance(value[0], (int, float)):
-            return 8 * len(value)
-        return sum(8 + _estimate_value(item) for item in value)
-    if isinstance(value, dict):
-        return sum(len(str(key)) + _estimate_value(item) for key, item in value.items())
-    return 8

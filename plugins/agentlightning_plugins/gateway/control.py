@@ -11,14 +11,16 @@ from aiohttp import web
 from agentlightning.store.span_writer import SpanWriter
 from agentlightning_plugins.gateway.access.authentication import Authenticator
 from agentlightning_plugins.gateway.backends.backend import ModelTable
-from agentlightning_plugins.gateway.dialects.json_text import dump_json, parse_json
+from agentlightning_plugins.gateway.dialects.json_text import dump_json
 from agentlightning_plugins.gateway.dialects.openai import CHAT
 from agentlightning_plugins.gateway.limits.admission import Admission
 from agentlightning_plugins.gateway.recording.call import Call
 from agentlightning_plugins.gateway.recording.metric import CONTENT_TYPE, GatewayMetrics, count_by_backend
+from agentlightning_plugins.http_request import RequestError, parse_json, read_body
 
 CONTROL_PATHS: Final = ("health", "metrics", "status", "pause", "drain", "resume")
 _CHANGES: Final = ("pause", "drain", "resume")
+_MAX_BODY: Final = 10_000
 _DRAIN_S: Final = 60.0
 _MAX_DRAIN_S: Final = 600.0
 
@@ -46,7 +48,9 @@ class Controls:
         if request.content_type != "application/json":  # web pages cannot send it to another origin without permission
             return _refuse(415, f"/{path} takes JSON with Content-Type: application/json", "invalid_request")
         try:
-            return await self._change(path, parse_json(await request.read() or b"{}"))
+            return await self._change(path, await parse_json(await read_body(request, _MAX_BODY, _MAX_BODY) or b"{}"))
+        except RequestError as error:
+            return _refuse(error.status, f"/{path}: {error}", "invalid_request")
         except (ValueError, AttributeError) as error:
             return _refuse(400, f"/{path}: {error}", "invalid_request")
 

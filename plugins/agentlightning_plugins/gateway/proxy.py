@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from agentlightning_plugins.gateway.limits.admission import PAUSE_WAIT_S
 from agentlightning_plugins.gateway.limits.usage import UsageLimits, read_limits
 from agentlightning_plugins.gateway.settings import Settings
 from agentlightning_plugins.gateway.validation import check_number
+from agentlightning_plugins.http_request import is_loopback
 
 LaunchMode = Literal["thread", "process"]
 _READ_TIMEOUT_S: Final = 600.0  # as in the openai client
@@ -94,7 +94,7 @@ class LLMProxy:
             host=host,
             port=port or 0,
             num_retries=num_retries,
-            require_keys=not _is_loopback(host) if require_keys is None else require_keys,
+            require_keys=not is_loopback(host) if require_keys is None else require_keys,
             limits=read_limits(budget),
             read_timeout_s=read_timeout_s,
             health_interval_s=health_interval_s,
@@ -245,13 +245,6 @@ class LLMProxy:
         if self._launched is None:
             raise ConflictError(f"the gateway does not serve, so there is nothing to {command}; start it first")
         return await asyncio.to_thread(self._launched.call, command, *arguments)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _reachable_host(host: str) -> str:

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Mapping
 from typing import Any, Final
+from urllib.parse import urlencode
 
 from aiohttp import HttpVersion11, web
 
 from agentlightning_plugins.gateway.backends.upstream import Reply, refuse
 from agentlightning_plugins.gateway.dialects.dialect import Dialect
-from agentlightning_plugins.gateway.dialects.json_text import parse_json
+from agentlightning_plugins.gateway.dialects.json_text import parse_json as load_json
 from agentlightning_plugins.gateway.recording.call import AttemptKey, Call, TraceContext
+from agentlightning_plugins.http_request import RequestError, parse_json, read_body
 
-MAX_BODY_BYTES: Final = 1 << 28
+logger = logging.getLogger("agentlightning")
+MAX_BODY_BYTES: Final = 32 * 2**20
+"""After inflating, too."""
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+_QUERY: Final = frozenset({"api-version", "beta"})
+"""Of the agent's URL, passed on: of Azure and of Anthropic."""
+_CODES: Final = {413: "request_too_large", 415: "unsupported_encoding"}
+_MAX_WARNINGS: Final = 100
+_warned: Final[set[str]] = set()
+"""Fields that were not passed on, each of which is logged once."""
 
 
 def make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: asyncio.Task[None]) -> web.BaseRequest:
     """The request factory of ``aiohttp.web.Server``."""
-    loop = asyncio.get_running_loop()
-    return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=MAX_BODY_BYTES)
+    return web.BaseRequest(message, payload, protocol, writer, task, asyncio.get_running_loop())
 
 
 async def read_call(request: web.BaseRequest, dialect: Dialect, attempt: AttemptKey | None) -> Call | Reply:
@@ -30,14 +41,29 @@ async def read_call(request: web.BaseRequest, dialect: Dialect, attempt: Attempt
         await request.writer.write(_CONTINUE)  # curl, for example, waits for it before it sends a large body
         request.writer.output_size = 0
     try:
-        text = await request.read()
-        body = parse_json(text)
-    except web.HTTPRequestEntityTooLarge:
-        return refuse(dialect, 413, f"the request is larger than {MAX_BODY_BYTES} bytes", "request_too_large")
-    except ValueError as error:
-        return refuse(dialect, 400, f"the request is not JSON: {error}", "invalid_json")
+        text = await read_body(request, MAX_BODY_BYTES, MAX_BODY_BYTES)
+        body = await parse_json(text, loads=load_json)
+    except RequestError as error:
+        return refuse(dialect, error.status, str(error), _CODES.get(error.status, "invalid_json"))
     model = body.get("model") if isinstance(body, dict) else None
     if not isinstance(model, str):
         return refuse(dialect, 400, "the request is not an object with a 'model'", "invalid_request")
     trace = TraceContext.from_header(request.headers.get("traceparent"))
-    return Call(attempt, dialect, text, body, model, trace, request.query_string)
+    query = [(name, value) for name, value in request.query.items() if name in _QUERY] if request.query_string else ()
+    return Call(attempt, dialect, _keep_fields(body, dialect), model, trace, urlencode(query))
+
+
+def _keep_fields(body: Mapping[str, Any], dialect: Dialect) -> Mapping[str, Any]:
+    """Returns the fields of a request that are passed on."""
+    if dialect.fields is None or body.keys() <= dialect.fields:
+        return body
+    for name in body.keys() - dialect.fields:
+        if name not in _warned and len(_warned) < _MAX_WARNINGS:
+            _warned.add(name)
+            logger.warning(
+                "the field %.100r of %s is not passed on to backends; if they need it, set it in the "
+                "sampling_parameters of the model list",
+                name,
+                dialect.path,
+            )
+    return {name: value for name, value in body.items() if name in dialect.fields}

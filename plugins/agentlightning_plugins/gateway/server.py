@@ -36,6 +36,7 @@ from agentlightning_plugins.gateway.recording.span import call_to_span
 from agentlightning_plugins.gateway.recording.stream import StreamReader
 from agentlightning_plugins.gateway.request import make_request, read_call
 from agentlightning_plugins.gateway.settings import Settings
+from agentlightning_plugins.http_request import SERVER_SETTINGS
 
 logger = logging.getLogger("agentlightning")
 
@@ -72,7 +73,9 @@ class GatewayServer:
         """Begins to serve and returns the port; raises OSError if the address cannot be bound."""
         settings = self._settings
         self._upstream = Upstream(settings.num_retries, settings.read_timeout_s)
-        server = web.Server(self._handle, request_factory=make_request, handler_cancellation=True, access_log=None)
+        server = web.Server(
+            self._handle, request_factory=make_request, handler_cancellation=True, access_log=None, **SERVER_SETTINGS
+        )
         self._runner = web.ServerRunner(server, shutdown_timeout=_SHUTDOWN_S)
         await self._runner.setup()
         try:

@@ -88,7 +88,7 @@ def entry(endpoint: str, **more: Any) -> Mapping[str, Any]:
 
 def stream_reader(dialect: Dialect, body: Mapping[str, Any]) -> tuple[Call, StreamReader]:
     """A recorded call of a dialect, and the reader of the stream that answers it."""
-    call = Call(("r", "a"), dialect, b"{}", body, "m", TraceContext.from_header(None))
+    call = Call(("r", "a"), dialect, body, "m", TraceContext.from_header(None))
     (backend,) = ModelTable([entry("http://127.0.0.1:1/v1")]).backends
     return call, StreamReader(call, prepare(call, backend))
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import openai
 
 from agentlightning import semconv
@@ -24,6 +25,7 @@ SCRIPT = [
     Answer("Hello!"),
     Answer(status=429, error=f"slow down {PROVIDER_KEY}"),
     Answer("Hello, world", cut_after=4),
+    Answer("Hello!"),
 ]
 
 
@@ -44,14 +46,18 @@ async def main() -> dict[str, Any]:
                 }
                 for span in await case.spans(rollout)
             ]
+            async with ScriptedOpenAI() as thief:
+                stolen = await attack(str(client.base_url), thief)
             text = "".join(span.model_dump_json() for span in await case.spans(rollout))
         requests = [
             [request.path, request.headers.get("x-api-key"), request.body["model"]] for request in server.requests
         ]
+        requests = requests[:6] + [request for request in requests[6:] if request != requests[0]]
     return {
         "said": said,
         "spans": spans,
         "requests": requests,
+        "stolen": stolen,
         "leaks": PROVIDER_KEY in text + str(said),
         "is_lazy": "litellm" not in before,
     }
@@ -75,6 +81,40 @@ async def talk(case: Case, client: openai.AsyncOpenAI) -> list[Any]:
     except openai.APIError as error:
         said.append(error.message)
     return said
+
+
+async def attack(base_url: str, thief: ScriptedOpenAI) -> list[Any]:
+    """Sends every field that redirects litellm, also with the fields of the APIs; returns what the thief got."""
+    from litellm.types.utils import all_litellm_params
+
+    from agentlightning_plugins.gateway.dialects.fields import CHAT_FIELDS, EMBEDDING_FIELDS
+
+    url = thief.endpoint
+    fields = dict.fromkeys(set(all_litellm_params) - CHAT_FIELDS, url) | {
+        "base_url": url,
+        "api_base": url,
+        "api_key": "agent",
+        "custom_llm_provider": "openai",
+        "mock_response": "mocked",
+        "extra_headers": {"x-stolen": "1"},
+        "extra_body": {"api_base": url},
+        "fallbacks": [{"model": "openai/x", "api_base": url}],
+        "context_window_fallback_dict": {"claude-x": "openai/x"},
+        "model_list": [{"model_name": "m", "litellm_params": {"model": "openai/x", "api_base": url}}],
+        "aws_bedrock_runtime_endpoint": url,
+        "timeout": 0.001,
+        "metadata": {"user_api_key": "agent", "api_base": url},
+    }
+    answers = []
+    async with aiohttp.ClientSession() as session:
+        for sent in ([{name: value} for name, value in fields.items()], [fields]):
+            for more in sent:
+                body = {"model": "m", "messages": HELLO, **more}
+                async with session.post(f"{base_url}chat/completions", json=body) as response:
+                    answers.append((await response.text()).count("Hello!"))
+    overlap = sorted((CHAT_FIELDS | EMBEDDING_FIELDS) & set(all_litellm_params) - {"metadata"})
+    assert len(answers) > 100
+    return [len(thief.requests), overlap, answers.count(1) - len(answers)]
 
 
 if __name__ == "__main__":

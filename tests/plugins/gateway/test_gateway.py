@@ -94,7 +94,42 @@ async def test_a_request_changes_only_by_the_fields_of_capture() -> None:
         url = f"{client.base_url}chat/completions"
         async with aiohttp.ClientSession() as session, session.post(url, data=body) as response:
             assert response.status == 200
-        assert server.requests[0].raw == b'{"return_token_ids":true,"logprobs":true,' + body[1:]
+        sent = server.requests[0].body
+    sent_by_agent = json.loads(body)
+    assert sent_by_agent.pop("vendor"), "a field of no API is not passed on"
+    assert sent == sent_by_agent | {"return_token_ids": True, "logprobs": True}
+    assert list(sent)[: len(sent_by_agent)] == list(sent_by_agent), "in the same order"
+
+
+async def test_a_backend_gets_each_field_once() -> None:
+    body = b'{"model":"m","messages":[{"role":"user","role":"user","content":"hi"}],"n":7,"n":1,"n\\u0000":2}'
+    async with ScriptedOpenAI() as server, gateway(server) as case:
+        for url in ((await case.start())[1].base_url, f"{case.proxy.endpoint}/"):
+            async with (
+                aiohttp.ClientSession() as session,
+                session.post(f"{url}chat/completions", data=body) as response,
+            ):
+                assert response.status == 200
+        for request in server.requests:
+            assert request.raw.count(b'"n"') == request.raw.count(b'"role"') == 1
+            assert request.body["n"] == 1
+            assert "n\0" not in request.body
+
+
+async def test_a_backend_gets_only_known_headers_and_parameters_of_the_url() -> None:
+    strange = ("X-HTTP-Method-Override", "X-Goog-Api-Key", "X-Forwarded-For", "OpenAI-Organization", "Content-Encoding")
+    known = {"anthropic-beta": "b", "openai-beta": "assistants=v2", "user-agent": "agent/1"}
+    async with ScriptedOpenAI() as server, gateway(server) as case:
+        _, client = await case.start()
+        async with aiohttp.ClientSession() as session:
+            url = f"{client.base_url}chat/completions?key=stolen&beta=true&api-version=2"
+            headers = dict.fromkeys(strange[:-1], "agent") | known
+            async with session.post(url, json={"model": "m", "messages": HELLO}, headers=headers) as response:
+                assert response.status == 200
+        (request,) = server.requests
+        assert not set(strange) & set(request.headers)
+        assert {name: request.headers[name] for name in known} == known
+        assert request.path.partition("?")[2] in ("", "beta=true&api-version=2")
 
 
 async def test_calls_without_an_attempt_are_relayed_unchanged_and_not_recorded() -> None:

@@ -8,10 +8,11 @@ import openai
 import pytest
 
 from agentlightning.errors import ConfigError, StoreError
+from agentlightning.types import AttemptedRollout, Span
 from agentlightning_plugins.gateway.limits.usage import Usage, UsageLimits, UsageTracker, read_usage
 from agentlightning_plugins.gateway.proxy import LLMProxy
 from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI, encode, render_prompt
-from tests.plugins.gateway.gateway_setup import HELLO, entry, gateway
+from tests.plugins.gateway.gateway_setup import HELLO, Case, entry, gateway, until
 
 ASKED: dict[str, Any] = {"model": "m", "messages": HELLO}
 TOKENS_OF_A_CALL = len(encode(render_prompt({"messages": HELLO}))) + len(encode("ok")) + 1
@@ -48,6 +49,90 @@ async def test_tokens_are_counted_in_streams_too(stream: bool) -> None:
                     pass
         with pytest.raises(openai.APIStatusError, match=f"has used {2 * TOKENS_OF_A_CALL} of its"):
             await client.chat.completions.create(**ASKED)
+
+
+@pytest.mark.parametrize("path", ["chat", "completions"])
+async def test_streams_of_a_backend_without_token_ids_count_and_the_agent_does_not_see_the_usage(path: str) -> None:
+    budget = {"tokens": TOKENS_OF_A_CALL}
+    async with ScriptedOpenAI(token_ids="ignore") as server, gateway(server, budget=budget) as case:
+        rollout, client = await case.start()
+        create: Any = client.chat.completions.create if path == "chat" else client.completions.create
+        asked = ASKED if path == "chat" else {"model": "m", "prompt": "x" * TOKENS_OF_A_CALL}
+        chunks = [chunk async for chunk in await create(**asked, stream=True)]
+        assert chunks
+        assert all(chunk.choices for chunk in chunks)
+        assert (await case.span(rollout)).attributes["gen_ai.usage.output_tokens"] == len(encode("ok")) + 1
+        with pytest.raises(openai.APIStatusError, match="tokens"):
+            await create(**asked, stream=True)
+        _, client = await case.start()
+        create = client.chat.completions.create
+        usage = [c.usage async for c in await create(**ASKED, stream=True, stream_options={"include_usage": True})]
+        assert usage[-1] is not None
+
+
+async def counted(case: Case, rollout: AttemptedRollout, calls: int) -> bool:
+    """Whether the calls of a rollout have ended."""
+    return len(await case.spans(rollout)) == calls
+
+
+async def test_a_stream_that_the_agent_breaks_off_counts() -> None:
+    script = [Answer("a long answer " * 40, chunk_delay_s=0.001)]
+    async with ScriptedOpenAI(script, token_ids="ignore") as server, gateway(server, budget={"tokens": 100}) as case:
+        rollout, client = await case.start()
+
+        async def break_off() -> None:
+            while len(server.requests) < 20:
+                stream = await client.chat.completions.create(**ASKED, stream=True)
+                for _ in range(30):
+                    await anext(stream)
+                await stream.close()
+                await until(lambda: counted(case, rollout, len(server.requests)))
+
+        with pytest.raises(openai.APIStatusError, match="of its 100 tokens"):
+            await break_off()
+
+
+async def test_a_backend_that_does_not_count_is_charged_by_the_length_of_the_texts() -> None:
+    body = (
+        b'data: {"id":"x","choices":[{"index":0,"delta":{"content":"' + b"word " * 100 + b'"},"finish_reason":"stop"}]}'
+    )
+    script = [Answer(body=body + b"\n\ndata: [DONE]\n\n", content_type="text/event-stream")]
+    async with ScriptedOpenAI(script) as server, gateway(server, budget={"tokens": 100}) as case:
+        rollout, client = await case.start()
+        async for _ in await client.chat.completions.create(**ASKED, stream=True):
+            pass
+        used = (await case.span(rollout)).attributes["agentlightning.gateway.tokens"]
+        assert 125 <= used <= 150, "500 bytes of answer and about 60 of request, 4 bytes a token"
+        with pytest.raises(openai.APIStatusError, match=f"has used {used} of its 100 tokens"):
+            await client.chat.completions.create(**ASKED, stream=True)
+
+
+@pytest.mark.parametrize("tokens", [-1e9, -5, 1e308, float("inf"), 2**62, "many", True, [1]])
+async def test_a_span_of_an_agent_neither_lowers_nor_breaks_the_ledger(tokens: Any) -> None:
+    names = ("gen_ai.usage.input_tokens", "gen_ai.usage.output_tokens", "agentlightning.gateway.tokens")
+    forged = dict.fromkeys((*names, "agentlightning.gateway.cost"), tokens)
+    async with ScriptedOpenAI() as server, gateway(server, budget={"tokens": 2 * TOKENS_OF_A_CALL, "calls": 9}) as case:
+        rollout, client = await case.start()
+        await client.chat.completions.create(**ASKED)
+        await case.proxy.stop()
+        span = Span.from_attributes(
+            attributes={"agentlightning.gateway.backend": "http://forged/v1", **forged},
+            rollout_id=rollout.rollout_id,
+            attempt_id=rollout.attempt.attempt_id,
+        )
+        await case.store.add_span(span)
+        usage = await read_usage(case.store, (rollout.rollout_id, rollout.attempt.attempt_id))
+        assert usage.tokens >= TOKENS_OF_A_CALL
+        assert usage.cost >= 0
+        await case.proxy.start()
+        statuses = []
+        for _ in range(3):
+            try:
+                await client.chat.completions.create(**ASKED)
+            except openai.APIStatusError as error:
+                statuses.append(error.status_code)
+        assert statuses
+        assert set(statuses) == {402}
 
 
 async def test_costs_follow_the_price_of_the_model() -> None:

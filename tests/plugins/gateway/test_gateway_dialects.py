@@ -323,7 +323,6 @@ async def test_a_request_of_messages_is_translated_to_chat() -> None:
         "user": "u",
         "reasoning_effort": "low",
         "response_format": {"type": "json_schema", "json_schema": schema},
-        "novel": {"x": 1},
         "return_token_ids": True,
         "logprobs": True,
     }

@@ -33,4 +33,5 @@ async def test_litellm_reaches_a_server_without_an_api_of_openai(tmp_path: Path)
     assert outcome["spans"][0]["output"] == [{"role": "assistant", "content": "Hello!"}]
     assert outcome["spans"][2]["output"][0]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
     assert not outcome["leaks"]
+    assert outcome["stolen"] == [0, [], 0], "no field of an agent redirects litellm, which has the provider's key"
     assert outcome["is_lazy"]

@@ -56,7 +56,7 @@ STREAMS: dict[str, list[dict[str, Any]]] = {
 
 def read(dialect: Dialect, options: TokenOptions, pieces: list[bytes]) -> tuple[list[Any], Completion, bool]:
     """Returns the events for the agent, and the recorded call."""
-    body = {"logprobs": options.logprobs, "return_token_ids": options.token_ids}
+    body = {"logprobs": options.logprobs, "return_token_ids": options.token_ids, "stream": bool(options.stream_options)}
     call, reader = stream_reader(dialect, body)
     shown = b"".join([*map(reader.feed, pieces), reader.close(None)])
     assert shown.endswith(b"\n\n")
@@ -64,13 +64,21 @@ def read(dialect: Dialect, options: TokenOptions, pieces: list[bytes]) -> tuple[
     return [text if text == b"[DONE]" else json.loads(text) for text in data], call.completion, call.is_complete
 
 
-@pytest.mark.parametrize("options", [TokenOptions(*both) for both in itertools.product([False, True], repeat=2)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        TokenOptions(*asked)
+        for asked in itertools.product([False, True], [False, True], [None, {"include_usage": True}])
+    ],
+)
 @pytest.mark.parametrize("name", STREAMS)
 def test_events_that_arrive_together_are_read_as_if_they_arrived_one_by_one(name: str, options: TokenOptions) -> None:
     events = [b"data: %b\n\n" % json.dumps(chunk, separators=(",", ":")).encode() for chunk in STREAMS[name]]
     events.append(b"data: [DONE]\n\n")
     expected = read(OneByOne(), options, events)
     assert expected[2] == (name != "that breaks")
+    shows_usage = USAGE in STREAMS[name] and options.stream_options is None
+    assert ("usage" in str(expected[0])) == shows_usage
     whole = b"".join(events)
     for size in (len(whole), 1000, 300):
         assert read(ChatCompletions(), options, [whole[i : i + size] for i in range(0, len(whole), size)]) == expected

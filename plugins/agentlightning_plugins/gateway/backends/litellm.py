@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 litellm.suppress_debug_info = True
 
-_CAPTURE_FIELDS: Final = ("return_token_ids",)  # unknown to the providers behind it, which refuse unknown fields
+_NOT_PASSED: Final = ("return_token_ids", "metadata")
+"""The providers behind it do not know the first and refuse it; the second configures litellm's own callbacks."""
 _NO_MCP: Final = {"_skip_mcp_handler": True}  # the tools are the agent's; litellm's own need another version of mcp
 _OWN: Final = ("model", "api_base", "api_key")
 
@@ -44,7 +45,7 @@ class LiteLLM(Provider):
     async def send(
         self, session: aiohttp.ClientSession, backend: Backend, path: str, body: bytes, headers: Mapping[str, str]
     ) -> BackendAnswer:
-        request = {key: value for key, value in parse_json(body).items() if key not in _CAPTURE_FIELDS}
+        request = {key: value for key, value in parse_json(body).items() if key not in _NOT_PASSED}
         settings = {key: value for key, value in backend.settings.items() if key not in _OWN}
         call = litellm.aembedding if path == "embeddings" else litellm.acompletion
         try:

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from agentlightning_plugins.gateway.backends.backend import Backend
 from agentlightning_plugins.gateway.dialects.dialect import Dialect, TokenOptions, Translation, TranslationError
-from agentlightning_plugins.gateway.dialects.json_text import dump_json, set_fields
+from agentlightning_plugins.gateway.dialects.fields import CHAT_FIELDS
+from agentlightning_plugins.gateway.dialects.json_text import dump_json
 from agentlightning_plugins.gateway.dialects.openai import CHAT
 from agentlightning_plugins.gateway.recording.call import Call
 
@@ -21,17 +22,13 @@ class BackendRequest(NamedTuple):
     path: str
     """Below ``/v1/`` of the backend, with the query of the agent's URL."""
     body: Mapping[str, Any]
-    text: bytes | None
-    """The body as the agent sent it; None if it was translated."""
     options: TokenOptions
     """The token data that the agent gets; the gateway keeps the rest for itself."""
     translation: Translation | None = None
 
     def encode(self, fields: Mapping[str, Any]) -> bytes:
         """Returns the body with some fields set."""
-        if self.text is None:
-            return dump_json({**self.body, **fields})
-        return set_fields(self.text, self.body, fields)
+        return dump_json({**self.body, **fields})
 
 
 def prepare(call: Call, backend: Backend) -> BackendRequest:
@@ -44,15 +41,15 @@ def prepare(call: Call, backend: Backend) -> BackendRequest:
     spoken, dialect = backend.provider.dialects, call.dialect
     if dialect.name in spoken:
         path = f"{dialect.path}?{call.query}" if call.query else dialect.path
-        return BackendRequest(backend, dialect, path, call.body, call.text, _options(call, dialect, call.body))
+        return BackendRequest(backend, dialect, path, call.body, _options(call, dialect, call.body))
     translation = dialect.translate(call.body) if CHAT.name in spoken else None
     if translation is None:
         raise TranslationError(
             f"{backend.endpoint} of model {call.model!r} does not speak {dialect.name}, only "
             f"{', '.join(sorted(spoken))}; set the entry's 'provider' if it does, or to 'litellm'"
         )
-    body = translation.request()
-    return BackendRequest(backend, CHAT, CHAT.path, body, None, _options(call, CHAT, body), translation)
+    body = {name: value for name, value in translation.request().items() if name in CHAT_FIELDS}
+    return BackendRequest(backend, CHAT, CHAT.path, body, _options(call, CHAT, body), translation)
 
 
 def _options(call: Call, dialect: Dialect, body: Mapping[str, Any]) -> TokenOptions:

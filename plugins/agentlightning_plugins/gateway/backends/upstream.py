@@ -28,15 +28,17 @@ _FIRST_BACKOFF_S: Final = 0.25
 _MAX_WAIT_S: Final = 30.0
 _COOLDOWN_S: Final = 1.0  # how long a backend that failed is tried last
 
-_HOP_BY_HOP: Final = frozenset(
-    "connection keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding upgrade".split()
+_SENT: Final = frozenset(
+    "accept anthropic-beta anthropic-version idempotency-key openai-beta user-agent x-client-request-id "
+    "x-request-id".split()
 )
-_NOT_SENT: Final = _HOP_BY_HOP | frozenset(
-    # The agent's credentials, and headers of the agent's connection or of its encoding of the body.
-    "authorization api-key x-api-key cookie host content-length content-encoding accept-encoding expect "
-    "traceparent tracestate openai-organization openai-project".split()
+"""Headers of the agent that backends get. Others could carry credentials, or change the meaning of the request."""
+_RELAYED: Final = frozenset(
+    "cache-control content-type openai-model openai-processing-ms openai-version request-id retry-after "
+    "retry-after-ms x-request-id x-should-retry x-weight-version".split()
 )
-_NOT_RELAYED: Final = _HOP_BY_HOP | frozenset("content-length content-encoding set-cookie server date".split())
+"""Headers of backends that agents get, beside those of ``_RELAYED_PREFIXES``."""
+_RELAYED_PREFIXES: Final = ("anthropic-ratelimit-", "x-ratelimit-")
 
 
 class Reply(NamedTuple):
@@ -79,7 +81,8 @@ class Upstream:
         call and fell silent is not tried again, because it may still work on it. The call gets the backend and the
         request of each try.
         """
-        sent_headers = {name: value for name, value in headers.items() if name.lower() not in _NOT_SENT}
+        sent_headers = {name: value for name, value in headers.items() if name.lower() in _SENT}
+        sent_headers["Content-Type"] = "application/json"
         sent_headers["traceparent"] = call.trace.to_header()
         failure: Reply | None = None
         for round_number in range(self._num_retries + 1):
@@ -160,7 +163,11 @@ def refuse(dialect: Dialect, status: int, message: str, code: str, headers: Mapp
 
 def relayed_headers(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
     """Returns the headers of a backend's answer that the agent gets."""
-    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in _NOT_RELAYED)
+    return CIMultiDict(
+        (name, value)
+        for name, value in headers.items()
+        if (lower := name.lower()) in _RELAYED or lower.startswith(_RELAYED_PREFIXES)
+    )
 
 
 def _read_error(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -98,6 +98,9 @@ class TokenOptions(NamedTuple):
 
     token_ids: bool
     logprobs: bool
+    stream_options: Mapping[str, Any] | None = None
+    """Those that make a stream end with its usage, if the agent did not ask for it; None if it did, or gets no stream.
+    """
 
 
 class Translation(Protocol):
@@ -131,6 +134,8 @@ class Dialect(Protocol):
     span_name: str
     operation: str
     """OpenTelemetry's ``gen_ai.operation.name``."""
+    fields: Set[str] | None = None
+    """The fields of a request that are passed on; None: all, which lets agents set any option of the backend."""
 
     def read_token_options(self, body: Mapping[str, Any]) -> TokenOptions:
         """Returns the token data that a request asks for."""
@@ -156,6 +161,10 @@ class Dialect(Protocol):
 
     def strip(self, answer: dict[str, Any], options: TokenOptions) -> bool:
         """Removes what only the gateway asked for from an answer or chunk. Returns whether there was anything."""
+        return False
+
+    def is_hidden(self, chunk: Mapping[str, Any], options: TokenOptions) -> bool:
+        """Whether the agent does not get a chunk, because only the gateway asked for it."""
         return False
 
     def relay_events(self, events: bytes, completion: Completion, options: TokenOptions) -> tuple[bytes, bytes]:

@@ -1,14 +1,11 @@
-"""JSON as bytes: parsing, writing, and edits that keep the other bytes."""
+"""JSON as bytes: parsing and writing."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 import orjson
-
-_ABSENT: Final = object()
 
 
 def parse_json(text: bytes) -> Any:
@@ -28,17 +25,3 @@ def dump_json(value: Any) -> bytes:
         return orjson.dumps(value)
     except TypeError:
         return json.dumps(value, separators=(",", ":")).encode()
-
-
-def set_fields(text: bytes, parsed: Mapping[str, Any], fields: Mapping[str, Any]) -> bytes:
-    """Sets top-level fields of the JSON object ``text``, whose parsed form is ``parsed``.
-
-    New fields are inserted at the front and all other bytes stay; replacing a value rewrites the whole object.
-    """
-    changes = {key: value for key, value in fields.items() if parsed.get(key, _ABSENT) != value}
-    if not changes:
-        return text
-    if not changes.keys().isdisjoint(parsed):
-        return dump_json({**parsed, **changes})
-    start = text.index(b"{") + 1
-    return b"%b%b%b%b" % (text[:start], dump_json(changes)[1:-1], b"," if parsed else b"", text[start:])

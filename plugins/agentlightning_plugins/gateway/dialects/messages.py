@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from agentlightning_plugins.gateway.dialects.dialect import Choice, Completion, Dialect, ToolCall, Translation
+from agentlightning_plugins.gateway.dialects.fields import COUNT_FIELDS, MESSAGE_FIELDS
 from agentlightning_plugins.gateway.dialects.json_text import dump_json
 from agentlightning_plugins.gateway.dialects.messages_translation import (
     CountTranslation,
@@ -69,6 +70,7 @@ class Messages(_Anthropic):
     path = "messages"
     span_name = "messages"
     operation = "chat"
+    fields = MESSAGE_FIELDS
 
     def read_answer(self, answer: Mapping[str, Any], completion: Completion) -> None:
         _read_head(answer, completion)
@@ -107,6 +109,7 @@ class CountTokens(_Anthropic):
     path = "messages/count_tokens"
     span_name = "messages.count_tokens"
     operation = "count_tokens"
+    fields = COUNT_FIELDS
 
     def read_answer(self, answer: Mapping[str, Any], completion: Completion) -> None:
         completion.input_tokens = answer["input_tokens"]

@@ -6,7 +6,7 @@ In a stream the first chunk has the prompt's ids, and every chunk has the ids of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from operator import itemgetter
 from typing import Any, Final, Protocol
 
@@ -19,6 +19,7 @@ from agentlightning_plugins.gateway.dialects.dialect import (
     ToolCall,
     tool_call_part,
 )
+from agentlightning_plugins.gateway.dialects.fields import CHAT_FIELDS, COMPLETION_FIELDS, EMBEDDING_FIELDS
 from agentlightning_plugins.gateway.dialects.json_text import dump_json
 
 _ABSENT: Final = object()
@@ -43,16 +44,26 @@ class ChatCompletions(OpenAIDialect):
     path = "chat/completions"
     span_name = "chat.completions"
     operation = "chat"
+    fields: Set[str] | None = CHAT_FIELDS
     ask_logprobs: bool | int = True
     """The value of ``logprobs`` that asks for the log-probabilities of the sampled tokens."""
 
     def read_token_options(self, body: Mapping[str, Any]) -> TokenOptions:
         logprobs = body.get("logprobs")  # a bool in chat; a number in completions, where 0 asks too
-        return TokenOptions(body.get("return_token_ids") is True, logprobs is not None and logprobs is not False)
+        asked = body.get("return_token_ids") is True, logprobs is not None and logprobs is not False
+        if not body.get("stream"):
+            return TokenOptions(*asked)
+        stream_options = body.get("stream_options") or {}
+        hides_usage = not stream_options.get("include_usage")
+        return TokenOptions(*asked, {**stream_options, "include_usage": True} if hides_usage else None)
 
     def capture_fields(self, options: TokenOptions) -> Mapping[str, Any]:
         fields: dict[str, Any] = {} if options.token_ids else {"return_token_ids": True}
-        return fields if options.logprobs else fields | {"logprobs": self.ask_logprobs}
+        if not options.logprobs:
+            fields["logprobs"] = self.ask_logprobs
+        if options.stream_options is not None:
+            fields["stream_options"] = options.stream_options
+        return fields
 
     def read_messages(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
         if "messages" in body:
@@ -78,7 +89,7 @@ class ChatCompletions(OpenAIDialect):
     def relay_events(self, events: bytes, completion: Completion, options: TokenOptions) -> tuple[bytes, bytes]:
         """Reads each run of events that are equal except for their only choice as one chunk with many choices."""
         relayed: list[bytes] = []
-        wants_ids, wants_logprobs = options
+        wants_ids, wants_logprobs, _ = options
         for _ in range(_MAX_RUNS):
             run = find_run(events, is_alone=completion.id is None)
             if run is None:
@@ -88,12 +99,17 @@ class ChatCompletions(OpenAIDialect):
             is_changed = _take_choices(choices, completion, wants_ids, wants_logprobs)
             if not wants_ids:
                 chunk.pop("prompt_token_ids", None)
-            if len(chunk) < size or is_changed:
+            if not choices and self.is_hidden(chunk, options):
+                pass
+            elif len(chunk) < size or is_changed:
                 relayed.append(run.write(as_around=len(chunk) == size))
             else:
                 relayed.append(events[: len(events) - len(run.rest)])
             events = run.rest
         return b"".join(relayed), events
+
+    def is_hidden(self, chunk: Mapping[str, Any], options: TokenOptions) -> bool:
+        return options.stream_options is not None and not chunk.get("choices") and bool(chunk.get("usage"))
 
     def strip(self, answer: dict[str, Any], options: TokenOptions) -> bool:
         changed = not options.token_ids and answer.pop("prompt_token_ids", _ABSENT) is not _ABSENT
@@ -115,6 +131,7 @@ class Completions(ChatCompletions):
     path = "completions"
     span_name = "completions"
     operation = "text_completion"
+    fields = COMPLETION_FIELDS
     ask_logprobs = 1
 
 
@@ -126,6 +143,7 @@ class Embeddings(OpenAIDialect):
     path = "embeddings"
     span_name = "embeddings"
     operation = "embeddings"
+    fields = EMBEDDING_FIELDS
 
     def read_messages(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
         return _read_texts(body["input"])

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from agentlightning_plugins.gateway.dialects.dialect import Choice, Completion, ToolCall, Translation
+from agentlightning_plugins.gateway.dialects.fields import RESPONSE_FIELDS
 from agentlightning_plugins.gateway.dialects.openai import CHAT, OpenAIDialect
 from agentlightning_plugins.gateway.dialects.responses_translation import (
     ResponsesTranslation,
@@ -30,6 +31,7 @@ class Responses(OpenAIDialect):
     path = "responses"
     span_name = "responses"
     operation = "chat"
+    fields = RESPONSE_FIELDS
 
     def read_messages(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
         return CHAT.read_messages({"messages": to_chat_messages(body)})

@@ -6,15 +6,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
-from agentlightning import semconv
 from agentlightning.errors import ConfigError
 from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.gateway.recording.call import AttemptKey
 from agentlightning_plugins.gateway.validation import check_keys, check_number
 
 _MAX_REMEMBERED: Final = 100_000
+_MAX_NUMBER: Final = 2.0**53
 BACKEND: Final = "agentlightning.gateway.backend"
 """Span attribute: the endpoint that a call was sent to; absent for calls that were refused before."""
+TOKENS: Final = "agentlightning.gateway.tokens"
+"""Span attribute: the tokens that count for the limit of tokens."""
 COST: Final = "agentlightning.gateway.cost"
 """Span attribute: the cost of a call, if the model list has a price."""
 
@@ -90,17 +92,24 @@ class UsageTracker:
 
 
 async def read_usage(store: LightningStore, attempt: AttemptKey) -> Usage:
-    """Sums up the usage of an attempt from the spans of its calls; raises StoreError."""
+    """Sums up the usage of an attempt from the spans of its calls; raises StoreError.
+
+    An agent whose store checks no tokens can write such spans too; they can only add to its usage.
+    """
     usage = Usage()
     for span in await store.query_spans(*attempt):
         if BACKEND in span.attributes:
-            names = (semconv.GEN_AI_INPUT_TOKENS, semconv.GEN_AI_OUTPUT_TOKENS, COST)
-            values = [span.attributes.get(name) for name in names]
-            input_tokens, output_tokens, cost = (value if isinstance(value, (int, float)) else 0 for value in values)
             usage.calls += 1
-            usage.tokens += int(input_tokens + output_tokens)
-            usage.cost += cost
+            usage.tokens += int(_read_number(span.attributes.get(TOKENS)))
+            usage.cost += _read_number(span.attributes.get(COST))
     return usage
+
+
+def _read_number(value: object) -> float:
+    """Returns a number from 0 to ``_MAX_NUMBER``; 0 for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        return 0
+    return min(value, _MAX_NUMBER)
 
 
 def read_limits(limits: Mapping[str, Any] | UsageLimits | None) -> UsageLimits:

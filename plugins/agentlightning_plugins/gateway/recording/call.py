@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from agentlightning_plugins.gateway.dialects.dialect import Completion, Dialect
+from agentlightning_plugins.gateway.dialects.json_text import dump_json
 
 if TYPE_CHECKING:
     from agentlightning_plugins.gateway.backends.backend import Backend
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 AttemptKey: TypeAlias = tuple[str, str]
 """Rollout and attempt id."""
+_BYTES_PER_TOKEN: Final = 4
+"""Roughly, in English text."""
+_MAX_COUNT: Final = 2**53
 _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(?:-|$)")
 
 
@@ -50,14 +54,12 @@ class Call:
     """None if unknown: such a call is relayed and not recorded."""
     dialect: Dialect
     """Of the agent."""
-    text: bytes
-    """The body as the agent sent it."""
     body: Mapping[str, Any]
-    """The same, parsed."""
+    """Of the request, without fields that are not passed on."""
     model: str
     trace: TraceContext
     query: str = ""
-    """Of the agent's URL, without the question mark."""
+    """For the backend's URL, without the question mark."""
     start_time: float = field(default_factory=time.time)
     first_time: float = 0.0
     """Arrival of the first bytes of a stream."""
@@ -81,12 +83,26 @@ class Call:
 
 
 def used_tokens(call: Call) -> tuple[int, int]:
-    """Input and output tokens of a call: as the backend states them, else the number of token ids."""
+    """Input and output tokens of a call.
+
+    As the backend states them, else the number of token ids, else an estimate from the texts: a backend may not count,
+    and an agent may disconnect before the count.
+    """
     completion = call.completion
     if completion.input_tokens is not None:
-        stated: tuple[object, object] = completion.input_tokens, completion.output_tokens  # backends may state anything
-        input_tokens, output_tokens = (number if isinstance(number, int) else 0 for number in stated)
-        return input_tokens, output_tokens
+        return _read_count(completion.input_tokens), _read_count(completion.output_tokens)
     choices = completion.choices.values()
     prompt = completion.prompt_token_ids or next((c.prompt_token_ids for c in choices if c.prompt_token_ids), None)
-    return len(prompt or ()), sum(len(choice.token_ids or ()) for choice in choices)
+    if prompt is not None:
+        return len(prompt), sum(len(choice.token_ids or ()) for choice in choices)
+    if call.backend is None or call.http_status is not None:  # the call ended in an error
+        return 0, 0
+    texts = [text for c in choices for text in (c.text, c.reasoning, c.refusal)]
+    texts += [tool.name + tool.arguments for choice in choices for tool in choice.tool_calls.values()]
+    written = sum(len(text.encode(errors="surrogatepass")) for text in texts)
+    return len(dump_json(call.body)) // _BYTES_PER_TOKEN, -(-written // _BYTES_PER_TOKEN)
+
+
+def _read_count(stated: object) -> int:
+    """Returns a number of tokens that a backend states, which may be anything."""
+    return min(max(stated, 0), _MAX_COUNT) if isinstance(stated, int) else 0

@@ -19,7 +19,7 @@ from agentlightning.frozen import FrozenList
 from agentlightning.types import Span, TraceStatus
 from agentlightning_plugins.gateway.dialects.dialect import MALFORMED, Choice, Completion, Dialect
 from agentlightning_plugins.gateway.dialects.json_text import dump_json
-from agentlightning_plugins.gateway.limits.usage import BACKEND, COST
+from agentlightning_plugins.gateway.limits.usage import BACKEND, COST, TOKENS
 from agentlightning_plugins.gateway.recording.call import Call, used_tokens
 
 _OK: Final = TraceStatus(status_code="OK")
@@ -49,8 +49,10 @@ def call_to_span(call: Call) -> Span:
     if call.backend is not None:
         attributes[semconv.GEN_AI_PROVIDER_NAME] = call.backend.provider.name
         attributes[BACKEND] = call.backend.endpoint
+        used = used_tokens(call)
+        attributes[TOKENS] = sum(used)
         if call.backend.price is not None:
-            attributes[COST] = call.backend.price.cost(*used_tokens(call))
+            attributes[COST] = call.backend.price.cost(*used)
         forced = call.backend.sampling_parameters
     sampling = {**body, **forced} if forced else body
     for key in sorted(_SAMPLING.keys() & sampling.keys(), reverse=True):  # the successors of max_tokens overwrite it

@@ -73,6 +73,8 @@ class StreamReader:
                 return event if translation is None else self._error_event(call.error)
             if translation is not None:
                 return translation.feed(chunk)
+            if self._dialect.is_hidden(chunk, self._request.options):
+                return b""
             if self._dialect.strip(chunk, self._request.options):
                 event = event.replace(data, dump_json(chunk), 1)
         except MALFORMED as error:

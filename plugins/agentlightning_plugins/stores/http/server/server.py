@@ -13,7 +13,7 @@ from aiohttp import web, web_app
 
 from agentlightning.errors import ConfigError, ConflictError
 from agentlightning.store.protocol import LightningStore
-from agentlightning_plugins.stores.http.server.access import is_loopback
+from agentlightning_plugins.http_request import is_loopback
 from agentlightning_plugins.stores.http.server.application import OTLP_PATH, StoreApplication
 
 _FINISH_REQUESTS_S: Final = 10.0
