@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any, Final, Generic, Literal, Protocol, Self, TypeAlias, TypeVar, overload
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, model_validator
 
 from agentlightning.errors import ConfigError, format_error, suggest
 from agentlightning.frozen import FrozenDict, FrozenList, freeze, freeze_attributes, valid_text
@@ -34,12 +34,17 @@ RolloutMode: TypeAlias = Literal["train", "val", "test"]
 RunStatus: TypeAlias = Literal["running", "succeeded", "failed", "interrupted"]
 FilterLogic: TypeAlias = Literal["and", "or"]
 SortOrder: TypeAlias = Literal["asc", "desc"]
+MAX_INT: Final = 2**63 - 1
+"""The largest integer that every store can hold."""
+Int64: TypeAlias = Annotated[int, Field(ge=-MAX_INT - 1, le=MAX_INT)]
 TaskInput: TypeAlias = Any
 """One task of a dataset: the agent's first argument."""
 
 ENDED_ROLLOUT: Final = frozenset({"failed", "succeeded", "cancelled"})
 LIVE_ATTEMPT: Final = frozenset({"preparing", "running"})
 DEFAULT_RUN_ID: Final = "default"
+MAX_SEQUENCE_ID: Final = 2**53 - 1
+"""The largest ``sequence_id`` of a span that a store accepts; the numbers that it assigns then never overflow."""
 
 
 class Unset(Enum):
@@ -132,11 +137,11 @@ class Run(Record):
 class RolloutConfig(Record):
     """Timeouts and retries of a rollout."""
 
-    timeout_seconds: float | None = Field(default=None, gt=0)
+    timeout_seconds: FiniteFloat | None = Field(default=None, gt=0)
     """After this time an attempt ends as ``timeout``."""
-    unresponsive_seconds: float | None = Field(default=None, gt=0)
+    unresponsive_seconds: FiniteFloat | None = Field(default=None, gt=0)
     """After this time without a span or heartbeat an attempt ends as ``unresponsive``."""
-    max_attempts: int = Field(default=1, ge=1)
+    max_attempts: int = Field(default=1, ge=1, le=MAX_INT)
     retry_condition: Annotated[list[AttemptStatus], AfterValidator(_freeze_list)] = Field(default_factory=list)
     """The final attempt statuses after which the rollout is queued again, up to ``max_attempts``."""
 
@@ -184,18 +189,18 @@ class Attempt(Record):
 
     rollout_id: str
     attempt_id: str
-    sequence_id: int = Field(ge=1)
+    sequence_id: int = Field(ge=1, le=MAX_INT)
     """Number of the try, from 1."""
-    start_time: float
-    end_time: float | None = None
+    start_time: FiniteFloat
+    end_time: FiniteFloat | None = None
     status: AttemptStatus = "preparing"
     worker_id: str | None = None
-    last_heartbeat_time: float | None = None
+    last_heartbeat_time: FiniteFloat | None = None
     metadata: JsonObject | None = None
     error: AttemptFailure | None = None
     late_status: AttemptStatus | None = None
     """A result that arrived after the attempt had ended; it does not affect the rollout."""
-    spans_dropped: int = 0
+    spans_dropped: int = Field(default=0, ge=0, le=MAX_INT)
     """Number of undelivered spans. Training data leaves out attempts that lost spans."""
     reward: float | None = Field(default=None, allow_inf_nan=False)
     """The final reward, which the runner sets at the end. None: there is none, or only the spans have it."""
@@ -265,7 +270,7 @@ class Metrics(Record):
     """The metrics of one step of a run."""
 
     run_id: str = DEFAULT_RUN_ID
-    step: int
+    step: Int64
     time: float
     values: Annotated[dict[str, float], AfterValidator(_keep_finite)]
     """NaN and infinities are left out with a warning instead of failing the training."""
@@ -329,7 +334,7 @@ class Span(Record):
 
     rollout_id: str
     attempt_id: str
-    sequence_id: int = Field(default=0, ge=0)
+    sequence_id: int = Field(default=0, ge=0, le=MAX_INT)
     """Order within the attempt, from 1; 0 lets the store assign the next one on arrival."""
     trace_id: str
     """32 hex digits."""

@@ -7,9 +7,9 @@ from typing import Any, TypeVar, cast, get_args
 
 from agentlightning.errors import ConfigError, suggest
 from agentlightning.store.backend import Backend, Condition, Operator, Query
+from agentlightning.store.check import check_choice, check_int
 from agentlightning.types import FilterLogic, PaginatedResult, Record, SortOrder
 
-C = TypeVar("C", bound=str)
 R = TypeVar("R", bound=Record)
 
 
@@ -48,10 +48,8 @@ def make_query(
         near = suggest(sort_by, kind.model_fields)
         raise ConfigError(f"a {kind.__name__} cannot be sorted by {sort_by!r}.{near} Fields: {fields}.")
     check_choice("sort_order", sort_order, get_args(SortOrder))
-    if limit < -1:
-        raise ConfigError(f"limit={limit}; it can be -1 (all), 0 or more")
-    if offset < 0:
-        raise ConfigError(f"offset={offset}; it can be 0 or more")
+    check_int("limit", limit, -1)
+    check_int("offset", offset, 0)
     if cursor is not None and (sort_by is not None or sort_order != "asc" or offset):
         raise ConfigError("a cursor continues the stored order; leave out sort_by, sort_order and offset")
     is_or = filter_logic == "or"
@@ -84,20 +82,6 @@ def _read_filter(kind: type[Record], name: str, value: Any) -> Condition | None:
     return Condition(field, cast(Operator, operator), value)
 
 
-def check_choice(name: str, value: C, choices: Sequence[C]) -> C:
-    """Returns ``value`` if it is one of the choices.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    if value not in choices:
-        raise ConfigError(
-            f"{name}={value!r} is unknown.{suggest(str(value), map(str, choices))} "
-            f"It can be: {', '.join(map(str, choices))}."
-        )
-    return value
-
-
 async def find(backend: Backend, query: Query[R], cursor: str | None = None) -> PaginatedResult[R]:
     """Runs a query that was made with ``cursor``.
 
@@ -123,7 +107,7 @@ async def find(backend: Backend, query: Query[R], cursor: str | None = None) -> 
 def _read_cursor(cursor: str) -> tuple[int, int, int]:
     """Splits a cursor into the position, the total and how many records were read."""
     numbers = cursor.split(".")
-    if len(numbers) != 3 or not all(number.isdecimal() for number in numbers):
+    if len(numbers) != 3 or not all(number.isdecimal() and len(number) < 20 for number in numbers):
         raise ConfigError(f"cursor={cursor!r} is not from this store; use PaginatedResult.cursor as it is")
-    position, total, seen = map(int, numbers)
+    position, total, seen = [check_int("cursor", int(number), 0) for number in numbers]
     return position, total, seen

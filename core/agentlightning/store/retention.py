@@ -9,7 +9,7 @@ from typing import Final
 
 from agentlightning.errors import ConfigError
 from agentlightning.store.backend import Backend, Condition, Delete, Guard, Query, Row, key_of
-from agentlightning.store.filter import check_choice
+from agentlightning.store.check import check_choice, check_int
 from agentlightning.types import ENDED_ROLLOUT, Rollout, RolloutStatus
 
 _BATCH: Final = 100
@@ -57,8 +57,8 @@ async def delete_ended(
     """Implements ``LightningStore.delete_rollouts`` with conditions."""
     for status in status_in or ():
         check_choice("status_in", status, sorted(ENDED_ROLLOUT))
-    if keep is not None and keep < 0:
-        raise ConfigError(f"keep={keep}; it can be 0 or more")
+    if keep is not None:
+        check_int("keep", keep, 0)
     where = (Condition("run_id", "eq", run_id), *_ended(ENDED_ROLLOUT if status_in is None else status_in))
     at_most = math.inf
     if keep is not None:

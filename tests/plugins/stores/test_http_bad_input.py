@@ -53,6 +53,28 @@ BAD_REQUESTS = [
         Request("POST", "/queues/rollouts/enqueue", b'{"rollouts":[{"input":%s%d}]}' % (b" " * pad, 2**64), status=422)
         for pad in range(5)
     ),
+    # integers that no store can hold
+    *(
+        Request(method, path, body)
+        for large in (2**63, 2**64, 10**30)
+        for method, path, body in (
+            ("POST", "/spans", {**SPAN, "sequence_id": large}),
+            ("POST", "/spans/batch", {"spans": [{**SPAN, "sequence_id": large}]}),
+            ("GET", f"/rollouts?limit={large}", None),
+            ("GET", f"/rollouts?metadata=%7B%22step%22:{large}%7D", None),
+            ("GET", f"/rollouts?limit=1&cursor={large}.1.1", None),
+            ("GET", f"/resources/rs-0?version={large}", None),
+            ("POST", "/resources/rs-0/rollback", {"version": large}),
+            ("POST", "/queues/rollouts/dequeue", {"limit": large}),
+            ("POST", "/queues/rollouts/enqueue", {"rollouts": [{"input": 1, "config": {"max_attempts": large}}]}),
+            ("POST", "/rollouts/ro-claimed/attempts/latest", {"spans_dropped": large}),
+            ("POST", "/rollouts/delete", {"keep": large}),
+            ("POST", "/runs/default/metrics", {"step": large, "values": {}}),
+        )
+    ),
+    # numbers that are not finite
+    Request("GET", "/spans?start_after=nan"),
+    Request("GET", "/spans?start_before=inf"),
     # not the message
     Request("POST", "/queues/rollouts/enqueue", status=422, code="invalid"),
     Request("POST", "/queues/rollouts/enqueue", [], status=422, code="invalid"),

@@ -13,7 +13,7 @@ import pytest
 
 from agentlightning.errors import ConfigError
 from agentlightning.event import Event
-from agentlightning.store.backend import Page, Query
+from agentlightning.store.backend import Page, Put, Query
 from agentlightning.store.engine import BackendStore, watchdog
 from agentlightning.store.retention import Retention
 from agentlightning.types import Attempt, AttemptedRollout, EnqueueRolloutRequest, Record, RolloutConfig, Span
@@ -53,6 +53,22 @@ async def until(condition: Callable[[], bool]) -> None:
             return
         await asyncio.sleep(0.025)
     raise AssertionError("the condition was not met within 60 s")
+
+
+async def test_the_watchdog_names_a_damaged_record_and_checks_the_others(
+    store: BackendStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    damaged = await claim(store, "dead")
+    record = damaged.attempt.model_copy(update={"last_heartbeat_time": "x"})
+    await store._database.backend.commit([Put(record)])
+    lost = await claim(store, "dead")
+    again = await store.dequeue_rollout("alive", timeout=60)
+    assert again is not None
+    assert again.rollout_id == lost.rollout_id
+    (message,) = [entry.message for entry in caplog.records if entry.levelname == "ERROR"]
+    assert damaged.attempt.attempt_id in message
+    assert damaged.rollout_id in message
+    assert (await store.cancel_rollout(damaged.rollout_id)).status == "cancelled"
 
 
 async def test_a_rollout_whose_worker_died_before_it_began_goes_to_another_worker(store: BackendStore) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from agentlightning.errors import NotFoundError
 from agentlightning.lifecycle import Outcome, assign_work, lose_claim, move_attempt, release
 from agentlightning.store.backend import Put, Row
+from agentlightning.store.check import check_span
 from agentlightning.store.engine.change import Change
 from agentlightning.store.engine.database import Database, join
 from agentlightning.types import (
@@ -70,6 +71,8 @@ class Attempts:
     async def add_spans(self, spans: Sequence[Span]) -> list[Span]:
         """Stores spans; the first ones of an attempt set it running."""
         spans = [span.sealed() for span in spans]
+        for span in spans:
+            check_span(span)
         attempts = {(span.rollout_id, span.attempt_id) for span in spans}
         new = [attempt for attempt in attempts if not self._database.is_running(attempt)]
         backend = self._database.backend

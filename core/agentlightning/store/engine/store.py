@@ -13,6 +13,7 @@ from agentlightning.event import EVENT_KINDS, Event
 from agentlightning.frozen import freeze
 from agentlightning.resources import Resource, ResourcesUpdate
 from agentlightning.store.backend import Backend, Condition
+from agentlightning.store.check import check_choice, check_fields, check_int, check_run_id
 from agentlightning.store.engine.attempts import Attempts
 from agentlightning.store.engine.database import Database
 from agentlightning.store.engine.queue import Queue
@@ -20,7 +21,7 @@ from agentlightning.store.engine.rollouts import Rollouts
 from agentlightning.store.engine.runs import Runs
 from agentlightning.store.engine.watchdog import Watchdog
 from agentlightning.store.engine.workers import Workers
-from agentlightning.store.filter import check_choice, find, make_query
+from agentlightning.store.filter import find, make_query
 from agentlightning.store.protocol import LightningStore, StoreCapabilities
 from agentlightning.store.retention import Retention, delete_ended
 from agentlightning.store.waiting import Waiters, deadline_after
@@ -81,8 +82,7 @@ class BackendStore(LightningStore):
             lease_s: an attempt is lost when neither a span nor a heartbeat of its worker was seen for this long.
             watchdog_interval_s: how late the end of an attempt may be enforced; None leaves it to other processes.
         """
-        if not run_id:
-            raise ConfigError("run_id is empty; leave it out for the run 'default'")
+        check_run_id(run_id)
         if not lease_s > 0:
             raise ConfigError(f"lease_s={lease_s}; it must be above 0")
         self.run_id = run_id
@@ -100,8 +100,7 @@ class BackendStore(LightningStore):
             self._watchdog.start()
 
     def with_run(self, run_id: str) -> Self:
-        if not run_id:
-            raise ConfigError("run_id is empty; the unnamed run is called 'default'")
+        check_run_id(run_id)
         view = self.__class__.__new__(self.__class__)  # shares everything but the run, also of a subclass
         view.__dict__.update(self.__dict__, run_id=run_id)
         return view
@@ -162,8 +161,7 @@ class BackendStore(LightningStore):
     async def dequeue_many_rollouts(
         self, *, limit: int = 1, worker_id: str | None = None, timeout: float = 0
     ) -> Sequence[AttemptedRollout]:
-        if limit < 0:
-            raise ConfigError(f"limit={limit}; it can be 0 or more")
+        check_int("limit", limit, 0)
         deadline = deadline_after(timeout)
         return await self._queue.claim(self.run_id, limit, worker_id, deadline) if limit else []
 
@@ -183,7 +181,9 @@ class BackendStore(LightningStore):
         for status in status_in or ():
             check_choice("status_in", status, _ROLLOUT_STATUSES)
         scope = [Condition("run_id", "eq", run_id if run_id is not None else self.run_id)]
-        scope += [Condition(f"metadata.{key}", "eq", value) for key, value in (metadata or {}).items()]
+        scope += [
+            Condition(f"metadata.{key}", "eq", value) for key, value in freeze(metadata or {}, "metadata").items()
+        ]
         query = make_query(Rollout, scope, status_in=status_in, cursor=cursor, **filters)
         page = await find(self._database.backend, query, cursor)
         return page.model_copy(update={"items": await self._database.with_attempts(page.items)})
@@ -265,6 +265,7 @@ class BackendStore(LightningStore):
             spans_dropped=spans_dropped,
             reward=reward,
         )
+        changes = check_fields(Attempt, changes)
         return await self._attempts.update(rollout_id, attempt_id, status, changes)
 
     async def release_attempt(self, rollout_id: str, attempt_id: str) -> Rollout:
@@ -309,6 +310,8 @@ class BackendStore(LightningStore):
         return await self._runs.publish(self.run_id, resources_id, resources)
 
     async def get_resources_by_id(self, resources_id: str, version: int | None = None) -> ResourcesUpdate | None:
+        if version is not None:
+            check_int("version", version, 0)
         return await self._database.resources(resources_id, version)
 
     async def get_latest_resources(self) -> ResourcesUpdate | None:
@@ -338,7 +341,9 @@ class BackendStore(LightningStore):
     ) -> Worker:
         if not worker_id:
             raise ConfigError("worker_id is empty")
-        return await self._workers.beat(worker_id, _given(heartbeat_stats=heartbeat_stats), attempt_ids)
+        given = _given(heartbeat_stats=heartbeat_stats, attempt_ids=attempt_ids)
+        changes = check_fields(Worker, {"worker_id": worker_id, **given})
+        return await self._workers.beat(worker_id, changes, changes.pop("attempt_ids", UNSET))
 
     async def end_worker(self, worker_id: str) -> int:
         return await self._workers.end(worker_id)
@@ -354,7 +359,7 @@ class BackendStore(LightningStore):
         metadata: Mapping[str, Any] | None = None,
     ) -> Run:
         run = Run(
-            run_id=run_id if run_id is not None else self.run_id,
+            run_id=check_run_id(run_id) if run_id is not None else self.run_id,
             name=name,
             config=freeze(config or {}, "config"),
             metadata=freeze(metadata, "metadata"),

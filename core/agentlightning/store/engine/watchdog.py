@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Final, TypeVar
 
+from agentlightning.errors import StoreError
 from agentlightning.lifecycle import end_overdue, last_heartbeat
 from agentlightning.store.backend import Condition, Query, Row
 from agentlightning.store.engine.change import Change
@@ -43,6 +44,8 @@ class Watchdog:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
+        self._damaged: set[str] = set()
+        """The attempts that were reported as damaged."""
         weakref.finalize(self, self._stopped.set)
 
     def start(self) -> None:
@@ -77,13 +80,31 @@ class Watchdog:
             rollout = rollouts.get(attempt.record.rollout_id)
             if rollout is None:  # deleted between the two reads
                 continue
-            worker = workers.get(attempt.record.worker_id or "")
-            worker_seen = last_heartbeat(worker.record if worker is not None else None, attempt.record)
-            outcome = end_overdue(rollout.record, attempt.record, now, worker_seen=worker_seen, lease_s=self._lease_s)
-            if outcome is not None:
-                change = Change(None)
-                change.revoke(rollout, attempt, outcome, now)
-                await self._database.try_commit(change)  # if it changed meanwhile, the next scan reads it again
+            try:
+                await self._check(rollout, attempt, workers.get(attempt.record.worker_id or ""), now)
+            except (StoreError, OSError):  # the database failed, for all attempts
+                raise
+            except Exception as error:  # isolation point: a damaged record must not stop the checks of others
+                self._report_damaged(attempt.record, error)
+
+    async def _check(
+        self, rollout: Row[Rollout], attempt: Row[Attempt], worker: Row[Worker] | None, now: float
+    ) -> None:
+        worker_seen = last_heartbeat(worker.record if worker is not None else None, attempt.record)
+        outcome = end_overdue(rollout.record, attempt.record, now, worker_seen=worker_seen, lease_s=self._lease_s)
+        if outcome is not None:
+            change = Change(None)
+            change.revoke(rollout, attempt, outcome, now)
+            await self._database.try_commit(change)  # if it changed meanwhile, the next scan reads it again
+
+    def _report_damaged(self, attempt: Attempt, error: Exception) -> None:
+        if attempt.attempt_id not in self._damaged:
+            self._damaged.add(attempt.attempt_id)
+            logger.error(
+                "the watchdog cannot check attempt %s of rollout %s, whose record is damaged (%s: %s); "
+                "cancel the rollout or retry it",
+                *(attempt.attempt_id, attempt.rollout_id, type(error).__name__, error),
+            )
 
     async def retain(self, now: float) -> None:
         """Enforces the retention policy, every ten seconds at most."""

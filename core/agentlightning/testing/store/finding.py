@@ -142,6 +142,19 @@ class FindingTests:
             await store.query_rollouts(limit=-2)
         with pytest.raises(ConfigError):
             await store.query_rollouts(offset=-1)
+        for too_large in (2**63, 10**30):
+            with pytest.raises(ConfigError, match="limit"):
+                await store.query_spans("ro-unknown", limit=too_large)
+            with pytest.raises(ConfigError, match="offset"):
+                await store.query_workers(offset=too_large)
+            with pytest.raises(ConfigError, match="limit"):
+                await store.dequeue_many_rollouts(limit=too_large)
+            with pytest.raises(ConfigError, match="version"):
+                await store.get_resources_by_id("rs-unknown", too_large)
+            with pytest.raises(ConfigError, match="metadata"):
+                await store.query_rollouts(metadata={"step": too_large})
+            with pytest.raises(ConfigError, match="cursor"):
+                await store.query_rollouts(cursor=f"{too_large}.1.1", limit=1)
         with pytest.raises(ConfigError):
             await store.query_rollouts(sort_order="up")  # type: ignore[arg-type] # meant
         with pytest.raises(ConfigError):

@@ -136,6 +136,25 @@ class LifecycleTests:
         first = await finish(store, claimed)
         assert await finish(store, claimed) == first
 
+    async def test_a_value_of_the_wrong_type_is_refused(self, store: LightningStore) -> None:
+        claimed = await claim(store)
+        wrong: dict[str, Any] = {
+            "last_heartbeat_time": "x",
+            "spans_dropped": 2**63,
+            "reward": "high",
+            "worker_id": 7,
+            "metadata": "x",
+            "error": "x",
+        }
+        for name, value in wrong.items():
+            with pytest.raises(ConfigError, match=name):
+                await store.update_attempt(claimed.rollout_id, claimed.attempt.attempt_id, **{name: value})
+        with pytest.raises(ConfigError, match="heartbeat_stats"):
+            await store.update_worker("worker", heartbeat_stats=["x"])  # type: ignore[arg-type] # meant
+        with pytest.raises(ConfigError, match="attempt_ids"):
+            await store.update_worker("worker", attempt_ids=[7])  # type: ignore[list-item] # meant
+        assert await latest_attempt(store, claimed) == claimed.attempt
+
     async def test_a_late_result_is_kept_on_the_attempt_only(self, store: LightningStore) -> None:
         claimed = await claim(store)
         await finish(store, claimed, "timeout")

@@ -41,6 +41,13 @@ class RecordingTests:
         assert await store.get_resources_by_id(first.resources_id, 3) is None
         assert list(await store.query_resources(resources_id=first.resources_id)) == [first, second]
 
+    async def test_a_run_id_that_is_no_name_is_refused(self, store: LightningStore) -> None:
+        for run_id in ("", "\u00e9", "a b", "a/b", "a\n", "x" * 201):
+            with pytest.raises(ConfigError, match="run_id"):
+                store.with_run(run_id)
+            with pytest.raises(ConfigError, match="run_id"):
+                await store.create_run("name", run_id=run_id)
+
     async def test_the_latest_resources_are_those_published_last_in_the_run(self, store: LightningStore) -> None:
         first = await store.add_resources({"prompt": "one"})
         second = await store.update_resources("named", {"prompt": "two"})

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
-from agentlightning.errors import NotFoundError
+from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.store.protocol import LightningStore
 from agentlightning.testing.store.actions import claim, finish, make_span, soon
 from agentlightning.types import Span, SpanEvent, TraceStatus
@@ -41,6 +42,26 @@ class TracingTests:
         assert far is not None
         assert next_ is not None
         assert (far.sequence_id, next_.sequence_id) == (10, 11)
+
+    async def test_a_span_number_that_leaves_no_room_for_others_is_refused(self, store: LightningStore) -> None:
+        claimed = await claim(store)
+        span = make_span(claimed)
+        for number in (2**53, 2**63 - 1, 2**63, -1):
+            with pytest.raises(ConfigError, match="sequence_id"):
+                await store.add_many_spans([make_span(claimed), span.model_copy(update={"sequence_id": number})])
+        assert list(await store.query_spans(claimed.rollout_id)) == []
+        for number in (2**53 - 1, 0, 0):
+            assert await store.add_span(make_span(claimed).model_copy(update={"sequence_id": number})) is not None
+        numbers = [span.sequence_id for span in await store.query_spans(claimed.rollout_id)]
+        assert numbers == [2**53 - 1, 2**53, 2**53 + 1]
+
+    async def test_a_span_with_a_value_of_the_wrong_type_is_refused(self, store: LightningStore) -> None:
+        claimed = await claim(store)
+        wrong: dict[str, Any] = {"sequence_id": "1", "start_time": "x", "end_time": float("nan"), "name": None}
+        for name, value in wrong.items():
+            with pytest.raises(ConfigError, match=name):
+                await store.add_span(make_span(claimed).model_copy(update={name: value}))
+        assert list(await store.query_spans(claimed.rollout_id)) == []
 
     async def test_span_numbers_strictly_increase_for_each_attempt(self, store: LightningStore) -> None:
         one, two = await claim(store), await claim(store)

@@ -29,7 +29,18 @@ from typing_extensions import TypedDict  # pydantic refuses typing's before Pyth
 
 from agentlightning.frozen import freeze
 from agentlightning.resources import AnyResource, Resource, read_resources
-from agentlightning.types import UNSET, AttemptedRollout, JsonObject, Metrics, PaginatedResult, Record, Rollout, Unset
+from agentlightning.types import (
+    MAX_INT,
+    UNSET,
+    AttemptedRollout,
+    Int64,
+    JsonObject,
+    Metrics,
+    PaginatedResult,
+    Record,
+    Rollout,
+    Unset,
+)
 
 MAX_BATCH: Final = 100_000
 """The most rollouts, spans or ids in one request."""
@@ -145,10 +156,10 @@ def read_rollout(content: dict[str, Any]) -> Rollout:
 T = TypeVar("T")
 _Batch: TypeAlias = Annotated[list[T], Field(max_length=MAX_BATCH)]
 _INTEGERS: Final[dict[str, Any]] = {
-    "limit": Annotated[int, Field(ge=-1)],
-    "offset": Annotated[int, Field(ge=0)],
-    "keep": Annotated[int, Field(ge=0)],
-    "spans_dropped": Annotated[int, Field(ge=0)],
+    "limit": Annotated[int, Field(ge=-1, le=MAX_INT)],
+    "offset": Annotated[int, Field(ge=0, le=MAX_INT)],
+    "keep": Annotated[int, Field(ge=0, le=MAX_INT)],
+    "spans_dropped": Annotated[int, Field(ge=0, le=MAX_INT)],
 }
 """The ranges of parameters by name."""
 
@@ -187,7 +198,9 @@ def _json_type(name: str, annotation: Any) -> Any:
         return _Batch[_json_type(name, arguments[0])]  # type: ignore[misc] # a type that only exists at run time
     if origin is tuple:
         return Annotated[annotation, BeforeValidator(_list_to_tuple)]
-    return _INTEGERS.get(name, int) if annotation is int else annotation
+    if annotation is float:
+        return FiniteFloat
+    return _INTEGERS.get(name, Int64) if annotation is int else annotation
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ from agentlightning.errors import NotFoundError, StoreError
 from agentlightning.event import Event, event_adapter
 from agentlightning.resources import Resource, ResourcesUpdate, split_version_id
 from agentlightning.run import attempt_token
+from agentlightning.store.check import check_run_id, check_span
 from agentlightning.store.protocol import StoreCapabilities
 from agentlightning.store.waiting import deadline_after
 from agentlightning.types import (
@@ -57,7 +58,7 @@ class LightningStoreClient(RemoteMethods):
         Raises:
             ConfigError: not an http(s) URL.
         """
-        self.run_id = run_id
+        self.run_id = check_run_id(run_id)
         self.token = token or os.environ.get(TOKEN_VARIABLE) or None
         self._connection = StoreConnection(url, self.token, retry_s)
         self._versions = _VersionCache()
@@ -74,7 +75,7 @@ class LightningStoreClient(RemoteMethods):
     def with_run(self, run_id: str) -> LightningStoreClient:
         """The same store as seen from another run; the two share their connections."""
         view = copy.copy(self)
-        view.run_id = run_id
+        view.run_id = check_run_id(run_id)
         return view
 
     @property
@@ -171,6 +172,8 @@ class LightningStoreClient(RemoteMethods):
         if not spans:
             return []
         spans = [span.sealed() for span in spans]
+        for span in spans:
+            check_span(span)
         answer = await self._post("/spans/batch", {"spans": spans})
         return [
             span if number == span.sequence_id else span.model_copy(update={"sequence_id": number})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import re
 import time
 from typing import Annotated, Final
 
@@ -15,8 +14,8 @@ from pydantic import ConfigDict, Field, TypeAdapter, with_config
 from pydantic_core import to_json
 from typing_extensions import TypedDict  # pydantic refuses typing's before Python 3.12
 
-from agentlightning.errors import ConfigError
 from agentlightning.run.attempt_token import AttemptToken
+from agentlightning.store.check import RUN_ID, check_run_id
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import DEFAULT_RUN_ID
 from agentlightning_plugins.stores.http.message import (
@@ -41,7 +40,6 @@ OTLP_PATH: Final = "/v1/traces"
 
 _ARRIVAL_S: Final = 0.1
 """How long a request sent before the end may take to arrive."""
-_RUN_ID = re.compile(r"[A-Za-z0-9._:-]{1,200}")
 _TOKEN: Final = web.RequestKey("token", AttemptToken)
 """The attempt token of a request; absent if the request may do everything."""
 
@@ -173,10 +171,7 @@ def _answer_error(request: web.Request, error: Exception) -> web.Response:
 
 
 def _run_id(request: web.Request, given: str | None = None) -> str:
-    run_id = given or request.headers.get(RUN_HEADER) or DEFAULT_RUN_ID
-    if not _RUN_ID.fullmatch(run_id):
-        raise ConfigError(f"run id {run_id!r}: 1 to 200 of the characters A-Z a-z 0-9 . _ : - are allowed")
-    return run_id
+    return check_run_id(given or request.headers.get(RUN_HEADER) or DEFAULT_RUN_ID)
 
 
 def _refuse_attempt_token(request: web.Request) -> None:
@@ -202,7 +197,7 @@ _EVENTS: Final[openapi.Operation] = {
     "tags": ["events"],
     "parameters": [
         {"name": "kinds", "in": "query", "schema": {"type": "array", "items": {"type": "string"}}},
-        {"name": "run_id", "in": "query", "schema": {"type": "string", "pattern": _RUN_ID.pattern}},
+        {"name": "run_id", "in": "query", "schema": {"type": "string", "pattern": f"^{RUN_ID.pattern}$"}},
         {"name": "poll_s", "in": "query", "schema": {"type": "number", "minimum": 0, "maximum": MAX_POLL_S}},
         {"name": "last-event-id", "in": "header", "schema": {"type": "string"}},
     ],

@@ -63,14 +63,11 @@ def _query_value(query: MultiMapping[str], key: str) -> Any:
         return query.getall(key)
     if key not in _JSON_KEYS:
         return query[key]
-    try:
-        return orjson.loads(query[key])
-    except ValueError as error:
-        raise RefusedError("malformed", f"{key}: not JSON: {error}") from error
+    return _parse(query[key].encode(errors="surrogateescape"), key)
 
 
-def _parse(body: bytes) -> Any:
-    """The JSON of a body.
+def _parse(body: bytes, name: str = "the body") -> Any:
+    """The JSON of a body, or of the value of a query string.
 
     orjson is several times as fast as pydantic's parser and refuses NaN and numbers that overflow a float. But it turns
     integers of more than 64 bits, which have 20 digits or more, into floats; these bodies go to pydantic's parser.
@@ -81,7 +78,7 @@ def _parse(body: bytes) -> Any:
     try:
         content = orjson.loads(body)
     except ValueError as error:
-        raise RefusedError("malformed", f"the body is not JSON: {error}. {JSON_RULES}") from error
+        raise RefusedError("malformed", f"{name} is not JSON: {error}. {JSON_RULES}") from error
     # 20 digits in a row contain 4 in a row of every fifth character, which is quicker to search.
     is_suspect = b"0000" in body[::5].translate(_DIGITS_TO_ZERO) and b"0" * 20 in body.translate(_DIGITS_TO_ZERO)
     return from_json(body) if is_suspect else content

@@ -14,7 +14,7 @@ from aiohttp import web
 from pydantic_core import to_json
 
 from agentlightning.event import EVENT_KINDS, Event
-from agentlightning.store.filter import check_choice
+from agentlightning.store.check import check_choice
 from agentlightning.store.protocol import LightningStore
 
 logger = logging.getLogger("agentlightning")

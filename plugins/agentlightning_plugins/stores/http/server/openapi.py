@@ -9,6 +9,7 @@ from typing import Any, Final
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode, JsonSchemaWarningKind
 
+from agentlightning.store.check import RUN_ID
 from agentlightning.version import __version__
 from agentlightning_plugins.stores.http.message import ERRORS, PREFIX, RUN_HEADER, ErrorAnswer
 from agentlightning_plugins.stores.http.route import Route
@@ -80,7 +81,7 @@ def _operation(route: Route, message: Any, answer: Any, named: Mapping[str, Any]
                 "name": RUN_HEADER,
                 "in": "header",
                 "description": "The run that the request is about; `default` without it.",
-                "schema": {"type": "string", "pattern": "^[A-Za-z0-9._:-]{1,200}$"},
+                "schema": {"type": "string", "pattern": f"^{RUN_ID.pattern}$"},
             },
         ],
     }

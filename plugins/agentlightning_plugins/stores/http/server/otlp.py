@@ -25,7 +25,7 @@ from agentlightning import semconv
 from agentlightning.errors import NotFoundError
 from agentlightning.run.attempt_token import AttemptToken
 from agentlightning.store.protocol import LightningStore
-from agentlightning.types import Span, SpanContext, SpanEvent, SpanLink, SpanResource, TraceStatus
+from agentlightning.types import MAX_SEQUENCE_ID, Span, SpanContext, SpanEvent, SpanLink, SpanResource, TraceStatus
 from agentlightning_plugins.stores.http.message import MAX_ITEM_BYTES, ErrorCode
 from agentlightning_plugins.stores.http.server.answer import RefusedError
 
@@ -169,8 +169,8 @@ def _convert_span(span: OtlpSpan, resource: SpanResource, token: AttemptToken | 
         return f"span {span.name!r} has a parent id of {len(span.parent_span_id)} bytes instead of 8"
     if span.ByteSize() > MAX_ITEM_BYTES:
         return f"span {span.name!r} has {span.ByteSize()} bytes; {MAX_ITEM_BYTES} are allowed"
-    if not isinstance(sequence_id, int) or sequence_id < 0:
-        return f"span {span.name!r}: {semconv.SPAN_SEQUENCE_ID} = {sequence_id!r} is not an integer of at least 0"
+    if not isinstance(sequence_id, int) or not 0 <= sequence_id <= MAX_SEQUENCE_ID:
+        return f"span {span.name!r}: {semconv.SPAN_SEQUENCE_ID} = {sequence_id!r} is not an integer of 0 to 2**53 - 1"
     trace_id = span.trace_id.hex()
     parent_id = span.parent_span_id.hex() or None
     parent = None

@@ -7,21 +7,21 @@ import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, FiniteFloat
 from typing_extensions import TypedDict  # pydantic refuses typing's before Python 3.12
 
 from agentlightning.errors import ConflictError, NotFoundError
 from agentlightning.run.attempt_token import DEFAULT_LIFETIME_S
 from agentlightning.store.protocol import LightningStore
-from agentlightning.types import AttemptedRollout, EnqueueRolloutRequest, Rollout, Span
+from agentlightning.types import MAX_INT, AttemptedRollout, EnqueueRolloutRequest, Rollout, Span
 from agentlightning_plugins.stores.http.message import MAX_POLL_S
 from agentlightning_plugins.stores.http.methods import METHOD_ROUTES
 from agentlightning_plugins.stores.http.route import Route
 from agentlightning_plugins.stores.http.server.access import Access
 from agentlightning_plugins.stores.http.server.polling import Polls
 
-_NotNegative = Annotated[int, Field(ge=0)]
-_Seconds = Annotated[float, Field(ge=0)]
+_NotNegative = Annotated[int, Field(ge=0, le=MAX_INT)]
+_Seconds = Annotated[FiniteFloat, Field(ge=0)]
 
 
 class Context(NamedTuple):
