@@ -23,7 +23,7 @@ from agentlightning.litagent import LitAgent, check_result
 from agentlightning.plugin.settings import require_least
 from agentlightning.resources import Resource, with_attempt_key
 from agentlightning.reward import find_final_reward
-from agentlightning.run.agent_call import call_agent
+from agentlightning.run.agent_call import call_agent, find_resources
 from agentlightning.run.heartbeat import Heartbeats
 from agentlightning.run.stop_event import STOP_CHECK_S, StopEvent, is_set, until_set
 from agentlightning.run.thread import EscapedError, install_group_executor
@@ -322,7 +322,7 @@ class LitAgentRunner(Runner[T]):
 
         attempt_id, timeout_s = rollout.attempt.attempt_id, rollout.config.timeout_seconds
         key = attempt_token.issue(store.token, rollout.rollout_id, attempt_id, timeout_s)
-        resources = with_attempt_key(await _resources_of(store, rollout), key)
+        resources = with_attempt_key(await find_resources(store, rollout), key)
         task = cast(T, thaw(rollout.input))
         return await call_agent(agent, task, resources, rollout, self._abandoned)
 
@@ -362,10 +362,8 @@ class LitAgentRunner(Runner[T]):
 
     async def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
         """Sends one heartbeat, in the thread of heartbeats; ``loop`` is the runner's."""
-        stats = {
-            "running": len(self._running),
-            "abandoned_threads": sum(thread.is_alive() for thread in tuple(self._abandoned)),
-        }
+        n_abandoned = sum(thread.is_alive() for thread in tuple(self._abandoned))
+        stats = {"running": len(self._running), "abandoned_threads": n_abandoned}
         mine = list(self._unreported)
         try:
             worker = await self._given()[1].update_worker(self.worker_id, heartbeat_stats=stats, attempt_ids=mine)
@@ -387,16 +385,6 @@ class LitAgentRunner(Runner[T]):
             logger.info("stopping attempt %s: %s", attempt_id, reason)
             self._revoked.add(attempt_id)
             task.cancel()
-
-
-async def _resources_of(store: LightningStore, rollout: Rollout) -> Mapping[str, Resource]:
-    if rollout.resources_id is None:
-        update = await store.get_latest_resources()
-        return {} if update is None else update.resources
-    update = await store.get_resources_by_id(rollout.resources_id)
-    if update is None:
-        raise NotFoundError(f"rollout {rollout.rollout_id}: the resources {rollout.resources_id} are not stored")
-    return update.resources
 
 
 def _report_failure(task: asyncio.Task[None]) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Mapping
 from typing import Any
 
+from agentlightning.errors import NotFoundError
 from agentlightning.litagent import LitAgent
-from agentlightning.resources import NamedResources
+from agentlightning.resources import NamedResources, Resource
 from agentlightning.run.thread import EscapedError, ThreadStopped, run_in_thread, thread_group
-from agentlightning.types import AttemptedRollout
+from agentlightning.store.protocol import LightningStore
+from agentlightning.types import AttemptedRollout, Rollout
 
 
 async def call_agent(
@@ -47,6 +50,17 @@ async def call_agent(
         )
     except ThreadStopped as error:
         raise asyncio.CancelledError from error
+
+
+async def find_resources(store: LightningStore, rollout: Rollout) -> Mapping[str, Resource]:
+    """Returns the resources of a rollout: those that it names, else the latest."""
+    if rollout.resources_id is None:
+        update = await store.get_latest_resources()
+        return {} if update is None else update.resources
+    update = await store.get_resources_by_id(rollout.resources_id)
+    if update is None:
+        raise NotFoundError(f"rollout {rollout.rollout_id}: the resources {rollout.resources_id} are not stored")
+    return update.resources
 
 
 def _must_pass(error: BaseException, own: asyncio.Task[Any] | None) -> bool:
