@@ -21,7 +21,7 @@ from agentlightning.frozen import thaw
 from agentlightning.lifecycle import counts_as_lost
 from agentlightning.litagent import LitAgent, check_result
 from agentlightning.plugin.settings import require_least
-from agentlightning.resources import Resource, with_attempt_key
+from agentlightning.resources import Resource, resolve_secrets, with_attempt_key
 from agentlightning.reward import find_final_reward
 from agentlightning.run.agent_call import call_agent, find_resources
 from agentlightning.run.heartbeat import Heartbeats
@@ -322,7 +322,7 @@ class LitAgentRunner(Runner[T]):
 
         attempt_id, timeout_s = rollout.attempt.attempt_id, rollout.config.timeout_seconds
         key = attempt_token.issue(store.token, rollout.rollout_id, attempt_id, timeout_s)
-        resources = with_attempt_key(await find_resources(store, rollout), key)
+        resources = with_attempt_key(resolve_secrets(await find_resources(store, rollout)), key)
         task = cast(T, thaw(rollout.input))
         return await call_agent(agent, task, resources, rollout, self._abandoned)
 
