@@ -17,6 +17,7 @@ from collections.abc import Collection, Mapping
 from typing import Final, NamedTuple
 
 from agentlightning.errors import ConflictError
+from agentlightning.frozen import thaw
 from agentlightning.types import (
     ENDED_ROLLOUT,
     LIVE_ATTEMPT,
@@ -46,6 +47,11 @@ ATTEMPT_TRANSITIONS: Final[Mapping[AttemptStatus, frozenset[AttemptStatus]]] = {
     "timeout": frozenset(),
     "unresponsive": frozenset(),
 }
+
+LOST_CLAIM: Final = "LostClaim"
+"""The error type of an attempt whose worker died before the attempt's first span."""
+MAX_LOST_CLAIMS: Final = 5
+"""A rollout fails when so many workers have died before its first span: its task probably ends their processes."""
 
 
 class Outcome(NamedTuple):
@@ -127,16 +133,35 @@ def move_attempt(
     return Outcome(move_rollout(rollout, target, now), attempt)
 
 
-def lose_claim(rollout: Rollout, attempt: Attempt, now: float, error: AttemptFailure | None = None) -> Outcome:
-    """Ends the live attempt of a worker that is gone.
+def lose_claim(rollout: Rollout, attempt: Attempt, now: float, reason: str, *, n_lost: int = 0) -> Outcome:
+    """Ends the live attempt of a worker that died.
 
-    If the attempt had not started, its rollout is requeued regardless of its config. Otherwise the attempt is
-    unresponsive, and the config decides.
+    If the attempt had not started, its rollout is requeued regardless of its config, unless ``n_lost`` earlier attempts
+    ended like this and the limit is reached. Otherwise the attempt is unresponsive, and the config decides.
     """
-    if attempt.status == "preparing" and rollout.status == "preparing":
-        changes = {"status": "unresponsive", "end_time": now, "error": error or attempt.error}
-        return Outcome(move_rollout(rollout, "requeuing", now), attempt.model_copy(update=changes))
-    return move_attempt(rollout, attempt, "unresponsive", now, error=error, is_heartbeat=False)
+    if attempt.status != "preparing" or rollout.status != "preparing":
+        error = AttemptFailure(type="Unresponsive", message=reason)
+        return move_attempt(rollout, attempt, "unresponsive", now, error=error, is_heartbeat=False)
+    if n_lost + 1 < MAX_LOST_CLAIMS:
+        return _return_claim(rollout, attempt, now, AttemptFailure(type=LOST_CLAIM, message=reason))
+    message = (
+        f"{reason}; {n_lost + 1} workers died before the first span of rollout {rollout.rollout_id}, so it is not "
+        "tried again: its task probably ends the process of the agent, whose output may say why. Correct the agent or "
+        f"the task, then: agl rollouts retry {rollout.rollout_id}. The task: {thaw(rollout.input)!r:.300}"
+    )
+    return _return_claim(rollout, attempt, now, AttemptFailure(type=LOST_CLAIM, message=message), "failed")
+
+
+def _return_claim(
+    rollout: Rollout, attempt: Attempt, now: float, error: AttemptFailure, target: RolloutStatus = "requeuing"
+) -> Outcome:
+    changes = {"status": "unresponsive", "end_time": now, "error": error}
+    return Outcome(move_rollout(rollout, target, now), attempt.model_copy(update=changes))
+
+
+def counts_as_lost(attempt: Attempt) -> bool:
+    """Whether the attempt ended because its worker died before the first span."""
+    return attempt.error is not None and attempt.error.type == LOST_CLAIM
 
 
 def release(rollout: Rollout, attempt: Attempt, now: float) -> Outcome:
@@ -149,7 +174,9 @@ def release(rollout: Rollout, attempt: Attempt, now: float) -> Outcome:
             "preparing can. Report how it ended instead"
         )
     error = AttemptFailure(type="Released", message="the worker released the claim before it began")
-    return lose_claim(rollout, attempt, now, error)
+    if rollout.status != "preparing":
+        return move_attempt(rollout, attempt, "unresponsive", now, error=error, is_heartbeat=False)
+    return _return_claim(rollout, attempt, now, error)
 
 
 def retry(rollout: Rollout) -> Rollout:
@@ -162,11 +189,19 @@ def retry(rollout: Rollout) -> Rollout:
 
 
 def end_overdue(
-    rollout: Rollout, attempt: Attempt, now: float, *, worker_seen: float | None, lease_s: float
+    rollout: Rollout,
+    attempt: Attempt,
+    now: float,
+    *,
+    worker_seen: float | None,
+    lease_s: float,
+    is_worker_alive: bool = False,
+    n_lost: int = 0,
 ) -> Outcome | None:
     """Ends a live attempt that is past its timeout or was silent for too long; None: it may go on.
 
-    The lease is renewed by spans, by heartbeats of the attempt and by those of its worker (``worker_seen``).
+    The lease is renewed by spans, by heartbeats of the attempt and by those of its worker (``worker_seen``). A worker
+    that is alive but does not name the attempt has not received the claim; ``n_lost`` is that of ``lose_claim``.
     """
     config = rollout.config
     seen = attempt.last_heartbeat_time or attempt.start_time
@@ -180,7 +215,9 @@ def end_overdue(
     if now - max(seen, worker_seen or 0.0) > lease_s:
         worker = "" if attempt.worker_id is None else f" of worker {attempt.worker_id!r}"
         message = f"neither a span nor a heartbeat{worker} for the lease of {lease_s:g} s"
-        return lose_claim(rollout, attempt, now, AttemptFailure(type="Unresponsive", message=message))
+        if is_worker_alive and attempt.status == rollout.status == "preparing":
+            return _return_claim(rollout, attempt, now, AttemptFailure(type="Unresponsive", message=message))
+        return lose_claim(rollout, attempt, now, message, n_lost=n_lost)
     return None
 
 

@@ -6,6 +6,8 @@ set of resources.
 
 from __future__ import annotations
 
+import functools
+import os
 import re
 import string
 from collections.abc import Mapping
@@ -20,6 +22,11 @@ from agentlightning.types import AttemptedRollout, JsonObject, Record, Rollout
 ATTEMPT_KEY: Final = "agentlightning"
 """The ``api_key`` of a ProxyLLM that the runner replaces by a key for the attempt. It grants nothing itself, but
 clients require a key, and without one they would send the user's own."""
+
+
+SECRET_NAME: Final = re.compile(r"(^|_)(api_key|password|secret|auth_token|access_token)$|^token$")
+"""The names of fields that hold secrets."""
+_REFERENCE: Final = re.compile(r"\$\{(\w+)\}")
 
 
 class Resource(Record):
@@ -44,6 +51,8 @@ class LLM(Resource):
     """Base URL as the ``openai`` client takes it, usually ending in ``/v1``."""
     model: str
     api_key: str | None = Field(default=None, repr=False)
+    """The key, or ``${NAME}``, an environment variable of the process that runs the agent. The store keeps what is
+    given here, so write a reference unless the store may hold the key."""
     sampling_parameters: JsonObject = Field(default_factory=FrozenDict)
     """Keyword arguments for ``chat.completions.create``, such as ``temperature``."""
 
@@ -261,3 +270,28 @@ def with_attempt_key(resources: Mapping[str, Resource], key: str) -> dict[str, R
         else resource
         for name, resource in resources.items()
     }
+
+
+@functools.cache
+def _secret_fields(kind: type[Resource]) -> tuple[str, ...]:
+    return tuple(name for name in kind.model_fields if SECRET_NAME.search(name))
+
+
+def resolve_secrets(resources: Mapping[str, Resource]) -> Mapping[str, Resource]:
+    """Replaces ``${NAME}`` in the secret fields of resources by the environment variable.
+
+    Raises:
+        ConfigError: the variable is not set in this process.
+    """
+    resolved = dict(resources)
+    for name, resource in resources.items():
+        for field in _secret_fields(type(resource)):
+            value = getattr(resource, field)
+            if isinstance(value, str) and (match := _REFERENCE.fullmatch(value)):
+                if match[1] not in os.environ:
+                    raise ConfigError(
+                        f"resource {name!r}: {field} is {value}, but the environment variable {match[1]} is not set in "
+                        "the process that runs the agent; set it there"
+                    )
+                resolved[name] = resolved[name].model_copy(update={field: os.environ[match[1]]})
+    return resolved

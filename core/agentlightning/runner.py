@@ -15,15 +15,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar, cast
 
 from agentlightning.emitter import emit_reward
-from agentlightning.errors import ConfigError, NotFoundError, StoreError
+from agentlightning.errors import ConfigError, ConflictError, NotFoundError, StoreError
 from agentlightning.event import AttemptRevoked
 from agentlightning.frozen import thaw
+from agentlightning.lifecycle import counts_as_lost
 from agentlightning.litagent import LitAgent, check_result
 from agentlightning.plugin.settings import require_least
-from agentlightning.resources import Resource, with_attempt_key
+from agentlightning.resources import Resource, resolve_secrets, with_attempt_key
 from agentlightning.reward import find_final_reward
+from agentlightning.run.agent_call import call_agent, find_resources
+from agentlightning.run.heartbeat import Heartbeats
 from agentlightning.run.stop_event import STOP_CHECK_S, StopEvent, is_set, until_set
-from agentlightning.run.thread import ThreadStopped, install_group_executor, run_in_thread, thread_group
+from agentlightning.run.thread import EscapedError, install_group_executor
 from agentlightning.store.protocol import LightningStore
 from agentlightning.tracer.tracer import Trace, Tracer
 from agentlightning.types import (
@@ -41,6 +44,8 @@ T = TypeVar("T")
 logger = logging.getLogger("agentlightning")
 
 _CLAIM_AT_ONCE = 4
+_DEATHS_BEFORE_ALONE = 2
+"""A rollout before whose first span so many workers died runs alone, so that no other dies with it again."""
 
 
 class Hook:
@@ -147,7 +152,8 @@ class LitAgentRunner(Runner[T]):
         """The running attempts whose end is not yet reported to the store."""
         self._revoked: set[str] = set()
         self._slot_freed = asyncio.Event()
-        self._background_tasks: list[asyncio.Task[None]] = []
+        self._watch: asyncio.Task[None] | None = None
+        self._heartbeats: Heartbeats | None = None
 
     @contextlib.contextmanager
     def run_context(
@@ -175,9 +181,11 @@ class LitAgentRunner(Runner[T]):
         left = math.inf if self.max_rollouts is None else self.max_rollouts
         self._slot_freed = asyncio.Event()  # belongs to this loop; a runner may be used in several, one after the other
         self._start_background_tasks()
+        runs_alone = False
         try:
             while left > 0 and not is_set(event) and not self.is_worn_out:
-                limit = int(min(self.max_concurrency - len(self._running), _CLAIM_AT_ONCE, left))
+                n_free = (0 if self._running else 1) if runs_alone else self.max_concurrency - len(self._running)
+                limit = int(min(n_free, _CLAIM_AT_ONCE, left))
                 if limit < 1:
                     self._slot_freed.clear()
                     with contextlib.suppress(TimeoutError):
@@ -187,9 +195,15 @@ class LitAgentRunner(Runner[T]):
                     store.dequeue_many_rollouts(limit=limit, worker_id=self.worker_id, timeout=self.poll_interval),
                     event,
                 )
+                suspects = [rollout for rollout in claimed or () if await self._is_suspect(rollout)]
+                runs_alone = bool(suspects)
                 for rollout in claimed or ():
-                    left -= 1
-                    self._begin(rollout)
+                    if rollout in suspects and (self._running or len(claimed or ()) > 1):
+                        with contextlib.suppress(NotFoundError, ConflictError):  # it was ended or deleted meanwhile
+                            await store.release_attempt(rollout.rollout_id, rollout.attempt.attempt_id)
+                    else:
+                        left -= 1
+                        self._begin(rollout)
             if self._running:
                 await asyncio.wait(list(self._running.values()))
         finally:
@@ -226,16 +240,20 @@ class LitAgentRunner(Runner[T]):
     @property
     def is_worn_out(self) -> bool:
         """Whether too many threads were abandoned, so that ``iter`` returns and a new process should take over."""
-        return self._count_abandoned() > self.max_abandoned_threads
-
-    def _count_abandoned(self) -> int:
         self._abandoned[:] = [thread for thread in self._abandoned if thread.is_alive()]
-        return len(self._abandoned)
+        return len(self._abandoned) > self.max_abandoned_threads
 
     def _given(self) -> tuple[LitAgent[T], LightningStore]:
         if self._agent is None or self._store is None:
             raise ConfigError("the runner has no agent; use it in: with runner.run_context(agent=..., store=...)")
         return self._agent, self._store
+
+    async def _is_suspect(self, rollout: AttemptedRollout) -> bool:
+        """Whether workers died with earlier attempts of a rollout."""
+        if rollout.attempt.sequence_id <= _DEATHS_BEFORE_ALONE:
+            return False
+        attempts = (await self._given()[1].query_attempts(rollout.rollout_id)).items
+        return sum(map(counts_as_lost, attempts)) >= _DEATHS_BEFORE_ALONE
 
     def _begin(self, rollout: AttemptedRollout) -> asyncio.Task[None]:
         attempt_id = rollout.attempt.attempt_id
@@ -277,6 +295,8 @@ class LitAgentRunner(Runner[T]):
         except asyncio.CancelledError as error:
             failure = AttemptFailure(type="Cancelled", message="the runner stopped it")
             status, stopped = "failed", error
+        except EscapedError as error:
+            status, failure = "failed", AttemptFailure.from_exception(error.original)
         except Exception as error:  # isolation point: an exception of the agent is data about its attempt
             status, failure = "failed", AttemptFailure.from_exception(error)
             if limit.expired():  # worded as by the store, which may notice first
@@ -302,25 +322,9 @@ class LitAgentRunner(Runner[T]):
 
         attempt_id, timeout_s = rollout.attempt.attempt_id, rollout.config.timeout_seconds
         key = attempt_token.issue(store.token, rollout.rollout_id, attempt_id, store.now(), timeout_s)
-        resources = with_attempt_key(await _resources_of(store, rollout), key)
+        resources = with_attempt_key(resolve_secrets(await find_resources(store, rollout)), key)
         task = cast(T, thaw(rollout.input))
-        training = rollout.mode == "train"
-        if agent.is_async():
-            method = agent.training_rollout_async if training else agent.validation_rollout_async
-            with thread_group(on_abandoned=self._abandoned.extend):  # for synchronous tools and graph nodes
-                try:
-                    return await method(task, resources, rollout)
-                except SystemExit as error:  # it would end the event loop and with it all rollouts
-                    raise RuntimeError(f"SystemExit: {error}") from error
-        function = agent.training_rollout if training else agent.validation_rollout
-        try:
-            return await run_in_thread(
-                lambda: function(task, resources, rollout),
-                name=f"agent-{attempt_id}",
-                on_abandoned=self._abandoned.append,
-            )
-        except ThreadStopped as error:
-            raise asyncio.CancelledError from error
+        return await call_agent(agent, task, resources, rollout, self._abandoned)
 
     async def _record_result(self, result: RolloutRawResult, rollout: AttemptedRollout) -> Sequence[Span]:
         """Emits a returned reward, or stores returned spans and returns them."""
@@ -339,38 +343,36 @@ class LitAgentRunner(Runner[T]):
                 logger.exception("hook %s.%s failed", type(hook).__name__, name)
 
     def _start_background_tasks(self) -> None:
-        """Starts heartbeats and the watch for revoked attempts in the running event loop, unless they run already."""
+        """Starts heartbeats and the watch for revoked attempts of the running event loop, unless they run already."""
         loop = asyncio.get_running_loop()
-        if any(not task.done() and task.get_loop() is loop for task in self._background_tasks):
+        if self._heartbeats is not None and self._heartbeats.is_running and self._heartbeats.loop is loop:
             return
+        self._stop_background_tasks()
         install_group_executor()
-        self._background_tasks = [
-            loop.create_task(self._send_heartbeats()),
-            loop.create_task(self._watch_revocations()),
-        ]
-        for task in self._background_tasks:
-            task.add_done_callback(_report_failure)
+        self._heartbeats = Heartbeats(functools.partial(self._beat, loop), self.heartbeat_interval, self.worker_id)
+        self._watch = loop.create_task(self._watch_revocations())
+        self._watch.add_done_callback(_report_failure)
 
     def _stop_background_tasks(self) -> None:
-        for task in self._background_tasks:
-            if not task.get_loop().is_closed():
-                task.cancel()
-        self._background_tasks = []
+        if self._heartbeats is not None:
+            self._heartbeats.stop()
+        if self._watch is not None and not self._watch.get_loop().is_closed():
+            self._watch.cancel()
+        self._heartbeats = self._watch = None
 
-    async def _send_heartbeats(self) -> None:
-        store = self._given()[1]
-        while True:
-            stats = {"running": len(self._running), "abandoned_threads": self._count_abandoned()}
-            mine = list(self._unreported)
-            try:
-                worker = await store.update_worker(self.worker_id, heartbeat_stats=stats, attempt_ids=mine)
-            except (StoreError, OSError) as error:
-                logger.warning("worker %s could not send its heartbeat: %s", self.worker_id, error)
-            else:
-                live = mine if worker.attempt_ids is None else worker.attempt_ids
-                for attempt_id in set(mine).difference(live):
-                    self._revoke(attempt_id, "the store does not know it as running")
-            await asyncio.sleep(self.heartbeat_interval)
+    async def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Sends one heartbeat, in the thread of heartbeats; ``loop`` is the runner's."""
+        n_abandoned = sum(thread.is_alive() for thread in tuple(self._abandoned))
+        stats = {"running": len(self._running), "abandoned_threads": n_abandoned}
+        mine = list(self._unreported)
+        try:
+            worker = await self._given()[1].update_worker(self.worker_id, heartbeat_stats=stats, attempt_ids=mine)
+        except (StoreError, OSError) as error:
+            logger.warning("worker %s could not send its heartbeat: %s", self.worker_id, error)
+            return
+        for attempt_id in set(mine).difference(mine if worker.attempt_ids is None else worker.attempt_ids):
+            with contextlib.suppress(RuntimeError):  # the runner's loop is closed
+                loop.call_soon_threadsafe(self._revoke, attempt_id, "the store does not know it as running")
 
     async def _watch_revocations(self) -> None:
         async for event in self._given()[1].subscribe(["attempt_revoked"]):
@@ -385,16 +387,6 @@ class LitAgentRunner(Runner[T]):
             task.cancel()
 
 
-async def _resources_of(store: LightningStore, rollout: Rollout) -> Mapping[str, Resource]:
-    if rollout.resources_id is None:
-        update = await store.get_latest_resources()
-        return {} if update is None else update.resources
-    update = await store.get_resources_by_id(rollout.resources_id)
-    if update is None:
-        raise NotFoundError(f"rollout {rollout.rollout_id}: the resources {rollout.resources_id} are not stored")
-    return update.resources
-
-
 def _report_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("a background task of the runner failed: %s", error, exc_info=error)
+        logger.error("the runner's watch for revoked attempts failed: %s", error, exc_info=error)

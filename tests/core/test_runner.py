@@ -312,17 +312,33 @@ async def test_an_attempt_that_is_stopped_in_its_first_hook_is_reported(store: a
     assert rollout.status == "failed"
 
 
-async def test_an_agent_that_exits_fails_its_own_rollout_only(store: agl.LightningStore) -> None:
-    async def agent(task: int) -> float:
+class Unusual(BaseException):
+    """An exception that ``except Exception`` does not catch."""
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize(
+    "error",
+    [SystemExit(3), GeneratorExit(), asyncio.CancelledError("its own"), Unusual("rare"), StopIteration("early")],
+)
+async def test_an_agent_that_raises_what_is_no_exception_fails_its_own_rollout_only(
+    store: agl.LightningStore, is_async: bool, error: BaseException
+) -> None:
+    def sync_agent(task: int) -> float:
         if task == 0:
-            raise SystemExit(3)
+            raise error
         return 1.0
 
-    rollouts = await run_all(store, agent, [0, 1])
+    async def async_agent(task: int) -> float:
+        return sync_agent(task)
+
+    rollouts = await run_all(store, async_agent if is_async else sync_agent, [0, 1])
     assert [rollout.status for rollout in rollouts] == ["failed", "succeeded"]
-    error = rollouts[0].attempt.error
-    assert error is not None
-    assert error.message == "SystemExit: 3"
+    failure = rollouts[0].attempt.error
+    assert failure is not None
+    if not (is_async and isinstance(error, StopIteration)):  # Python makes that a RuntimeError
+        assert (failure.type, failure.message) == (type(error).__name__, str(error))
+    assert "raise error" in failure.traceback
 
 
 async def test_what_is_stopped_has_its_time_to_clean_up() -> None:

@@ -73,13 +73,13 @@ class RunDirectory:
 
 
 def make_directory(path: Path) -> bool:
-    """Creates a directory for a run, with parents; returns whether it is new.
+    """Creates a directory for a run, which only its user may read, with parents; returns whether it is new.
 
     Raises:
         ConfigError: it cannot be created.
     """
     try:
-        path.mkdir(parents=True)
+        path.mkdir(mode=0o700, parents=True)
     except OSError as error:
         if path.is_dir():
             return False

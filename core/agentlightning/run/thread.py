@@ -23,6 +23,14 @@ class ThreadStopped(BaseException):
     """Raised in a thread whose caller was cancelled; a BaseException, so that agents do not swallow it."""
 
 
+class EscapedError(RuntimeError):
+    """Carries an exception that would end the event loop if it were raised there, such as SystemExit."""
+
+    def __init__(self, original: BaseException) -> None:
+        super().__init__(f"{type(original).__name__}: {original}")
+        self.original = original
+
+
 class ThreadGroup:
     """The threads that work for one caller only, so that they can be stopped together with it.
 
@@ -67,7 +75,7 @@ class ThreadGroup:
             while (call := self._next()) is not None:
                 future, function = call
                 if future.set_running_or_notify_cancel():
-                    _set_outcome(future, function)
+                    _set_outcome(future, function, _breaks_loop)
 
     def _next(self) -> tuple[concurrent.futures.Future[Any], Callable[[], Any]] | None:
         with self._lock:
@@ -190,7 +198,7 @@ def run_beside_loop(function: Callable[[], T]) -> T:
     interruption = _Interruption()
     context = contextvars.copy_context()
     context.run(_interruption.set, interruption)
-    thread = _start(future, functools.partial(context.run, function), "beside-the-loop", is_awaited=False)
+    thread = _start(future, functools.partial(context.run, function), "beside-the-loop", escapes=lambda _: False)
     try:
         return future.result()
     except KeyboardInterrupt:
@@ -207,25 +215,42 @@ def run_beside_loop(function: Callable[[], T]) -> T:
         raise
 
 
+def _breaks_loop(error: BaseException) -> bool:
+    """Whether raising the error in a task of an event loop would end the loop, or wake no waiter."""
+    return isinstance(error, (StopIteration, KeyboardInterrupt, SystemExit))
+
+
+def _is_unusual(error: BaseException) -> bool:
+    """Whether an error of an agent could be taken for the end of the runner's own task."""
+    return isinstance(error, StopIteration) or not isinstance(error, (Exception, ThreadStopped))
+
+
 def _start(
-    future: concurrent.futures.Future[T], function: Callable[[], T], name: str, *, is_awaited: bool = True
+    future: concurrent.futures.Future[T],
+    function: Callable[[], T],
+    name: str,
+    *,
+    escapes: Callable[[BaseException], bool] = _is_unusual,
 ) -> threading.Thread:
     def work() -> None:
         with contextlib.suppress(ThreadStopped):  # it may be raised after the function has returned
-            _set_outcome(future, function, is_awaited=is_awaited)
+            _set_outcome(future, function, escapes)
 
     thread = threading.Thread(target=work, name=name, daemon=True)
     thread.start()
     return thread
 
 
-def _set_outcome(future: concurrent.futures.Future[T], function: Callable[[], T], *, is_awaited: bool = True) -> None:
+def _set_outcome(
+    future: concurrent.futures.Future[T], function: Callable[[], T], escapes: Callable[[BaseException], bool]
+) -> None:
     try:
         result = function()
     except BaseException as error:  # isolation point: any error of the function belongs to its caller
-        if is_awaited and isinstance(error, (StopIteration, KeyboardInterrupt, SystemExit)):
-            # A StopIteration would wake no waiter, the other two would end the event loop.
-            future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
+        if escapes(error):
+            escaped = EscapedError(error)
+            escaped.__cause__ = error
+            future.set_exception(escaped)
         else:
             future.set_exception(error)
     else:

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import textwrap
 import time
@@ -23,6 +24,7 @@ from agentlightning_plugins.scripted_model.server import EOS, Answer, ScriptedOp
 from agentlightning_plugins.stores.http.client import LightningStoreClient
 from agentlightning_plugins.stores.http.server import LightningStoreServer
 from tests.plugins.gateway.gateway_setup import gateway
+from tests.process import count_open_files
 
 CALL_MODEL = """
     import json, os, sys, urllib.request
@@ -110,10 +112,6 @@ def is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-
-
-def count_open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 async def is_gone(pid: int) -> bool:
@@ -239,6 +237,54 @@ async def test_a_command_inherits_what_it_needs_and_no_keys(
     assert json.loads(env["AGL_SAMPLING_PARAMETERS"]) == {"temperature": 0.5}
     assert (env["AGL_ROLLOUT_ID"], env["AGL_ATTEMPT_ID"]) == (rollout.rollout_id, rollout.attempt.attempt_id)
     assert env["AGL_ROLLOUT_MODE"] == "train"
+
+
+_SPYING_PROGRAM = """
+import sys, pathlib
+import agentlightning as agl
+spy = '''
+import os, pathlib
+pid = os.getppid()
+while pid != int(os.environ["LAST"]):
+    try:
+        shown = pathlib.Path(f"/proc/{pid}/environ").read_text()
+    except PermissionError:
+        shown = "hidden"
+    print("STOLEN" if "hunter2" in shown else shown[:20])
+    pid = int(pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+'''
+seen = pathlib.Path("seen.txt")
+def reward(task, output, rollout):
+    seen.write_text(output)
+    return 1.0
+agent = agl.CommandAgent([sys.executable, "-c", spy], reward=reward, env={"LAST": sys.argv[2]})
+agl.Trainer(algorithm="baseline", tracer="dummy", trackers=[], strategy=sys.argv[1]).fit(agent, ["task"])
+"""
+
+
+@pytest.mark.parametrize(("strategy", "n_processes"), [("cs", 2), ("shm", 1)])
+def test_a_command_cannot_read_the_environment_of_its_runner_and_trainer(
+    tmp_path: Path, strategy: str, n_processes: int
+) -> None:
+    (tmp_path / "program.py").write_text(_SPYING_PROGRAM)
+    # Root may read every process, so the program runs without these capabilities: SYS_PTRACE, SYS_ADMIN and PERFMON.
+    drop = (
+        "import ctypes, os, sys; drop = ctypes.CDLL(None).prctl\n"
+        "for capability in (19, 21, 38): drop(24, capability, 0, 0, 0)\n"
+        "os.execv(sys.executable, sys.argv[1:])"
+    )
+    command = [sys.executable, "program.py", strategy, str(os.getpid())]
+    done = subprocess.run(
+        [sys.executable, "-c", drop, *command],
+        cwd=tmp_path,
+        env={**os.environ, "PROVIDER_KEY": "hunter2"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "seen.txt").read_text() == "hidden\n" * n_processes
 
 
 async def test_keys_in_the_output_of_a_command_are_redacted(store: agl.LightningStore) -> None:

@@ -308,6 +308,47 @@ def test_print_config_shows_the_overrides_and_never_a_secret(folder: Path) -> No
     assert printed["store"] == "http://host:1/${SECRET}"
 
 
+def test_a_key_reaches_the_agent_and_no_file_of_the_run_which_only_its_user_may_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "my_agents.py").write_text(
+        "from pathlib import Path\n\n"
+        "def agent(task, llm):\n"
+        "    Path('seen.txt').write_text(f'{llm.api_key} {llm.endpoint}')\n"
+        "    return 1.0\n"
+    )
+    monkeypatch.setenv("MODEL_KEY", "hunter2-of-the-provider")
+    monkeypatch.setenv("MODEL_HOST", "models.example")
+    llm = {"resource_type": "llm", "endpoint": "http://${MODEL_HOST}/v1", "model": "m", "api_key": "${MODEL_KEY}"}
+    write(folder, {"resources": {"llm": llm}, "strategy": "cs"})
+    done = agl_command(folder, "train", "config.yaml")
+    assert done.returncode == 0, done.stderr
+    assert (folder / "seen.txt").read_text() == "hunter2-of-the-provider http://models.example/v1"
+    files = [path for path in (folder / "runs").rglob("*") if path.is_file()]
+    assert {"store.db", "run.json", "config.yaml"} <= {path.name for path in files}
+    assert [path for path in files if b"hunter2" in path.read_bytes()] == []
+    run = folder / "runs" / "config"
+    assert run.stat().st_mode & 0o777 == 0o700
+    assert (run / "store.db").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_password_in_the_url_of_a_resource_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PASSWORD", "hunter2")
+    llm = {"resource_type": "llm", "endpoint": "http://me:${PASSWORD}@host/v1", "model": "m"}
+    write(folder, {"resources": {"llm": llm}})
+    said = refused(folder, "config.yaml")
+    assert "config.yaml, line" in said
+    assert "a URL of a resource has a password, which the store would keep; use api_key" in said
+
+
+def test_a_key_that_is_not_set_is_refused(folder: Path) -> None:
+    llm = {"resource_type": "llm", "endpoint": "http://host/v1", "model": "m", "api_key": "${NOT_SET_ANYWHERE}"}
+    write(folder, {"resources": {"llm": llm}})
+    assert "api_key is ${NOT_SET_ANYWHERE}, but the environment variable NOT_SET_ANYWHERE is not set" in refused(
+        folder, "config.yaml"
+    )
+
+
 def test_print_config_shows_what_an_algorithm_composes_from_its_settings(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

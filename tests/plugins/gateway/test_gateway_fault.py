@@ -19,6 +19,7 @@ import pytest
 from agentlightning_plugins.gateway.backends.provider import OpenAICompatible
 from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
 from tests.plugins.gateway.gateway_setup import HELLO, PROVIDER_KEY, Case, entry, gateway, until
+from tests.process import count_open_files
 
 Misbehaviour = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 ASKED: dict[str, Any] = {"model": "m", "messages": HELLO}
@@ -399,10 +400,6 @@ async def begin_stream(base_url: str) -> tuple[asyncio.StreamReader, asyncio.Str
     return reader, writer
 
 
-def open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 async def vanish(case: Case) -> None:
     _, client = await case.start()
     _, writer = await begin_stream(str(client.base_url))
@@ -436,7 +433,7 @@ async def test_broken_connections_leak_no_tasks_files_or_calls() -> None:
                 await until(idle)
                 await until(lambda: server.connections == 0)
                 gc.collect()
-                files = open_files()
+                files = count_open_files()
                 sizes.append((len(asyncio.all_tasks(loop)), files, len(launched._server._in_flight._by_attempt)))
             await case.proxy.flush()
             spans = (await case.store.statistics())["spans"]

@@ -10,7 +10,9 @@ import pytest
 
 from agentlightning.errors import ConflictError
 from agentlightning.lifecycle import (
+    MAX_LOST_CLAIMS,
     begin_attempt,
+    counts_as_lost,
     end_overdue,
     last_heartbeat,
     lose_claim,
@@ -208,10 +210,32 @@ def test_the_end_of_an_attempt_does_not_change_a_rollout_that_is_not_running(sta
 
 
 def test_a_claim_that_is_lost_before_it_ran_is_queued_again_with_any_config() -> None:
-    rollout, attempt = lose_claim(make_rollout("preparing"), make_attempt("preparing"), 5.0)
+    rollout, attempt = lose_claim(make_rollout("preparing"), make_attempt("preparing"), 5.0, "it died")
     assert (rollout.status, attempt.status, attempt.end_time) == ("requeuing", "unresponsive", 5.0)
-    rollout, attempt = lose_claim(make_rollout("running"), make_attempt("running"), 5.0)
+    rollout, attempt = lose_claim(make_rollout("running"), make_attempt("running"), 5.0, "it died")
     assert (rollout.status, attempt.status) == ("failed", "unresponsive")
+
+
+def test_a_rollout_whose_claim_is_lost_five_times_fails_and_its_error_shows_the_task() -> None:
+    for n_lost in range(MAX_LOST_CLAIMS):
+        outcome = lose_claim(make_rollout("preparing"), make_attempt("preparing"), 5.0, "it died", n_lost=n_lost)
+        assert counts_as_lost(outcome.attempt)
+        assert outcome.rollout.status == ("requeuing" if n_lost < MAX_LOST_CLAIMS - 1 else "failed")
+    assert outcome.attempt.error is not None
+    assert outcome.attempt.error.message.startswith("it died; 5 workers died before the first span of rollout")
+    assert repr(make_rollout("preparing").input) in outcome.attempt.error.message
+
+
+def test_a_released_claim_and_one_that_a_living_worker_never_received_do_not_count_as_lost() -> None:
+    rollout, attempt = make_rollout("preparing"), make_attempt("preparing")
+    assert not counts_as_lost(release(rollout, attempt, 5.0).attempt)
+    for is_worker_alive in (True, False):
+        ended = end_overdue(
+            rollout, attempt, 99.0, worker_seen=None, lease_s=60, is_worker_alive=is_worker_alive, n_lost=4
+        )
+        assert ended is not None
+        assert counts_as_lost(ended.attempt) is not is_worker_alive
+        assert ended.rollout.status == ("requeuing" if is_worker_alive else "failed")
 
 
 def end_status(

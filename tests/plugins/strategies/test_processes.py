@@ -58,6 +58,22 @@ def test_the_store_learns_of_a_runners_death_at_once_not_at_the_end_of_its_lease
     assert time.monotonic() - started < 30.0
 
 
+def spying_agent(task: Any) -> float:
+    started_with = Path("/proc/self/environ").read_bytes()
+    return float(os.environ["PROVIDER_KEY"] == "hunter2" and b"hunter2" not in started_with)
+
+
+def test_a_runner_gets_the_environment_after_its_start_because_the_system_shows_what_it_started_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PROVIDER_KEY", "hunter2")
+    store = agl.create_store("memory://")
+    assert trainer(store=store).fit(spying_agent, TASKS[:1]).status == "succeeded"
+    (rollout,) = asyncio.run(store.query_rollouts()).items
+    assert isinstance(rollout, AttemptedRollout)
+    assert rollout.attempt.reward == 1.0
+
+
 def test_an_agent_that_no_runner_can_load_ends_the_run_at_once_with_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

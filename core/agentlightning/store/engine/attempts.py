@@ -17,7 +17,6 @@ from agentlightning.types import (
     UNSET,
     Attempt,
     AttemptedRollout,
-    AttemptFailure,
     AttemptStatus,
     Rollout,
     Span,
@@ -101,14 +100,15 @@ class Attempts:
 
     async def lose(self, attempt: Attempt) -> bool:
         """Ends an attempt of a dead worker; False if it has ended or changed its worker meanwhile."""
-        error = AttemptFailure(type="Unresponsive", message=f"worker {attempt.worker_id!r} was reported dead")
+        reason = f"worker {attempt.worker_id!r} was reported dead"
 
         async def plan(rollout: Row[Rollout], row: Row[Attempt]) -> Change[bool]:
             if row.record.status not in LIVE_ATTEMPT or row.record.worker_id != attempt.worker_id:
                 return Change(False)
             now = self._database.now()
             change = Change(True)
-            change.revoke(rollout, row, lose_claim(rollout.record, row.record, now, error), now)
+            n_lost = await self._database.count_lost_claims(row.record)
+            change.revoke(rollout, row, lose_claim(rollout.record, row.record, now, reason, n_lost=n_lost), now)
             return change
 
         try:

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Final, TypeVar
 
 from agentlightning.errors import ConflictError, NotFoundError
+from agentlightning.lifecycle import MAX_LOST_CLAIMS, counts_as_lost
 from agentlightning.resources import ResourcesUpdate, split_version_id
 from agentlightning.store.backend import KEYS, Backend, Condition, Put, Query, Row
 from agentlightning.store.engine.change import Change
@@ -148,6 +149,13 @@ class Database:
         where = (Condition("rollout_id", "eq", rollout_id),)
         rows = await self.rows(Query(Attempt, where, sort_by="sequence_id", descending=True, limit=1))
         return rows[0] if rows else None
+
+    async def count_lost_claims(self, attempt: Attempt) -> int:
+        """How many earlier attempts of its rollout ended because a worker died; 0 while they are too few to matter."""
+        if attempt.status != "preparing" or attempt.sequence_id < MAX_LOST_CLAIMS:
+            return 0
+        rows = await self.rows(Query(Attempt, (Condition("rollout_id", "eq", attempt.rollout_id),)))
+        return sum(counts_as_lost(row.record) for row in rows)
 
     async def live_attempts(self, worker_id: str) -> list[Attempt]:
         where = (Condition("worker_id", "eq", worker_id), LIVE)

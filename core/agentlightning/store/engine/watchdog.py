@@ -90,8 +90,15 @@ class Watchdog:
     async def _check(
         self, rollout: Row[Rollout], attempt: Row[Attempt], worker: Row[Worker] | None, now: float
     ) -> None:
-        worker_seen = last_heartbeat(worker.record if worker is not None else None, attempt.record)
-        outcome = end_overdue(rollout.record, attempt.record, now, worker_seen=worker_seen, lease_s=self._lease_s)
+        outcome = end_overdue(
+            rollout.record,
+            attempt.record,
+            now,
+            worker_seen=last_heartbeat(worker.record if worker is not None else None, attempt.record),
+            lease_s=self._lease_s,
+            is_worker_alive=worker is not None and now - (worker.record.last_heartbeat_time or 0) <= self._lease_s,
+            n_lost=await self._database.count_lost_claims(attempt.record),
+        )
         if outcome is not None:
             change = Change(None)
             change.revoke(rollout, attempt, outcome, now)

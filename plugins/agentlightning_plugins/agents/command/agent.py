@@ -21,6 +21,7 @@ from agentlightning.tracer.tracer import OpenSpan, get_active_trace, get_active_
 from agentlightning.types import Rollout
 from agentlightning_plugins.agents.command.environment import build_environment
 from agentlightning_plugins.agents.command.process import Tail, run_group
+from agentlightning_plugins.agents.command.secrecy import hide_process
 
 RewardSource: TypeAlias = Literal["stdout", "exit_code", "file"]
 TaskVia: TypeAlias = Literal["argument", "stdin", "env"]
@@ -110,6 +111,11 @@ class CommandAgent(LitAgent[Any]):
     def __repr__(self) -> str:
         return f"<CommandAgent {self.name}>"
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickling sends the agent to runner processes, so its commands run beside this process and could read it."""
+        hide_process()
+        return self.__dict__
+
     def is_async(self) -> bool:
         return True
 
@@ -119,6 +125,7 @@ class CommandAgent(LitAgent[Any]):
         Raises:
             RolloutError: the command cannot be started, fails, or gives no reward.
         """
+        hide_process()
         with tempfile.TemporaryDirectory(prefix="agl-", ignore_cleanup_errors=True) as folder:
             output, exit_code = await self._run(task, resources, rollout, Path(folder))
             if callable(self._reward):

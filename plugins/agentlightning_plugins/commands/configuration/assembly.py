@@ -23,7 +23,7 @@ from agentlightning.litagent import LitAgent, wrap
 from agentlightning.plugin.hookspecs import ComponentKind
 from agentlightning.plugin.registry import get_manager
 from agentlightning.plugin.settings import bind_settings
-from agentlightning.resources import LLM, Resource, read_resources
+from agentlightning.resources import LLM, SECRET_NAME, Resource, read_resources, resolve_secrets
 from agentlightning.run.directory import make_directory
 from agentlightning.runner import Hook
 from agentlightning.store.factory import create_store
@@ -74,7 +74,7 @@ def load_parts(config: TrainConfig, document: Document) -> Parts:
         agent = load_agent(config.agent)
     train = load(("data", "train"), load_data, config.data.train)
     val = load(("data", "val"), load_data, config.data.val)
-    resources = load(("resources",), lambda given: read_resources(expand(given)), config.resources)
+    resources = load(("resources",), _load_resources, config.resources)
     components: dict[str, Any] = {}
     for kind in COMPONENTS:
         spec = _complete_strategy(config, document) if kind == "strategy" else getattr(config, kind)
@@ -216,6 +216,28 @@ def load_data(spec: str | DatasetConfig) -> Dataset[Any]:
     if isinstance(spec, str):
         return load_dataset(expand(spec))
     return load_dataset(expand(spec.source), split=spec.split, limit=spec.limit, shuffle_seed=spec.shuffle_seed)
+
+
+def _load_resources(given: Mapping[str, Any]) -> dict[str, Resource]:
+    """Expands all but the secrets: the store keeps resources, so the runner resolves these (``resolve_secrets``).
+
+    Raises:
+        ConfigError: a resource is invalid, its variable is not set, or a URL has a password.
+    """
+
+    def expand_but_secrets(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {
+                name: child if SECRET_NAME.search(str(name)) else expand_but_secrets(child)
+                for name, child in value.items()
+            }
+        if isinstance(value, str) and re.search(r"://[^/@\s]*:[^/@\s]*\$\{\w+\}[^/@\s]*@", value):
+            raise ConfigError("a URL of a resource has a password, which the store would keep; use api_key")
+        return expand(value)
+
+    resources = read_resources(expand_but_secrets(given))
+    resolve_secrets(resources)  # the runners of this machine will need the same variables
+    return resources
 
 
 def expand(value: Any) -> Any:

@@ -12,11 +12,11 @@ from typing import Any, Final, TypeAlias
 import yaml
 
 from agentlightning.errors import ConfigError
+from agentlightning.resources import SECRET_NAME
 
 KeyPath: TypeAlias = tuple[str | int, ...]
 """From the root of the document, as in ``("data", "train")``."""
 
-_SECRET: Final = re.compile(r"(^|_)(api_key|password|secret|auth_token|access_token)$|^token$")
 _NO_SECRETS: Final = frozenset({"", "EMPTY", "none", "None", "dummy"})
 _REFERENCE: Final = re.compile(r"\$\{\w+\}|os\.environ/\w+")
 
@@ -110,7 +110,7 @@ def read_with_overrides(path: Path, overrides: Sequence[str]) -> Document:
     for key, value in _walk(document.values, ()):
         if not isinstance(value, str) or _REFERENCE.search(value):
             continue
-        is_key = bool(key) and isinstance(key[-1], str) and _SECRET.search(key[-1])
+        is_key = bool(key) and isinstance(key[-1], str) and SECRET_NAME.search(key[-1])
         if (is_key and value not in _NO_SECRETS) or re.match(r"\w+://[^/@:]*:[^/@]+@", value):
             where = ".".join(map(str, key))
             raise ConfigError(

@@ -9,7 +9,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 
 from agentlightning.errors import LightningError
-from agentlightning.resources import LLM
+from agentlightning.resources import LLM, resolve_secrets
 from agentlightning.store.factory import create_store
 from agentlightning_plugins.commands.configuration.assembly import Parts, check_setup, expand
 from agentlightning_plugins.commands.configuration.config import TrainConfig
@@ -37,7 +37,7 @@ def check_run(config: TrainConfig, parts: Parts, say: Callable[[str], object]) -
 def _problems(config: TrainConfig, parts: Parts) -> Iterator[tuple[str, str | None]]:
     if config.store is not None and not config.store.startswith(("memory://", "sqlite://")):
         yield "store", _try_store(expand(config.store))
-    for name, resource in (parts.resources or {}).items():
+    for name, resource in resolve_secrets(parts.resources or {}).items():
         if isinstance(resource, LLM):
             yield f"resources.{name:<13}{resource.endpoint}", _try_endpoint(resource.endpoint, resource.api_key)
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sqlite3
 import time
 from pathlib import Path
@@ -72,7 +74,7 @@ MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
 
 
 def open_file(path: Path, busy_timeout_s: float) -> None:
-    """Creates or migrates the file if needed.
+    """Creates or migrates the file if needed. Only its user may read a new one; SQLite's own files beside it follow it.
 
     Raises:
         ConfigError: it is not a store, or is of a newer version; it is not changed.
@@ -80,7 +82,9 @@ def open_file(path: Path, busy_timeout_s: float) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        size = path.stat().st_size if path.exists() else 0
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        size = path.stat().st_size
         if 0 < size < _SMALLEST_BYTES:
             raise _no_database(path)
         if size:

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO, Any, Final, Literal, TypeVar
 
@@ -27,6 +28,12 @@ logger = logging.getLogger("agentlightning")
 T = TypeVar("T")
 _DRAIN_S: Final = 20.0
 _MAX_THREADS: Final = 65536
+_NEEDED_AT_START: Final = (
+    *("PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "TZ", "LANG", "LANGUAGE", "LC_*", "VIRTUAL_ENV", "CONDA_PREFIX"),
+    *("PYTHON*", "COVERAGE_*", "LD_*", "DYLD_*", "MALLOC_*", "GLIBC_TUNABLES"),
+)
+"""The variables that an interpreter needs to start. The others may be secrets and arrive through the pipe: the system
+shows the variables that a process was started with to other programs of the same user."""
 
 
 class ChildProcesses:
@@ -59,7 +66,8 @@ class ChildProcesses:
         finally:
             os.close(read_fd)
         try:
-            await self._in_thread(_write_all, write_fd, self._target, self._job)
+            environment = json.dumps(dict(os.environ)).encode()
+            await self._in_thread(_write_all, write_fd, self._target, environment, self._job)
             code = await self._in_thread(process.wait)
             await self._in_thread(_finish, pumps)
             return code, pumps[1].last_line
@@ -124,9 +132,16 @@ def _start(role: str, name: str, read_fd: int) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        env={**os.environ, "PYTHONPATH": _python_path()},
+        env={
+            **{name: value for name, value in os.environ.items() if _is_needed_at_start(name)},
+            "PYTHONPATH": _python_path(),
+        },
         start_new_session=True,  # Ctrl-C reaches only this process, which stops its children in order
     )
+
+
+def _is_needed_at_start(name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in _NEEDED_AT_START)
 
 
 def _finish(pumps: list[_Pump]) -> None:

@@ -1,7 +1,7 @@
 """One half of a run in its own process: ``python -m agentlightning_plugins.strategies.processes.job_process``.
 
-The strategy ``cs`` starts this module. The job arrives through an inherited pipe. When the pipe closes, the parent has
-died: this process finishes its rollouts and exits.
+The strategy ``cs`` starts this module. The job and the environment arrive through an inherited pipe. When the pipe
+closes, the parent has died: this process finishes its rollouts and exits.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     pipe = os.fdopen(pipe_fd, "rb")
     target = JobTarget(*json.loads(_read_part(pipe)))
+    for variable, value in json.loads(_read_part(pipe)).items():
+        os.environ.setdefault(variable, value)
     try:
         job = load_job(_read_part(pipe), target)
     except Exception as error:  # isolation point: importing the user's modules may raise anything

@@ -21,6 +21,11 @@ logger = logging.getLogger("agentlightning")
 
 _QUICK_DEATH_S: Final = 10.0
 _QUICK_DEATHS: Final = 3
+"""Limit for a runner that dies soon after its start, without a rollout."""
+_DEATHS: Final = 12
+"""Limit for other deaths in a row: two tasks that end the process of the agent are not the runner's fault."""
+_LONG_LIFE_S: Final = 600.0
+_LONGEST_PAUSE_S: Final = 2.0
 _active: Final[set[str]] = set()
 """Keys of the supervisors that run in this process."""
 
@@ -56,7 +61,7 @@ class Supervisor:
 
         Raises:
             ConfigError: the agent cannot be loaded where runners run.
-            RuntimeError: a runner dies repeatedly, each time soon after its start.
+            RuntimeError: a runner dies repeatedly, and no rollout succeeds meanwhile.
         """
         _active.add(self._key)
         await self._end_previous_workers()
@@ -73,7 +78,7 @@ class Supervisor:
             _active.discard(self._key)
 
     async def _keep_alive(self, name: str) -> None:
-        quick_deaths = 0
+        deaths = quick_deaths = n_succeeded = 0
         for restart in itertools.count():
             # A new id for each start: heartbeats of a new process must not renew the leases of the dead one.
             worker_id = f"{name}-{restart}"
@@ -81,25 +86,36 @@ class Supervisor:
             ending = await self._runners.run(worker_id)
             if ending.how == "done":
                 return
-            await self._end_worker(worker_id)
+            n_lost = await self._end_worker(worker_id)
             if ending.how == "unloadable":
                 raise ConfigError(f"the agent cannot be loaded in a runner process: {ending.reason}")
             if ending.how == "worn out":
                 logger.warning("%s was replaced: too many threads of its agents do not stop", worker_id)
                 continue
-            quick_deaths = quick_deaths + 1 if time.monotonic() - started < _QUICK_DEATH_S else 1
-            if quick_deaths > _QUICK_DEATHS:
+            lived_s, before, n_succeeded = time.monotonic() - started, n_succeeded, await self._count_succeeded()
+            if n_succeeded > before or lived_s > _LONG_LIFE_S:
+                deaths = quick_deaths = 0
+            deaths += 1
+            quick_deaths = quick_deaths + 1 if lived_s < _QUICK_DEATH_S and not n_lost else 0
+            if quick_deaths > _QUICK_DEATHS or deaths > _DEATHS:
                 raise RuntimeError(
-                    f"{worker_id} died {quick_deaths} times in a row within seconds ({ending.reason}); "
+                    f"{worker_id} died {deaths} times in a row, and no rollout succeeded meanwhile ({ending.reason}); "
                     "see its output above"
                 )
-            logger.warning("%s died (%s) and is restarted", worker_id, ending.reason)
-            await asyncio.sleep(min(0.1 * 4**quick_deaths, 10.0))
+            logger.warning("%s died (%s) with %d rollouts and is restarted", worker_id, ending.reason, n_lost)
+            await asyncio.sleep(min(0.1 * 2**deaths, _LONGEST_PAUSE_S))
 
-    async def _end_worker(self, worker_id: str) -> None:
-        """Releases the attempts of a dead runner before their lease ends."""
+    async def _count_succeeded(self) -> int:
+        """How many rollouts of the run have succeeded; 0 if the store cannot be reached."""
+        with contextlib.suppress(StoreError, OSError):
+            return (await self._store.query_rollouts(status_in=["succeeded"], limit=1)).total
+        return 0
+
+    async def _end_worker(self, worker_id: str) -> int:
+        """Releases the attempts of a dead runner before their lease ends; returns how many."""
         with contextlib.suppress(StoreError, OSError):  # the lease expires later
-            await self._store.end_worker(worker_id)
+            return await self._store.end_worker(worker_id)
+        return 0
 
     async def _end_previous_workers(self) -> None:
         """Ends the workers of a supervisor on this machine that was killed before it could."""

@@ -1,0 +1,118 @@
+"""Heartbeats of a runner, from a thread of their own, and reports of agents that block the runner's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import linecache
+import logging
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+logger = logging.getLogger("agentlightning")
+
+_REPORT_AFTER_S: Final = 5.0
+_CHECK_S: Final = 1.0
+
+
+class Heartbeats:
+    """Calls ``beat`` at an interval, in the event loop of a thread.
+
+    An agent that blocks the loop of its runner then does not cost the runner's other rollouts their leases.
+    """
+
+    def __init__(self, beat: Callable[[], Awaitable[None]], interval_s: float, worker_id: str) -> None:
+        """Starts; must be called in the runner's event loop."""
+        self._beat = beat
+        self._interval_s = interval_s
+        self._worker_id = worker_id
+        self.loop: Final = asyncio.get_running_loop()
+        """The runner's loop."""
+        self._loop_thread = threading.get_ident()
+        self._pinged_at: float | None = None
+        """When the loop was asked for the answer that it still owes."""
+        self._reported_s = 0.0
+        self._is_stopped = False
+        self._task: tuple[asyncio.AbstractEventLoop, asyncio.Task[None]] | None = None
+        self._thread = threading.Thread(target=self._work, name=f"heartbeats-{worker_id}", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive() and not self._is_stopped
+
+    def stop(self) -> None:
+        """Ends the thread soon; a heartbeat that is being sent is cancelled."""
+        self._is_stopped = True
+        if self._task is not None:
+            loop, task = self._task
+            with contextlib.suppress(RuntimeError):  # the thread's loop is closed
+                loop.call_soon_threadsafe(task.cancel)
+
+    def _work(self) -> None:
+        with contextlib.suppress(asyncio.CancelledError), asyncio.Runner() as runner:
+            runner.run(self._beat_until_stopped())
+
+    async def _beat_until_stopped(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = asyncio.get_running_loop(), task
+        checks = asyncio.create_task(self._check_loop())
+        try:
+            while not self._is_stopped:
+                try:
+                    await self._beat()
+                except Exception:  # isolation point: without heartbeats, the runner would lose all of its rollouts
+                    if not self._is_stopped:
+                        logger.exception("worker %s could not send its heartbeat", self._worker_id)
+                await asyncio.sleep(self._interval_s)
+        finally:
+            checks.cancel()
+
+    async def _check_loop(self) -> None:
+        """Reports that the runner's loop is blocked, each time twice as late, and how long it was in the end."""
+        checked_at = time.monotonic()
+        while not self._is_stopped:
+            now = time.monotonic()
+            if now - checked_at > 2 * _CHECK_S + 1.0:  # the whole process was suspended
+                self._pinged_at = None
+            checked_at = now
+            if self._pinged_at is None:
+                self._pinged_at = now
+                try:
+                    self.loop.call_soon_threadsafe(self._answer)
+                except RuntimeError:  # the runner's loop is closed
+                    return
+            elif now - self._pinged_at >= max(_REPORT_AFTER_S, 2 * self._reported_s):
+                self._reported_s = now - self._pinged_at
+                logger.warning(
+                    "%s has blocked the event loop of worker %s for %.0f s, at %s; all rollouts of this runner wait. "
+                    "Await something, use asyncio.to_thread, or make the agent a plain function",
+                    self._find_task(),
+                    self._worker_id,
+                    self._reported_s,
+                    self._find_line(),
+                )
+            await asyncio.sleep(_CHECK_S)
+
+    def _answer(self) -> None:
+        pinged_at, reported_s = self._pinged_at, self._reported_s
+        self._pinged_at, self._reported_s = None, 0.0
+        if reported_s and pinged_at is not None:
+            blocked_s = time.monotonic() - pinged_at
+            logger.warning("the event loop of worker %s was blocked for %.0f s", self._worker_id, blocked_s)
+
+    def _find_task(self) -> str:
+        task = asyncio.current_task(self.loop)
+        return "a callback" if task is None else f"the agent of {task.get_name()}"
+
+    def _find_line(self) -> str:
+        frame = sys._current_frames().get(self._loop_thread)
+        if frame is None:
+            return "an unknown line"
+        code = frame.f_code
+        line = linecache.getline(code.co_filename, frame.f_lineno).strip()
+        return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}: {line}"

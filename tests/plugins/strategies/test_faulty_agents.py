@@ -1,0 +1,118 @@
+"""The strategy `cs` with agents that end their process or block its event loop, and with runners that cannot run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agentlightning as agl
+from agentlightning.types import AttemptedRollout
+from agentlightning_plugins.strategies.processes import supervisor
+from agentlightning_plugins.strategies.processes.supervisor import Ending
+
+
+def trainer(**settings: Any) -> agl.Trainer:
+    return agl.Trainer(**{"algorithm": "baseline", "tracer": "dummy", "trackers": [], **settings})
+
+
+async def ended(store: agl.LightningStore) -> dict[int, AttemptedRollout]:
+    """The rollouts by the number of their task."""
+    rollouts = (await store.query_rollouts()).items
+    return {rollout.input["number"]: rollout for rollout in rollouts if isinstance(rollout, AttemptedRollout)}
+
+
+def killer(task: dict[str, Any]) -> float:
+    time.sleep(0.05)  # until its neighbours have begun
+    if task["kills"]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.05)
+    return 1.0
+
+
+@pytest.mark.timeout(120)
+def test_tasks_that_kill_their_process_fail_with_a_reason_the_others_finish_and_resuming_runs_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tasks = [{"number": number, "kills": number in (2, 5)} for number in range(8)]
+    settings: dict[str, Any] = {"run_dir": tmp_path / "run", "store": f"sqlite:///{tmp_path / 'store.db'}"}
+    store = agl.create_store(f"sqlite:///{tmp_path / 'store.db'}")
+    for resume in (False, True):
+        run = trainer(**settings, resume=resume).fit(killer, tasks)
+        assert run.status == "succeeded"
+        rollouts = asyncio.run(ended(store))
+        assert {number: rollout.status for number, rollout in rollouts.items()} == {
+            task["number"]: "failed" if task["kills"] else "succeeded" for task in tasks
+        }
+        for number in (2, 5):
+            error = rollouts[number].attempt.error
+            assert error is not None
+            assert "5 workers died before the first span" in error.message
+            assert f"'number': {number}" in error.message
+        deaths = [record for record in caplog.records if "died (signal SIGKILL)" in record.message]
+        assert 8 <= len(deaths) <= 10, "two with their neighbours, then three with each of the two alone"
+    asyncio.run(store.close())
+
+
+def test_an_agent_that_always_kills_its_process_ends_the_run_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_DEATHS", 3)
+    tasks = [{"number": number, "kills": True} for number in range(50)]
+    with pytest.raises(RuntimeError, match=r"died 4 times in a row, and no rollout succeeded .*signal SIGKILL"):
+        trainer().fit(killer, tasks)
+
+
+class FailingRunners:
+    """Runners that die without a rollout."""
+
+    def __init__(self) -> None:
+        self.n_starts = 0
+
+    async def run(self, worker_id: str) -> Ending:
+        self.n_starts += 1
+        return Ending("died", "exit code 1")
+
+
+@pytest.mark.parametrize(("quick_s", "expected"), [(10.0, supervisor._QUICK_DEATHS), (0.0, supervisor._DEATHS)])
+async def test_a_runner_that_dies_again_and_again_is_given_up_however_slowly_it_dies(
+    monkeypatch: pytest.MonkeyPatch, quick_s: float, expected: int
+) -> None:
+    monkeypatch.setattr(supervisor, "_QUICK_DEATH_S", quick_s)
+    monkeypatch.setattr(supervisor, "_LONGEST_PAUSE_S", 0.0)
+    runners = FailingRunners()
+    with pytest.raises(RuntimeError, match=rf"died {expected + 1} times in a row.*exit code 1"):
+        await supervisor.Supervisor(runners, agl.InMemoryLightningStore(), 1).run()
+    assert runners.n_starts == expected + 1
+
+
+async def blocker(task: dict[str, Any]) -> float:
+    if task["number"] == 3:
+        time.sleep(7.0)  # noqa: ASYNC251 # the fault
+    await asyncio.sleep(0.1)
+    return 1.0
+
+
+@pytest.mark.timeout(120)
+def test_an_async_agent_that_blocks_its_loop_beyond_the_lease_is_reported_and_every_task_runs_once(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    store = agl.InMemoryLightningStore(lease_s=2.0)
+    runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer(), heartbeat_interval=0.5)
+    run = trainer(store=store, runner=runner).fit(blocker, [{"number": number} for number in range(15)])
+    assert run.status == "succeeded"
+    rollouts = asyncio.run(ended(store))
+    assert {rollout.status for rollout in rollouts.values()} == {"succeeded"}
+    guilty = rollouts[3].attempt
+    assert guilty.sequence_id == 1
+    worker, shown = re.escape(str(guilty.worker_id)), capfd.readouterr().err
+    place = rf"at {re.escape(__file__)}:\d+ in blocker: time\.sleep\(7\.0\)"
+    assert re.search(
+        rf"the agent of {guilty.attempt_id} has blocked the event loop of worker {worker} for \d s, {place}", shown
+    )
+    assert re.search(rf"the event loop of worker {worker} was blocked for [6-9] s", shown)
+    asyncio.run(store.close())
