@@ -57,7 +57,11 @@ LIBRARIES: dict[str, set[str]] = {
 }
 
 # Names of the contract that look back, for the type checker only.
-BACK_REFERENCES = {("algorithm", "trainer"): "Algorithm.get_trainer() returns the Trainer"}
+BACK_REFERENCES = {
+    ("algorithm", "trainer"): "Algorithm.get_trainer() returns the Trainer",
+    ("types", "resources"): "agentlightning.types has the types of resources too",
+    ("types", "runner"): "agentlightning.types has Hook too",
+}
 
 # Nobody pays for these before asking for a component that needs them.
 HEAVY = """

@@ -29,6 +29,7 @@ from agentlightning.errors import ConflictError as ConflictError
 from agentlightning.errors import LightningError as LightningError
 from agentlightning.errors import NotFoundError as NotFoundError
 from agentlightning.errors import PluginError as PluginError
+from agentlightning.errors import PluginImportError as PluginImportError
 from agentlightning.errors import RolloutError as RolloutError
 from agentlightning.errors import StoreError as StoreError
 from agentlightning.execution import ClientServerExecutionStrategy as ClientServerExecutionStrategy

@@ -2,6 +2,7 @@
 
     LightningError
       PluginError      (LookupError)              a plugin or component is missing, broken or ambiguous
+        PluginImportError (ImportError)           a component or one of its packages cannot be imported
       ConfigError      (ValueError)               an invalid key, value or argument
       StoreError
         NotFoundError  (LookupError, ValueError)  an id that the store does not know
@@ -24,6 +25,10 @@ class LightningError(Exception):
 
 class PluginError(LightningError, LookupError):
     """A plugin or component is missing, broken or ambiguous."""
+
+
+class PluginImportError(PluginError, ImportError):
+    """A component cannot be imported, mostly because its extra is not installed; the message says how to get it."""
 
 
 class ConfigError(LightningError, ValueError):

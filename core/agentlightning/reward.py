@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, NamedTuple
 
 from agentlightning import semconv
 from agentlightning.store.protocol import LightningStore
@@ -17,9 +18,13 @@ class Reward(NamedTuple):
     value: float
 
 
+_PRIMARY: Final = f"{semconv.REWARD}.0.value"
+_AGENTOPS: Final = ("agentops.task.output", "agentops.entity.output")
+
+
 def is_reward_span(span: Span) -> bool:
     """Whether a span carries a reward."""
-    return f"{semconv.REWARD}.0.value" in span.attributes
+    return get_reward_value(span) is not None
 
 
 def get_rewards_from_span(span: Span) -> list[Reward]:
@@ -29,13 +34,35 @@ def get_rewards_from_span(span: Span) -> list[Reward]:
     while (value := span.attributes.get(f"{key}.value")) is not None:
         rewards.append(Reward(str(span.attributes.get(f"{key}.name", "primary")), float(value)))
         key = f"{semconv.REWARD}.{len(rewards)}"
+    if not rewards and (old := get_reward_value(span)) is not None:
+        rewards.append(Reward("primary", old))
     return rewards
 
 
 def get_reward_value(span: Span) -> float | None:
     """Returns the primary reward of a span, or None."""
-    value = span.attributes.get(f"{semconv.REWARD}.0.value")
-    return None if value is None else float(value)
+    value = span.attributes.get(_PRIMARY)
+    return _read_old_reward(span) if value is None else float(value)
+
+
+def _read_old_reward(span: Span) -> float | None:
+    """Reads the reward of a trace of Agent Lightning 0.1 or 0.2."""
+    attributes = span.attributes
+    for key in _AGENTOPS:  # JSON of what a function decorated with @reward returned
+        if key in attributes:
+            output = attributes[key]
+            if isinstance(output, str):
+                try:
+                    output = json.loads(output)
+                except ValueError:
+                    continue
+            if isinstance(output, Mapping) and output.get("type") == "reward":
+                return _to_float(output.get("value"))
+    return _to_float(attributes.get("reward")) if span.name == semconv.SPAN_REWARD else None
+
+
+def _to_float(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) else None
 
 
 def find_reward_spans(spans: Iterable[Span]) -> list[Span]:

@@ -19,7 +19,7 @@ from agentlightning.errors import ConfigError, ConflictError, NotFoundError, Sto
 from agentlightning.event import AttemptRevoked
 from agentlightning.frozen import thaw
 from agentlightning.lifecycle import counts_as_lost
-from agentlightning.litagent import LitAgent, check_result
+from agentlightning.litagent import LitAgent, check_result, running_in, to_spans, wrap
 from agentlightning.plugin.settings import require_least
 from agentlightning.resources import Resource, resolve_secrets, with_attempt_key
 from agentlightning.reward import find_final_reward
@@ -77,12 +77,12 @@ class Runner(ABC, Generic[T]):
     def run_context(
         self,
         *,
-        agent: LitAgent[T],
+        agent: Any,
         store: LightningStore,
         hooks: Sequence[Hook] | None = None,
         worker_id: str | None = None,
     ) -> contextlib.AbstractContextManager[Runner[T]]:
-        """Gives the runner its agent and store for the duration of the context."""
+        """Gives the runner its agent, anything that ``agl.wrap`` takes, and its store while the context is open."""
 
     @abstractmethod
     async def iter(self, event: StopEvent | None = None) -> None:
@@ -142,12 +142,12 @@ class LitAgentRunner(Runner[T]):
         self.max_concurrency = max_concurrency
         self.max_abandoned_threads = max_abandoned_threads
         self.worker_id = ""
+        self.trainer: Any = None  # the ``Trainer`` that started this runner, if one did
         self._agent: LitAgent[T] | None = None
         self._store: LightningStore | None = None
         self._hooks: Sequence[Hook] = ()
         self._abandoned: list[threading.Thread] = []
-        self._running: dict[str, asyncio.Task[None]] = {}
-        """By attempt id."""
+        self._running: dict[str, asyncio.Task[None]] = {}  # by attempt id
         self._unreported: set[str] = set()
         """The running attempts whose end is not yet reported to the store."""
         self._revoked: set[str] = set()
@@ -159,12 +159,12 @@ class LitAgentRunner(Runner[T]):
     def run_context(
         self,
         *,
-        agent: LitAgent[T],
+        agent: Any,
         store: LightningStore,
         hooks: Sequence[Hook] | None = None,
         worker_id: str | None = None,
     ) -> Iterator[LitAgentRunner[T]]:
-        self._agent, self._store, self._hooks = agent, store, hooks or ()
+        self._agent, self._store, self._hooks = wrap(agent), store, hooks or ()
         self.worker_id = worker_id or f"{socket.gethostname()}-{os.getpid()}-{os.urandom(3).hex()}"
         self.tracer.init()
         self.tracer.init_worker(self.worker_id, store)
@@ -282,6 +282,7 @@ class LitAgentRunner(Runner[T]):
         limit = asyncio.timeout(rollout.config.timeout_seconds)
         call_hooks = functools.partial(self._call_hooks, agent=agent, runner=self, rollout=rollout)
         try:
+            running_in.set(self)  # of this task only
             await call_hooks("on_rollout_start")
             context = self.tracer.trace_context(rollout_id=rollout.rollout_id, attempt_id=attempt_id, store=store)
             async with context as trace:
@@ -329,8 +330,7 @@ class LitAgentRunner(Runner[T]):
     async def _record_result(self, result: RolloutRawResult, rollout: AttemptedRollout) -> Sequence[Span]:
         """Emits a returned reward, or stores returned spans and returns them."""
         if isinstance(result, Sequence):
-            ids = {"rollout_id": rollout.rollout_id, "attempt_id": rollout.attempt.attempt_id}
-            return await self._given()[1].add_many_spans([span.model_copy(update=ids) for span in result])
+            return await self._given()[1].add_many_spans(to_spans(result, rollout))
         if result is not None:
             emit_reward(float(result))
         return ()

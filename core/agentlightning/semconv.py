@@ -226,11 +226,20 @@ def link_attributes(links: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         links: attributes of that span, such as ``{"gen_ai.response.id": completion.id}``.
     """
-    attributes: dict[str, Any] = {}
-    for i, (key, value) in enumerate(links.items()):
-        attributes[f"{LINK}.{i}.key_match"] = key
-        attributes[f"{LINK}.{i}.value_match"] = value
-    return attributes
+    pairs = [{"key_match": key, "value_match": value} for key, value in links.items()]
+    return {f"{LINK}.{i}.{name}": part for i, pair in enumerate(pairs) for name, part in pair.items()}
+
+
+def tag_attributes(tags: Sequence[str]) -> dict[str, str]:
+    """Returns attributes that tag a span: ``emit_reward(1.0, attributes=tag_attributes(["fast"]))``."""
+    return {f"{TAG}.{i}": tag for i, tag in enumerate(tags)}
+
+
+def read_tags(span: Span) -> list[str]:
+    """Returns the span's tags."""
+    return [
+        str(span.attributes[name]) for i in range(len(span.attributes)) if (name := f"{TAG}.{i}") in span.attributes
+    ]
 
 
 def _first_text(attributes: Mapping[str, Any], keys: Sequence[str]) -> str | None:

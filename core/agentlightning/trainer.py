@@ -32,7 +32,7 @@ from agentlightning.tracer.tracer import Tracer
 from agentlightning.types import Dataset, Run
 
 Spec: TypeAlias = str | Mapping[str, Any]
-"""A component by its registered name, or ``{"name": ..., **settings}``."""
+"""A component by its registered name or the path of its class, or ``{"name": ..., **settings}``."""
 
 DEFAULT_CONCURRENCY = 16
 
@@ -42,18 +42,19 @@ logger = logging.getLogger("agentlightning")
 class Trainer:
     """Runs an algorithm over an agent.
 
-    Every component is an instance, a registered name (``agl plugins`` lists them), or ``{"name": ..., **settings}``.
+    Every component is an instance, a class, a registered name (``agl plugins`` lists them), the path of a class such as
+    ``my_package.module.MyClass``, or ``{"name": ..., **settings}`` with either of these names.
     """
 
     def __init__(
         self,
         *,
-        algorithm: Algorithm | Spec | None = None,
-        store: LightningStore | str | None = None,
-        tracer: Tracer | Spec | None = None,
-        adapter: TraceAdapter[Any] | Spec | None = None,
-        strategy: ExecutionStrategy | Spec | None = None,
-        runner: Runner[Any] | None = None,
+        algorithm: Algorithm | type[Algorithm] | Spec | None = None,
+        store: LightningStore | type[LightningStore] | Spec | None = None,
+        tracer: Tracer | type[Tracer] | Spec | None = None,
+        adapter: TraceAdapter[Any] | type[TraceAdapter[Any]] | Spec | None = None,
+        strategy: ExecutionStrategy | type[ExecutionStrategy] | Spec | None = None,
+        runner: Runner[Any] | type[LitAgentRunner[Any]] | None = None,
         llm_proxy: Gateway | Spec | None = None,
         n_runners: int = 1,
         max_rollouts: int | None = None,
@@ -70,11 +71,11 @@ class Trainer:
 
         Args:
             algorithm: ``fit`` needs one, ``dev`` defaults to ``baseline``.
-            store: an instance or a URL; default ``memory://``.
+            store: an instance, a class or a URL; default ``memory://``.
             tracer: default ``otel``.
-            adapter: default is the algorithm's own ``default_adapter``.
+            adapter: default is the algorithm's own ``default_adapter``; a mapping without ``name`` has settings of it.
             strategy: default ``cs``, runner processes; ``shm`` runs everything as threads.
-            runner: default is ``LitAgentRunner``; must be picklable for ``cs``.
+            runner: an instance, which must be picklable for ``cs``, or a class; default is ``LitAgentRunner``.
             llm_proxy: the gateway; algorithms that need one create it by default.
             n_runners: runner processes (``cs``) or threads (``shm``).
             max_rollouts: each runner ends after so many.
@@ -95,10 +96,16 @@ class Trainer:
         if resume and run_dir is None:
             raise ConfigError("resume=True needs run_dir, the directory of the run to continue")
         self.algorithm: Algorithm | None = _component("algorithm", algorithm)
-        self.store = create_store(store) if isinstance(store, str) else store
+        opened = create_store(store) if isinstance(store, str) else _component("store", store)
+        self.store: LightningStore | None = opened
+        if isinstance(tracer, type):
+            tracer = tracer()
         self.tracer: Tracer | Spec = tracer if tracer is not None else "otel"
         if isinstance(self.tracer, (str, Mapping)):
             get_manager().check("tracer", self.tracer)  # created in the runners' processes, but checked here
+        if isinstance(adapter, Mapping) and "name" not in adapter:
+            default = self.algorithm.default_adapter if self.algorithm is not None else None
+            adapter = {"name": default or "triplet", **adapter}
         self.adapter: TraceAdapter[Any] | None = _component("adapter", adapter)
         self.llm_proxy: Gateway | None = _component("gateway", llm_proxy)
         self.runner = runner
@@ -117,6 +124,11 @@ class Trainer:
             trackers = ["console"] if self.run_dir is None else ["console", "jsonl"]
         several = trackers if isinstance(trackers, Sequence) and not isinstance(trackers, str) else [trackers]
         self.trackers: list[Tracker] = [_component("tracker", tracker) for tracker in several]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Keeps the settings, for ``LitAgent.trainer`` in a runner process; the components stay in this process."""
+        components = ("algorithm", "store", "adapter", "llm_proxy", "strategy", "runner", "trackers", "hooks")
+        return {**self.__dict__, **dict.fromkeys(components)}
 
     def fit(
         self,
@@ -168,14 +180,16 @@ class Trainer:
             )
         return self._run(algorithm, wrap(agent, reward), train_dataset, val_dataset)
 
-    def _choose_strategy(self, strategy: ExecutionStrategy | Spec | None, port: int | None) -> ExecutionStrategy:
+    def _choose_strategy(
+        self, strategy: ExecutionStrategy | type[ExecutionStrategy] | Spec | None, port: int | None
+    ) -> ExecutionStrategy:
         if isinstance(strategy, ExecutionStrategy):
             if self.n_runners not in (1, strategy.n_runners):
                 logger.warning(
                     "n_runners = %d has no effect: the given strategy has %d", self.n_runners, strategy.n_runners
                 )
             return strategy
-        spec: dict[str, Any] = {"name": strategy} if isinstance(strategy, str) else dict(strategy or {"name": "cs"})
+        spec: dict[str, Any] = dict(strategy) if isinstance(strategy, Mapping) else {"name": strategy or "cs"}
         spec.setdefault("n_runners", self.n_runners)
         if port is not None:
             spec.setdefault("server_port", port)
@@ -208,6 +222,7 @@ class Trainer:
 
     def _execute(self, algorithm: Algorithm, agent: LitAgent[Any], context: RunContext) -> Run:
         if self.strategy.role != "runner":
+            get_manager().require(*(f"{cls.__module__}:{cls.__qualname__}" for cls in type(algorithm).__mro__))
             algorithm.check_setup(context)
         with contextlib.ExitStack() as stack:
             store = context.store if context.store is not None else create_store("memory://")
@@ -220,7 +235,7 @@ class Trainer:
             context.run = Run(config={**self.run_config, "algorithm": type(algorithm).__name__})
             job = TrainerJob(algorithm, context, self.trackers, self.resume)
             runner_job = LitAgentRunnerJob(
-                agent, self.tracer, self.runner, self.max_rollouts, self.max_concurrency, tuple(self.hooks)
+                agent, self.tracer, self.runner, self.max_rollouts, self.max_concurrency, tuple(self.hooks), self
             )
             self.strategy.execute(job, runner_job, store)
             if context.run.status == "running":  # the algorithm ran in another process
@@ -248,9 +263,7 @@ def _check_datasets(**datasets: Any) -> None:
 
 
 def _component(kind: Any, given: Any) -> Any:
-    if isinstance(given, type):
-        raise ConfigError(f"{kind} = {given.__name__} is a class; give an instance, as in {given.__name__}(...)")
-    return get_manager().create(kind, given) if isinstance(given, (str, Mapping)) else given
+    return get_manager().create(kind, given) if isinstance(given, (str, type, Mapping)) else given
 
 
 @dataclass
@@ -342,16 +355,21 @@ class LitAgentRunnerJob:
 
     agent: LitAgent[Any]
     tracer: Tracer | Spec
-    runner: Runner[Any] | None = None
+    runner: Runner[Any] | type[LitAgentRunner[Any]] | None = None
     max_rollouts: int | None = None
     max_concurrency: int = DEFAULT_CONCURRENCY
     hooks: Sequence[Hook] = field(default=())
+    trainer: Trainer | None = None
 
     async def __call__(self, store: LightningStore, worker_id: str, stop: StopEvent) -> bool:
         """Runs rollouts until ``stop`` is set."""
-        runner: Runner[Any] = self.runner or LitAgentRunner(
-            _component("tracer", self.tracer), self.max_rollouts, max_concurrency=self.max_concurrency
-        )
+        runner = self.runner
+        if runner is None or isinstance(runner, type):
+            cls = LitAgentRunner if runner is None else runner
+            tracer = _component("tracer", self.tracer)
+            runner = cls(tracer, self.max_rollouts, max_concurrency=self.max_concurrency)
+        if isinstance(runner, LitAgentRunner):
+            runner.trainer = self.trainer
         with runner.run_context(agent=self.agent, store=store, hooks=self.hooks, worker_id=worker_id):
             await runner.iter(stop)
         return not (isinstance(runner, LitAgentRunner) and runner.is_worn_out)

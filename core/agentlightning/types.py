@@ -5,6 +5,7 @@ durations are seconds. ``record.model_copy(update={...})`` returns a changed cop
 """
 
 import functools
+import importlib
 import logging
 import math
 import os
@@ -237,6 +238,7 @@ class EnqueueRolloutRequest(Record):
         resources_id: str | None,
         config: RolloutConfig | None,
         metadata: Mapping[str, Any] | None,
+        rollout_id: str | None = None,
     ) -> "EnqueueRolloutRequest":
         """Makes a request from the arguments of ``enqueue_rollout``; raises ConfigError where they are not JSON."""
         return cls(
@@ -245,6 +247,7 @@ class EnqueueRolloutRequest(Record):
             resources_id=resources_id,
             config=config,
             metadata=freeze(metadata, "metadata"),
+            rollout_id=rollout_id,
         )
 
 
@@ -285,14 +288,20 @@ class Triplet(Record):
     metadata: dict[str, Any] = Field(default_factory=dict)
 
 
-class TraceStatus(Record):
+class SpanRecord(Record):
+    """Base of a span and its parts. Fields that other writers of spans have, such as ``kind``, are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class TraceStatus(SpanRecord):
     """OpenTelemetry's span status."""
 
     status_code: Literal["UNSET", "OK", "ERROR"] = "UNSET"
     description: Text | None = None
 
 
-class SpanEvent(Record):
+class SpanEvent(SpanRecord):
     """An event at an instant of a span, such as an exception."""
 
     name: Text
@@ -300,7 +309,7 @@ class SpanEvent(Record):
     timestamp: float | None = None
 
 
-class SpanContext(Record):
+class SpanContext(SpanRecord):
     """OpenTelemetry's identification of a span."""
 
     trace_id: str
@@ -309,14 +318,14 @@ class SpanContext(Record):
     trace_state: JsonObject = Field(default_factory=FrozenDict)
 
 
-class SpanLink(Record):
+class SpanLink(SpanRecord):
     """A reference from one span to another."""
 
     context: SpanContext
     attributes: Attributes = Field(default_factory=FrozenDict)
 
 
-class SpanResource(Record):
+class SpanResource(SpanRecord):
     """OpenTelemetry's resource: the origin of a span."""
 
     attributes: Attributes = Field(default_factory=FrozenDict)
@@ -329,7 +338,7 @@ _NOTHING: Final = FrozenList()
 _NO_ENTRIES: Final = FrozenDict()
 
 
-class Span(Record):
+class Span(SpanRecord):
     """One recorded operation of an attempt."""
 
     rollout_id: str
@@ -500,5 +509,27 @@ class Dataset(Protocol[T_co]):
     def __len__(self) -> int: ...
 
 
-RolloutRawResult: TypeAlias = float | int | Sequence[Span] | None
+if TYPE_CHECKING:
+    from agentlightning.resources import LLM as LLM
+    from agentlightning.resources import NamedResources as NamedResources
+    from agentlightning.resources import PromptTemplate as PromptTemplate
+    from agentlightning.resources import ProxyLLM as ProxyLLM
+    from agentlightning.resources import Resource as Resource
+    from agentlightning.resources import ResourcesUpdate as ResourcesUpdate
+    from agentlightning.runner import Hook as Hook
+
+_ELSEWHERE: Final = {
+    **dict.fromkeys("LLM NamedResources PromptTemplate ProxyLLM Resource ResourcesUpdate".split(), "resources"),
+    "Hook": "runner",
+}
+"""The modules of names that are importable from here too; they import this module."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ELSEWHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"agentlightning.{_ELSEWHERE[name]}"), name)
+
+
+RolloutRawResult: TypeAlias = float | int | Sequence[Span] | Sequence[ReadableSpan] | None
 """The result of an agent: nothing, its final reward, or its spans."""

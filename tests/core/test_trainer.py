@@ -249,7 +249,8 @@ def test_a_reward_function_scores_what_an_agent_returns() -> None:
         ({"strategy": {"name": "cs", "role": "boss"}}, "role = 'boss'"),
         ({"n_runners": 0}, "n_runners = 0"),
         ({"max_concurrency": 0}, "max_concurrency = 0"),
-        ({"algorithm": agl.Baseline}, "is a class; give an instance"),
+        ({"algorithm": "tests.core.test_trainer.Missing"}, "cannot be imported"),
+        ({"adapter": {"agent_matsch": "x"}}, r"no setting 'agent_matsch'\. Did you mean 'agent_match'"),
         ({"resume": True}, "needs run_dir"),
     ],
 )

@@ -16,7 +16,8 @@ from hydra import compose, initialize_config_dir
 
 import agentlightning as agl
 from agentlightning_algorithms.verl import environment
-from agentlightning_algorithms.verl.config import CPU_DEFAULTS, DEFAULTS, _compose_own, compose_config, dump_config
+from agentlightning_algorithms.verl.config import _compose_own, compose_config, dump_config
+from agentlightning_algorithms.verl.default import CPU_DEFAULTS, DEFAULTS
 
 
 def test_our_defaults_override_verls_and_the_users_keys_override_both() -> None:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
-
-# A client imports this at its first call: that takes half a second, and deadlocks when two threads do it at once.
-import openai.resources.chat  # noqa: F401 # for the effect
-from openai import AsyncOpenAI, DefaultAsyncHttpxClient, OpenAIError
+from typing import TYPE_CHECKING, Any, Final
 
 from agentlightning.errors import ConfigError
 from agentlightning_algorithms.prompt_search.budget import SearchBudget, Usage
 from agentlightning_algorithms.prompt_search.call_cache import CallCache, ModelCall
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
 
 logger = logging.getLogger("agentlightning")
 _MAX_CONCURRENCY: Final = 16
@@ -120,6 +119,10 @@ def copy_client(client: AsyncOpenAI | None) -> AsyncOpenAI:
     Raises:
         ConfigError: there is no key in the environment.
     """
+    # A client imports this at its first call: that takes half a second, and deadlocks when two threads do it at once.
+    import openai.resources.chat  # noqa: F401 # for the effect
+    from openai import AsyncOpenAI, DefaultAsyncHttpxClient, OpenAIError
+
     if client is None:
         try:
             return AsyncOpenAI(max_retries=0)

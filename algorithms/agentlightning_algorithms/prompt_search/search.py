@@ -7,9 +7,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
-
-from openai import AsyncOpenAI
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from agentlightning.algorithm.algorithm import Algorithm
 from agentlightning.algorithm.context import RunContext
@@ -26,6 +24,12 @@ from agentlightning_algorithms.prompt_search.placeholder import find_placeholder
 from agentlightning_algorithms.prompt_search.trial import TrialResult, read_trial_result
 from agentlightning_algorithms.rollout_result import retry_lost, run_rollouts
 from agentlightning_plugins.chat_history.adapter import TraceToMessages
+
+try:
+    from openai import AsyncOpenAI
+except ImportError:  # a search can be constructed without it; the trainer says what to install
+    if not TYPE_CHECKING:
+        AsyncOpenAI = Any
 
 logger = logging.getLogger("agentlightning")
 

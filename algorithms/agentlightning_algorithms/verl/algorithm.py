@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
-
-from omegaconf import OmegaConf, open_dict
 
 from agentlightning.adapter.adapter import TraceAdapter
 from agentlightning.algorithm.algorithm import Algorithm
@@ -25,8 +24,8 @@ from agentlightning.errors import ConfigError
 from agentlightning.plugin.registry import get_manager
 from agentlightning.run.thread import run_in_thread
 from agentlightning.types import Dataset, Triplet
-from agentlightning_algorithms.verl.config import compose_config, dump_config, given_keys
-from agentlightning_algorithms.verl.environment import start_ray
+from agentlightning_algorithms.verl.default import compose_without_verl, given_keys
+from agentlightning_algorithms.verl.environment import check_release, start_ray
 from agentlightning_algorithms.verl.preflight import check_run
 from agentlightning_algorithms.verl.rollout.controller import RolloutController, cancel_open
 from agentlightning_algorithms.verl.rollout.settings import RolloutSettings
@@ -49,7 +48,8 @@ class VERL(RolloutSettings, Algorithm):
     """Reinforcement learning of the model behind the resource ``llm``, on as many GPUs as verl has.
 
     Estimators, losses, parallelism and inference engine are verl's own settings. The configuration is composed here;
-    the Ray cluster starts when the algorithm runs.
+    the Ray cluster starts when the algorithm runs. On a machine without verl it consists of the given settings and our
+    defaults, and verl's own keys cannot be checked.
 
     Raises:
         ConfigError: a key that verl does not know, a value out of range, or an unsupported release of verl.
@@ -62,11 +62,25 @@ class VERL(RolloutSettings, Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.composed = compose_config(self.config)
+        self.composed: DictConfig | None = None
+        """None on a machine without verl."""
+        if importlib.util.find_spec("verl") is None:
+            compose_without_verl(self.config)
+        else:
+            from agentlightning_algorithms.verl.config import compose_config
+
+            self.composed = compose_config(self.config)
         self._is_resumed = False
 
     def print_config(self) -> str:
-        """Verl's whole configuration, as YAML."""
+        """Verl's whole configuration, as YAML; on a machine without verl, what differs from verl's own defaults."""
+        if self.composed is None:
+            import yaml
+
+            composed = yaml.safe_dump(compose_without_verl(self.config), sort_keys=False)
+            return f"# verl is not installed here: its own defaults are not shown.\n{composed}"
+        from agentlightning_algorithms.verl.config import dump_config
+
         return dump_config(self.composed)
 
     def load_state(self, directory: Path) -> None:
@@ -75,6 +89,7 @@ class VERL(RolloutSettings, Algorithm):
 
     async def run(self, train_dataset: Dataset[Any] | None = None, val_dataset: Dataset[Any] | None = None) -> None:
         """Trains for ``trainer.total_training_steps``, or ``trainer.total_epochs``."""
+        check_release()
         async with contextlib.AsyncExitStack() as stack:
             if self._is_resumed:
                 await cancel_open(self.get_store())  # first, because runners start at the same time
@@ -107,6 +122,9 @@ class VERL(RolloutSettings, Algorithm):
 
     def _complete(self, train: Dataset[Any] | None, val: Dataset[Any] | None, directory: Path) -> DictConfig:
         """Adds the run's tasks, seed, directory and checkpoint to the configuration."""
+        from omegaconf import OmegaConf, open_dict
+
+        assert self.composed is not None
         config = self.composed.copy()
         n_train, n_val = len(train or ()), len(val or ())
         batch = config.data.train_batch_size

@@ -7,9 +7,9 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -19,82 +19,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from agentlightning.errors import ConfigError, suggest
+from agentlightning_algorithms.verl.default import Setting, check_reserved, check_values, default_settings, flatten
 from agentlightning_algorithms.verl.environment import check_release, choose_platform
-
-DEFAULTS: Final[Mapping[str, Any]] = {
-    "algorithm.adv_estimator": "grpo",
-    "algorithm.use_kl_in_reward": False,
-    "data.train_batch_size": 32,
-    "data.max_prompt_length": 4096,
-    "data.max_response_length": 2048,
-    "data.dataloader_num_workers": 0,  # an item is an index
-    "actor_rollout_ref.actor.ppo_mini_batch_size": 32,
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 4,
-    "actor_rollout_ref.actor.use_dynamic_bsz": True,  # rollouts differ in their number of rows
-    "actor_rollout_ref.actor.optim.lr": 1e-6,
-    "actor_rollout_ref.actor.use_kl_loss": False,
-    "actor_rollout_ref.actor.entropy_coeff": 0,
-    "actor_rollout_ref.model.path": "Qwen/Qwen2.5-1.5B-Instruct",
-    "actor_rollout_ref.model.use_remove_padding": True,
-    "actor_rollout_ref.model.enable_gradient_checkpointing": True,
-    "actor_rollout_ref.rollout.name": "vllm",
-    "actor_rollout_ref.rollout.n": 8,
-    "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 4,
-    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 4,
-    "critic.model.path": "${actor_rollout_ref.model.path}",
-    "critic.model.tokenizer_path": "${actor_rollout_ref.model.path}",
-    "critic.ppo_micro_batch_size_per_gpu": 4,
-    "reward.num_workers": 0,  # agents emit their rewards themselves
-    "algorithm.rollout_correction.rollout_is": "token",
-    "algorithm.rollout_correction.rollout_is_threshold": 2.0,
-    "trainer.logger": [],  # the run's trackers get every metric
-    "trainer.n_gpus_per_node": 1,
-    "trainer.resume_mode": "disable",  # the trainer's `resume` decides
-    "trainer.project_name": "agentlightning",
-    "trainer.experiment_name": "verl",
-}
-"""Our values where they differ from verl's, by dotted key."""
-
-_FLOAT32: Final = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
-_CPU_ENGINE: Final = {"use_torch_compile": False, "model_dtype": "fp32", "mixed_precision": _FLOAT32}
-_CPU_MODEL: Final = {
-    "use_remove_padding": False,  # needs flash attention
-    "enable_gradient_checkpointing": False,
-    "override_config.attn_implementation": "sdpa",
-}
-CPU_DEFAULTS: Final[Mapping[str, Any]] = {
-    "actor_rollout_ref.rollout.name": "transformers",
-    "actor_rollout_ref.rollout.dtype": "float32",
-    "actor_rollout_ref.actor.strategy": "fsdp2",  # FSDP1 needs an accelerator
-    "critic.strategy": "fsdp2",
-    "actor_rollout_ref.actor.use_torch_compile": False,
-    "actor_rollout_ref.ref.use_torch_compile": False,
-    **{f"actor_rollout_ref.actor.fsdp_config.{name}": value for name, value in _CPU_ENGINE.items()},
-    **{f"actor_rollout_ref.ref.fsdp_config.{name}": value for name, value in _CPU_ENGINE.items()},
-    **{f"critic.fsdp.{name}": value for name, value in _CPU_ENGINE.items()},
-    **{f"actor_rollout_ref.model.{name}": value for name, value in _CPU_MODEL.items()},
-    **{f"critic.model.{name}": value for name, value in _CPU_MODEL.items()},
-    "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
-    "transfer_queue.backend.SimpleStorage.total_storage_size": 10_000,
-}
-"""Further values for ``trainer.device=cpu``."""
-
-_OURS: Final = {
-    "trainer.use_v1": "only the V1 trainer takes external agents",
-    "data.train_files": "the tasks are the trainer's train_dataset",
-    "data.val_files": "the tasks are the trainer's val_dataset",
-    "data.custom_cls": "the tasks are the trainer's datasets",
-    "actor_rollout_ref.rollout.agent.agent_loop_manager_class": "the agents are the trainer's",
-}
-_MODES: Final = ("sync", "colocate_async")
-
-
-class _Setting(NamedTuple):
-    key: tuple[str, ...]
-    value: Any
-    is_unchecked: bool
-    """Written with a plus, as in Hydra."""
 
 
 def compose_config(config: Mapping[str, Any]) -> DictConfig:
@@ -108,7 +34,7 @@ def compose_config(config: Mapping[str, Any]) -> DictConfig:
         ConfigError: a key that verl does not know, or a value that its configuration refuses.
     """
     check_release()
-    settings = list(_flatten(config, ()))
+    settings = list(flatten(config, ()))
     engine = [s for s in settings if s.key == ("model_engine",)]
     settings = [s for s in settings if s.key != ("model_engine",)]
     device = next((s.value for s in settings if s.key == ("trainer", "device")), "cuda")
@@ -117,21 +43,13 @@ def compose_config(config: Mapping[str, Any]) -> DictConfig:
     for setting in settings:
         _check_key(own, setting)
     composed = copy.deepcopy(own)
-    defaults = {**DEFAULTS, **(CPU_DEFAULTS if device == "cpu" else {})}
-    for name, value in defaults.items():
-        key = tuple(name.split("."))
-        if not any(given.key[: len(key)] == key or key[: len(given.key)] == given.key for given in settings):
-            _write(composed, key, value)
+    for key, value in default_settings(settings):
+        _write(composed, key, value)
     for setting in settings:
         _write(composed, setting.key, setting.value)
     _pass_bypass_correction(composed)
-    _check(composed)
+    check_values(functools.partial(OmegaConf.select, composed))
     return composed
-
-
-def given_keys(config: Mapping[str, Any]) -> Iterator[str]:
-    """The dotted keys that the user set."""
-    return (".".join(setting.key) for setting in _flatten(config, ()))
 
 
 def dump_config(composed: DictConfig) -> str:
@@ -156,22 +74,10 @@ def _compose_own(*overrides: str) -> DictConfig:
         restore_gh_from_backup(backup)
 
 
-def _flatten(value: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[_Setting]:
-    for name, child in value.items():
-        is_unchecked = str(name).startswith("+")
-        key = (*path, *str(name).lstrip("+").split("."))
-        if isinstance(child, Mapping) and child and not is_unchecked:
-            yield from _flatten(child, key)
-        else:
-            yield _Setting(key, child, is_unchecked)
-
-
-def _check_key(own: DictConfig, setting: _Setting) -> None:
+def _check_key(own: DictConfig, setting: Setting) -> None:
     """Checks that verl has a key: in its YAML, in the dataclass of a node, or in a mapping that verl leaves empty."""
     name = ".".join(setting.key)
-    for taken, reason in _OURS.items():
-        if name == taken or name.startswith(f"{taken}."):
-            raise ConfigError(f"verl's {name} cannot be set: {reason}")
+    check_reserved(name)
     node: Any = own
     for depth, part in enumerate(setting.key):
         where = ".".join(setting.key[:depth])
@@ -215,39 +121,6 @@ def _declared(node: DictConfig) -> set[str]:
     module, _, name = target.rpartition(".")
     cls = getattr(importlib.import_module(module), name, None)
     return {field.name for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
-
-
-def _check(composed: DictConfig) -> None:
-    mode = composed.trainer.v1.trainer_mode
-    if mode not in _MODES:
-        raise ConfigError(
-            f"verl's trainer.v1.trainer_mode = {mode!r}; supported: {', '.join(_MODES)}. (In verl 0.9.1 separate_async "
-            "sends agents' requests to servers past the gateway.)"
-        )
-    tasks = composed.data.train_batch_size
-    mini_batches = {"actor_rollout_ref.actor": composed.actor_rollout_ref.actor.ppo_mini_batch_size}
-    if composed.algorithm.adv_estimator == "gae":
-        mini_batches["critic"] = composed.critic.ppo_mini_batch_size
-    for role, mini in mini_batches.items():
-        if mini < 1 or tasks < 1 or tasks % mini:
-            raise ConfigError(
-                f"verl's data.train_batch_size = {tasks} is not a multiple of {role}.ppo_mini_batch_size = {mini}; "
-                "their quotient is the number of optimizer steps per batch"
-            )
-    rollout = composed.actor_rollout_ref.rollout
-    for key, n in (("n", rollout.n), ("val_kwargs.n", rollout.val_kwargs.n)):
-        if n < 1:
-            raise ConfigError(f"verl's actor_rollout_ref.rollout.{key} = {n}: a task needs at least one rollout")
-    if rollout.temperature <= 0:
-        raise ConfigError("verl's actor_rollout_ref.rollout.temperature must be above 0: greedy rollouts are all alike")
-    model = composed.actor_rollout_ref.model
-    if rollout.name == "transformers":
-        for name in ("custom_chat_template", "trust_remote_code"):
-            if model.get(name):
-                raise ConfigError(
-                    f"verl's actor_rollout_ref.model.{name} = {model[name]!r}: the rollout backend transformers loads "
-                    "the model as it was saved; save it with its chat template, or use vllm"
-                )
 
 
 def _pass_bypass_correction(composed: DictConfig) -> None:

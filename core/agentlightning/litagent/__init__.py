@@ -1,6 +1,6 @@
 """Agents: ``wrap`` makes a ``LitAgent`` of a function, a ``LitAgent`` or an object of a framework."""
 
-from agentlightning.litagent.agent import LitAgent, RewardFunction, check_result
+from agentlightning.litagent.agent import LitAgent, RewardFunction, check_result, running_in, to_spans
 from agentlightning.litagent.function import FunctionalLitAgent, llm_rollout, prompt_rollout, rollout
 from agentlightning.litagent.wrapping import Prompts, RewardedAgent, wrap
 
@@ -14,5 +14,7 @@ __all__ = [
     "llm_rollout",
     "prompt_rollout",
     "rollout",
+    "running_in",
+    "to_spans",
     "wrap",
 ]

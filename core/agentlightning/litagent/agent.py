@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, ClassVar, Final, Generic, TypeAlias, TypeVar
 
 from agentlightning.errors import ConfigError, RolloutError
 from agentlightning.resources import NamedResources, PromptTemplate
-from agentlightning.types import Rollout, RolloutRawResult, Span
+from agentlightning.types import AttemptedRollout, Rollout, RolloutRawResult, Span
 
 T = TypeVar("T")
 _METHODS: Final = tuple(
@@ -16,6 +18,26 @@ _METHODS: Final = tuple(
 )
 RewardFunction: TypeAlias = Callable[[Any, Any, Rollout], float | Awaitable[float]]
 """``reward(task, output, rollout)``: rates the output of the agent."""
+
+
+running_in: ContextVar[Any] = ContextVar("agentlightning_runner")
+"""The runner of the current rollout."""
+
+
+class _OfRunner:
+    """An attribute that is read from the runner of the current rollout; an agent may set its own over it."""
+
+    def __init__(self, read: Callable[[Any], Any]) -> None:
+        self._read = read
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, agent: Any, owner: type) -> Any:
+        runner = None if agent is None else running_in.get(None)
+        if runner is None:
+            raise AttributeError(f"{owner.__name__}.{self._name} is set while a rollout of the agent runs, only then")
+        return self._read(runner)
 
 
 class LitAgent(Generic[T]):
@@ -28,6 +50,12 @@ class LitAgent(Generic[T]):
 
     returns_output: ClassVar[bool] = False
     """Whether a rollout returns any output, which a reward function rates and which is dropped without one."""
+    runner: Any = _OfRunner(lambda runner: runner)
+    """The runner of the current rollout."""
+    tracer: Any = _OfRunner(lambda runner: runner.tracer)
+    """The tracer of the current rollout: ``self.tracer.get_langchain_handler()``."""
+    trainer: Any = _OfRunner(lambda runner: runner.trainer)
+    """The ``Trainer`` of the run, None without one. In a runner process it has its settings only."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -43,7 +71,7 @@ class LitAgent(Generic[T]):
             rollout: the rollout with its attempt.
 
         Returns:
-            None (the reward is in the trace), a number (the final reward), or a list of spans.
+            None (the reward is in the trace), a number (the final reward), or a list of spans, ours or OpenTelemetry's.
         """
         raise _missing_rollout(self)
 
@@ -120,9 +148,25 @@ def check_result(result: Any) -> RolloutRawResult:
         return result
     if isinstance(result, bool) or (hasattr(result, "item") and not hasattr(result, "__len__")):  # a numpy/torch scalar
         return float(result)
-    if isinstance(result, (list, tuple)) and all(isinstance(span, Span) for span in result):
+    if isinstance(result, (list, tuple)) and all(isinstance(span, _span_types()) for span in result):
         return list(result)
     raise RolloutError(
         f"the agent returned {str(result)[:200]!r} ({type(result).__name__}); return None, a number (the final reward) "
         "or a list of spans, or give a reward function: Trainer.fit(agent, ..., reward=...)"
     )
+
+
+def to_spans(returned: Sequence[Any], rollout: AttemptedRollout) -> list[Span]:
+    """Makes spans of the rollout's attempt of those that its agent returned, ours or OpenTelemetry's."""
+    rollout_id, attempt_id = rollout.rollout_id, rollout.attempt.attempt_id
+    return [
+        span.model_copy(update={"rollout_id": rollout_id, "attempt_id": attempt_id})
+        if isinstance(span, Span)
+        else Span.from_opentelemetry(span, rollout_id, attempt_id)
+        for span in returned
+    ]
+
+
+def _span_types() -> tuple[type, ...]:
+    sdk = sys.modules.get("opentelemetry.sdk.trace")  # a span of it exists only where it is imported
+    return (Span,) if sdk is None else (Span, sdk.ReadableSpan)

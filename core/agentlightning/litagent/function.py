@@ -42,7 +42,7 @@ class FunctionalLitAgent(LitAgent[Any]):
         functools.update_wrapper(self, function)
         self._function = function
         self._strip_proxy = strip_proxy
-        self._is_async = inspect.iscoroutinefunction(function)
+        self._is_async = inspect.iscoroutinefunction(_called(function))
         self._injected = _read_signature(function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -147,10 +147,15 @@ def _check_fillable(function: str, name: str, hint: Any) -> None:
     )
 
 
-def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+def _called(function: Callable[..., Any]) -> Any:
+    """Returns the function that runs: of a partial, or the method of an object that can be called."""
     while isinstance(function, functools.partial):
         function = function.func
-    target = function if inspect.isroutine(function) else type(function).__call__
+    return function if inspect.isroutine(function) else type(function).__call__
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    target = _called(function)
     try:
         return get_type_hints(target)
     except (NameError, TypeError, AttributeError):  # names that are imported only for type checkers

@@ -19,7 +19,7 @@ from typing import Any, Literal, cast
 
 import pluggy
 
-from agentlightning.errors import PluginError, suggest
+from agentlightning.errors import PluginError, PluginImportError, suggest
 from agentlightning.plugin import hookspecs
 from agentlightning.plugin.hookspecs import COMPONENT_KINDS, Component, ComponentKind
 from agentlightning.plugin.settings import bind_settings
@@ -111,40 +111,52 @@ class PluginManager:
         return f"pip install '{distribution}[{component.extra}]'"
 
     def get(self, kind: ComponentKind, name: str) -> Any:
-        """Imports a component.
+        """Imports a component by its name, or a class by its path such as ``package.module.Class``.
 
         Raises:
-            PluginError: no plugin offers it, several offer different ones, its plugin is broken, or its extra is not
-                installed.
+            PluginError: no plugin offers it, several offer different ones, or its plugin is broken.
+            PluginImportError: its extra is not installed, or it cannot be imported.
         """
         if kind not in COMPONENT_KINDS:
             raise PluginError(f"unknown component kind {kind!r}; kinds: {', '.join(COMPONENT_KINDS)}")
         offers = self._offers.get((kind, name), [])
+        if not offers and "." in name and name.replace(".", "_").replace(":", "_", 1).isidentifier():
+            return _import_target(name if ":" in name else ":".join(name.rsplit(".", 1)), f"the {kind} {name!r}")
         if not offers:
             raise PluginError(self._describe_unknown(kind, name))
         if len({component.target for _, component in offers}) > 1:
             plugins = " and ".join(f"{plugin.name} ({plugin.origin})" for plugin, _ in offers)
             raise PluginError(f"the {kind} {name!r} is offered by {plugins}; uninstall one of them")
-        missing = self.missing_requirements(kind, name)
-        if missing:
-            command = self.install_command(kind, name)
-            raise PluginError(f"the {kind} {name!r} needs {', '.join(missing)}. Install with: {command}")
+        self._require_extra(kind, name)
         plugin, component = offers[0]
         return _import_target(component.target, f"the {kind} {name!r} of plugin {plugin.name} ({plugin.origin})")
 
     def get_target(self, target: str) -> Any:
-        """Imports ``"module:attribute"``, as a component if a plugin offers one with this target.
+        """Imports ``"module:attribute"``; a missing extra matters only if the module needs it to be imported.
 
         Raises:
-            PluginError: as ``get``, or the module cannot be imported.
+            PluginImportError: it cannot be imported; the message says what to install, if that is why.
         """
-        for (kind, name), offers in self._offers.items():
-            if any(component.target == target for _, component in offers):
-                return self.get(cast(ComponentKind, kind), name)
-        return _import_target(target, f"the name {target.rpartition(':')[2]!r}")
+        try:
+            return _import_target(target, f"the name {target.rpartition(':')[2]!r}")
+        except PluginImportError:
+            self.require(target)
+            raise
 
-    def create(self, kind: ComponentKind, spec: str | Mapping[str, Any]) -> Any:
-        """Makes a component from its name, or from ``{"name": ..., **settings}``.
+    def require(self, *targets: str) -> None:
+        """Raises PluginImportError if one of these targets is a component whose extra is not installed."""
+        for (kind, name), offers in self._offers.items():
+            if any(component.target in targets for _, component in offers):
+                self._require_extra(cast(ComponentKind, kind), name)
+
+    def _require_extra(self, kind: ComponentKind, name: str) -> None:
+        missing = self.missing_requirements(kind, name)
+        if missing:
+            command = self.install_command(kind, name)
+            raise PluginImportError(f"the {kind} {name!r} needs {', '.join(missing)}. Install with: {command}")
+
+    def create(self, kind: ComponentKind, spec: str | type | Mapping[str, Any]) -> Any:
+        """Makes a component from its name, the path of its class, the class, or ``{"name": any of these, **settings}``.
 
         Raises:
             PluginError: as ``get``.
@@ -153,10 +165,12 @@ class PluginManager:
         cls, settings = self.check(kind, spec)
         return cls(**settings)
 
-    def check(self, kind: ComponentKind, spec: str | Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def check(self, kind: ComponentKind, spec: str | type | Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Returns the class and the checked settings of a component that is created later; raises as ``create``."""
-        settings = {"name": spec} if isinstance(spec, str) else dict(spec)
+        settings = dict(spec) if isinstance(spec, Mapping) else {"name": spec}
         name = settings.pop("name", None)
+        if isinstance(name, type):
+            return name, bind_settings(name, settings, f"{kind} {name.__name__!r}")
         if not isinstance(name, str):
             raise PluginError(f"a {kind} given as a mapping needs a 'name', got {spec!r}")
         cls = self.get(kind, name)
@@ -223,7 +237,7 @@ def _import_target(target: str, what: str) -> Any:
     try:
         return functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
     except (ImportError, AttributeError) as error:
-        raise PluginError(f"{what} cannot be imported from {target!r}: {error}") from error
+        raise PluginImportError(f"{what} cannot be imported from {target!r}: {error}") from error
 
 
 @functools.cache

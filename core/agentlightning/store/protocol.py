@@ -108,9 +108,10 @@ class LightningStore(ABC):
         resources_id: str | None = None,
         config: RolloutConfig | None = None,
         metadata: Mapping[str, Any] | None = None,
+        rollout_id: str | None = None,
     ) -> Rollout:
-        """Queues one rollout; ``resources_id=None`` pins the newest snapshot."""
-        request = EnqueueRolloutRequest.make(input, mode, resources_id, config, metadata)
+        """Queues one rollout, as ``enqueue_many_rollouts``; ``resources_id=None`` pins the newest snapshot."""
+        request = EnqueueRolloutRequest.make(input, mode, resources_id, config, metadata, rollout_id)
         return (await self.enqueue_many_rollouts([request]))[0]
 
     @abstractmethod

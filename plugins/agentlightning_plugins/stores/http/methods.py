@@ -71,7 +71,9 @@ class RemoteMethods(LightningStore):
     release_attempt = _remote("POST", "/rollouts/{rollout_id}/attempts/{attempt_id}/release", _S.release_attempt)
 
     query_spans = _remote("POST", "/spans/search", _S.query_spans)
-    get_next_span_sequence_id = _remote("POST", "/spans/next", _S.get_next_span_sequence_id, for_attempts=True)
+    get_next_span_sequence_id = _remote(
+        "POST", "/spans/next", _S.get_next_span_sequence_id, for_attempts=True, result_key="sequence_id"
+    )
     get_many_span_sequence_ids = _remote("POST", "/spans/next/batch", _S.get_many_span_sequence_ids, for_attempts=True)
 
     query_resources = _remote("GET", "/resources", _S.query_resources)

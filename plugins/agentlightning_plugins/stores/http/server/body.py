@@ -30,6 +30,7 @@ def make_reader(route: Route) -> Callable[[web.Request], Awaitable[dict[str, Any
     if route.message is None:
         return _read_nothing
     validate = TypeAdapter(route.message).validate_python
+    takes_resources = "resources" in route.parameters
 
     async def read_query_string(request: web.Request) -> dict[str, Any]:
         arguments: dict[str, Any] = validate(read_query(request.query))
@@ -37,12 +38,20 @@ def make_reader(route: Route) -> Callable[[web.Request], Awaitable[dict[str, Any
 
     async def read_body(request: web.Request) -> dict[str, Any]:
         body = await request.read() or b"{}"
-        content = validate(_parse(body), strict=True)
+        parsed = _parse(body)
+        content = validate(_wrap_bare(parsed) if takes_resources else parsed, strict=True)
         if len(body) > MAX_ITEM_BYTES:
             _refuse_large_items(content)
         return content if route.body is None else {"record": content}
 
     return read_query_string if route.method == "GET" else read_body
+
+
+def _wrap_bare(content: Any) -> Any:
+    """Accepts resources without the key ``resources`` around them, as the client of Agent Lightning 0.3 sends them."""
+    values = list(content.values()) if isinstance(content, dict) else []
+    types = [value.get("resource_type") if isinstance(value, dict) else None for value in values]
+    return {"resources": content} if types and all(isinstance(name, str) for name in types) else content
 
 
 async def _read_nothing(request: web.Request) -> dict[str, Any]:

@@ -13,7 +13,16 @@ from typing_extensions import TypedDict  # pydantic refuses typing's before Pyth
 from agentlightning.errors import ConflictError, NotFoundError
 from agentlightning.run.attempt_token import DEFAULT_LIFETIME_S
 from agentlightning.store.protocol import LightningStore
-from agentlightning.types import MAX_INT, AttemptedRollout, EnqueueRolloutRequest, Rollout, Span
+from agentlightning.types import (
+    MAX_INT,
+    Attempt,
+    AttemptedRollout,
+    EnqueueRolloutRequest,
+    PaginatedResult,
+    Rollout,
+    SortOrder,
+    Span,
+)
 from agentlightning_plugins.stores.http.message import MAX_POLL_S
 from agentlightning_plugins.stores.http.methods import METHOD_ROUTES
 from agentlightning_plugins.stores.http.route import Route
@@ -110,6 +119,20 @@ async def wait_for_rollouts(
     return await context.polls.wait(asyncio.ensure_future(work)) or ()
 
 
+async def search_attempts(
+    context: Context,
+    rollout_id: str,
+    sort_by: str | None = None,
+    sort_order: SortOrder = "asc",
+    limit: int = -1,
+    offset: int = 0,
+) -> PaginatedResult[Attempt]:
+    """The attempts of a rollout, as the client of Agent Lightning 0.3 asks for them."""
+    return await context.store.query_attempts(
+        rollout_id, sort_by=sort_by or "sequence_id", sort_order=sort_order, limit=limit, offset=offset
+    )
+
+
 async def _add_span(context: Context, record: Span) -> Span | None:
     """Stores a span; null when it is stored already."""
     return await context.store.add_span(record)
@@ -150,6 +173,7 @@ async def mint_token(
 
 
 ROUTES: Final = (
+    Route("POST", "/rollouts/{rollout_id}/attempts/search", search_attempts),  # before that of any attempt
     *METHOD_ROUTES,
     Route("GET", "/health", _health),
     Route("POST", "/queues/rollouts/enqueue", enqueue_rollouts, 201),
