@@ -6,6 +6,7 @@ an agent also runs by itself.
 
 from __future__ import annotations
 
+import base64
 import logging
 import math
 import threading
@@ -71,10 +72,12 @@ def emit_message(text: str, *, attributes: Mapping[str, Any] | None = None, prop
 
 
 def emit_object(obj: Any, *, attributes: Mapping[str, Any] | None = None, propagate: bool = True) -> Span:
-    """Records a value: a scalar unchanged, anything else as JSON, with ``repr`` for values without a JSON form."""
+    """Records a value: a scalar unchanged, bytes as base64, anything else as JSON, else its ``repr``."""
     content: dict[str, Any] = {semconv.OBJECT_TYPE: type(obj).__qualname__}
     if isinstance(obj, (str, int, float)):
         content[semconv.OBJECT_LITERAL] = obj
+    elif isinstance(obj, (bytes, bytearray, memoryview)):
+        content[semconv.OBJECT_LITERAL] = base64.b64encode(obj).decode()
     else:
         content[semconv.OBJECT_JSON] = to_json(obj)
     return _emit(semconv.SPAN_OBJECT, content, attributes, propagate)

@@ -194,8 +194,9 @@ def read_tools(span: Span) -> list[Message]:
     tools = _parse(attributes.get(GEN_AI_TOOL_DEFINITIONS))
     if not isinstance(tools, list):
         tools = [
-            {"type": "function", **{key: _parse_or_keep(value) for key, value in tool.items()}}
-            for tool in _indexed(attributes, "llm.request.functions")
+            {"type": "function", **{key: _parse_or_keep(value) for key, value in tool.items() if value is not None}}
+            for prefix in ("llm.request.functions", "gen_ai.request.functions")
+            for tool in _indexed(attributes, prefix)
         ] or [_parse(tool["tool"]["json_schema"]) for tool in _indexed(attributes, "llm.tools") if "tool" in tool]
     return [_to_tool(tool) for tool in tools if isinstance(tool, dict)]
 
@@ -224,7 +225,8 @@ def link_attributes(links: Mapping[str, Any]) -> dict[str, Any]:
     """Returns attributes that refer to another span: ``emit_reward(1.0, attributes=link_attributes({...}))``.
 
     Args:
-        links: attributes of that span, such as ``{"gen_ai.response.id": completion.id}``.
+        links: attributes of that span, such as ``{"gen_ai.response.id": completion.id}``, or its ``span_id`` and
+            ``trace_id``. All of them have to match.
     """
     pairs = [{"key_match": key, "value_match": value} for key, value in links.items()]
     return {f"{LINK}.{i}.{name}": part for i, pair in enumerate(pairs) for name, part in pair.items()}

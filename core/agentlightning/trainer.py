@@ -188,11 +188,12 @@ class Trainer:
                 logger.warning(
                     "n_runners = %d has no effect: the given strategy has %d", self.n_runners, strategy.n_runners
                 )
+            _check_port(port, getattr(strategy, "server_port", None))
             return strategy
         spec: dict[str, Any] = dict(strategy) if isinstance(strategy, Mapping) else {"name": strategy or "cs"}
         spec.setdefault("n_runners", self.n_runners)
         if port is not None:
-            spec.setdefault("server_port", port)
+            _check_port(port, spec.setdefault("server_port", port))
         chosen: ExecutionStrategy = get_manager().create("strategy", spec)
         return chosen
 
@@ -241,6 +242,12 @@ class Trainer:
             if context.run.status == "running":  # the algorithm ran in another process
                 context.run = asyncio.run(store.get_run_by_id(store.run_id)) or context.run
         return context.run
+
+
+def _check_port(port: int | None, of_strategy: int | None) -> None:
+    if port not in (None, of_strategy):
+        own = "" if of_strategy is None else f", which has server_port = {of_strategy}"
+        raise ConfigError(f"port = {port} does not reach the given strategy{own}; set server_port of the strategy only")
 
 
 def first_resources(agent: LitAgent[Any], given: Mapping[str, Resource] | None) -> Mapping[str, Resource] | None:

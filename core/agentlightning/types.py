@@ -471,7 +471,7 @@ def _resource(resource: Any) -> SpanResource:
     return converted
 
 
-class PaginatedResult(BaseModel, Generic[T]):
+class PaginatedResult(BaseModel, Sequence[T], Generic[T]):
     """One page of a query, and a Sequence of its items."""
 
     items: list[T]
@@ -497,9 +497,6 @@ class PaginatedResult(BaseModel, Generic[T]):
 
     def __contains__(self, item: object) -> bool:
         return item in self.items
-
-
-Sequence.register(PaginatedResult)
 
 
 class Dataset(Protocol[T_co]):

@@ -13,7 +13,7 @@ import agentlightning as agl
 def run(algorithm: Any, strategy: str = "shm") -> dict[int, dict[str, float]]:
     store = agl.create_store("memory://")
     trainer = agl.Trainer(algorithm=algorithm, store=store, strategy=strategy, tracer="dummy", trackers=[])
-    assert trainer.fit(lambda task: 1.0, [1]).status == "succeeded"
+    assert trainer.fit(lambda task: 1.0).status == "succeeded"
     return {metrics.step: dict(metrics.values) for metrics in asyncio.run(store.query_metrics()).items}
 
 
@@ -59,7 +59,7 @@ def test_the_function_stays_callable_and_a_subclass_of_algorithm_works_the_same(
 
     class Custom(agl.Algorithm):
         async def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:
-            rollout = await self.get_store().enqueue_rollout(train_dataset[0])
+            rollout = await self.get_store().enqueue_rollout(1)
             await self.get_store().wait_for_rollouts([rollout.rollout_id])
             spans = await self.get_store().query_spans(rollout.rollout_id, "latest")
             await self.get_store().add_metrics(1, {"reward": agl.find_final_reward(spans.items) or 0.0})

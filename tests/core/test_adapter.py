@@ -130,6 +130,15 @@ def test_a_server_that_gives_every_answer_the_same_id_does_not_merge_calls(trace
     assert [triplet.response["token_ids"] for triplet in trace.adapt()] == [[0], [1], [2]]
 
 
+def test_spans_of_one_answer_that_do_not_overlap_are_one_triplet(trace: Recorder) -> None:
+    trace.client("r1", at=(1001, 1003))
+    trace.client("r1", at=(1003, 1004))
+    trace.client("r1", text="another answer", at=(1005, 1006))
+    trace.reward(1.0)
+    triplets = trace.adapt()
+    assert [triplet.response["raw_content"][0]["content"] for triplet in triplets] == ["hi", "another answer"]
+
+
 def test_a_client_span_without_an_id_is_joined_by_its_child(trace: Recorder) -> None:
     client = trace.client(None, at=(1000, 1002))
     trace.gateway("r1", parent=client, at=(1000.5, 1001.5))
@@ -325,6 +334,28 @@ def test_calls_of_a_judge_are_left_out_unless_wanted(trace: Recorder) -> None:
 # The tree.
 
 
+def test_calls_beside_the_agent_that_made_them_belong_to_it(trace: Recorder) -> None:
+    root = trace.add("root", at=(0, 10))
+    outer = trace.add("agent", {"agent.name": "outer"}, parent=root, at=(1, 9))
+    trace.add("agent", {"agent.name": "inner"}, parent=outer, at=(4, 6))
+    trace.client("r1", parent=root, at=(2, 3))
+    step = trace.add("step", parent=root, at=(4, 5))
+    trace.client("r2", parent=step, at=(4.5, 5))
+    trace.client("after it", parent=root, at=(8.5, 9.5))
+    assert ids(trace.adapt(TraceToTriplet(agent_match="outer"))) == ["r1"]
+    assert ids(trace.adapt(TraceToTriplet(agent_match="inner"))) == ["r2"]
+    assert [triplet.metadata["agent_name"] for triplet in trace.adapt()] == ["outer", "inner", None]
+    assert trace.adapt(TraceToTriplet(agent_match=".", repair_hierarchy=False)) == []
+
+
+def test_a_call_during_two_agents_belongs_to_neither(trace: Recorder) -> None:
+    root = trace.add("root", at=(0, 10))
+    for name in ("one", "two"):
+        trace.add("agent", {"agent.name": name}, parent=root, at=(1, 9))
+    trace.client("r1", parent=root, at=(2, 3))
+    assert [triplet.metadata["agent_name"] for triplet in trace.adapt()] == [None]
+
+
 def test_orphans_are_put_where_their_time_says(trace: Recorder) -> None:
     root = trace.add("root", at=(1000, 1100))
     agent = trace.add("agent", {"agent.name": "a"}, parent=root, at=(1010, 1050))
@@ -448,6 +479,23 @@ def test_a_reward_that_names_its_call_goes_there(trace: Recorder) -> None:
     trace.reward(1.0)
     trace.reward(7.0, semconv.link_attributes({"gen_ai.response.id": "gone"}))
     assert rewards(trace.adapt()) == [5.0, 7.0, 1.0], "an unknown name is as good as none"
+
+
+def test_a_reward_finds_its_call_by_the_ids_of_the_span(trace: Recorder) -> None:
+    spans = [trace.client(f"r{i}") for i in range(3)]
+    trace.reward(5.0, semconv.link_attributes({"span_id": spans[0], "trace_id": "0" * 32}))
+    trace.reward(7.0, semconv.link_attributes({"span_id": spans[1]}))
+    assert rewards(trace.adapt()) == [5.0, 7.0, None]
+    trace.reward(9.0, semconv.link_attributes({"span_id": spans[1], "trace_id": "f" * 32}))
+    assert rewards(trace.adapt()) == [5.0, 7.0, 9.0], "it links to no call, so it goes to the last one"
+
+
+def test_a_link_that_several_calls_have_goes_to_the_last_of_them_before_the_reward(trace: Recorder) -> None:
+    for i in range(2):
+        trace.client(f"r{i}")
+    trace.reward(1.0, semconv.link_attributes({"trace_id": "0" * 32}))
+    trace.client("r2")
+    assert rewards(trace.adapt()) == [None, 1.0, None]
 
 
 def test_rewards_are_shared_among_the_chosen_calls_only(trace: Recorder) -> None:
@@ -577,6 +625,52 @@ def test_the_gateways_spans_alone_make_triplets(trace: Recorder) -> None:
     triplets = LlmProxyTraceToTriplet().adapt(trace.spans)
     assert ids(triplets) == ["r1", "r3"]
     assert rewards(triplets) == [None, 1.0]
+
+
+def test_a_gateway_whose_clock_is_wrong_does_not_move_rewards(trace: Recorder) -> None:
+    for i in range(3):
+        trace.gateway(f"r{i}", at=(5000 + i, 5000.5 + i))
+        trace.reward(float(i), at=(1000 + i, 1000 + i))
+    assert rewards(LlmProxyTraceToTriplet().adapt(trace.spans)) == [0.0, 1.0, 2.0]
+
+
+def test_a_reward_that_arrives_before_the_gateways_span_finds_its_call_by_the_client(trace: Recorder) -> None:
+    clients = [trace.client(f"r{i}", at=(1000 + i, 1000.5 + i)) for i in range(2)]
+    trace.gateway("r0", parent=clients[0], at=(5000, 5000.5))
+    trace.reward(1.0, at=(1001.6, 1001.6))
+    trace.gateway("r1", parent=clients[1], at=(5001, 5001.5))
+    assert rewards(LlmProxyTraceToTriplet().adapt(trace.spans)) == [None, 1.0]
+
+
+@pytest.mark.parametrize("role", [{}, {"gen_ai.completion.0.role": "assistant"}], ids=["streamed", "whole"])
+def test_tool_calls_that_agentops_records_as_spans_are_in_the_answer(trace: Recorder, role: dict[str, str]) -> None:
+    call = {
+        "llm.request.type": "chat",
+        "gen_ai.request.model": "m",
+        "gen_ai.prompt.0.role": "user",
+        "gen_ai.prompt.0.content": "1+2?",
+        "gen_ai.request.functions.0.name": "add",
+        "gen_ai.request.functions.0.parameters": '{"type": "object"}',
+        "gen_ai.response.id": "r1",
+        "gen_ai.completion.0.finish_reason": "tool_calls",
+        **role,
+    }
+    client = trace.add("openai.chat.completion", call, at=(1000, 1002))
+    for i in range(2):
+        tool = {"tool.name": "add", "tool.parameters": f'{{"a": {i}}}', "tool.call.id": f"c{i}"}
+        trace.add("tool_call.add", tool, parent=client, at=(1001, 1001))
+    answer = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": f"c{i}", "type": "function", "function": {"name": "add", "arguments": f'{{"a": {i}}}'}}
+            for i in range(2)
+        ],
+    }
+    (triplet,) = trace.adapt()
+    assert triplet.response["raw_content"] == [answer]
+    (history,) = TraceToMessages().adapt(trace.spans)
+    assert history == {"messages": [{"role": "user", "content": "1+2?"}, answer], "tools": [TOOL]}
 
 
 def test_chat_histories_hold_tools_calls_and_answers(trace: Recorder) -> None:

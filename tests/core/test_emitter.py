@@ -209,6 +209,17 @@ def test_objects_without_a_json_form_are_recorded_by_their_repr() -> None:
     assert emit_object(np.float32(0.5), propagate=False).attributes[semconv.OBJECT_JSON] == "0.5"
 
 
+def test_bytes_are_recorded_as_base64() -> None:
+    span = emit_object(b"\xff\x00", attributes={"raw": b"ab"}, propagate=False)
+    assert span.attributes == {
+        "raw": "YWI=",
+        semconv.OBJECT_TYPE: "bytes",
+        semconv.OBJECT_LITERAL: "/wA=",
+    }
+    nested = emit_object({"image": bytearray(b"ab")}, propagate=False)
+    assert json.loads(nested.attributes[semconv.OBJECT_JSON]) == {"image": "YWI="}
+
+
 def test_a_wrong_argument_says_what_to_use() -> None:
     with pytest.raises(ConfigError, match="emit_object"):
         emit_message(3)  # type: ignore[arg-type] # what a user might write

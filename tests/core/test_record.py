@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Sequence
 
 import pytest
 
-from agentlightning.types import Attempt, AttemptedRollout, Rollout, Span, SpanEvent
+from agentlightning.types import Attempt, AttemptedRollout, PaginatedResult, Rollout, Span, SpanEvent
 
 
 @pytest.fixture
@@ -47,3 +48,11 @@ def test_the_lists_of_a_span_are_as_immutable_as_the_rest() -> None:
             item.events.append(SpanEvent(name="three"))
         with pytest.raises(TypeError):
             item.links.clear()
+
+
+def test_a_page_of_results_is_a_sequence_of_its_items() -> None:
+    page = PaginatedResult(items=["a", "b", "a"], total=7)
+    assert isinstance(page, Sequence)
+    assert (page.index("a"), page.index("a", 1), page.count("a"), page.count("c")) == (0, 2, 2, 0)
+    assert (list(reversed(page)), page[1:], "b" in page, len(page)) == (["a", "b", "a"][::-1], ["b", "a"], True, 3)
+    assert PaginatedResult[str].model_validate(page.model_dump()) == page

@@ -104,7 +104,7 @@ def test_what_the_algorithm_raises_ends_the_run_with_its_traceback() -> None:
     for strategy in ("shm", "cs"):
         store = agl.create_store("memory://")
         with pytest.raises(ZeroDivisionError, match="in the algorithm"):
-            trainer(algorithm=algorithm, store=store, strategy=strategy).fit(halving_agent, TASKS)
+            trainer(algorithm=algorithm, store=store, strategy=strategy).fit(halving_agent)
         (run,) = asyncio.run(store.query_runs()).items
         assert run.status == "failed"
 
@@ -128,6 +128,25 @@ def test_an_algorithm_function_with_an_unknown_parameter_is_refused_at_once() ->
 
         @agl.algo
         def algorithm(stroe: Any) -> None: ...
+
+
+def test_a_dataset_that_an_algorithm_function_does_not_declare_is_refused_before_anything_runs() -> None:
+    ran = []
+
+    @agl.algo
+    def narrow(train_dataset: Any) -> None:
+        ran.append(train_dataset)
+
+    @agl.algo
+    def wide(context: Any) -> None:
+        ran.append(context.val_dataset)
+
+    with pytest.raises(agl.ConfigError, match="val_dataset has 2 tasks, but the algorithm .*narrow does not declare"):
+        trainer(algorithm=narrow).fit(halving_agent, TASKS, TASKS[:2])
+    assert ran == []
+    trainer(algorithm=narrow, strategy="shm").fit(halving_agent, TASKS, [])
+    trainer(algorithm=wide, strategy="shm").fit(halving_agent, TASKS, TASKS[:2])
+    assert ran == [TASKS, TASKS[:2]]
 
 
 def test_an_algorithm_learns_through_the_store_alone() -> None:
@@ -252,6 +271,9 @@ def test_a_reward_function_scores_what_an_agent_returns() -> None:
         ({"algorithm": "tests.core.test_trainer.Missing"}, "cannot be imported"),
         ({"adapter": {"agent_matsch": "x"}}, r"no setting 'agent_matsch'\. Did you mean 'agent_match'"),
         ({"resume": True}, "needs run_dir"),
+        ({"port": 9100, "strategy": agl.ClientServerExecutionStrategy(server_port=9000)}, "port = 9100 .* = 9000"),
+        ({"port": 9100, "strategy": {"name": "cs", "server_port": 9000}}, "port = 9100 .* server_port = 9000"),
+        ({"port": 9100, "strategy": agl.SharedMemoryExecutionStrategy()}, "port = 9100 does not reach"),
     ],
 )
 def test_wrong_settings_are_refused_by_name(settings: dict[str, Any], complaint: str) -> None:
@@ -269,7 +291,7 @@ def test_ctrl_c_cancels_the_algorithm_and_ends_the_run_as_interrupted(tmp_path: 
     script.write_text(
         "import asyncio, agentlightning as agl\n"
         "@agl.algo\n"
-        "async def forever(store):\n"
+        "async def forever(store, train_dataset):\n"
         "    print('running', flush=True)\n"
         "    try:\n"
         "        await asyncio.sleep(60)\n"

@@ -123,6 +123,9 @@ async def test_spans_of_agentops_alone_are_read(tracer: AgentOpsTracer, server: 
     assert all("gen_ai.prompt.0.role" in span.attributes for span in calls)
     asked, answered = TraceToTriplet().adapt(trace.spans)
     assert asked.prompt["raw_content"] == [{"role": "user", "content": "1+2?"}]
+    (called,) = asked.response["raw_content"][0]["tool_calls"]
+    assert (called["function"]["name"], json.loads(called["function"]["arguments"])) == ("add", {"a": 1, "b": 2})
+    assert TraceToMessages().adapt(trace.spans)[0].get("tools") == [ADD]
     assert answered.response["raw_content"] == [{"role": "assistant", "content": "it is 3"}]
     assert [triplet.metadata["agent_name"] for triplet in (asked, answered)] == ["Solver", "Solver"]
 

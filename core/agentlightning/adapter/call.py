@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from agentlightning import semconv
 from agentlightning.adapter.tree import Node
@@ -23,6 +23,16 @@ class Call:
     gateway: Node | None = None
     is_complete: bool = True
     """False if the gateway saw only a part of the answer."""
+    tool_calls: list[semconv.Message] = field(default_factory=list)
+    """The tool calls of the answer that AgentOps records as children of the client's span, not in its messages."""
+
+    def read_answers(self) -> list[semconv.Message]:
+        """Returns the answers, one message for each choice, of the gateway's span if it has them."""
+        answers = next(filter(None, (semconv.read_output_messages(node.span) for node in reversed(self.nodes))), [])
+        if not self.tool_calls or len(answers) > 1 or any(answer.get("tool_calls") for answer in answers):
+            return answers
+        (answer,) = answers or [{"role": "assistant", "content": None}]
+        return [{**answer, "content": answer.get("content") or None, "tool_calls": self.tool_calls}]
 
     @property
     def settled_at(self) -> float:
@@ -36,9 +46,10 @@ class Call:
 def find_calls(nodes: Sequence[Node], is_call: Callable[[Span], bool]) -> list[Call]:
     """Finds the model calls, in the order of their starts.
 
-    The spans of one call are: a client's span and its descendants that do not name another response; spans that overlap
-    and name the same response; the gateway's span that has a client's as parent or names its response. A framework's
-    span without response id and answer belongs to the single call within its time that is misplaced in the tree.
+    The spans of one call are: a client's span and its descendants that do not name another response; spans that name
+    the same response and overlap or have the same messages; the gateway's span that has a client's as parent or names
+    its response. A framework's span without response id and answer belongs to the single call within its time that is
+    misplaced in the tree.
 
     Args:
         nodes: parents before their children.
@@ -101,8 +112,10 @@ def _is_frame(call: Call) -> bool:
 
 
 def _is_misplaced(call: Call, frame: Call) -> bool:
-    """Whether the call's parent is a proper ancestor of the frame's parent."""
+    """Whether the call's recorded parent is a proper ancestor of the frame's parent."""
     above = frame.anchor.parent
+    if above is not None and above is call.anchor.parent:
+        return call.anchor.span.parent_id != above.span.span_id  # ``build_tree`` has put it there
     while above is not None:
         above = above.parent
         if above is not None and above is call.anchor.parent:
@@ -118,13 +131,18 @@ def _add_clients(
     by_response: dict[str, list[Call]],
 ) -> None:
     enclosing: dict[Node, Call | None] = {}
+    through_gateway = {node.span.parent_id for node in nodes if semconv.is_gateway_call(node.span)}
     for node in nodes:
         call = enclosing.get(node.parent) if node.parent is not None else None
+        if call is not None and node.parent in call.nodes:
+            tool_call = _read_tool_call(node.span)
+            if tool_call is not None and tool_call not in call.tool_calls:
+                call.tool_calls.append(tool_call)
         if is_call(node.span) and not semconv.is_gateway_call(node.span):
             response_id = semconv.read_response_id(node.span)
             if call is None or not _agree(call.response_id, response_id):
                 same = by_response.get(response_id or "")
-                call = same[-1] if same and _overlap(same[-1].anchor, node) else None
+                call = same[-1] if same and _is_same_answer(same[-1], node, through_gateway) else None
             if call is None:
                 call = Call(node, [], response_id)
                 calls.append(call)
@@ -140,5 +158,21 @@ def _agree(one: str | None, other: str | None) -> bool:
     return one is None or other is None or one == other
 
 
-def _overlap(one: Node, other: Node) -> bool:
-    return one.start < other.end and other.start < one.end
+def _is_same_answer(call: Call, node: Node, through_gateway: Container[str | None]) -> bool:
+    """Whether a span that names the call's response is about that call: some servers give all answers the same id."""
+    anchor = call.anchor
+    if anchor.start < node.end and node.start < anchor.end:
+        return True
+    if node.span.span_id in through_gateway and anchor.span.span_id in through_gateway:
+        return False
+    readers = (semconv.read_input_messages, semconv.read_output_messages)
+    return all(read(anchor.span) == read(node.span) for read in readers)
+
+
+def _read_tool_call(span: Span) -> semconv.Message | None:
+    """Returns the tool call of an answer that a span of its own records, as AgentOps does; None for other spans."""
+    attributes = span.attributes
+    if "tool.call.id" not in attributes or "tool.name" not in attributes:
+        return None
+    function = {"name": attributes["tool.name"], "arguments": attributes.get("tool.parameters") or ""}
+    return {"id": attributes["tool.call.id"], "type": "function", "function": function}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -10,7 +10,6 @@ from agentlightning import semconv
 from agentlightning.adapter.call import Call
 from agentlightning.adapter.tree import Node
 from agentlightning.reward import get_reward_value, is_reward_span
-from agentlightning.types import Span
 
 
 class RewardMatchPolicy(StrEnum):
@@ -23,7 +22,12 @@ class RewardMatchPolicy(StrEnum):
 
 
 def match_rewards(
-    nodes: Sequence[Node], calls: Sequence[Call], policy: RewardMatchPolicy, *, is_exclusive: bool = True
+    nodes: Sequence[Node],
+    calls: Sequence[Call],
+    policy: RewardMatchPolicy,
+    *,
+    is_exclusive: bool = True,
+    settled_at: Callable[[Call | Node], float] | None = None,
 ) -> dict[Call, float]:
     """Finds the call of each reward: by its link, otherwise by time.
 
@@ -33,20 +37,22 @@ def match_rewards(
         policy: for rewards without a link.
         is_exclusive: a call takes one reward, and the next consecutive one goes to the call before it. False: every
             reward is added to the nearest call before it.
+        settled_at: the position of a call or a reward in the trace; default is the time.
     """
+    settled_at = settled_at or _time
     rewards: dict[Call, float] = {}
-    by_link: dict[str, dict[Any, Call]] = {}
+    by_link: dict[str, dict[Any, dict[Call, None]]] = {}
     unlinked: list[Node] = []
     for node in nodes:
         if is_reward_span(node.span):
-            linked = _find_linked(node.span, calls, by_link)
+            linked = _find_linked(node, calls, by_link, settled_at)
             if linked is None:
                 unlinked.append(node)
             else:
                 before = 0.0 if is_exclusive else rewards.get(linked, 0.0)
                 rewards[linked] = before + (get_reward_value(node.span) or 0.0)
-    events: list[tuple[float, int, Call | Node]] = [(call.settled_at, 0, call) for call in calls]
-    events += [(node.start, 1, node) for node in unlinked]
+    events: list[tuple[float, int, Call | Node]] = [(settled_at(call), 0, call) for call in calls]
+    events += [(settled_at(node), 1, node) for node in unlinked]
     events.sort(key=lambda event: event[:2])
     by_sibling = policy is RewardMatchPolicy.FIRST_SIBLING
     waiting: dict[Node | None, list[Call]] = {}
@@ -62,19 +68,38 @@ def match_rewards(
     return rewards
 
 
-def _find_linked(span: Span, calls: Sequence[Call], by_link: dict[str, dict[Any, Call]]) -> Call | None:
-    for key, value in semconv.read_links(span):
+def _time(item: Call | Node) -> float:
+    return item.settled_at if isinstance(item, Call) else item.start
+
+
+def _find_linked(
+    reward: Node,
+    calls: Sequence[Call],
+    by_link: dict[str, dict[Any, dict[Call, None]]],
+    settled_at: Callable[[Call | Node], float],
+) -> Call | None:
+    """Returns the call with all linked attributes; of several, the last one before the reward."""
+    links = semconv.read_links(reward.span)
+    for key, _ in links:
         if key not in by_link:
-            by_link[key] = {
-                _hashable(node.span.attributes[key]): call
-                for call in calls
-                for node in call.nodes
-                if key in node.span.attributes
-            }
-        call = by_link[key].get(_hashable(value))
-        if call is not None:
-            return call
-    return None
+            by_link[key] = _index(calls, key)
+    linked = sorted((by_link[key].get(_hashable(value), {}) for key, value in links), key=len)
+    found = [call for call in linked[0] if all(call in others for others in linked[1:])] if linked else []
+    if len(found) > 1:
+        found = [call for call in found if settled_at(call) <= settled_at(reward)]
+    return max(found, key=settled_at, default=None)
+
+
+def _index(calls: Sequence[Call], key: str) -> dict[Any, dict[Call, None]]:
+    """The calls by the value of an attribute of their spans, or of the field ``span_id`` or ``trace_id``."""
+    index: dict[Any, dict[Call, None]] = {}
+    for call in calls:
+        for span in (node.span for node in call.nodes):
+            if key in span.attributes:
+                index.setdefault(_hashable(span.attributes[key]), {})[call] = None
+            elif key in ("span_id", "trace_id"):
+                index.setdefault(getattr(span, key), {})[call] = None
+    return index
 
 
 def _hashable(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,8 +32,9 @@ def build_tree(spans: Sequence[Span], *, repair: bool) -> list[Node]:
 
     Args:
         spans: of one attempt, in any order; duplicates count once.
-        repair: put spans with an unknown parent under the innermost span that encloses their time. Model calls and
-            rewards take no such children; a span that nothing encloses stays a root.
+        repair: put spans with an unknown parent under the innermost span that encloses their time (model calls and
+            rewards take no such children; a span that nothing encloses stays a root), and spans outside agents under
+            the sibling that is an agent's and encloses their time, if there is exactly one.
 
     Returns:
         All nodes: parents before their children, siblings in the order of their starts.
@@ -57,6 +58,7 @@ def build_tree(spans: Sequence[Span], *, repair: bool) -> list[Node]:
     _cut_cycles(nodes)
     if repair:
         _adopt_orphans(nodes)
+        _adopt_siblings(nodes)
     return _in_order(nodes)
 
 
@@ -90,7 +92,7 @@ def _adopt_orphans(nodes: Sequence[Node]) -> None:
     falling_ends: list[float] = []
     for node in nodes:
         if node.parent is None:
-            position = bisect_right(falling_ends, -node.end) - 1
+            position = bisect.bisect_right(falling_ends, -node.end) - 1
             while position >= 0 and own_root[stack[position]] is node:  # its own descendant, if the clock is coarse
                 position -= 1
             if position >= 0:
@@ -101,6 +103,47 @@ def _adopt_orphans(nodes: Sequence[Node]) -> None:
                 falling_ends.pop()
             stack.append(node)
             falling_ends.append(-node.end)
+
+
+def _adopt_siblings(nodes: Sequence[Node]) -> None:
+    """Puts spans outside agents under the sibling that is an agent and encloses their time; see ``build_tree``.
+
+    Tracing libraries that do not know each other make such traces: an agent and its calls are children of the root.
+    """
+    children: dict[Node, list[Node]] = {}
+    for node in nodes:
+        if node.parent is not None:
+            children.setdefault(node.parent, []).append(node)
+    outside = [node for node in nodes if node.parent is None and not _is_agent(node)]
+    for node in outside:  # which grows
+        inside = [child for child in children.get(node, ()) if not _is_agent(child)]
+        outside += inside
+        waiting = [(node, inside)]
+        while waiting:
+            parent, movable = waiting.pop()
+            agents = [child for child in children.get(parent, ()) if _is_agent(child)]
+            for agent, moved in _enclosed_by_one(agents, movable).items():
+                for each in moved:
+                    each.parent = agent
+                waiting.append((agent, moved))  # which may have agents of its own
+
+
+def _enclosed_by_one(agents: Sequence[Node], movable: Sequence[Node]) -> dict[Node, list[Node]]:
+    """Returns the nodes that exactly one agent encloses, by agent; both sequences are in the order of their starts."""
+    found: dict[Node, list[Node]] = {}
+    ends: list[tuple[float, int]] = []  # of the agents that started so far, in order
+    started = 0
+    for node in movable if agents else ():
+        while started < len(agents) and agents[started].start <= node.start:
+            bisect.insort(ends, (agents[started].end, started))
+            started += 1
+        if len(ends) - bisect.bisect_left(ends, (node.end, -1)) == 1:
+            found.setdefault(agents[ends[-1][1]], []).append(node)
+    return found
+
+
+def _is_agent(node: Node) -> bool:
+    return read_agent_name(node.span) is not None and not semconv.is_llm_call(node.span)
 
 
 def _in_order(nodes: Sequence[Node]) -> list[Node]:

@@ -122,7 +122,8 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
         if not calls:
             self._log_missing(source, left_out)
             return []
-        rewards = match_rewards(nodes, calls, self.reward_match, is_exclusive=self.credit is None)
+        position = self._choose_clock(calls)
+        rewards = match_rewards(nodes, calls, self.reward_match, is_exclusive=self.credit is None, settled_at=position)
         if self.credit is None:
             return [triplet for call in calls for triplet in _to_triplets(call, rewards.get(call))]
         triplets = [list(_to_triplets(call, None)) for call in calls]
@@ -162,6 +163,10 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
                 left_out[reason] += 1
         return calls, left_out
 
+    def _choose_clock(self, calls: Sequence[Call]) -> Callable[[Call | Node], float] | None:
+        """Returns the position of calls and rewards in the trace; None for their times."""
+        return None
+
     def _is_call(self, span: Span) -> bool:
         if self.llm_call_match is None:
             return semconv.is_llm_call(span)
@@ -186,7 +191,11 @@ TracerTraceToTriplet = TraceToTriplet
 
 
 class LlmProxyTraceToTriplet(TraceToTriplet):
-    """Makes triplets of the gateway's spans only."""
+    """Makes triplets of the gateway's spans only, in the order of their ``sequence_id``.
+
+    The gateway and the agent may run on machines whose clocks differ. So rewards are matched by the times of the
+    clients' spans if every call has one, which the agent's machine recorded like the rewards, else by ``sequence_id``.
+    """
 
     def __init__(
         self,
@@ -196,8 +205,34 @@ class LlmProxyTraceToTriplet(TraceToTriplet):
     ) -> None:
         super().__init__(reward_match=reward_match, credit=credit)
 
+    def _select(self, nodes: Sequence[Node]) -> tuple[list[Call], Counter[str]]:
+        calls, left_out = super()._select(nodes)
+        return sorted(calls, key=lambda call: call.anchor.span.sequence_id), left_out
+
+    def _choose_clock(self, calls: Sequence[Call]) -> Callable[[Call | Node], float]:
+        if all(_find_client(call) is not None for call in calls):
+            return _time_of_client
+        return _arrival
+
     def _is_call(self, span: Span) -> bool:
         return semconv.is_gateway_call(span)
+
+
+def _find_client(call: Call) -> Node | None:
+    """Returns the client's span of a call that is anchored at the gateway's, if the trace has it."""
+    client = call.anchor.parent
+    if client is None or client.span.span_id != call.anchor.span.parent_id:
+        return None
+    return client if semconv.is_llm_call(client.span) and not semconv.is_gateway_call(client.span) else None
+
+
+def _time_of_client(item: Call | Node) -> float:
+    client = _find_client(item) if isinstance(item, Call) else None
+    return item.start if isinstance(item, Node) else (client or item.anchor).end
+
+
+def _arrival(item: Call | Node) -> float:
+    return item.span.sequence_id if isinstance(item, Node) else item.anchor.span.sequence_id
 
 
 def _to_triplets(call: Call, reward: float | None) -> Iterator[Triplet]:
@@ -207,7 +242,7 @@ def _to_triplets(call: Call, reward: float | None) -> Iterator[Triplet]:
         return next(filter(None, map(reader, spans)), None)
 
     messages = read(semconv.read_input_messages) or []
-    answers = read(semconv.read_output_messages) or []
+    answers = call.read_answers()
     finish_reasons = read(semconv.read_finish_reasons) or []
     versions = (span.attributes.get(semconv.WEIGHT_VERSION) for span in spans)
     metadata = {

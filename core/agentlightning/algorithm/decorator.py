@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Generator, Mapping
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from typing import Any, Final
 
 from agentlightning.algorithm.algorithm import Algorithm
+from agentlightning.algorithm.context import RunContext
 from agentlightning.errors import ConfigError, suggest
+from agentlightning.resources import LLM
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import Dataset, Metrics
 
@@ -91,6 +93,17 @@ class FunctionalAlgorithm(Algorithm):
 
     def is_async(self) -> bool:
         return inspect.iscoroutinefunction(self._function)
+
+    def check_setup(self, context: RunContext) -> Sequence[LLM]:
+        """Refuses a dataset that the function does not declare, because it would be ignored."""
+        given = {"train_dataset": context.train_dataset, "val_dataset": context.val_dataset}
+        for name, dataset in given.items():
+            if dataset is not None and len(dataset) and name not in self._wanted and "context" not in self._wanted:
+                raise ConfigError(
+                    f"{name} has {len(dataset)} tasks, but the algorithm {self._function.__qualname__} does not "
+                    f"declare the parameter {name}; add it, or leave the dataset out"
+                )
+        return super().check_setup(context)
 
     def run(self, train_dataset: Dataset[Any] | None = None, val_dataset: Dataset[Any] | None = None) -> Any:
         context = self.context

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Mapping
 from typing import Any, get_args, get_type_hints
 
@@ -16,6 +17,20 @@ def require_least(least: float, **settings: float | None) -> None:
     wrong = [f"{name} = {value}" for name, value in settings.items() if value is not None and not value >= least]
     if wrong:
         raise ConfigError(f"{', '.join(wrong)}: at least {least:g} is needed")
+
+
+def read_flag(variable: str, default: bool) -> bool:
+    """Reads a boolean from an environment variable; an unset or empty one means ``default``.
+
+    Raises:
+        ConfigError: neither 1, true, yes or on, nor 0, false, no or off.
+    """
+    text = os.environ.get(variable, "").strip().lower()
+    if text in ("1", "true", "yes", "on"):
+        return True
+    if text and text not in ("0", "false", "no", "off"):
+        raise ConfigError(f"{variable} = {text!r}: one of 1, true, yes, on, or 0, false, no, off is needed")
+    return default and not text
 
 
 def bind_settings(target: type[Any], settings: Mapping[str, Any], owner: str) -> dict[str, Any]:

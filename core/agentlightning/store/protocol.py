@@ -309,7 +309,7 @@ class LightningStore(ABC):
 
     @abstractmethod
     async def get_many_span_sequence_ids(self, rollout_attempt_ids: Sequence[tuple[str, str]]) -> Sequence[int]:
-        """Takes one number for each pair; an attempt may occur several times."""
+        """Takes one number for each pair; an attempt may be "latest", and may occur several times."""
 
     @abstractmethod
     async def query_spans(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
@@ -17,13 +18,14 @@ _SCALARS = (str, bool, int, float)
 def flatten(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """Returns flat attributes: nested mappings, and lists of other things than scalars, get dotted names.
 
-    None is left out, scalars of numpy and torch become Python's, and values that are not JSON become their ``repr``.
+    None is left out, scalars of numpy and torch become Python's, bytes become base64, and other values that are not
+    JSON become their ``repr``.
     """
     return dict(_flatten("", attributes))
 
 
 def to_json(value: Any) -> str:
-    """Returns a value as JSON, in which values without a JSON form become their ``repr``."""
+    """Returns a value as JSON, in which bytes become base64 and other values without a JSON form their ``repr``."""
     try:
         return json.dumps(value, default=_simplify, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):  # keys that are not strings, or a cycle
@@ -65,6 +67,8 @@ def _simplify(value: Any) -> Any:
         return dict(value)
     if isinstance(value, (set, frozenset, tuple)):
         return list(value)
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return base64.b64encode(value).decode()
     if getattr(value, "shape", None) == () and hasattr(value, "item"):  # a scalar of numpy or torch
         return value.item()
     return repr(value)

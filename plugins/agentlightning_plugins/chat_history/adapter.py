@@ -53,10 +53,10 @@ class TraceToMessages(TraceAdapter[list[ChatHistory]]):
         """
         histories = []
         for call in find_calls(build_tree(source, repair=True), semconv.is_llm_call):
-            spans = [node.span for node in reversed(call.nodes)]  # the gateway's span first, as it is the most complete
-            answers = next(filter(None, map(semconv.read_output_messages, spans)), None)
-            if answers is None or not call.is_complete:
+            answers = call.read_answers()
+            if not answers or not call.is_complete:
                 continue
+            spans = [node.span for node in reversed(call.nodes)]  # the gateway's span first, as it is the most complete
             messages = next(filter(None, map(semconv.read_input_messages, spans)), [])
             history: ChatHistory = {"messages": [*messages, answers[0]]}
             tools = next(filter(None, map(semconv.read_tools, spans)), None)

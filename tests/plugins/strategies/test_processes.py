@@ -20,6 +20,7 @@ import agentlightning as agl
 from agentlightning.types import AttemptedRollout, RolloutConfig
 from agentlightning_plugins.strategies.processes.stopping import until_second_interrupt, until_sigterm
 from agentlightning_plugins.strategies.processes.supervisor import Ending, Supervisor
+from tests.port import reserve_port
 from tests.process import wait_for
 
 TASKS = [{"number": number} for number in range(4)]
@@ -120,7 +121,7 @@ def test_with_main_process_runner_the_agent_runs_here_and_the_algorithm_elsewher
 
 def test_an_algorithm_that_fails_in_its_own_process_fails_the_run() -> None:
     @agl.algo
-    async def algorithm() -> None:
+    async def algorithm(train_dataset: Any) -> None:
         raise ZeroDivisionError("in the algorithm")
 
     store = agl.create_store("memory://")
@@ -196,7 +197,7 @@ async def test_fit_works_where_an_event_loop_runs_already_as_in_a_notebook(strat
 
 
 @agl.algo
-async def failing() -> None:
+async def failing(train_dataset: Any) -> None:
     raise ZeroDivisionError("in the algorithm")
 
 
@@ -310,3 +311,62 @@ def test_a_run_whose_state_cannot_be_loaded_is_recorded_as_failed(tmp_path: Path
         trainer(**settings, algorithm=Unloadable(), resume=True).fit(pid_agent, TASKS)
     (run,) = asyncio.run(store.query_runs()).items
     assert run.status == "failed"
+
+
+ROLE_PROGRAM = """
+import asyncio
+import agentlightning as agl
+
+def agent(task):
+    return float(task)
+
+strategy = agl.ClientServerExecutionStrategy()
+baseline = {"name": "baseline", "train_split": 1.0}
+store = agl.create_store("memory://")
+trainer = agl.Trainer(algorithm=baseline, tracer="dummy", store=store, strategy=strategy, max_rollouts=3)
+trainer.fit(agent, [1, 2, 3])
+rollouts = asyncio.run(store.query_rollouts())
+print(strategy.role, strategy.server_host, strategy.server_port, rollouts.total, flush=True)
+"""
+
+
+def test_two_processes_read_their_role_and_address_from_the_environment(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(ROLE_PROGRAM)
+    port = reserve_port()
+    address = {"AGL_SERVER_HOST": "localhost", "AGL_SERVER_PORT": str(port)}
+    output: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    started = {
+        role: subprocess.Popen(
+            [sys.executable, str(program)], env={**os.environ, **address, "AGL_CURRENT_ROLE": role}, **output
+        )
+        for role in ("algorithm", "runner")
+    }
+    for role, process in started.items():
+        shown, errors = process.communicate(timeout=100)
+        assert shown == f"{role} localhost {port} {3 * (role == 'algorithm')}\n", errors
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "complaint"),
+    [
+        ("AGL_MANAGED_STORE", "maybe", "AGL_MANAGED_STORE = 'maybe': one of 1, true, yes, on, or 0"),
+        ("AGL_CURRENT_ROLE", "boss", "AGL_CURRENT_ROLE = 'boss'; roles: both"),
+        ("AGL_SERVER_PORT", "x", "AGL_SERVER_PORT = 'x': a port number"),
+    ],
+)
+def test_a_wrong_value_in_the_environment_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, variable: str, text: str, complaint: str
+) -> None:
+    monkeypatch.setenv(variable, text)
+    with pytest.raises(agl.ConfigError, match=complaint):
+        agl.ClientServerExecutionStrategy()
+
+
+def test_the_environment_says_whether_the_store_is_managed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for texts, expected in ((("off", "0", "False", "no"), False), (("on", "1", "TRUE", "yes", ""), True)):
+        for text in texts:
+            monkeypatch.setenv("AGL_MANAGED_STORE", text)
+            assert agl.ClientServerExecutionStrategy().managed_store is expected
+    monkeypatch.setenv("AGL_MANAGED_STORE", "off")
+    assert agl.ClientServerExecutionStrategy(managed_store=True).managed_store is True

@@ -35,7 +35,7 @@ async def climbing(store: agl.LightningStore) -> None:
 
 def track(trackers: list[Any], run_dir: Path | None) -> agl.Run:
     settings: dict[str, Any] = {"strategy": "shm", "tracer": "dummy", "trackers": trackers, "run_dir": run_dir}
-    return agl.Trainer(algorithm=climbing, **settings).fit(lambda task: 1.0, [1])
+    return agl.Trainer(algorithm=climbing, **settings).fit(lambda task: 1.0)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -155,7 +155,7 @@ def test_a_slow_tracker_does_not_delay_training_and_is_awaited_at_the_end(tmp_pa
 
     agl.Trainer(
         algorithm=training, strategy="shm", tracer="dummy", trackers=[slow, "jsonl"], run_dir=tmp_path / "r"
-    ).fit(lambda task: 1.0, [1])
+    ).fit(lambda task: 1.0)
     assert slow.steps == 4
     assert len((tmp_path / "r" / "metrics.jsonl").read_text().splitlines()) == 5
 
@@ -168,7 +168,7 @@ def test_a_tracker_without_a_path_is_dropped_with_the_reason(name: str, caplog: 
 
 def test_a_single_tracker_may_be_given(tmp_path: Path) -> None:
     agl.Trainer(algorithm=climbing, strategy="shm", tracer="dummy", trackers="jsonl", run_dir=tmp_path / "r").fit(
-        lambda task: 1.0, [1]
+        lambda task: 1.0
     )
     assert (tmp_path / "r" / "metrics.jsonl").is_file()
 

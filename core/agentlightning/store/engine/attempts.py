@@ -84,6 +84,14 @@ class Attempts:
                 await self._begin(*attempt)
         return [span for span in stored if span is not None]
 
+    async def take_sequence_ids(self, pairs: Sequence[tuple[str, str]]) -> Sequence[int]:
+        """Takes a number for each rollout and attempt; the attempt may be "latest"."""
+        latest = {rollout: attempt for rollout, attempt in pairs if attempt == "latest"}
+        for rollout_id in latest:
+            latest[rollout_id] = (await self._database.attempt(rollout_id, "latest"))[1].record.attempt_id
+        resolved = [(rollout, latest[rollout] if attempt == "latest" else attempt) for rollout, attempt in pairs]
+        return await self._database.backend.next_sequence_ids(resolved)
+
     async def _begin(self, rollout_id: str, attempt_id: str) -> None:
         """Moves an attempt that has a span from preparing to running."""
 

@@ -277,7 +277,7 @@ class BackendStore(LightningStore):
         return await self._attempts.add_spans(spans) if spans else []
 
     async def get_many_span_sequence_ids(self, rollout_attempt_ids: Sequence[tuple[str, str]]) -> Sequence[int]:
-        return await self._database.backend.next_sequence_ids([(pair[0], pair[1]) for pair in rollout_attempt_ids])
+        return await self._attempts.take_sequence_ids([(pair[0], pair[1]) for pair in rollout_attempt_ids])
 
     @implements(LightningStore.query_spans)
     async def query_spans(

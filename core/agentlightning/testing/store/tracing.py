@@ -69,8 +69,11 @@ class TracingTests:
         assert list(await store.get_many_span_sequence_ids([pairs[0], pairs[1], pairs[0]])) == [1, 1, 2]
         taken = await asyncio.gather(*(store.get_next_span_sequence_id(*pairs[0]) for _ in range(40)))
         assert sorted(taken) == list(range(3, 43))
+        assert list(await store.get_many_span_sequence_ids([(pairs[1][0], "latest"), pairs[1]])) == [2, 3]
         with pytest.raises(NotFoundError, match="at-unknown"):
             await store.get_next_span_sequence_id(one.rollout_id, "at-unknown")
+        with pytest.raises(NotFoundError, match="ro-unknown"):
+            await store.get_next_span_sequence_id("ro-unknown", "latest")
 
     async def test_a_span_that_is_stored_is_not_stored_again(self, store: LightningStore) -> None:
         claimed = await claim(store)

@@ -11,7 +11,7 @@ from typing import Literal, cast
 from agentlightning.errors import ConfigError
 from agentlightning.execution import AlgorithmJob, ExecutionStrategy, RunnerJob
 from agentlightning.execution.strategy import Role
-from agentlightning.plugin.settings import require_least
+from agentlightning.plugin.settings import read_flag, require_least
 from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.strategies.processes.child_process import ChildProcesses, RunnerProcesses
 from agentlightning_plugins.strategies.processes.job_process import JobTarget
@@ -48,9 +48,10 @@ class ClientServerExecutionStrategy(ExecutionStrategy):
         Raises:
             ConfigError: a value that is not allowed.
         """
-        role = cast(Role, role or os.environ.get("AGL_CURRENT_ROLE", "both"))
+        name = "role" if role else "AGL_CURRENT_ROLE"
+        role = cast(Role, role or os.environ.get("AGL_CURRENT_ROLE") or "both")
         if role not in ("both", "algorithm", "runner"):
-            raise ConfigError(f"role = {role!r}; roles: both, algorithm, runner")
+            raise ConfigError(f"{name} = {role!r}; roles: both, algorithm, runner")
         require_least(1, n_runners=n_runners)
         if main_process not in ("algorithm", "runner"):
             raise ConfigError(f"main_process = {main_process!r}; one of: algorithm, runner")
@@ -59,12 +60,10 @@ class ClientServerExecutionStrategy(ExecutionStrategy):
         self.main_process = main_process
         self.role: Role = role
         self.n_runners = n_runners
-        self.server_host = server_host or os.environ.get("AGL_SERVER_HOST", "127.0.0.1")
+        self.server_host = server_host or os.environ.get("AGL_SERVER_HOST") or "127.0.0.1"
         port = server_port if server_port is not None else _port_from_environment()
         self.server_port = port if port is not None else (0 if role == "both" else 4747)
-        if managed_store is None:
-            managed_store = os.environ.get("AGL_MANAGED_STORE", "true").strip().lower() not in ("0", "false", "no")
-        self.managed_store = managed_store
+        self.managed_store = read_flag("AGL_MANAGED_STORE", default=True) if managed_store is None else managed_store
 
     def execute(self, algorithm: AlgorithmJob, runner: RunnerJob, store: LightningStore) -> None:
         """See ``ExecutionStrategy``. SIGTERM shuts down like Ctrl-C, then raises SystemExit(143)."""
@@ -112,7 +111,7 @@ async def _run_runner_here(
 
 def _port_from_environment() -> int | None:
     text = os.environ.get("AGL_SERVER_PORT")
-    if text is None:
+    if not text:
         return None
     if not text.isdigit() or int(text) > 65535:
         raise ConfigError(f"AGL_SERVER_PORT = {text!r}: a port number from 0 to 65535 is needed")
