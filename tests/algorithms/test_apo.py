@@ -149,6 +149,37 @@ def test_rollouts_that_fail_or_time_out_count_as_zero() -> None:
     assert statuses == ["failed", "cancelled", "succeeded", "succeeded"]
 
 
+def unrewarded(task: Any, prompt: agl.PromptTemplate) -> None:
+    """An agent without rewards."""
+
+
+def broken(task: Any, prompt: agl.PromptTemplate) -> float:
+    agl.emit_reward(1.0)
+    raise LookupError("the tool is down")
+
+
+@pytest.mark.parametrize(
+    ("agent", "reason"),
+    [
+        (unrewarded, "none of the first 6 rollouts has a reward: return a number from the agent"),
+        (broken, "all of the first 6 rollouts failed: 6 x LookupError: 'the tool is down'"),
+    ],
+)
+def test_without_rewards_in_the_first_validation_the_run_ends_with_the_reason(
+    server: ScriptedOpenAI, agent: Any, reason: str
+) -> None:
+    with pytest.raises(agl.LightningError) as raised:
+        train(make(server), agent)
+    assert reason.replace("'", "") in str(raised.value).replace("'", "")
+    assert server.requests == []
+
+
+def test_without_an_initial_validation_the_first_child_without_a_reward_ends_the_run(server: ScriptedOpenAI) -> None:
+    with pytest.raises(agl.LightningError, match="has a reward"):
+        train(make(server, run_initial_validation=False), unrewarded)
+    assert len(server.requests) <= 12, "one round of critics and editors at most"
+
+
 def test_the_critic_reads_status_reward_error_and_messages_and_the_editor_the_critique() -> None:
     def model(request: RecordedRequest) -> Answer:
         if request.body["model"] == "agent":

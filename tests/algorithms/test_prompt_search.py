@@ -56,14 +56,16 @@ def test_a_fitted_edit_can_be_formatted(noise: str) -> None:
     assert fitted.format(question="Q").startswith("Q")
 
 
-LITERALS = st.text(alphabet="{}ab:!\n x\"", max_size=12).map(lambda text: text.replace("{", "{{").replace("}", "}}"))
+LITERALS = st.text(alphabet='{}ab:!\n x"', max_size=12).map(lambda text: text.replace("{", "{{").replace("}", "}}"))
 TEMPLATES = st.tuples(LITERALS, st.lists(st.tuples(st.sampled_from(["{x}", "{x!r}", "{y:>3}"]), LITERALS), max_size=4))
 
 
 @given(TEMPLATES, st.booleans())
 @example(('Answer in JSON, {{"a": {{"b": 1}}}}: ', [("{x}", "\n")]), True)
 @example(("{{x}} ", [("{x}", "{{")]), False)
-def test_a_template_survives_edits_unchanged_however_many(parts: tuple[str, list[tuple[str, str]]], extended: bool) -> None:
+def test_a_template_survives_edits_unchanged_however_many(
+    parts: tuple[str, list[tuple[str, str]]], extended: bool
+) -> None:
     template = parts[0] + "".join(field + literal for field, literal in parts[1])
     prompt = original = PromptTemplate(template)
     for _ in range(3):

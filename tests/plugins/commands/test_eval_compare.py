@@ -115,6 +115,13 @@ def test_eval_of_an_agent_that_always_fails_has_exit_code_1(folder: Path) -> Non
     assert "no data.train" in evaluate(folder, "data={val: tasks.jsonl}", "--data", "train", code=2)
 
 
+def test_eval_of_an_agent_without_rewards_says_so_instead_of_a_score(folder: Path) -> None:
+    (folder / "unrewarded.py").write_text("def agent(task):\n    pass\n")
+    said = evaluate(folder, "agent=unrewarded:agent", code=1)
+    assert "none of the first 8 rollouts has a reward: return a number from the agent" in said
+    assert "Traceback" not in said
+
+
 def test_compare_tells_a_better_algorithm_from_the_first_and_keeps_its_budget(folder: Path) -> None:
     rows = run(
         folder, "compare", "config.yaml", "-a", "baseline", "-a", "{name: learner, wasteful: true}",

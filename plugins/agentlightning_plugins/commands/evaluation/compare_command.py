@@ -138,7 +138,7 @@ def _run_one(
 ) -> None:
     from agentlightning_plugins.commands.configuration.assembly import fit, make_trainer
     from agentlightning_plugins.commands.evaluation.budget import Budgeted
-    from agentlightning_plugins.commands.evaluation.eval_command import evaluate
+    from agentlightning_plugins.commands.evaluation.eval_command import evaluate, failing_run
 
     checked, parts = _load(document, contestant, seed)
     test = tasks if tasks is not None else parts.val
@@ -151,7 +151,9 @@ def _run_one(
     started = time.monotonic()
     components = {**parts.components, "algorithm": limited, "trackers": [] if quiet else ["console"]}
     own = dataclasses.replace(parts, components=components)
-    fit(make_trainer(checked, own, place, resume=False), own)
+    trainer = make_trainer(checked, own, place, resume=False)
+    with failing_run():
+        fit(trainer, own)
     contestant.seconds.append(time.monotonic() - started)
     contestant.rollouts.append(limited.rollouts)
     if keeps_model:
