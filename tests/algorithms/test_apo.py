@@ -61,10 +61,9 @@ def train(
         algorithm=apo,
         store=store,
         strategy="shm",
-        tracer="dummy",
         trackers=[],
         initial_resources=resources or {"prompt": SEED},
-        **settings,
+        **{"tracer": "dummy", **settings},
     )
     assert trainer.fit(agent, train_dataset, val_dataset).status == "succeeded"
     return store
@@ -220,6 +219,15 @@ def test_the_critic_reads_status_reward_error_and_messages_and_the_editor_the_cr
     assert "it lacks" in editor
     assert "{question}" in editor
     assert apo.budget.calls == 20 + 4 + 2 * 6 + 6 + (0 if len(apo.history) == 2 else 6), "agents' calls count too"
+
+
+def test_the_critic_reads_the_standard_output_of_a_command(server: ScriptedOpenAI) -> None:
+    program = "import os, sys; print('I was told:', os.environ['AGL_PROMPT_PROMPT']); print('no idea', sys.argv[1])"
+    command = agl.CommandAgent([sys.executable, "-c", program, "{task}"], reward=lambda task, output, rollout: 0.5)
+    train(make(server, beam_rounds=1, beam_width=1, branch_factor=1), command, tracer="otel")
+    critic = asked(server, "critic")[0]
+    assert f"<output>I was told: {SEED}\nno idea" in critic
+    assert "train" in critic.split("no idea")[1]
 
 
 def test_several_prompts_are_tuned_in_turn_and_others_stay(server: ScriptedOpenAI) -> None:

@@ -216,6 +216,8 @@ def _to_record(result: TrialResult) -> dict[str, Any]:
         feedback += f", error {result.error}"
     return {
         "Inputs": shorten_middle(str(result.task), ROLLOUT_CHARS // 3),
-        "Generated Outputs": shorten_middle(show_messages(result.messages), ROLLOUT_CHARS),
+        "Generated Outputs": shorten_middle(
+            "\n".join(filter(None, (show_messages(result.messages), result.output))), ROLLOUT_CHARS
+        ),
         "Feedback": feedback,
     }
