@@ -49,7 +49,7 @@ class TrialResult(RolloutResult):
 
     @property
     def output(self) -> str | None:
-        """What the agent returned, as far as it is recorded: the standard output of a command."""
+        """The recorded output of the agent: the standard output of a command; None for other agents."""
         found = [
             span.attributes.get(semconv.OPERATION_OUTPUT)
             for span in self.spans
