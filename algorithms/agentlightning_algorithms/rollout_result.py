@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from textwrap import shorten
 
-from agentlightning.errors import ConflictError
+from agentlightning.errors import ConflictError, LightningError
 from agentlightning.reward import find_final_reward
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, AttemptFailure, EnqueueRolloutRequest, Rollout, RolloutConfig, Span
@@ -43,6 +45,56 @@ class RolloutResult:
         if self.rollout.status == "succeeded":
             return None
         return self.rollout.status if self.failure is None else self.failure.type
+
+    @property
+    def outcome(self) -> tuple[float | None, str | None]:
+        """The reward, and the error if the rollout failed, as ``RewardCheck`` takes them."""
+        failure = f"{self.failure.type}: {self.failure.message}" if self.failure is not None else self.error_type
+        return self.reward, None if self.rollout.status == "succeeded" else failure
+
+
+@dataclass
+class RewardCheck:
+    """Ends a run that has no rewards: after its first validation, else after its second batch of training rollouts.
+
+    Every algorithm that needs rewards gives it the rollouts of the run in their order.
+    """
+
+    _outcomes: list[tuple[float | None, str | None]] = field(default_factory=list)
+    _batches: int = 0
+    is_passed: bool = False
+    """Whether a rollout succeeded with a reward."""
+
+    def add(self, outcomes: Iterable[tuple[float | None, str | None]], *, is_last: bool | None = None) -> None:
+        """Adds a batch of rollouts.
+
+        Args:
+            outcomes: the reward of each rollout, and its error if it failed.
+            is_last: whether the run ends if none has a reward up to now; default: if this is the second batch.
+
+        Raises:
+            LightningError: each rollout of the run failed or has no reward.
+        """
+        if self.is_passed:
+            return
+        self._outcomes += outcomes
+        self._batches += 1
+        self.is_passed = any(reward is not None and error is None for reward, error in self._outcomes)
+        if self.is_passed:
+            self._outcomes.clear()
+        elif self._outcomes and (self._batches > 1 if is_last is None else is_last):
+            raise LightningError(_describe_missing(self._outcomes))
+
+
+def _describe_missing(outcomes: Sequence[tuple[float | None, str | None]]) -> str:
+    errors = Counter(error for _, error in outcomes if error is not None)
+    shown = ", ".join(f"{count} x {shorten(error, 200)}" for error, count in errors.most_common(3))
+    if errors.total() == len(outcomes):
+        return f"all of the first {len(outcomes)} rollouts failed: {shown}"
+    return (
+        f"none of the first {len(outcomes)} rollouts has a reward: return a number from the agent, call "
+        "agl.emit_reward, or give a reward function" + (f"; failed: {shown}" if errors else "")
+    )
 
 
 async def read_result(store: LightningStore, rollout: Rollout) -> RolloutResult:

@@ -14,13 +14,13 @@ from typing import Any, TypeAlias
 
 from agentlightning.adapter.adapter import TraceAdapter
 from agentlightning.algorithm.algorithm import Algorithm, FastAlgorithm
-from agentlightning.algorithm.context import Gateway, RunContext
+from agentlightning.algorithm.context import Gateway, RunContext, model_resources
 from agentlightning.errors import ConfigError, LightningError
 from agentlightning.execution import RUNNERS_FAILED, ExecutionStrategy
 from agentlightning.litagent import LitAgent, RewardFunction, wrap
 from agentlightning.plugin.registry import get_manager
 from agentlightning.plugin.settings import require_least
-from agentlightning.resources import Resource, read_resources
+from agentlightning.resources import LLM, Resource, read_resources
 from agentlightning.run.directory import RunDirectory
 from agentlightning.run.stop_event import StopEvent
 from agentlightning.run.thread import run_beside_loop, run_in_thread
@@ -76,7 +76,8 @@ class Trainer:
             adapter: default is the algorithm's own ``default_adapter``; a mapping without ``name`` has settings of it.
             strategy: default ``cs``, runner processes; ``shm`` runs everything as threads.
             runner: an instance, which must be picklable for ``cs``, or a class; default is ``LitAgentRunner``.
-            llm_proxy: the gateway; algorithms that need one create it by default.
+            llm_proxy: the gateway; algorithms that need one create it by default. Its model is the resource ``llm``
+                unless ``initial_resources`` has a model; several have their own names.
             n_runners: runner processes (``cs``) or threads (``shm``).
             max_rollouts: each runner ends after so many.
             initial_resources: the agent's resources before training; a plain str is a prompt.
@@ -302,14 +303,17 @@ class TrainerJob:
         status: Any = "failed"
         gateway = context.llm_proxy
         try:
-            if context.initial_resources and await store.get_latest_resources() is None:
-                await store.add_resources(context.initial_resources)
-            if self.resume and directory is not None:
-                algorithm.load_state(directory)
             if gateway is not None:
                 if gateway.store is None:
                     gateway.store = store
                 await gateway.start()
+                given = context.initial_resources or {}
+                if not any(isinstance(resource, LLM) for resource in given.values()):
+                    context.initial_resources = {**model_resources(gateway), **given}
+            if context.initial_resources and await store.get_latest_resources() is None:
+                await store.add_resources(context.initial_resources)
+            if self.resume and directory is not None:
+                algorithm.load_state(directory)
             await self._run_algorithm()
             status = "failed" if await _has_only_failed(store) else "succeeded"
         except (asyncio.CancelledError, KeyboardInterrupt) as stop:

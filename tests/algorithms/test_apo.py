@@ -61,10 +61,9 @@ def train(
         algorithm=apo,
         store=store,
         strategy="shm",
-        tracer="dummy",
         trackers=[],
         initial_resources=resources or {"prompt": SEED},
-        **settings,
+        **{"tracer": "dummy", **settings},
     )
     assert trainer.fit(agent, train_dataset, val_dataset).status == "succeeded"
     return store
@@ -149,6 +148,37 @@ def test_rollouts_that_fail_or_time_out_count_as_zero() -> None:
     assert statuses == ["failed", "cancelled", "succeeded", "succeeded"]
 
 
+def unrewarded(task: Any, prompt: agl.PromptTemplate) -> None:
+    """An agent without rewards."""
+
+
+def broken(task: Any, prompt: agl.PromptTemplate) -> float:
+    agl.emit_reward(1.0)
+    raise LookupError("the tool is down")
+
+
+@pytest.mark.parametrize(
+    ("agent", "reason"),
+    [
+        (unrewarded, "none of the first 6 rollouts has a reward: return a number from the agent"),
+        (broken, "all of the first 6 rollouts failed: 6 x LookupError: 'the tool is down'"),
+    ],
+)
+def test_without_rewards_in_the_first_validation_the_run_ends_with_the_reason(
+    server: ScriptedOpenAI, agent: Any, reason: str
+) -> None:
+    with pytest.raises(agl.LightningError) as raised:
+        train(make(server), agent)
+    assert reason.replace("'", "") in str(raised.value).replace("'", "")
+    assert server.requests == []
+
+
+def test_without_an_initial_validation_the_first_child_without_a_reward_ends_the_run(server: ScriptedOpenAI) -> None:
+    with pytest.raises(agl.LightningError, match="has a reward"):
+        train(make(server, run_initial_validation=False), unrewarded)
+    assert len(server.requests) <= 12, "one round of critics and editors at most"
+
+
 def test_the_critic_reads_status_reward_error_and_messages_and_the_editor_the_critique() -> None:
     def model(request: RecordedRequest) -> Answer:
         if request.body["model"] == "agent":
@@ -189,6 +219,15 @@ def test_the_critic_reads_status_reward_error_and_messages_and_the_editor_the_cr
     assert "it lacks" in editor
     assert "{question}" in editor
     assert apo.budget.calls == 20 + 4 + 2 * 6 + 6 + (0 if len(apo.history) == 2 else 6), "agents' calls count too"
+
+
+def test_the_critic_reads_the_standard_output_of_a_command(server: ScriptedOpenAI) -> None:
+    program = "import os, sys; print('I was told:', os.environ['AGL_PROMPT_PROMPT']); print('no idea', sys.argv[1])"
+    command = agl.CommandAgent([sys.executable, "-c", program, "{task}"], reward=lambda task, output, rollout: 0.5)
+    train(make(server, beam_rounds=1, beam_width=1, branch_factor=1), command, tracer="otel")
+    critic = asked(server, "critic")[0]
+    assert f"<output>I was told: {SEED}\nno idea" in critic
+    assert "train" in critic.split("no idea")[1]
 
 
 def test_several_prompts_are_tuned_in_turn_and_others_stay(server: ScriptedOpenAI) -> None:

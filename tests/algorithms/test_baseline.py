@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import agentlightning as agl
+from agentlightning_algorithms.rollout_result import RewardCheck
 
 TASKS = [{"n": number} for number in range(10)]
 
@@ -125,3 +126,27 @@ def test_it_logs_that_it_waits(caplog: pytest.LogCaptureFixture) -> None:
 def test_wrong_settings_are_refused(settings: dict[str, Any], complaint: str) -> None:
     with pytest.raises(agl.ConfigError, match=complaint):
         agl.Baseline(**settings)
+
+
+def test_it_warns_where_other_algorithms_would_end_the_run_for_lack_of_rewards(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run(agl.Baseline(), TASKS[:3], agent=lambda task: None)
+    assert "none of the first 3 rollouts has a reward: return a number from the agent" in caplog.text
+    caplog.clear()
+    run(agl.Baseline(), TASKS[:3])
+    assert "has a reward" not in caplog.text
+
+
+def test_a_run_without_rewards_ends_after_its_first_validation_or_its_second_batch() -> None:
+    nothing: list[tuple[float | None, str | None]] = [(None, None), (1.0, "KeyError: 'a'")]
+    with pytest.raises(agl.LightningError, match="none of the first 2 rollouts has a reward"):
+        RewardCheck().add(nothing, is_last=True)
+    check = RewardCheck()
+    check.add(nothing)
+    with pytest.raises(agl.LightningError, match="none of the first 4 .* failed: 2 x KeyError: 'a'"):
+        check.add(nothing)
+    check = RewardCheck()
+    check.add(nothing)
+    check.add([(0.0, None)])
+    check.add(nothing, is_last=True)

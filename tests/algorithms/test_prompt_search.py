@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from agentlightning.errors import ConfigError
@@ -15,7 +15,7 @@ from agentlightning_algorithms.prompt_search.budget import SearchBudget, Usage
 from agentlightning_algorithms.prompt_search.call_cache import CallCache, ModelCall
 from agentlightning_algorithms.prompt_search.candidate import Candidate
 from agentlightning_algorithms.prompt_search.critique import read_prompt, shorten_middle
-from agentlightning_algorithms.prompt_search.placeholder import find_placeholders, fit
+from agentlightning_algorithms.prompt_search.placeholder import find_placeholders, fit, show_text
 
 ORIGINAL = PromptTemplate("Answer {question} in {style}, {score:.1f}.")
 VALUES = {"question": "Q", "style": "S", "score": 0.25}
@@ -54,6 +54,33 @@ def test_an_edit_that_loses_a_placeholder_is_refused(edited: str, problem: str) 
 def test_a_fitted_edit_can_be_formatted(noise: str) -> None:
     fitted = fit("{question}" + noise, PromptTemplate("{question}"))
     assert fitted.format(question="Q").startswith("Q")
+
+
+LITERALS = st.text(alphabet='{}ab:!\n x"', max_size=12).map(lambda text: text.replace("{", "{{").replace("}", "}}"))
+TEMPLATES = st.tuples(LITERALS, st.lists(st.tuples(st.sampled_from(["{x}", "{x!r}", "{y:>3}"]), LITERALS), max_size=4))
+
+
+@given(TEMPLATES, st.booleans())
+@example(('Answer in JSON, {{"a": {{"b": 1}}}}: ', [("{x}", "\n")]), True)
+@example(("{{x}} ", [("{x}", "{{")]), False)
+def test_a_template_survives_edits_unchanged_however_many(
+    parts: tuple[str, list[tuple[str, str]]], extended: bool
+) -> None:
+    template = parts[0] + "".join(field + literal for field, literal in parts[1])
+    prompt = original = PromptTemplate(template)
+    for _ in range(3):
+        addition = "more" if extended else ""
+        prompt = fit(read_prompt(f"<prompt>\n{show_text(prompt)}{addition}\n</prompt>"), prompt)
+    values = {"x": "X", "y": "Y"}
+    expected, found = original.format(**values), prompt.format(**values)
+    assert found.replace("more", "").split() == expected.split() if extended else found == expected
+
+
+def test_an_editor_sees_single_braces_and_may_answer_with_either_form() -> None:
+    prompt = PromptTemplate('Answer {question} as {{"answer": 1}}.\n')
+    assert show_text(prompt) == 'Answer {question} as {"answer": 1}.\n'
+    for answer in ('Now answer {question} as {"answer": 1}.', 'Now answer {question} as {{"answer": 1}}.'):
+        assert fit(answer, prompt).template == 'Now answer {question} as {{"answer": 1}}.\n'
 
 
 def test_placeholders_of_jinja_are_checked_too() -> None:

@@ -17,6 +17,7 @@ from agentlightning import cli
 from agentlightning.errors import ConfigError, PluginError
 from agentlightning.plugin.hookspecs import Component, hookimpl
 from agentlightning.plugin.registry import PluginManager, get_manager
+from tests.source import run_python
 
 
 class Tuned:
@@ -196,3 +197,8 @@ def test_add_commands_of_plugins_appear_in_agl_and_a_wrong_one_is_refused_kindly
     assert subprocess.run([*agl, "--version"], capture_output=True, text=True, check=True).stdout.startswith(
         "agl, version"
     )
+
+
+def test_dir_shows_the_names_that_are_imported_on_first_use() -> None:
+    found = run_python("-c", "import agentlightning as agl; print(*dir(agl))").split()
+    assert {"Trainer", "APO", "LLMProxy", "rollout"} <= set(found)

@@ -18,6 +18,7 @@ import agentlightning as agl
 from agentlightning.event import RunFinished, StepFinished
 from agentlightning.plugin.registry import PluginManager
 from agentlightning.types import AttemptedRollout
+from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
 
 TASKS = [{"number": number} for number in range(6)]
 
@@ -321,3 +322,40 @@ def test_the_console_says_each_error_of_the_agent_once_and_counts_it(capsys: pyt
     shown = " ".join(capsys.readouterr().err.split())
     assert shown.count("failed: LookupError: no such tool") == 1
     assert f"{len(TASKS)} of {len(TASKS)} rollouts: LookupError: no such tool" in shown
+
+
+def asking_agent(task: str, llm: agl.LLM) -> float:
+    """An agent that needs a model, and returns the length of its answer."""
+    import openai
+
+    with openai.OpenAI(base_url=llm.endpoint, api_key=llm.api_key) as client:
+        answer = client.chat.completions.create(model=llm.model, messages=[{"role": "user", "content": task}])
+    return float(len(answer.choices[0].message.content or ""))
+
+
+@pytest.mark.parametrize("strategy", ["shm", "cs"])
+async def test_a_gateway_alone_gives_agents_its_model(strategy: str) -> None:
+    async with ScriptedOpenAI([Answer("four")] * 2) as server:
+        gateway = agl.LLMProxy(model_list=[{"model": "m", "endpoint": server.endpoint}])
+        store = agl.InMemoryLightningStore()
+        running = trainer(llm_proxy=gateway, store=store, strategy=strategy, tracer="otel")
+        await asyncio.to_thread(running.dev, asking_agent, ["a", "b"])
+        latest = await store.get_latest_resources()
+        ids = [rollout.rollout_id for rollout in (await store.query_rollouts()).items]
+        rewards = [agl.find_final_reward((await store.query_spans(each)).items) for each in ids]
+    assert latest is not None
+    assert isinstance(latest.resources["llm"], agl.ProxyLLM)
+    assert rewards == [4.0, 4.0]
+
+
+async def test_a_model_among_the_initial_resources_replaces_the_gateways() -> None:
+    gateway = agl.LLMProxy(model_list=[{"model": name, "endpoint": "http://127.0.0.1:9/v1"} for name in ("m", "judge")])
+    own = agl.LLM(endpoint="http://127.0.0.1:9/v1", model="mine")
+    for given, expected in (({"model": own}, {"model"}), ({"prompt": "hi"}, {"prompt", "m", "judge"})):
+        store = agl.InMemoryLightningStore()
+        await asyncio.to_thread(
+            trainer(llm_proxy=gateway, store=store, strategy="shm", initial_resources=given).dev, halving_agent, TASKS
+        )
+        latest = await store.get_latest_resources()
+        assert latest is not None
+        assert set(latest.resources) == expected

@@ -25,7 +25,7 @@ from agentlightning_algorithms.prompt_search.critique import (
     read_templates,
     show_rollouts,
 )
-from agentlightning_algorithms.prompt_search.placeholder import show_placeholders
+from agentlightning_algorithms.prompt_search.placeholder import show_placeholders, show_text
 from agentlightning_algorithms.prompt_search.search import PromptSearch, call_place
 from agentlightning_algorithms.prompt_search.trial import TrialResult, mean_score, read_trial_result
 
@@ -121,14 +121,14 @@ class APO(PromptSearch):
         """
         name = prompt.prompt_name(name)
         others = [
-            f'<other_prompt name="{other}">\n{template.template}\n</other_prompt>\n'
+            f'<other_prompt name="{other}">\n{show_text(template)}\n</other_prompt>\n'
             for other, template in prompt.prompts.items()
             if other != name
         ]
         template = self._draw_template(self._gradient_templates, prompt, name, rollout_results)
         request = template.format(
             name=name,
-            prompt=prompt.prompts[name].template,
+            prompt=show_text(prompt.prompts[name]),
             other_prompts="\n".join(others),
             rollouts=show_rollouts(rollout_results),
         )
@@ -154,7 +154,7 @@ class APO(PromptSearch):
         original = prompt.prompts[name]
         template = self._draw_template(self._edit_templates, prompt, name, rollout_results)
         request = template.format(
-            name=name, prompt=original.template, critique=critique, placeholders=show_placeholders(original)
+            name=name, prompt=show_text(original), critique=critique, placeholders=show_placeholders(original)
         )
         place = call_place("edit", prompt, name, rollout_results)
         edited = await self.ask_for_edit(

@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 from agentlightning.algorithm.algorithm import FastAlgorithm
 from agentlightning.algorithm.context import RunContext
-from agentlightning.errors import ConfigError
+from agentlightning.errors import ConfigError, LightningError
 from agentlightning.plugin.settings import require_least
 from agentlightning.resources import LLM
 from agentlightning.types import Dataset, EnqueueRolloutRequest, RolloutMode
-from agentlightning_algorithms.rollout_result import RolloutResult, read_result, retry_lost
+from agentlightning_algorithms.rollout_result import RewardCheck, RolloutResult, read_result, retry_lost
 
 logger = logging.getLogger("agentlightning")
 
@@ -73,6 +73,8 @@ class Baseline(FastAlgorithm):
             summary = _summarize(results)
             await store.add_metrics(epoch + 1, {**summary, "progress": (epoch + 1) / self.n_epochs})
             logger.info("epoch %d of %d: %s", epoch + 1, self.n_epochs, _to_text(summary))
+            if epoch == 0:
+                _warn_without_rewards(results)
 
     def _tasks(
         self, train_dataset: Dataset[Any] | None, val_dataset: Dataset[Any] | None
@@ -113,6 +115,14 @@ class Baseline(FastAlgorithm):
                 shown = dict(span.attributes) if self.span_verbosity == "key_values" else sorted(span.attributes)
                 logger.info("  %s %s", span.name, shown)
         return result
+
+
+def _warn_without_rewards(results: list[RolloutResult]) -> None:
+    """Baseline needs no rewards, because it learns nothing; other algorithms would end the run here."""
+    try:
+        RewardCheck().add((result.outcome for result in results), is_last=True)
+    except LightningError as error:
+        logger.warning("%s", error)
 
 
 def _require_data(train_dataset: Dataset[Any] | None, val_dataset: Dataset[Any] | None) -> None:

@@ -11,7 +11,7 @@ from agentlightning.algorithm.algorithm import FastAlgorithm
 from agentlightning.errors import ConfigError
 from agentlightning.plugin.settings import require_least
 from agentlightning.types import Dataset, EnqueueRolloutRequest, RolloutMode
-from agentlightning_algorithms.rollout_result import read_result, retry_lost, run_rollouts
+from agentlightning_algorithms.rollout_result import RewardCheck, read_result, retry_lost, run_rollouts
 from agentlightning_plugins.statistics.score import Score
 
 _BATCH_SIZE = 256
@@ -38,7 +38,11 @@ class Evaluation(FastAlgorithm):
         self.config = retry_lost(self.rollout_timeout_s)
 
     async def run(self, train_dataset: Dataset[Any] | None = None, val_dataset: Dataset[Any] | None = None) -> None:
-        """Evaluates the validation data, or the training data when there is no validation data."""
+        """Evaluates the validation data, or the training data when there is no validation data.
+
+        Raises:
+            LightningError: rollouts succeeded, and none of them has a reward.
+        """
         dataset = val_dataset if val_dataset is not None else train_dataset
         if dataset is None:
             raise ConfigError("evaluation needs a dataset")
@@ -60,6 +64,8 @@ class Evaluation(FastAlgorithm):
             ]
             ended = await run_rollouts(store, requests)
             results = await asyncio.gather(*(read_result(store, rollout) for rollout in ended))
+            if start == 0 and any(result.error_type is None for result in results):  # if all failed, the score says so
+                RewardCheck().add((result.outcome for result in results), is_last=True)
             for (task, _), result in zip(batch, results, strict=True):
                 rewards[task].append(result.score)
                 errors.update([result.error_type] if result.error_type is not None else [])

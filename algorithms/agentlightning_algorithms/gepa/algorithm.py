@@ -24,7 +24,7 @@ from agentlightning.run.thread import run_in_thread
 from agentlightning.types import Dataset
 from agentlightning_algorithms.prompt_search.candidate import Candidate
 from agentlightning_algorithms.prompt_search.critique import ROLLOUT_CHARS, shorten_middle, show_messages
-from agentlightning_algorithms.prompt_search.placeholder import show_placeholders
+from agentlightning_algorithms.prompt_search.placeholder import show_placeholders, show_text
 from agentlightning_algorithms.prompt_search.search import PromptSearch, call_place
 from agentlightning_algorithms.prompt_search.trial import TrialResult, mean_score
 
@@ -101,7 +101,7 @@ class GEPA(PromptSearch):
         original = parent.prompts[name]
         request = InstructionProposalSignature.prompt_renderer(
             {
-                "current_instruction_doc": original.template,
+                "current_instruction_doc": show_text(original),
                 "dataset_with_feedback": [_to_record(result) for result in results],
                 "prompt_template": self.reflection_prompt,
             }
@@ -216,6 +216,8 @@ def _to_record(result: TrialResult) -> dict[str, Any]:
         feedback += f", error {result.error}"
     return {
         "Inputs": shorten_middle(str(result.task), ROLLOUT_CHARS // 3),
-        "Generated Outputs": shorten_middle(show_messages(result.messages), ROLLOUT_CHARS),
+        "Generated Outputs": shorten_middle(
+            "\n".join(filter(None, (show_messages(result.messages), result.output))), ROLLOUT_CHARS
+        ),
         "Feedback": feedback,
     }

@@ -33,7 +33,8 @@ class GRPO(GRPOSettings, Algorithm):
 
     Each step samples ``rollouts_per_task`` rollouts of ``tasks_per_step`` tasks from the newest weights, then updates
     the weights once. Every model call of a rollout is one training row, or part of one, and gets the rollout's
-    advantage. Rollouts that fail count as ``failed_reward`` and never stop the run.
+    advantage. Rollouts that fail count as ``failed_reward`` and do not stop the run, unless
+    all rollouts of the first validation, or of the first two steps, fail or have no reward.
 
     The arguments are those of :class:`~agentlightning_algorithms.grpo.setting.GRPOSettings`.
     """

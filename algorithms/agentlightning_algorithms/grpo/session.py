@@ -32,6 +32,7 @@ from agentlightning_algorithms.grpo.model.policy import load_policy
 from agentlightning_algorithms.grpo.setting import GRPOSettings, UpdateSettings
 from agentlightning_algorithms.grpo.training_row import TrainingRow
 from agentlightning_algorithms.policy_backend import PolicyBackend, PolicySetup, publish_weights
+from agentlightning_algorithms.rollout_result import RewardCheck
 
 logger = logging.getLogger("agentlightning")
 
@@ -72,6 +73,7 @@ class Session:
     best_reward: float | None = None
     """On the validation set."""
     resumed: bool = False
+    reward_check: RewardCheck = field(default_factory=RewardCheck)
     monitor: TrainingMonitor = field(default_factory=TrainingMonitor)
     train_resources: str = ""
     eval_resources: str = ""
@@ -88,6 +90,7 @@ class Session:
         """Restores what :meth:`state` returned."""
         self.step, self.position, self.best_reward = state["step"], state["position"], state["best_reward"]
         self.monitor.restore(state["watch"])
+        self.reward_check.is_passed = self.step > 0
 
     async def publish(self) -> None:
         """Puts the newest weights into the policy backend, and publishes the resources that refer to them.
@@ -217,7 +220,9 @@ class Session:
                 await asyncio.wait([gathering], timeout=_BACKEND_CHECK_S)
         finally:
             gathering.cancel()
-        return await gathering
+        episodes = await gathering
+        self.reward_check.add((episode.outcome for episode in episodes), is_last=True if mode == "val" else None)
+        return episodes
 
     def _kl_penalty(self, rows: Sequence[TrainingRow]) -> list[list[float]]:
         coefficient = self.updater.settings.kl_coefficient

@@ -108,6 +108,8 @@ def _show_rollout(number: int, result: TrialResult) -> str:
     parts = [f"<task>{_to_text(result.task)}</task>"]
     if result.messages:
         parts.append(f"<messages>\n{show_messages(result.messages)}\n</messages>")
+    if result.output is not None:
+        parts.append(f"<output>{result.output.strip()}</output>")
     if result.error is not None:
         parts.append(f"<error>{result.error}</error>")
     body = shorten_middle("\n".join(parts), ROLLOUT_CHARS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import string
+from collections.abc import Collection
 
 from agentlightning.errors import ConfigError
 from agentlightning.resources import PromptTemplate
@@ -29,24 +30,36 @@ def find_placeholders(prompt: PromptTemplate) -> frozenset[str]:
     return frozenset(re.findall(r"\{\{\s*(\w+)", prompt.template))
 
 
-def fit(text: str, original: PromptTemplate) -> PromptTemplate:
-    """Makes a template of an edited text with the placeholders of the original.
+def show_text(prompt: PromptTemplate) -> str:
+    """The prompt as models read and edit it; ``fit`` reads it back.
 
-    In an f-string, braces around anything else are literal, as in an example of JSON, and are doubled.
+    An f-string is shown with single braces, as the agent's model sees it: a model that reads ``{{"a": 1}}`` answers
+    with either form of JSON. It is shown as it is written where single braces would turn a literal brace into a
+    placeholder, as in ``{{question}} {question}``.
+    """
+    plain = _unescape(prompt)
+    return prompt.template if plain is None else plain
+
+
+def fit(text: str, original: PromptTemplate) -> PromptTemplate:
+    """Makes a template of an edited ``show_text(original)``, with the placeholders of the original.
+
+    White space around the prompt stays the original's. In an f-string that was shown with single braces, braces around
+    anything but a placeholder are literal, as in an example of JSON. An answer that doubles its literal braces
+    nevertheless, all of them, is taken as a template.
 
     Raises:
         ConfigError: a placeholder is missing or new, or the text is not a template.
     """
-    edited = original.model_copy(update={"template": text})
+    shown = show_text(original)
+    body = shown.strip()
+    start = shown.index(body)
+    text = shown[:start] + text.strip() + shown[start + len(body) :]
     wanted = find_placeholders(original)
-    if original.engine == "f-string":
-        try:
-            fields = set(_fields(text))
-            plain = fields <= {(name, "") for name in wanted} | set(_fields(original.template))
-        except ConfigError:
-            plain = False
-        if not plain:
-            edited = original.model_copy(update={"template": _escape(text, wanted)})
+    plain = _unescape(original)
+    if plain is not None and not ("{{" not in plain and "{{" in text and _is_template(text, original)):
+        text = _escape(text, _tokens(original))
+    edited = original.model_copy(update={"template": text})
     found = find_placeholders(edited)
     if missing := wanted - found:
         raise ConfigError(f"it lost the placeholders {_show(original, missing)}")
@@ -65,23 +78,58 @@ def _show(prompt: PromptTemplate, names: frozenset[str]) -> str:
     return ", ".join(f"{left}{name}{right}" for name in sorted(names))
 
 
+def _unescape(prompt: PromptTemplate) -> str | None:
+    """An f-string with single braces; None for another engine, or if it could not be read back."""
+    if prompt.engine != "f-string":
+        return None
+    parts = _parts(prompt.template)
+    plain = "".join(part if isinstance(part, str) else _written(part) for part in parts)
+    return plain if _parts(_escape(plain, _tokens(prompt))) == parts else None
+
+
+def _is_template(text: str, original: PromptTemplate) -> bool:
+    """Whether a text is an f-string with the placeholders of the original."""
+    try:
+        fields = _fields(text)
+    except ConfigError:
+        return False
+    names = {name for name, _ in fields}
+    return names == find_placeholders(original) and {_written(field) for field in fields} <= _tokens(original)
+
+
 def _fields(template: str) -> list[tuple[str, str]]:
     """Name and format of each placeholder of an f-string."""
+    return [part for part in _parts(template) if not isinstance(part, str)]
+
+
+def _parts(template: str) -> list[str | tuple[str, str]]:
+    """The text of an f-string, with name and format of a placeholder wherever there is one."""
+    parts: list[str | tuple[str, str]] = [""]
     try:
-        parsed = [
-            (name, (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else ""))
-            for _, name, spec, conversion in string.Formatter().parse(template)
-            if name is not None
-        ]
+        for literal, name, spec, conversion in string.Formatter().parse(template):
+            last = parts[-1]
+            if isinstance(last, str):
+                parts[-1] = last + literal
+            if name is not None:
+                parts += [(name, (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")), ""]
     except ValueError as error:
         raise ConfigError(f"not a template: {error}; write {{{{ for a literal brace") from error
-    for name, _ in parsed:
-        if not name.isidentifier():
-            raise ConfigError(f"not a template: {{{name}}} is not a plain name; write {{{{ for a literal brace")
-    return parsed
+    for part in parts:
+        if not isinstance(part, str) and not part[0].isidentifier():
+            raise ConfigError(f"not a template: {{{part[0]}}} is not a plain name; write {{{{ for a literal brace")
+    return parts
 
 
-def _escape(text: str, wanted: frozenset[str]) -> str:
-    """Doubles every brace except those around a wanted name."""
-    names = "|".join(map(re.escape, sorted(wanted))) or r"(?!)"
-    return re.sub(rf"\{{(?:{names})\}}|[{{}}]", lambda match: match[0] if len(match[0]) > 1 else match[0] * 2, text)
+def _written(field: tuple[str, str]) -> str:
+    return f"{{{field[0]}{field[1]}}}"
+
+
+def _tokens(prompt: PromptTemplate) -> set[str]:
+    """How the placeholders of an f-string may be written: as in the prompt, or without their format."""
+    return {written for field in _fields(prompt.template) for written in (_written(field), f"{{{field[0]}}}")}
+
+
+def _escape(text: str, tokens: Collection[str]) -> str:
+    """Doubles every brace except those of placeholders."""
+    pattern = "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True))
+    return re.sub(rf"({pattern or '(?!)'})|[{{}}]", lambda match: match[1] or match[0] * 2, text)

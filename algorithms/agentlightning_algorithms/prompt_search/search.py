@@ -22,7 +22,7 @@ from agentlightning_algorithms.prompt_search.chat import CachedChat, copy_client
 from agentlightning_algorithms.prompt_search.critique import REPAIR_PROMPT, read_prompt
 from agentlightning_algorithms.prompt_search.placeholder import find_placeholders, fit, show_placeholders
 from agentlightning_algorithms.prompt_search.trial import TrialResult, read_trial_result
-from agentlightning_algorithms.rollout_result import retry_lost, run_rollouts
+from agentlightning_algorithms.rollout_result import RewardCheck, retry_lost, run_rollouts
 from agentlightning_plugins.chat_history.adapter import TraceToMessages
 
 try:
@@ -96,6 +96,7 @@ class PromptSearch(Algorithm):
         self._published: dict[str, Candidate] = {}
         self._chat: CachedChat | None = None
         self._cache = CallCache()
+        self._reward_check = RewardCheck()
 
     def get_best_prompt(self, name: str | None = None) -> PromptTemplate:
         """The best prompt found so far.
@@ -208,6 +209,9 @@ class PromptSearch(Algorithm):
         """Runs a published candidate on the tasks at ``indices``, all at once.
 
         ``place`` identifies the trial within the search: a resumed search does not run it again.
+
+        Raises:
+            LightningError: this is the first validation, and no rollout has a reward.
         """
         step = next((part for part in place if isinstance(part, int)), 0)
         requests = [
@@ -225,6 +229,7 @@ class PromptSearch(Algorithm):
         rollouts = await run_rollouts(store, requests, timeout_s=self.rollout_batch_timeout)
         results = await asyncio.gather(*(read_trial_result(store, rollout, adapter) for rollout in rollouts))
         self.budget.spend(usage for result in results for usage in result.usage)
+        self._reward_check.add((result.outcome for result in results), is_last=mode == "val")
         return results
 
     @property

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agentlightning import semconv
 from agentlightning.errors import AdapterError
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Rollout
@@ -45,6 +46,16 @@ class TrialResult(RolloutResult):
     def error(self) -> str | None:
         """The agent's exception, or why its spans cannot be read."""
         return self.adapter_error if self.failure is None else f"{self.failure.type}: {self.failure.message}"
+
+    @property
+    def output(self) -> str | None:
+        """The recorded output of the agent: the standard output of a command; None for other agents."""
+        found = [
+            span.attributes.get(semconv.OPERATION_OUTPUT)
+            for span in self.spans
+            if span.attributes.get(semconv.GEN_AI_OPERATION_NAME) == "invoke_agent"
+        ]
+        return next((text for text in found if isinstance(text, str) and text), None)
 
 
 def mean_score(results: Sequence[TrialResult]) -> float:

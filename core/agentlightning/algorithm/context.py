@@ -78,6 +78,15 @@ def serve_models(gateway: Gateway, entries: Sequence[Mapping[str, Any]]) -> None
     gateway.update_model_list([dict(entry) for entry in (*entries, *others)])
 
 
+def model_resources(gateway: Gateway) -> dict[str, Resource]:
+    """The resources with which agents call the models of a gateway that serves.
+
+    The only model is called ``llm``, as a run's model is by default; several have their own names.
+    """
+    names = list(dict.fromkeys(str(entry.get("model_name", entry.get("model"))) for entry in gateway.model_list))
+    return {"llm" if len(names) == 1 else name: gateway.as_resource(model=name) for name in names}
+
+
 @dataclass
 class RunContext:
     """The context of one run. The trainer fills it; ``Algorithm.set_*`` write to it too."""

@@ -54,7 +54,10 @@ class FunctionalLitAgent(LitAgent[Any]):
     def __reduce__(self) -> tuple[Any, ...]:
         module, name = getattr(self, "__module__", None), getattr(self, "__qualname__", "<locals>")
         if module not in (None, "__main__") and "<" not in name:
-            return _import_agent, (module, name)
+            import cloudpickle
+
+            if module not in cloudpickle.list_registry_pickle_by_value():
+                return _import_agent, (module, name)
         return type(self)._by_value, (self._function, self._strip_proxy)
 
     @classmethod

@@ -90,7 +90,7 @@ class ServerProcess:
         """Begins to serve and returns the port; raises OSError if the address cannot be bound."""
         self._connection, theirs = Pipe()
         with theirs:
-            arguments = [sys.executable, "-m", "agentlightning_plugins.gateway.launch", str(theirs.fileno())]
+            arguments = [sys.executable, "-P", "-m", "agentlightning_plugins.gateway.launch", str(theirs.fileno())]
             self._process = subprocess.Popen(arguments, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         self._connection.send([entry or str(Path.cwd()) for entry in sys.path])
         self._connection.send_bytes(self._job)

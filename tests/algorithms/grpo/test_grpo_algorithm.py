@@ -64,6 +64,18 @@ def test_training_continues_when_rollouts_fail(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.timeout(300)
+def test_without_rewards_in_the_first_validation_the_run_ends_with_the_reason() -> None:
+    trainer = agl.Trainer(algorithm=SETTINGS, store=agl.create_store("memory://"), trackers=[], strategy="shm")
+    problems = make_problems("train", 2)
+    with pytest.raises(agl.LightningError, match="none of the first 2 rollouts has a reward"):
+        trainer.fit(unrewarded_agent, problems, problems)
+
+
+def unrewarded_agent(task: dict[str, Any], llm: agl.LLM) -> None:
+    """An agent without rewards."""
+
+
 def criticised_agent(task: dict[str, Any], llm: agl.LLM, request: agl.PromptTemplate) -> float:
     """The demo's agent and a critic of its work; both call the same model."""
     names: list[Any] = [{"agent.name": "solver"}, {"agent.name": "critic"}]

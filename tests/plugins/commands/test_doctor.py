@@ -18,6 +18,7 @@ from click.testing import CliRunner
 from agentlightning.adapter import TraceToTriplet
 from agentlightning.plugin.registry import Plugin, get_manager
 from agentlightning.types import Attempt, AttemptedRollout
+from agentlightning_plugins.commands.configuration.config import CommandConfig
 from agentlightning_plugins.commands.doctor.check import NAMES, Check
 from agentlightning_plugins.commands.doctor.command import command
 from agentlightning_plugins.commands.doctor.endpoint import answer_request
@@ -83,6 +84,23 @@ def survives(task, llm):
     except Exception:
         pass
     return 0.0
+
+def swallows(task, prompt):
+    try:
+        with OpenAI(base_url="http://127.0.0.1:9/v1", api_key="any", max_retries=0) as openai:
+            openai.chat.completions.create(model="m", messages=[{"role": "user", "content": prompt.format()}])
+    except Exception:
+        pass
+    return 0.0
+
+def survives_twice(task, llm):
+    survives(task, llm)
+    survives(task, llm)
+    return 1.0
+
+def uses_both(task, llm, system):
+    ask(llm, [{"role": "user", "content": system.format(question=task["question"])}])
+    return 1.0
 
 async def named(task, llm):
     with agl.operation(name="solver", **{"agent.name": "solver"}):
@@ -163,7 +181,7 @@ async def server() -> AsyncIterator[Server]:
 
 async def test_every_check_of_a_working_agent_passes(agents: str, server: Server) -> None:
     checks = await check(agents, endpoint=server.url)
-    assert {check.state for check in checks.values()} == {"ok"}
+    assert {name for name, check in checks.items() if check.state != "ok"} == {"task", "prompts"}, "none were given"
     assert checks["calls"].text == "3 model calls went through the rollout's endpoint"
     assert checks["endpoint"].text == f"{server.url} answers; model m"
     assert checks["reward"].text == "the rollout's reward is 0.5"
@@ -308,7 +326,9 @@ async def test_an_agent_that_calls_another_server_is_reported(agents: str) -> No
         sys.modules["doctors_patients"].ELSEWHERE = elsewhere.endpoint  # type: ignore[attr-defined] # its setting
         checks = await check(agents, "ignores_endpoint")
     assert broken(checks)[0] == "calls"
-    assert checks["calls"].text == "the agent made 1 model call, none of them through the rollout's endpoint"
+    assert checks["calls"].text.startswith(
+        f"the agent made 1 model call, none of them through the rollout's endpoint: m at {elsewhere.endpoint}"
+    )
     assert "OpenAI(base_url=llm.get_base_url()" in checks["calls"].fix
 
 
@@ -319,10 +339,46 @@ async def test_an_agent_that_makes_no_call_is_reported(agents: str) -> None:
     assert checks["triplets"].text == "no triplets: no span is a model call"
 
 
-async def test_prompts_are_tuned_without_model_calls(agents: str) -> None:
+async def test_an_agent_whose_model_is_not_traced_is_reported_because_critics_see_nothing(agents: str) -> None:
     checks = await check(agents, "calls_nobody", trains_weights=False)
-    assert broken(checks) == []
-    assert (checks["calls"].state, checks["triplets"].state) == ("unchecked", "unchecked")
+    assert broken(checks) == ["calls"]
+    assert "critics would see only tasks and rewards" in checks["calls"].text
+    assert checks["triplets"].state == "unchecked"
+
+
+async def test_a_connection_error_that_the_agent_swallows_is_reported_with_url_and_model(agents: str) -> None:
+    checks = await check(agents, "swallows", trains_weights=False, resources={"prompt": "be nice"})
+    assert broken(checks) == ["calls"]
+    assert checks["calls"].text == "1 of 1 model call failed: m at http://127.0.0.1:9/v1/: Connection error."
+    checks = await check(agents, "swallows", resources={"prompt": "be nice"})
+    assert broken(checks)[0] == "calls"
+    assert "m at http://127.0.0.1:9/v1/" in checks["calls"].text
+
+
+async def test_a_call_that_failed_among_answered_ones_is_reported(agents: str) -> None:
+    async with ScriptedOpenAI([Answer("one"), Answer(status=400, error="context too long")]) as server:
+        checks = await check(agents, "survives_twice", endpoint=server.endpoint, trains_weights=False)
+    assert broken(checks) == ["calls"]
+    assert f"1 of 2 model calls to scripted at {server.endpoint} failed; the last: " in checks["calls"].text
+
+
+@pytest.mark.parametrize("trains_weights", [True, False])
+async def test_a_prompt_and_a_task_that_no_model_call_contains_are_reported(agents: str, trains_weights: bool) -> None:
+    task = {"question": "How many legs has a spider?", "answer": 8}
+    prompts = {"system": 'Answer in JSON, {{"legs": 4}}: {question}'}
+    checks = await check(agents, "named", task=task, resources=prompts, trains_weights=trains_weights)
+    assert broken(checks) == ["task", "prompts"]
+    assert "how many legs" in checks["task"].text.lower()
+    assert checks["prompts"].text == "no model call contains the text of system"
+    used = await check(agents, "uses_both", task=task, resources=prompts, trains_weights=trains_weights)
+    assert broken(used) == []
+    assert (used["task"].state, used["prompts"].state) == ("ok", "ok")
+
+
+async def test_a_command_that_makes_no_call_is_seen_by_its_output() -> None:
+    command = CommandConfig(command=[sys.executable, "-c", "print(1)"], reward=None)
+    checks = {each.name: each for each in await run_checks(Request(agent=command, trains_weights=False))}
+    assert checks["calls"].text == "the agent made no traced model call; critics read its output"
 
 
 async def test_a_configuration_names_agent_resources_task_and_what_is_tuned(
@@ -347,7 +403,7 @@ async def test_a_server_that_answers_no_call_is_reported(agents: str) -> None:
     async with ScriptedOpenAI([Answer(status=400, error="context too long")]) as server:
         checks = await check(agents, "survives", endpoint=server.endpoint)
     assert broken(checks) == ["calls", "triplets"]
-    assert "none of 1 model call was answered; the last: " in checks["calls"].text
+    assert f"none of 1 model call to scripted at {server.endpoint} was answered; the last: " in checks["calls"].text
     assert "context too long" in checks["calls"].text
 
 
@@ -451,7 +507,7 @@ def test_the_command_prints_one_line_for_each_check() -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert [line[10:22].strip() for line in lines] == list(NAMES)
-    assert lines[7].startswith("ok        logprobs     one for each sampled token")
+    assert lines[9].startswith("ok        logprobs     one for each sampled token")
 
 
 def test_the_command_exits_with_1_when_a_check_fails(agents: str) -> None:

@@ -75,7 +75,7 @@ def run(folder: Path, *arguments: str, code: int = 0) -> Any:
         capture_output=True,
         text=True,
         timeout=240,
-        env={**os.environ, "PYTHONPATH": str(folder)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))},
     )
     assert done.returncode == code, done.stderr
     return json.loads(done.stdout) if "--json" in arguments else done.stdout + done.stderr
@@ -115,6 +115,13 @@ def test_eval_of_an_agent_that_always_fails_has_exit_code_1(folder: Path) -> Non
     assert "no data.train" in evaluate(folder, "data={val: tasks.jsonl}", "--data", "train", code=2)
 
 
+def test_eval_of_an_agent_without_rewards_says_so_instead_of_a_score(folder: Path) -> None:
+    (folder / "unrewarded.py").write_text("def agent(task):\n    pass\n")
+    said = evaluate(folder, "agent=unrewarded:agent", code=1)
+    assert "none of the first 8 rollouts has a reward: return a number from the agent" in said
+    assert "Traceback" not in said
+
+
 def test_compare_tells_a_better_algorithm_from_the_first_and_keeps_its_budget(folder: Path) -> None:
     rows = run(
         folder, "compare", "config.yaml", "-a", "baseline", "-a", "{name: learner, wasteful: true}",
@@ -131,6 +138,19 @@ def test_compare_tells_a_better_algorithm_from_the_first_and_keeps_its_budget(fo
     wrong = run(folder, "compare", "config.yaml", "-a", "baseline", "-a", "lerner", "--run-dir", "never", code=2)
     assert "Did you mean 'learner'" in wrong
     assert not (folder / "never").exists(), "a mistake in the last is known before the first has trained"
+
+
+def test_compare_uses_the_settings_of_the_configuration_and_labels_variants(folder: Path) -> None:
+    (folder / "config.yaml").write_text(
+        (folder / "config.yaml").read_text() + "algorithm: {name: learner, wasteful: true, seed: 7}\n"
+    )
+    rows = run(
+        folder, "compare", "config.yaml", "-a", "learner", "-a", "{name: learner, wasteful: false}", "-a", "baseline",
+        "--budget", "10", "--json",
+    )  # fmt: skip
+    labels = [row["algorithm"] for row in rows]
+    assert labels == ["learner (wasteful=True)", "learner (wasteful=False)", "baseline"]
+    assert [row["rollouts"] > 10 for row in rows] == [True, False, True], "the first wastes, as configured"
 
 
 def test_pass_at_k_is_the_unbiased_estimator() -> None:

@@ -490,3 +490,57 @@ def test_a_file_where_the_run_is_to_be_is_one_sentence(folder: Path) -> None:
     (folder / "taken").touch()
     said = refused(folder, str(write(folder)), "--run-dir", "taken/run")
     assert "taken/run cannot be the directory of a run: Not a directory" in said
+
+
+CLASHING = """
+import agents, openai
+import agentlightning as agl
+
+def agent(task):
+    assert agents.Agent and openai.OpenAI, "the installed packages"
+    from helper import REWARD
+    return REWARD
+
+def score(task, output, rollout):
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize("target", ["agents.py:agent", "agents:agent"])
+def test_files_named_like_installed_packages_do_no_harm(folder: Path, target: str) -> None:
+    (folder / "agents.py").write_text(CLASHING)
+    (folder / "openai.py").write_text("raise RuntimeError('not the package')\n")
+    (folder / "helper.py").write_text("REWARD = 0.5\n")
+    write(folder, {"agent": target, "strategy": "cs", "tracer": "otel", "n_runners": 1})
+    done = agl_command(folder, "train", "config.yaml", "--run-dir", "r")
+    assert done.returncode == 0, done.stderr
+    assert metrics(folder / "r")[0]["reward"] == 0.5
+
+
+def test_prompts_of_an_agent_are_a_list_or_may_be_null_as_in_python(folder: Path) -> None:
+    (folder / "team.py").write_text(
+        "from agents import Agent\n\nwriter = Agent(name='writer', instructions='Write.')\n\n"
+        "def score(task, output, rollout):\n    return 1.0\n"
+    )
+    for prompts in (["writer.instructions"], {"writer.instructions": None}, {"writer.instructions": "text"}, None):
+        agent = {"target": "team:writer", "reward": "team:score", "prompts": prompts}
+        path = write(folder, {"agent": agent})
+        config = read_config(read_document(path))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder)
+            loaded = assembly.load_agent(config.agent)
+        assert len(loaded.initial_prompts()) == (prompts is not None)
+    wrong = write(folder, {"agent": {"target": "team:writer", "prompts": 3}})
+    with pytest.raises(agl.ConfigError, match=r"line \d+: agent.prompts = 3: Input should be a valid dictionary"):
+        read_config(read_document(wrong))
+
+
+def test_a_command_writes_its_reward_where_the_configuration_says(folder: Path) -> None:
+    command = [sys.executable, "-c", "print('hi'); print(0.25)"]
+    write(folder, {"agent": {"command": command, "reward": "stdout"}})
+    assert run_here(folder, "train", "config.yaml", "--run-dir", "r").code == 0
+    assert metrics(folder / "r")[0]["reward"] == 0.25
+    write(folder, {"agent": {"command": command, "reward": "stdin"}})
+    said = run_here(folder, "train", "config.yaml", "--run-dir", "s")
+    assert said.code == 2
+    assert "config.yaml, line 1: reward = 'stdin': give a function or one of: stdout, exit_code, file" in said.stderr

@@ -108,7 +108,7 @@ class TransformersBackend:
     def _spawn(self, setup: PolicySetup) -> subprocess.Popen[bytes]:
         options = {**asdict(setup), **self._options}
         del options["directory"]
-        command = [sys.executable, "-m", "agentlightning_algorithms.grpo.server", "--exit-with-parent"]
+        command = [sys.executable, "-P", "-m", "agentlightning_algorithms.grpo.server", "--exit-with-parent"]
         for name, value in options.items():
             if value is not None:
                 command += [f"--{name.replace('_', '-')}", str(value)]

@@ -29,6 +29,15 @@ class Episode:
     """Type of the error that it failed with."""
 
     @property
+    def outcome(self) -> tuple[float | None, str | None]:
+        """The reward, and the error if the rollout failed, as ``RewardCheck`` takes them."""
+        if self.rollout.status == "succeeded":
+            return self.reward, None
+        attempt = self.rollout.attempt if isinstance(self.rollout, AttemptedRollout) else None
+        failure = attempt.error if attempt is not None else None
+        return None, self.rollout.status if failure is None else f"{failure.type}: {failure.message}"
+
+    @property
     def group(self) -> str:
         """Key shared by the rollouts of the same task in the same step."""
         return str((self.rollout.metadata or {}).get("group", self.rollout.rollout_id))

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from agentlightning_algorithms.rollout_result import RewardCheck
 from agentlightning_algorithms.verl.rollout.batch_row import BuiltRows
 
 
@@ -36,6 +37,7 @@ class RolloutMetrics:
         self._lock = threading.Lock()
         self._stats: dict[str, list[RolloutStats]] = {}
         self._counts: Counter[str] = Counter()
+        self._reward_check = RewardCheck()
 
     def add(self, mode: str, stats: RolloutStats) -> None:
         """Adds a finished rollout."""
@@ -48,10 +50,17 @@ class RolloutMetrics:
             self._counts[name] += 1
 
     def take(self, mode: str) -> dict[str, float]:
-        """Returns the metrics of a mode's rollouts since the last call; without rollouts, none."""
+        """Returns the metrics of a mode's rollouts since the last call; without rollouts, none.
+
+        Raises:
+            LightningError: none of the run's rollouts has a reward; see ``RewardCheck``.
+        """
         with self._lock:
             stats = self._stats.pop(mode, [])
             counts, self._counts = self._counts, Counter()
+        if stats:
+            outcomes = [(each.reward if each.has_reward else None, each.error or None) for each in stats]
+            self._reward_check.add(outcomes, is_last=True if mode == "val" else None)
         return {**summarize(stats), **{name: float(count) for name, count in counts.items()}}
 
 

@@ -179,12 +179,12 @@ def load_agent(spec: str | AgentConfig | CommandConfig) -> LitAgent[Any]:
     """
     if isinstance(spec, str):
         return wrap(load_attribute(spec))
-    reward = None if spec.reward is None else load_attribute(spec.reward)
+    reward: Any = spec.reward
+    if reward is not None and (":" in reward or isinstance(spec, AgentConfig)):  # else a source, such as stdout
+        reward = load_attribute(reward)
     if isinstance(spec, CommandConfig):
         settings = {**expand(spec.model_extra or {}), "command": spec.command}
-        if reward is not None:
-            settings["reward"] = reward
-        return agl.CommandAgent(**bind_settings(agl.CommandAgent, settings, "a command agent"))
+        return agl.CommandAgent(**bind_settings(agl.CommandAgent, settings, "a command agent"), reward=reward)
     task_to_input = None if spec.task_to_input is None else load_attribute(spec.task_to_input)
     return wrap(load_attribute(spec.target), reward, task_to_input, spec.prompts)
 

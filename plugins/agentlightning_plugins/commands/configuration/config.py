@@ -15,7 +15,7 @@ COMPONENTS: Final[tuple[ComponentKind, ...]] = ("algorithm", "adapter", "tracer"
 """The components of a run that have a key of their kind in the configuration."""
 
 # Tags of the branches of a union. They stand in the locations of pydantic's errors, and are no keys of a configuration.
-_TEXT, _MAPPING, _COMMAND = Tag("<text>"), Tag("<mapping>"), Tag("<command>")
+_TEXT, _LIST, _MAPPING, _COMMAND = Tag("<text>"), Tag("<list>"), Tag("<mapping>"), Tag("<command>")
 
 
 def _check_component(value: dict[str, Any]) -> dict[str, Any]:
@@ -39,6 +39,12 @@ ComponentSpec: TypeAlias = Annotated[
 """A registered name (``agl plugins`` lists them), or ``{name: ..., **settings}``."""
 
 
+PromptsSpec: TypeAlias = Annotated[
+    Annotated[list[str], _LIST] | Annotated[dict[str, str | None], _MAPPING],
+    Discriminator(lambda value: _LIST.tag if isinstance(value, list) else _MAPPING.tag),
+]
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
@@ -52,8 +58,9 @@ class AgentConfig(_Section):
     """``module:attribute`` of ``reward(task, output, rollout) -> float``, when the agent returns no reward."""
     task_to_input: str | None = None
     """``module:attribute`` of ``task_to_input(task)``, for framework objects."""
-    prompts: dict[str, str] | None = None
-    """Tunable texts of a framework's object: path of the text -> name of the prompt resource."""
+    prompts: PromptsSpec | None = None
+    """Tunable texts of a framework's object: a list of paths, or a mapping from paths to the initial text, the name of
+    the prompt resource, or null for the object's own text."""
 
 
 class CommandConfig(_Section):
@@ -64,7 +71,8 @@ class CommandConfig(_Section):
     command: list[str]
     """Program and arguments. Further settings are those of ``agl.CommandAgent``."""
     reward: str | None = None
-    """``module:attribute`` of ``reward(task, output, rollout) -> float``."""
+    """``module:attribute`` of ``reward(task, output, rollout) -> float``, or where the command writes it: ``stdout``,
+    ``file`` or ``exit_code``."""
 
 
 class DatasetConfig(_Section):

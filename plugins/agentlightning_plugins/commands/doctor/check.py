@@ -9,7 +9,7 @@ from agentlightning_plugins.commands.terminal import shorten
 State: TypeAlias = Literal["ok", "broken", "unchecked"]
 NAMES: tuple[str, ...] = (
     *("environment", "agent", "endpoint", "rollout"),
-    *("calls", "spans", "token ids", "logprobs", "reward", "triplets", "template"),
+    *("calls", "task", "prompts", "spans", "token ids", "logprobs", "reward", "triplets", "template"),
 )
 """In the order in which they are checked."""
 

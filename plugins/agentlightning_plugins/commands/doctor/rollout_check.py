@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from agentlightning import semconv
 from agentlightning.adapter import TraceToTriplet, build_trajectories
 from agentlightning.errors import AdapterError
+from agentlightning.resources import PromptTemplate, Resource
 from agentlightning.reward import find_final_reward
 from agentlightning.types import AttemptedRollout, Span, Triplet
 from agentlightning_plugins.chat_history.linking import link_calls
 from agentlightning_plugins.commands.doctor.check import Check, broken, ok, one_line, unchecked
+from agentlightning_plugins.commands.doctor.text_check import check_prompts, check_task
 
 _USE_LLM = (
     "create the client with the rollout's endpoint: OpenAI(base_url=llm.get_base_url(), "
     "api_key=llm.api_key), where llm is a parameter of the agent"
 )
+_SEE_SERVER = "see the model server's log, or leave out --endpoint to use a scripted server"
 _SERVER = "serve the model with vLLM 0.10.2 or newer, or let Trainer(algorithm='grpo') serve it"
 
 
@@ -32,11 +35,17 @@ class RolloutChecks:
     """Whether the model server was the scripted one."""
     trains_weights: bool
     """Whether token ids are needed; prompt tuning needs none."""
+    resources: Mapping[str, Resource] = field(default_factory=dict)
+    """Of the rollout."""
+    server: str = ""
+    """Model and URL of the model server."""
+    has_own_task: bool = False
+    """Whether the task is the user's, so that the model should see it."""
 
     def checks(self) -> list[Check]:
         """Runs the checks ``calls`` to ``template``."""
         triplets, check = self._triplets()
-        before = [self._calls(), self._spans(), self._token_ids(), self._logprobs(), self._reward()]
+        before = [self._calls(), *self._texts(), self._spans(), self._token_ids(), self._logprobs(), self._reward()]
         return [*before, check, self._template(triplets)]
 
     @property
@@ -55,18 +64,46 @@ class RolloutChecks:
         if not recorded:
             elsewhere = [span for span in self.spans if semconv.is_llm_call(span)]
             if not self.trains_weights:
-                return _prompt_calls(elsewhere)
+                return self._prompt_calls(elsewhere)
             if elsewhere:
-                said = f"the agent made {_count(elsewhere, 'model call')}, none of them through the rollout's endpoint"
+                said = (
+                    f"the agent made {_count(elsewhere, 'model call')}, none of them through the rollout's endpoint: "
+                    f"{_describe_call(elsewhere[-1])}"
+                )
             else:
                 said = "the agent made no model call"
             return broken("calls", said, _USE_LLM)
         if not answered:
             why = one_line(recorded[-1].status.description or "no reason given")
-            said = f"none of {_count(recorded, 'model call')} was answered; the last: {why}"
-            return broken("calls", said, "see the model server's log, or leave out --endpoint to use a scripted server")
-        failed = f", {len(recorded) - len(answered)} failed" if len(answered) < len(recorded) else ""
-        return ok("calls", f"{_count(answered, 'model call')} went through the rollout's endpoint{failed}")
+            said = f"none of {_count(recorded, 'model call')} to {self.server} was answered; the last: {why}"
+            return broken("calls", said, _SEE_SERVER)
+        if failed := [span for span in recorded if span not in answered]:
+            why = one_line(failed[-1].status.description or "no reason given")
+            said = f"{len(failed)} of {_count(recorded, 'model call')} to {self.server} failed; the last: {why}"
+            return broken("calls", said, _SEE_SERVER)
+        return ok("calls", f"{_count(answered, 'model call')} went through the rollout's endpoint")
+
+    def _prompt_calls(self, traced: Sequence[Span]) -> Check:
+        """For prompt tuning, calls that bypass the rollout's endpoint suffice: critics read the traced calls."""
+        if failed := [span for span in traced if span.status.status_code == "ERROR"]:
+            said = (
+                f"{len(failed)} of {_count(traced, 'model call')} failed: {_describe_call(failed[-1])}: "
+                f"{one_line(failed[-1].status.description or 'no reason given')}"
+            )
+            return broken("calls", said, "fix the endpoint, the model or the key in the agent")
+        if traced:
+            said = f"{_count(traced, 'model call')}, none through the rollout's endpoint; prompt tuning needs none"
+            return ok("calls", said)
+        if any(semconv.OPERATION_OUTPUT in span.attributes for span in self.spans):
+            return unchecked("calls", "the agent made no traced model call; critics read its output")
+        said = "the agent made no traced model call: critics would see only tasks and rewards"
+        return broken("calls", said, f"{_USE_LLM}; or call the model by a library that the tracer knows")
+
+    def _texts(self) -> list[Check]:
+        calls = [span for span in self.spans if semconv.is_llm_call(span)]
+        prompts = {name: prompt for name, prompt in self.resources.items() if isinstance(prompt, PromptTemplate)}
+        task = unchecked("task", "it is doctor's own; give one with --task")
+        return [check_task(self.rollout.input, calls) if self.has_own_task else task, check_prompts(prompts, calls)]
 
     def _spans(self) -> Check:
         dropped = self.rollout.attempt.spans_dropped
@@ -179,14 +216,11 @@ class RolloutChecks:
         return ok("template", f"{_count(joined, 'call')} {begin} exactly with the tokens of the previous call")
 
 
-def _prompt_calls(traced: Sequence[Span]) -> Check:
-    """For prompt tuning, calls that bypass the rollout's endpoint suffice: critics read the traced calls."""
-    if traced:
-        return ok(
-            "calls",
-            f"{_count(traced, 'model call')}, none through the rollout's endpoint; prompt tuning needs none",
-        )
-    return unchecked("calls", "the agent made no traced model call: critics would see only tasks and rewards")
+def _describe_call(span: Span) -> str:
+    """The model and the URL of a call that the tracer recorded."""
+    attributes = span.attributes
+    url = attributes.get("gen_ai.openai.api_base") or attributes.get("server.address") or "an unknown URL"
+    return f"{semconv.read_model(span) or 'an unknown model'} at {url}"
 
 
 def describe_failure(rollout: AttemptedRollout) -> str:

@@ -86,7 +86,17 @@ async def run_checks(request: Request) -> list[Check]:
         await proxy.flush()
         spans = list(await store.query_spans(rollout.rollout_id, rollout.attempt.attempt_id))
         adapter = TraceToTriplet(agent_match=request.agent_match)
-        rollout_checks = RolloutChecks(rollout, spans, adapter, request.endpoint is None, request.trains_weights)
+        update = await store.get_resources_by_id(rollout.resources_id or "")
+        rollout_checks = RolloutChecks(
+            rollout,
+            spans,
+            adapter,
+            request.endpoint is None,
+            request.trains_weights,
+            resources={} if update is None else update.resources,
+            server=f"{model} at {endpoint}",
+            has_own_task=request.task is not NO_TASK or request.agent == _DEMO,
+        )
         was_disabled, logger.disabled = logger.disabled, True  # the checks say what the log would repeat
         try:
             return checks + rollout_checks.checks()

@@ -24,6 +24,7 @@ class _Contestant:
     """The results of one algorithm."""
 
     spec: dict[str, Any]
+    label: str
     rewards: list[Sequence[Sequence[float]]] = dataclasses.field(default_factory=list)
     """Rewards on the test tasks after training, indexed by seed, task and repetition."""
     rollouts: list[int] = dataclasses.field(default_factory=list)
@@ -48,7 +49,8 @@ class _Contestant:
     multiple=True,
     required=True,
     metavar="YAML",
-    help="A name, or '{name: ..., setting: ...}'; may be repeated. The first is the baseline of the comparison.",
+    help="A name, or '{name: ..., setting: ...}'; may be repeated. Settings of CONFIG's algorithm of this name hold "
+    "unless given again. The first is the baseline of the comparison.",
 )
 @click.option("--seeds", default="0", show_default=True, help="Comma-separated; each algorithm runs once per seed.")
 @click.option("--repetitions", "-n", default=1, show_default=True, type=click.IntRange(min=1), help="Per test task.")
@@ -78,7 +80,8 @@ def command(
     from agentlightning_plugins.commands.configuration.run_directory import choose_directory
 
     document = read_with_overrides(config, overrides)
-    contestants = [_Contestant(_to_spec(text)) for text in algorithms]
+    specs = [_to_spec(text, document.values.get("algorithm")) for text in algorithms]
+    contestants = [_Contestant(spec, label) for spec, label in zip(specs, _labels(specs), strict=True)]
     tasks = None if test is None else load_dataset(test)
     try:
         chosen_seeds = [int(text) for text in seeds.split(",")]
@@ -94,12 +97,13 @@ def command(
         for seed in chosen_seeds:
             place = directory / f"{number}-{contestant.spec['name']}-{seed}"
             if not as_json:
-                click.echo(f"== {contestant.spec['name']}, seed {seed}: {place}", err=True)
+                click.echo(f"== {contestant.label}, seed {seed}: {place}", err=True)
             _run_one(document, contestant, seed, place, tasks, repetitions, budget, quiet=as_json)
     _show(contestants, as_json)
 
 
-def _to_spec(text: str) -> dict[str, Any]:
+def _to_spec(text: str, configured: Any) -> dict[str, Any]:
+    """Reads ``--algorithm``; the configuration's settings of the same algorithm hold unless they are given again."""
     import yaml
 
     try:
@@ -111,7 +115,20 @@ def _to_spec(text: str) -> dict[str, Any]:
         raise click.UsageError(
             f"--algorithm {text!r}: a name or a mapping with a name is needed, as in '{{name: apo}}'"
         )
-    return spec
+    own = configured if isinstance(configured, dict) and configured.get("name") == spec["name"] else {}
+    return {**own, **spec}
+
+
+def _labels(specs: Sequence[dict[str, Any]]) -> list[str]:
+    """The names of the algorithms; variants of one are told apart by the settings in which they differ, or numbered."""
+    labels: list[str] = []
+    for spec in specs:
+        same = [other for other in specs if other["name"] == spec["name"]]
+        differing = {key: value for key, value in spec.items() if any(other.get(key) != value for other in same)}
+        shown = ", ".join(f"{key}={value}" for key, value in differing.items())
+        label = f"{spec['name']} ({shown})" if shown else str(spec["name"])
+        labels.append(label if label not in labels else f"{label} #{len(labels) + 1}")
+    return labels
 
 
 def _load(document: Any, contestant: _Contestant, seed: int) -> tuple[Any, Any]:
@@ -138,7 +155,7 @@ def _run_one(
 ) -> None:
     from agentlightning_plugins.commands.configuration.assembly import fit, make_trainer
     from agentlightning_plugins.commands.evaluation.budget import Budgeted
-    from agentlightning_plugins.commands.evaluation.eval_command import evaluate
+    from agentlightning_plugins.commands.evaluation.eval_command import evaluate, failing_run
 
     checked, parts = _load(document, contestant, seed)
     test = tasks if tasks is not None else parts.val
@@ -151,7 +168,9 @@ def _run_one(
     started = time.monotonic()
     components = {**parts.components, "algorithm": limited, "trackers": [] if quiet else ["console"]}
     own = dataclasses.replace(parts, components=components)
-    fit(make_trainer(checked, own, place, resume=False), own)
+    trainer = make_trainer(checked, own, place, resume=False)
+    with failing_run():
+        fit(trainer, own)
     contestant.seconds.append(time.monotonic() - started)
     contestant.rollouts.append(limited.rollouts)
     if keeps_model:
@@ -171,7 +190,7 @@ def _show(contestants: list[_Contestant], as_json: bool) -> None:
         low, high = score.interval()
         rows.append(
             {
-                "algorithm": contestant.spec["name"],
+                "algorithm": contestant.label,
                 "reward": score.mean,
                 "low": low,
                 "high": high,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
-from agentlightning.errors import NotFoundError
+from agentlightning.errors import ConfigError, LightningError, NotFoundError, PluginError
 from agentlightning_plugins.commands.terminal import json_option, open_store, print_json
 
 
@@ -93,8 +95,21 @@ def evaluate(
     components |= {"algorithm": algorithm, "trackers": [] if quiet else [{"name": "console", "brief": True}]}
     resources = {**(parts.resources or {}), **(asyncio.run(_read_learned(learned)) if learned else {})}
     own = dataclasses.replace(parts, train=None, val=dataset, resources=resources or None, components=components)
-    fit(make_trainer(config, own, directory, resume=False), own)
+    trainer = make_trainer(config, own, directory, resume=False)
+    with failing_run():
+        fit(trainer, own)
     return algorithm.score
+
+
+@contextlib.contextmanager
+def failing_run() -> Iterator[None]:
+    """Makes the exit code 1 when a run fails, instead of 2, which means that a setting is wrong."""
+    try:
+        yield
+    except (ConfigError, PluginError):
+        raise
+    except LightningError as error:
+        raise click.ClickException(str(error)) from error
 
 
 async def _read_learned(where: str) -> dict[str, Any]:
