@@ -33,6 +33,7 @@ CORE_ORDER = """
 # Code that several plugins share, and who may import it. A plugin imports ``agentlightning`` and these, never the
 # inside of another plugin.
 LIBRARIES: dict[str, set[str]] = {
+    "agentlightning_algorithms.advantage": {"algorithms.grpo", "algorithms.verl"},
     "agentlightning_algorithms.live_resources": {"algorithms.apo", "algorithms.live"},
     "agentlightning_algorithms.policy_backend": {"algorithms.grpo", "algorithms.verl"},
     "agentlightning_algorithms.prompt_search": {"algorithms.apo", "algorithms.gepa"},

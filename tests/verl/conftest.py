@@ -190,6 +190,7 @@ def variants(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str,
             },
             "trainer.v1.trainer_mode": "colocate_async",
         },
+        "credit": {"data.train_batch_size": 4},
         "lora": {
             "actor_rollout_ref.model.lora_rank": 4,
             "algorithm.use_kl_in_reward": True,
@@ -209,6 +210,7 @@ def variants(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str,
             nothing + tools if name == "lora" else tools,
             {**one_step, **config},
             settings={"rollout_timeout_s": PATIENCE_S, **({"rows": "transition"} if name == "rloo" else {})},
+            adapter={"name": "triplet", "credit": "discounted"} if name == "credit" else None,
         )
         for name, config in configs.items()
     ]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import agentlightning as agl
+from agentlightning_algorithms.advantage import Scored, compute_advantages
 from agentlightning_algorithms.verl.rollout.batch_row import (
     BatchRow,
     BuiltRows,
@@ -105,3 +107,43 @@ def test_rewards_of_calls_are_kept_beside_their_rows() -> None:
     assert [output.extra_fields["rewards"] for output in outputs] == [[0.5], [None]]
     assert [output.reward_score for output in outputs] == [1.0, 1.0]  # verl trains on the rollout's reward
     assert {(o.extra_fields["min_global_steps"], o.extra_fields["max_global_steps"]) for o in outputs} == {(0, 1)}
+
+
+@pytest.mark.filterwarnings("ignore")  # of verl's imports
+def test_the_advantages_of_calls_with_credit_are_those_of_grpo() -> None:
+    from agentlightning_algorithms.verl.training.advantage import call_advantages
+
+    def credited(turn: int, value: float) -> agl.Triplet:
+        bare = CHAIN[turn]
+        return bare.model_copy(
+            update={"reward": value, "metadata": {**bare.metadata, "credit": "nearest", "turn": f"/{turn}"}}
+        )
+
+    values = [(0.0, 1.0), (0.0, 0.0), (0.5, 0.0)]
+    rows = [
+        build_rows(
+            [credited(turn, value) for turn, value in enumerate(own)],
+            kind="trajectory",
+            max_prompt=9,
+            max_response=9,
+            reward=1.0,
+        ).rows[0]
+        for own in values
+    ]
+    mask = torch.tensor([row.response_mask for row in rows] + [[0, 0, 0, 0]])
+    keys = ["g_0_0", "g_1_0", "g_2_0", "g_3_0"]
+    found = call_advantages([*(row.credit for row in rows), []], [1.0] * 4, ["g"] * 4, keys, mask, "grpo")
+    items = [Scored(value, "g", rollout, turn) for rollout, own in enumerate(values) for turn, value in enumerate(own)]
+    expected = compute_advantages(items)
+    assert found[:3, 0].tolist() == found[:3, 1].tolist() == pytest.approx(expected[::2])
+    assert found[:3, 3].tolist() == pytest.approx(expected[1::2])
+    assert found[:, 2].tolist() == [0.0] * 4, "the tokens between the calls were given"
+    assert found[3].tolist() == [0.0] * 4
+
+
+def test_the_calls_of_a_failed_rollout_get_its_reward() -> None:
+    calls = [call.model_copy(update={"metadata": {**call.metadata, "credit": "x", "turn": None}}) for call in CHAIN]
+    (row,) = build_rows(calls, kind="trajectory", max_prompt=9, max_response=9, failed_reward=-1.0).rows
+    assert [tuple(credit) for credit in row.credit] == [(0, 2, -1.0, None), (3, 4, -1.0, None)]
+    (row,) = build_rows(CHAIN, kind="trajectory", max_prompt=9, max_response=9, reward=1.0).rows
+    assert row.credit == []

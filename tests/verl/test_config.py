@@ -160,3 +160,19 @@ def test_verl_finds_the_dataset_of_the_tasks(tmp_path: Path) -> None:
     data = algorithm._complete(["a", "b"], None, tmp_path).data
     module = importlib.import_module(data.custom_cls.path.removeprefix("pkg://"))
     assert len(getattr(module, data.custom_cls.name)(data.train_files)) == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        ({"algorithm.adv_estimator": "gae"}, "adv_estimator = 'gae' does not compare single calls"),
+        ({"algorithm.use_kl_in_reward": True}, "use_kl_in_reward changes the rewards of whole rollouts"),
+    ],
+)
+async def test_a_credit_rule_is_refused_with_settings_for_whole_rollouts(
+    config: dict[str, Any], complaint: str
+) -> None:
+    algorithm = agl.VERL({**CPU_DEFAULTS, **config})
+    algorithm.context = agl.RunContext(adapter=agl.TraceToTriplet(credit="nearest"), seed=7)
+    with pytest.raises(agl.ConfigError, match=re.escape(complaint)):
+        await algorithm.run(["task"])

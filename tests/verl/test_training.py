@@ -11,7 +11,9 @@ import pytest
 import torch
 from verl_agent import TIMEOUT_S
 
+import agentlightning as agl
 from agentlightning import semconv
+from agentlightning_algorithms.advantage import Scored, compute_advantages, read_credit
 
 if TYPE_CHECKING:
     from conftest import Training
@@ -227,7 +229,7 @@ def test_metrics_describe_the_rollouts(trained: Training) -> None:
         assert trained.metrics[step]["drift"] == 0.0
 
 
-@pytest.mark.soak  # four more runs of verl
+@pytest.mark.soak  # five more runs of verl
 @pytest.mark.parametrize("name", ["ppo", "rloo", "reinforce"])
 def test_other_estimators_take_a_real_step(variants: dict[str, Training], name: str) -> None:
     training = variants[name]
@@ -239,24 +241,24 @@ def test_other_estimators_take_a_real_step(variants: dict[str, Training], name: 
     assert any(first_advantage(row) for row in rows_of(training, 1))
 
 
-@pytest.mark.soak  # four more runs of verl
+@pytest.mark.soak  # five more runs of verl
 def test_ppo_trains_its_critic_too(variants: dict[str, Training]) -> None:
     metrics = variants["ppo"].metrics[1]
     assert metrics["critic/grad_norm"] > 0
     assert math.isfinite(metrics["critic/vf_loss"])
 
 
-@pytest.mark.soak  # four more runs of verl
+@pytest.mark.soak  # five more runs of verl
 def test_rejections_reach_the_loss_in_bypass_mode(variants: dict[str, Training]) -> None:
     assert "actor/rollout_corr/rollout_rs_masked_fraction" in variants["reinforce"].metrics[1]
 
 
-@pytest.mark.soak  # four more runs of verl
+@pytest.mark.soak  # five more runs of verl
 def test_a_reference_model_adds_a_kl_loss(variants: dict[str, Training]) -> None:
     assert "actor/kl_loss" in variants["rloo"].metrics[1]
 
 
-@pytest.mark.soak  # four more runs of verl
+@pytest.mark.soak  # five more runs of verl
 def test_rloo_compares_rollouts_and_not_their_rows(variants: dict[str, Training]) -> None:
     groups = by_group(rows_of(variants["rloo"], 1))
     assert any(len(session) > 1 for sessions in groups.values() for session in sessions.values())
@@ -268,13 +270,34 @@ def test_rloo_compares_rollouts_and_not_their_rows(variants: dict[str, Training]
                 assert first_advantage(row) == pytest.approx(rewards[name] - sum(others) / len(others), abs=1e-6)
 
 
-@pytest.mark.soak  # four more runs of verl
+@pytest.mark.soak  # five more runs of verl
+def test_a_credit_rule_gives_the_calls_of_joined_rows_the_advantages_of_grpo(variants: dict[str, Training]) -> None:
+    training = variants["credit"]
+    adapter = agl.TraceToTriplet(credit="discounted")
+    calls = [
+        (*read_credit(triplet, 1.0, 0.0), rollout, triplet)
+        for rollout in training.rollouts
+        for triplet in adapter.adapt(training.spans[rollout.rollout_id])
+    ]
+    items = [Scored(value, rollout.metadata["group"], rollout.rollout_id, turn) for value, turn, rollout, _ in calls]
+    advantages = compute_advantages(items)
+    expected: list[float] = []
+    for advantage, (*_, triplet) in zip(advantages, calls, strict=True):
+        expected += [advantage] * len(triplet.response["token_ids"])
+    rows = rows_of(training, 1)
+    found = [a for row in rows for a, m in zip(row["advantages"], row["response_mask"], strict=True) if m]
+    assert sorted(found) == pytest.approx(sorted(expected), abs=1e-5)
+    per_row = [{round(a, 6) for a, m in zip(row["advantages"], row["response_mask"], strict=True) if m} for row in rows]
+    assert any(len(values) > 1 for values in per_row), "the calls of one row have different advantages"
+
+
+@pytest.mark.soak  # five more runs of verl
 def test_transitions_give_a_row_for_every_call(variants: dict[str, Training]) -> None:
     metrics = variants["rloo"].metrics[1]
     assert metrics["rows"] == metrics["calls"] == 3 * (3 + 1)
 
 
-@pytest.mark.soak  # four more runs of verl
+@pytest.mark.soak  # five more runs of verl
 def test_a_batch_with_nothing_to_train_on_is_skipped_and_the_next_is_trained_on(variants: dict[str, Training]) -> None:
     metrics = variants["lora"].metrics
     assert [metrics[step]["skipped"] for step in STEPS] == [1, 0, 0]
@@ -282,14 +305,14 @@ def test_a_batch_with_nothing_to_train_on_is_skipped_and_the_next_is_trained_on(
     assert [metrics[step]["optimizer_steps"] for step in STEPS] == [0, 2, 2]
 
 
-@pytest.mark.soak  # four more runs of verl
+@pytest.mark.soak  # five more runs of verl
 def test_adapters_are_merged_into_the_samplers_weights_without_rounding(variants: dict[str, Training]) -> None:
     metrics = variants["lora"].metrics
     assert all(metrics[step]["actor/grad_norm"] > 0 for step in (2, 3))
     assert all(metrics[step]["training/rollout_probs_diff_max"] < 1e-5 for step in (2, 3))
 
 
-@pytest.mark.soak  # four more runs of verl
+@pytest.mark.soak  # five more runs of verl
 def test_the_kl_to_the_model_without_its_adapter_is_subtracted_from_the_reward(variants: dict[str, Training]) -> None:
     metrics = variants["lora"].metrics
     assert metrics[2]["actor/reward_kl_penalty"] == pytest.approx(0.0, abs=1e-6)

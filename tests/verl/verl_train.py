@@ -57,6 +57,7 @@ def run(job: dict[str, Any]) -> None:
     trainer = agl.Trainer(
         algorithm=agl.VERL({"trainer.device": "cpu", **job["config"]}, **job.get("settings", {})),
         store=agl.create_store(f"sqlite:///{directory}.db"),
+        adapter=job.get("adapter"),
         run_dir=directory,
         resume=job.get("resume", False),
         trackers="console",

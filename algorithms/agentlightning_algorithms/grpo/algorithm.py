@@ -125,8 +125,8 @@ class GRPO(GRPOSettings, Algorithm):
         if dataset is None or not len(dataset):
             return {}
         metrics = await session.evaluate(dataset, mode)
-        reward = metrics[f"{mode}_reward"]
-        if mode == "val" and (session.best_reward is None or reward > session.best_reward):
+        reward = metrics.get(f"{mode}_reward")  # missing if every rollout failed and failed_reward is None
+        if mode == "val" and reward is not None and (session.best_reward is None or reward > session.best_reward):
             session.best_reward = reward
             if self.context.directory is not None:
                 await asyncio.to_thread(_save_best, session, self.context.directory)

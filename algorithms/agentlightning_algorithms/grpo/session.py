@@ -23,9 +23,13 @@ from agentlightning.errors import ConfigError
 from agentlightning.plugin.registry import get_manager
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import Dataset, EnqueueRolloutRequest, RolloutConfig, RolloutMode, Triplet
-from agentlightning_algorithms.grpo.learning.advantage import zero_spread_groups
 from agentlightning_algorithms.grpo.learning.episode import Episode, describe_episodes, gather_episodes
-from agentlightning_algorithms.grpo.learning.experience import build_experience, training_spans
+from agentlightning_algorithms.grpo.learning.experience import (
+    build_experience,
+    find_flat_groups,
+    score_episodes,
+    training_spans,
+)
 from agentlightning_algorithms.grpo.learning.monitor import TrainingMonitor
 from agentlightning_algorithms.grpo.learning.updater import Updater
 from agentlightning_algorithms.grpo.model.policy import load_policy
@@ -39,6 +43,8 @@ logger = logging.getLogger("agentlightning")
 MODEL_NAME = "policy"
 """Name under which agents call the trained model."""
 _BACKEND_CHECK_S = 2.0
+_EVALUATED = ("reward", "success_rate", "failure_rate")
+"""Metrics of evaluations, beside the rewards by source."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +141,8 @@ class Session:
             ]
             found = await self._roll_out(requests, "train", resources_id)
             episodes += found
-            rewards_R, groups_R = [episode.reward or 0.0 for episode in found], [episode.group for episode in found]
-            useful += len(set(groups_R)) - len(zero_spread_groups(rewards_R, groups_R))
+            scored_R = score_episodes(found, settings.failed_reward)
+            useful += len({episode.group for episode, _ in scored_R}) - len(find_flat_groups(scored_R))
         metrics = await self._sampler_metrics()
         if settings.refill_rounds:
             metrics["refills"] = float(rounds)
@@ -166,7 +172,7 @@ class Session:
         tokens = sum(len(triplet.response.get("token_ids") or ()) for e in batch.episodes for triplet in e.triplets)
         train_s = metrics.pop("seconds")
         return {
-            **describe_episodes(batch.episodes, success_threshold=self.settings.success_threshold),
+            **self._describe(batch.episodes),
             **batch.metrics,
             **experience.metrics,
             **metrics,
@@ -192,9 +198,13 @@ class Session:
             for index in range(len(dataset))
         ]
         episodes = await self._roll_out(requests, mode, self.eval_resources)
-        found = describe_episodes(episodes, success_threshold=self.settings.success_threshold)
-        kept = {name: found[name] for name in found if name in ("reward", "success") or name.startswith("reward/")}
+        found = self._describe(episodes)
+        kept = {name: found[name] for name in found if name in _EVALUATED or name.startswith("reward/")}
         return {**{f"{mode}_{name}": value for name, value in kept.items()}, f"{mode}_s": time.monotonic() - started}
+
+    def _describe(self, episodes: Sequence[Episode]) -> dict[str, float]:
+        threshold, failed_reward = self.settings.success_threshold, self.settings.failed_reward
+        return describe_episodes(episodes, success_threshold=threshold, failed_reward=failed_reward)
 
     async def report(self, metrics: Mapping[str, float]) -> None:
         """Records the metrics of a step and logs the warnings that they give rise to."""

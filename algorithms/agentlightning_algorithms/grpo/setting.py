@@ -12,8 +12,8 @@ from pydantic import ConfigDict
 
 from agentlightning.errors import ConfigError, suggest
 from agentlightning.plugin.settings import require_least
+from agentlightning_algorithms.advantage import STD_FLOOR, Estimator
 
-Estimator = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "opo"]
 Aggregation = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "rollout-mean"
 ]
@@ -170,7 +170,8 @@ class ExperienceSettings:
     Attributes:
         rows: ``transitions``: one row per model call. ``trajectories``: consecutive calls, each of which extends the
             tokens of the one before, share a row and its forward pass.
-        estimator: formula of the advantages; see :mod:`~agentlightning_algorithms.grpo.learning.advantage`.
+        estimator: formula of the advantages; see :func:`~agentlightning_algorithms.advantage.compute_advantages`.
+        std_floor: the least standard deviation that advantages are divided by, in units of the reward.
         failed_reward: reward of a rollout that failed or reported none; None excludes it, also from its group's mean.
         keep_flat_groups: also train on groups whose rollouts all have the same reward.
         drop_cut_off: do not train on answers that ended at ``max_tokens`` (overlong filtering, DAPO,
@@ -179,6 +180,7 @@ class ExperienceSettings:
 
     rows: Literal["transitions", "trajectories"] = "transitions"
     estimator: Estimator = "grpo"
+    std_floor: float = STD_FLOOR
     failed_reward: float | None = 0.0
     keep_flat_groups: bool = False
     drop_cut_off: bool = False

@@ -90,6 +90,9 @@ class VERL(RolloutSettings, Algorithm):
     async def run(self, train_dataset: Dataset[Any] | None = None, val_dataset: Dataset[Any] | None = None) -> None:
         """Trains for ``trainer.total_training_steps``, or ``trainer.total_epochs``."""
         check_release()
+        assert self.composed is not None
+        adapter = cast(TraceAdapter[Sequence[Triplet]], self.get_adapter())
+        _check_credit(adapter, self.composed)
         async with contextlib.AsyncExitStack() as stack:
             if self._is_resumed:
                 await cancel_open(self.get_store())  # first, because runners start at the same time
@@ -97,7 +100,6 @@ class VERL(RolloutSettings, Algorithm):
             if directory is None:
                 directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agl-verl-")))
             config = self._complete(train_dataset, val_dataset, directory.absolute())
-            adapter = cast(TraceAdapter[Sequence[Triplet]], self.get_adapter())
             await asyncio.to_thread(check_run, config)
             gateway = self.get_llm_proxy()
             if gateway is None:
@@ -163,3 +165,22 @@ def _stop_ray() -> None:
     import ray
 
     ray.shutdown()
+
+
+def _check_credit(adapter: object, config: DictConfig) -> None:
+    """Refuses a credit rule with settings that give whole rollouts an advantage."""
+    from agentlightning_algorithms.verl.rollout.batch_row import CREDIT_ESTIMATORS
+
+    estimator = config.algorithm.adv_estimator
+    if getattr(adapter, "credit", None) is None:
+        return
+    if estimator not in CREDIT_ESTIMATORS:
+        raise ConfigError(
+            f"verl's algorithm.adv_estimator = {estimator!r} does not compare single calls, which the adapter's credit "
+            f"rule needs; use one of: {', '.join(CREDIT_ESTIMATORS)}, or leave credit out"
+        )
+    if config.algorithm.use_kl_in_reward:
+        raise ConfigError(
+            "verl's algorithm.use_kl_in_reward changes the rewards of whole rollouts, and the adapter's credit rule "
+            "those of calls; use actor_rollout_ref.actor.use_kl_loss, or leave credit out"
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -38,6 +39,20 @@ class CreditRule(ABC):
             final_reward: the last reward of the attempt (``find_final_reward``); None when there is none.
         """
 
+    def compared_turns(self, steps: Sequence[Step]) -> Sequence[int | str | None]:
+        """Returns what each call is compared with: the calls for which other rollouts of the task return the same.
+
+        None: all calls of the task's rollouts that have None, each rollout counting once. By default a call is compared
+        with the calls of the same turn, and turns are counted for each agent by itself.
+        """
+        counts: Counter[str | None] = Counter()
+        turns = []
+        for step in steps:
+            agent = step.triplets[0].metadata.get("agent_name")
+            turns.append(f"{agent or ''}/{counts[agent]}")
+            counts[agent] += 1
+        return turns
+
     def apply(
         self,
         nodes: Sequence[Node],
@@ -46,25 +61,28 @@ class CreditRule(ABC):
         rewards: Mapping[Call, float],
         final_reward: float | None,
     ) -> list[list[Triplet]]:
-        """Sets ``Triplet.reward`` to the assigned rewards, and ``metadata["credit"]`` to the rule's name.
+        """Sets ``Triplet.reward`` to the assigned rewards, and the metadata ``credit`` (the rule's name) and ``turn``.
 
         Raises:
-            AdapterError: the number of rewards differs from the number of calls.
+            AdapterError: the number of rewards or turns differs from the number of calls.
         """
         steps = [
             Step(own, rewards.get(call), spans)
             for call, own, spans in zip(calls, triplets, _find_spans_after(nodes, calls), strict=True)
         ]
-        values = self.assign(steps, final_reward)
+        values, turns = self.assign(steps, final_reward), self.compared_turns(steps)
         name = _find_name(self)
-        if len(values) != len(steps):
-            raise AdapterError(f"the credit rule {name!r} gave {len(values)} values for {len(steps)} model calls")
+        for what, given in (("values", values), ("turns", turns)):
+            if len(given) != len(steps):
+                raise AdapterError(f"the credit rule {name!r} gave {len(given)} {what} for {len(steps)} model calls")
         return [
             [
-                triplet.model_copy(update={"reward": value, "metadata": {**triplet.metadata, "credit": name}})
+                triplet.model_copy(
+                    update={"reward": value, "metadata": {**triplet.metadata, "credit": name, "turn": turn}}
+                )
                 for triplet in own
             ]
-            for own, value in zip(triplets, values, strict=True)
+            for own, value, turn in zip(triplets, values, turns, strict=True)
         ]
 
 

@@ -46,12 +46,21 @@ def unreliable_agent(task: dict[str, Any], llm: agl.LLM) -> Any:
 def test_training_continues_when_rollouts_fail(tmp_path: Path) -> None:
     store = agl.create_store("memory://")
     trainer = agl.Trainer(
-        algorithm={**SETTINGS, "rollout_timeout_s": 2.0}, store=store, trackers=["jsonl"], run_dir=tmp_path
+        algorithm={**SETTINGS, "rollout_timeout_s": 2.0, "failed_reward": -0.5, "target_reward": -0.1},
+        store=store,
+        trackers=["jsonl"],
+        run_dir=tmp_path,
     )
     tasks = [{**problem, "index": index} for index, problem in enumerate(make_problems("train", N_TASKS))]
-    assert trainer.fit(unreliable_agent, tasks).status == "succeeded"
+    assert trainer.fit(unreliable_agent, tasks, [tasks[0]]).status == "succeeded"
     errors: dict[str, float] = {}
-    for step in asyncio.run(store.query_metrics()).items:
+    metrics = asyncio.run(store.query_metrics()).items
+    assert [step.step for step in metrics] == [0, 1, 2], "failures do not reach the target"
+    evaluated = [step.values for step in metrics if "val_reward" in step.values]
+    assert [(values["val_reward"], values["val_failure_rate"]) for values in evaluated] == [(-0.5, 1.0)] * 2
+    for step in metrics:
+        if "failure_rate" in step.values:
+            assert step.values["reward"] <= 1.0 - 1.5 * step.values["failure_rate"]
         assert step.values.get("logprob_gap_max", 0.0) <= 1e-4
         for name, value in step.values.items():
             if name.startswith("errors/"):
@@ -175,7 +184,7 @@ def test_lora_on_merged_rows_one_step_off_trains_and_exports(tmp_path: Path) -> 
             assert 0 < values["importance_weight"] <= values["importance_weight_max"] <= 2.0
             # A turn that goes on from the one before is not a row of its own.
             assert values["rows"] < values["calls"] or values["rows"] == 0
-            assert {"reward", "success", "reward_penalty", "advantage_std", "entropy", "clip_fraction", "ratio",
+            assert {"reward", "success_rate", "reward_penalty", "advantage_std", "entropy", "clip_fraction", "ratio",
                     "response_length", "calls_per_rollout", "queue_wait_s", "sample_s", "train_s", "publish_s",
                     "tokens_per_s", "train_tokens_per_s", "memory_gb", "drift/retokenisation", "refills",
                     "wait_s", "group_reward_std", "groups_without_spread", "warnings"} <= values.keys()  # fmt: skip

@@ -55,30 +55,6 @@ def test_every_call_of_a_rollout_gets_the_advantage_of_its_rollout() -> None:
     assert [row.advantage for row in experience.rows] == pytest.approx([expected, expected, -expected, -expected])
 
 
-def credited(group: str, credits_R: Sequence[Sequence[float]], final: float = 1.0) -> list[Episode]:
-    return [
-        Episode(
-            rollout(group, i),
-            final,
-            [triplet().model_copy(update={"reward": value, "metadata": {"credit": "discounted"}}) for value in worth],
-        )
-        for i, worth in enumerate(credits_R)
-    ]
-
-
-def test_with_a_credit_rule_every_call_is_compared_with_the_rollouts_of_its_group() -> None:
-    experience = build(credited("a", [[0.5, 1.5], [0.0, 0.0]]))
-    mean, factor = 0.5, 1 / (math.sqrt(0.5) + 1e-6)  # of 1.0 and 0.0, what the rollouts' calls are worth on average
-    expected = [(value - mean) * factor for value in (0.5, 1.5, 0.0, 0.0)]
-    assert [row.advantage for row in experience.rows] == pytest.approx(expected)
-
-
-def test_identical_credit_changes_nothing() -> None:
-    plain = build(episodes("a", [1.0, 0.0]))
-    batch = [*credited("a", [[1.0, 1.0]]), *credited("a", [[0.0, 0.0]], final=0.0)]
-    assert [row.advantage for row in build(batch).rows] == pytest.approx([row.advantage for row in plain.rows])
-
-
 def test_a_reward_that_was_emitted_after_a_call_is_not_credit() -> None:
     batch = episodes("a", [1.0, 0.0])
     batch[0] = Episode(batch[0].rollout, 1.0, [triplet(), triplet().model_copy(update={"reward": 9.0})])
@@ -110,7 +86,17 @@ def test_a_failed_rollout_counts_as_zero_or_is_left_out_by_setting() -> None:
     assert (left_out.metrics["rollouts_left_out"], left_out.metrics["rollouts_filled"]) == (1, 0)
     described = describe_episodes(batch)
     assert (described["errors/KeyError"], described["rollouts_without_reward"]) == (1, 1)
-    assert described["reward"] == described["success"] == pytest.approx(2 / 3)
+    assert described["reward"] == described["success_rate"] == pytest.approx(2 / 3)
+
+
+def test_metrics_count_a_failed_rollout_as_its_failed_reward() -> None:
+    batch = episodes("a", [1.0, None])
+    described = describe_episodes(batch, failed_reward=-1.0)
+    assert (described["reward"], described["success_rate"], described["failure_rate"]) == (0.0, 0.5, 0.5)
+    assert describe_episodes(batch, failed_reward=2.0)["success_rate"] == 0.5, "a failure is never a success"
+    left_out = describe_episodes(batch, failed_reward=None)
+    assert (left_out["reward"], left_out["success_rate"], left_out["failure_rate"]) == (1.0, 0.5, 0.5)
+    assert "reward" not in describe_episodes(batch[1:], failed_reward=None)
 
 
 def test_calls_without_tokens_and_calls_too_long_are_left_out_after_the_advantages() -> None:
@@ -171,8 +157,8 @@ def test_in_a_merged_row_every_call_keeps_its_own_credit() -> None:
             rollout("a", i),
             1.0,
             [
-                call.model_copy(update={"reward": value, "metadata": {**call.metadata, "credit": "discounted"}})
-                for call, value in zip(conversation(2), values, strict=True)
+                call.model_copy(update={"reward": value, "metadata": {**call.metadata, "credit": "any", "turn": turn}})
+                for turn, (call, value) in enumerate(zip(conversation(2), values, strict=True))
             ],
         )
         for i, values in enumerate(worth)
@@ -239,7 +225,7 @@ def test_rewards_are_reported_by_source_of_the_task() -> None:
     ]
     described = describe_episodes(batch, success_threshold=0.5)
     assert (described["reward/gsm8k"], described["reward/math"]) == (0.5, 0.5)
-    assert described["success"] == pytest.approx(2 / 3)
+    assert described["success_rate"] == pytest.approx(2 / 3)
     assert (described["calls_per_rollout"], described["response_length"]) == (2, 2)
 
 

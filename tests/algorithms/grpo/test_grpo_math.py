@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from agentlightning_algorithms.grpo.learning.advantage import group_baselines, zero_spread_groups
+from agentlightning_algorithms.advantage import Estimator, Scored, compute_advantages, flat_groups
 from agentlightning_algorithms.grpo.learning.correction import importance_weights, trusted_tokens
 from agentlightning_algorithms.grpo.learning.loss import (
     aggregate,
@@ -23,7 +23,6 @@ from agentlightning_algorithms.grpo.learning.loss import (
 )
 from agentlightning_algorithms.grpo.setting import (
     Aggregation,
-    Estimator,
     KlEstimator,
     MaskLevel,
     Objective,
@@ -47,11 +46,16 @@ def assert_equal(ours: Tensor, golden: object) -> None:
 # Advantages
 
 
+def scored(rewards: list[float], groups: list[str], tokens_R: list[int] | None = None) -> list[Scored]:
+    tokens_R = tokens_R or [1] * len(rewards)
+    rows = zip(rewards, groups, tokens_R, strict=True)
+    return [Scored(reward, group, rollout, tokens=n) for rollout, (reward, group, n) in enumerate(rows)]
+
+
 def group_advantages(
     rewards: list[float], groups: list[str], estimator: Estimator = "grpo", *, tokens_R: list[int] | None = None
 ) -> list[float]:
-    baselines = group_baselines(rewards, groups, estimator, tokens_R=tokens_R)
-    return [baseline.advantage(reward) for reward, baseline in zip(rewards, baselines, strict=True)]
+    return compute_advantages(scored(rewards, groups, tokens_R), estimator, std_floor=0.0)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +106,8 @@ def test_advantages_of_a_group_add_up_to_zero(rewards: list[float], estimator: E
 
 def test_groups_without_spread_are_found() -> None:
     rewards = [0.1, 0.1, 0.1 + 1e-12, 1, 0, 0.7]
-    assert zero_spread_groups(rewards, ["flat", "flat", "flat", "spread", "spread", "single"]) == {"flat", "single"}
+    groups = ["flat", "flat", "flat", "spread", "spread", "single"]
+    assert flat_groups(scored(rewards, groups)) == {"flat", "single"}
     assert group_advantages([0.1, 0.1, 0.1], ["flat"] * 3) == pytest.approx([0, 0, 0], abs=1e-9)
 
 

@@ -5,7 +5,7 @@ import pytest
 from agentlightning_algorithms.grpo.learning.monitor import TrainingMonitor
 
 HEALTHY = {
-    "entropy": 1.0, "response_length": 50.0, "reward": 0.3, "success": 0.3, "groups_without_spread": 0.2,
+    "entropy": 1.0, "response_length": 50.0, "reward": 0.3, "success_rate": 0.3, "groups_without_spread": 0.2,
     "responses_cut_off": 0.0, "approx_kl": 0.01, "clip_fraction": 0.1, "logprob_gap_max": 1e-4, "optimizer_steps": 4.0,
 }  # fmt: skip
 
@@ -40,7 +40,7 @@ def test_a_warning_is_returned_once_when_it_begins_to_hold(step: dict[str, float
     "step",
     [
         {},
-        {"entropy": 0.05, "success": 0.95, "reward": 0.95},  # has learned
+        {"entropy": 0.05, "success_rate": 0.95, "reward": 0.95},  # has learned
         {"response_length": 120.0, "reward": 0.6},  # earns more
         {"logprob_gap_max": 2.0, "staleness": 1.0},  # older weights sampled
     ],

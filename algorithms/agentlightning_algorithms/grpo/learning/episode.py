@@ -42,6 +42,10 @@ class Episode:
         """Key shared by the rollouts of the same task in the same step."""
         return str((self.rollout.metadata or {}).get("group", self.rollout.rollout_id))
 
+    def reward_or(self, failed_reward: float | None) -> float | None:
+        """Returns its reward, or ``failed_reward`` if it has none."""
+        return failed_reward if self.reward is None else self.reward
+
     @property
     def source(self) -> str | None:
         """The value of the task's key ``source``, if it has one."""
@@ -109,9 +113,16 @@ def read_episode(rollout: Rollout, spans: Sequence[Span], adapter: TraceAdapter[
     return Episode(rollout, reward, triplets, error)
 
 
-def describe_episodes(episodes: Sequence[Episode], *, success_threshold: float = 1.0) -> dict[str, float]:
-    """Returns rewards, turns, lengths and queueing times of a batch; a rollout without a reward counts as 0."""
-    rewards_R = [episode.reward or 0.0 for episode in episodes]
+def describe_episodes(
+    episodes: Sequence[Episode], *, success_threshold: float = 1.0, failed_reward: float | None = 0.0
+) -> dict[str, float]:
+    """Returns rewards, turns, lengths and queueing times of a batch.
+
+    A rollout without a reward counts as ``failed_reward``, or not at all where that is None; if none is left, there is
+    no metric of rewards. It is never a success.
+    """
+    counted = [(episode, r) for episode in episodes if (r := episode.reward_or(failed_reward)) is not None]
+    rewards_R = [reward for _, reward in counted]
     errors = Counter(episode.error for episode in episodes if episode.error)
     turns = [len(episode.triplets) for episode in episodes]
     waits = [wait for episode in episodes if (wait := episode.queue_wait_s) is not None]
@@ -119,13 +130,13 @@ def describe_episodes(episodes: Sequence[Episode], *, success_threshold: float =
     lengths = [len(ids) for triplet in calls if (ids := triplet.response.get("token_ids"))]
     cut_off = sum(triplet.metadata.get("finish_reason") == "length" for triplet in calls)
     sources: dict[str, list[float]] = {}
-    for episode, reward in zip(episodes, rewards_R, strict=True):
+    for episode, reward in counted:
         if episode.source is not None:
             sources.setdefault(episode.source, []).append(reward)
     return {
-        "reward": _mean(rewards_R),
-        "reward_std": statistics.pstdev(rewards_R) if rewards_R else 0.0,
-        "success": _mean([float(reward >= success_threshold) for reward in rewards_R]),
+        **({"reward": _mean(rewards_R), "reward_std": statistics.pstdev(rewards_R)} if rewards_R else {}),
+        "success_rate": _mean([float(e.reward is not None and e.reward >= success_threshold) for e in episodes]),
+        "failure_rate": _mean([float(episode.reward is None) for episode in episodes]),
         "rollouts": float(len(episodes)),
         "rollouts_without_reward": float(sum(episode.reward is None for episode in episodes)),
         "calls_per_rollout": _mean(turns),

@@ -10,13 +10,13 @@ import itertools
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentlightning import semconv
 from agentlightning.types import AttemptedRollout, Span, Triplet
-from agentlightning_algorithms.grpo.learning.advantage import group_baselines, group_members, zero_spread_groups
+from agentlightning_algorithms.advantage import Scored, compute_advantages, flat_groups, read_credit
 from agentlightning_algorithms.grpo.learning.episode import Episode
 from agentlightning_algorithms.grpo.setting import ExperienceSettings
 from agentlightning_algorithms.grpo.training_row import TrainingRow
@@ -65,11 +65,11 @@ def build_experience(
     penalty: Penalty | None = None,
     oldest_version: int = 0,
 ) -> Experience:
-    """Gives every model call of a batch the advantage of its rollout within the rollout's group.
+    """Gives every model call of a batch its advantage.
 
-    Where the adapter has a credit rule, each call has a reward of its own (``Triplet.reward``). A rollout then counts
-    with the mean of its calls' rewards, and each call gets its own advantage by the baseline of its rollout's group.
-    Calls that are left out (too long, cut off) still count in their group: they are dropped after the advantages.
+    It is that of its rollout or, where the adapter has a credit rule, its own; see
+    :mod:`~agentlightning_algorithms.advantage`. Calls that are too long or cut off are still compared: they are dropped
+    after the advantages.
 
     Args:
         episodes: finished rollouts.
@@ -79,41 +79,30 @@ def build_experience(
         penalty: computes, for every response token of rows, what to subtract from the reward of its rollout.
         oldest_version: calls sampled by older weights are left out.
     """
-    scored_R = [
-        (episode, reward)
-        for episode in episodes
-        if episode.error not in _UNUSABLE and (reward := _rollout_reward(episode, settings.failed_reward)) is not None
-    ]
-    rewards_R = [float(reward) for _, reward in scored_R]
-    groups_R = [episode.group for episode, _ in scored_R]
-    flat = zero_spread_groups(rewards_R, groups_R)
+    scored_R = score_episodes(episodes, settings.failed_reward)
     counts: Counter[str] = Counter()
     drafts = [
         draft
         for index, (episode, _) in enumerate(scored_R)
         for draft in _draft_rows(index, episode, settings, decode, counts)
     ]
-    tokens_R = [0] * len(scored_R)
-    for draft in drafts:
-        tokens_R[draft.index] += draft.row.n_sampled
-    if not settings.keep_flat_groups:
-        drafts = [draft for draft in drafts if groups_R[draft.index] not in flat]
-    penalties_R = [0.0] * len(scored_R)
+    flat = find_flat_groups(scored_R)
+    kept_groups = {episode.group for episode, _ in scored_R} - (set() if settings.keep_flat_groups else flat)
+    drafts = [draft for draft in drafts if scored_R[draft.index][0].group in kept_groups]
     if penalty is not None:
-        penalties_R = _find_penalties(drafts, [episode for episode, _ in scored_R], max_length, penalty)
-    penalised_R = [reward - taken for reward, taken in zip(rewards_R, penalties_R, strict=True)]
-    baselines_R = group_baselines(penalised_R, groups_R, settings.estimator, tokens_R=tokens_R)
+        _find_penalties(drafts, max_length, penalty)
+    advantages = _find_advantages(scored_R, drafts, settings)
     experience = Experience()
     for draft in drafts:
-        baseline = baselines_R[draft.index]
-        advantages = [baseline.advantage(_turn_reward(turn, draft, penalised_R)) for turn in draft.turns]
-        kept = _keep_calls(draft, advantages, settings, max_length, oldest_version, counts)
+        own = [advantages[id(turn.triplet)] for turn in draft.turns]
+        kept = _keep_calls(draft, own, settings, max_length, oldest_version, counts)
         if kept:
             experience.rows.append(_finish_row(draft, kept))
             experience.sources.append((scored_R[draft.index][0], tuple(turn.triplet for turn, _ in kept)))
-    spreads = [
-        statistics.pstdev([rewards_R[i] for i in members]) for members in group_members(rewards_R, groups_R).values()
-    ]
+    rewards: dict[str, list[float]] = {}
+    for episode, reward in scored_R:
+        rewards.setdefault(episode.group, []).append(reward)
+    spreads = [statistics.pstdev(values) for values in rewards.values()]
     experience.metrics = {
         "groups_without_spread": len(flat) / len(spreads) if spreads else 0.0,
         "group_reward_std": statistics.fmean(spreads) if spreads else 0.0,
@@ -124,22 +113,59 @@ def build_experience(
         **_describe_advantages(experience.rows),
     }
     if penalty is not None:
-        experience.metrics["reward_penalty"] = statistics.fmean(penalties_R) if penalties_R else 0.0
+        total = math.fsum(value for draft in drafts for value in draft.penalties)
+        experience.metrics["reward_penalty"] = total / len(scored_R) if scored_R else 0.0
     return experience
 
 
-def _rollout_reward(episode: Episode, failed_reward: float | None) -> float | None:
-    """Returns the mean of the calls' rewards where a credit rule assigned them, else the rollout's reward."""
-    if episode.reward is None:
-        return failed_reward
-    rewards = [t.reward for t in episode.triplets if _has_credit(t) and t.reward is not None]
-    return statistics.fmean(rewards) if rewards else episode.reward
+def score_episodes(episodes: Sequence[Episode], failed_reward: float | None) -> list[tuple[Episode, float]]:
+    """Returns the episodes that count in their groups, with their rewards."""
+    return [
+        (episode, float(reward))
+        for episode in episodes
+        if episode.error not in _UNUSABLE and (reward := episode.reward_or(failed_reward)) is not None
+    ]
 
 
-def _turn_reward(turn: Turn, draft: _Draft, rewards_R: Sequence[float]) -> float:
-    if _has_credit(turn.triplet) and turn.triplet.reward is not None:
-        return turn.triplet.reward - math.fsum(draft.penalties[turn.start : turn.end])
-    return rewards_R[draft.index]
+def find_flat_groups(scored_R: Sequence[tuple[Episode, float]]) -> frozenset[Hashable]:
+    """Returns the groups in which there is nothing to compare."""
+    return flat_groups([item for item, _ in _score_calls(scored_R)])
+
+
+def _score_calls(scored_R: Sequence[tuple[Episode, float]]) -> list[tuple[Scored, Sequence[Triplet]]]:
+    """Returns what is compared, and the calls that get its advantage: whole rollouts, or calls with credit."""
+    items: list[tuple[Scored, Sequence[Triplet]]] = []
+    for index, (episode, reward) in enumerate(scored_R):
+        calls = episode.triplets
+        if any(map(_has_credit, calls)):
+            for call in calls:
+                value, turn = read_credit(call, episode.reward, reward)
+                items.append((Scored(value, episode.group, index, turn, _count_tokens(call)), [call]))
+        else:
+            items.append((Scored(reward, episode.group, index, None, sum(map(_count_tokens, calls))), calls))
+    # A rollout without calls has no turn that could be compared.
+    by_turn = {item.group for item, _ in items if item.turn is not None}
+    return [(item, calls) for item, calls in items if calls or item.group not in by_turn]
+
+
+def _find_advantages(
+    scored_R: Sequence[tuple[Episode, float]], drafts: Sequence[_Draft], settings: ExperienceSettings
+) -> dict[int, float]:
+    """Returns the advantage of each call, by the ``id`` of its triplet."""
+    penalties = {
+        id(turn.triplet): math.fsum(draft.penalties[turn.start : turn.end]) for draft in drafts for turn in draft.turns
+    }
+    items = _score_calls(scored_R)
+    compared = [
+        item._replace(value=item.value - math.fsum(penalties.get(id(call), 0.0) for call in calls))
+        for item, calls in items
+    ]
+    advantages = compute_advantages(compared, settings.estimator, std_floor=settings.std_floor)
+    return {id(call): value for value, (_, calls) in zip(advantages, items, strict=True) for call in calls}
+
+
+def _count_tokens(call: Triplet) -> int:
+    return len(call.response.get("token_ids") or ())
 
 
 def _has_credit(triplet: Triplet) -> bool:
@@ -171,20 +197,11 @@ def _draft_rows(
             yield _Draft(index, row, [Turn(t.triplet, t.start - first, t.end - first) for t in trajectory.turns])
 
 
-def _find_penalties(
-    drafts: Sequence[_Draft], episodes_R: Sequence[Episode], max_length: int, penalty: Penalty
-) -> list[float]:
-    """Sets the drafts' penalties, except of rows that are too long, and returns the penalty of each rollout."""
-    penalties_R = [0.0] * len(episodes_R)
+def _find_penalties(drafts: Sequence[_Draft], max_length: int, penalty: Penalty) -> None:
+    """Sets the drafts' penalties, except of rows that are too long."""
     fitting = [d for d in drafts if d.row.n_tokens <= max_length]
     for draft, values in zip(fitting, penalty([draft.row for draft in fitting]), strict=True):
         draft.penalties = values
-    for draft in drafts:
-        penalties_R[draft.index] += math.fsum(draft.penalties)
-    for index, episode in enumerate(episodes_R):
-        if any(map(_has_credit, episode.triplets)):  # the rollout's reward is a mean over calls
-            penalties_R[index] /= len(episode.triplets)
-    return penalties_R
 
 
 def _keep_calls(

@@ -70,7 +70,7 @@ def _check_policy(metrics: Mapping[str, float], base: Mapping[str, float]) -> di
     found = {}
     entropy, first = metrics.get("entropy"), base["entropy"]
     if entropy is not None:
-        solved = metrics.get("success", 0.0) >= _SOLVED
+        solved = metrics.get("success_rate", 0.0) >= _SOLVED
         if metrics.get("optimizer_steps") and not solved and entropy < 0.1 * first:
             found["entropy falls"] = (
                 f"entropy collapsed: {entropy:.3g} nats per token, {first:.3g} at the beginning. Groups will soon have "

@@ -76,6 +76,7 @@ def episode_to_outputs(episode: Episode, current: int) -> list[AgentLoopOutput]:
             extra_fields={
                 "reward_extra_info": {},  # required where a rollout has several rows
                 "rewards": row.rewards,
+                "credit": row.credit,
                 "min_global_steps": oldest,
                 "max_global_steps": newest,
             },

@@ -7,14 +7,34 @@ call or, where a call's prompt continues exactly the tokens before it, one row p
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from agentlightning.types import Triplet
+from agentlightning_algorithms.advantage import Estimator, read_credit
 from agentlightning_plugins.trajectories.trajectory import build_trajectories
 
 RowKind: TypeAlias = Literal["transition", "trajectory"]
+CREDIT_ESTIMATORS: Final[Mapping[str, Estimator]] = {
+    "grpo": "grpo",
+    "grpo_vectorized": "grpo",
+    "opo": "opo",
+    "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
+    "rloo": "rloo",
+    "rloo_vectorized": "rloo",
+}
+"""verl's estimators that have a form for single calls, and ours for each."""
+
+
+class CallCredit(NamedTuple):
+    """The credit of one call of a row; see :mod:`~agentlightning_algorithms.advantage`."""
+
+    start: int
+    """``response_ids[start:end]`` are its tokens."""
+    end: int
+    value: float
+    turn: str | int | None
 
 
 @dataclass
@@ -28,7 +48,9 @@ class BatchRow:
     weight_versions: list[int] = field(default_factory=list)
     """Of the weights that sampled each call."""
     rewards: list[float | None] = field(default_factory=list)
-    """Rewards that the agent emitted for each call; for people, as verl trains on the rollout's."""
+    """Rewards of each call: assigned by the adapter's credit rule, or else emitted by the agent."""
+    credit: list[CallCredit] = field(default_factory=list)
+    """Of each call, where the adapter has a credit rule; empty: the calls get the advantage of their rollout."""
 
 
 @dataclass
@@ -43,8 +65,16 @@ class BuiltRows:
     """Calls that continue a conversation but not its tokens, by kind."""
 
 
-def build_rows(triplets: Sequence[Triplet], *, kind: RowKind, max_prompt: int, max_response: int) -> BuiltRows:
-    """Makes the rows of one rollout from its triplets, in the order of their calls.
+def build_rows(
+    triplets: Sequence[Triplet],
+    *,
+    kind: RowKind,
+    max_prompt: int,
+    max_response: int,
+    reward: float | None = None,
+    failed_reward: float = 0.0,
+) -> BuiltRows:
+    """Makes the rows of one rollout with this reward from its triplets, in the order of their calls.
 
     A row with more than ``max_prompt`` tokens before the first response is dropped; one with more than ``max_prompt +
     max_response`` tokens is cut at the end.
@@ -68,6 +98,11 @@ def build_rows(triplets: Sequence[Triplet], *, kind: RowKind, max_prompt: int, m
                 trajectory.logprobs[start:],
                 [int(v) for call in calls if (v := call.metadata.get("weight_version")) is not None],
                 [call.reward for call in calls],
+                [
+                    CallCredit(turn.start - start, turn.end - start, *read_credit(turn.triplet, reward, failed_reward))
+                    for turn in trajectory.turns
+                    if "credit" in turn.triplet.metadata
+                ],
             )
             if cut_row(row, max_prompt + max_response - start):
                 built.dropped["response_cut"] += 1

@@ -156,7 +156,12 @@ class RolloutController:
             error, reward, triplets = error or "SpansDropped", None, []
         data = self.config.data
         built = build_rows(
-            triplets, kind=settings.rows, max_prompt=data.max_prompt_length, max_response=data.max_response_length
+            triplets,
+            kind=settings.rows,
+            max_prompt=data.max_prompt_length,
+            max_response=data.max_response_length,
+            reward=reward,
+            failed_reward=settings.failed_reward,
         )
         began = rollout.start_time if attempt is None else attempt.start_time
         ended = began if rollout.end_time is None else rollout.end_time

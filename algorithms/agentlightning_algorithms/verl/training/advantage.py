@@ -1,4 +1,4 @@
-"""Advantages of rollouts, for estimators that compare the rollouts of a task.
+"""Advantages of rollouts, for estimators that compare the rollouts of a task, and of calls with a credit rule.
 
 Except for ``grpo``, verl's estimators treat every row as a rollout, so that a rollout with more rows weighs more in its
 group's baseline. Here the last row of each rollout represents it, and all its rows get that row's advantage.
@@ -14,6 +14,9 @@ from typing import Any, Final
 import torch
 from verl.protocol import DataProto
 from verl.trainer.ppo.ray_trainer import compute_advantage
+
+from agentlightning_algorithms.advantage import Estimator, Scored, compute_advantages
+from agentlightning_algorithms.verl.rollout.batch_row import CallCredit
 
 OF_GROUPS: Final = frozenset(
     {"gpg", "grpo_passk", "grpo_vectorized", "opo", "reinforce_plus_plus_baseline", "rloo", "rloo_vectorized"}
@@ -50,3 +53,36 @@ def rollout_advantages(data: DataProto, keys: Sequence[str], estimator: str, con
     advantage_R = chosen.batch["advantages"][torch.arange(len(last_R)), first_R]
     advantages_BT: torch.Tensor = advantage_R[owner_B].unsqueeze(-1) * data.batch["response_mask"]
     return advantages_BT
+
+
+def call_advantages(
+    credit_B: Sequence[Sequence[CallCredit]],
+    rewards_B: Sequence[float],
+    groups_B: Sequence[str],
+    keys: Sequence[str],
+    mask_BT: torch.Tensor,
+    estimator: Estimator,
+) -> torch.Tensor:
+    """Computes the advantages (B, T) of calls whose rewards a credit rule assigned; the numbers are those of ``grpo``.
+
+    Args:
+        credit_B: the calls of each row; a row without calls stands for a rollout with nothing to train on.
+        rewards_B: the reward of each row's rollout.
+        groups_B: the group of each row.
+        keys: as for :func:`last_rows`.
+        mask_BT: 1 on sampled tokens.
+        estimator: a value of ``CREDIT_ESTIMATORS``, or ``dr_grpo``.
+    """
+    rollouts = [key.rpartition("_")[0] for key in keys]
+    places = [(row, call) for row, calls in enumerate(credit_B) for call in calls]
+    items = [Scored(call.value, groups_B[row], rollouts[row], call.turn, call.end - call.start) for row, call in places]
+    by_turn = {item.group for item in items if item.turn is not None}
+    empty = [
+        Scored(rewards_B[row], groups_B[row], rollouts[row])
+        for row, calls in enumerate(credit_B)
+        if not calls and groups_B[row] not in by_turn
+    ]
+    advantages_BT = torch.zeros(mask_BT.shape)
+    for (row, call), advantage in zip(places, compute_advantages([*items, *empty], estimator), strict=False):
+        advantages_BT[row, call.start : call.end] = advantage
+    return advantages_BT * mask_BT

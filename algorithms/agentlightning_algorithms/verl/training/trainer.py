@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy
@@ -18,8 +18,9 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.workers.utils.padding import response_to_nested
 
 from agentlightning_algorithms.verl.rollout.agent_loop import AgentLoopManager
+from agentlightning_algorithms.verl.rollout.batch_row import CREDIT_ESTIMATORS, CallCredit
 from agentlightning_algorithms.verl.rollout.controller import RolloutController
-from agentlightning_algorithms.verl.training.advantage import OF_GROUPS, rollout_advantages
+from agentlightning_algorithms.verl.training.advantage import OF_GROUPS, call_advantages, rollout_advantages
 from agentlightning_algorithms.verl.training.gpu_monitor import GPUMonitor
 
 logger = logging.getLogger("agentlightning")
@@ -82,18 +83,43 @@ class _AgentTrainer:
     def _compute_advantage(self: Any, batch: Any, metrics: dict[str, Any]) -> Any:
         batch = super()._compute_advantage(batch, metrics)  # type: ignore[misc] # as above
         config = self.config.algorithm
-        if config.adv_estimator in OF_GROUPS:
-            rewards = "token_level_rewards" if config.use_kl_in_reward else "rm_scores"
-            where = {"keys": batch.keys, "partition_id": batch.partition_id}
-            rows = transfer_queue.kv_batch_get(**where, select_fields=["uid", "response_mask", rewards])
-            mask = rows["response_mask"]
-            data = DataProto(batch=rows.to_padded_tensor())
+        has_credit = getattr(self.controller.adapter, "credit", None) is not None
+        if not has_credit and config.adv_estimator not in OF_GROUPS:
+            return batch
+        rewards = "token_level_rewards" if config.use_kl_in_reward else "rm_scores"
+        where = {"keys": batch.keys, "partition_id": batch.partition_id}
+        fields = ["uid", "response_mask", rewards, *(["extra_fields"] if has_credit else [])]
+        rows = transfer_queue.kv_batch_get(**where, select_fields=fields)
+        mask, extra = rows["response_mask"], rows.pop("extra_fields", None)
+        data = DataProto(batch=rows.to_padded_tensor())
+        groups = data.batch.pop("uid").tolist()
+        if extra is not None:
+            advantages = self._call_advantages(batch, extra.tolist(), data, groups)
+        else:
             data.batch["token_level_rewards"] = data.batch[rewards]
-            data.non_tensor_batch["uid"] = numpy.array(data.batch.pop("uid").tolist(), dtype=object)
+            data.non_tensor_batch["uid"] = numpy.array(groups, dtype=object)
             advantages = rollout_advantages(data, batch.keys, config.adv_estimator, config)
-            nested = {name: response_to_nested(advantages, mask) for name in ("advantages", "returns")}
-            batch = transfer_queue.kv_batch_put(**where, fields=TensorDict(nested, batch_size=len(batch)))
-        return batch
+        nested = {name: response_to_nested(advantages, mask) for name in ("advantages", "returns")}
+        return transfer_queue.kv_batch_put(**where, fields=TensorDict(nested, batch_size=len(batch)))
+
+    def _call_advantages(self: Any, batch: Any, extra: Sequence[Any], data: Any, groups: Sequence[str]) -> Any:
+        """Computes the advantages that a credit rule gives; padding gets 0."""
+        config = self.config.algorithm
+        estimator = CREDIT_ESTIMATORS[config.adv_estimator]
+        if estimator == "grpo" and not config.get("norm_adv_by_std_in_grpo", True):
+            estimator = "dr_grpo"
+        real = [row for row, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
+        mask = data.batch["response_mask"]
+        advantages = mask.float() * 0.0
+        advantages[real] = call_advantages(
+            [[CallCredit(*call) for call in extra[row].get("credit", ())] for row in real],
+            data.batch["rm_scores"][real].sum(-1).tolist(),
+            [groups[row] for row in real],
+            [batch.keys[row] for row in real],
+            mask[real],
+            estimator,
+        )
+        return advantages
 
     def _compute_metrics(self: Any, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         metrics["skipped"] = float(self.is_skipped)

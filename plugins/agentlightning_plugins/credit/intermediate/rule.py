@@ -74,6 +74,10 @@ class IntermediateCredit(CreditRule):
             for value, incidents in zip(values, self.find_incidents(steps), strict=True)
         ]
 
+    def compared_turns(self, steps: Sequence[Step]) -> Sequence[int | str | None]:
+        """Compares calls as the base rule does."""
+        return self.base.compared_turns(steps)
+
     def find_incidents(self, steps: Sequence[Step]) -> list[list[Incident]]:
         """The incidents of each step."""
         incidents: list[list[Incident]] = [[] for _ in steps]

@@ -14,6 +14,10 @@ class IdenticalCredit(CreditRule):
     def assign(self, steps: Sequence[Step], final_reward: float | None) -> Sequence[float | None]:
         return [final_reward] * len(steps)
 
+    def compared_turns(self, steps: Sequence[Step]) -> Sequence[int | str | None]:
+        """Compares whole rollouts."""
+        return [None] * len(steps)
+
 
 class DiscountedCredit(CreditRule):
     """The discounted return-to-go: ``G_t = r_t + gamma * G_{t+1}``.

@@ -1,0 +1,169 @@
+"""Advantages of rollouts and of single model calls, relative to what they are compared with.
+
+    group   the rollouts of one task under one snapshot of the weights
+    set     the items of a group that are compared: whole rollouts, or calls of the same turn
+
+Without a credit rule, a rollout has one reward, counts once, however many model calls it made, and all its calls get
+its advantage. With a credit rule each call has a value of its own, and is compared with the calls of its set: those of
+the same turn in the other rollouts, as in turn-level GRPO (Zeng et al. 2025, arXiv:2505.11821) and in the step groups
+of GiGPO (Feng et al. 2025, arXiv:2505.10978), or all calls of the group. Turns are counted for each agent by itself, so
+that every role has a baseline of its own (RAE, Liu et al. 2025, arXiv:2506.24119).
+
+The standard deviation that advantages are divided by is pooled over the sets of a group: that of the values around the
+means of their sets. So advantages have the same spread for 1 and for 256 calls, and a set whose values are all the same
+gives 0. Everything is plain float64; for whole rollouts the numbers equal verl 0.9.1's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple, TypeVar
+
+from agentlightning.types import Triplet
+
+Estimator = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "opo"]
+Key = TypeVar("Key", bound=Hashable)
+
+STD_FLOOR = 0.01
+"""Smaller standard deviations count as this, so that noise in a nearly flat group is not amplified."""
+_SAME = 1e-9
+
+
+class Scored(NamedTuple):
+    """A rollout or a model call with the value that is compared."""
+
+    value: float
+    group: Hashable
+    rollout: Hashable
+    """Rollouts count once in a set, however many of their calls are in it."""
+    turn: Hashable = None
+    """Only items of the same turn are compared; None: all items of the group that have None."""
+    tokens: int = 1
+    """Sampled tokens, for the estimators that weight by length."""
+
+
+def read_credit(triplet: Triplet, reward: float | None, failed_reward: float) -> tuple[float, str | int | None]:
+    """Returns value and turn of a call, of which ``reward`` is the rollout's.
+
+    If no credit rule assigned a reward, that is the rollout's; the calls of a rollout that failed or reported no reward
+    get ``failed_reward``. Without a rule the turn is None.
+    """
+    value = triplet.reward if "credit" in triplet.metadata else None
+    turn = triplet.metadata.get("turn")
+    if reward is None:
+        return failed_reward, turn
+    return (reward if value is None else value), turn
+
+
+def compute_advantages(
+    items: Sequence[Scored], estimator: Estimator = "grpo", *, std_floor: float = STD_FLOOR
+) -> list[float]:
+    """Returns the advantage of each item, with b the mean of its set in which each rollout counts once.
+
+    - ``grpo``: (v - b) / (std + 1e-6), std at least ``std_floor``, with n - 1 for each set (Shao et al. 2024,
+      DeepSeekMath, arXiv:2402.03300, which leaves the divisor of the std open; verl uses n - 1, too).
+    - ``dr_grpo``: v - b. Dividing by the std weights tasks by how decided they are (Liu et al. 2025, arXiv:2503.20783).
+    - ``rloo``: v minus the mean of the other n - 1 rollouts (Ahmadian et al. 2024, arXiv:2402.14740).
+    - ``reinforce_plus_plus_baseline``: v - b, then whitened (mean 0, variance 1 with n - 1) over the tokens of the
+      whole batch, so that rare successes are not amplified task by task (Hu et al. 2025, arXiv:2501.03262).
+    - ``opo``: v minus the mean weighted by length, the baseline of least variance when a gradient grows with the length
+      (Hao et al. 2025, arXiv:2505.23585).
+
+    A call without another rollout in its set, such as the last one of the longest rollout, is compared with all items
+    of its group. A rollout alone in its group cannot be compared. As in verl its advantage is then its own value
+    (``grpo``: over 1 + 1e-6), which is plain REINFORCE; :func:`flat_groups` finds such groups.
+
+    Raises:
+        ValueError: a value is not finite.
+    """
+    sets = _find_sets(items)
+    centered = [0.0] * len(items)
+    factors = [1.0] * len(items)
+    freedom: Counter[Hashable] = Counter()
+    squares: dict[Hashable, float] = {}
+    means = {group: _mean(items, indices, estimator) for group, indices in _members(items).items()}
+    alone = {group for group, rollouts in _rollouts(items).items() if len(rollouts) == 1}
+    for (group, _), indices in sets.items():
+        n = len({items[i].rollout for i in indices})
+        baseline = 0.0 if group in alone else _mean(items, indices, estimator) if n > 1 else means[group]
+        shares = _shares(items, indices)
+        for i in indices:
+            centered[i] = items[i].value - baseline
+            squares[group] = squares.get(group, 0.0) + shares[i] * centered[i] ** 2
+            if estimator == "rloo" and n > 1:
+                factors[i] = n / (n - 1)  # v - (n b - v) / (n - 1) = (v - b) n / (n - 1)
+        freedom[group] += max(1, n - 1)
+    if estimator == "grpo":
+        for i, item in enumerate(items):
+            variance = 1.0 if item.group in alone else squares[item.group] / freedom[item.group]
+            factors[i] = 1.0 / (max(std_floor, math.sqrt(variance)) + 1e-6)
+    if estimator == "reinforce_plus_plus_baseline":
+        return _whiten(centered, [max(1, item.tokens) for item in items])
+    return [value * factor for value, factor in zip(centered, factors, strict=True)]
+
+
+def flat_groups(items: Sequence[Scored]) -> frozenset[Hashable]:
+    """Returns the groups without a learning signal: in each set all values are equal, or there is one rollout only.
+
+    DAPO (Yu et al. 2025, arXiv:2503.14476) drops them: they carry no gradient but dilute a token mean.
+    """
+    spread = set()
+    for (group, _), indices in _find_sets(items).items():
+        values = [items[i].value for i in indices]
+        if len({items[i].rollout for i in indices}) > 1 and max(values) - min(values) > _SAME:
+            spread.add(group)
+    return frozenset(item.group for item in items) - spread
+
+
+def _find_sets(items: Sequence[Scored]) -> dict[tuple[Hashable, Hashable], list[int]]:
+    sets: dict[tuple[Hashable, Hashable], list[int]] = {}
+    for i, item in enumerate(items):
+        if not math.isfinite(item.value):
+            raise ValueError(
+                f"the reward of rollout {item.rollout} (group {item.group!r}) is {item.value}; leave it out or fill it."
+            )
+        sets.setdefault((item.group, item.turn), []).append(i)
+    return sets
+
+
+def _members(items: Sequence[Scored]) -> dict[Hashable, list[int]]:
+    members: dict[Hashable, list[int]] = {}
+    for i, item in enumerate(items):
+        members.setdefault(item.group, []).append(i)
+    return members
+
+
+def _rollouts(items: Sequence[Scored]) -> dict[Hashable, set[Hashable]]:
+    rollouts: dict[Hashable, set[Hashable]] = {}
+    for item in items:
+        rollouts.setdefault(item.group, set()).add(item.rollout)
+    return rollouts
+
+
+def _shares(items: Sequence[Scored], indices: Sequence[int]) -> Mapping[int, float]:
+    """Returns the weight of each item with which every rollout counts once."""
+    counts = Counter(items[i].rollout for i in indices)
+    return {i: 1.0 / counts[items[i].rollout] for i in indices}
+
+
+def _mean(items: Sequence[Scored], indices: Sequence[int], estimator: Estimator) -> float:
+    weights = _shares(items, indices)
+    if estimator == "opo":
+        weights = {i: float(max(1, items[i].tokens)) for i in indices}
+    return math.fsum(weights[i] * items[i].value for i in indices) / math.fsum(weights.values())
+
+
+def _whiten(centered: Sequence[float], weights: Sequence[int]) -> list[float]:
+    """Normalizes values to mean 0 and variance 1, each counted as often as its item has tokens."""
+    total = math.fsum(weights)
+    if total <= 1:
+        return list(centered)
+    mean = math.fsum(_products(weights, centered)) / total
+    variance = math.fsum(_products(weights, [(c - mean) ** 2 for c in centered])) / (total - 1)
+    return [(c - mean) / math.sqrt(variance + 1e-8) for c in centered]
+
+
+def _products(weights: Sequence[int], values: Sequence[float]) -> Iterator[float]:
+    return (weight * value for weight, value in zip(weights, values, strict=True))
