@@ -46,7 +46,12 @@ LIBRARIES: dict[str, set[str]] = {
     "agentlightning_plugins.garbage_collection": {"gateway", "stores.http", "strategies.*"},
     "agentlightning_plugins.instrumentation": {"integrations.*", "tracers.*"},
     "agentlightning_plugins.scripted_model": {"commands.doctor", "commands.replay", "agentlightning.testing"},
-    "agentlightning_plugins.statistics": {"algorithms.evaluation", "commands.ab", "commands.evaluation"},
+    "agentlightning_plugins.statistics": {
+        "algorithms.evaluation",
+        "algorithms.live",
+        "commands.ab",
+        "commands.evaluation",
+    },
     "agentlightning_plugins.stores.condition": {"stores.*"},
     "agentlightning_plugins.stores.sql": {"stores.postgresql", "stores.sqlite"},
     "agentlightning_plugins.strategies.processes": {"strategies.*", "commands.runner"},
