@@ -48,7 +48,12 @@ LIBRARIES: dict[str, set[str]] = {
     "agentlightning_plugins.http_request": {"gateway", "stores.http"},
     "agentlightning_plugins.instrumentation": {"integrations.*", "tracers.*"},
     "agentlightning_plugins.scripted_model": {"commands.doctor", "commands.replay", "agentlightning.testing"},
-    "agentlightning_plugins.statistics": {"algorithms.evaluation", "commands.ab", "commands.evaluation"},
+    "agentlightning_plugins.statistics": {
+        "algorithms.evaluation",
+        "algorithms.live",
+        "commands.ab",
+        "commands.evaluation",
+    },
     "agentlightning_plugins.stores.clock": {"stores.http", "stores.postgresql"},
     "agentlightning_plugins.stores.condition": {"stores.*"},
     "agentlightning_plugins.stores.sql": {"stores.postgresql", "stores.sqlite"},

@@ -27,6 +27,8 @@ from agentlightning.types import AttemptedRollout, Rollout
 logger = logging.getLogger("agentlightning")
 
 STATE_NAME: Final = "live"
+KEY_HASH: Final = "key_hash"
+"""Metadata of a rollout whose version was chosen by a key: a hash of the key."""
 LivePhase: TypeAlias = Literal["watching", "checking", "trial"]
 
 
@@ -45,6 +47,10 @@ class LiveState(Resource):
     """Share of the traffic that the candidate gets, from 0 to 1."""
     trial: int = 0
     """Number of the newest candidate, from 1."""
+    served_trials: int = 0
+    """Number of candidates that users got so far."""
+    margin_spent: float = 0.0
+    """How much lower than the first stable version this one may be, by promotions without evidence of a gain."""
     note: str = ""
     """The last event, as text for people."""
 
@@ -89,7 +95,7 @@ class Result:
 
     rollout: Rollout
     reward: float
-    """0 if it failed."""
+    """The lowest possible one if it failed."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +120,7 @@ class Choice:
     resources_id: str | None
     """A version, as in ``rs-1@3``; None while the run has no resources."""
     metadata: Mapping[str, Any]
-    """``group`` (stable, control or treatment) and, during a trial, ``step``, its number."""
+    """``group`` (stable, control or treatment); during a trial ``step``, its number; with a key ``key_hash``."""
 
 
 class LiveResources:
@@ -176,15 +182,18 @@ class LiveResources:
         """Chooses for the next task: ``runner.step(task, resources_id=..., metadata=...)``.
 
         Args:
-            key: such as a user's id; the same key gets the same version throughout a trial. None draws at random.
+            key: such as a user's id; the same key gets the same version throughout a trial. None draws at random. A
+                hash of it is in the metadata, because tests must count users instead of their rollouts.
         """
         trial = self.trial
+        unit = {} if key is None else {KEY_HASH: _hash(f"{self._store.run_id}/{key}").hex()}
         if trial is None:
-            return Choice(self.stable, {"group": "stable"})
-        chance = self._draw.random() if key is None else _hash_to_unit(f"{trial.candidate}/{key}")
+            return Choice(self.stable, {"group": "stable", **unit})
+        digest = None if key is None else _hash(f"{trial.candidate}/{key}")
+        chance = self._draw.random() if digest is None else int.from_bytes(digest, "big") / 2**64
         if chance < trial.share:
-            return Choice(trial.candidate, {"group": "treatment", "step": trial.trial})
-        return Choice(self.stable, {"group": "control", "step": trial.trial})
+            return Choice(trial.candidate, {"group": "treatment", "step": trial.trial, **unit})
+        return Choice(self.stable, {"group": "control", "step": trial.trial, **unit})
 
     async def reward(self, rollout: Rollout | str, reward: float | Mapping[str, float]) -> None:
         """Adds a reward to a rollout, at any time after it ended.
@@ -243,7 +252,6 @@ class LiveResources:
             self._failing = False
 
 
-def _hash_to_unit(text: str) -> float:
-    """Hashes a text to a number from 0 to 1."""
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") / 2**64
+def _hash(text: str) -> bytes:
+    """Hashes a text to 8 bytes."""
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()

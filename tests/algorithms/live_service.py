@@ -23,13 +23,16 @@ GOLDEN = 0.6180339887498949
 
 @agl.rollout
 async def answer(task: dict[str, Any], prompt: agl.PromptTemplate) -> float | None:
-    """Earns 1 on the share of tasks that its prompt states, else 0; ``late`` tasks get no reward yet."""
+    """Earns 1 on the share of tasks that its prompt states, else 0; ``late`` tasks get no reward yet.
+
+    A prompt with "penalty" earns 1 less, and one with "unrated" nothing.
+    """
     if "broken" in prompt.template:
         raise RuntimeError("no such tool")
-    if task.get("late"):
+    if task.get("late") or "unrated" in prompt.template:
         return None
     quality = float(prompt.template.split()[1])
-    return float(task["n"] * GOLDEN % 1 < quality)
+    return float(task["n"] * GOLDEN % 1 < quality) - ("penalty" in prompt.template)
 
 
 class Service:

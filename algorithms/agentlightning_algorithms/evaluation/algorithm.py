@@ -20,7 +20,10 @@ _BATCH_SIZE = 256
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Evaluation(FastAlgorithm):
-    """Runs every task ``repetitions`` times with the latest resources, and keeps the ``score``."""
+    """Runs every task ``repetitions`` times with the latest resources, and keeps the ``score``.
+
+    A rollout that failed counts as 0; one that succeeded without a reward is left out and counted.
+    """
 
     repetitions: int = 1
     """Rollouts of each task; pass@k is known up to this k."""
@@ -46,10 +49,13 @@ class Evaluation(FastAlgorithm):
         dataset = val_dataset if val_dataset is not None else train_dataset
         if dataset is None:
             raise ConfigError("evaluation needs a dataset")
+        if not len(dataset):
+            raise ConfigError("evaluation needs tasks, but the dataset is empty; check data.val or --data")
         store = self.get_store()
         repeated = [(task, repetition) for task in range(len(dataset)) for repetition in range(self.repetitions)]
         rewards: list[list[float]] = [[] for _ in range(len(dataset))]
         errors: Counter[str] = Counter()
+        missing = 0
         for start in range(0, len(repeated), _BATCH_SIZE):
             batch = repeated[start : start + _BATCH_SIZE]
             requests = [
@@ -67,7 +73,9 @@ class Evaluation(FastAlgorithm):
             if start == 0 and any(result.error_type is None for result in results):  # if all failed, the score says so
                 RewardCheck().add((result.outcome for result in results), is_last=True)
             for (task, _), result in zip(batch, results, strict=True):
-                rewards[task].append(result.score)
+                is_missing = result.error_type is None and result.reward is None
+                missing += is_missing
+                rewards[task] += [] if is_missing else [result.score]
                 errors.update([result.error_type] if result.error_type is not None else [])
-        self.score = Score(rewards, self.success_threshold, errors)
+        self.score = Score(rewards, self.success_threshold, errors, missing)
         await store.add_metrics(1, self.score.to_metrics())

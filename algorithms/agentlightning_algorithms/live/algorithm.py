@@ -19,10 +19,12 @@ from agentlightning.resources import split_version_id
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import Dataset, EnqueueRolloutRequest, Rollout, RolloutConfig
 from agentlightning_algorithms import live_resources
+from agentlightning_algorithms.live.decision import CHECK_SHARE, describe_missing, is_lower, make_test, next_margin
 from agentlightning_algorithms.live.proposal import Proposer, load_proposer, make_candidate
 from agentlightning_algorithms.live.reward_feed import EventFeed, ResultReader, read_reward
 from agentlightning_algorithms.live.sequential import SequentialTest
 from agentlightning_algorithms.live_resources import (
+    KEY_HASH,
     STATE_NAME,
     Experience,
     LiveIds,
@@ -49,7 +51,7 @@ class LiveLearning(Algorithm, _ProposerTypes):
 
     The learner repeats these phases: rewards of the stable version come in; the proposer makes a candidate; runners run
     it on tasks that were served before (the offline check); a small share of the traffic gets it, while rewards of both
-    versions come in at the same time; a sequential test ends the trial. A candidate that is not worse is promoted:
+    versions come in at the same time; a sequential test ends the trial. A candidate that is better is promoted:
     published as the run's latest resources. A worse one is rolled back: its share ends.
 
     Serving processes ask ``agl.LiveResources`` for the version of each task. All state is in the store, so a restarted
@@ -69,21 +71,26 @@ class LiveLearning(Algorithm, _ProposerTypes):
     """Recorded tasks of the offline check; 0 leaves it out."""
     check_tolerance: float = 0.2
     """How much lower the mean reward on them may be than with the stable version, as a share of ``reward_range``; and
-    how much larger the share of failures."""
+    how much larger the share of failures. It is rejected when that is also significant: half of ``risk`` is for this
+    check, which rejects nothing with fewer than 7 tasks."""
     check_timeout_s: float = 300.0
     """Seconds in which runners must have run them."""
     share: float = 0.1
     """Of the traffic that a candidate gets during its trial."""
     risk: float = 0.05
-    """Probability of rolling back a candidate that is not worse, and of promoting one that is worse by more than
-    ``margin``, before ``max_treated`` ends the trial."""
-    margin: float = 0.1
-    """How much worse still counts as not worse, in units of reward."""
+    """Probability of rejecting or rolling back a candidate that is not worse; and, over all candidates of the run
+    together, of promoting one that is not better (with a margin: one that is worse by more than its margin)."""
+    margin: float = 0.0
+    """How much lower than the first stable version all promotions together may end, in units of reward. 0 promotes only
+    what is better. With more, a candidate that is lower by less than half of what is left of the margin is promoted
+    too, so quality may fall by the margin in total: for candidates that are cheaper or faster."""
     max_treated: int = 1000
-    """Rewards of a candidate after which its trial ends undecided: it is then promoted if its mean is at least the
-    control's, and rolled back otherwise."""
+    """Rollouts of a candidate, with a reward or given up, after which its trial ends undecided. The stable version
+    stays."""
+    max_trial_s: float = 604800.0
+    """Seconds after which a trial ends undecided."""
     reward_range: tuple[float, float] = (0.0, 1.0)
-    """The lowest and the highest reward."""
+    """The lowest and the highest reward. A rollout that failed has the lowest."""
     reward_timeout_s: float = 3600.0
     """Seconds after the end of a rollout in which its reward may arrive."""
     refresh_s: float = 1.0
@@ -95,7 +102,7 @@ class LiveLearning(Algorithm, _ProposerTypes):
         for name in ("share", "risk"):
             if not 0 < getattr(self, name) < 1:
                 raise ConfigError(f"{name} = {getattr(self, name)}: a number between 0 and 1 is needed")
-        for name in ("check_timeout_s", "reward_timeout_s", "refresh_s"):
+        for name in ("check_timeout_s", "max_trial_s", "reward_timeout_s", "refresh_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}: more than 0 is needed")
         require_least(1, evidence=self.evidence, max_treated=self.max_treated, max_trials=self.max_trials)
@@ -199,9 +206,11 @@ class _Learner:
         candidate = None if state.candidate is None else await self.store.get_resources_by_id(state.candidate)
         if candidate is not None and candidate.resources == latest.resources:
             note = f"candidate {state.trial} is promoted as {latest.version_id}"
+            spent = state.margin_spent + next_margin(self.settings, state)  # at most; the verdict was not recorded
         else:
             note = f"{latest.version_id} was published from outside and is the stable version now"
-        await self._watch_again(note, stable=latest.version_id)
+            spent = 0.0
+        await self._watch_again(note, stable=latest.version_id, margin_spent=spent)
         return True
 
     # --- watching: rewards of the stable version ---
@@ -265,23 +274,31 @@ class _Learner:
                 f"within {settings.check_timeout_s:g} s; are there runners?"
             )
             return
-        rewards = [await read_reward(self.store, rollout) for rollout in ended]
+        low, high = settings.reward_range
+        rewards = [await read_reward(self.store, rollout, low) for rollout in ended]
         pairs = zip(rewards, recorded, strict=True)
         differences = [reward - before.reward for reward, before in pairs if reward is not None]  # users rate the rest
+        failures = [
+            float(result.rollout.status == "failed") - (rollout.status == "failed")
+            for rollout, result in zip(ended, recorded, strict=True)
+        ]
         change = statistics.fmean(differences) if differences else 0.0
-        failed = sum(rollout.status == "failed" for rollout in ended)
-        failed_before = sum(result.rollout.status == "failed" for result in recorded)
         summary = (
-            f"candidate {state.trial} ran on {len(ended)} recorded tasks: {failed} failed, "
+            f"candidate {state.trial} ran on {len(ended)} recorded tasks: "
+            f"{sum(rollout.status == 'failed' for rollout in ended)} failed, "
             f"{change:+.3f} on the {len(differences)} with a reward"
         )
-        low, high = settings.reward_range
-        is_worse = change < -settings.check_tolerance * (high - low)
-        if is_worse or failed - failed_before > settings.check_tolerance * len(recorded):
+        tolerated = settings.check_tolerance
+        risk = settings.risk * CHECK_SHARE / 2  # of each of two tests
+        if is_lower(differences, tolerated * (high - low), risk) or is_lower(failures, tolerated, risk):
             await self._watch_again(f"{summary}; rejected by the offline check")
         else:
-            note = f"{summary}; gets {settings.share:.0%} of the traffic"
-            await self._enter(note, phase="trial", share=settings.share)
+            await self._enter(
+                f"{summary}; gets {settings.share:.0%} of the traffic",
+                phase="trial",
+                share=settings.share,
+                served_trials=state.served_trials + 1,
+            )
 
     async def _recorded(self) -> list[Result]:
         """The newest different tasks that were served with the stable version, with their rewards."""
@@ -302,7 +319,7 @@ class _Learner:
             if len(found) == limit:
                 break
             if rollout.resources_id == state.stable and task not in found:
-                reward = await read_reward(self.store, rollout)
+                reward = await read_reward(self.store, rollout, self.settings.reward_range[0])
                 if reward is not None:
                     found[task] = Result(rollout, reward)
         return list(found.values())
@@ -313,40 +330,57 @@ class _Learner:
         settings, state = self.settings, self.state
         # Step and group tell which rollouts count; the minute allows for clocks that differ.
         reader = self._reader({"control", "treatment"}, state.since - 60.0, state.trial)
-        test = SequentialTest(risk=settings.risk, margin=settings.margin, reward_range=settings.reward_range)
+        test = make_test(settings, state)
         while not await self._is_superseded():
             for result in await reader.read_new():
-                group = (result.rollout.metadata or {})["group"]
-                test.add(result.reward, is_treatment=group == "treatment")
-                if await self._is_decided(test):
-                    return
+                metadata = result.rollout.metadata or {}
+                unit = metadata.get(KEY_HASH, result.rollout.rollout_id)
+                test.add(result.reward, is_treatment=metadata["group"] == "treatment", unit=unit)
+                if test.verdict is not None or test.treatment.n >= settings.max_treated:
+                    break
+            if await self._is_decided(test, reader.unrated):
+                return
             await self.feed.wait(settings.refresh_s)
 
-    async def _is_decided(self, test: SequentialTest) -> bool:
-        """Ends the trial if the test has a verdict."""
-        verdict, treated, state = test.verdict, test.treatment.n, self.state
-        if verdict is None and treated >= self.settings.max_treated:
-            verdict = "not worse" if test.difference >= 0 else "worse"
-        if verdict is None:
+    async def _is_decided(self, test: SequentialTest, unrated: Mapping[str, int]) -> bool:
+        """Ends the trial if the test has a verdict or the trial has reached a limit."""
+        settings, state, verdict = self.settings, self.state, test.verdict
+        treated = test.treatment.n + unrated.get("treatment", 0)
+        is_over = treated >= settings.max_treated or time.time() - state.since >= settings.max_trial_s
+        if verdict is None and not is_over:
             return False
         low, high = test.interval
         summary = (
             f"candidate {state.trial}: {test.difference:+.3f} [{low:+.3f}, {high:+.3f}] "
-            f"after {treated} against {test.control.n} rewards"
+            f"after {test.treatment.n} against {test.control.n} rewards"
+            f"{describe_missing(test, unrated)}"
         )
-        numbers = {"live/difference": test.difference, "live/low": low, "live/high": high, "live/treated": treated}
-        await self.store.add_metrics(state.trial, {**numbers, "live/promoted": float(verdict == "not worse")})
-        if verdict == "worse":
-            await self._watch_again(f"{summary}; rolled back")
+        numbers = {
+            "live/difference": test.difference,
+            "live/low": low,
+            "live/high": high,
+            "live/treated": test.treatment.n,
+            "live/unrated_treatment": unrated.get("treatment", 0),
+            "live/unrated_control": unrated.get("control", 0),
+            "live/promoted": float(verdict in ("better", "not worse")),
+        }
+        await self.store.add_metrics(state.trial, numbers)
+        if verdict is None or verdict == "worse":
+            end = "undecided; the stable version stays" if verdict is None else "rolled back"
+            await self._watch_again(f"{summary}; {end}")
             return True
         candidate = await self.store.get_resources_by_id(state.candidate or "")
         assert candidate is not None, "versions are never removed"
         update = await self.store.update_resources(split_version_id(state.stable)[0], candidate.resources)
-        await self._watch_again(f"{summary}; promoted as {update.version_id}", stable=update.version_id)
+        spent = state.margin_spent + (next_margin(settings, state) if verdict == "not worse" else 0.0)
+        note = f"{summary}; {verdict}, promoted as {update.version_id}"
+        await self._watch_again(note, stable=update.version_id, margin_spent=spent)
         return True
 
     def _reader(self, groups: set[str], since: float, step: int | None = None) -> ResultReader:
-        return ResultReader(self.store, self.feed, groups, since, self.settings.reward_timeout_s, step)
+        settings = self.settings
+        failure_reward = settings.reward_range[0]
+        return ResultReader(self.store, self.feed, groups, since, settings.reward_timeout_s, step, failure_reward)
 
 
 def _check_id(state: LiveState, recorded: Rollout) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Final
@@ -29,9 +30,9 @@ _MAX_UNRATED: Final = 200
 """Rollouts without a reward that are read again in one round."""
 
 
-async def read_reward(store: LightningStore, rollout: Rollout) -> float | None:
-    """The reward of a rollout that has ended: 0 if it failed, None if it has no reward yet."""
-    return (await read_result(store, rollout)).reward if rollout.status == "succeeded" else 0.0
+async def read_reward(store: LightningStore, rollout: Rollout, failure_reward: float) -> float | None:
+    """The reward of a rollout that has ended: ``failure_reward`` if it failed, None if it has no reward yet."""
+    return (await read_result(store, rollout)).reward if rollout.status == "succeeded" else failure_reward
 
 
 class EventFeed:
@@ -79,7 +80,8 @@ class EventFeed:
 class ResultReader:
     """Reads the results of one phase: of rollouts that began in it, in certain groups. Each is returned once.
 
-    A rollout counts with the first reward that is read; later ones change nothing.
+    A rollout counts with the first reward that is read; later ones change nothing. The results that are read together
+    are in the order in which their rollouts ended, for all groups.
     """
 
     store: LightningStore
@@ -92,8 +94,10 @@ class ResultReader:
     """Seconds after the end of a rollout in which its reward may arrive."""
     step: int | None = None
     """Value of ``step`` in the metadata; None means any."""
-    unrated: int = 0
-    """Rollouts whose reward did not arrive in time."""
+    failure_reward: float = 0.0
+    """The reward of a rollout that failed."""
+    unrated: Counter[str] = field(default_factory=Counter)
+    """Rollouts whose reward did not arrive in time, by group."""
     _known: set[str] = field(default_factory=set)
     _waiting: dict[str, Rollout] = field(default_factory=dict)
     _gaps: int = -1
@@ -111,7 +115,8 @@ class ResultReader:
         new = [rollout for rollout in ended if rollout.rollout_id not in self._known and self._belongs(rollout)]
         self._known.update(rollout.rollout_id for rollout in new)
         waiting = list(self._waiting.values())[:_MAX_UNRATED]
-        return [*await self._read(new), *await self._read(waiting)]
+        found = [*await self._read(new), *await self._read(waiting)]
+        return sorted(found, key=lambda result: (result.rollout.end_time or 0.0, result.rollout.rollout_id))
 
     def _belongs(self, rollout: Rollout) -> bool:
         metadata = rollout.metadata or {}
@@ -144,11 +149,11 @@ class ResultReader:
         results = []
         for rollout in rollouts:
             self._waiting.pop(rollout.rollout_id, None)  # those still without a reward move to the end
-            reward = await read_reward(self.store, rollout)
+            reward = await read_reward(self.store, rollout, self.failure_reward)
             if reward is not None:
                 results.append(Result(rollout, reward))
             elif time.time() - (rollout.end_time or rollout.start_time) < self.reward_timeout_s:
                 self._waiting[rollout.rollout_id] = rollout
             else:
-                self.unrated += 1
+                self.unrated[(rollout.metadata or {})["group"]] += 1
         return results

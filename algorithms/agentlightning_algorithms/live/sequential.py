@@ -1,107 +1,164 @@
-"""A sequential test of two streams of bounded rewards, valid however often it is evaluated."""
+"""A sequential test of two streams of bounded rewards, valid however often it is evaluated and under drift."""
 
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
-Verdict: TypeAlias = Literal["not worse", "worse"]
+Verdict: TypeAlias = Literal["better", "not worse", "worse"]
 
-_MAX_WEIGHT: Final = 0.5
-"""c of the paper, which recommends 1/2 or 3/4."""
+_BETS: Final = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
+"""Money on a difference of 1 with the information of one reward; the wealth is the mean over these strategies."""
+_MAX_LOSS: Final = 0.9
+"""Share of the wealth that one block can cost."""
+_MIN_BLOCK: Final = 8
 
 
-class MeanBound:
-    """One-sided confidence bounds for the mean of observations in [0, 1], valid at all times at once.
+class Wealth:
+    """Evidence against the hypothesis that a mean difference is at most ``bound``: an e-process.
 
-    The predictable plug-in empirical-Bernstein confidence sequence of Waudby-Smith and Ramdas, Estimating means of
-    bounded random variables by betting, JRSS B 86(1), 2024, arXiv:2010.09686, theorem 2. With probability of at least
-    1 - risk the mean is never above ``center + radius``, however often that is checked; the same for
-    ``center - radius``.
+    The wealth of a gambler who starts with 1 and bets that differences are above the bound. If they are not, it reaches
+    1 / risk with a probability of at most ``risk``, however often it is looked at (Ville's inequality). Betting on the
+    differences of two samples: Shekhar and Ramdas, Nonparametric two-sample testing by betting, arXiv:2112.09162,
+    section 3; the mean over fixed bets: Waudby-Smith and Ramdas, arXiv:2010.09686, section 4.
     """
 
-    def __init__(self, risk: float) -> None:
-        self.n = 0
-        self.total = 0.0
-        self._log = math.log(1 / risk)
-        self._squares = 0.25  # of deviations; with the halves in `guess` it starts as in the paper
-        self._weights = 0.0
-        self._weighted = 0.0
-        self._variance_cost = 0.0
+    def __init__(self, bound: float) -> None:
+        self._bound = bound
+        self._max_bet = _MAX_LOSS / max(1 + bound, 1e-9)
+        self._logs = [0.0] * len(_BETS)
 
-    def add(self, value: float) -> None:
-        """Adds an observation, from 0 to 1."""
-        guess = (0.5 + self.total) / (self.n + 1)
-        variance = self._squares / (self.n + 1)
-        self.n += 1
-        weight = min(math.sqrt(2 * self._log / (variance * self.n * math.log1p(self.n))), _MAX_WEIGHT)
-        self._weights += weight
-        self._weighted += weight * value
-        self._variance_cost += (value - guess) ** 2 * (-math.log1p(-weight) - weight)
-        self.total += value
-        self._squares += (value - (0.5 + self.total) / (self.n + 1)) ** 2
+    def add(self, information: float, difference: float) -> None:
+        """Bets on a difference, from -1 to 1, in proportion to its information."""
+        gain = difference - self._bound
+        for number, bet in enumerate(_BETS):
+            self._logs[number] += math.log1p(min(bet * information, self._max_bet) * gain)
+
+    def refutes(self, risk: float) -> bool:
+        """Whether the hypothesis is rejected at this level."""
+        top = max(self._logs)
+        log_wealth = top + math.log(math.fsum(math.exp(log - top) for log in self._logs) / len(self._logs))
+        return log_wealth >= -math.log(risk)
+
+
+@dataclass
+class Arm:
+    """All rewards of one version, as they came."""
+
+    n: int = 0
+    total: float = 0.0
 
     @property
     def mean(self) -> float:
-        """Observed mean; 1/2 before the first observation."""
-        return self.total / self.n if self.n else 0.5
-
-    @property
-    def low(self) -> float:
-        """Lower bound, at least 0."""
-        return max(self._center - self._radius, 0.0) if self.n else 0.0
-
-    @property
-    def high(self) -> float:
-        """Upper bound, at most 1."""
-        return min(self._center + self._radius, 1.0) if self.n else 1.0
-
-    @property
-    def _center(self) -> float:
-        return self._weighted / self._weights
-
-    @property
-    def _radius(self) -> float:
-        return (self._log + self._variance_cost) / self._weights
+        """Mean reward; NaN before the first one."""
+        return self.total / self.n if self.n else math.nan
 
 
 class SequentialTest:
-    """Decides whether a treatment is worse than a control, as soon as the rewards allow it.
+    """Decides whether a treatment is worse than a control, or better, as soon as the rewards allow it.
 
-    A treatment that is not worse is called worse with a probability of at most ``risk``, and one that is worse by more
-    than ``margin`` is called not worse with at most the same, however often the verdict is read. No distribution and
-    no minimum number of rewards is assumed.
+    The unit of the analysis is what was assigned to a version at random: a user, or a rollout. Units are taken in
+    blocks of about 1 / share, in the order of their first rewards. Given how many units of a block were treated, every
+    subset of that size is equally likely, so the difference of means within a block estimates the effect without bias,
+    whatever rewards do from block to block. Each block is a bet for two hypotheses, "not worse" and "worse by at least
+    ``margin``". Only a block that contains both versions is a bet. A block ends with the first reward of its last unit;
+    later rewards of its units are shown but not tested, because they are not independent of the earlier ones.
     """
 
-    def __init__(self, *, risk: float, margin: float, reward_range: tuple[float, float]) -> None:
-        """Takes the probability of each of the two errors; rewards outside ``reward_range`` are clipped."""
-        self._low, self._high = reward_range
-        self._margin = margin
-        # Both sides of a difference may be wrong, so each gets half the risk.
-        self.control = MeanBound(risk / 2)
-        self.treatment = MeanBound(risk / 2)
+    def __init__(
+        self, *, risk: float, margin: float, reward_range: tuple[float, float], share: float, promotion_risk: float = 0
+    ) -> None:
+        """Begins a test.
 
-    def add(self, reward: float, *, is_treatment: bool) -> None:
-        """Adds a reward."""
-        scaled = (min(max(reward, self._low), self._high) - self._low) / (self._high - self._low)
-        (self.treatment if is_treatment else self.control).add(scaled)
+        Args:
+            risk: probability of calling a treatment worse that is not.
+            margin: how much lower the treatment may be and still count as not worse.
+            reward_range: rewards outside of it are clipped.
+            share: of the units that are treated.
+            promotion_risk: probability of calling a treatment not worse that is worse by ``margin`` or more, and of
+                calling one better that is not; 0 means the same as ``risk``.
+        """
+        self._low, self._high = reward_range
+        self._risks = risk, promotion_risk or risk
+        self._size = max(_MIN_BLOCK, round(1 / min(share, 1 - share)))
+        self._open: dict[str, tuple[bool, list[float]]] = {}
+        self._seen: set[str] = set()
+        self._blocks: list[tuple[float, float]] = []
+        """Information and difference of each block; rewards are scaled to [0, 1]."""
+        self._worse, self._better = Wealth(0.0), Wealth(0.0)
+        self._not_worse = Wealth(-margin / (self._high - self._low))
+        self.control, self.treatment = Arm(), Arm()
+
+    def add(self, reward: float, *, is_treatment: bool, unit: str) -> None:
+        """Adds a reward of a unit."""
+        reward = min(max(reward, self._low), self._high)
+        arm = self.treatment if is_treatment else self.control
+        arm.n += 1
+        arm.total += reward
+        if unit in self._seen and unit not in self._open:
+            return
+        self._seen.add(unit)
+        self._open.setdefault(unit, (is_treatment, []))[1].append((reward - self._low) / (self._high - self._low))
+        if len(self._open) == self._size:
+            self._end_block()
+
+    def _end_block(self) -> None:
+        means = [(treated, statistics.fmean(rewards)) for treated, rewards in self._open.values()]
+        treated, control = ([mean for is_treated, mean in means if is_treated is side] for side in (True, False))
+        self._open = {}
+        if not treated or not control:
+            return
+        difference = statistics.fmean(treated) - statistics.fmean(control)
+        information = len(treated) * len(control) / len(means)
+        self._blocks.append((information, difference))
+        self._worse.add(information, -difference)
+        self._better.add(information, difference)
+        self._not_worse.add(information, difference)
 
     @property
     def difference(self) -> float:
-        """Mean of the treatment less mean of the control, as observed, in units of reward."""
-        return (self.treatment.mean - self.control.mean) * (self._high - self._low)
+        """Mean difference within blocks, weighted by their information, in units of reward; 0 before the first."""
+        weight = math.fsum(information for information, _ in self._blocks)
+        total = math.fsum(information * difference for information, difference in self._blocks)
+        return total / weight * (self._high - self._low) if weight else 0.0
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Bounds of the true difference; each holds at all times with probability 1 - risk."""
+        """Bounds of the mean difference, in units of reward.
+
+        The lower one holds at all times with probability 1 - ``promotion_risk``, the upper one with 1 - ``risk``. They
+        are the differences that the bets do not refute, so interval and verdict agree.
+        """
         scale = self._high - self._low
-        lower, upper = self.treatment.low - self.control.high, self.treatment.high - self.control.low
-        return lower * scale, upper * scale
+        return (
+            scale * _find_bound(lambda bound: self._refutes(bound, 1, self._risks[1])),
+            -scale * _find_bound(lambda bound: self._refutes(bound, -1, self._risks[0])),
+        )
+
+    def _refutes(self, bound: float, sign: int, risk: float) -> bool:
+        wealth = Wealth(bound)
+        for information, difference in self._blocks:
+            wealth.add(information, sign * difference)
+        return wealth.refutes(risk)
 
     @property
     def verdict(self) -> Verdict | None:
         """The decision; None while the test is undecided."""
-        low, high = self.interval
-        if high < 0:
+        rollback_risk, promotion_risk = self._risks
+        if self._worse.refutes(rollback_risk):
             return "worse"
-        return "not worse" if low > -self._margin else None
+        if self._better.refutes(promotion_risk):
+            return "better"
+        return "not worse" if self._not_worse.refutes(promotion_risk) else None
+
+
+def _find_bound(is_refuted: Callable[[float], bool]) -> float:
+    """The largest refuted bound from -1 to 1: a bound is refuted if a larger one is."""
+    low, high = -1.0, 1.0
+    for _ in range(25):
+        middle = (low + high) / 2
+        low, high = (middle, high) if is_refuted(middle) else (low, middle)
+    return low

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from agentlightning.errors import ConfigError, NotFoundError
@@ -13,9 +13,12 @@ from agentlightning.resources import split_version_id
 from agentlightning.reward import read_final_reward
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import Rollout
-from agentlightning_plugins.statistics.significance import mean_interval, paired_p_value, unpaired_p_value
+from agentlightning_plugins.statistics.difference import paired_difference, unpaired_difference
 
 RESOURCES_ID: Final = "resources_id"
+_KEY_HASH: Final = "key_hash"
+"""Metadata that ``LiveResources.pick(key=...)`` gives to the rollouts of a user."""
+_TASK: Final = "task "
 _PAGE: Final = 500
 
 
@@ -25,11 +28,14 @@ class Group:
 
     name: str
     rewards: Mapping[str, Sequence[float]]
-    """By ``task_id`` of the metadata, else by rollout id."""
+    """By user (``key_hash`` of the metadata), else by ``task_id``, else by rollout id: what is in one list is not
+    independent of each other."""
     failed: int = 0
     unrated: int = 0
     """Rollouts that succeeded without a reward so far."""
     unfinished: int = 0
+    has_users: bool = False
+    """Whether users were assigned to a version by a key, so that users are compared and not their rollouts."""
 
     @property
     def n(self) -> int:
@@ -42,7 +48,7 @@ class Group:
         return statistics.fmean(self.by_task())
 
     def by_task(self) -> list[float]:
-        """Mean reward of each task: its rollouts are not independent of each other."""
+        """Mean reward of each user, task or rollout."""
         return [statistics.fmean(rewards) for rewards in self.rewards.values()]
 
 
@@ -51,16 +57,19 @@ class Comparison:
     """The difference between two groups."""
 
     control: Group
+    """The rewards that were compared: if ``paired``, only those of common tasks."""
     treatment: Group
     difference: float
     """Mean of the treatment minus mean of the control."""
     low: float
     high: float
-    """95 % interval of the difference: percentile bootstrap, Efron and Tibshirani 1993, chapter 13."""
+    """95 % interval of the difference; infinite where the rewards allow none. It agrees with ``p_value``."""
     p_value: float
-    """Two-sided p-value of no difference: a permutation test (Phipson and Smyth 2010, arXiv:1603.05766)."""
+    """Two-sided p-value of no difference, by a permutation test."""
     paired: bool
-    """Whether both groups ran the same tasks, which were then compared one by one."""
+    """Whether tasks that both groups ran were compared one by one."""
+    dropped: int = 0
+    """Tasks that only one of two paired groups has a reward for; they are left out."""
 
 
 async def compare_rollouts(
@@ -68,8 +77,10 @@ async def compare_rollouts(
 ) -> Comparison:
     """Compares two groups of rollouts of the store's run.
 
-    If both ran the same tasks, by ``task_id`` of their metadata, the test is paired. Interval and p-value are valid for
-    a fixed sample: repeating the comparison until it is significant finds differences that do not exist.
+    If at least half of the tasks of each group, by ``task_id`` of their metadata, are common, these are compared one by
+    one. If versions were chosen by users (``LiveResources.pick(key=...)``), users are compared instead. Interval and
+    p-value are valid for a fixed sample: repeating the comparison until it is significant finds differences that do not
+    exist.
 
     Args:
         store: the store of the run.
@@ -78,34 +89,35 @@ async def compare_rollouts(
         treatment: the other rollouts, in the same form.
 
     Raises:
-        NotFoundError: a group has fewer than two rollouts with a reward.
+        NotFoundError: a group has rewards of fewer than two users, tasks or rollouts.
         ConfigError: the description of a group is empty.
     """
     groups = [await _read_group(store, which) for which in (control, treatment)]
     for group in groups:
-        if group.n < 2:
+        if len(group.rewards) < 2:
             raise NotFoundError(
                 f"{group.name}: {group.n} rollouts with a reward ({group.unrated} without, {group.unfinished} not "
-                "finished); at least 2 are needed"
+                f"finished), of {len(group.rewards)} users, tasks or independent rollouts; at least 2 are needed"
             )
     return compare_groups(*groups)
 
 
 def compare_groups(control: Group, treatment: Group) -> Comparison:
-    """Compares the rewards of two groups, each with at least two."""
-    paired = len(control.rewards) > 1 and control.rewards.keys() == treatment.rewards.keys()
-    if paired:
-        differences = [
-            statistics.fmean(rewards) - statistics.fmean(control.rewards[task])
-            for task, rewards in treatment.rewards.items()
-        ]
-        low, high = mean_interval(differences)
-        p_value = paired_p_value(differences)
-    else:
-        before, after = control.by_task(), treatment.by_task()
-        low, high = mean_interval(after, before)
-        p_value = unpaired_p_value(after, before)
-    return Comparison(control, treatment, treatment.mean - control.mean, low, high, p_value, paired)
+    """Compares the rewards of two groups, each with those of at least two users, tasks or rollouts."""
+    common = {unit for unit in control.rewards if unit in treatment.rewards and unit.startswith(_TASK)}
+    has_users = control.has_users or treatment.has_users
+    if has_users or 2 * len(common) < max(len(control.rewards), len(treatment.rewards)) or len(common) < 2:
+        found = unpaired_difference(treatment.by_task(), control.by_task())
+        return Comparison(control, treatment, found.mean, found.low, found.high, found.p_value, paired=False)
+    dropped = len(control.rewards.keys() ^ treatment.rewards.keys())
+    before, after = (
+        replace(group, rewards={task: rewards for task, rewards in group.rewards.items() if task in common})
+        for group in (control, treatment)
+    )
+    found = paired_difference(
+        [statistics.fmean(rewards) - statistics.fmean(before.rewards[task]) for task, rewards in after.rewards.items()]
+    )
+    return Comparison(before, after, found.mean, found.low, found.high, found.p_value, paired=True, dropped=dropped)
 
 
 async def _read_group(store: LightningStore, which: str | Mapping[str, Any]) -> Group:
@@ -119,6 +131,7 @@ async def _read_group(store: LightningStore, which: str | Mapping[str, Any]) -> 
     resources_id = which.get(RESOURCES_ID)
     rewards: dict[str, list[float]] = {}
     counts: Counter[str] = Counter()
+    has_users = False
     cursor: str | None = None
     while True:
         page = await store.query_rollouts(metadata=metadata or None, limit=_PAGE, cursor=cursor)
@@ -135,11 +148,16 @@ async def _read_group(store: LightningStore, which: str | Mapping[str, Any]) -> 
                 reward = await read_final_reward(store, rollout)
                 counts["unrated"] += reward is None
             if reward is not None:
-                task = (rollout.metadata or {}).get("task_id")
-                rewards.setdefault(rollout.rollout_id if task is None else f"task {task!r}", []).append(reward)
+                found = rollout.metadata or {}
+                unit = rollout.rollout_id
+                if found.get(_KEY_HASH) is not None:
+                    unit, has_users = f"user {found[_KEY_HASH]}", True
+                elif found.get("task_id") is not None:
+                    unit = f"{_TASK}{found['task_id']!r}"
+                rewards.setdefault(unit, []).append(reward)
         cursor = page.cursor
         if cursor is None:
-            return Group(name, rewards, **counts)
+            return Group(name, rewards, has_users=has_users, **counts)
 
 
 def _ran_with(rollout: Rollout, resources_id: str) -> bool:

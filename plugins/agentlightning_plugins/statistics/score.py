@@ -1,4 +1,4 @@
-"""The score of an agent over repeated tasks."""
+"""The score of an agent over repeated tasks, and the difference between two scores."""
 
 from __future__ import annotations
 
@@ -8,60 +8,85 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from agentlightning_plugins.statistics.significance import mean_interval, paired_p_value
+from agentlightning.errors import ConfigError, NotFoundError
+from agentlightning_plugins.statistics.interval import Interval, mean_interval, variance, wilson
 
 
 @dataclass(frozen=True)
 class Score:
-    """Rewards of an evaluation. Rollouts that failed or have no reward count as 0."""
+    """Rewards of an evaluation. A rollout that failed counts as 0; one without a reward is left out and counted."""
 
     rewards: Sequence[Sequence[float]]
-    """By task, by repetition."""
+    """By task, by repetition; shorter where rewards are missing."""
     success_threshold: float = 1.0
     """A reward of at least this is a success."""
     errors: Counter[str] = field(default_factory=Counter)
     """Failed rollouts by type of error."""
+    missing: int = 0
+    """Rollouts that succeeded without a reward."""
 
     @property
     def mean(self) -> float:
-        """Mean reward over tasks."""
-        return statistics.fmean(self.by_task())
+        """Mean reward over tasks.
 
-    def by_task(self) -> list[float]:
-        """Mean reward of each task: its repetitions are not independent of each other."""
-        return [statistics.fmean(task) for task in self.rewards]
+        Raises:
+            NotFoundError: there is no reward.
+        """
+        return statistics.fmean(self._rated())
 
-    def interval(self) -> tuple[float, float]:
-        """95 % interval of the mean."""
-        return mean_interval(self.by_task())
+    def by_task(self) -> list[float | None]:
+        """Mean reward of each task, None without one: its repetitions are not independent of each other."""
+        return [statistics.fmean(task) if task else None for task in self.rewards]
+
+    def _rated(self) -> list[float]:
+        found = [mean for mean in self.by_task() if mean is not None]
+        if not found:
+            raise NotFoundError(f"none of {len(self.rewards)} tasks has a reward; the agent must return or emit one")
+        return found
+
+    def interval(self) -> Interval | None:
+        """95 % interval of the mean over tasks like these; None for one task.
+
+        For rewards of 0 and 1 in several repetitions, Wilson's with the effective number of independent rollouts, which
+        is between the tasks and the rollouts (Korn and Graubard 1998, Survey Methodology 24, section 3). For other
+        rewards see ``mean_interval``.
+        """
+        means = self._rated()
+        rollouts = [reward for task in self.rewards for reward in task]
+        if len(means) < 2 or not set(rollouts) <= {0, 1}:
+            return mean_interval(means)
+        rate, spread = statistics.fmean(means), variance(means)
+        if rate in (0.0, 1.0):
+            return wilson(rate, len(means))
+        independent = rate * (1 - rate) / spread * len(means) if spread > 0 else math.inf
+        return wilson(rate, min(max(independent, len(means)), len(rollouts)))
 
     def pass_at(self, k: int) -> float:
-        """Probability that one of k repetitions succeeds, averaged over tasks; k is at most the repetitions made.
+        """Probability that one of k repetitions succeeds, averaged over the tasks with at least k rewards.
 
         The unbiased estimator 1 - C(n-c, k) / C(n, k) of Chen et al. 2021, arXiv:2107.03374, equation 1.
-        """
-        values = []
-        for task in self.rewards:
-            n, c = len(task), sum(reward >= self.success_threshold for reward in task)
-            values.append(1.0 - math.comb(n - c, k) / math.comb(n, k))
-        return statistics.fmean(values)
 
-    def p_value(self, other: Score) -> float:
-        """p-value of the hypothesis that two agents are equally good, from the same tasks in the same order."""
-        pairs = zip(self.by_task(), other.by_task(), strict=True)
-        return paired_p_value([mine - theirs for mine, theirs in pairs])
+        Raises:
+            ConfigError: k is less than 1 or more than the repetitions of any task.
+        """
+        known = [task for task in self.rewards if len(task) >= k >= 1]
+        if not known:
+            most = max(map(len, self.rewards), default=0)
+            raise ConfigError(f"pass@{k} needs a k from 1 to {most}, the number of rewards of a task; add repetitions")
+        counts = [(len(task), sum(reward >= self.success_threshold for reward in task)) for task in known]
+        return statistics.fmean(1.0 - math.comb(n - c, k) / math.comb(n, k) for n, c in counts)
 
     def to_metrics(self) -> dict[str, float]:
-        """The numbers by name, as trackers take them."""
-        low, high = self.interval()
-        repetitions = len(self.rewards[0])
+        """The numbers by name, as trackers take them; without ``reward_low`` and ``reward_high`` for one task."""
+        interval = self.interval()
+        repetitions = max(map(len, self.rewards))
         ks = sorted({1, *(2**power for power in range(1, 10) if 2**power <= repetitions), repetitions})
         return {
             "reward": self.mean,
-            "reward_low": low,
-            "reward_high": high,
+            **({} if interval is None else {"reward_low": interval[0], "reward_high": interval[1]}),
             **{f"pass@{k}": self.pass_at(k) for k in ks},
             "tasks": float(len(self.rewards)),
-            "rollouts": float(sum(map(len, self.rewards))),
+            "rollouts": float(sum(map(len, self.rewards)) + self.missing),
+            **({"missing": float(self.missing)} if self.missing else {}),
             **{f"errors/{name}": float(count) for name, count in self.errors.items()},
         }

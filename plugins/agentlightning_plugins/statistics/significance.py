@@ -1,4 +1,4 @@
-"""Confidence intervals and p-values of means, without assuming a distribution."""
+"""P-values of differences between means, without assuming a distribution."""
 
 from __future__ import annotations
 
@@ -9,71 +9,102 @@ import statistics
 from collections.abc import Sequence
 from typing import Final
 
+from agentlightning_plugins.statistics.interval import Interval, variance
+
 _RESAMPLES: Final = 2000
-_MAX_RESAMPLED: Final = 2000
+_MAX_RESAMPLED: Final = 1000
 """With more values than this, the normal approximation is used."""
 _MAX_EXACT: Final = 13
-
-
-def mean_interval(values: Sequence[float], minus: Sequence[float] = ()) -> tuple[float, float]:
-    """95 % interval of the mean of ``values`` minus the mean of ``minus``.
-
-    Percentile bootstrap (Efron and Tibshirani 1993, An Introduction to the Bootstrap, chapter 13), 2,000 resamples with
-    a fixed seed; the normal approximation for more than 2,000 values.
-    """
-    samples = [list(values), list(minus)] if minus else [list(values)]
-    if sum(map(len, samples)) > _MAX_RESAMPLED:
-        middle = statistics.fmean(values) - (statistics.fmean(minus) if minus else 0.0)
-        half = 1.959964 * math.sqrt(sum(_variance(sample) / len(sample) for sample in samples))
-        return middle - half, middle + half
-    draw = random.Random(0)
-    found = []
-    for _ in range(_RESAMPLES):
-        mean, *others = (statistics.fmean(draw.choices(sample, k=len(sample))) for sample in samples)
-        found.append(mean - sum(others))
-    found.sort()
-    return found[int(0.025 * _RESAMPLES)], found[int(0.975 * _RESAMPLES)]
+_SIGNIFICANT: Final = 0.05
 
 
 def paired_p_value(differences: Sequence[float]) -> float:
     """Two-sided p-value of a mean difference of 0, by a permutation test that flips signs.
 
-    Exact up to 13 differences, else by random signs with a fixed seed. It counts the observed signs and so is never 0
-    (Phipson and Smyth 2010, arXiv:1603.05766).
+    Exact up to 13 differences, else by random signs with a fixed seed, for the differences in ascending order, so that
+    the order of the rows changes nothing. It counts the observed signs and so is never 0 (Phipson and Smyth 2010,
+    arXiv:1603.05766).
+
+    Args:
+        differences: at least one.
     """
-    observed = abs(sum(differences)) - 1e-12
-    if len(differences) <= _MAX_EXACT:
-        signs = itertools.product((1, -1), repeat=len(differences))
-        extreme = [abs(sum(s * d for s, d in zip(sign, differences, strict=True))) >= observed for sign in signs]
+    ordered = sorted(differences)
+    observed = abs(math.fsum(ordered)) - 1e-9 * math.fsum(map(abs, ordered))
+    if len(ordered) <= _MAX_EXACT:
+        signs = itertools.product((1, -1), repeat=len(ordered))
+        extreme = [abs(sum(s * d for s, d in zip(sign, ordered, strict=True))) >= observed for sign in signs]
         return sum(extreme) / len(extreme)
-    if len(differences) > _MAX_RESAMPLED:
-        return _two_sided(sum(differences), math.sqrt(sum(d * d for d in differences)))
+    if len(ordered) > _MAX_RESAMPLED:
+        return _two_sided(math.fsum(ordered), math.sqrt(variance(ordered) * len(ordered)))
     draw = random.Random(0)
-    hits = sum(abs(sum(draw.choice((d, -d)) for d in differences)) >= observed for _ in range(_RESAMPLES))
+    hits = 0
+    for _ in range(_RESAMPLES):
+        flips = draw.getrandbits(len(ordered))
+        flipped = math.fsum(d if flips >> place & 1 else -d for place, d in enumerate(ordered))
+        hits += abs(flipped) >= observed
     return (hits + 1) / (_RESAMPLES + 1)
 
 
 def unpaired_p_value(one: Sequence[float], other: Sequence[float]) -> float:
-    """Two-sided p-value of equal means, by a permutation test that splits the pooled values at random."""
-    pool, total, size = [*one, *other], math.fsum([*one, *other]), len(one)
+    """Two-sided p-value of equal means, by a studentized permutation test.
 
-    def difference(sum_of_one: float) -> float:
-        return abs(sum_of_one / size - (total - sum_of_one) / len(other))
-
-    observed = difference(math.fsum(one)) - 1e-12
+    Splits the pooled values at random and compares Welch's t statistic, which keeps the level when the variances differ
+    (Chung and Romano 2013, Exact and asymptotically robust permutation tests, arXiv:1304.5939, theorem 2.2); it is
+    exact when the distributions are equal. All splits are tried if there are at most 8,192, else random ones with a
+    fixed seed.
+    """
+    pool, size = sorted([*one, *other]), len(one)
+    observed = _welch(one, other) * (1 - 1e-9)
     if math.comb(len(pool), size) <= 2**_MAX_EXACT:
-        found = [difference(math.fsum(chosen)) >= observed for chosen in itertools.combinations(pool, size)]
+        found = []
+        for chosen in itertools.combinations(range(len(pool)), size):
+            rest = set(range(len(pool))).difference(chosen)
+            found.append(_welch([pool[place] for place in chosen], [pool[place] for place in rest]) >= observed)
         return sum(found) / len(found)
     if len(pool) > _MAX_RESAMPLED:
-        return _two_sided(observed, math.sqrt(_variance(pool) * (1 / size + 1 / len(other))))
+        return math.erfc(observed / math.sqrt(2))
     draw = random.Random(0)
-    hits = sum(difference(math.fsum(draw.sample(pool, size))) >= observed for _ in range(_RESAMPLES))
+    hits = 0
+    for _ in range(_RESAMPLES):
+        draw.shuffle(pool)
+        hits += _welch(pool[:size], pool[size:]) >= observed
     return (hits + 1) / (_RESAMPLES + 1)
 
 
+def reconcile(interval: Interval, p_value: float) -> Interval:
+    """Makes a 95 % interval agree with a p-value: it contains 0, or ends there, as the test at 5 % says.
+
+    They come from different methods, which can disagree when p is close to .05. Adding 0 to an interval widens it;
+    cutting it at 0 leaves out differences of a sign that the test rejects at 2.5 %.
+    """
+    low, high = interval
+    if p_value > _SIGNIFICANT:
+        return min(low, 0.0), max(high, 0.0)
+    return (max(low, 0.0), high) if low + high > 0 else (low, min(high, 0.0))
+
+
+def adjust_p_values(p_values: Sequence[float]) -> list[float]:
+    """Adjusts p-values of several comparisons, so that any wrong one below .05 has a probability of at most 5 %.
+
+    Holm 1979, A simple sequentially rejective multiple test procedure, Scandinavian Journal of Statistics 6.
+    """
+    adjusted, largest = [0.0] * len(p_values), 0.0
+    for rank, place in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        largest = max(largest, min((len(p_values) - rank) * p_values[place], 1.0))
+        adjusted[place] = largest
+    return adjusted
+
+
+def _welch(one: Sequence[float], other: Sequence[float]) -> float:
+    """The absolute value of Welch's t statistic."""
+    difference = abs(statistics.fmean(one) - statistics.fmean(other))
+    deviation = math.sqrt(variance(one) / len(one) + variance(other) / len(other))
+    if difference <= 1e-12:
+        return 0.0
+    return difference / deviation if deviation > 1e-12 else math.inf
+
+
 def _two_sided(value: float, deviation: float) -> float:
-    return math.erfc(abs(value) / deviation / math.sqrt(2)) if deviation > 0 else 1.0
-
-
-def _variance(values: Sequence[float]) -> float:
-    return statistics.variance(values) if len(values) > 1 else 0.0
+    if deviation <= 0:
+        return 1.0 if value == 0 else 0.0
+    return math.erfc(abs(value) / deviation / math.sqrt(2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import os
@@ -122,7 +123,9 @@ def test_eval_of_an_agent_without_rewards_says_so_instead_of_a_score(folder: Pat
     assert "Traceback" not in said
 
 
-def test_compare_tells_a_better_algorithm_from_the_first_and_keeps_its_budget(folder: Path) -> None:
+def test_compare_tells_a_better_algorithm_from_the_first_on_held_out_tasks_and_keeps_its_budget(folder: Path) -> None:
+    numbers = [10, 4, 11, 8, 13, 1, 14, 2, 15, 3, 17, 5, 18, 6, 19, 7]  # every second one is held out
+    (folder / "tasks.jsonl").write_text("".join(json.dumps({"n": n}) + "\n" for n in numbers))
     rows = run(
         folder, "compare", "config.yaml", "-a", "baseline", "-a", "{name: learner, wasteful: true}",
         "--seeds", "0,1", "--budget", "20", "--json",
@@ -131,6 +134,7 @@ def test_compare_tells_a_better_algorithm_from_the_first_and_keeps_its_budget(fo
     assert [row["reward"] for row in rows] == [0.25, 1.0]
     assert rows[0]["p"] is None
     assert rows[1]["p"] == pytest.approx(2 / 2**6 * 1.0, abs=1e-9)  # all six differing tasks point one way
+    assert 0 <= rows[1]["difference_low"] < 0.75 == rows[1]["difference"] <= rows[1]["difference_high"]
     assert rows[0]["rollouts"] == 16
     assert 20 < rows[1]["rollouts"] < 40
     assert (folder / "runs" / "compare" / "1-learner-1" / "store.db").is_file()
@@ -138,6 +142,10 @@ def test_compare_tells_a_better_algorithm_from_the_first_and_keeps_its_budget(fo
     wrong = run(folder, "compare", "config.yaml", "-a", "baseline", "-a", "lerner", "--run-dir", "never", code=2)
     assert "Did you mean 'learner'" in wrong
     assert not (folder / "never").exists(), "a mistake in the last is known before the first has trained"
+    seen = run(
+        folder, "compare", "config.yaml", "-a", "baseline", "--test", "tasks.jsonl", "--run-dir", "never", code=2
+    )
+    assert "every task of data.train is a test task too" in seen
 
 
 def test_compare_uses_the_settings_of_the_configuration_and_labels_variants(folder: Path) -> None:
@@ -160,21 +168,18 @@ def test_pass_at_k_is_the_unbiased_estimator() -> None:
     assert score.pass_at(4) == 0.5
 
 
-def test_the_interval_covers_the_mean_and_narrows_with_more_tasks() -> None:
-    few, many = Score([[0.0], [1.0]] * 5), Score([[0.0], [1.0]] * 500)
-    assert few.interval()[0] < 0.5 < few.interval()[1]
-    width = many.interval()[1] - many.interval()[0]
-    assert width == pytest.approx(2 * 1.96 * 0.5 / math.sqrt(1000), rel=0.15)
-
-
-def test_the_p_value_is_exact_for_few_tasks_and_agrees_with_many() -> None:
-    zeros, ones = Score([[0.0]] * 5), Score([[1.0]] * 5)
-    assert ones.p_value(zeros) == 2 / 2**5
-    assert zeros.p_value(zeros) == 1.0
-    mixed = Score([[1.0], [0.0]] * 10)
-    other = Score([[0.0], [1.0]] * 10)
-    assert mixed.p_value(other) > 0.9
-    assert 0 < Score([[1.0]] * 40).p_value(Score([[0.0]] * 40)) < 0.001
+async def test_a_rollout_without_a_reward_is_left_out_and_counted() -> None:
+    store = agl.InMemoryLightningStore()
+    algorithm = Evaluation()
+    algorithm.set_store(store)
+    runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer(), max_rollouts=3)
+    with runner.run_context(agent=agl.wrap(lambda task: None if task == 1 else 1.0), store=store):
+        await asyncio.gather(runner.iter(), algorithm.run(val_dataset=[0, 1, 2]))
+    assert algorithm.score.rewards == [[1.0], [], [1.0]]
+    assert (algorithm.score.mean, algorithm.score.missing) == (1.0, 1)
+    with pytest.raises(agl.ConfigError, match="the dataset is empty"):
+        await algorithm.run(val_dataset=[])
+    await store.close()
 
 
 async def test_an_evaluation_in_a_run_is_not_run_twice_when_repeated() -> None:
@@ -182,8 +187,6 @@ async def test_an_evaluation_in_a_run_is_not_run_twice_when_repeated() -> None:
     algorithm = Evaluation(repetitions=2)
     algorithm.context = agl.RunContext(store=store, key="key")
     runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer(), max_rollouts=6)
-    import asyncio
-
     with runner.run_context(agent=agl.wrap(lambda task: float(task)), store=store):
         running = asyncio.create_task(runner.iter())
         await algorithm.run(val_dataset=[0, 1, 2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import click
@@ -20,7 +21,8 @@ async def compare(store: LightningStore, control: str, treatment: str, as_json: 
     """Compare the rewards of two groups of rollouts.
 
     CONTROL and TREATMENT are each the group of that name (`group` of the metadata), other metadata as in
-    `variant=b`, or resources: a snapshot or one version of it, as in `rs-1@3`. Failed rollouts count as 0.
+    `variant=b`, or resources: a snapshot or one version of it, as in `rs-1@3`. Failed rollouts count as 0; those
+    without a reward are left out.
     """
     found = await compare_rollouts(store, _read(control), _read(treatment))
     sides = {"control": found.control, "treatment": found.treatment}
@@ -32,7 +34,8 @@ async def compare(store: LightningStore, control: str, treatment: str, as_json: 
             }
             for name, group in sides.items()
         }
-        shown |= {key: getattr(found, key) for key in ("difference", "low", "high", "p_value", "paired")}
+        shown |= {key: getattr(found, key) for key in ("difference", "low", "high", "p_value", "paired", "dropped")}
+        shown |= {key: None for key in ("low", "high") if math.isinf(shown[key])}
         print_json(shown)
         return
     print_table(
@@ -42,11 +45,14 @@ async def compare(store: LightningStore, control: str, treatment: str, as_json: 
             for name, group in sides.items()
         ],
     )
-    how = "paired by task" if found.paired else "independent groups"
-    click.echo(
-        f"\ndifference {found.difference:+.3f}  95 % interval [{found.low:+.3f}, {found.high:+.3f}]  "
-        f"p = {found.p_value:.2g}  ({how})"
-    )
+    how = "independent groups"
+    if found.paired:
+        how = "paired by task" + (f", {found.dropped} tasks of one group left out" if found.dropped else "")
+    elif found.control.has_users or found.treatment.has_users:
+        how = f"{len(found.control.rewards)} against {len(found.treatment.rewards)} users"
+    interval = "no interval" if math.isinf(found.low) else f"95 % interval [{found.low:+.3f}, {found.high:+.3f}]"
+    click.echo(f"\ndifference {found.difference:+.3f}  {interval}  p = {found.p_value:.2g}  ({how})")
+    click.echo("failed rollouts count as 0; those without a reward are left out")
 
 
 def _read(text: str) -> str | dict[str, Any]:

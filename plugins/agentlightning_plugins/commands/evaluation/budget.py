@@ -30,8 +30,8 @@ class Budgeted(Algorithm):
         self.budget = budget
         self.rollouts = 0
         self.has_published = False
-        self.test_rewards: list[float] = []
-        """Of the algorithm's own last evaluation in mode ``test``, by task."""
+        self.test_rewards: list[float | None] = []
+        """Of the algorithm's own last evaluation in mode ``test``, by task: 0 if it failed, None without a reward."""
 
     @property
     def default_adapter(self) -> str | None:  # type: ignore[override] # the wrapped one's, known with the instance
@@ -82,11 +82,11 @@ class Budgeted(Algorithm):
 
     async def _read_tests(self) -> None:
         store = self.get_store()
-        by_step: dict[int, dict[int, float]] = {}
+        by_step: dict[int, dict[int, float | None]] = {}
         with contextlib.suppress(KeyError, TypeError):
             for rollout in (await store.query_rollouts(sort_by="start_time")).items:
                 if rollout.mode == "test" and rollout.metadata is not None:
-                    reward = await read_final_reward(store, rollout) or 0.0
+                    reward = await read_final_reward(store, rollout) if rollout.status == "succeeded" else 0.0
                     by_step.setdefault(rollout.metadata["step"], {})[rollout.metadata["task_id"]] = reward
         if by_step:
             last = by_step[max(by_step)]

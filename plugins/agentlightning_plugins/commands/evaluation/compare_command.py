@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -16,7 +17,9 @@ from agentlightning.cli import print_table
 from agentlightning.errors import ConfigError
 from agentlightning.plugin.registry import get_manager
 from agentlightning_plugins.commands.terminal import json_option, print_json
+from agentlightning_plugins.statistics.difference import difference_over_seeds
 from agentlightning_plugins.statistics.score import Score
+from agentlightning_plugins.statistics.significance import adjust_p_values
 
 
 @dataclasses.dataclass
@@ -25,8 +28,8 @@ class _Contestant:
 
     spec: dict[str, Any]
     label: str
-    rewards: list[Sequence[Sequence[float]]] = dataclasses.field(default_factory=list)
-    """Rewards on the test tasks after training, indexed by seed, task and repetition."""
+    scores: list[Score] = dataclasses.field(default_factory=list)
+    """On the test tasks after training, by seed."""
     rollouts: list[int] = dataclasses.field(default_factory=list)
     seconds: list[float] = dataclasses.field(default_factory=list)
 
@@ -34,9 +37,17 @@ class _Contestant:
         """Whether the algorithm has this setting."""
         return setting in inspect.signature(get_manager().get("algorithm", self.spec["name"])).parameters
 
-    def by_task(self) -> list[list[float]]:
-        """The rewards of each task over all seeds and repetitions."""
-        return [[reward for seed in task for reward in seed] for task in zip(*self.rewards, strict=True)]
+    def by_task(self) -> list[dict[int, float]]:
+        """Mean reward by seed and test task; tasks without a reward are left out."""
+        return [{task: mean for task, mean in enumerate(score.by_task()) if mean is not None} for score in self.scores]
+
+    def pooled(self) -> Score:
+        """The score over all seeds."""
+        rewards = [
+            [reward for score in self.scores for reward in score.rewards[task]]
+            for task in range(len(self.scores[0].rewards))
+        ]
+        return Score(rewards, missing=sum(score.missing for score in self.scores))
 
 
 @click.command("compare")
@@ -55,7 +66,7 @@ class _Contestant:
 @click.option("--seeds", default="0", show_default=True, help="Comma-separated; each algorithm runs once per seed.")
 @click.option("--repetitions", "-n", default=1, show_default=True, type=click.IntRange(min=1), help="Per test task.")
 @click.option("--budget", type=click.IntRange(min=1), metavar="N", help="Maximum number of training rollouts.")
-@click.option("--test", "test", metavar="SOURCE", help="The test tasks; default is data.val.")
+@click.option("--test", "test", metavar="SOURCE", help="The test tasks; default is half of data.val.")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Directory of the runs; default runs/compare-<n>.")
 @json_option
 def command(
@@ -71,8 +82,11 @@ def command(
 ) -> None:
     """Train the agent of CONFIG with several algorithms and compare the results.
 
-    Each algorithm learns from data.train and data.val; its published resources are evaluated on the test tasks. The
-    p-value is that of a paired permutation test over tasks against the first algorithm.
+    Each algorithm learns from data.train and data.val; its published resources are evaluated on the test tasks, which
+    it does not see: without --test, every second task of data.val is held out, and test tasks are left out of
+    data.train and data.val. Differences are to the first algorithm, paired by task. With several seeds, seeds are a
+    sample too; with one, the result holds for this one training. P-values are adjusted for the number of algorithms
+    (Holm).
     """
     from agentlightning_plugins.commands.configuration.assembly import check_setup
     from agentlightning_plugins.commands.configuration.dataset import load_dataset
@@ -90,8 +104,7 @@ def command(
     for contestant in contestants:  # check every algorithm before the first one trains
         checked, parts = _load(document, contestant, chosen_seeds[0])
         check_setup(checked, parts)
-        if tasks is None and parts.val is None:
-            raise ConfigError("comparing needs test tasks: data.val in the configuration, or --test SOURCE")
+        _hold_out(parts, tasks)
     directory = run_dir or choose_directory(None, "compare")
     for number, contestant in enumerate(contestants):
         for seed in chosen_seeds:
@@ -100,6 +113,36 @@ def command(
                 click.echo(f"== {contestant.label}, seed {seed}: {place}", err=True)
             _run_one(document, contestant, seed, place, tasks, repetitions, budget, quiet=as_json)
     _show(contestants, as_json)
+
+
+def _hold_out(parts: Any, tasks: Any) -> tuple[Any, list[Any]]:
+    """Separates the tasks that algorithms learn from and select on from those that they are compared on.
+
+    Returns:
+        The parts without test tasks in their data, and the test tasks.
+    """
+    if tasks is None and (parts.val is None or len(parts.val) < 2):
+        raise ConfigError(
+            "comparing needs test tasks: --test SOURCE, or at least two tasks in data.val to hold out half"
+        )
+    test = (
+        [tasks[n] for n in range(len(tasks))]
+        if tasks is not None
+        else [parts.val[n] for n in range(1, len(parts.val), 2)]
+    )
+    if not test:
+        raise ConfigError("comparing needs test tasks, but --test has none")
+    kept: dict[str, Any] = {}
+    held_out = {repr(task) for task in test}
+    for name in ("train", "val"):
+        data = getattr(parts, name)
+        kept[name] = data and [data[n] for n in range(len(data)) if repr(data[n]) not in held_out]
+        if data and not kept[name]:
+            raise ConfigError(
+                f"every task of data.{name} is a test task too, so that an algorithm would be compared on what it "
+                "learned from; give --test other tasks"
+            )
+    return dataclasses.replace(parts, **kept), test
 
 
 def _to_spec(text: str, configured: Any) -> dict[str, Any]:
@@ -158,12 +201,12 @@ def _run_one(
     from agentlightning_plugins.commands.evaluation.eval_command import evaluate, failing_run
 
     checked, parts = _load(document, contestant, seed)
-    test = tasks if tasks is not None else parts.val
+    parts, test = _hold_out(parts, tasks)
     algorithm = parts.components["algorithm"]
     # It stops its model server when it ends, so it evaluates the test tasks itself.
     keeps_model = contestant.takes("test_dataset")
     if keeps_model:
-        algorithm.test_dataset = [test[index] for index in range(len(test)) for _ in range(repetitions)]
+        algorithm.test_dataset = [task for task in test for _ in range(repetitions)]
     limited = Budgeted(algorithm, budget)
     started = time.monotonic()
     components = {**parts.components, "algorithm": limited, "trackers": [] if quiet else ["console"]}
@@ -175,27 +218,35 @@ def _run_one(
     contestant.rollouts.append(limited.rollouts)
     if keeps_model:
         rewards = limited.test_rewards
-        found = [rewards[start : start + repetitions] for start in range(0, len(rewards), repetitions)]
+        tested = [rewards[start : start + repetitions] for start in range(0, len(rewards), repetitions)]
+        known = [[reward for reward in task if reward is not None] for task in tested]
+        contestant.scores.append(Score(known, missing=rewards.count(None)))
     else:
         learned = str(place) if limited.has_published else None
-        found = evaluate(checked, parts, test, place / "test", {"repetitions": repetitions}, learned, True).rewards
-    contestant.rewards.append(found)
+        settings = {"repetitions": repetitions}
+        contestant.scores.append(evaluate(checked, parts, test, place / "test", settings, learned, True))
 
 
 def _show(contestants: list[_Contestant], as_json: bool) -> None:
-    first = Score(contestants[0].by_task())
+    first, *others = contestants
+    differences = [difference_over_seeds(contestant.by_task(), first.by_task()) for contestant in others]
+    p_values = adjust_p_values([found.p_value for found in differences])
     rows: list[dict[str, Any]] = []
-    for contestant in contestants:
-        score = Score(contestant.by_task())
-        low, high = score.interval()
+    for contestant, found, p_value in zip(contestants, (None, *differences), (None, *p_values), strict=True):
+        score = contestant.pooled()
+        low, high = score.interval() or (None, None)
+        is_open = found is None or math.isinf(found.low)
         rows.append(
             {
                 "algorithm": contestant.label,
                 "reward": score.mean,
                 "low": low,
                 "high": high,
-                "difference": score.mean - first.mean,
-                "p": score.p_value(first) if rows else None,
+                "difference": found and found.mean,
+                "difference_low": None if found is None or is_open else found.low,
+                "difference_high": None if found is None or is_open else found.high,
+                "p": p_value,
+                "missing": score.missing,
                 "rollouts": statistics.fmean(contestant.rollouts),
                 "seconds": statistics.fmean(contestant.seconds),
             }
@@ -204,17 +255,28 @@ def _show(contestants: list[_Contestant], as_json: bool) -> None:
         print_json(rows)
         return
     print_table(
-        ("algorithm", "reward", "95 % interval", "difference", "p", "rollouts", "seconds"),
+        ("algorithm", "reward", "95 % interval", "difference", "95 % interval", "p", "missing", "rollouts", "seconds"),
         [
             (
                 row["algorithm"],
                 f"{row['reward']:.3f}",
-                f"{row['low']:.3f} to {row['high']:.3f}",
+                "none" if row["low"] is None else f"{row['low']:.3f} to {row['high']:.3f}",
                 "" if row["p"] is None else f"{row['difference']:+.3f}",
+                _show_interval(row),
                 "" if row["p"] is None else f"{row['p']:.3f}",
+                str(row["missing"]),
                 f"{row['rollouts']:.0f}",
                 f"{row['seconds']:.1f}",
             )
             for row in rows
         ],
     )
+    click.echo("\nfailed rollouts count as 0; those without a reward (missing) are left out")
+    if len(first.scores) == 1:
+        click.echo("one seed: intervals and p-values do not say what another training would give; use --seeds")
+
+
+def _show_interval(row: dict[str, Any]) -> str:
+    if row["p"] is None:
+        return ""
+    return "none" if row["difference_low"] is None else f"{row['difference_low']:+.3f} to {row['difference_high']:+.3f}"

@@ -124,12 +124,18 @@ async def _read_learned(where: str) -> dict[str, Any]:
 
 
 def _print_score(metrics: dict[str, float]) -> None:
-    interval = f"[{metrics['reward_low']:.3f}, {metrics['reward_high']:.3f}]"
-    click.echo(f"reward   {metrics['reward']:.3f}  95 % interval {interval}")
+    interval = "no interval from these rewards"
+    if "reward_low" in metrics:
+        interval = f"95 % interval [{metrics['reward_low']:.3f}, {metrics['reward_high']:.3f}]"
+    elif metrics["tasks"] == 1:
+        interval = "no interval from one task"
+    click.echo(f"reward   {metrics['reward']:.3f}  {interval}")
     for name, value in metrics.items():
         if name.startswith("pass@"):
             click.echo(f"{name:<8} {value:.3f}")
-    click.echo(f"{metrics['tasks']:.0f} tasks, {metrics['rollouts']:.0f} rollouts")
+    click.echo(f"{metrics['tasks']:.0f} tasks, {metrics['rollouts']:.0f} rollouts; failed ones count as 0")
+    if "missing" in metrics:
+        click.echo(f"{metrics['missing']:.0f} without a reward, left out")
     for name, value in metrics.items():
         if name.startswith("errors/"):
             click.echo(f"{value:.0f} failed: {name.removeprefix('errors/')}")

@@ -1,0 +1,90 @@
+"""The difference between two sets of rewards: estimate, interval, p-value."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from agentlightning_plugins.statistics.interval import Interval, paired_interval, unpaired_interval, variance
+from agentlightning_plugins.statistics.significance import paired_p_value, reconcile, unpaired_p_value
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A difference of mean rewards. p-value and interval agree: p is at most .05 if the interval excludes 0."""
+
+    mean: float
+    low: float
+    """Of the 95 % interval; -inf where the rewards allow none."""
+    high: float
+    p_value: float
+    """Two-sided, of no difference."""
+
+
+def paired_difference(differences: Sequence[float]) -> Difference:
+    """From the difference of each task, of which there is at least one."""
+    p_value = paired_p_value(differences)
+    return _make(statistics.fmean(differences), paired_interval(differences), p_value)
+
+
+def unpaired_difference(one: Sequence[float], other: Sequence[float]) -> Difference:
+    """Of two groups of independent values: the mean of ``one`` less that of ``other``."""
+    p_value = unpaired_p_value(one, other)
+    return _make(statistics.fmean(one) - statistics.fmean(other), unpaired_interval(one, other), p_value)
+
+
+def difference_over_seeds(one: Sequence[Mapping[int, float]], other: Sequence[Mapping[int, float]]) -> Difference:
+    """Of two algorithms that were trained once for each seed and evaluated on the same tasks.
+
+    Tasks and, with two seeds or more, seeds are both samples. The variance is the sum of that over tasks and those over
+    the seeds of each algorithm, with Student's t and the degrees of freedom of Welch and Satterthwaite (Satterthwaite
+    1946, Biometrics Bulletin 2); p-value and interval are the more careful of these and of those over tasks alone.
+
+    Args:
+        one: mean reward of each task, by seed; tasks without a reward for some seed are left out.
+        other: the same of the other algorithm.
+    """
+    tasks = sorted(set.intersection(*({*seed} for seed in (*one, *other))))
+    by_task = [[statistics.fmean(seed[task] for seed in seeds) for task in tasks] for seeds in (one, other)]
+    differences = [mine - theirs for mine, theirs in zip(*by_task, strict=True)]
+    found = paired_difference(differences)
+    parts = [(variance(differences) / len(tasks), len(tasks) - 1)]
+    for seeds in (one, other):
+        means = [statistics.fmean(seed[task] for task in tasks) for seed in seeds]
+        parts.append((variance(means) / len(means), len(means) - 1))
+    total = sum(part for part, _ in parts)
+    if min(len(one), len(other)) < 2 or len(tasks) < 2 or total <= 0:
+        return found
+    freedom = total**2 / sum(part**2 / count for part, count in parts)
+    half, p_value = _t_quantile(freedom) * math.sqrt(total), t_p_value(found.mean / math.sqrt(total), freedom)
+    widest = min(found.low, found.mean - half), max(found.high, found.mean + half)
+    return _make(found.mean, widest, max(p_value, found.p_value))
+
+
+def t_p_value(t: float, freedom: float) -> float:
+    """Two-sided p-value of Student's t, by Simpson's rule over the angle atan(t / sqrt(freedom))."""
+
+    def integral(start: float) -> float:
+        steps = 2000
+        width = (math.pi / 2 - start) / steps
+        heights: list[float] = [
+            math.pow(max(math.cos(start + place * width), 0.0), freedom - 1) for place in range(steps + 1)
+        ]
+        return (heights[0] + heights[-1] + 4 * sum(heights[1:-1:2]) + 2 * sum(heights[2:-1:2])) * width / 3
+
+    return integral(math.atan(abs(t) / math.sqrt(freedom))) / integral(0.0)
+
+
+def _t_quantile(freedom: float) -> float:
+    low, high = 1.9, 13.0  # from infinite degrees of freedom to 1
+    while high - low > 1e-4:
+        middle = (low + high) / 2
+        low, high = (low, middle) if t_p_value(middle, freedom) <= 0.05 else (middle, high)
+    return high
+
+
+def _make(mean: float, interval: Interval | None, p_value: float) -> Difference:
+    low, high = (-math.inf, math.inf) if interval is None else reconcile(interval, p_value)
+    return Difference(mean, low, high, p_value)

@@ -1,0 +1,242 @@
+"""The error rates of the sequential test of live learning, measured by simulation with fixed seeds.
+
+Each test states the promised level and asserts that the measured rate exceeds it by at most three standard errors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentlightning_algorithms.live.sequential import _BETS, _MAX_LOSS, _MIN_BLOCK, SequentialTest
+
+RISK = 0.05
+Rewards = Callable[[Any, int], Any]
+"""The control's mean reward of each request, given the request numbers and how many there are."""
+
+
+def limit(trials: int, risk: float = RISK) -> float:
+    """The promised level plus three standard errors of a rate that is measured in ``trials`` trials."""
+    return risk + 3 * math.sqrt(risk * (1 - risk) / trials)
+
+
+def decide(treated: Any, rewards: Any, share: float, margin: float) -> dict[str, Any]:
+    """Runs many trials at once.
+
+    The same bets as ``SequentialTest``, in NumPy; a test below holds both to each other.
+
+    Args:
+        treated: whether each request is treated, indexed by trial and request.
+        rewards: the reward of each, from 0 to 1.
+        share: of the treated requests.
+        margin: of the test.
+
+    Returns:
+        By verdict, the number of treated rewards at which each trial would reach it, infinite if it does not.
+    """
+    size = max(_MIN_BLOCK, round(1 / min(share, 1 - share)))
+    n_blocks = treated.shape[1] // size
+    shape = (len(treated), n_blocks, size)
+    treated = treated[:, : n_blocks * size].reshape(shape)
+    rewards = rewards[:, : n_blocks * size].reshape(shape)
+    n_treated = treated.sum(2)
+    information = n_treated * (size - n_treated) / size
+    means = [(side * rewards).sum(2) / np.maximum(side.sum(2), 1) for side in (treated, ~treated)]
+    difference = np.where(information > 0, means[0] - means[1], 0.0)
+    found = {}
+    for verdict, sign, bound in (("worse", -1, 0.0), ("better", 1, 0.0), ("not worse", 1, -margin)):
+        wealth = np.zeros(information.shape)
+        for bet in _BETS:
+            stakes = np.minimum(bet * information, _MAX_LOSS / (1 + bound))
+            wealth += np.exp(np.cumsum(np.log1p(stakes * (sign * difference - bound)), 1)) / len(_BETS)
+        reached = wealth >= 1 / RISK
+        first = np.take_along_axis(np.cumsum(n_treated, 1), reached.argmax(1)[:, None], 1)[:, 0]
+        found[verdict] = np.where(reached.any(1), first, math.inf)
+    return found
+
+
+def simulate(
+    share: float, control: Rewards, effect: float, *, margin: float = 0.1, trials: int = 1000, treated: int = 200
+) -> dict[str, Any]:
+    """Simulates trials with 0/1 rewards until about ``treated`` treated ones."""
+    draw = np.random.default_rng(17)
+    length = int(treated / share)
+    groups = draw.random((trials, length)) < share
+    chance = np.broadcast_to(control(np.arange(length), length), (trials, length)) + effect * groups
+    return decide(groups, (draw.random((trials, length)) < chance).astype(float), share, margin)
+
+
+def rate(found: Any) -> float:
+    return float(np.isfinite(found).mean())
+
+
+TRAFFIC: dict[str, Rewards] = {
+    "constant": lambda request, n: np.full(n, 0.6),
+    "a step from .9 to .4": lambda request, n: np.where(request < n // 4, 0.9, 0.4),
+    "a step from .3 to .8": lambda request, n: np.where(request < n // 4, 0.3, 0.8),
+    "a linear fall": lambda request, n: 0.9 - 0.5 * request / n,
+    "a linear rise": lambda request, n: 0.3 + 0.5 * request / n,
+    "a period of 10 requests": lambda request, n: 0.55 + 0.35 * np.sin(request * 2 * math.pi / 10),
+    "a period of 500 requests": lambda request, n: 0.55 + 0.35 * np.sin(request * 2 * math.pi / 500),
+    "rare rewards": lambda request, n: np.full(n, 0.15),
+}
+
+
+@pytest.mark.parametrize("share", [0.05, 0.1, 0.3, 0.5])
+@pytest.mark.parametrize("traffic", TRAFFIC.values(), ids=TRAFFIC.keys())
+def test_errors_stay_within_the_risk_whatever_the_traffic_does(traffic: Rewards, share: float) -> None:
+    equal = simulate(share, traffic, 0.0)
+    assert rate(equal["worse"]) <= limit(1000)
+    assert rate(equal["better"]) <= limit(1000)
+    on_the_margin = simulate(share, traffic, -0.1)
+    assert rate(on_the_margin["not worse"]) <= limit(1000)
+    assert rate(on_the_margin["better"]) <= limit(1000)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("share", [0.05, 0.1, 0.3, 0.5])
+@pytest.mark.parametrize("traffic", TRAFFIC.values(), ids=TRAFFIC.keys())
+def test_errors_stay_within_the_risk_in_long_trials(traffic: Rewards, share: float) -> None:
+    equal = simulate(share, traffic, 0.0, trials=3000, treated=1000)
+    assert max(rate(equal["worse"]), rate(equal["better"])) <= limit(3000)
+    assert rate(simulate(share, traffic, -0.1, trials=3000, treated=1000)["not worse"]) <= limit(3000)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_errors_stay_within_the_risk_for_rewards_with_heavy_tails(share: float) -> None:
+    """Log-normal rewards, clipped to the range: a few in a thousand are 100 times the median."""
+    draw = np.random.default_rng(17)
+    groups = draw.random((1000, int(200 / share))) < share
+    rewards = np.minimum(draw.lognormal(-4.0, 1.5, groups.shape), 1.0)
+    found = decide(groups, rewards, share, margin=0.1)
+    assert rate(found["worse"]) <= limit(1000)
+    assert rate(found["better"]) <= limit(1000)
+
+
+def test_equal_versions_are_told_from_worse_ones_in_300_treated_rewards() -> None:
+    """705 with confidence sequences of each arm (arXiv:2010.09686, theorem 2), for both .6, share .1, margin .1."""
+    equal = simulate(0.1, TRAFFIC["constant"], 0.0, treated=600)
+    assert np.median(equal["not worse"]) <= 250
+    better = simulate(0.1, TRAFFIC["constant"], 0.1, treated=600)
+    assert np.median(better["better"]) <= 250
+
+
+def test_clear_differences_are_decided_within_a_few_rewards() -> None:
+    worse = simulate(0.1, lambda request, n: np.full(n, 0.9), -0.6)
+    assert np.median(worse["worse"]) <= 25
+    better = simulate(0.1, lambda request, n: np.full(n, 0.5), 0.4)
+    assert np.median(better["better"]) <= 35
+    assert rate(worse["better"]) == rate(better["worse"]) == 0.0
+
+
+@pytest.mark.parametrize("users", [20, 100])
+def test_a_user_counts_once_however_many_rewards_he_gives(users: int) -> None:
+    """Users keep their version and differ in how they rate. Counting rewards calls equal versions worse in 31 %."""
+    wrong, trials = 0, 300
+    for seed in range(trials):
+        draw = np.random.default_rng(seed)
+        treated, level = draw.random(users) < 0.3, draw.beta(0.8, 0.6, users)
+        test = SequentialTest(risk=RISK, margin=0.0, reward_range=(0.0, 1.0), share=0.3)
+        for user, chance in zip(draw.integers(users, size=800), draw.random(800), strict=True):
+            test.add(float(chance < level[user]), is_treatment=bool(treated[user]), unit=f"user {user}")
+            if test.verdict is not None:
+                wrong += 1
+                break
+    assert wrong / trials <= limit(trials, 2 * RISK)  # "worse" and "better" have a risk each
+
+
+def test_a_candidate_that_answers_later_or_is_rated_less_is_not_called_worse_for_it() -> None:
+    """Rewards of the candidate arrive 30 requests later, and half of them not at all, while quality falls."""
+    draw = np.random.default_rng(17)
+    wrong, trials, length = 0, 200, 2000
+    for _ in range(trials):
+        treated = draw.random(length) < 0.1
+        rewards = draw.random(length) < 0.9 - 0.5 * np.arange(length) / length
+        arrives = np.arange(length) + 30 * treated
+        test = SequentialTest(risk=RISK, margin=0.0, reward_range=(0.0, 1.0), share=0.1)
+        for request in np.argsort(arrives, kind="stable"):
+            if not treated[request] or draw.random() < 0.5:
+                test.add(float(rewards[request]), is_treatment=bool(treated[request]), unit=str(request))
+        wrong += test.verdict is not None
+    assert wrong / trials <= limit(trials, 2 * RISK)
+
+
+def test_ten_slightly_worse_candidates_leave_quality_where_it_was() -> None:
+    """Each candidate is .02 worse than the stable version; with a margin for each of .1 they ended .09 lower."""
+    draw = np.random.default_rng(17)
+    promoted, runs = 0, 100
+    for _ in range(runs):
+        for trial in range(1, 11):
+            groups = draw.random((1, 5000)) < 0.1
+            rewards = (draw.random((1, 5000)) < 0.6 - 0.02 * groups).astype(float)
+            test = SequentialTest(
+                risk=RISK, margin=0.0, reward_range=(0.0, 1.0), share=0.1, promotion_risk=RISK / trial / (trial + 1)
+            )
+            if rate(decide(groups, rewards, 0.1, margin=0.0)["better"]) == 0.0:
+                continue  # not even at the full risk
+            for reward, treated, unit in zip(rewards[0], groups[0], range(5000), strict=True):
+                test.add(reward, is_treatment=bool(treated), unit=str(unit))
+                if test.verdict is not None:
+                    break
+            promoted += test.verdict == "better"
+    assert promoted / runs <= limit(runs)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_the_bets_equal_those_of_the_simulation(share: float) -> None:
+    draw = np.random.default_rng(17)
+    verdicts = set()
+    for effect, margin in ((-0.3, 0.1), (-0.05, 0.1), (0.0, 0.1), (0.05, 0.1), (0.3, 0.0)):
+        groups = draw.random((1, 1500)) < share
+        rewards = (draw.random((1, 1500)) < 0.5 + effect * groups).astype(float)
+        expected = {verdict: found[0] for verdict, found in decide(groups, rewards, share, margin).items()}
+        test = SequentialTest(risk=RISK, margin=margin, reward_range=(0.0, 1.0), share=share)
+        reached: dict[str, float] = dict.fromkeys(expected, math.inf)
+        for number, (reward, treated) in enumerate(zip(rewards[0], groups[0], strict=True)):
+            test.add(reward, is_treatment=bool(treated), unit=str(number))
+            if test.verdict is not None and reached[test.verdict] == math.inf:
+                reached[test.verdict] = test.treatment.n
+        first = min(expected, key=lambda verdict: expected[verdict])
+        assert reached[first] == expected[first]
+        verdicts.add(first)
+        low, high = test.interval
+        assert low <= test.difference <= high
+        assert (test.verdict == "worse") == (high < 0)
+        assert (test.verdict == "better") == (low > 0)
+    assert verdicts == {"worse", "not worse", "better"}
+
+
+def test_the_interval_contains_the_difference_at_all_times() -> None:
+    draw = np.random.default_rng(17)
+    missed = 0
+    for _ in range(100):
+        test, outside = SequentialTest(risk=RISK, margin=0.0, reward_range=(0.0, 1.0), share=0.3), False
+        for number in range(400):
+            treated = bool(draw.random() < 0.3)
+            test.add(draw.beta(2 + treated, 3), is_treatment=treated, unit=str(number))
+            if number % 40 == 39:
+                low, high = test.interval
+                outside = outside or not low <= 0.1 <= high
+        missed += outside
+    assert missed / 100 <= limit(100, 2 * RISK)
+
+
+def test_nothing_is_decided_without_a_control() -> None:
+    test = SequentialTest(risk=RISK, margin=0.5, reward_range=(0.0, 1.0), share=0.1)
+    for number in range(500):
+        test.add(1.0, is_treatment=True, unit=str(number))
+    assert test.verdict is None
+    assert test.interval == pytest.approx((-1.0, 1.0))
+
+
+def test_rewards_outside_the_range_are_clipped() -> None:
+    test = SequentialTest(risk=RISK, margin=1.0, reward_range=(-10.0, 10.0), share=0.5)
+    for number in range(8):
+        test.add(99.0 if number % 2 else -11.0, is_treatment=number % 2 == 1, unit=str(number))
+    assert test.difference == 20.0
+    low, high = test.interval
+    assert -20.0 <= low < 20.0 == pytest.approx(high)
