@@ -212,6 +212,30 @@ def test_a_setting_in_the_url_that_is_wrong_is_refused(setting: str) -> None:
         PostgresLightningStore(f"postgresql://user@localhost:1/db?application_name=mine&{setting}")
 
 
+async def test_an_outage_is_one_line_at_its_begin_and_one_at_its_end(
+    own_server: PostgresServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("WARNING", "agentlightning")
+    store = PostgresLightningStore(own_server.url(), reconnect_s=0.3, watchdog_interval_s=0.05)
+    await claim(store)
+    own_server.kill()
+    for _ in range(3):
+        with pytest.raises(StoreError):
+            await store.enqueue_rollout("task")
+    await asyncio.sleep(1.5)  # scans of the watchdog and looks for events fail meanwhile
+    await asyncio.to_thread(own_server.start)
+    for _ in range(100):
+        with contextlib.suppress(StoreError):
+            await store.enqueue_rollout("task")
+            break
+    lines = [record.message for record in caplog.records]
+    assert len(lines) == 2, lines
+    assert "cannot be reached" in lines[0]
+    assert "is back after" in lines[1]
+    assert "of-the-tests" not in caplog.text
+    await store.close()
+
+
 async def test_an_event_is_heard_although_the_server_restarted(own_server: PostgresServer) -> None:
     here = PostgresLightningStore(own_server.url(), reconnect_s=60.0)
     waiting = asyncio.create_task(here.dequeue_rollout(timeout=60))
@@ -580,7 +604,7 @@ async def test_processes_stop_writing_when_a_newer_version_changes_the_schema(da
     await store.enqueue_rollout("kept")
     await migrate_as_newer_version(database, len(schema.MIGRATIONS) + 1)
     writer = backend_of(store)._thread.writer
-    await until(lambda: writer._refusal is not None)
+    await until(lambda: writer.refusal is not None)
     with pytest.raises(ConfigError, match="newer version"):
         await store.enqueue_rollout("too late")
     with pytest.raises(ConfigError, match="newer version"):

@@ -224,6 +224,7 @@ class FlakyBackend(MemoryBackend):
 
 
 async def test_the_watchdog_survives_an_unreachable_database(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "agentlightning")
     backend = FlakyBackend()
     store = BackendStore(backend, watchdog_interval_s=0.02)
     claimed = await claim(store, None, RolloutConfig(timeout_seconds=0.05))

@@ -146,6 +146,8 @@ def _run(reference: weakref.ref[Watchdog], stopped: threading.Event, interval_s:
                 if now >= scan_after:
                     runner.run(watchdog.scan(now))
                     runner.run(watchdog.retain(now))
-            except Exception:  # isolation point: a database that is unreachable for a while must not end the thread
+            except (StoreError, OSError) as error:  # the backend reports an outage by itself
+                logger.info("the watchdog could not scan the store; it tries again in %g s: %s", interval_s, error)
+            except Exception:  # isolation point: a scan that fails must not end the thread
                 logger.exception("the watchdog could not scan the store; it tries again in %g s", interval_s)
             del watchdog

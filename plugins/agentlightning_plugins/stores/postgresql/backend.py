@@ -86,6 +86,8 @@ class PostgresBackend(DurableBackend):
         return await asyncio.to_thread(PLANNER.make_page, query, rows, total)
 
     async def count(self) -> dict[str, int]:
+        if self._thread.writer.refusal is not None:
+            raise self._thread.writer.refusal
         return count_all(await self._read(lambda connection: connection.fetch(COUNT.format("agl."))))
 
     def watch(self, listener: Listener) -> Callable[[], None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 from typing import Final
@@ -12,6 +13,8 @@ import asyncpg
 
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning_plugins.stores.clock import ServerClock, since_boot
+
+logger = logging.getLogger("agentlightning")
 
 _SETTINGS: Final = {
     "application_name": "lightning",
@@ -84,6 +87,8 @@ class Server:
         self.shown = f"postgresql://{user}{place}{parts.path}"
         """The URL without its password, for messages."""
         self.clock = ServerClock(self.shown)
+        self.away_since: float | None = None
+        """When the server could first not be reached (``time.monotonic()``); None while it can."""
 
     async def connect(self) -> asyncpg.Connection:
         """Opens a connection.
@@ -115,14 +120,30 @@ class Server:
         pause_s = 0.02
         while True:
             try:
-                return await self.connect()
+                connection = await self.connect()
             except _AWAY as error:
+                self._report_outage(error)
                 if time.monotonic() + pause_s > deadline:
                     raise self.explain(error) from error
             except asyncpg.PostgresError as error:
                 raise self.explain(error) from error
+            else:
+                if self.away_since is not None:
+                    logger.warning("%s is back after %.1f s", self.shown, time.monotonic() - self.away_since)
+                    self.away_since = None
+                return connection
             await asyncio.sleep(pause_s * (0.5 + random.random()))
             pause_s = min(2 * pause_s, 1.0)
+
+    def _report_outage(self, error: Exception) -> None:
+        """Logs the beginning of an outage; its end is logged by ``reconnect``."""
+        if self.away_since is None:
+            self.away_since = time.monotonic()
+            code = getattr(error, "sqlstate", None) or type(error).__name__
+            logger.warning(
+                "%s cannot be reached (%s: %s); calls wait up to %g s for it",
+                *(self.shown, code, self._redact(str(error)), self._reconnect_s),
+            )
 
     async def measure_clock(self, connection: asyncpg.Connection) -> None:
         """Compares this machine's clock with that of the server."""

@@ -79,7 +79,7 @@ class Writer:
         self._wake = asyncio.Event()
         self._must_look = False
         self._must_check_schema = False
-        self._refusal: ConfigError | None = None
+        self.refusal: ConfigError | None = None
         """Set when a newer version has changed the schema so that this one cannot write to it."""
         self._stopped = False
         self.transactions = 0
@@ -130,8 +130,8 @@ class Writer:
             items.append(self._items.popleft())
         if self._must_check_schema:
             await self._check_schema()
-        if self._refusal is not None:
-            self._settle_error(items, self._refusal)
+        if self.refusal is not None:
+            self._settle_error(items, self.refusal)
             return
         try:
             await self._write(items)
@@ -345,9 +345,10 @@ class Writer:
             self._newest = max(self._newest, newest)
             self._up_to_date_at = self._server.clock.now()
         except Exception as error:  # isolation point: a server that is away for a while must not end the writer
-            logger.warning(
-                "cannot read the events of other processes, and tries again: %s", self._server.explain(error)
-            )
+            if self._server.away_since is None:  # else the outage was reported
+                logger.warning(
+                    "cannot read the events of other processes, and tries again: %s", self._server.explain(error)
+                )
             asyncio.get_running_loop().call_later(1.0, self._look_soon)
 
     async def _check_schema(self) -> None:
@@ -357,7 +358,7 @@ class Writer:
             await self._retry(lambda connection: check_version(connection, self._server.shown))
         except ConfigError as error:
             logger.error("%s; this process writes no more", error)
-            self._refusal = error
+            self.refusal = error
 
     async def _reconnect(self) -> None:
         await self._adopt(await self._server.reconnect())
