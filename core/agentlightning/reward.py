@@ -18,8 +18,8 @@ class Reward(NamedTuple):
 
 
 def is_reward_span(span: Span) -> bool:
-    """Whether a span carries a reward."""
-    return f"{semconv.REWARD}.0.value" in span.attributes
+    """Whether a span carries a reward that counts: one that its agent wrote after the attempt had ended does not."""
+    return f"{semconv.REWARD}.0.value" in span.attributes and semconv.LATE not in span.attributes
 
 
 def get_rewards_from_span(span: Span) -> list[Reward]:

@@ -13,7 +13,7 @@ from aiohttp import web, web_app
 
 from agentlightning.errors import ConfigError, ConflictError
 from agentlightning.store.protocol import LightningStore
-from agentlightning_plugins.stores.http.server.access import is_loopback
+from agentlightning_plugins.http_request import SERVER_SETTINGS, is_loopback
 from agentlightning_plugins.stores.http.server.application import OTLP_PATH, StoreApplication
 
 _FINISH_REQUESTS_S: Final = 10.0
@@ -124,6 +124,7 @@ class LightningStoreServer:
         runner = web.AppRunner(
             served.application,
             access_log=None,
+            **SERVER_SETTINGS,
             handler_cancellation=True,  # a waiting request ends when its client disconnects
             keepalive_timeout=_KEEPALIVE_S,
             shutdown_timeout=_FINISH_REQUESTS_S,

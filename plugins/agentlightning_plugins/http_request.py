@@ -1,0 +1,188 @@
+"""Reads requests of clients that are not trusted: bodies and JSON with limits, and which clients are of this machine.
+
+Servers that use it pass ``SERVER_SETTINGS`` to aiohttp, so that aiohttp inflates nothing and reads no refused body.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import ipaddress
+import re
+import zlib
+from collections.abc import Callable
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import orjson
+from aiohttp import web
+
+SERVER_SETTINGS: Final[dict[str, Any]] = {"auto_decompress": False, "lingering_time": 0.02}
+"""Keyword arguments of ``aiohttp.web.Server`` and ``AppRunner``.
+
+After a refusal the connection is closed. The short wait lets a client read the answer before a reset.
+"""
+MAX_DEPTH: Final = 100
+MAX_ITEMS: Final = 500_000
+_ENCODINGS: Final = ("gzip", "x-gzip", "deflate")
+_MAX_MEMBERS: Final = 64
+"""Of a gzip file: each copies what follows it."""
+_QUOTE: Final = ord('"')
+_THREAD_BYTES: Final = 256 * 1024
+"""From this size on, a body is parsed in a thread: about a millisecond of work."""
+_OUTSIDE_STRINGS: Final = re.compile(rb'[^"\[{,]*+')
+_INSIDE_STRING: Final = re.compile(rb'(?:[^"\\]++|\\.){0,10000}+', re.DOTALL)
+"""In bounded steps, because a match keeps the other threads from running."""
+
+
+class RequestError(Exception):
+    """A request that is refused, with the status of the answer."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+async def read_body(request: web.BaseRequest, limit: int, inflated_limit: int) -> bytes:
+    """Reads the body of a request, inflating gzip and deflate. The server must have ``SERVER_SETTINGS``.
+
+    Args:
+        request: authorise it before.
+        limit: of the bytes that are sent.
+        inflated_limit: of the bytes after inflating.
+
+    Raises:
+        RequestError: 413 for a larger body, 415 for another Content-Encoding, 400 for invalid compressed data.
+    """
+    encoding = request.headers.get("Content-Encoding", "").strip().lower()
+    if encoding not in ("", "identity", *_ENCODINGS):
+        raise RequestError(415, f"Content-Encoding {encoding!r} is not supported; send gzip, deflate or no encoding")
+    if (request.content_length or 0) > limit:
+        raise _too_large(limit)
+    pieces, size = [], 0
+    while piece := await request.content.readany():
+        size += len(piece)
+        if size > limit:
+            raise _too_large(limit)
+        pieces.append(piece)
+    body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    if encoding not in _ENCODINGS or not body:
+        return body
+    return await asyncio.to_thread(_inflate, body, inflated_limit, is_deflate=encoding == "deflate")
+
+
+async def parse_json(
+    data: bytes,
+    *,
+    max_depth: int = MAX_DEPTH,
+    max_items: int = MAX_ITEMS,
+    loads: Callable[[bytes], Any] = orjson.loads,
+) -> Any:
+    """Parses JSON with limits, in a thread if it is large. The last value of a duplicate key counts.
+
+    Args:
+        data: the JSON.
+        max_depth: how deep lists and objects may be nested.
+        max_items: roughly how many values there may be, which bounds memory and time.
+        loads: the parser; it raises ValueError.
+
+    Raises:
+        RequestError: 400 for text that is not JSON, 413 for too many values.
+    """
+    if len(data) < _THREAD_BYTES:
+        return _parse(data, max_depth, max_items, loads)
+    return await asyncio.to_thread(_parse, data, max_depth, max_items, loads)
+
+
+@functools.lru_cache(maxsize=64)
+def is_local_request(host: str, origin: str | None) -> bool:
+    """Whether a request to a server on loopback comes from a program of this machine, by its Host and Origin.
+
+    Requests of web pages of other sites do not, neither across sites nor by DNS rebinding.
+    """
+    return is_loopback(_host_name(host)) and (not origin or origin.partition("://")[2] == host)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address is a loopback one."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _host_name(host: str) -> str:
+    try:
+        return urlsplit("//" + host).hostname or ""
+    except ValueError:  # an IPv6 address without its closing bracket
+        return ""
+
+
+def _too_large(limit: int) -> RequestError:
+    return RequestError(413, f"the request is larger than {limit} bytes")
+
+
+def _inflate(body: bytes, limit: int, *, is_deflate: bool) -> bytes:
+    """Inflates a body: the members of a gzip file, a zlib stream, or deflate without a header, as some clients send."""
+    bits = zlib.MAX_WBITS if is_deflate and body[0] & 0x0F == zlib.DEFLATED else -zlib.MAX_WBITS
+    bits = bits if is_deflate else 16 + zlib.MAX_WBITS
+    inflated = bytearray()
+    try:
+        for _ in range(_MAX_MEMBERS):
+            member = zlib.decompressobj(wbits=bits)
+            inflated += member.decompress(body, limit + 1 - len(inflated))
+            if len(inflated) > limit:
+                raise RequestError(413, f"the request is larger than {limit} bytes after inflating")
+            if not member.eof:
+                raise RequestError(400, "the compressed body is not complete")
+            body = member.unused_data.lstrip(b"\0")  # gzip files may be padded
+            if not body:
+                break
+        else:
+            raise RequestError(413, f"the compressed body has more than {_MAX_MEMBERS} members")
+    except zlib.error as error:
+        raise RequestError(400, f"the body is not what its Content-Encoding says: {error}") from error
+    return bytes(inflated)
+
+
+def _parse(data: bytes, max_depth: int, max_items: int, loads: Callable[[bytes], Any]) -> Any:
+    if len(data) > max_items:  # a value takes at least a byte
+        _check_items(data, max_items)
+    try:
+        value = loads(data)
+    except ValueError as error:
+        raise RequestError(400, f"the request is not JSON: {error}") from error
+    if data.count(b"[") + data.count(b"{") > max_depth:
+        _check_depth(value, max_depth)
+    return value
+
+
+def _check_items(data: bytes, max_items: int) -> None:
+    """Counts strings, and brackets and commas outside of them, before anything is made of them."""
+    position, is_inside = 0, False
+    for _ in range(max_items):
+        match = (_INSIDE_STRING if is_inside else _OUTSIDE_STRINGS).match(data, position)
+        position = match.end()  # type: ignore[union-attr] # both match anything
+        if position == len(data):
+            return
+        is_quote = data[position] == _QUOTE
+        is_inside = is_inside != is_quote
+        position += is_quote or not is_inside
+    raise RequestError(413, f"the JSON has more than {max_items} values")
+
+
+def _check_depth(value: Any, max_depth: int) -> None:
+    level = [value]
+    for _ in range(max_depth):
+        level = [
+            child
+            for parent in level
+            if isinstance(parent, (dict, list))
+            for child in (parent.values() if isinstance(parent, dict) else parent)
+            if isinstance(child, (dict, list))
+        ]
+        if not level:
+            return
+    raise RequestError(400, f"the JSON is nested more than {max_depth} levels deep")
