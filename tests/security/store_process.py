@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,18 +104,16 @@ class StoreProcess:
 
 @contextlib.contextmanager
 def running_store(
-    folder: Path, *options: str, token: str | None = TOKEN, backend: str = "memory://", **popen: Any
+    folder: Path, *options: str, token: str | None = TOKEN, backend: str = "memory://", wrapper: Sequence[str] = ()
 ) -> Iterator[StoreProcess]:
     """Runs a store until the block ends."""
     log = folder / "store.log"
-    command = [sys.executable, "-m", "agentlightning", "store", "--port", "0", "--backend", backend, *options]
+    command = [*wrapper, sys.executable, "-m", "agentlightning", "store", "--port", "0", "--backend", backend, *options]
     environment = {name: value for name, value in os.environ.items() if name != "AGL_TOKEN"}
     if token is not None:
         environment["AGL_TOKEN"] = token
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=folder, **popen
-        )
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=folder)
     try:
         yield StoreProcess(process, log)
     finally:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import resource
 import signal
 
 import click
@@ -26,7 +27,14 @@ def command(
     from agentlightning_plugins.garbage_collection import relax_collector
 
     relax_collector()
+    _raise_file_limit()
     asyncio.run(_serve(host, port, backend, token, keep_days, keep_rollouts))
+
+
+def _raise_file_limit() -> None:
+    """Allows as many open files, and so connections, as the system does without further rights."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 async def _serve(

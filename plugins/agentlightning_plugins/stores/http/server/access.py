@@ -18,6 +18,7 @@ from agentlightning_plugins.stores.http.message import PREFIX
 from agentlightning_plugins.stores.http.server.answer import RefusedError
 from agentlightning_plugins.stores.http.server.attempt_spans import find_reserved
 
+HEALTH_PATH: Final = PREFIX + "/health"
 _BEARER: Final = "Bearer "
 
 
@@ -48,7 +49,7 @@ class Access:
                 return attempt_token.read(self._secret, shown.removeprefix(_BEARER), time.time())
             except ValueError as error:
                 raise RefusedError("unauthorized", str(error)) from error
-        if request.path == PREFIX + "/health":
+        if request.path == HEALTH_PATH:
             return None
         raise RefusedError("unauthorized", "no token or a wrong one; give the token that the store was started with")
 

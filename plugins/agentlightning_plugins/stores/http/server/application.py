@@ -21,7 +21,7 @@ from agentlightning.types import DEFAULT_RUN_ID
 from agentlightning_plugins.stores.http.message import FEATURES_HEADER, PREFIX, RUN_HEADER
 from agentlightning_plugins.stores.http.route import Route
 from agentlightning_plugins.stores.http.server import openapi, otlp
-from agentlightning_plugins.stores.http.server.access import Access, check_attempt, spans_of
+from agentlightning_plugins.stores.http.server.access import HEALTH_PATH, Access, check_attempt, spans_of
 from agentlightning_plugins.stores.http.server.answer import describe_error, encode, error_response, json_response
 from agentlightning_plugins.stores.http.server.attempt_spans import mark_late
 from agentlightning_plugins.stores.http.server.body import (
@@ -31,6 +31,7 @@ from agentlightning_plugins.stores.http.server.body import (
     make_reader,
     read_query,
 )
+from agentlightning_plugins.stores.http.server.connections import Connections
 from agentlightning_plugins.stores.http.server.events import EventStreams
 from agentlightning_plugins.stores.http.server.metrics import CONTENT_TYPE, ServerMetrics
 from agentlightning_plugins.stores.http.server.polling import Polls
@@ -61,6 +62,8 @@ class StoreApplication:
         self._streams = EventStreams(self._view)
         self._metrics = ServerMetrics(store, self._polls, self._streams)
         self._access = Access(token)
+        self.connections: Connections | None = None
+        """What accepts the connections, if it limits them."""
         self._in_flight = 0
         self._idle = asyncio.Event()
         self._stopping = False
@@ -87,6 +90,10 @@ class StoreApplication:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
                     await self._idle.wait()
+
+    def forget(self) -> None:
+        """Drops the store and all else: aiohttp caches handlers beyond the end of their server, and these hold this."""
+        vars(self).clear()
 
     def _others(self) -> dict[tuple[str, str], tuple[Handler, openapi.Operation]]:
         return {
@@ -151,6 +158,8 @@ class StoreApplication:
             self._in_flight += 1
             try:
                 token = self._access.admit(request)
+                if self.connections is not None and request.path != HEALTH_PATH:  # which needs no token
+                    self.connections.admit(request.transport)
                 if token is not None:
                     request[_TOKEN] = token
                 response = await handler(request)
