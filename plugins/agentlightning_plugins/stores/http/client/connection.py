@@ -20,7 +20,8 @@ from pydantic_core import PydanticSerializationError, from_json, to_json
 from yarl import URL
 
 from agentlightning.errors import ConfigError, LightningError, StoreError
-from agentlightning_plugins.stores.http.message import ERRORS, FEATURES_HEADER, PREFIX, RUN_HEADER
+from agentlightning.store.url import hide_password
+from agentlightning_plugins.stores.http.message import ERRORS, FEATURES_HEADER, PREFIX, RUN_HEADER, check_token
 
 logger = logging.getLogger("agentlightning")
 
@@ -45,8 +46,14 @@ class StoreConnection:
         """Connects at the first request.
 
         Raises:
-            ConfigError: not an http(s) URL.
+            ConfigError: not an http(s) URL, one with a password, or a token that cannot be sent.
         """
+        if token is not None:
+            check_token(token)
+        if hide_password(url) != url:
+            raise ConfigError(
+                f"store URL {hide_password(url)!r} has a password, which a store does not take; give a token"
+            )
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"store URL {url!r}: give http://host:port, as in http://127.0.0.1:4747")

@@ -14,6 +14,7 @@ from aiohttp import web
 from agentlightning.errors import ConfigError, ConflictError
 from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.http_request import SERVER_SETTINGS, is_loopback
+from agentlightning_plugins.stores.http.message import check_token
 from agentlightning_plugins.stores.http.server.application import OTLP_PATH, StoreApplication
 from agentlightning_plugins.stores.http.server.connections import Connections, RequestLog, report_accept_errors
 
@@ -45,8 +46,8 @@ class LightningStoreServer:
         """
         if not store.capabilities["thread_safe"]:
             raise ConfigError(f"{type(store).__name__} is not thread-safe and cannot be served; use a store that is")
-        if token is not None and not token.strip():
-            raise ConfigError("token = '': give a secret that cannot be guessed, or None to serve this machine only")
+        if token is not None:
+            check_token(token)
         if token is None and not is_loopback(host):
             raise ConfigError(
                 f"host = {host!r} lets other machines in; set a token (--token or AGL_TOKEN), or listen on 127.0.0.1"
