@@ -23,8 +23,8 @@ _AGENTOPS: Final = ("agentops.task.output", "agentops.entity.output")
 
 
 def is_reward_span(span: Span) -> bool:
-    """Whether a span carries a reward."""
-    return get_reward_value(span) is not None
+    """Whether a span carries a reward that counts: one that its agent wrote after the attempt had ended does not."""
+    return semconv.LATE not in span.attributes and get_reward_value(span) is not None
 
 
 def get_rewards_from_span(span: Span) -> list[Reward]:

@@ -74,6 +74,8 @@ WEIGHT_VERSION: Final = "agentlightning.weight_version"
 """Version of the weights that generated the answer."""
 GATEWAY_COMPLETE: Final = "agentlightning.gateway.complete"
 """Set by the gateway: whether the whole answer passed it. Incomplete answers must not be trained on."""
+LATE: Final = "agentlightning.late"
+"""Set by the store on a span that an agent wrote after its attempt had ended; rewards in it do not count."""
 
 _CALL_OPERATIONS: Final = frozenset({"chat", "text_completion", "generate_content", "completion", "response"})
 _KIND_KEYS: Final = ("openinference.span.kind", "agentops.span.kind", "traceloop.span.kind")

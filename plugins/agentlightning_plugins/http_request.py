@@ -25,6 +25,8 @@ After a refusal the connection is closed. The short wait lets a client read the 
 MAX_DEPTH: Final = 100
 MAX_ITEMS: Final = 500_000
 _ENCODINGS: Final = ("gzip", "x-gzip", "deflate")
+_MAX_MEMBERS: Final = 64
+"""Of a gzip file: each copies what follows it."""
 _QUOTE: Final = ord('"')
 _THREAD_BYTES: Final = 256 * 1024
 """From this size on, a body is parsed in a thread: about a millisecond of work."""
@@ -128,7 +130,7 @@ def _inflate(body: bytes, limit: int, *, is_deflate: bool) -> bytes:
     bits = bits if is_deflate else 16 + zlib.MAX_WBITS
     inflated = bytearray()
     try:
-        while body:
+        for _ in range(_MAX_MEMBERS):
             member = zlib.decompressobj(wbits=bits)
             inflated += member.decompress(body, limit + 1 - len(inflated))
             if len(inflated) > limit:
@@ -136,6 +138,10 @@ def _inflate(body: bytes, limit: int, *, is_deflate: bool) -> bytes:
             if not member.eof:
                 raise RequestError(400, "the compressed body is not complete")
             body = member.unused_data.lstrip(b"\0")  # gzip files may be padded
+            if not body:
+                break
+        else:
+            raise RequestError(413, f"the compressed body has more than {_MAX_MEMBERS} members")
     except zlib.error as error:
         raise RequestError(400, f"the body is not what its Content-Encoding says: {error}") from error
     return bytes(inflated)

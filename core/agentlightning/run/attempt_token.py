@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 PREFIX: Final = "agl-"
 DEFAULT_LIFETIME_S: Final = 24 * 3600.0
-"""For attempts without a timeout. Gateway and store also reject ended attempts."""
+"""For attempts without a timeout. The gateway also refuses ended attempts, and the store marks their spans as late."""
 _SLACK_S: Final = 3600.0
 """Added to an attempt's timeout, for clock differences and attempts that start late."""
 _PROCESS_SECRET: Final = secrets.token_bytes(32)

@@ -7,6 +7,7 @@ from agentlightning.plugin.registry import get_manager
 from agentlightning.store.engine import BackendStore
 from agentlightning.store.protocol import LightningStore
 from agentlightning.store.retention import Retention
+from agentlightning.store.url import hide_password
 from agentlightning.types import DEFAULT_RUN_ID
 
 
@@ -31,9 +32,10 @@ def create_store(
     """
     scheme, separator, _ = url.partition("://")
     if not separator or not scheme:
+        shown = "***" + url.rpartition("@")[2] if "@" in url else url
         raise ConfigError(
-            f"store {url!r} is not a URL; write memory://, http://host:4747, "
-            f"or sqlite:///{url or 'store.db'} for a file"
+            f"store {shown!r} is not a URL; write memory://, http://host:4747, "
+            f"or sqlite:///{shown or 'store.db'} for a file"
         )
     cls = get_manager().get("store", scheme.lower())
     from_url = getattr(cls, "from_url", None)
@@ -42,6 +44,8 @@ def create_store(
     store: LightningStore = from_url(url, run_id=run if run is not None else DEFAULT_RUN_ID, token=token)
     if retention is not None:
         if not isinstance(store, BackendStore):
-            raise ConfigError(f"store {url!r} is owned by its server, which decides what is kept; give no retention")
+            raise ConfigError(
+                f"store {hide_password(url)!r} is owned by its server, which decides what is kept; give no retention"
+            )
         store.retain(retention)
     return store

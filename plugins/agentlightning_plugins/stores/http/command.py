@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-import re
+import resource
 import signal
 
 import click
@@ -26,7 +26,14 @@ def command(
     from agentlightning_plugins.garbage_collection import relax_collector
 
     relax_collector()
+    _raise_file_limit()
     asyncio.run(_serve(host, port, backend, token, keep_days, keep_rollouts))
+
+
+def _raise_file_limit() -> None:
+    """Allows as many open files, and so connections, as the system does without further rights."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 async def _serve(
@@ -34,6 +41,7 @@ async def _serve(
 ) -> None:
     from agentlightning.store.factory import create_store
     from agentlightning.store.retention import Retention
+    from agentlightning.store.url import hide_password
     from agentlightning_plugins.stores.http.server import LightningStoreServer
 
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
@@ -46,8 +54,7 @@ async def _serve(
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, stop.set)
             lifetime = "" if store.capabilities["durable"] else " (not durable: lost when this process ends)"
-            shown = re.sub(r"(?<=//)[^/@]*@", "", backend)  # without the password
-            click.echo(f"Serving {shown}{lifetime} at {server.endpoint}")
+            click.echo(f"Serving {hide_password(backend)}{lifetime} at {server.endpoint}")
             await stop.wait()
             for number in (signal.SIGINT, signal.SIGTERM):  # a second signal ends the process at once
                 loop.remove_signal_handler(number)

@@ -45,6 +45,20 @@ ERRORS: Final[dict[ErrorCode, tuple[int, type[LightningError]]]] = {
 """The HTTP status of each code, and the error that the client raises for it."""
 
 
+def check_token(token: str) -> str:
+    """Returns a token that can be sent in a header as it is.
+
+    Raises:
+        ConfigError: it cannot. The message does not quote the token.
+    """
+    if not token or not token.isprintable() or any(character.isspace() for character in token):
+        raise ConfigError(
+            "the token of the store (--token or AGL_TOKEN) is empty or has a blank, a line end or a control character, "
+            "which cannot be sent in a header; remove it, perhaps from the end"
+        )
+    return token
+
+
 class ErrorAnswer(TypedDict):
     """The body of every answer that is an error."""
 

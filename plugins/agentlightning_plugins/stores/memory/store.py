@@ -15,6 +15,7 @@ from agentlightning.event import Event
 from agentlightning.resources import ResourcesUpdate
 from agentlightning.store.backend import Claim, Delete, Guard, Key, Listener, Page, Put, Query, Write, key_of
 from agentlightning.store.engine import BackendStore
+from agentlightning.store.url import hide_password
 from agentlightning.types import DEFAULT_RUN_ID, LIVE_ATTEMPT, Attempt, Metrics, Record, Rollout, Run, Span, Worker
 from agentlightning_plugins.stores.memory.table import Index, Positions, Table
 
@@ -265,7 +266,7 @@ class InMemoryLightningStore(BackendStore):
             ConfigError: the URL has more than ``memory://``, or a token is given.
         """
         if url.partition("://")[2]:
-            raise ConfigError(f"store {url!r}: a memory store has no name or path; write memory://")
+            raise ConfigError(f"store {hide_password(url)!r}: a memory store has no name or path; write memory://")
         if token is not None:
             raise ConfigError("memory:// takes no token: other processes cannot reach it")
         return cls().with_run(run_id)

@@ -8,6 +8,7 @@ from typing import Self
 
 from agentlightning.errors import ConfigError
 from agentlightning.store.engine import BackendStore
+from agentlightning.store.url import hide_password
 from agentlightning.types import DEFAULT_RUN_ID
 from agentlightning_plugins.stores.sqlite.backend import SqliteBackend
 
@@ -60,8 +61,8 @@ class SqliteLightningStore(BackendStore):
         host, slash, path = url.partition("://")[2].partition("/")
         if host or not slash or not path or path == ":memory:":
             raise ConfigError(
-                f"store {url!r} names no file; write sqlite:///store.db for one in the working directory, "
-                "sqlite:////var/lib/store.db for an absolute path, or memory:// for none"
+                f"store {hide_password(url)!r} names no file; write sqlite:///store.db for one in the working "
+                "directory, sqlite:////var/lib/store.db for an absolute path, or memory:// for none"
             )
         if token is not None:
             raise ConfigError("sqlite:/// takes no token: the permissions of the file control access")

@@ -20,8 +20,16 @@ from pydantic_core import PydanticSerializationError, from_json, to_json
 from yarl import URL
 
 from agentlightning.errors import ConfigError, LightningError, StoreError
+from agentlightning.store.url import hide_password
 from agentlightning_plugins.stores.clock import ServerClock, since_boot
-from agentlightning_plugins.stores.http.message import ERRORS, FEATURES_HEADER, PREFIX, RUN_HEADER, TIME_HEADER
+from agentlightning_plugins.stores.http.message import (
+    ERRORS,
+    FEATURES_HEADER,
+    PREFIX,
+    RUN_HEADER,
+    TIME_HEADER,
+    check_token,
+)
 
 logger = logging.getLogger("agentlightning")
 
@@ -57,8 +65,10 @@ class StoreConnection:
             retry_s: how long a request is tried when none of them can be reached.
 
         Raises:
-            ConfigError: not http(s) URLs.
+            ConfigError: not http(s) URLs, one with a password, or a token that cannot be sent.
         """
+        if token is not None:
+            check_token(token)
         self.urls = tuple(_check_url(url) for url in urls.split(","))
         self._current = 0
         self.token = token
@@ -238,6 +248,8 @@ class StoreConnection:
 
 
 def _check_url(url: str) -> str:
+    if hide_password(url) != url:
+        raise ConfigError(f"store URL {hide_password(url)!r} has a password, which a store does not take; give a token")
     parts = urlsplit(url.strip())
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"store URL {url!r}: give http://host:port, as in http://127.0.0.1:4747")

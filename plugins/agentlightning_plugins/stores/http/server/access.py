@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import hmac
-import ipaddress
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 from aiohttp import web
 
 from agentlightning.errors import ConflictError
 from agentlightning.run import attempt_token
 from agentlightning.run.attempt_token import AttemptToken
+from agentlightning.types import Span
+from agentlightning_plugins.http_request import is_local_request
 from agentlightning_plugins.stores.http.message import PREFIX
 from agentlightning_plugins.stores.http.server.answer import RefusedError
+from agentlightning_plugins.stores.http.server.attempt_spans import find_reserved
 
+HEALTH_PATH: Final = PREFIX + "/health"
 _BEARER: Final = "Bearer "
 
 
@@ -35,7 +36,10 @@ class Access:
             RefusedError: no token, or a wrong one.
         """
         if self._expected is None or self._secret is None:
-            _refuse_web_pages(request.host, request.headers.get("origin"))
+            origin = request.headers.get("origin")
+            if not is_local_request(request.host, origin):
+                only = "without a token the store answers programs on this machine only"
+                raise RefusedError("forbidden", f"{only}, not {origin or request.host!r:.200}")
             return None
         shown = request.headers.get("authorization", "")
         if hmac.compare_digest(shown.encode(errors="surrogateescape"), self._expected):
@@ -45,7 +49,7 @@ class Access:
                 return attempt_token.read(self._secret, shown.removeprefix(_BEARER), self._now())
             except ValueError as error:
                 raise RefusedError("unauthorized", str(error)) from error
-        if request.path == PREFIX + "/health":
+        if request.path == HEALTH_PATH:
             return None
         raise RefusedError("unauthorized", "no token or a wrong one; give the token that the store was started with")
 
@@ -76,39 +80,23 @@ def check_attempt(token: AttemptToken, arguments: Mapping[str, Any] | None) -> N
     for ids in _attempts_of(arguments):
         if ids not in ((token.rollout_id, token.attempt_id), (token.rollout_id, None)):
             raise RefusedError("forbidden", f"this token is for attempt {token.attempt_id} only, not for {ids}")
+    for span in spans_of(arguments) or ():
+        reserved = find_reserved(span.attributes)
+        if reserved is not None:
+            raise RefusedError("forbidden", f"the token of an attempt does not allow the attribute {reserved}")
+
+
+def spans_of(arguments: Mapping[str, Any]) -> Sequence[Span] | None:
+    """The spans in the arguments of a request, if it stores spans."""
+    spans: Sequence[Span] | None = arguments.get("spans", [arguments["record"]] if "record" in arguments else None)
+    return spans
 
 
 def _attempts_of(arguments: Mapping[str, Any]) -> Iterable[tuple[str, str | None]]:
     """The rollout and attempt ids in the arguments of a request; without an attempt id it is about the rollout."""
     if "rollout_attempt_ids" in arguments:
         return set(arguments["rollout_attempt_ids"])
-    spans = arguments.get("spans", [arguments["record"]] if "record" in arguments else None)
+    spans = spans_of(arguments)
     if spans is not None:
         return {(span.rollout_id, span.attempt_id) for span in spans}
     return [(arguments["rollout_id"], arguments.get("attempt_id"))]
-
-
-@functools.lru_cache(maxsize=64)
-def _refuse_web_pages(host: str, origin: str | None) -> None:
-    """Without a token, keeps pages in the user's browser out, be it across sites or by DNS rebinding."""
-    if not is_loopback(_host_name(host)) or (origin and urlsplit(origin).netloc != host):
-        raise RefusedError(
-            "forbidden", f"without a token the store answers programs on this machine only, not {origin or host!r}"
-        )
-
-
-def _host_name(host: str) -> str:
-    try:
-        return urlsplit("//" + host).hostname or ""
-    except ValueError:  # an IPv6 address without its closing bracket
-        return ""
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host name or address is a loopback one."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

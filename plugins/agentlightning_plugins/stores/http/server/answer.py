@@ -13,11 +13,13 @@ from pydantic_core import PydanticSerializationError, to_json
 
 from agentlightning.errors import ConflictError, NotFoundError, StoreError
 from agentlightning.types import PaginatedResult, Record
-from agentlightning_plugins.stores.http.message import ERRORS, MAX_BODY_BYTES, ErrorCode
+from agentlightning_plugins.http_request import RequestError
+from agentlightning_plugins.stores.http.message import ERRORS, ErrorCode
 
 logger = logging.getLogger("agentlightning")
 
 _COMPRESS_FROM_BYTES: Final = 16 * 1024
+_MAX_MESSAGE: Final = 1500
 _JSON: Final = {"content-type": "application/json"}
 
 
@@ -49,6 +51,7 @@ def json_response(body: bytes, status: int = 200) -> web.Response:
 def describe_error(request: web.Request, error: Exception) -> tuple[ErrorCode, str, int]:
     """The code, message and HTTP status of an exception. Logs the server's own faults."""
     code, message = _explain(request, error)
+    message = message if len(message) <= _MAX_MESSAGE else message[:_MAX_MESSAGE] + "..."  # it may quote the request
     status = error.status if code == "no_route" and isinstance(error, web.HTTPException) else ERRORS[code][0]
     return code, message, status
 
@@ -66,8 +69,8 @@ def _explain(request: web.Request, error: Exception) -> tuple[ErrorCode, str]:
     match error:
         case RefusedError():
             return error.code, str(error)
-        case web.HTTPRequestEntityTooLarge():
-            return "too_large", f"the body is larger than {MAX_BODY_BYTES} bytes; send less at once"
+        case RequestError():
+            return ("too_large" if error.status == 413 else "malformed"), str(error)
         case web.HTTPMethodNotAllowed():
             allowed = ", ".join(sorted(error.allowed_methods))
             return "no_route", f"{request.method} {request.path}: allowed are {allowed}"
@@ -95,6 +98,9 @@ def _explain(request: web.Request, error: Exception) -> tuple[ErrorCode, str]:
 
 def _explain_invalid(error: ValidationError) -> tuple[ErrorCode, str]:
     """The first three problems, each with its place: ``rollouts.0.mode: Input should be ...``."""
+    number = error.error_count()
+    if number > _MAX_EXPLAINED:
+        return "invalid", f"the message has {number} problems; send fewer items to be told what they are"
     problems: list[Mapping[str, Any]] = [*error.errors(include_url=False, include_context=False, include_input=False)]
     if problems[0]["type"] == "json_invalid":
         return "malformed", f"the body is not JSON: {problems[0]['msg']}. {JSON_RULES}"
@@ -102,4 +108,6 @@ def _explain_invalid(error: ValidationError) -> tuple[ErrorCode, str]:
     return "invalid", shown if len(problems) <= 3 else f"{shown}; and {len(problems) - 3} more"
 
 
+_MAX_EXPLAINED: Final = 1000
+"""Describing a problem takes memory."""
 JSON_RULES: Final = "JSON is UTF-8 and has no NaN and no Infinity"

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import time
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -20,7 +20,6 @@ from agentlightning.store.protocol import LightningStore
 from agentlightning.types import DEFAULT_RUN_ID
 from agentlightning_plugins.stores.http.message import (
     FEATURES_HEADER,
-    MAX_BODY_BYTES,
     MAX_POLL_S,
     PREFIX,
     RUN_HEADER,
@@ -28,9 +27,17 @@ from agentlightning_plugins.stores.http.message import (
 )
 from agentlightning_plugins.stores.http.route import Route
 from agentlightning_plugins.stores.http.server import openapi, otlp
-from agentlightning_plugins.stores.http.server.access import Access, check_attempt
+from agentlightning_plugins.stores.http.server.access import HEALTH_PATH, Access, check_attempt, spans_of
 from agentlightning_plugins.stores.http.server.answer import describe_error, encode, error_response, json_response
-from agentlightning_plugins.stores.http.server.body import make_reader, read_query
+from agentlightning_plugins.stores.http.server.attempt_spans import mark_late
+from agentlightning_plugins.stores.http.server.body import (
+    ATTEMPT_LIMITS,
+    STORE_LIMITS,
+    Limits,
+    make_reader,
+    read_query,
+)
+from agentlightning_plugins.stores.http.server.connections import Connections
 from agentlightning_plugins.stores.http.server.events import EventStreams
 from agentlightning_plugins.stores.http.server.metrics import CONTENT_TYPE, ServerMetrics
 from agentlightning_plugins.stores.http.server.polling import Polls
@@ -38,6 +45,8 @@ from agentlightning_plugins.stores.http.server.routes import ROUTES, Context, ma
 
 OTLP_PATH: Final = "/v1/traces"
 
+_LINGER_S: Final = 1.0
+"""How long a client that sends a body that is not read has time to read the answer."""
 _ARRIVAL_S: Final = 0.1
 """How long a request sent before the end may take to arrive."""
 _TOKEN: Final = web.RequestKey("token", AttemptToken)
@@ -59,13 +68,15 @@ class StoreApplication:
         self._streams = EventStreams(self._view)
         self._metrics = ServerMetrics(store, self._polls, self._streams)
         self._access = Access(token, store.now)
+        self.connections: Connections | None = None
+        """What accepts the connections, if it limits them."""
         self._in_flight = 0
         self._idle = asyncio.Event()
         self._stopping = False
         self._store = store
         features = {**store.capabilities, "otlp_traces": True}
         guard = self._guard(",".join(name for name, able in features.items() if able))
-        self.application = web.Application(middlewares=[guard], client_max_size=MAX_BODY_BYTES)
+        self.application = web.Application(middlewares=[guard])
         router = self.application.router
         for route in ROUTES:
             router.add_route(route.method, PREFIX + route.path, self._handler(route))
@@ -86,6 +97,10 @@ class StoreApplication:
                 async with asyncio.timeout(timeout_s):
                     await self._idle.wait()
 
+    def forget(self) -> None:
+        """Drops the store and all else: aiohttp caches handlers beyond the end of their server, and these hold this."""
+        vars(self).clear()
+
     def _others(self) -> dict[tuple[str, str], tuple[Handler, openapi.Operation]]:
         return {
             ("GET", PREFIX + "/events"): (self._answer_events, _EVENTS),
@@ -98,14 +113,23 @@ class StoreApplication:
         read, answer = make_reader(route), make_handler(route)
 
         async def handle(request: web.Request) -> web.StreamResponse:
-            arguments = {**request.match_info, **await read(request)}
             token = request.get(_TOKEN)
+            if token is not None and not route.for_attempts:
+                check_attempt(token, None)
+            arguments = {**request.match_info, **await read(request, _limits(token))}
             if token is not None:
-                check_attempt(token, arguments if route.for_attempts else None)
+                check_attempt(token, arguments)
+                await self._mark_late(token, arguments)
             context = Context(self._view(_run_id(request)), self._polls, self._access)
             return json_response(encode(await answer(context, arguments)), route.status)
 
         return handle
+
+    async def _mark_late(self, token: AttemptToken, arguments: dict[str, Any]) -> None:
+        spans = spans_of(arguments)
+        if spans is not None:
+            spans = await mark_late(self._store, token, spans)
+            arguments.update({"record": spans[0]} if "record" in arguments else {"spans": spans})
 
     async def _answer_events(self, request: web.Request) -> web.StreamResponse:
         _refuse_attempt_token(request)
@@ -116,8 +140,9 @@ class StoreApplication:
         )
 
     async def _answer_otlp(self, request: web.Request) -> web.StreamResponse:
-        export = otlp.read_request(await request.read(), request.content_type)
-        response = await otlp.export_spans(export, self._store, request.get(_TOKEN))
+        token = request.get(_TOKEN)
+        export = await otlp.read_request(request, _limits(token))
+        response = await otlp.export_spans(export, self._store, token)
         return web.Response(body=otlp.write_response(response, request.content_type), content_type=request.content_type)
 
     async def _answer_metrics(self, request: web.Request) -> web.StreamResponse:
@@ -141,6 +166,8 @@ class StoreApplication:
             self._in_flight += 1
             try:
                 token = self._access.admit(request)
+                if self.connections is not None and request.path != HEALTH_PATH:  # which needs no token
+                    self.connections.admit(request.transport)
                 if token is not None:
                     request[_TOKEN] = token
                 response = await handler(request)
@@ -158,9 +185,26 @@ class StoreApplication:
             resource = request.match_info.route.resource
             route = "" if resource is None else resource.canonical
             self._metrics.record(request.method, route, response.status, time.perf_counter() - began)
+            if not request.content.is_eof() and not response.prepared:
+                await _close_after(request, response)
             return response
 
         return guard
+
+
+async def _close_after(request: web.Request, response: web.StreamResponse) -> None:
+    """Sends the answer to a request whose body is not read to its end; the connection is closed then.
+
+    A moment later, because a client that is still sending would lose the answer.
+    """
+    response.force_close()
+    await response.prepare(request)
+    await response.write_eof()
+    await asyncio.sleep(_LINGER_S)
+
+
+def _limits(token: AttemptToken | None) -> Limits:
+    return STORE_LIMITS if token is None else ATTEMPT_LIMITS
 
 
 def _answer_error(request: web.Request, error: Exception) -> web.Response:

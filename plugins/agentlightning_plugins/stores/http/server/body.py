@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, TypeVar
 
 import orjson
 from aiohttp import web
@@ -11,10 +12,39 @@ from multidict import MultiMapping
 from pydantic import TypeAdapter
 from pydantic_core import from_json, to_json
 
-from agentlightning_plugins.stores.http.message import MAX_ITEM_BYTES
-from agentlightning_plugins.stores.http.route import Route
+from agentlightning_plugins import http_request
+from agentlightning_plugins.stores.http.message import MAX_BODY_BYTES, MAX_ITEM_BYTES
+from agentlightning_plugins.stores.http.route import MAX_BATCH, Route
 from agentlightning_plugins.stores.http.server.answer import JSON_RULES, RefusedError
 
+T = TypeVar("T")
+
+
+class Limits(NamedTuple):
+    """The largest request that is read."""
+
+    body_bytes: int
+    """Before and after inflating."""
+    values: int
+    """In JSON, roughly."""
+    messages: int
+    """Inside messages of protobuf."""
+    batch: int
+    """Items in one list of the message."""
+
+
+STORE_LIMITS: Final = Limits(MAX_BODY_BYTES, MAX_BODY_BYTES, MAX_BODY_BYTES, MAX_BATCH)
+ATTEMPT_LIMITS: Final = Limits(16 * 2**20, 200_000, 50_000, 2_000)
+"""For the token of an attempt, which an agent has: a request must not occupy the store for long."""
+
+Reader = Callable[[web.Request, Limits], Awaitable[dict[str, Any]]]
+
+LARGE_BODY_BYTES: Final = 256 * 1024
+"""Larger bodies are parsed and validated in a thread."""
+_MAX_DEPTH: Final = 1000
+"""No limit of ours: values may be nested ``frozen.MAX_DEPTH`` deep, which their validation says better."""
+_UNREAD_BODY_BYTES: Final = 64 * 1024
+"""The largest body of a request that needs none."""
 _LIST_KEYS: Final = frozenset({"status_in", "rollout_id_in", "kinds"})
 """Keys that may be repeated in a query string."""
 _JSON_KEYS: Final = frozenset({"metadata"})
@@ -22,26 +52,33 @@ _JSON_KEYS: Final = frozenset({"metadata"})
 _DIGITS_TO_ZERO: Final = bytes.maketrans(b"123456789", b"0" * 9)
 
 
-def make_reader(route: Route) -> Callable[[web.Request], Awaitable[dict[str, Any]]]:
+def make_reader(route: Route) -> Reader:
     """The function that reads the validated arguments of a request of this route.
 
-    It raises ValidationError or RefusedError for a body that is not JSON, not the message of the route, or too large.
+    It raises ValidationError, RefusedError or RequestError for a body that is not JSON, not the message of the route,
+    or too large.
     """
     if route.message is None:
         return _read_nothing
     validate = TypeAdapter(route.message).validate_python
     takes_resources = "resources" in route.parameters
 
-    async def read_query_string(request: web.Request) -> dict[str, Any]:
+    async def read_query_string(request: web.Request, limits: Limits) -> dict[str, Any]:
         arguments: dict[str, Any] = validate(read_query(request.query))
         return arguments
 
-    async def read_body(request: web.Request) -> dict[str, Any]:
-        body = await request.read() or b"{}"
-        parsed = _parse(body)
-        content = validate(_wrap_bare(parsed) if takes_resources else parsed, strict=True)
-        if len(body) > MAX_ITEM_BYTES:
-            _refuse_large_items(content)
+    async def read_body(request: web.Request, limits: Limits) -> dict[str, Any]:
+        body = await http_request.read_body(request, limits.body_bytes, limits.body_bytes) or b"{}"
+        content = await http_request.parse_json(body, max_depth=_MAX_DEPTH, max_items=limits.values, loads=_parse)
+        _refuse_long_lists(content, limits.batch)
+
+        def check() -> Any:
+            valid = validate(_wrap_bare(content) if takes_resources else content, strict=True)
+            if len(body) > MAX_ITEM_BYTES:
+                _refuse_large_items(valid)
+            return valid
+
+        content = await run_if_large(body, check)
         return content if route.body is None else {"record": content}
 
     return read_query_string if route.method == "GET" else read_body
@@ -54,7 +91,13 @@ def _wrap_bare(content: Any) -> Any:
     return {"resources": content} if types and all(isinstance(name, str) for name in types) else content
 
 
-async def _read_nothing(request: web.Request) -> dict[str, Any]:
+async def run_if_large(body: bytes, work: Callable[[], T]) -> T:
+    """Runs work on a body: in a thread if the body is large, so that other requests are answered meanwhile."""
+    return work() if len(body) < LARGE_BODY_BYTES else await asyncio.to_thread(work)
+
+
+async def _read_nothing(request: web.Request, limits: Limits) -> dict[str, Any]:
+    await http_request.read_body(request, _UNREAD_BODY_BYTES, _UNREAD_BODY_BYTES)
     return {}
 
 
@@ -72,25 +115,35 @@ def _query_value(query: MultiMapping[str], key: str) -> Any:
         return query.getall(key)
     if key not in _JSON_KEYS:
         return query[key]
-    return _parse(query[key].encode(errors="surrogateescape"), key)
+    try:
+        return _parse(query[key].encode(errors="surrogateescape"))
+    except ValueError as error:
+        raise RefusedError("malformed", f"{key}: not JSON: {error}") from error
 
 
-def _parse(body: bytes, name: str = "the body") -> Any:
-    """The JSON of a body, or of the value of a query string.
+def _parse(body: bytes) -> Any:
+    """The JSON of a body.
 
     orjson is several times as fast as pydantic's parser and refuses NaN and numbers that overflow a float. But it turns
     integers of more than 64 bits, which have 20 digits or more, into floats; these bodies go to pydantic's parser.
 
     Raises:
-        RefusedError: it is not JSON.
+        ValueError: it is not JSON.
     """
     try:
         content = orjson.loads(body)
     except ValueError as error:
-        raise RefusedError("malformed", f"{name} is not JSON: {error}. {JSON_RULES}") from error
+        raise ValueError(f"{error}. {JSON_RULES}") from error
     # 20 digits in a row contain 4 in a row of every fifth character, which is quicker to search.
     is_suspect = b"0000" in body[::5].translate(_DIGITS_TO_ZERO) and b"0" * 20 in body.translate(_DIGITS_TO_ZERO)
     return from_json(body) if is_suspect else content
+
+
+def _refuse_long_lists(content: Any, limit: int) -> None:
+    """Refuses a list that is too long before its items are validated, each of which may be wrong in many ways."""
+    for name, value in content.items() if isinstance(content, dict) else ():
+        if isinstance(value, list) and len(value) > limit:
+            raise RefusedError("invalid", f"{name:.50}: {len(value)} items, and {limit} are allowed in one request")
 
 
 def _refuse_large_items(content: Any) -> None:

@@ -6,12 +6,14 @@ is 400, and ``partial_success`` counts the spans that were refused.
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
-import orjson
+from aiohttp import web
 from google.protobuf.json_format import MessageToJson, ParseDict, ParseError
 from google.protobuf.message import DecodeError
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
@@ -26,8 +28,12 @@ from agentlightning.errors import NotFoundError
 from agentlightning.run.attempt_token import AttemptToken
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import MAX_SEQUENCE_ID, Span, SpanContext, SpanEvent, SpanLink, SpanResource, TraceStatus
+from agentlightning_plugins import http_request
 from agentlightning_plugins.stores.http.message import MAX_ITEM_BYTES, ErrorCode
 from agentlightning_plugins.stores.http.server.answer import RefusedError
+from agentlightning_plugins.stores.http.server.attempt_spans import find_reserved, mark_late
+from agentlightning_plugins.stores.http.server.body import LARGE_BODY_BYTES, Limits, run_if_large
+from agentlightning_plugins.stores.http.server.protobuf import has_more_messages
 
 PROTOBUF: Final = "application/x-protobuf"
 JSON: Final = "application/json"
@@ -39,21 +45,31 @@ _RPC_CODES: Final[dict[ErrorCode, int]] = {"unauthorized": 16, "forbidden": 7, "
 _ID_KEYS: Final = frozenset({"traceId", "spanId", "parentSpanId", "trace_id", "span_id", "parent_span_id"})
 
 
-def read_request(body: bytes, content_type: str) -> ExportTraceServiceRequest:
-    """Decodes an export request.
+async def read_request(http: web.Request, limits: Limits) -> ExportTraceServiceRequest:
+    """Reads and decodes an export request.
 
     Raises:
-        RefusedError: the body is malformed.
+        RefusedError or RequestError: the body is malformed or too large.
     """
+    body = await http_request.read_body(http, limits.body_bytes, limits.body_bytes)
+    content = None
+    if http.content_type == JSON:
+        content = await http_request.parse_json(body, max_items=limits.values)
+    return await run_if_large(body, lambda: _decode(body, content, http.content_type, limits.messages))
+
+
+def _decode(body: bytes, content: Any, content_type: str, max_messages: int) -> ExportTraceServiceRequest:
     request = ExportTraceServiceRequest()
     try:
         if content_type == JSON:
-            content = _ids_to_base64(orjson.loads(body))
+            content = _ids_to_base64(content)
             if not isinstance(content, dict):
                 raise ValueError("not a JSON object")
             ParseDict(content, request, ignore_unknown_fields=True)
             return request
         if content_type == PROTOBUF:
+            if has_more_messages(body, request.DESCRIPTOR, max_messages):
+                raise RefusedError("too_large", f"the export has more than {max_messages} values; send fewer spans")
             request.ParseFromString(body)
             return request
     except (DecodeError, ParseError, ValueError, TypeError, RecursionError) as error:
@@ -74,11 +90,14 @@ async def export_spans(
     Raises:
         RefusedError: a span belongs to another attempt than the token; none is stored.
     """
-    converted = list(_convert(request, token))
+    convert: Callable[[], list[Span | str]] = functools.partial(list, _convert(request, token))
+    converted = await asyncio.to_thread(convert) if request.ByteSize() > LARGE_BODY_BYTES else convert()
     spans = [item for item in converted if isinstance(item, Span)]
     reasons = [item for item in converted if isinstance(item, str)]
-    if token is not None and any((s.rollout_id, s.attempt_id) != token[:2] for s in spans):
-        raise RefusedError("forbidden", f"this token is for attempt {token.attempt_id} only; some spans are not")
+    if token is not None:
+        if any((s.rollout_id, s.attempt_id) != token[:2] for s in spans):
+            raise RefusedError("forbidden", f"this token is for attempt {token.attempt_id} only; some spans are not")
+        spans = await mark_late(store, token, spans)
     reasons += await _store(spans, store)
     response = ExportTraceServiceResponse()
     if reasons:
@@ -171,6 +190,9 @@ def _convert_span(span: OtlpSpan, resource: SpanResource, token: AttemptToken | 
         return f"span {span.name!r} has {span.ByteSize()} bytes; {MAX_ITEM_BYTES} are allowed"
     if not isinstance(sequence_id, int) or not 0 <= sequence_id <= MAX_SEQUENCE_ID:
         return f"span {span.name!r}: {semconv.SPAN_SEQUENCE_ID} = {sequence_id!r} is not an integer of 0 to 2**53 - 1"
+    reserved = None if token is None else find_reserved(attributes)
+    if reserved is not None:
+        return f"span {span.name!r}: the token of an attempt does not allow the attribute {reserved}"
     trace_id = span.trace_id.hex()
     parent_id = span.parent_span_id.hex() or None
     parent = None

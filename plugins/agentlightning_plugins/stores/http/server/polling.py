@@ -75,6 +75,7 @@ class Polls:
         """Makes ``claim`` return nothing for this id from now on, and returns the rollouts it has claimed already."""
         nothing: asyncio.Future[Sequence[AttemptedRollout]] = asyncio.get_running_loop().create_future()
         nothing.set_result(())
+        self._forget()
         _, work = self._claims.pop(request_id, (0.0, nothing))
         self._claims[request_id] = time.monotonic(), nothing
         work.cancel()
@@ -85,6 +86,6 @@ class Polls:
         oldest_allowed = time.monotonic() - _REMEMBER_S
         while self._claims:
             request_id, (asked_at, work) = next(iter(self._claims.items()))
-            if not work.done() or (asked_at > oldest_allowed and len(self._claims) < _REMEMBER_AT_MOST):
+            if len(self._claims) < _REMEMBER_AT_MOST and (not work.done() or asked_at > oldest_allowed):
                 return
-            del self._claims[request_id]
+            del self._claims[request_id]  # of a dequeue that still waits: its request holds it

@@ -30,6 +30,7 @@ from agentlightning_plugins.stores.http.server.access import Access
 from agentlightning_plugins.stores.http.server.polling import Polls
 
 _NotNegative = Annotated[int, Field(ge=0, le=MAX_INT)]
+_RequestId = Annotated[str, Field(max_length=200)]
 _Seconds = Annotated[FiniteFloat, Field(ge=0)]
 
 
@@ -86,7 +87,7 @@ async def dequeue_rollouts(
     limit: _NotNegative = 1,
     worker_id: str | None = None,
     timeout: _Seconds = 0,
-    request_id: str | None = None,
+    request_id: _RequestId | None = None,
 ) -> Sequence[AttemptedRollout]:
     """Takes up to ``limit`` queued rollouts; waits up to ``timeout``, at most 30 s, for the first.
 
@@ -101,7 +102,7 @@ async def dequeue_rollouts(
     return await context.polls.claim(request_id, dequeue)
 
 
-async def release_rollouts(context: Context, request_id: str) -> dict[str, int]:
+async def release_rollouts(context: Context, request_id: _RequestId) -> dict[str, int]:
     """Releases the rollouts that a cancelled dequeue has claimed or would claim."""
     claimed = await context.polls.release(request_id)
     for item in claimed:

@@ -9,14 +9,17 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Final, Self
 
-from aiohttp import web, web_app
+from aiohttp import web
 
 from agentlightning.errors import ConfigError, ConflictError
 from agentlightning.store.protocol import LightningStore
-from agentlightning_plugins.http_request import is_loopback
+from agentlightning_plugins.http_request import SERVER_SETTINGS, is_loopback
+from agentlightning_plugins.stores.http.message import check_token
 from agentlightning_plugins.stores.http.server.application import OTLP_PATH, StoreApplication
+from agentlightning_plugins.stores.http.server.connections import Connections, RequestLog, report_accept_errors
 
 _FINISH_REQUESTS_S: Final = 10.0
+_BACKLOG: Final = 128
 _KEEPALIVE_S: Final = 75.0
 """Longer than clients keep idle connections, so that the client closes them."""
 
@@ -43,8 +46,8 @@ class LightningStoreServer:
         """
         if not store.capabilities["thread_safe"]:
             raise ConfigError(f"{type(store).__name__} is not thread-safe and cannot be served; use a store that is")
-        if token is not None and not token.strip():
-            raise ConfigError("token = '': give a secret that cannot be guessed, or None to serve this machine only")
+        if token is not None:
+            check_token(token)
         if token is None and not is_loopback(host):
             raise ConfigError(
                 f"host = {host!r} lets other machines in; set a token (--token or AGL_TOKEN), or listen on 127.0.0.1"
@@ -120,29 +123,37 @@ class LightningStoreServer:
         await self.stop()
 
     async def _serve(self, listening: concurrent.futures.Future[int], stopping: asyncio.Event) -> None:
+        loop = asyncio.get_running_loop()
+        report_accept_errors(loop)
         served = StoreApplication(self._store, self._token)
         runner = web.AppRunner(
             served.application,
             access_log=None,
+            logger=RequestLog(),
+            **SERVER_SETTINGS,
             handler_cancellation=True,  # a waiting request ends when its client disconnects
             keepalive_timeout=_KEEPALIVE_S,
             shutdown_timeout=_FINISH_REQUESTS_S,
         )
         await runner.setup()
+        assert runner.server is not None
+        served.connections = Connections(runner.server)
+        listener: asyncio.Server | None = None
         try:
-            await web.TCPSite(runner, self.host, self.port).start()
-            listening.set_result(runner.addresses[0][1])
+            listener = await loop.create_server(served.connections, self.host, self.port, backlog=_BACKLOG)
+            listening.set_result(listener.sockets[0].getsockname()[1])
             await stopping.wait()
         except OSError as error:
             listening.set_exception(self._cannot_listen(error))
         finally:
-            for site in runner.sites:
-                await site.stop()  # accepts no new connections
-            abort_timer = asyncio.get_running_loop().call_later(_FINISH_REQUESTS_S, _abort_connections, runner)
+            if listener is not None:
+                listener.close()  # accepts no new connections
+            served.connections.close()
+            abort_timer = loop.call_later(_FINISH_REQUESTS_S, _abort_connections, runner)
             await served.stop(_FINISH_REQUESTS_S)
             await runner.cleanup()
             abort_timer.cancel()
-            _clear_handler_cache()
+            served.forget()
 
     def _cannot_listen(self, error: OSError) -> ConfigError:
         where = f"port {self.port} of {self.host}"
@@ -157,10 +168,3 @@ def _abort_connections(runner: web.AppRunner) -> None:
     for connection in [] if server is None else server.connections:
         if connection.transport is not None:
             connection.transport.abort()
-
-
-def _clear_handler_cache() -> None:
-    """Clears aiohttp's cache of handlers with middlewares, which would keep every served store alive."""
-    clear = getattr(getattr(web_app, "_cached_build_middleware", None), "cache_clear", None)  # private
-    if clear is not None:
-        clear()

@@ -1,0 +1,184 @@
+"""Limits of connections: clients that have not shown a token cannot use up the file descriptors of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from aiohttp.http_exceptions import HttpProcessingError
+
+logger = logging.getLogger("agentlightning")
+
+FIRST_BYTE_S: Final = 5.0
+"""How long a new connection may send nothing."""
+FIRST_REQUEST_S: Final = 10.0
+"""How long the first request that is admitted may take to arrive."""
+MAX_UNKNOWN: Final = 512
+"""Connections without an admitted request."""
+MAX_UNKNOWN_OF_CLIENT: Final = 256
+"""Those of one address."""
+_RESERVED_FILES: Final = 128
+"""File descriptors for the database and other files."""
+
+
+class Connections:
+    """Hands new connections to the HTTP server once they send something, and closes some where there are too many.
+
+    A connection is unknown until a request on it is admitted. Where a client, or all together, have too many unknown
+    ones, the oldest is closed. Call the methods in the event loop of the server.
+    """
+
+    def __init__(self, make_handler: Callable[[], asyncio.Protocol]) -> None:
+        """Reads the limit of open files of this process.
+
+        Args:
+            make_handler: makes the HTTP protocol of a connection.
+        """
+        self._make_handler = make_handler
+        self._unknown: dict[asyncio.BaseTransport, _Arrival] = {}
+        self._admitted: set[asyncio.BaseTransport] = set()
+        self._most = max(_RESERVED_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _RESERVED_FILES)
+        self._tidy_at = _RESERVED_FILES
+        self._log = SlowLog()
+
+    def __call__(self) -> asyncio.Protocol:
+        """Makes the protocol of a new connection, for ``loop.create_server``."""
+        return _Arrival(self)
+
+    def admit(self, transport: asyncio.BaseTransport | None) -> None:
+        """Makes the connection of an admitted request a known one."""
+        arrival = None if transport is None else self._unknown.pop(transport, None)
+        if arrival is not None and transport is not None:
+            arrival.timer.cancel()
+            self._admitted.add(transport)
+            if len(self._admitted) >= self._tidy_at:
+                self._forget_closed()
+
+    def enter(self, transport: asyncio.Transport, arrival: _Arrival) -> None:
+        """Takes a new connection, and makes room for it."""
+        address = arrival.address
+        if len(self._unknown) + len(self._admitted) >= self._most:
+            self._forget_closed()
+            if len(self._unknown) + len(self._admitted) >= self._most:
+                self.expire(next(iter(self._unknown), transport))
+                self._log.warning(
+                    "all %d connections are in use; raise the limit of open files (ulimit -n)", self._most
+                )
+        theirs = [other for other, known in self._unknown.items() if known.address == address]
+        if len(theirs) >= MAX_UNKNOWN_OF_CLIENT or len(self._unknown) >= MAX_UNKNOWN:
+            self.expire(theirs[0] if len(theirs) >= MAX_UNKNOWN_OF_CLIENT else next(iter(self._unknown)))
+            self._log.warning("%s has many connections without a valid request; the oldest are closed", address)
+        if not transport.is_closing():
+            self._unknown[transport] = arrival
+
+    def leave(self, transport: asyncio.Transport) -> None:
+        """Forgets a connection that was closed before it sent anything."""
+        self._unknown.pop(transport, None)
+
+    def start_handler(self, transport: asyncio.Transport, data: bytes) -> None:
+        """Hands a connection to the HTTP server with the first bytes that it has sent."""
+        handler = self._make_handler()
+        transport.set_protocol(handler)
+        handler.connection_made(transport)
+        handler.data_received(data)
+
+    def expire(self, transport: Any) -> None:
+        """Closes a connection whose time is over."""
+        self._unknown.pop(transport, None)
+        transport.abort()
+
+    def _forget_closed(self) -> None:
+        self._admitted = {transport for transport in self._admitted if not transport.is_closing()}
+        self._tidy_at = max(_RESERVED_FILES, 2 * len(self._admitted))
+        self._unknown = {transport: known for transport, known in self._unknown.items() if not transport.is_closing()}
+
+    def close(self) -> None:
+        """Closes the connections that have sent nothing; the HTTP server closes the others."""
+        for transport, arrival in list(self._unknown.items()):
+            arrival.timer.cancel()
+            if not arrival.has_sent:
+                self.expire(transport)
+
+
+class _Arrival(asyncio.Protocol):
+    """A connection that has sent nothing yet."""
+
+    timer: asyncio.TimerHandle
+    transport: asyncio.Transport
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+        self.address = ""
+        self.has_sent = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        self.address = str((transport.get_extra_info("peername") or ("",))[0])
+        self._limit(FIRST_BYTE_S)
+        self._connections.enter(transport, self)
+
+    def data_received(self, data: bytes) -> None:
+        self.has_sent = True
+        self.timer.cancel()
+        self._limit(FIRST_REQUEST_S)
+        self._connections.start_handler(self.transport, data)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.timer.cancel()
+        self._connections.leave(self.transport)
+
+    def _limit(self, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        self.timer = loop.call_later(seconds, self._connections.expire, self.transport)
+
+
+class SlowLog:
+    """Logs at most one message a second, with the number of those that it left out."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
+        self._left_out = 0
+
+    def warning(self, message: str, *arguments: object) -> None:
+        """Logs a message, or counts it."""
+        if time.monotonic() < self._next:
+            self._left_out += 1
+            return
+        logger.warning("%s (%d similar messages since the last one)", message % arguments, self._left_out)
+        self._next, self._left_out = time.monotonic() + 1.0, 0
+
+
+class RequestLog(logging.Logger):
+    """What aiohttp logs, without the text of requests that it cannot parse: a header may hold a token."""
+
+    def __init__(self) -> None:
+        super().__init__("agentlightning.store.server", logging.WARNING)
+        self.parent = logger
+        self._log_slowly = SlowLog()
+
+    def handle(self, record: logging.LogRecord) -> None:
+        """Passes a record on, or a shorter one in its place."""
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError):
+            self._log_slowly.warning("a request cannot be parsed as HTTP (%s)", type(error).__name__)
+        else:
+            super().handle(record)
+
+
+def report_accept_errors(loop: asyncio.AbstractEventLoop) -> None:
+    """Makes a loop log once a second that no connection can be accepted, instead of once for each of the backlog."""
+    slowly = SlowLog()
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if isinstance(error, OSError) and "accept" in context["message"]:
+            slowly.warning("no connection can be accepted: %s; raise the limit of open files (ulimit -n)", error)
+        else:
+            loop.default_exception_handler(context)
+
+    loop.set_exception_handler(handle)
