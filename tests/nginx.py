@@ -23,12 +23,17 @@ http {{
 """
 
 
-@contextlib.contextmanager
-def running_nginx(folder: Path, locations: str) -> Iterator[str]:
-    """Runs nginx with these ``location`` blocks; gives its URL."""
+def find_nginx() -> str:
     program = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
     if program is None:
         raise FileNotFoundError("no nginx: install the system's package nginx-light (.ci/run does)")
+    return program
+
+
+@contextlib.contextmanager
+def running_nginx(folder: Path, locations: str) -> Iterator[str]:
+    """Runs nginx with these ``location`` blocks; gives its URL."""
+    program = find_nginx()
     port = reserve_port()
     configuration = folder / "nginx.conf"
     configuration.write_text(_CONFIGURATION.format(folder=folder, port=port, locations=locations))

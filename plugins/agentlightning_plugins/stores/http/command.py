@@ -1,33 +1,117 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
+import random
 import resource
 import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import click
+
+if TYPE_CHECKING:
+    from agentlightning.store.protocol import LightningStore
+
+_CLOSE_S: Final = 3.0
+"""How long the database may take to finish what was accepted, after the requests in flight."""
+
+logger = logging.getLogger("agentlightning")
 
 
 @click.command("store")
 @click.option(
-    "--host", default="127.0.0.1", show_default=True, help="Address to listen on; other than loopback needs a token."
+    "--host",
+    default="127.0.0.1",
+    envvar="AGL_HOST",
+    show_envvar=True,
+    show_default=True,
+    help="Address to listen on; other than loopback needs a token.",
 )
-@click.option("--port", default=4747, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
-@click.option("--backend", default="sqlite:///agl.db", show_default=True, metavar="URL", help="The store to serve.")
+@click.option(
+    "--port",
+    default=4747,
+    envvar="AGL_PORT",
+    show_envvar=True,
+    show_default=True,
+    type=click.IntRange(0, 65535),
+    help="0 takes a free one.",
+)
+@click.option(
+    "--backend",
+    default="sqlite:///agl.db",
+    envvar="AGL_BACKEND",
+    show_envvar=True,
+    show_default=True,
+    metavar="URL",
+    help="The store to serve.",
+)
 @click.option("--token", envvar="AGL_TOKEN", show_envvar=True, help="Token that clients must send.")
+@click.option(
+    "--token-file",
+    envvar="AGL_TOKEN_FILE",
+    show_envvar=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File with a token on each line: clients may send any, the first signs attempt tokens.",
+)
 @click.option("--keep-days", type=click.FloatRange(0, min_open=True), help="Delete rollouts that ended more days ago.")
 @click.option("--keep-rollouts", type=click.IntRange(0), help="Delete the oldest ended rollouts above this number.")
+@click.option("--wait", "wait_s", default=0.0, type=click.FloatRange(0), help="Seconds to wait for the database.")
+@click.option("--log-level", default="warning", show_default=True, type=click.Choice(["debug", "info", "warning"]))
+@click.option("--log-format", default="text", show_default=True, type=click.Choice(["text", "json"]))
+@click.option("--access-log", is_flag=True, help="Log each request.")
 def command(
-    host: str, port: int, backend: str, token: str | None, keep_days: float | None, keep_rollouts: int | None
+    host: str,
+    port: int,
+    backend: str,
+    token: str | None,
+    token_file: Path | None,
+    keep_days: float | None,
+    keep_rollouts: int | None,
+    wait_s: float,
+    log_level: str,
+    log_format: Literal["text", "json"],
+    access_log: bool,
 ) -> None:
     """Serve a store over HTTP.
 
     Algorithms, runners and gateways on any machine share the store that this command serves.
     """
+    from agentlightning.store.retention import Retention
     from agentlightning_plugins.garbage_collection import relax_collector
+    from agentlightning_plugins.stores.http.log import setup_server_log
+    from agentlightning_plugins.stores.http.message import read_token_file
 
+    setup_server_log(log_level, log_format, access=access_log)
     relax_collector()
     _raise_file_limit()
-    asyncio.run(_serve(host, port, backend, token, keep_days, keep_rollouts))
+    tokens = [token] if token else []
+    tokens += [each for each in ([] if token_file is None else read_token_file(token_file)) if each not in tokens]
+    retention = None
+    if keep_days is not None or keep_rollouts is not None:
+        retention = Retention(max_age_s=None if keep_days is None else keep_days * 86_400, max_rollouts=keep_rollouts)
+    store = _open(backend, wait_s, retention=retention)
+    asyncio.run(_serve(store, backend, host, port, tokens))
+
+
+def _open(backend: str, wait_s: float, **settings: Any) -> LightningStore:
+    """Opens the store; waits for its database to be reachable."""
+    from agentlightning.errors import StoreError
+    from agentlightning.store.factory import create_store
+
+    deadline, pause_s = time.monotonic() + wait_s, 0.1
+    while True:
+        try:
+            return create_store(backend, **settings)
+        except StoreError as error:
+            if time.monotonic() + pause_s > deadline:
+                raise
+            if pause_s == 0.1:
+                logger.warning("%s; waiting for it for up to %g s", error, wait_s)
+        time.sleep(pause_s * (0.5 + random.random()))
+        pause_s = min(2 * pause_s, 2.0)
 
 
 def _raise_file_limit() -> None:
@@ -36,21 +120,13 @@ def _raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-async def _serve(
-    host: str, port: int, backend: str, token: str | None, keep_days: float | None, keep_rollouts: int | None
-) -> None:
-    from agentlightning.store.factory import create_store
-    from agentlightning.store.retention import Retention
+async def _serve(store: LightningStore, backend: str, host: str, port: int, tokens: list[str]) -> None:
     from agentlightning.store.url import hide_password
     from agentlightning_plugins.stores.http.server import LightningStoreServer
 
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    retention = None
-    if keep_days is not None or keep_rollouts is not None:
-        retention = Retention(max_age_s=None if keep_days is None else keep_days * 86_400, max_rollouts=keep_rollouts)
-    store = create_store(backend, retention=retention)
     try:
-        async with LightningStoreServer(store, host, port, token=token) as server:
+        async with LightningStoreServer(store, host, port, token=tokens) as server:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, stop.set)
             lifetime = "" if store.capabilities["durable"] else " (not durable: lost when this process ends)"
@@ -60,4 +136,9 @@ async def _serve(
                 loop.remove_signal_handler(number)
             click.echo("Stopping: finishing requests in flight, refusing new ones.")
     finally:
-        await store.close()
+        closing = loop.create_task(store.close())
+        done, _ = await asyncio.wait({closing}, timeout=_CLOSE_S)
+        if not done:  # its threads would be waited for; what was answered is on disk
+            logger.warning("the database does not answer; ending without closing it")
+            os._exit(1)
+        closing.result()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
 from typing_extensions import TypedDict  # pydantic refuses typing's before Python 3.12
@@ -12,9 +14,9 @@ PREFIX: Final = "/v1/agl"
 RUN_HEADER: Final = "agl-run"
 """The run that a request is about; ``default`` without it."""
 FEATURES_HEADER: Final = "agl-features"
-TIME_HEADER: Final = "agl-time"
-"""Unix time of the server, in answers."""
 """On every answer: the capabilities of the store behind the server, separated by commas."""
+TIME_HEADER: Final = "agl-time"
+"""On every answer: Unix time by the clock of the store."""
 TOKEN_VARIABLE: Final = "AGL_TOKEN"
 
 MAX_POLL_S: Final = 30.0
@@ -57,6 +59,28 @@ def check_token(token: str) -> str:
             "which cannot be sent in a header; remove it, perhaps from the end"
         )
     return token
+
+
+def read_token_file(path: Path) -> list[str]:
+    """The tokens in a file, one on each line; at least one.
+
+    Raises:
+        ConfigError: it cannot be read, or has no token or a wrong one.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the token file {path} cannot be read: {error}") from error
+    tokens = [check_token(line.rstrip("\r")) for line in lines if line.strip()]
+    if not tokens:
+        raise ConfigError(f"the token file {path} is empty; write a token on its first line")
+    return tokens
+
+
+def find_token() -> str | None:
+    """The token in the environment: AGL_TOKEN, or the first in the file AGL_TOKEN_FILE; an empty one is none."""
+    token, path = os.environ.get(TOKEN_VARIABLE), os.environ.get(f"{TOKEN_VARIABLE}_FILE")
+    return token or (read_token_file(Path(path))[0] if path else None)
 
 
 class ErrorAnswer(TypedDict):

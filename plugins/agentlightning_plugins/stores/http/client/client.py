@@ -26,7 +26,7 @@ from agentlightning.types import (
     new_rollout_id,
 )
 from agentlightning_plugins.stores.http.client.connection import StoreConnection
-from agentlightning_plugins.stores.http.message import MAX_POLL_S, TOKEN_VARIABLE
+from agentlightning_plugins.stores.http.message import MAX_POLL_S, find_token
 from agentlightning_plugins.stores.http.methods import RemoteMethods
 from agentlightning_plugins.stores.http.route import Route, read_rollout
 
@@ -51,7 +51,8 @@ class LightningStoreClient(RemoteMethods):
         Args:
             url: of the server, as in ``http://127.0.0.1:4747``; or of several servers of the same store, separated by
                 commas: when one fails, the next is used.
-            token: the token that the server was started with; None takes AGL_TOKEN from the environment.
+            token: the token that the server was started with; None takes AGL_TOKEN, or the first line of the
+                file AGL_TOKEN_FILE, from the environment.
             run_id: the run whose queue, latest resources and metrics this object sees.
             retry_s: how long a server may be unreachable, as while it restarts, before a call raises StoreError.
 
@@ -59,7 +60,7 @@ class LightningStoreClient(RemoteMethods):
             ConfigError: not an http(s) URL.
         """
         self.run_id = check_run_id(run_id)
-        self.token = token or os.environ.get(TOKEN_VARIABLE) or None
+        self.token = token or find_token()
         self._connection = StoreConnection(url, self.token, retry_s)
         self._versions = _VersionCache()
 

@@ -18,16 +18,19 @@ from agentlightning_plugins.stores.http.server.answer import RefusedError
 from agentlightning_plugins.stores.http.server.attempt_spans import find_reserved
 
 HEALTH_PATH: Final = PREFIX + "/health"
+OPEN_PATHS: Final = frozenset({"/livez", "/readyz"})
+"""Probes: open to everybody, because their answers are a word."""
 _BEARER: Final = "Bearer "
 
 
 class Access:
     """Checks tokens. Without a token, programs on this machine are admitted and pages in a browser are not."""
 
-    def __init__(self, token: str | None, now: Callable[[], float]) -> None:
+    def __init__(self, tokens: Sequence[str], now: Callable[[], float]) -> None:
+        """Accepts any of the tokens, so that one can replace another; the first signs attempt tokens."""
         self._now = now
-        self._expected = None if token is None else (_BEARER + token).encode(errors="surrogateescape")
-        self._secret = None if token is None else attempt_token.derive_secret(token)
+        self._expected = [(_BEARER + token).encode(errors="surrogateescape") for token in tokens]
+        self._secrets = [attempt_token.derive_secret(token) for token in tokens]
 
     def admit(self, request: web.Request) -> AttemptToken | None:
         """Returns the attempt token of a request; None if the request may do everything.
@@ -35,20 +38,25 @@ class Access:
         Raises:
             RefusedError: no token, or a wrong one.
         """
-        if self._expected is None or self._secret is None:
+        if request.path in OPEN_PATHS:
+            return None
+        if not self._expected:
             origin = request.headers.get("origin")
             if not is_local_request(request.host, origin):
                 only = "without a token the store answers programs on this machine only"
                 raise RefusedError("forbidden", f"{only}, not {origin or request.host!r:.200}")
             return None
         shown = request.headers.get("authorization", "")
-        if hmac.compare_digest(shown.encode(errors="surrogateescape"), self._expected):
+        given = shown.encode(errors="surrogateescape")
+        if any(hmac.compare_digest(given, expected) for expected in self._expected):
             return None
         if shown.startswith(_BEARER + attempt_token.PREFIX):
-            try:
-                return attempt_token.read(self._secret, shown.removeprefix(_BEARER), self._now())
-            except ValueError as error:
-                raise RefusedError("unauthorized", str(error)) from error
+            for secret in self._secrets:
+                try:
+                    return attempt_token.read(secret, shown.removeprefix(_BEARER), self._now())
+                except ValueError as error:
+                    problem = error
+            raise RefusedError("unauthorized", str(problem)) from problem
         if request.path == HEALTH_PATH:
             return None
         raise RefusedError("unauthorized", "no token or a wrong one; give the token that the store was started with")
@@ -59,10 +67,10 @@ class Access:
         Raises:
             ConflictError: the store has no token.
         """
-        if self._secret is None:
+        if not self._secrets:
             raise ConflictError("this store has no token, so it has none to sign others with; start it with --token")
         expires_at = self._now() + lifetime_s
-        return attempt_token.mint(self._secret, rollout_id, attempt_id, expires_at), expires_at
+        return attempt_token.mint(self._secrets[0], rollout_id, attempt_id, expires_at), expires_at
 
 
 def check_attempt(token: AttemptToken, arguments: Mapping[str, Any] | None) -> None:

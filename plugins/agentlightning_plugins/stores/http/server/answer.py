@@ -83,7 +83,8 @@ def _explain(request: web.Request, error: Exception) -> tuple[ErrorCode, str]:
         case ConflictError():
             return "conflict", str(error)
         case StoreError():  # the database is full, locked or unreachable; nothing was written
-            logger.error("%s %s: %s", request.method, request.path, error)
+            # The backend reports an outage once; its client is told at each request.
+            logger.info("%s %s: %s", request.method, request.path, error)
             return "store_failed", str(error)
         case ValidationError():
             return _explain_invalid(error)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import time
+from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
 from aiohttp import web
@@ -18,6 +20,7 @@ from agentlightning.run.attempt_token import AttemptToken
 from agentlightning.store.check import RUN_ID, check_run_id
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import DEFAULT_RUN_ID
+from agentlightning_plugins.stores.http import log
 from agentlightning_plugins.stores.http.message import (
     FEATURES_HEADER,
     MAX_POLL_S,
@@ -27,7 +30,7 @@ from agentlightning_plugins.stores.http.message import (
 )
 from agentlightning_plugins.stores.http.route import Route
 from agentlightning_plugins.stores.http.server import openapi, otlp
-from agentlightning_plugins.stores.http.server.access import HEALTH_PATH, Access, check_attempt, spans_of
+from agentlightning_plugins.stores.http.server.access import HEALTH_PATH, OPEN_PATHS, Access, check_attempt, spans_of
 from agentlightning_plugins.stores.http.server.answer import describe_error, encode, error_response, json_response
 from agentlightning_plugins.stores.http.server.attempt_spans import mark_late
 from agentlightning_plugins.stores.http.server.body import (
@@ -56,18 +59,18 @@ _TOKEN: Final = web.RequestKey("token", AttemptToken)
 class StoreApplication:
     """The REST API over one store."""
 
-    def __init__(self, store: LightningStore, token: str | None) -> None:
+    def __init__(self, store: LightningStore, tokens: Sequence[str] = ()) -> None:
         """Creates the application.
 
         Args:
             store: its ``with_run`` gives the view of each run.
-            token: the token that clients send as ``Authorization: Bearer``; None admits programs on this machine.
+            tokens: clients send one of them as ``Authorization: Bearer``; none admits programs on this machine.
         """
         self._view = functools.lru_cache(maxsize=128)(store.with_run)
         self._polls = Polls()
         self._streams = EventStreams(self._view)
         self._metrics = ServerMetrics(store, self._polls, self._streams)
-        self._access = Access(token, store.now)
+        self._access = Access(tokens, store.now)
         self.connections: Connections | None = None
         """What accepts the connections, if it limits them."""
         self._in_flight = 0
@@ -105,6 +108,8 @@ class StoreApplication:
         return {
             ("GET", PREFIX + "/events"): (self._answer_events, _EVENTS),
             ("POST", OTLP_PATH): (self._answer_otlp, _OTLP),
+            ("GET", "/livez"): (self._answer_live, _LIVE),
+            ("GET", "/readyz"): (self._answer_ready, _READY),
             ("GET", "/metrics"): (self._answer_metrics, _METRICS),
             ("GET", "/openapi.json"): (self._answer_openapi, _OPENAPI),
         }
@@ -149,6 +154,13 @@ class StoreApplication:
         _refuse_attempt_token(request)
         return web.Response(body=await self._metrics.render(), headers={"content-type": CONTENT_TYPE})
 
+    async def _answer_live(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(text="ok\n")
+
+    async def _answer_ready(self, request: web.Request) -> web.StreamResponse:
+        problem = "stopping" if self._stopping else await self._metrics.find_problem()
+        return web.Response(text=f"{problem or 'ok'}\n", status=503 if problem else 200)
+
     async def _answer_openapi(self, request: web.Request) -> web.StreamResponse:
         _refuse_attempt_token(request)
         return json_response(self._openapi)
@@ -164,14 +176,20 @@ class StoreApplication:
         async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
             began = time.perf_counter()
             self._in_flight += 1
+            given_id = log.read_request_id(request.headers.get(log.REQUEST_ID_HEADER))
+            if given_id:
+                log.request_id.set(given_id)
             try:
                 token = self._access.admit(request)
-                if self.connections is not None and request.path != HEALTH_PATH:  # which needs no token
+                if self.connections is not None and request.path not in (HEALTH_PATH, *OPEN_PATHS):
                     self.connections.admit(request.transport)
                 if token is not None:
                     request[_TOKEN] = token
                 response = await handler(request)
             except Exception as error:  # isolation point: a request may fail, the server may not
+                if not given_id:
+                    given_id = log.new_request_id()
+                    log.request_id.set(given_id)
                 response = _answer_error(request, error)
             finally:
                 self._in_flight -= 1
@@ -182,9 +200,15 @@ class StoreApplication:
             if not response.prepared:
                 response.headers[FEATURES_HEADER] = features
                 response.headers[TIME_HEADER] = f"{self._store.now():.3f}"
+                if given_id:
+                    response.headers[log.REQUEST_ID_HEADER] = given_id
             resource = request.match_info.route.resource
             route = "" if resource is None else resource.canonical
-            self._metrics.record(request.method, route, response.status, time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            self._metrics.record(request.method, route, response.status, seconds)
+            if log.access_logger.isEnabledFor(logging.INFO):
+                fields = {"method": request.method, "path": request.path, "status": response.status, "seconds": seconds}
+                log.access_logger.info("%s %s %d %.3f s", *fields.values(), extra={"fields": fields})
             if not request.content.is_eof() and not response.prepared:
                 await _close_after(request, response)
             return response
@@ -264,6 +288,19 @@ _METRICS: Final[openapi.Operation] = {
     "summary": "Requests, rollouts, queue and workers, for Prometheus.",
     "tags": ["metrics"],
     "responses": {"200": {"description": "Prometheus' text format.", "content": {"text/plain": _TEXT}}},
+}
+_LIVE: Final[openapi.Operation] = {
+    "summary": "Whether the process answers.",
+    "tags": ["health"],
+    "responses": {"200": {"description": "It does.", "content": {"text/plain": _TEXT}}},
+}
+_READY: Final[openapi.Operation] = {
+    "summary": "Whether requests can be served: the database answers, and no newer version has changed its schema.",
+    "tags": ["health"],
+    "responses": {
+        "200": {"description": "Ready.", "content": {"text/plain": _TEXT}},
+        "503": {"description": "Not ready; the body says why.", "content": {"text/plain": _TEXT}},
+    },
 }
 _OPENAPI: Final[openapi.Operation] = {
     "summary": "This document.",

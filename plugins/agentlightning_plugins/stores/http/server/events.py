@@ -47,6 +47,8 @@ class EventStreams:
             view: returns the store as seen from a run.
         """
         self._view = view
+        self.on_event: Callable[[Event], None] = lambda event: None
+        """Called with each event before it is delivered."""
         self._hubs: dict[str, _Hub] = {}
         self._open: dict[asyncio.Future[None], web.Request] = {}
         """The requests that are being answered, by the future that is set at their end."""
@@ -88,7 +90,7 @@ class EventStreams:
         hub = self._hubs.get(run_id)
         if hub is None or hub.ended:
             self._hubs = {known: hub for known, hub in self._hubs.items() if not hub.ended}
-            hub = self._hubs[run_id] = _Hub(self._view(run_id))
+            hub = self._hubs[run_id] = _Hub(self._view(run_id), self)
         reader = _Reader(None if kinds is None else frozenset(kinds))
         begin = "" if last_event_id else f"\nid: {hub.position}"
         hub.join(reader, last_event_id)
@@ -194,7 +196,8 @@ class _Reader:
 class _Hub:
     """Numbers the events of one run, keeps the last of them, and hands them to the readers."""
 
-    def __init__(self, store: LightningStore) -> None:
+    def __init__(self, store: LightningStore, streams: EventStreams) -> None:
+        self._streams = streams
         self.readers: set[_Reader] = set()
         self.ended = False
         self._name = os.urandom(4).hex()
@@ -253,6 +256,7 @@ class _Hub:
                 await close()
 
     def _publish(self, event: Event) -> None:
+        self._streams.on_event(event)
         self._number += 1
         frame = _frame(event.kind, to_json(event), self.position)
         self._kept.append((event.kind, frame))

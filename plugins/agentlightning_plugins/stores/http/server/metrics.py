@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import time
 from collections.abc import AsyncIterator, Iterable, Iterator
-from typing import Final, get_args
+from importlib.metadata import version
+from typing import Any, Final, get_args
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, Info, Metric, ProcessCollector, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 
+from agentlightning.errors import LightningError
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import DEFAULT_RUN_ID, RolloutStatus, WorkerStatus
+from agentlightning_plugins.stores.http.message import PREFIX
 from agentlightning_plugins.stores.http.server.events import EventStreams
 from agentlightning_plugins.stores.http.server.polling import Polls
 
@@ -19,6 +23,9 @@ CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 MAX_RUNS: Final = 20
 """The number of runs whose rollouts are counted: a scrape must stay cheap."""
 _QUEUED: Final[tuple[RolloutStatus, ...]] = ("queuing", "requeuing")
+ANSWER_S: Final = 2.0
+"""How long probes and scrapes wait for the database."""
+_LONG_POLLS: Final = frozenset(PREFIX + path for path in ("/events", "/queues/rollouts/dequeue", "/waits/rollouts"))
 _LATENCY_BUCKETS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
@@ -33,24 +40,60 @@ class ServerMetrics:
         self._requests = Counter(
             "agl_store_requests_total", "Requests answered.", ["method", "route", "status"], registry=registry
         )
+        settings: dict[str, Any] = {"registry": registry, "buckets": _LATENCY_BUCKETS_S}
         self._latency = Histogram(
             "agl_store_request_seconds",
-            "Time to answer a request, waiting by request included.",
+            "Time to answer a request, long polls left out.",
             ["method", "route"],
-            registry=registry,
-            buckets=_LATENCY_BUCKETS_S,
+            **settings,
         )
+        self._polling = Histogram(
+            "agl_store_long_poll_seconds",
+            "Time of a request that may wait for something.",
+            ["method", "route"],
+            **settings,
+        )
+        self._event_lag = Histogram(
+            "agl_store_event_lag_seconds", "Time from an event to its delivery to readers of /events.", **settings
+        )
+        Info("agl_build", "This version.", registry=registry).info({"version": version("lightning")})
+        ProcessCollector(registry=registry)
+        streams.on_event = lambda event: self._event_lag.observe(max(0.0, store.now() - event.time))
         self._gauges: list[GaugeMetricFamily] = []
+        self._reading: asyncio.Task[list[GaugeMetricFamily]] | None = None
 
     def record(self, method: str, route: str, status: int, seconds: float) -> None:
         """Counts one answered request."""
         self._requests.labels(method, route, status).inc()
-        self._latency.labels(method, route).observe(seconds)
+        histogram = self._polling if route in _LONG_POLLS else self._latency
+        histogram.labels(method, route).observe(seconds)
 
     async def render(self) -> bytes:
-        """All metrics in Prometheus' text format, which a thread writes."""
-        self._gauges = [gauge async for gauge in self._read_gauges()]
+        """All metrics in Prometheus' text format, which a thread writes; without the store's if it does not answer."""
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.create_task(self._read_store())
+        done, _ = await asyncio.wait({self._reading}, timeout=ANSWER_S)
+        is_up = bool(done) and self._reading.exception() is None
+        up = GaugeMetricFamily("agl_store_up", "Whether the database answers.", float(is_up))
+        self._gauges = [up, *(self._reading.result() if is_up else ())]
         return await asyncio.to_thread(generate_latest, self)
+
+    async def find_problem(self) -> str | None:
+        """Reads the store; returns why that fails, or None if it answers in time."""
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await self._store.statistics()
+        except TimeoutError:
+            return f"the database has not answered for {ANSWER_S:g} s"
+        except (LightningError, OSError) as error:
+            return str(error)
+        return None
+
+    async def _read_store(self) -> list[GaugeMetricFamily]:
+        begun = time.perf_counter()
+        gauges = [gauge async for gauge in self._read_gauges()]
+        seconds = time.perf_counter() - begun
+        return [*gauges, GaugeMetricFamily("agl_store_database_seconds", "Time to read these numbers.", seconds)]
 
     def collect(self) -> Iterator[Metric]:
         """All metrics; ``generate_latest`` calls it."""

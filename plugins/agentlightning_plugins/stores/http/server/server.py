@@ -5,7 +5,7 @@ import concurrent.futures
 import contextlib
 import errno
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Final, Self
 
@@ -18,7 +18,7 @@ from agentlightning_plugins.stores.http.message import check_token
 from agentlightning_plugins.stores.http.server.application import OTLP_PATH, StoreApplication
 from agentlightning_plugins.stores.http.server.connections import Connections, RequestLog, report_accept_errors
 
-_FINISH_REQUESTS_S: Final = 10.0
+_FINISH_REQUESTS_S: Final = 6.0
 _BACKLOG: Final = 128
 _KEEPALIVE_S: Final = 75.0
 """Longer than clients keep idle connections, so that the client closes them."""
@@ -31,7 +31,12 @@ class LightningStoreServer:
     """
 
     def __init__(
-        self, store: LightningStore, host: str = "127.0.0.1", port: int = 4747, *, token: str | None = None
+        self,
+        store: LightningStore,
+        host: str = "127.0.0.1",
+        port: int = 4747,
+        *,
+        token: str | Sequence[str] | None = None,
     ) -> None:
         """Creates the server; ``start`` listens.
 
@@ -39,25 +44,27 @@ class LightningStoreServer:
             store: must be thread-safe. Requests choose their run by the header ``agl-run``.
             host: address to listen on. Anything but loopback needs a token.
             port: 0 takes a free one, which ``endpoint`` shows.
-            token: the token that every client must send; None admits programs on this machine.
+            token: the token that clients must send; None admits programs on this machine. Of several, clients may
+                send any, and the first signs attempt tokens, so that a token can be replaced without an interruption.
 
         Raises:
             ConfigError: a store that is not thread-safe, or an address beyond loopback without a token.
         """
         if not store.capabilities["thread_safe"]:
             raise ConfigError(f"{type(store).__name__} is not thread-safe and cannot be served; use a store that is")
-        if token is not None:
-            check_token(token)
-        if token is None and not is_loopback(host):
+        tokens = (token,) if isinstance(token, str) else tuple(token or ())
+        for each in tokens:
+            check_token(each)
+        if not tokens and not is_loopback(host):
             raise ConfigError(
                 f"host = {host!r} lets other machines in; set a token (--token or AGL_TOKEN), or listen on 127.0.0.1"
             )
         self.host = host
         self.port = port
         self._store = store
-        self._token = token
-        if token is not None:
-            store.token = token  # a gateway beside the server verifies attempt tokens with it
+        self._tokens = tokens
+        if tokens:
+            store.token = tokens[0]  # a gateway beside the server verifies attempt tokens with it
         self._thread: threading.Thread | None = None
         self._stop: Callable[[], None] = lambda: None
 
@@ -125,7 +132,7 @@ class LightningStoreServer:
     async def _serve(self, listening: concurrent.futures.Future[int], stopping: asyncio.Event) -> None:
         loop = asyncio.get_running_loop()
         report_accept_errors(loop)
-        served = StoreApplication(self._store, self._token)
+        served = StoreApplication(self._store, self._tokens)
         runner = web.AppRunner(
             served.application,
             access_log=None,

@@ -1,0 +1,96 @@
+"""The deployment files name options, paths and metrics that exist, and nginx accepts its example."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from agentlightning.cli import add_plugin_commands, cli
+from agentlightning.plugin.registry import get_manager
+from agentlightning_plugins.stores.http.server.application import StoreApplication
+from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
+from tests.nginx import find_nginx
+from tests.source import REPO
+
+DEPLOY = REPO / "deploy"
+PROGRAM = "/opt/lightning/.venv/bin/agl "
+
+
+def documents() -> list[tuple[Path, Any]]:
+    paths = sorted([*DEPLOY.rglob("*.yaml"), *DEPLOY.rglob("*.yml")])
+    return [(path, document) for path in paths for document in yaml.safe_load_all(path.read_text())]
+
+
+def command_lines() -> Iterator[tuple[Path, list[str]]]:
+    """Every command line of `agl`, without the program."""
+    for path in DEPLOY.rglob("*.service"):
+        (line,) = re.findall(r"^ExecStart=(.*)$", path.read_text(), re.MULTILINE)
+        assert line.startswith(PROGRAM), path
+        yield path, line.removeprefix(PROGRAM).split()
+    for path, document in documents():
+        for service in document.get("services", {}).values():
+            if "postgres" not in service["image"]:
+                yield path, service["command"]
+        if document.get("kind") in ("Deployment", "Job"):
+            for container in document["spec"]["template"]["spec"]["containers"]:
+                yield path, container["args"]
+
+
+def test_every_command_line_is_one_that_agl_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(click.Path, "convert", lambda self, value, parameter, context: value)  # paths of other machines
+    add_plugin_commands(get_manager())
+    found = list(command_lines())
+    assert len(found) >= 8
+    for path, (name, *words) in found:
+        command = cli.get_command(click.Context(cli), name)
+        assert command is not None, (path, name)
+        command.make_context(name, list(map(str, words)))  # raises for what the command does not take
+
+
+async def test_rules_and_dashboard_use_metrics_that_the_store_exports() -> None:
+    store = InMemoryLightningStore()
+    text = (await StoreApplication(store)._metrics.render()).decode()
+    await store.close()
+    exported = {family.name for family in text_string_to_metric_families(text)}
+    exported |= {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
+    rules = yaml.safe_load((DEPLOY / "prometheus" / "rules.yml").read_text())
+    dashboard = json.loads((DEPLOY / "grafana" / "lightning-store.json").read_text())
+    expressions = [rule["expr"] for group in rules["groups"] for rule in group["rules"]]
+    expressions += [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    used = {name for expression in expressions for name in re.findall(r"\b(?:agl|process)_[a-z_]+", expression)}
+    assert len(used) >= 10
+    assert {name.removesuffix("_bucket") for name in used} <= exported
+
+
+def test_nginx_accepts_the_example(tmp_path: Path) -> None:
+    site = (DEPLOY / "nginx" / "lightning.conf").read_text().replace("listen 443 ssl;", "listen 127.0.0.1:1;")
+    site = "\n".join(line for line in site.splitlines() if "ssl_certificate" not in line)
+    configuration = tmp_path / "nginx.conf"
+    configuration.write_text(f"pid {tmp_path}/pid; error_log stderr; events {{}} http {{ access_log off; {site} }}")
+    command = [find_nginx(), "-t", "-c", configuration, "-p", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "syntax is ok" in done.stderr, done.stderr
+
+
+def test_pods_run_without_root_and_probes_use_the_probe_paths() -> None:
+    assert re.search(r"^USER 10001$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
+    pods = {
+        document["metadata"]["name"]: document["spec"]["template"]["spec"]
+        for _, document in documents()
+        if document.get("kind") in ("Deployment", "Job")
+    }
+    for name, pod in pods.items():
+        assert pod["securityContext"]["runAsNonRoot"] is True, name
+        assert all(container["securityContext"]["allowPrivilegeEscalation"] is False for container in pod["containers"])
+    (container,) = pods["lightning-store"]["containers"]
+    assert container["livenessProbe"]["httpGet"]["path"] == "/livez"
+    assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
