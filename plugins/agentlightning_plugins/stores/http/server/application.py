@@ -63,7 +63,7 @@ class StoreApplication:
         self._metrics = ServerMetrics(store, self._polls, self._streams)
         self._access = Access(token)
         self.connections: Connections | None = None
-        """What accepts the connections, if it limits them."""
+        """The limits of connections, once the server listens."""
         self._in_flight = 0
         self._idle = asyncio.Event()
         self._stopping = False
