@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import ipaddress
+import logging
 import re
 import zlib
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from urllib.parse import urlsplit
 
 import orjson
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 SERVER_SETTINGS: Final[dict[str, Any]] = {"auto_decompress": False, "lingering_time": 0.02}
 """Keyword arguments of ``aiohttp.web.Server`` and ``AppRunner``.
@@ -41,6 +43,19 @@ class RequestError(Exception):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
+
+
+class RequestLog(logging.Logger):
+    """What aiohttp logs, but for requests that it cannot parse: their text may contain a key. Pass it as ``logger``."""
+
+    def __init__(self) -> None:
+        super().__init__("agentlightning.http", logging.WARNING)
+        self.parent = logging.getLogger("agentlightning")
+
+    def handle(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if not isinstance(error, HttpProcessingError):
+            super().handle(record)
 
 
 async def read_body(request: web.BaseRequest, limit: int, inflated_limit: int) -> bytes:
