@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import ipaddress
+import logging
 import re
 import zlib
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from urllib.parse import urlsplit
 
 import orjson
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 SERVER_SETTINGS: Final[dict[str, Any]] = {"auto_decompress": False, "lingering_time": 0.02}
 """Keyword arguments of ``aiohttp.web.Server`` and ``AppRunner``.
@@ -41,6 +43,27 @@ class RequestError(Exception):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
+
+
+class RequestLog(logging.Logger):
+    """What aiohttp logs, but for requests that it cannot parse: their text may contain a key. Pass it as ``logger``."""
+
+    def __init__(self) -> None:
+        super().__init__("agentlightning.http", logging.WARNING)
+        self.parent = logging.getLogger("agentlightning")
+
+    def handle(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if not isinstance(error, HttpProcessingError):
+            super().handle(record)
+
+
+async def answer_expect(request: web.Request) -> None:
+    """The ``expect_handler`` of routes: unlike aiohttp's, it survives a header that is not UTF-8."""
+    if request.headers.get("Expect", "").lower() != "100-continue":
+        raise web.HTTPExpectationFailed(text="only 'Expect: 100-continue' is supported")
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    request.writer.output_size = 0  # the head of the answer is not sent yet
 
 
 async def read_body(request: web.BaseRequest, limit: int, inflated_limit: int) -> bytes:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from agentlightning.run import attempt_token
+from agentlightning_plugins.stores.http.message import MAX_POLL_S
 from tests.process import wait_for
 
 TOKEN = "the-token-of-this-store"
@@ -104,14 +105,23 @@ class StoreProcess:
 
 @contextlib.contextmanager
 def running_store(
-    folder: Path, *options: str, token: str | None = TOKEN, backend: str = "memory://", wrapper: Sequence[str] = ()
+    folder: Path, *, backend: str = "memory://", wrapper: Sequence[str] = (), max_poll_s: float = MAX_POLL_S
 ) -> Iterator[StoreProcess]:
-    """Runs a store until the block ends."""
+    """Runs a store until the block ends.
+
+    Args:
+        folder: its working directory.
+        backend: its database.
+        wrapper: a command that runs it.
+        max_poll_s: how long a request may wait for work.
+    """
     log = folder / "store.log"
-    command = [*wrapper, sys.executable, "-m", "agentlightning", "store", "--port", "0", "--backend", backend, *options]
-    environment = {name: value for name, value in os.environ.items() if name != "AGL_TOKEN"}
-    if token is not None:
-        environment["AGL_TOKEN"] = token
+    program = (
+        f"from agentlightning_plugins.stores.http import message; message.MAX_POLL_S = {max_poll_s}; "
+        "from agentlightning.cli import main; main()"
+    )
+    command = [*wrapper, sys.executable, "-c", program, "store", "--port", "0", "--backend", backend]
+    environment = {**os.environ, "AGL_TOKEN": TOKEN}
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=folder)
     try:

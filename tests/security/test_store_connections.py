@@ -80,6 +80,5 @@ def test_a_request_that_cannot_be_parsed_leaves_no_secret_in_the_log(store: Stor
                 connection.sendall(head.encode())
                 _wait_until_closed(connection)
     log = store.log.read_text()
-    assert "cannot be parsed" in log
     assert TOKEN not in log
     assert len(log) < 5000

@@ -53,10 +53,10 @@ def check_token(token: str) -> str:
     Raises:
         ConfigError: it cannot. The message does not quote the token.
     """
-    if not token or not token.isprintable() or any(character.isspace() for character in token):
+    if not token or not token.isprintable() or token != token.strip():
         raise ConfigError(
-            "the token of the store (--token or AGL_TOKEN) is empty or has a blank, a line end or a control character, "
-            "which cannot be sent in a header; remove it, perhaps from the end"
+            "the token of the store (--token or AGL_TOKEN) is empty, begins or ends with a blank, or has a line end or "
+            "another control character, which a header cannot carry; remove it"
         )
     return token
 

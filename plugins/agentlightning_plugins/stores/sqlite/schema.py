@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 import time
@@ -80,7 +81,10 @@ def open_file(path: Path, busy_timeout_s: float) -> None:
         StoreError: it cannot be opened or written.
     """
     try:
-        size = _create(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        size = path.stat().st_size
         if 0 < size < _SMALLEST_BYTES:
             raise _no_database(path)
         if size:
@@ -100,20 +104,6 @@ def open_file(path: Path, busy_timeout_s: float) -> None:
         raise StoreError(f"{path}: {error.strerror or error}; choose another place for the store") from error
     except sqlite3.Error as error:
         raise explain(error, path) from error
-
-
-def _create(path: Path) -> int:
-    """Creates a file that only its owner may read, with its folders, if it is not there; returns its size.
-
-    SQLite gives its permissions to the two files that it keeps beside it.
-    """
-    for folder in reversed([folder for folder in path.parents if not folder.exists()]):
-        folder.mkdir(mode=0o700, exist_ok=True)
-    try:
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
-    except FileExistsError:
-        return path.stat().st_size
-    return 0
 
 
 def connect(path: Path, busy_timeout_s: float) -> sqlite3.Connection:

@@ -20,6 +20,7 @@ from agentlightning.run.attempt_token import AttemptToken
 from agentlightning.store.check import RUN_ID, check_run_id
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import DEFAULT_RUN_ID
+from agentlightning_plugins.http_request import answer_expect
 from agentlightning_plugins.stores.http import log
 from agentlightning_plugins.stores.http.message import (
     FEATURES_HEADER,
@@ -72,7 +73,7 @@ class StoreApplication:
         self._metrics = ServerMetrics(store, self._polls, self._streams)
         self._access = Access(tokens, store.now)
         self.connections: Connections | None = None
-        """What accepts the connections, if it limits them."""
+        """The limits of connections, once the server listens."""
         self._in_flight = 0
         self._idle = asyncio.Event()
         self._stopping = False
@@ -82,9 +83,9 @@ class StoreApplication:
         self.application = web.Application(middlewares=[guard])
         router = self.application.router
         for route in ROUTES:
-            router.add_route(route.method, PREFIX + route.path, self._handler(route))
+            router.add_route(route.method, PREFIX + route.path, self._handler(route), expect_handler=answer_expect)
         for (method, path), (handler, _) in self._others().items():
-            router.add_route(method, path, handler)
+            router.add_route(method, path, handler, expect_handler=answer_expect)
 
     async def stop(self, timeout_s: float) -> None:
         """Ends waiting requests with what they have and the streams of events, and waits until the others are answered.

@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from aiohttp.http_exceptions import HttpProcessingError
-
 logger = logging.getLogger("agentlightning")
 
 FIRST_BYTE_S: Final = 5.0
@@ -151,23 +149,6 @@ class SlowLog:
             return
         logger.warning("%s (%d similar messages since the last one)", message % arguments, self._left_out)
         self._next, self._left_out = time.monotonic() + 1.0, 0
-
-
-class RequestLog(logging.Logger):
-    """What aiohttp logs, without the text of requests that it cannot parse: a header may hold a token."""
-
-    def __init__(self) -> None:
-        super().__init__("agentlightning.store.server", logging.WARNING)
-        self.parent = logger
-        self._log_slowly = SlowLog()
-
-    def handle(self, record: logging.LogRecord) -> None:
-        """Passes a record on, or a shorter one in its place."""
-        error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, HttpProcessingError):
-            self._log_slowly.warning("a request cannot be parsed as HTTP (%s)", type(error).__name__)
-        else:
-            super().handle(record)
 
 
 def report_accept_errors(loop: asyncio.AbstractEventLoop) -> None:

@@ -13,10 +13,10 @@ from aiohttp import web
 
 from agentlightning.errors import ConfigError, ConflictError
 from agentlightning.store.protocol import LightningStore
-from agentlightning_plugins.http_request import SERVER_SETTINGS, is_loopback
+from agentlightning_plugins.http_request import SERVER_SETTINGS, RequestLog, is_loopback
 from agentlightning_plugins.stores.http.message import check_token
 from agentlightning_plugins.stores.http.server.application import OTLP_PATH, StoreApplication
-from agentlightning_plugins.stores.http.server.connections import Connections, RequestLog, report_accept_errors
+from agentlightning_plugins.stores.http.server.connections import Connections, report_accept_errors
 
 _FINISH_REQUESTS_S: Final = 6.0
 _BACKLOG: Final = 128
