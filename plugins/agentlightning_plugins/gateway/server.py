@@ -36,7 +36,7 @@ from agentlightning_plugins.gateway.recording.span import call_to_span
 from agentlightning_plugins.gateway.recording.stream import StreamReader
 from agentlightning_plugins.gateway.request import make_request, read_call
 from agentlightning_plugins.gateway.settings import Settings
-from agentlightning_plugins.http_request import SERVER_SETTINGS
+from agentlightning_plugins.http_request import SERVER_SETTINGS, is_local_request, is_loopback
 
 logger = logging.getLogger("agentlightning")
 
@@ -58,7 +58,10 @@ class GatewayServer:
         self._settings = settings
         self._dialects = load_dialects()
         self._models = ModelTable(settings.model_list)
-        self._authenticator = Authenticator(store, is_required=settings.require_keys)
+        self._authenticator = Authenticator(
+            store, is_required=settings.require_keys, operator_key=settings.operator_key
+        )
+        self._is_local = is_loopback(settings.host) and not settings.require_keys
         self._usage = UsageTracker(settings.limits)
         self._admission = Admission(pause_wait_s=settings.pause_wait_s)
         self._admission.weight_version = settings.weight_version
@@ -120,6 +123,10 @@ class GatewayServer:
         return describe_status(self._models, self._admission, self._in_flight, self._writer)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        headers = request.headers
+        if self._is_local and not is_local_request(headers.get("Host", "localhost"), headers.get("Origin")):
+            message = "this gateway answers programs on this machine only, not web pages; to change that, require keys"
+            return self._refuse(refuse(CHAT, 403, message, "not_local"))
         target = _PATH.fullmatch(request.path)
         path = target[3] if target is not None else ""
         dialect = self._dialects.get(path)
@@ -229,7 +236,7 @@ class GatewayServer:
                 is_changed = request.dialect.strip(answer, request.options)
         except MALFORMED as error:
             call.completion = Completion()
-            excerpt = call.redact_key(reply.body)[:200].decode(errors="replace")
+            excerpt = call.redact_error(reply.body)[:200].decode(errors="replace")
             message = f"the backend's answer is invalid for {request.dialect.path} ({error!r}): {excerpt}"
             return self._fail(call, refuse(call.dialect, 502, message, "bad_gateway"))
         _set_version(call, reply.headers, version)
@@ -243,7 +250,7 @@ class GatewayServer:
     ) -> web.StreamResponse:
         call = in_flight.call
         assert call.request is not None  # set by Upstream.send
-        response = web.StreamResponse(headers=relayed_headers(upstream.headers))
+        response = web.StreamResponse(headers=relayed_headers(upstream.headers, call.request.backend))
         _set_version(call, upstream.headers, None)
         reader, failure, relayed = StreamReader(call, call.request), None, b""
         limit_s = self._settings.read_timeout_s
@@ -261,16 +268,12 @@ class GatewayServer:
                         if not piece:
                             break
                         relayed = reader.feed(piece)
-                        if call.error is not None:
-                            relayed = _redact_key(call, relayed)
                         if relayed and not reader.is_done:
                             await response.write(relayed)
                         idle.reset()
             except TimeoutError as error:
                 failure, limit_s = f"the answer stood still: {error}", _FINAL_WRITE_S
             last = relayed if reader.is_done else reader.close(failure)
-            if call.error is not None:
-                last = _redact_key(call, last)
             if call.completion.weight_version is None:
                 call.completion.weight_version = version
             self._finish(call, 200 if call.is_complete else 502)
@@ -328,12 +331,6 @@ def _set_version(call: Call, headers: Mapping[str, str], version: int | None) ->
     if call.completion.weight_version is None:
         stated = read_version(headers.get("x-weight-version"))
         call.completion.weight_version = version if stated is None else stated
-
-
-def _redact_key(call: Call, relayed: bytes) -> bytes:
-    """Removes the backend's key from the error of a stream and from the bytes for the agent."""
-    call.error = call.redact_key((call.error or "").encode()).decode()
-    return call.redact_key(relayed)
 
 
 async def _end_stream(request: web.BaseRequest, response: web.StreamResponse, last: bytes, limit_s: float) -> None:

@@ -26,8 +26,9 @@ class KeyRefused(LightningError):
 class Authenticator:
     """Checks API keys: attempt tokens, signed with the token of the gateway's store."""
 
-    def __init__(self, store: LightningStore, *, is_required: bool) -> None:
+    def __init__(self, store: LightningStore, *, is_required: bool, operator_key: str) -> None:
         self._is_required = is_required
+        self._operator_key = operator_key
         self._store = store  # its token is read for each check, because a store may be served later
         self._known: dict[str, attempt_token.AttemptToken] = {}
 
@@ -55,14 +56,15 @@ class Authenticator:
         return attempt
 
     def is_operator(self, headers: Mapping[str, str], *, always: bool = False) -> bool:
-        """Whether a request may operate the gateway: it has the store's token, or needs none.
+        """Whether a request may operate the gateway: with the store's token, or the operator's key of this gateway.
 
-        It needs the token if keys are required; with ``always``, whenever the store has one.
+        It needs neither if keys are not required, unless ``always``.
         """
-        key, token = _read_key(headers), self._store.token
-        if not self._is_required and (token is None or not always):
+        if not self._is_required and not always:
             return True
-        return key is not None and token is not None and hmac.compare_digest(key.encode(), token.encode())
+        key = (_read_key(headers) or "").encode(errors="surrogateescape")
+        known = (self._store.token, self._operator_key)
+        return any(hmac.compare_digest(key, secret.encode(errors="surrogateescape")) for secret in known if secret)
 
     def _read(self, key: str) -> attempt_token.AttemptToken:
         claim, now = self._known.get(key), time.time()
