@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import ipaddress
+import logging
 import re
 import zlib
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from urllib.parse import urlsplit
 
 import orjson
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 SERVER_SETTINGS: Final[dict[str, Any]] = {"auto_decompress": False, "lingering_time": 0.02}
 """Keyword arguments of ``aiohttp.web.Server`` and ``AppRunner``.
@@ -25,6 +27,8 @@ After a refusal the connection is closed. The short wait lets a client read the 
 MAX_DEPTH: Final = 100
 MAX_ITEMS: Final = 500_000
 _ENCODINGS: Final = ("gzip", "x-gzip", "deflate")
+_MAX_MEMBERS: Final = 64
+"""Of a gzip file: each copies what follows it."""
 _QUOTE: Final = ord('"')
 _THREAD_BYTES: Final = 256 * 1024
 """From this size on, a body is parsed in a thread: about a millisecond of work."""
@@ -39,6 +43,19 @@ class RequestError(Exception):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
+
+
+class RequestLog(logging.Logger):
+    """What aiohttp logs, but for requests that it cannot parse: their text may contain a key. Pass it as ``logger``."""
+
+    def __init__(self) -> None:
+        super().__init__("agentlightning.http", logging.WARNING)
+        self.parent = logging.getLogger("agentlightning")
+
+    def handle(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if not isinstance(error, HttpProcessingError):
+            super().handle(record)
 
 
 async def read_body(request: web.BaseRequest, limit: int, inflated_limit: int) -> bytes:
@@ -128,7 +145,7 @@ def _inflate(body: bytes, limit: int, *, is_deflate: bool) -> bytes:
     bits = bits if is_deflate else 16 + zlib.MAX_WBITS
     inflated = bytearray()
     try:
-        while body:
+        for _ in range(_MAX_MEMBERS):
             member = zlib.decompressobj(wbits=bits)
             inflated += member.decompress(body, limit + 1 - len(inflated))
             if len(inflated) > limit:
@@ -136,6 +153,10 @@ def _inflate(body: bytes, limit: int, *, is_deflate: bool) -> bytes:
             if not member.eof:
                 raise RequestError(400, "the compressed body is not complete")
             body = member.unused_data.lstrip(b"\0")  # gzip files may be padded
+            if not body:
+                break
+        else:
+            raise RequestError(413, f"the compressed body has more than {_MAX_MEMBERS} members")
     except zlib.error as error:
         raise RequestError(400, f"the body is not what its Content-Encoding says: {error}") from error
     return bytes(inflated)

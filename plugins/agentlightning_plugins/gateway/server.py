@@ -36,7 +36,7 @@ from agentlightning_plugins.gateway.recording.span import call_to_span
 from agentlightning_plugins.gateway.recording.stream import StreamReader
 from agentlightning_plugins.gateway.request import make_request, read_call
 from agentlightning_plugins.gateway.settings import Settings
-from agentlightning_plugins.http_request import SERVER_SETTINGS, is_local_request, is_loopback
+from agentlightning_plugins.http_request import SERVER_SETTINGS, RequestLog, is_local_request, is_loopback
 
 logger = logging.getLogger("agentlightning")
 
@@ -77,7 +77,12 @@ class GatewayServer:
         settings = self._settings
         self._upstream = Upstream(settings.num_retries, settings.read_timeout_s)
         server = web.Server(
-            self._handle, request_factory=make_request, handler_cancellation=True, access_log=None, **SERVER_SETTINGS
+            self._handle,
+            request_factory=make_request,
+            handler_cancellation=True,
+            access_log=None,
+            logger=RequestLog(),
+            **SERVER_SETTINGS,
         )
         self._runner = web.ServerRunner(server, shutdown_timeout=_SHUTDOWN_S)
         await self._runner.setup()
@@ -137,6 +142,11 @@ class GatewayServer:
             attempt = self._authenticator.authenticate(request.headers, named)
         except KeyRefused as error:
             return self._refuse(refuse(dialect, error.status, str(error), "wrong_key"))
+        if attempt is not None:
+            if self._ended.needs(attempt):
+                await self._ask_about(attempt)
+            if self._ended.is_over(attempt):
+                return self._refuse(refuse(dialect, 410, _over(attempt), "attempt_over"))
         call = await read_call(request, dialect, attempt)
         if isinstance(call, Reply):
             return self._refuse(call)
@@ -172,6 +182,12 @@ class GatewayServer:
             return self._fail(call, refuse(dialect, 500, message, "internal_error"))
         finally:
             self._in_flight.remove(in_flight)
+
+    async def _ask_about(self, attempt: AttemptKey) -> None:
+        try:
+            await self._ended.ask(self._store, attempt)
+        except (StoreError, OSError, aiohttp.ClientError) as error:
+            logger.warning("the store does not say whether attempt %s has ended, so it goes on: %s", attempt[1], error)
 
     async def _restore_usage(self, attempt: AttemptKey) -> None:
         """Reads what an attempt used before this gateway started, from its spans."""

@@ -90,6 +90,60 @@ async def test_if_keys_are_required_only_the_attempts_own_key_is_accepted() -> N
         assert len(await case.spans(rollout)) == 1
 
 
+async def test_what_looks_like_a_key_and_is_none_is_refused_on_loopback_too() -> None:
+    async with ScriptedOpenAI() as server, gateway(server) as case:
+        rollout, client = await case.start()
+        attempt = rollout.rollout_id, rollout.attempt.attempt_id
+        own = key_of(case, rollout)
+        foreign = attempt_token.mint(b"another process", *attempt, time.time() + 60)
+        url = f"{client.base_url}chat/completions"
+        assert (await post(url, {"Authorization": f"Bearer {own}"}))[0] == 200
+        assert (await post(url, {"Authorization": f"Bearer {foreign}"}))[0] == 200, "no token of the store, no check"
+        other = attempt_token.mint(b"another process", rollout.rollout_id, "at-2", time.time() + 60)
+        assert (await post(url, {"Authorization": f"Bearer {other}"}))[0] == 403
+        assert (await post(f"{case.proxy.endpoint}/chat/completions", {"x-api-key": foreign}))[0] == 401
+        expired = attempt_token.mint(b"another process", *attempt, time.time() - 1)
+        for key in ("agl-", "agl-x", "agl-W10.x", "agl-bnVsbA.x", "agl-eyJhIjoxfQ.x", expired):
+            assert (await post(url, {"Authorization": f"Bearer {key}"}))[0] == 401
+        store: Any = case.store
+        store.token = "the-stores-token"
+        own = key_of(case, rollout)
+        assert (await post(url, {"Authorization": f"Bearer {own}"}))[0] == 200
+        expired = attempt_token.mint(attempt_token.derive_secret(store.token), *attempt, time.time() - 1)
+        for key in (foreign, expired, f"{own}x", own[:-1], own.replace(".", " .")):
+            status, error = await post(url, {"Authorization": f"Bearer {key}"})
+            assert status == 401, key
+            assert own not in str(error)
+        assert len(await case.spans(rollout)) == len(server.requests)
+
+
+async def test_a_restarted_gateway_refuses_the_calls_of_attempts_that_had_ended() -> None:
+    async with ScriptedOpenAI() as server, gateway(server) as case:
+        ended, ended_client = await case.start()
+        _, live_client = await case.start()
+        await ended_client.chat.completions.create(**BODY)
+        await case.store.update_attempt(ended.rollout_id, ended.attempt.attempt_id, status="succeeded")
+        for _ in range(2):
+            with pytest.raises(openai.APIStatusError, match="is over"):
+                await ended_client.chat.completions.create(**BODY)
+            await case.proxy.stop()
+            await case.proxy.start()
+        calls: list[str] = []
+        store: Any = case.store
+        query = store.query_attempts
+
+        async def counted(rollout_id: str, **options: Any) -> Any:
+            calls.append(rollout_id)
+            return await query(rollout_id, **options)
+
+        store.query_attempts = counted
+        for _ in range(3):
+            await live_client.chat.completions.create(**BODY)
+            with pytest.raises(openai.APIStatusError, match="is over"):
+                await ended_client.chat.completions.create(**BODY)
+        assert len(calls) == 2, "it asks once about each attempt"
+
+
 async def test_an_expired_key_is_refused_even_if_it_was_accepted_before(monkeypatch: pytest.MonkeyPatch) -> None:
     store = InMemoryLightningStore()
     authenticator = Authenticator(store, is_required=True, operator_key="k")

@@ -29,7 +29,7 @@ from agentlightning.errors import ConfigError
 from agentlightning_algorithms.grpo.model.policy import load_policy
 from agentlightning_algorithms.grpo.sampling.sampler import Sampler
 from agentlightning_algorithms.grpo.server.app import PolicyApp
-from agentlightning_plugins.http_request import SERVER_SETTINGS, is_loopback
+from agentlightning_plugins.http_request import SERVER_SETTINGS, RequestLog, is_loopback
 
 logger = logging.getLogger("agentlightning")
 
@@ -78,7 +78,14 @@ async def _serve(app: web.Application, key: str, options: argparse.Namespace, ou
         loop.add_signal_handler(number, stop.set)
     if options.exit_with_parent:  # standard input is a pipe, whose other end closes even if the parent is killed
         loop.add_reader(sys.stdin.fileno(), stop.set)
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0, **SERVER_SETTINGS)
+    runner = web.AppRunner(
+        app,
+        access_log=None,
+        logger=RequestLog(),
+        handler_cancellation=True,
+        shutdown_timeout=1.0,
+        **SERVER_SETTINGS,
+    )
     await runner.setup()
     try:
         # Given a host and a port, asyncio makes the sockets itself and disables Nagle's algorithm.

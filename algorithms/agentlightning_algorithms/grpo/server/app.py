@@ -9,6 +9,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import orjson
 from aiohttp import web
@@ -123,7 +124,13 @@ class PolicyApp:
             for index, p in enumerate(params)
         ]
         whole = asyncio.gather(*futures)
-        whole.add_done_callback(lambda _: news.set())
+
+        def on_end(ended: asyncio.Future[Any]) -> None:
+            news.set()
+            if not ended.cancelled():
+                ended.exception()  # a client that disconnects asks for no result, and asyncio would log the error
+
+        whole.add_done_callback(on_end)
         begun = False
         sent = [0] * len(params)
         unfinished = set(range(len(params)))
@@ -234,6 +241,8 @@ def _error(status: int, message: str, param: str | None = None, code: str | None
 async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
+    except ConnectionResetError:  # the client disconnected
+        raise
     except RequestError as error:
         return _error(error.status, str(error), error.param, error.code)
     except BodyError as error:
