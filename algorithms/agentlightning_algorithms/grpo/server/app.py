@@ -31,7 +31,7 @@ from agentlightning_algorithms.grpo.server.request import (
 )
 from agentlightning_algorithms.grpo.weights_digest import digest_weights
 from agentlightning_plugins.http_request import RequestError as BodyError
-from agentlightning_plugins.http_request import is_local_request, parse_json, read_body
+from agentlightning_plugins.http_request import answer_expect, is_local_request, parse_json, read_body
 
 logger = logging.getLogger("agentlightning")
 
@@ -80,12 +80,15 @@ class PolicyApp:
     def build(self) -> web.Application:
         """Returns the application; the caller serves it and closes the sampler."""
         app = web.Application(middlewares=[_errors_as_json, self._check_client])
-        app.router.add_post("/v1/chat/completions", partial(self._complete, ChatRequest))
-        app.router.add_post("/v1/completions", partial(self._complete, TextRequest))
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/statistics", self._statistics)
-        app.router.add_post("/weights", self._weights)
+        for method, path, handler in (
+            ("POST", "/v1/chat/completions", partial(self._complete, ChatRequest)),
+            ("POST", "/v1/completions", partial(self._complete, TextRequest)),
+            ("GET", "/v1/models", self._models),
+            ("GET", "/health", self._health),
+            ("GET", "/statistics", self._statistics),
+            ("POST", "/weights", self._weights),
+        ):
+            app.router.add_route(method, path, handler, expect_handler=answer_expect)
         return app
 
     async def _complete(self, kind: type[ChatRequest | TextRequest], http: web.Request) -> web.StreamResponse:
