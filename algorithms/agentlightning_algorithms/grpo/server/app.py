@@ -80,14 +80,20 @@ class PolicyApp:
     def build(self) -> web.Application:
         """Returns the application; the caller serves it and closes the sampler."""
         app = web.Application(middlewares=[_errors_as_json, self._check_client])
-        for method, path, handler in (
+        routes: list[tuple[str, str, Handler]] = [
             ("POST", "/v1/chat/completions", partial(self._complete, ChatRequest)),
             ("POST", "/v1/completions", partial(self._complete, TextRequest)),
             ("GET", "/v1/models", self._models),
             ("GET", "/health", self._health),
             ("GET", "/statistics", self._statistics),
             ("POST", "/weights", self._weights),
-        ):
+        ]
+
+        async def refuse(request: web.Request) -> web.StreamResponse:
+            allowed = [method for method, path, _ in routes if path == request.path]
+            raise web.HTTPMethodNotAllowed(request.method, allowed) if allowed else web.HTTPNotFound
+
+        for method, path, handler in [*routes, ("*", "/{path:.*}", refuse)]:
             app.router.add_route(method, path, handler, expect_handler=answer_expect)
         return app
 
@@ -214,8 +220,10 @@ async def _send_stream(http: web.Request, stream: AsyncIterator[list[Json]]) -> 
                 await _send(response, chunks)
         assert response is not None
         await response.write(b"data: [DONE]\n\n")
-    except ConnectionResetError:
-        raise
+    except ConnectionResetError:  # the client disconnected
+        if response is None:
+            raise
+        return response
     # An isolation point: the status has been sent, so the error can only be reported in the stream.
     except Exception as error:
         if response is None:
