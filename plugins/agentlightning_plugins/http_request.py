@@ -46,7 +46,10 @@ class RequestError(Exception):
 
 
 class RequestLog(logging.Logger):
-    """What aiohttp logs, but for requests that it cannot parse: their text may contain a key. Pass it as ``logger``."""
+    """The logger for aiohttp's ``logger`` argument, which drops two kinds of records.
+
+    These are requests that cannot be parsed, whose text may contain a key, and disconnections.
+    """
 
     def __init__(self) -> None:
         super().__init__("agentlightning.http", logging.WARNING)
@@ -54,7 +57,7 @@ class RequestLog(logging.Logger):
 
     def handle(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
-        if not isinstance(error, HttpProcessingError):
+        if not isinstance(error, (HttpProcessingError, ConnectionResetError)):
             super().handle(record)
 
 

@@ -10,12 +10,14 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 import click
 
 from agentlightning.cli import print_table
 from agentlightning.errors import ConfigError, StoreError
+from agentlightning_plugins.gateway.operator_key import read_key, write_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -127,6 +129,8 @@ def ask_gateway(url: str, token: str | None, path: str, body: dict[str, Any] | N
     root = url.rstrip("/").removesuffix("/v1")
     if not root.startswith(("http://", "https://")):
         raise ConfigError(f"gateway {url!r} is not a URL; write http://127.0.0.1:{DEFAULT_PORT}")
+    if token is None:
+        token = _find_key(root)
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
     data = None if body is None else json.dumps(body).encode()
     timeout_s = _ANSWER_S + (body or {}).get("timeout_s", 0.0)
@@ -141,6 +145,17 @@ def ask_gateway(url: str, token: str | None, path: str, body: dict[str, Any] | N
     except (URLError, OSError, ValueError) as error:
         raise StoreError(f"no gateway answers at {root}: {error}") from error
     return answer
+
+
+def _find_key(root: str) -> str | None:
+    """Returns the operator's key of a gateway on this machine that ``agl gateway`` serves."""
+    from agentlightning_plugins.http_request import is_loopback
+
+    try:
+        parts = urlsplit(root)
+        return read_key(parts.port or 80) if is_loopback(parts.hostname or "") else None
+    except ValueError:  # the port is not a number
+        return None
 
 
 def _print_status(status: dict[str, Any]) -> None:
@@ -184,6 +199,9 @@ async def _serve(settings: dict[str, Any], url: str, token: str | None, read_mod
         proxy = LLMProxy(**bind_settings(LLMProxy, {**settings, "store": store}, "agl gateway"))
         await proxy.start()
         stack.push_async_callback(proxy.stop)
+        port = urlsplit(proxy.endpoint).port
+        if store.token is None and port is not None:  # with a token, operators have that
+            stack.callback(write_key(port, proxy.operator_key).unlink, missing_ok=True)
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stop.set)

@@ -38,7 +38,7 @@ class Controls:
         if path == "health":
             return json_response({"status": "paused" if self.admission.is_paused else "ok"})
         if not self.authenticator.is_operator(request.headers, always=path in _CHANGES):
-            return _refuse(401, f"/{path} requires the token of the gateway's store", "wrong_key")
+            return _refuse(401, f"/{path} requires the token of the gateway's store, or its own key", "wrong_key")
         if path == "status":
             return json_response(await self.status())
         if path == "metrics":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -99,6 +100,7 @@ class LLMProxy:
             read_timeout_s=read_timeout_s,
             health_interval_s=health_interval_s,
             pause_wait_s=pause_wait_s,
+            operator_key=secrets.token_urlsafe(32),
         )
         self._launched: ServerThread | ServerProcess | None = None
         self.update_model_list(model_list or [])
@@ -116,6 +118,11 @@ class LLMProxy:
     def model_list(self) -> Sequence[Mapping[str, Any]]:
         """The models and backends, as in ``update_model_list``."""
         return tuple(self._settings.model_list)
+
+    @property
+    def operator_key(self) -> str:
+        """Lets HTTP requests pause, drain and resume this gateway, like the token of its store; new for each object."""
+        return self._settings.operator_key
 
     @property
     def endpoint(self) -> str:

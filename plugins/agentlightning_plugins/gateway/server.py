@@ -36,7 +36,7 @@ from agentlightning_plugins.gateway.recording.span import call_to_span
 from agentlightning_plugins.gateway.recording.stream import StreamReader
 from agentlightning_plugins.gateway.request import make_request, read_call
 from agentlightning_plugins.gateway.settings import Settings
-from agentlightning_plugins.http_request import SERVER_SETTINGS
+from agentlightning_plugins.http_request import SERVER_SETTINGS, RequestLog, is_local_request, is_loopback
 
 logger = logging.getLogger("agentlightning")
 
@@ -58,7 +58,10 @@ class GatewayServer:
         self._settings = settings
         self._dialects = load_dialects()
         self._models = ModelTable(settings.model_list)
-        self._authenticator = Authenticator(store, is_required=settings.require_keys)
+        self._authenticator = Authenticator(
+            store, is_required=settings.require_keys, operator_key=settings.operator_key
+        )
+        self._is_local = is_loopback(settings.host) and not settings.require_keys
         self._usage = UsageTracker(settings.limits)
         self._admission = Admission(pause_wait_s=settings.pause_wait_s)
         self._admission.weight_version = settings.weight_version
@@ -74,7 +77,12 @@ class GatewayServer:
         settings = self._settings
         self._upstream = Upstream(settings.num_retries, settings.read_timeout_s)
         server = web.Server(
-            self._handle, request_factory=make_request, handler_cancellation=True, access_log=None, **SERVER_SETTINGS
+            self._handle,
+            request_factory=make_request,
+            handler_cancellation=True,
+            access_log=None,
+            logger=RequestLog(),
+            **SERVER_SETTINGS,
         )
         self._runner = web.ServerRunner(server, shutdown_timeout=_SHUTDOWN_S)
         await self._runner.setup()
@@ -120,6 +128,10 @@ class GatewayServer:
         return describe_status(self._models, self._admission, self._in_flight, self._writer)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        headers = request.headers
+        if self._is_local and not is_local_request(headers.get("Host", "localhost"), headers.get("Origin")):
+            message = "this gateway answers programs on this machine only, not web pages; to change that, require keys"
+            return self._refuse(refuse(CHAT, 403, message, "not_local"))
         target = _PATH.fullmatch(request.path)
         path = target[3] if target is not None else ""
         dialect = self._dialects.get(path)
@@ -130,6 +142,11 @@ class GatewayServer:
             attempt = self._authenticator.authenticate(request.headers, named)
         except KeyRefused as error:
             return self._refuse(refuse(dialect, error.status, str(error), "wrong_key"))
+        if attempt is not None:
+            if self._ended.needs(attempt):
+                await self._ask_about(attempt)
+            if self._ended.is_over(attempt):
+                return self._refuse(refuse(dialect, 410, _over(attempt), "attempt_over"))
         call = await read_call(request, dialect, attempt)
         if isinstance(call, Reply):
             return self._refuse(call)
@@ -165,6 +182,12 @@ class GatewayServer:
             return self._fail(call, refuse(dialect, 500, message, "internal_error"))
         finally:
             self._in_flight.remove(in_flight)
+
+    async def _ask_about(self, attempt: AttemptKey) -> None:
+        try:
+            await self._ended.ask(self._store, attempt)
+        except (StoreError, OSError, aiohttp.ClientError) as error:
+            logger.warning("the store does not say whether attempt %s has ended, so it goes on: %s", attempt[1], error)
 
     async def _restore_usage(self, attempt: AttemptKey) -> None:
         """Reads what an attempt used before this gateway started, from its spans."""
@@ -229,7 +252,7 @@ class GatewayServer:
                 is_changed = request.dialect.strip(answer, request.options)
         except MALFORMED as error:
             call.completion = Completion()
-            excerpt = call.redact_key(reply.body)[:200].decode(errors="replace")
+            excerpt = call.redact_error(reply.body)[:200].decode(errors="replace")
             message = f"the backend's answer is invalid for {request.dialect.path} ({error!r}): {excerpt}"
             return self._fail(call, refuse(call.dialect, 502, message, "bad_gateway"))
         _set_version(call, reply.headers, version)
@@ -243,7 +266,7 @@ class GatewayServer:
     ) -> web.StreamResponse:
         call = in_flight.call
         assert call.request is not None  # set by Upstream.send
-        response = web.StreamResponse(headers=relayed_headers(upstream.headers))
+        response = web.StreamResponse(headers=relayed_headers(upstream.headers, call.request.backend))
         _set_version(call, upstream.headers, None)
         reader, failure, relayed = StreamReader(call, call.request), None, b""
         limit_s = self._settings.read_timeout_s
@@ -261,16 +284,12 @@ class GatewayServer:
                         if not piece:
                             break
                         relayed = reader.feed(piece)
-                        if call.error is not None:
-                            relayed = _redact_key(call, relayed)
                         if relayed and not reader.is_done:
                             await response.write(relayed)
                         idle.reset()
             except TimeoutError as error:
                 failure, limit_s = f"the answer stood still: {error}", _FINAL_WRITE_S
             last = relayed if reader.is_done else reader.close(failure)
-            if call.error is not None:
-                last = _redact_key(call, last)
             if call.completion.weight_version is None:
                 call.completion.weight_version = version
             self._finish(call, 200 if call.is_complete else 502)
@@ -328,12 +347,6 @@ def _set_version(call: Call, headers: Mapping[str, str], version: int | None) ->
     if call.completion.weight_version is None:
         stated = read_version(headers.get("x-weight-version"))
         call.completion.weight_version = version if stated is None else stated
-
-
-def _redact_key(call: Call, relayed: bytes) -> bytes:
-    """Removes the backend's key from the error of a stream and from the bytes for the agent."""
-    call.error = call.redact_key((call.error or "").encode()).decode()
-    return call.redact_key(relayed)
 
 
 async def _end_stream(request: web.BaseRequest, response: web.StreamResponse, last: bytes, limit_s: float) -> None:

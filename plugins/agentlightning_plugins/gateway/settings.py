@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from agentlightning_plugins.gateway.limits.usage import UsageLimits
@@ -21,6 +21,8 @@ class Settings:
     read_timeout_s: float
     health_interval_s: float
     pause_wait_s: float
+    operator_key: str = field(repr=False)
+    """Operates the gateway, like the token of its store."""
     model_list: Sequence[Mapping[str, Any]] = ()
     weight_version: int | None = None
     """Of the weights that the first calls get."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from agentlightning.errors import ConfigError, LightningError
 from agentlightning_algorithms.grpo.backend.transformers import TransformersBackend
 from agentlightning_algorithms.grpo.model.policy import Policy, load_policy
 from agentlightning_algorithms.grpo.training_row import TrainingRow
+from agentlightning_algorithms.grpo.weights_digest import digest_weights
 from agentlightning_algorithms.policy_backend import PolicySetup
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
@@ -231,7 +233,9 @@ async def test_errors_have_openais_format(client: AsyncOpenAI, server: Transform
             ("POST", "/weights", 400),
         ]:
             url = server.endpoint.removesuffix("/v1") + path
-            async with session.request(method, url, data=b"{}") as response:
+            async with session.request(
+                method, url, data=b"{}", headers={"Authorization": f"Bearer {server._key}"}
+            ) as response:
                 body = await response.json()
                 assert (response.status, body["error"]["type"]) == (status, "invalid_request_error")
 
@@ -270,6 +274,63 @@ async def test_answers_carry_the_version_of_the_weights(
         await server.load_weights(tmp_path / "nothing", 42)
     assert (await ask())[0] == "41"
     await server.load_weights(tiny_model, before)
+
+
+async def test_the_weights_are_replaced_only_with_the_key_and_those_that_were_meant(
+    server: TransformersBackend, tiny_model: Path, tmp_path: Path
+) -> None:
+    root = server.endpoint.removesuffix("/v1")
+    load_policy(tiny_model).save(tmp_path)
+    zero = load_policy(tiny_model)
+    with torch.no_grad():
+        for parameter in zero.model.parameters():
+            parameter.zero_()
+    zero.save(tmp_path / "zero")
+    before = await health(server)
+    foreign = {"path": str(tmp_path / "zero"), "version": 77}
+    known = {"Authorization": f"Bearer {server._key}"}
+    async with aiohttp.ClientSession() as session:
+
+        async def post(body: Any, headers: dict[str, str]) -> int:
+            async with session.post(f"{root}/weights", json=body, headers=headers) as response:
+                return response.status
+
+        for headers in ({}, {"Authorization": "Bearer "}, {"Authorization": "Bearer guess"}):
+            assert await post(foreign, headers) == 401
+        for headers in ({"Host": "rebound.example"}, {"Origin": "http://evil.example"}):
+            assert await post(foreign, known | headers) == 403
+            async with session.post(f"{root}/v1/completions", json={"prompt": [1]}, headers=headers) as response:
+                assert response.status == 403
+        assert await post(foreign | {"digest": digest_weights(tmp_path)}, known) == 400
+        assert await health(server) == before
+        await server.load_weights(tmp_path, 41)
+        await server.statistics()
+        assert await post(foreign | {"version": 41}, known) == 200
+    with pytest.raises(LightningError, match="another program replaced them"):
+        await server.statistics()
+    await server.load_weights(tiny_model, before["weight_version"])
+    await server.statistics()
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b'{"prompt": [1], "max_tokens": 1, "max_tokens": 2}', 200),
+        (b'{"prompt": ' + b"[" * 200 + b"]" * 200 + b"}", 400),
+        (b'{"prompt": [' + b"1," * 600_000 + b"1]}", 413),
+        (b'{"messages": [' + b'{"role":"user"},' * 300_000 + b"{}]}", 413),
+        (b'{"prompt": [-1]}', 400),
+        (b'{"prompt": 1e400}', 400),
+        (b"\xff", 400),
+    ],
+)
+async def test_a_strange_body_is_refused(server: TransformersBackend, body: bytes, status: int) -> None:
+    url = f"{server.endpoint}/completions"
+    async with aiohttp.ClientSession() as session, session.post(url, data=io.BytesIO(body)) as response:
+        assert response.status == status
+        answer = await response.json()
+    assert status == 200 or answer["error"]["message"]
+    assert (await health(server))["status"] == "ok"
 
 
 async def test_http_answers_while_the_model_runs_and_without_nagles_delay(

@@ -130,6 +130,40 @@ NOT_STREAMED: dict[str, tuple[Misbehaviour, int, str]] = {
         502,
         "is invalid for",
     ),
+    "folds the line of a header": (
+        sends(b"HTTP/1.1 200 OK\r\nX-Note: a\r\n b\r\nContent-Length: 2\r\n\r\n{}", then_resets=False),
+        502,
+        "malformed header|is invalid for",
+    ),
+    "folds its type": (
+        sends(
+            b"HTTP/1.1 200 OK\r\nContent-Type: text/\r\n event-stream\r\nContent-Length: 2\r\n\r\n{}", then_resets=False
+        ),
+        502,
+        "malformed header|is invalid for",
+    ),
+    "has a status that is none of HTTP": (
+        sends(
+            b"HTTP/1.1 099 Odd\r\nContent-Length: 31\r\n\r\n" + b'{"error": {"message": "odd it"}}'[:31],
+            then_resets=False,
+        ),
+        502,
+        "answered 99|cannot be reached",
+    ),
+    "has a status beyond those of HTTP": (
+        sends(
+            b"HTTP/1.1 999 Odd\r\nContent-Length: 32\r\n\r\n" + b'{"error": {"message": "odd it"}}', then_resets=False
+        ),
+        502,
+        "answered 999: .*odd it",
+    ),
+    "redirects": (
+        sends(
+            b"HTTP/1.1 307 Over there\r\nLocation: http://127.0.0.1:9/\r\nContent-Length: 0\r\n\r\n", then_resets=False
+        ),
+        502,
+        "answered 307",
+    ),
     "sends a page": (
         sends(b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 6\r\n\r\n<html>", then_resets=False),
         502,
@@ -191,6 +225,46 @@ async def test_a_server_that_streams_and(name: str) -> None:
             with pytest.raises(openai.APIError, match=says) as caught:
                 await ask(client, True)
             assert PROVIDER_KEY[:6] not in str(caught.value)
+            await assert_incomplete(case, rollout)
+        await until(lambda: server.connections == 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_comes_byte_by_byte_is_not_silent(stream: bool) -> None:
+    end = {"choices": [{"index": 0, "delta": {"content": "!"}, "finish_reason": "stop"}]}
+    whole = body(
+        json.dumps({"id": "x", "choices": [{"message": {"content": "word !"}, "finish_reason": "stop"}]}).encode()
+    )
+    events = (
+        STREAM_HEAD + chunk(EVENT) + chunk(b": a comment\n\n") * 10 + chunk(b"data: %b\n\n" % json.dumps(end).encode())
+    )
+    data = events + chunk(b"data: [DONE]\n\n") + chunk(b"") if stream else whole
+    pieces = [data[: len(data) - 12], *(data[i : i + 1] for i in range(len(data) - 12, len(data)))]
+    async with contextlib.AsyncExitStack() as stack:
+        server = await stack.enter_async_context(raw_server(sends(*pieces, then_resets=False)))
+        settings: dict[str, Any] = {"num_retries": 0, "read_timeout_s": 0.6}
+        case = await stack.enter_async_context(gateway(model_list=[entry(server.endpoint)], **settings))
+        rollout, client = await case.start()
+        assert await ask(client, stream) == "word !"
+        assert (await case.span(rollout)).attributes["agentlightning.gateway.complete"] is True
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_is_too_large_is_cut_off(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("backends.upstream", "recording.stream"):
+        monkeypatch.setattr(f"agentlightning_plugins.gateway.{module}.MAX_ANSWER_BYTES", 10_000)
+
+    async def floods(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD if stream else JSON_HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
+        for _ in range(10_000):
+            writer.write(chunk(b"x" * 1000))
+            await writer.drain()
+
+    async with raw_server(floods) as server:
+        async with gateway(model_list=[entry(server.endpoint)], num_retries=0) as case:
+            rollout, client = await case.start()
+            with pytest.raises(openai.APIError, match="larger than 10000 bytes"):
+                await ask(client, stream)
             await assert_incomplete(case, rollout)
         await until(lambda: server.connections == 0)
 
@@ -318,7 +392,7 @@ async def test_no_call_is_made_if_the_attempt_ends_while_its_request_is_read() -
         url = urlsplit(str(client.base_url))
         reader, writer = await asyncio.open_connection(url.hostname, url.port)
         text = json.dumps(ASKED).encode()
-        head = f"POST {url.path}chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(text)}\r\n"
+        head = f"POST {url.path}chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(text)}\r\n"
         writer.write(head.encode() + b"Expect: 100-continue\r\n\r\n")
         assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         await case.store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status="failed")
@@ -394,7 +468,7 @@ async def begin_stream(base_url: str) -> tuple[asyncio.StreamReader, asyncio.Str
     assert url.hostname is not None
     reader, writer = await asyncio.open_connection(url.hostname, url.port, limit=1024)
     text = json.dumps({**ASKED, "stream": True}).encode()
-    head = b"Host: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    head = b"Host: 127.0.0.1\r\nConnection: close\r\nContent-Type: application/json\r\n"
     path = f"{url.path.rstrip('/')}/chat/completions"
     writer.write(b"POST %b HTTP/1.1\r\n%bContent-Length: %d\r\n\r\n%b" % (path.encode(), head, len(text), text))
     return reader, writer

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import contextlib
+import json
 import time
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 import openai
@@ -86,9 +90,63 @@ async def test_if_keys_are_required_only_the_attempts_own_key_is_accepted() -> N
         assert len(await case.spans(rollout)) == 1
 
 
+async def test_what_looks_like_a_key_and_is_none_is_refused_on_loopback_too() -> None:
+    async with ScriptedOpenAI() as server, gateway(server) as case:
+        rollout, client = await case.start()
+        attempt = rollout.rollout_id, rollout.attempt.attempt_id
+        own = key_of(case, rollout)
+        foreign = attempt_token.mint(b"another process", *attempt, time.time() + 60)
+        url = f"{client.base_url}chat/completions"
+        assert (await post(url, {"Authorization": f"Bearer {own}"}))[0] == 200
+        assert (await post(url, {"Authorization": f"Bearer {foreign}"}))[0] == 200, "no token of the store, no check"
+        other = attempt_token.mint(b"another process", rollout.rollout_id, "at-2", time.time() + 60)
+        assert (await post(url, {"Authorization": f"Bearer {other}"}))[0] == 403
+        assert (await post(f"{case.proxy.endpoint}/chat/completions", {"x-api-key": foreign}))[0] == 401
+        expired = attempt_token.mint(b"another process", *attempt, time.time() - 1)
+        for key in ("agl-", "agl-x", "agl-W10.x", "agl-bnVsbA.x", "agl-eyJhIjoxfQ.x", expired):
+            assert (await post(url, {"Authorization": f"Bearer {key}"}))[0] == 401
+        store: Any = case.store
+        store.token = "the-stores-token"
+        own = key_of(case, rollout)
+        assert (await post(url, {"Authorization": f"Bearer {own}"}))[0] == 200
+        expired = attempt_token.mint(attempt_token.derive_secret(store.token), *attempt, time.time() - 1)
+        for key in (foreign, expired, f"{own}x", own[:-1], own.replace(".", " .")):
+            status, error = await post(url, {"Authorization": f"Bearer {key}"})
+            assert status == 401, key
+            assert own not in str(error)
+        assert len(await case.spans(rollout)) == len(server.requests)
+
+
+async def test_a_restarted_gateway_refuses_the_calls_of_attempts_that_had_ended() -> None:
+    async with ScriptedOpenAI() as server, gateway(server) as case:
+        ended, ended_client = await case.start()
+        _, live_client = await case.start()
+        await ended_client.chat.completions.create(**BODY)
+        await case.store.update_attempt(ended.rollout_id, ended.attempt.attempt_id, status="succeeded")
+        for _ in range(2):
+            with pytest.raises(openai.APIStatusError, match="is over"):
+                await ended_client.chat.completions.create(**BODY)
+            await case.proxy.stop()
+            await case.proxy.start()
+        calls: list[str] = []
+        store: Any = case.store
+        query = store.query_attempts
+
+        async def counted(rollout_id: str, **options: Any) -> Any:
+            calls.append(rollout_id)
+            return await query(rollout_id, **options)
+
+        store.query_attempts = counted
+        for _ in range(3):
+            await live_client.chat.completions.create(**BODY)
+            with pytest.raises(openai.APIStatusError, match="is over"):
+                await ended_client.chat.completions.create(**BODY)
+        assert len(calls) == 2, "it asks once about each attempt"
+
+
 async def test_an_expired_key_is_refused_even_if_it_was_accepted_before(monkeypatch: pytest.MonkeyPatch) -> None:
     store = InMemoryLightningStore()
-    authenticator = Authenticator(store, is_required=True)
+    authenticator = Authenticator(store, is_required=True, operator_key="k")
     now = time.time()
     key = attempt_token.mint(attempt_token.derive_secret(None), "ro-1", "at-1", now + 60)
     headers = {"Authorization": f"Bearer {key}"}
@@ -177,6 +235,39 @@ async def test_a_stream_ends_with_an_error_event_when_its_attempt_ends() -> None
         assert span.status.status_code == "ERROR"
 
 
+async def test_web_pages_get_no_answer_of_a_gateway_on_loopback() -> None:
+    async with ScriptedOpenAI() as server, gateway(server) as case:
+        root = case.proxy.endpoint.removesuffix("/v1")
+        own = root.removeprefix("http://")
+        for path in ("/v1/chat/completions", "/v1/models", "/health", "/status", "/metrics", "/pause"):
+            for headers in ({"Host": "rebound.example"}, {"Origin": "http://evil.example"}, {"Origin": "null"}):
+                status, error = await post(root + path, headers)
+                assert (status, error["error"]["code"]) == (403, "not_local")
+        assert not server.requests
+        assert (await post(f"{root}/v1/chat/completions", {"Host": f"localhost:{own.partition(':')[2]}"}))[0] == 200
+        assert (await post(f"{root}/v1/chat/completions", {"Origin": root}))[0] == 200
+
+
+async def test_a_gateway_with_keys_answers_under_any_name() -> None:
+    async with ScriptedOpenAI() as server, gateway(server, require_keys=True) as case:
+        rollout, _ = await case.start()
+        headers = {"Host": "models.example", "Authorization": f"Bearer {key_of(case, rollout)}"}
+        assert (await post(f"{case.proxy.endpoint}/chat/completions", headers))[0] == 200
+
+
+async def test_without_a_token_of_the_store_the_operators_key_is_needed_to_pause() -> None:
+    async with ScriptedOpenAI() as server, gateway(server) as case:
+        root = case.proxy.endpoint.removesuffix("/v1")
+        for path in ("pause", "drain", "resume"):
+            for key in ({}, {"Authorization": "Bearer "}, {"Authorization": "Bearer guess"}, {"x-api-key": "\xff"}):
+                assert (await post(f"{root}/{path}", key, {}))[0] == 401
+        assert not (await case.proxy.status())["paused"]
+        known = {"Authorization": f"Bearer {case.proxy.operator_key}"}
+        assert (await post(f"{root}/pause", known, {}))[1]["paused"]
+        assert (await post(f"{root}/resume", known, {}))[0] == 200
+        assert case.proxy.operator_key not in str(await case.proxy.status())
+
+
 @pytest.mark.parametrize("status", [400, 401, 500])
 async def test_a_key_that_a_provider_quotes_is_redacted(status: int) -> None:
     quoting = Answer(status=status, error=f"the key {PROVIDER_KEY} is no good")
@@ -187,6 +278,68 @@ async def test_a_key_that_a_provider_quotes_is_redacted(status: int) -> None:
         assert PROVIDER_KEY not in str(caught.value) + caught.value.response.text
         assert PROVIDER_KEY not in (await case.span(rollout)).model_dump_json()
         assert PROVIDER_KEY not in str(await case.proxy.status())
+
+
+SPLIT = "sk-the/real-provider-key"
+FORMS = {
+    "plain": SPLIT,
+    "escaped slash": SPLIT.replace("/", "\\/"),
+    "unicode escapes": "".join(f"\\u{ord(char):04X}" for char in SPLIT),
+    "one unicode escape": SPLIT.replace("k", "\\u006b", 1),
+    "escaped twice": SPLIT.replace("/", "\\\\/").replace("r", "\\\\u0072"),
+    "percent": "".join(f"%{ord(char):02x}" for char in SPLIT),
+    "quoted": quote(SPLIT, safe=""),
+    "percent twice": quote(quote(SPLIT, safe="")),
+    "html": SPLIT.replace("/", "&#x2F;").replace("-", "&#45;"),
+    "hex": SPLIT.encode().hex(),
+    **{
+        f"base64 after {prefix!r}": base64.b64encode((prefix + SPLIT).encode()).decode()
+        for prefix in ("", "u:", ":", "Bearer ")
+    },
+    "base64 for urls": base64.urlsafe_b64encode(f"~~?{SPLIT}~~?".encode()).decode(),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_a_key_in_an_answer_is_redacted_in_every_common_form(form: str) -> None:
+    shown = FORMS[form]
+    core = shown[6:-6]
+    choice = f'{{"index":0,"delta":{{"content":"{shown}"}},"finish_reason":"stop"}}'
+    event = f': {shown}\n\ndata: {{"id":"x","choices":[{choice}]}}'
+    whole = {"id": "x", "choices": [{"index": 0, "message": {"content": "KEY"}, "finish_reason": "stop"}]}
+    header = {"x-request-id": shown, "x-key": shown}
+    script = [
+        Answer(body=json.dumps(whole).replace("KEY", shown).encode(), headers=header),
+        Answer(body=f"{event}\n\ndata: [DONE]\n\n".encode(), content_type="text/event-stream", headers=header),
+        Answer(status=400, error=shown, headers=header),
+    ]
+    async with contextlib.AsyncExitStack() as stack:
+        server = await stack.enter_async_context(ScriptedOpenAI(lambda request: script[len(server.requests) % 3 - 1]))
+        models = [entry(server.endpoint) | {"api_key": SPLIT}]
+        async with gateway(model_list=models, num_retries=0) as case:
+            rollout, client = await case.start()
+            seen = ""
+            async with aiohttp.ClientSession() as session:
+                for url in (client.base_url, f"{case.proxy.endpoint}/"):
+                    for stream in (False, True, False):
+                        body = {**BODY, "stream": stream}
+                        async with session.post(f"{url}chat/completions", json=body) as response:
+                            text = await response.text()
+                            assert "***" in text
+                            seen += f"{text} {response.headers}"
+            spans = "".join(span.model_dump_json() for span in await case.spans(rollout))
+    assert len(server.requests) == 6
+    for secret in (core, SPLIT, json.dumps(core)[1:-1]):
+        assert secret not in seen + spans
+
+
+async def test_a_key_that_may_be_a_word_stays_in_answers() -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        server = await stack.enter_async_context(ScriptedOpenAI([Answer("The list is EMPTY.")]))
+        async with gateway(model_list=[entry(server.endpoint) | {"api_key": "EMPTY"}]) as case:
+            _, client = await case.start()
+            answer = await client.chat.completions.create(**BODY)
+            assert answer.choices[0].message.content == "The list is EMPTY."
 
 
 async def test_a_key_in_an_error_of_a_stream_is_redacted() -> None:

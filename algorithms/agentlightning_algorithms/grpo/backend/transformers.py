@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 
 from agentlightning.errors import ConfigError, LightningError
+from agentlightning_algorithms.grpo.weights_digest import digest_weights
 from agentlightning_algorithms.policy_backend import PolicySetup
 
 _LOG_TAIL_BYTES = 4000
@@ -45,6 +46,9 @@ class TransformersBackend:
         self._setup: PolicySetup | None = None
         self._endpoint: str | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._key = ""
+        self._published: tuple[int, str] | None = None
+        """Version and digest of the newest weights."""
 
     @property
     def endpoint(self) -> str:
@@ -77,6 +81,7 @@ class TransformersBackend:
             line = await asyncio.wait_for(asyncio.to_thread(process.stdout.readline), self._ready_timeout_s)
             if line:
                 address = json.loads(line)
+                self._key = address["key"]
                 self._endpoint = f"http://{address['host']}:{address['port']}/v1"
                 return
             problem = f"ended with exit status {await asyncio.to_thread(process.wait)} before it was ready"
@@ -89,13 +94,28 @@ class TransformersBackend:
 
     async def load_weights(self, path: Path, version: int) -> None:
         """Replaces the weights between batches; if they do not fit, the server keeps the current ones."""
-        body = {"path": str(Path.cwd() / path), "version": version}
+        digest = await asyncio.to_thread(digest_weights, path)
+        body = {"path": str(Path.cwd() / path), "version": version, "digest": digest}
         status, answer = await self._request("POST", "/weights", body)
         if status != 200:
             raise ConfigError(f"the policy server refused weights version {version}: {answer['error']['message']}")
+        self._published = version, digest
 
     async def statistics(self) -> Mapping[str, float]:
-        """Returns totals since the start: those of ``Sampler.statistics`` and of ``Conversations.counts``."""
+        """Returns totals since the start: those of ``Sampler.statistics`` and of ``Conversations.counts``.
+
+        Raises:
+            LightningError: the server serves other weights than those that were loaded last.
+        """
+        if self._published is not None:
+            _, state = await self._request("GET", "/health")
+            served = state["weight_version"], state["weights_digest"]
+            if served != self._published:
+                raise LightningError(
+                    f"the policy server serves weights version {served[0]} with digest {served[1]}, but version "
+                    f"{self._published[0]} with digest {self._published[1]} was published: another program replaced "
+                    "them, so the samples since then cannot be trained on."
+                )
         _, answer = await self._request("GET", "/statistics")
         return {name: float(value) for name, value in answer.items()}
 
@@ -126,11 +146,12 @@ class TransformersBackend:
 
     async def _request(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
         url = self.endpoint.removesuffix("/v1") + path
+        headers = {"Authorization": f"Bearer {self._key}"}
         timeout = aiohttp.ClientTimeout(total=None, connect=30)  # new weights wait for the longest running answer
         try:
             async with (
                 aiohttp.ClientSession(timeout=timeout) as session,
-                session.request(method, url, json=body) as response,
+                session.request(method, url, json=body, headers=headers) as response,
             ):
                 return response.status, await response.json(content_type=None)
         except aiohttp.ClientError as error:

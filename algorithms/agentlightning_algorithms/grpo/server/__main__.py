@@ -3,10 +3,11 @@
     python -m agentlightning_algorithms.grpo.server --model DIR
 
     POST /v1/chat/completions, /v1/completions    GET /v1/models, /health, /statistics
-    POST /weights {"path": DIR, "version": 7}     answers when the weights are in use
+    POST /weights {"path": DIR, "version": 7, "digest": "4f5a..."}     answers when the weights are in use
 
-When it is ready it prints one line of JSON, such as ``{"host": "127.0.0.1", "port": 41234}``; everything else goes to
-stderr.
+When it is ready it prints one line of JSON, such as ``{"host": "127.0.0.1", "port": 41234, "key": "..."}``; everything
+else goes to stderr. ``/weights`` and ``/statistics`` require the key (``Authorization: Bearer``), which is new for each
+process.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import asyncio
 import json
 import logging
 import os
+import secrets
 import signal
 import sys
 from typing import Any, TextIO
@@ -27,6 +29,7 @@ from agentlightning.errors import ConfigError
 from agentlightning_algorithms.grpo.model.policy import load_policy
 from agentlightning_algorithms.grpo.sampling.sampler import Sampler
 from agentlightning_algorithms.grpo.server.app import PolicyApp
+from agentlightning_plugins.http_request import SERVER_SETTINGS, RequestLog, is_loopback
 
 logger = logging.getLogger("agentlightning")
 
@@ -52,28 +55,43 @@ def main() -> int:
     except ConfigError as error:
         logger.error("%s", error)
         return 2
-    app = PolicyApp(policy, sampler, model_name=options.model_name, max_length=options.max_length).build()
+    key = secrets.token_urlsafe(32)
+    app = PolicyApp(
+        policy,
+        sampler,
+        model_name=options.model_name,
+        max_length=options.max_length,
+        key=key,
+        is_local=is_loopback(options.host),
+    )
     try:
-        asyncio.run(_serve(app, options, output))
+        asyncio.run(_serve(app.build(), key, options, output))
     finally:
         sampler.close()
     return 0
 
 
-async def _serve(app: web.Application, options: argparse.Namespace, output: TextIO) -> None:
+async def _serve(app: web.Application, key: str, options: argparse.Namespace, output: TextIO) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     if options.exit_with_parent:  # standard input is a pipe, whose other end closes even if the parent is killed
         loop.add_reader(sys.stdin.fileno(), stop.set)
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+    runner = web.AppRunner(
+        app,
+        access_log=None,
+        logger=RequestLog(),
+        handler_cancellation=True,
+        shutdown_timeout=1.0,
+        **SERVER_SETTINGS,
+    )
     await runner.setup()
     try:
         # Given a host and a port, asyncio makes the sockets itself and disables Nagle's algorithm.
         await web.TCPSite(runner, options.host, options.port).start()
         address: Any = runner.addresses[0]
-        output.write(json.dumps({"host": address[0], "port": address[1]}) + "\n")
+        output.write(json.dumps({"host": address[0], "port": address[1], "key": key}) + "\n")
         output.flush()
         await stop.wait()
     finally:
@@ -86,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", required=True, help="directory written by save_pretrained, or a hub name")
     add("--model-name", default="policy", help="name of the model in requests (default: policy)")
-    add("--host", default="127.0.0.1", help="address to bind; the server checks no key")
+    add("--host", default="127.0.0.1", help="address to bind; completions need no key")
     add("--port", type=int, default=0, help="0: any free port")
     add("--dtype", default="float32", help="float32, bfloat16 or float16")
     add("--device", default="cpu", help="such as cpu or cuda:0")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import orjson
 from aiohttp import web
@@ -27,10 +29,18 @@ from agentlightning_algorithms.grpo.server.request import (
     parse_body,
     parse_request,
 )
+from agentlightning_algorithms.grpo.weights_digest import digest_weights
+from agentlightning_plugins.http_request import RequestError as BodyError
+from agentlightning_plugins.http_request import answer_expect, is_local_request, parse_json, read_body
 
 logger = logging.getLogger("agentlightning")
 
-_MAX_BODY_BYTES = 64 * 2**20
+_MAX_BODY_BYTES = 32 * 2**20
+_THREAD_BYTES = 256 * 1024
+"""Prompts of this size are tokenized in a thread."""
+
+
+_WITH_KEY = ("/weights", "/statistics")
 
 
 class _WeightsRequest(BaseModel):
@@ -38,30 +48,62 @@ class _WeightsRequest(BaseModel):
 
     path: str
     version: int
+    digest: str | None = None
+    """Of the weights in ``path``; others are refused."""
 
 
 class PolicyApp:
     """The endpoint's handlers over one sampler."""
 
-    def __init__(self, policy: Policy, sampler: Sampler, *, model_name: str, max_length: int | None = None) -> None:
-        """Takes a policy and its sampler; ``max_length`` bounds the tokens of a prompt and its response together."""
+    def __init__(
+        self,
+        policy: Policy,
+        sampler: Sampler,
+        *,
+        model_name: str,
+        key: str,
+        max_length: int | None = None,
+        is_local: bool = True,
+    ) -> None:
+        """Takes a policy and its sampler.
+
+        ``key`` is required to replace the weights; ``max_length`` bounds the tokens of a prompt and its response
+        together; ``is_local`` refuses requests of web pages.
+        """
         self._sampler = sampler
+        self._key = f"Bearer {key}".encode()
+        self._is_local = is_local
+        self._digest: str | None = None
+        self._swapping = asyncio.Lock()
         self._completions = Completions(policy, model_name, min(max_length or policy.max_length, policy.max_length))
 
     def build(self) -> web.Application:
         """Returns the application; the caller serves it and closes the sampler."""
-        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_errors_as_json])
-        app.router.add_post("/v1/chat/completions", partial(self._complete, ChatRequest))
-        app.router.add_post("/v1/completions", partial(self._complete, TextRequest))
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/statistics", self._statistics)
-        app.router.add_post("/weights", self._weights)
+        app = web.Application(middlewares=[_errors_as_json, self._check_client])
+        routes: list[tuple[str, str, Handler]] = [
+            ("POST", "/v1/chat/completions", partial(self._complete, ChatRequest)),
+            ("POST", "/v1/completions", partial(self._complete, TextRequest)),
+            ("GET", "/v1/models", self._models),
+            ("GET", "/health", self._health),
+            ("GET", "/statistics", self._statistics),
+            ("POST", "/weights", self._weights),
+        ]
+
+        async def refuse(request: web.Request) -> web.StreamResponse:
+            allowed = [method for method, path, _ in routes if path == request.path]
+            raise web.HTTPMethodNotAllowed(request.method, allowed) if allowed else web.HTTPNotFound
+
+        for method, path, handler in [*routes, ("*", "/{path:.*}", refuse)]:
+            app.router.add_route(method, path, handler, expect_handler=answer_expect)
         return app
 
     async def _complete(self, kind: type[ChatRequest | TextRequest], http: web.Request) -> web.StreamResponse:
-        request = parse_request(kind, await http.read(), self._completions.model_name)
-        prompt = self._completions.prompt(request)
+        text = await read_body(http, _MAX_BODY_BYTES, _MAX_BODY_BYTES)
+        request = parse_request(kind, await parse_json(text), self._completions.model_name)
+        if len(text) < _THREAD_BYTES:
+            prompt = self._completions.prompt(request)
+        else:
+            prompt = await asyncio.to_thread(self._completions.prompt, request)
         params = self._completions.sampling_params(request, len(prompt.token_ids))
         answer = Answer(self._completions, request, prompt)
         if request.stream:
@@ -91,7 +133,13 @@ class PolicyApp:
             for index, p in enumerate(params)
         ]
         whole = asyncio.gather(*futures)
-        whole.add_done_callback(lambda _: news.set())
+
+        def on_end(ended: asyncio.Future[Any]) -> None:
+            news.set()
+            if not ended.cancelled():
+                ended.exception()  # a client that disconnects asks for no result, and asyncio would log the error
+
+        whole.add_done_callback(on_end)
         begun = False
         sent = [0] * len(params)
         unfinished = set(range(len(params)))
@@ -124,7 +172,8 @@ class PolicyApp:
 
     async def _health(self, _: web.Request) -> web.Response:
         sampler = self._sampler
-        state = {"weight_version": sampler.weight_version, "running": sampler.running, "waiting": sampler.waiting}
+        state: Json = {"weight_version": sampler.weight_version, "running": sampler.running, "waiting": sampler.waiting}
+        state["weights_digest"] = self._digest
         status, code = ("ok", 200) if sampler.alive else ("broken", 503)
         return _json({"status": status, **state}, status=code)
 
@@ -132,12 +181,29 @@ class PolicyApp:
         return _json({**self._sampler.statistics, **self._completions.conversations.counts})
 
     async def _weights(self, http: web.Request) -> web.Response:
-        request = parse_body(_WeightsRequest, await http.read())
-        try:
-            await asyncio.wrap_future(self._sampler.load_weights(Path(request.path), request.version))
-        except (ValueError, OSError) as error:
-            raise RequestError(str(error), param="path", code="bad_weights") from error
-        return _json({"weight_version": request.version})
+        request = parse_body(_WeightsRequest, await parse_json(await read_body(http, _MAX_BODY_BYTES, _MAX_BODY_BYTES)))
+        path = Path(request.path)
+        async with self._swapping:
+            try:
+                digest = await asyncio.to_thread(digest_weights, path)
+                if request.digest not in (None, digest):
+                    raise ValueError(f"the weights in {request.path!r} have the digest {digest}, not {request.digest}")
+                await asyncio.wrap_future(self._sampler.load_weights(path, request.version))
+            except (ValueError, OSError) as error:
+                raise RequestError(str(error), param="path", code="bad_weights") from error
+            self._digest = digest
+        return _json({"weight_version": request.version, "weights_digest": digest})
+
+    @web.middleware
+    async def _check_client(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        headers = request.headers
+        if self._is_local and not is_local_request(headers.get("Host", "localhost"), headers.get("Origin")):
+            raise RequestError("this server answers programs on this machine only, not web pages.", status=403)
+        if request.path in _WITH_KEY:
+            shown = headers.get("Authorization", "").encode(errors="surrogateescape")
+            if not hmac.compare_digest(shown, self._key):
+                raise RequestError(f"{request.path} requires the key that the server printed at its start.", status=401)
+        return await handler(request)
 
 
 async def _send_stream(http: web.Request, stream: AsyncIterator[list[Json]]) -> web.StreamResponse:
@@ -154,8 +220,10 @@ async def _send_stream(http: web.Request, stream: AsyncIterator[list[Json]]) -> 
                 await _send(response, chunks)
         assert response is not None
         await response.write(b"data: [DONE]\n\n")
-    except ConnectionResetError:
-        raise
+    except ConnectionResetError:  # the client disconnected
+        if response is None:
+            raise
+        return response
     # An isolation point: the status has been sent, so the error can only be reported in the stream.
     except Exception as error:
         if response is None:
@@ -184,8 +252,12 @@ def _error(status: int, message: str, param: str | None = None, code: str | None
 async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
+    except ConnectionResetError:  # the client disconnected
+        raise
     except RequestError as error:
         return _error(error.status, str(error), error.param, error.code)
+    except BodyError as error:
+        return _error(error.status, str(error))
     except web.HTTPException as error:
         return _error(error.status, f"{request.method} {request.path}: {error.reason}")
     # An isolation point: a request that fails must not affect the others.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -94,17 +94,17 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 }
 
 
-def parse_body(kind: type[BodyT], body: bytes) -> BodyT:
+def parse_body(kind: type[BodyT], body: Any) -> BodyT:
     """Validates a request body; a RequestError names the invalid field."""
     try:
-        return kind.model_validate_json(body)
+        return kind.model_validate(body)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         param = ".".join(str(part) for part in first["loc"]) or None
         raise RequestError(f"{param or 'body'}: {first['msg']}", param=param) from None
 
 
-def parse_request(kind: type[RequestT], body: bytes, model_name: str) -> RequestT:
+def parse_request(kind: type[RequestT], body: Any, model_name: str) -> RequestT:
     """Validates the body of a completion request, its model and its unsupported fields."""
     request = parse_body(kind, body)
     if request.model not in (None, model_name):

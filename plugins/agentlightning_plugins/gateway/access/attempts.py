@@ -10,12 +10,14 @@ from typing import Final
 
 from agentlightning.event import AttemptFinished, Event, RolloutFinished, RolloutStarted
 from agentlightning.store.protocol import LightningStore
+from agentlightning.types import LIVE_ATTEMPT
 from agentlightning_plugins.gateway.recording.call import AttemptKey, Call
 
 logger = logging.getLogger("agentlightning")
 _KINDS: Final = ("rollout_started", "attempt_finished", "rollout_finished")
 _MAX_REMEMBERED: Final = 100_000
 _RECONNECT_S: Final = 1.0
+_ASK_S: Final = 5.0
 
 
 @dataclass(slots=True, eq=False)
@@ -69,12 +71,15 @@ class InFlightCalls:
 class EndedAttempts:
     """The attempts and rollouts that ended last, up to a limit, known from the store's events.
 
-    Unknown attempts count as not ended. Calls in flight of an attempt that ends are cancelled.
+    The store is asked once about an attempt whose start was not seen, because it may have ended before this gateway
+    started. Calls in flight of an attempt that ends are cancelled.
     """
 
     def __init__(self, in_flight: InFlightCalls, limit: int = _MAX_REMEMBERED) -> None:
         self._in_flight = in_flight
         self._limit = limit
+        self._live: dict[AttemptKey, None] = {}
+        """Attempts that had not ended when they were last heard of."""
         self._attempts: dict[AttemptKey, None] = {}
         self._rollouts: dict[str, set[str]] = {}
         """Ended rollouts, each with the attempts that began after its end (retries)."""
@@ -84,13 +89,33 @@ class EndedAttempts:
         retries = self._rollouts.get(attempt[0])
         return attempt in self._attempts or (retries is not None and attempt[1] not in retries)
 
+    def needs(self, attempt: AttemptKey) -> bool:
+        """Whether the store must be asked about an attempt."""
+        return attempt not in self._live and not self.is_over(attempt)
+
+    async def ask(self, store: LightningStore, attempt: AttemptKey) -> None:
+        """Reads from the store whether an attempt has ended; raises StoreError, OSError or TimeoutError.
+
+        An attempt that the store does not know counts as not ended.
+        """
+        async with asyncio.timeout(_ASK_S):
+            known = await store.query_attempts(attempt[0])
+        if any(each.attempt_id == attempt[1] and each.status not in LIVE_ATTEMPT for each in known):
+            self._add(self._attempts, attempt)
+        elif not self.is_over(attempt):  # it may have ended meanwhile
+            self._add(self._live, attempt)
+
+    def _add(self, known: dict[AttemptKey, None], attempt: AttemptKey) -> None:
+        known[attempt] = None
+        if len(known) > self._limit:
+            del known[next(iter(known))]
+
     def note(self, event: Event) -> None:
         """Applies an event of the store."""
         match event:
             case AttemptFinished():
-                self._attempts[event.rollout_id, event.attempt_id] = None
-                if len(self._attempts) > self._limit:
-                    del self._attempts[next(iter(self._attempts))]
+                self._live.pop((event.rollout_id, event.attempt_id), None)
+                self._add(self._attempts, (event.rollout_id, event.attempt_id))
                 self._in_flight.cancel_attempt((event.rollout_id, event.attempt_id))
             case RolloutFinished():
                 self._rollouts.pop(event.rollout_id, None)
@@ -98,8 +123,10 @@ class EndedAttempts:
                 if len(self._rollouts) > self._limit:
                     del self._rollouts[next(iter(self._rollouts))]
                 self._in_flight.cancel_rollout(event.rollout_id)
-            case RolloutStarted() if event.rollout_id in self._rollouts:
-                self._rollouts[event.rollout_id].add(event.attempt_id)
+            case RolloutStarted():
+                self._add(self._live, (event.rollout_id, event.attempt_id))
+                if event.rollout_id in self._rollouts:
+                    self._rollouts[event.rollout_id].add(event.attempt_id)
             case _:
                 pass
 
@@ -119,3 +146,4 @@ class EndedAttempts:
                     )
                     has_warned = True
             await asyncio.sleep(_RECONNECT_S)
+            self._live.clear()  # they may have ended meanwhile

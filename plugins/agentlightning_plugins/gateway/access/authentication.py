@@ -25,15 +25,17 @@ class KeyRefused(LightningError):
 class Authenticator:
     """Checks API keys: attempt tokens, signed with the token of the gateway's store."""
 
-    def __init__(self, store: LightningStore, *, is_required: bool) -> None:
+    def __init__(self, store: LightningStore, *, is_required: bool, operator_key: str) -> None:
         self._is_required = is_required
+        self._operator_key = operator_key
         self._store = store  # its token is read for each check, because a store may be served later
         self._known: dict[str, attempt_token.AttemptToken] = {}
 
     def authenticate(self, headers: Mapping[str, str], named: AttemptKey | None) -> AttemptKey | None:
         """Returns the attempt of a call, by its key or its URL (``named``); None if neither names one.
 
-        Raises KeyRefused if the key belongs to another attempt, or if a valid key is required.
+        Raises KeyRefused if it is the key of another attempt, forged or expired, or if a valid key is required. Without
+        a token of the store, the keys of other processes cannot be verified; they must name the attempt of the URL.
         """
         key = _read_key(headers)
         if key is None or not key.startswith(attempt_token.PREFIX):
@@ -42,10 +44,8 @@ class Authenticator:
                 raise KeyRefused(401, f"this gateway requires the api_key of the attempt's LLM; the call {problem}")
             return named
         try:
-            claim = self._read(key)
+            claim = self._read(key, can_be_foreign=named is not None and not self._is_required)
         except ValueError as error:
-            if named is not None and not self._is_required:
-                return named
             advice = "give the store, its runners and the gateway the same token (AGL_TOKEN)"
             raise KeyRefused(401, f"{error}; {advice}") from None
         attempt = claim.rollout_id, claim.attempt_id
@@ -54,19 +54,25 @@ class Authenticator:
         return attempt
 
     def is_operator(self, headers: Mapping[str, str], *, always: bool = False) -> bool:
-        """Whether a request may operate the gateway: it has the store's token, or needs none.
+        """Whether a request may operate the gateway: with the store's token, or the operator's key of this gateway.
 
-        It needs the token if keys are required; with ``always``, whenever the store has one.
+        It needs neither if keys are not required, unless ``always``.
         """
-        key, token = _read_key(headers), self._store.token
-        if not self._is_required and (token is None or not always):
+        if not self._is_required and not always:
             return True
-        return key is not None and token is not None and hmac.compare_digest(key.encode(), token.encode())
+        key = (_read_key(headers) or "").encode(errors="surrogateescape")
+        known = (self._store.token, self._operator_key)
+        return any(hmac.compare_digest(key, secret.encode(errors="surrogateescape")) for secret in known if secret)
 
-    def _read(self, key: str) -> attempt_token.AttemptToken:
+    def _read(self, key: str, can_be_foreign: bool) -> attempt_token.AttemptToken:
         claim, now = self._known.get(key), self._store.now()
         if claim is None or claim.expires_at <= now:
-            claim = attempt_token.read(attempt_token.derive_secret(self._store.token), key, now)
+            try:
+                claim = attempt_token.read(attempt_token.derive_secret(self._store.token), key, now)
+            except ValueError:
+                if not can_be_foreign or self._store.token is not None:
+                    raise
+                return attempt_token.decode(key, now)
             self._known[key] = claim
             if len(self._known) > _MAX_REMEMBERED:
                 del self._known[next(iter(self._known))]
@@ -77,5 +83,5 @@ def _read_key(headers: Mapping[str, str]) -> str | None:
     """Returns the API key of a request of OpenAI's, Anthropic's or Azure's clients."""
     bearer = headers.get("Authorization")
     if bearer is not None:
-        return bearer.removeprefix("Bearer ").strip()
+        return bearer.removeprefix("Bearer ")
     return headers.get("x-api-key") or headers.get("api-key")

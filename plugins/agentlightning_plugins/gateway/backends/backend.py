@@ -16,6 +16,7 @@ from yarl import URL
 from agentlightning.errors import ConfigError, PluginError
 from agentlightning.plugin.registry import get_manager
 from agentlightning_plugins.gateway.backends.provider import Provider
+from agentlightning_plugins.gateway.backends.redaction import KeyRedactor
 from agentlightning_plugins.gateway.limits.usage import Price, read_price
 from agentlightning_plugins.gateway.validation import check_keys, check_number
 
@@ -68,19 +69,25 @@ class Backend:
     """Why it is down, until a health check succeeds; None if it is up. Backends that are down are tried last."""
     identity: bytes = field(init=False, repr=False)
     """The same for the same backend in every process and every model list."""
+    redactor: KeyRedactor | None = field(init=False, repr=False)
     _urls: dict[str, URL] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         text = "\0".join((self.model, self.served_model, self.endpoint, self.provider.name))
         self.identity = hashlib.blake2b(text.encode(), digest_size=16).digest()
+        self.redactor = None if self.api_key is None else KeyRedactor(self.api_key)
 
     @property
     def is_up(self) -> bool:
         return self.failure is None
 
-    def redact_key(self, text: bytes) -> bytes:
-        """Replaces this endpoint's key by asterisks."""
-        return text if self.api_key is None else text.replace(self.api_key.encode(), b"***")
+    def redact_error(self, text: bytes) -> bytes:
+        """Replaces this endpoint's key by asterisks, in an error."""
+        return text if self.redactor is None else self.redactor.redact_error(text)
+
+    def redact_answer(self, text: bytes) -> bytes:
+        """Replaces this endpoint's key by asterisks, unless it may be a word of the answer."""
+        return text if self.redactor is None else self.redactor.redact_answer(text)
 
     def mark(self, failure: str | None) -> None:
         """Records that it could not be reached, or that it could (None)."""

@@ -102,9 +102,6 @@ class _Answer:
     def at_eof(self) -> bool:
         return self.is_over
 
-    async def read(self) -> bytes:
-        return b"".join([piece async for piece in self.pieces])
-
     async def __aenter__(self) -> Self:
         return self
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Final, Protocol, Self
 
 import aiohttp
 from multidict import CIMultiDictProxy
 
 if TYPE_CHECKING:
     from agentlightning_plugins.gateway.backends.backend import Backend
+
+
+MAX_ANSWER_BYTES: Final = 256 * 2**20
+"""Of a whole answer or a stream."""
 
 
 class BackendContent(Protocol):
@@ -38,9 +42,6 @@ class BackendAnswer(Protocol):
 
     @property
     def content(self) -> BackendContent: ...
-
-    async def read(self) -> bytes:
-        """Returns the whole body."""
 
     async def __aenter__(self) -> Self: ...
 

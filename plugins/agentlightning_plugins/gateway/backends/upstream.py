@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import re
 import time
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
@@ -15,7 +16,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from agentlightning_plugins.gateway.backends.backend import Backend, describe_error
 from agentlightning_plugins.gateway.backends.idle_timeout import IdleTimeout
-from agentlightning_plugins.gateway.backends.provider import BackendAnswer
+from agentlightning_plugins.gateway.backends.provider import MAX_ANSWER_BYTES, BackendAnswer
 from agentlightning_plugins.gateway.backends.request import BackendRequest, prepare
 from agentlightning_plugins.gateway.dialects.dialect import Dialect, TranslationError
 from agentlightning_plugins.gateway.dialects.json_text import dump_json, parse_json
@@ -38,6 +39,8 @@ _RELAYED: Final = frozenset(
     "retry-after-ms x-request-id x-should-retry x-weight-version".split()
 )
 """Headers of backends that agents get, beside those of ``_RELAYED_PREFIXES``."""
+_CONTROL: Final = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+"""In the value of a header, such as those of a folded line."""
 _RELAYED_PREFIXES: Final = ("anthropic-ratelimit-", "x-ratelimit-")
 
 
@@ -136,12 +139,17 @@ class Upstream:
                 authorized = backend.authorize(headers)
                 response = await backend.provider.send(self._session, backend, request.path, body, authorized)
                 idle.reset()
-                if response.status == 200 and response.content_type == "text/event-stream":
+                is_valid = not any(map(_CONTROL.search, response.headers.values()))
+                if is_valid and response.status == 200 and response.content_type == "text/event-stream":
                     return response
                 async with response:
-                    answer, relayed = await response.read(), relayed_headers(response.headers)
+                    answer = await _read_answer(response, idle) if is_valid else b""
+            if not is_valid:
+                message = f"{backend.endpoint} answered with a malformed header"
+                return refuse(dialect, 502, message, "bad_gateway")
+            relayed = relayed_headers(response.headers, backend)
             if 200 <= response.status < 300:
-                return Reply(response.status, answer, relayed)
+                return Reply(response.status, backend.redact_answer(answer), relayed)
             return _read_error(dialect, request, response.status, relayed, answer)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             cannot_connect = isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError))
@@ -161,26 +169,41 @@ def refuse(dialect: Dialect, status: int, message: str, code: str, headers: Mapp
     return Reply(status, body, {"Content-Type": "application/json", **(headers or {})}, message)
 
 
-def relayed_headers(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
+def relayed_headers(headers: CIMultiDictProxy[str], backend: Backend) -> CIMultiDict[str]:
     """Returns the headers of a backend's answer that the agent gets."""
     return CIMultiDict(
-        (name, value)
+        (name, backend.redact_answer(value.encode(errors="surrogateescape")).decode(errors="surrogateescape"))
         for name, value in headers.items()
         if (lower := name.lower()) in _RELAYED or lower.startswith(_RELAYED_PREFIXES)
     )
 
 
+async def _read_answer(response: BackendAnswer, idle: IdleTimeout) -> bytes:
+    """Reads a whole body; every byte restarts the timeout."""
+    pieces, size = [], 0
+    while piece := await response.content.readany():
+        idle.reset()
+        pieces.append(piece)
+        size += len(piece)
+        if size > MAX_ANSWER_BYTES:
+            raise aiohttp.ClientPayloadError(f"its answer is larger than {MAX_ANSWER_BYTES} bytes")
+    return b"".join(pieces)
+
+
 def _read_error(
     dialect: Dialect, request: BackendRequest, status: int, headers: Mapping[str, str], body: bytes
 ) -> Reply:
-    body = request.backend.redact_key(body)
+    body = request.backend.redact_error(body)
+    if not 400 <= status <= 599:  # agents cannot follow a redirect, and other codes are none of HTTP
+        message = f"{request.backend.endpoint} answered {status}: {body[:500].decode(errors='replace')}"
+        return refuse(dialect, 502, message, "bad_gateway")
     try:
         answer = parse_json(body)
         error = answer.get("error", answer)
         message = str(error["message"]) if isinstance(error, dict) and "message" in error else str(error)
     except (AttributeError, ValueError):
         message = f"{request.backend.endpoint} answered {status}: {body[:500].decode(errors='replace')}"
-        return refuse(dialect, status if status >= 400 else 502, message, "bad_gateway")
+        return refuse(dialect, status, message, "bad_gateway")
     if request.translation is not None:
         code = error.get("code") if isinstance(error, dict) else None
         body = dump_json(dialect.error_body(status, message, code if isinstance(code, str) else None))

@@ -77,9 +77,9 @@ class Call:
     """Of the answer to the agent, if that is an error."""
     error: str | None = None
 
-    def redact_key(self, text: bytes) -> bytes:
+    def redact_error(self, text: bytes) -> bytes:
         """Removes the API key of the backend: some servers quote a key that they refuse."""
-        return text if self.backend is None else self.backend.redact_key(text)
+        return text if self.backend is None else self.backend.redact_error(text)
 
 
 def used_tokens(call: Call) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any, Final
 
+from agentlightning_plugins.gateway.backends.provider import MAX_ANSWER_BYTES
 from agentlightning_plugins.gateway.backends.request import BackendRequest
 from agentlightning_plugins.gateway.dialects.dialect import MALFORMED
 from agentlightning_plugins.gateway.dialects.json_text import dump_json, parse_json
@@ -25,14 +26,18 @@ class StreamReader:
         self._dialect, self._translation = request.dialect, request.translation
         self._is_read = call.attempt is not None or request.translation is not None
         self._splitter = EventSplitter()
+        self._size = 0
 
     def feed(self, piece: bytes) -> bytes:
         """Returns the whole events, completed by this piece, in the agent's form."""
         if not self._call.first_time:
             self._call.first_time = time.time()
+        self._size += len(piece)
+        if self._size > MAX_ANSWER_BYTES:
+            return self._refuse_size()
+        events, relayed = self._request.backend.redact_answer(self._splitter.feed(piece)), b""
         if not self._is_read:
-            return piece
-        events, relayed = self._splitter.feed(piece), b""
+            return events
         if self._translation is None and not self.is_done:
             try:
                 relayed, events = self._dialect.relay_events(events, self._call.completion, self._request.options)
@@ -46,8 +51,11 @@ class StreamReader:
         ``failure`` is why the backend's stream broke, None if it ended; the agent gets it as an error event.
         """
         call, last, has_ended = self._call, b"", self._is_read and failure is None
-        if has_ended and self._splitter.rest and not self.is_done:
-            last = self.feed(b"\n\n")
+        if self._splitter.rest and not self.is_done:
+            if has_ended:
+                last = self.feed(b"\n\n")
+            elif not self._is_read:
+                last = self._request.backend.redact_answer(self._splitter.rest)
         if self.is_done:
             return last
         if has_ended and call.error is None and not call.completion.is_finished:
@@ -82,8 +90,13 @@ class StreamReader:
         return self._end(event) if call.completion.is_ended else event
 
     def _refuse(self, data: bytes, error: Exception) -> bytes:
-        excerpt = self._call.redact_key(data)[:200].decode(errors="replace")
+        excerpt = self._call.redact_error(data)[:200].decode(errors="replace")
         self._call.error = f"the backend streamed an invalid chunk of {self._dialect.path} ({error!r}): {excerpt}"
+        return self._error_event(self._call.error)
+
+    def _refuse_size(self) -> bytes:
+        self.is_done = True
+        self._call.error = f"the answer is larger than {MAX_ANSWER_BYTES} bytes"
         return self._error_event(self._call.error)
 
     def _end(self, event: bytes) -> bytes:

@@ -1,0 +1,89 @@
+"""What one request may cost the gateway."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+from agentlightning.run import attempt_token
+from agentlightning_plugins.stores.http.server import LightningStoreServer
+from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
+from tests.security.fuzz import MIB, send
+from tests.security.gateway_process import port_of, process
+
+TOKEN = "the-token-of-this-store"
+PATH = "/v1/chat/completions"
+HOSTILE: dict[str, tuple[bytes, str, set[int]]] = {
+    "large": (b"x" * 40 * MIB, "", {413}),
+    "inflates to much": (gzip.compress(b" " * 200 * MIB), "gzip", {413}),
+    "inflates a little": (gzip.compress(b"[" + b"{}," * 10 * MIB + b"0]"), "gzip", {413}),
+    "of many members": (gzip.compress(b" ") * 200_000, "gzip", {413}),
+    "many values": (b"[" + b"{}," * 10 * MIB + b"0]", "", {413}),
+    "many strings": (b"[" + b'"",' * 10 * MIB + b"0]", "", {413}),
+    "deep": (b"[" * 5 * MIB, "", {400, 413}),
+    "escapes": (b'["' + rb"\n" * 15 * MIB + b'"]', "", {400}),
+    "in brotli": (b"\x00" * 2000, "br", {415}),
+}
+
+
+def request_of(name: str, token: str) -> tuple[bytes, set[int]]:
+    body, encoding, statuses = HOSTILE[name]
+    shown = f"Content-Encoding: {encoding}\r\n" if encoding else ""
+    head = f"POST {PATH} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {token}\r\n{shown}"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body, statuses
+
+
+def memory_of(pid: int, name: str) -> int:
+    found = re.search(rf"{name}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(encoding="utf-8"))
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def reset_peak(pid: int) -> None:
+    Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="utf-8")
+
+
+async def measure(port: int, pid: int, request: bytes) -> tuple[int, float, int]:
+    """Returns the status of the answer, and the CPU seconds and the bytes that it took."""
+    reset_peak(pid)
+    clock = (~pid << 3) | 2  # Linux' clock of a process
+    before, began = memory_of(pid, "VmHWM"), time.clock_gettime(clock)
+    status = await send(port, request)
+    return status, time.clock_gettime(clock) - began, memory_of(pid, "VmHWM") - before
+
+
+async def test_a_hostile_request_costs_little_and_without_a_key_almost_nothing(tmp_path: Path) -> None:
+    store = InMemoryLightningStore()
+    served = LightningStoreServer(store, port=0, token=TOKEN)
+    await served.start()
+    config, log = tmp_path / "gateway.yaml", tmp_path / "log"
+    settings: dict[str, Any] = {
+        "model_list": [{"model": "m", "endpoint": "http://127.0.0.1:9/v1"}],
+        "require_keys": True,
+    }
+    config.write_text(json.dumps(settings), encoding="utf-8")
+    arguments = ["--config", str(config), "--store", served.endpoint, "--token", TOKEN, "--port", "0"]
+    try:
+        async with process(log, "-m", "agentlightning", "gateway", *arguments) as gateway:
+            port = await port_of(gateway, log, r"http://127\.0\.0\.1:(\d+)")
+            rollout = await store.start_rollout({})
+            ids = rollout.rollout_id, rollout.attempt.attempt_id
+            token = attempt_token.mint(attempt_token.derive_secret(TOKEN), *ids, time.time() + 600)
+            for name in HOSTILE:
+                request, statuses = request_of(name, "guess")
+                status, cpu_s, memory = await measure(port, gateway.pid, request)
+                assert status in (401, 0), name  # 0: the answer was lost when the connection was closed
+                assert cpu_s < 0.05, f"{name}: {cpu_s:.3f} s without a key"
+                assert memory < 10 * MIB, f"{name}: {memory / MIB:.0f} MiB without a key"
+                request, statuses = request_of(name, token)
+                status, cpu_s, memory = await measure(port, gateway.pid, request)
+                assert status in statuses | {0}, name
+                assert cpu_s < 1.0, f"{name}: {cpu_s:.3f} s"  # 0.5 s on an idle machine
+                assert memory < 200 * MIB, f"{name}: {memory / MIB:.0f} MiB"
+    finally:
+        await served.stop()
+        await store.close()

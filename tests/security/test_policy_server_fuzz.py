@@ -1,0 +1,34 @@
+"""The policy server under random requests, as a process of its own."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from pathlib import Path
+
+import pytest
+
+from tests.algorithms.tiny_model import save_tiny_model
+from tests.security.fuzz import Grammar, fuzz
+from tests.security.gateway_process import port_of, process, text_of
+from tests.security.test_gateway_fuzz import BODIES, DURATION, check
+
+
+@pytest.mark.parametrize("seconds", DURATION)
+async def test_the_policy_server_withstands_random_requests(seconds: float, tmp_path: Path) -> None:
+    seed = secrets.randbits(32)
+    save_tiny_model(tmp_path / "model")
+    log = tmp_path / "log"
+    arguments = ["--model", str(tmp_path / "model"), "--model-name", "m", "--threads", "1"]
+    async with process(log, "-m", "agentlightning_algorithms.grpo.server", *arguments) as server:
+        port = await port_of(server, log, r'"port": (\d+)')
+        found = re.search(r'"key": "([^"]+)"', text_of(log))
+        assert found is not None
+        paths = ["/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/statistics", "/weights", "/x"]
+        bodies = [*BODIES, {"path": str(tmp_path / "model"), "version": 1}, {"path": "/nowhere", "version": 2}]
+        grammar = Grammar(paths, bodies, [f"Bearer {found[1]}", "Bearer x"], port)
+        findings = await fuzz(grammar, server.pid, seconds, seed, clients=4)
+        assert server.returncode is None, text_of(log)
+        assert "Traceback" not in text_of(log), text_of(log)[:4000]
+    check(findings, seed)
+    assert 401 in findings.statuses
