@@ -144,6 +144,6 @@ def _explain(variable: _Global, error: Exception) -> str:
     return (
         f"the global {variable.name!r} ({type(variable.value).__name__}) that {function.__qualname__} in "
         f"{function.__code__.co_filename} uses cannot be sent to runner processes ({error}); create it in the "
-        "function, or move it with the agent to a module of their own and import the agent from there (each runner imports the "
-        "module anew), or use strategy='shm'"
+        "function, or move it with the agent to a module of their own and import the agent from there (each runner "
+        "imports the module anew), or use strategy='shm'"
     )
