@@ -13,6 +13,8 @@ import secrets
 import time
 from typing import Final, NamedTuple
 
+from agentlightning.errors import ConfigError
+
 PREFIX: Final = "agl-"
 DEFAULT_LIFETIME_S: Final = 24 * 3600.0
 """For attempts without a timeout. Gateway and store also reject ended attempts."""
@@ -28,6 +30,15 @@ class AttemptToken(NamedTuple):
     attempt_id: str
     expires_at: float
     """Unix time."""
+
+
+def check_store_token(token: str | None) -> None:
+    """Raises ConfigError for a token that no HTTP header can carry; the message does not quote it."""
+    if token is not None and any(ord(character) < 32 or ord(character) == 127 for character in token):
+        raise ConfigError(
+            "the store's token (AGL_TOKEN) has a line break or another control character; remove it, as in a file that "
+            "was written on Windows"
+        )
 
 
 def derive_secret(store_token: str | None) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import threading
 import weakref
 from collections.abc import Coroutine
@@ -60,3 +61,9 @@ def run_with_agents(main: Coroutine[Any, Any, T]) -> T:
             loop.run_until_complete(loop.close_connections())
             with _lock:
                 _free.append(loop)
+
+
+@atexit.register
+def _close_loops() -> None:
+    while _free:
+        _free.pop().close()

@@ -58,6 +58,7 @@ class LightningStoreClient(RemoteMethods):
         """
         self.run_id = run_id
         self.token = token or os.environ.get(TOKEN_VARIABLE) or None
+        attempt_token.check_store_token(self.token)
         self._connection = StoreConnection(url, self.token, retry_s)
         self._versions = _VersionCache()
 

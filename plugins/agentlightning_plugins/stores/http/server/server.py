@@ -12,6 +12,7 @@ from typing import Final, Self
 from aiohttp import web, web_app
 
 from agentlightning.errors import ConfigError, ConflictError
+from agentlightning.run.attempt_token import check_store_token
 from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.stores.http.server.access import is_loopback
 from agentlightning_plugins.stores.http.server.application import OTLP_PATH, StoreApplication
@@ -45,6 +46,7 @@ class LightningStoreServer:
             raise ConfigError(f"{type(store).__name__} is not thread-safe and cannot be served; use a store that is")
         if token is not None and not token.strip():
             raise ConfigError("token = '': give a secret that cannot be guessed, or None to serve this machine only")
+        check_store_token(token)
         if token is None and not is_loopback(host):
             raise ConfigError(
                 f"host = {host!r} lets other machines in; set a token (--token or AGL_TOKEN), or listen on 127.0.0.1"
