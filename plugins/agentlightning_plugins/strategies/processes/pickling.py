@@ -16,7 +16,7 @@ import cloudpickle
 from agentlightning.errors import ConfigError
 
 logger = logging.getLogger("agentlightning")
-_UNPICKLABLE: Final = (TypeError, ValueError, AttributeError, pickle.PicklingError, NotImplementedError, RecursionError)
+_UNPICKLABLE: Final = (TypeError, ValueError, AttributeError, pickle.PicklingError, RuntimeError)
 
 
 class _Global(NamedTuple):
