@@ -313,7 +313,7 @@ class TrainerJob:
             if context.initial_resources and await store.get_latest_resources() is None:
                 await store.add_resources(context.initial_resources)
             if self.resume and directory is not None:
-                algorithm.load_state(directory)
+                _load_state(algorithm, directory)
             await self._run_algorithm()
             status = "failed" if await _has_only_failed(store) else "succeeded"
         except (asyncio.CancelledError, KeyboardInterrupt) as stop:
@@ -342,6 +342,18 @@ class TrainerJob:
                 await work
         else:
             await run_in_thread(run, name="algorithm")
+
+
+def _load_state(algorithm: Algorithm, directory: Path) -> None:
+    try:
+        algorithm.load_state(directory)
+    except LightningError:
+        raise
+    except Exception as error:  # isolation point: a damaged file raises whatever its reader does
+        raise ConfigError(
+            f"the state of {type(algorithm).__name__} in {directory} cannot be loaded "
+            f"({type(error).__name__}: {error}); restore its files from a copy, or start a new run"
+        ) from error
 
 
 async def _write_reports(store: LightningStore, directory: Path) -> None:

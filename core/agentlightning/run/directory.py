@@ -100,7 +100,8 @@ def read_record(path: Path) -> dict[str, Any]:
     file = path / RECORD_NAME
     try:
         record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        record["key"]
+        if not isinstance(record["key"], str) or not isinstance(record.get("resumed_at", []), list):
+            raise TypeError("its key is no text, or its resumed_at no list")
     except (FileNotFoundError, NotADirectoryError):
         what = "is a file" if path.is_file() else f"holds no run: {file} is missing"
         raise ConfigError(f"{path} {what}; name the directory of a run, such as runs/NAME") from None

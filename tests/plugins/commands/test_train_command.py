@@ -544,3 +544,49 @@ def test_a_command_writes_its_reward_where_the_configuration_says(folder: Path) 
     said = run_here(folder, "train", "config.yaml", "--run-dir", "s")
     assert said.code == 2
     assert "config.yaml, line 1: reward = 'stdin': give a function or one of: stdout, exit_code, file" in said.stderr
+
+
+@pytest.mark.parametrize("what", ["missing", "empty"])
+def test_resuming_without_the_runs_store_is_refused_unless_told(folder: Path, what: str) -> None:
+    write(folder)
+    assert run_here(folder, "train", "config.yaml")[0] == 0
+    store = folder / "runs" / "config" / "store.db"
+    for file in store.parent.glob("store.db*"):
+        file.unlink()
+    if what == "empty":
+        store.touch()
+    code, _, said = run_here(folder, "train", "--resume", "runs/config")
+    assert code == 2
+    assert f"store.db is {what}, so finished rollouts would run again" in said
+    assert "--new-store" in said
+    code, _, said = run_here(folder, "train", "--resume", "runs/config", "--new-store")
+    assert code == 0, said
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("store.db", b"no database " * 100),
+        ("run.json", b"{"),
+        ("run.json", b'{"key": 3}'),
+        ("run.json", b'{"key": "k", "resumed_at": "then"}'),
+    ],
+)
+def test_a_damaged_file_of_a_run_is_one_sentence(folder: Path, name: str, content: bytes) -> None:
+    write(folder)
+    assert run_here(folder, "train", "config.yaml")[0] == 0
+    (folder / "runs" / "config" / name).write_bytes(content)
+    done = agl_command(folder, "train", "--resume", "runs/config")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert name in done.stderr
+
+
+def test_a_line_break_in_the_token_is_one_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGL_TOKEN", "hunter2\r\n")
+    for arguments in (["rollouts", "list", "--store", "http://127.0.0.1:9"], ["store", "--port", "0"]):
+        done = agl_command(folder, *arguments)
+        assert done.returncode == 2
+        assert done.stderr.count("\n") == 1
+        assert "has a line end" in done.stderr
+        assert "hunter2" not in done.stderr

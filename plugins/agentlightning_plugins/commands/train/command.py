@@ -32,6 +32,7 @@ Exit codes:
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Directory of the run; default runs/<name>.")
 @click.option("--resume", type=click.Path(path_type=Path), metavar="RUN_DIR", help="Continue an interrupted run.")
+@click.option("--new-store", is_flag=True, help="With --resume: the run's store is lost; run its rollouts again.")
 @click.option("--print-config", is_flag=True, help="Print the resolved configuration and exit.")
 @click.option("--dry-run", is_flag=True, help="Check agent, data, plugins and endpoints, and exit.")
 def command(
@@ -39,6 +40,7 @@ def command(
     overrides: tuple[str, ...],
     run_dir: Path | None,
     resume: Path | None,
+    new_store: bool,
     print_config: bool,
     dry_run: bool,
 ) -> None:
@@ -65,6 +67,8 @@ def command(
     checked = read_config(document)
     if checked.algorithm is None:
         raise ConfigError(f"{document.name}: algorithm is missing; set one, as in algorithm: baseline")
+    if resume is not None and checked.store is None and not new_store:
+        _check_store(resume)
     if print_config:
         _print_config(checked, document)
         return
@@ -154,10 +158,19 @@ def _enter(directory: Path) -> Path:
     """Changes to the directory in which the run was started, because the configuration's paths are relative to it."""
     record = read_record(directory)
     directory = directory.resolve()
-    began_in = Path(record["working_directory"])
+    began_in = Path(record.get("working_directory", "."))
     if began_in.is_dir():
         os.chdir(began_in)
     return directory
+
+
+def _check_store(directory: Path) -> None:
+    file = directory / "store.db"
+    if not file.is_file() or not file.stat().st_size:
+        what = "is empty" if file.is_file() else "is missing"
+        raise ConfigError(
+            f"{file} {what}, so finished rollouts would run again; restore it from a copy, or add --new-store"
+        )
 
 
 def _dump(values: dict[str, Any]) -> str:

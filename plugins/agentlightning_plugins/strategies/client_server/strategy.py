@@ -13,6 +13,7 @@ from agentlightning.execution import AlgorithmJob, ExecutionStrategy, RunnerJob
 from agentlightning.execution.strategy import Role
 from agentlightning.plugin.settings import read_flag, require_least
 from agentlightning.store.protocol import LightningStore
+from agentlightning_plugins.strategies.processes.agent_loop import run_with_agents
 from agentlightning_plugins.strategies.processes.child_process import ChildProcesses, RunnerProcesses
 from agentlightning_plugins.strategies.processes.job_process import JobTarget
 from agentlightning_plugins.strategies.processes.serving import served
@@ -67,7 +68,8 @@ class ClientServerExecutionStrategy(ExecutionStrategy):
 
     def execute(self, algorithm: AlgorithmJob, runner: RunnerJob, store: LightningStore) -> None:
         """See ``ExecutionStrategy``. SIGTERM shuts down like Ctrl-C, then raises SystemExit(143)."""
-        asyncio.run(until_sigterm(self._execute(algorithm, runner, store)))
+        run = run_with_agents if self.main_process == "runner" else asyncio.run
+        run(until_sigterm(self._execute(algorithm, runner, store)))
 
     async def _execute(self, algorithm: AlgorithmJob, runner: RunnerJob, store: LightningStore) -> None:
         from agentlightning.store import LightningStoreClient

@@ -17,10 +17,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO, Any, Final, Literal, TypeVar
 
-import cloudpickle
-
 from agentlightning.execution import RunnerJob
 from agentlightning_plugins.strategies.processes.job_process import RECYCLE_EXIT_CODE, UNLOADABLE_EXIT_CODE, JobTarget
+from agentlightning_plugins.strategies.processes.pickling import dump_job
 from agentlightning_plugins.strategies.processes.stopping import until_second_interrupt
 from agentlightning_plugins.strategies.processes.supervisor import Ending
 
@@ -45,7 +44,7 @@ class ChildProcesses:
     def __init__(self, role: Literal["runner", "algorithm"], job: Any, target: JobTarget) -> None:
         self._role = role
         self._target = json.dumps(target).encode()
-        self._job = cloudpickle.dumps(job)
+        self._job = dump_job(job)
         # One thread waits for each process; threads are created on demand, and idle ones end with this object.
         self._threads = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix=f"{role}-processes")
 

@@ -10,7 +10,6 @@ import asyncio
 import json
 import logging
 import os
-import pickle
 import signal
 import sys
 import threading
@@ -80,7 +79,9 @@ def load_job(pickled: bytes, target: JobTarget) -> Any:
     sys.path[:] = [*target.sys_path, *(path for path in sys.path if path not in target.sys_path)]
     if target.log_level is not None:
         setup_logging(target.log_level)
-    return pickle.loads(pickled)  # noqa: S301 # it comes through an inherited pipe, or Ray's own channel
+    from agentlightning_plugins.strategies.processes import pickling
+
+    return pickling.load_job(pickled)
 
 
 async def run_runner(job: RunnerJob, target: JobTarget, worker_id: str, stop: threading.Event) -> bool:

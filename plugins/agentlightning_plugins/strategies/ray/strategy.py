@@ -14,13 +14,12 @@ import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-import cloudpickle
-
 from agentlightning.errors import ConfigError
 from agentlightning.execution import AlgorithmJob, ExecutionStrategy, RunnerJob
 from agentlightning.plugin.settings import require_least
 from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.strategies.processes.job_process import JobTarget, load_job, run_runner
+from agentlightning_plugins.strategies.processes.pickling import dump_job
 from agentlightning_plugins.strategies.processes.serving import served
 from agentlightning_plugins.strategies.processes.stopping import until_second_interrupt, until_sigterm
 from agentlightning_plugins.strategies.processes.supervisor import Ending, Supervisor, run_both
@@ -173,7 +172,7 @@ class RunnerActors:
         runtime_env: dict[str, Any] | None,
     ) -> None:
         self._target = target
-        self._job = ray.put(cloudpickle.dumps(job))  # stored once for all runners
+        self._job = ray.put(dump_job(job))  # stored once for all runners
         self._resources = resources
         # The supervisor restarts actors, not Ray, because each start needs a new worker id.
         self._actor: Any = ray.remote(RunnerActor).options(

@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Literal
 
 from agentlightning.errors import ConfigError
-from agentlightning.execution import AlgorithmJob, ExecutionStrategy, RunnerJob
+from agentlightning.execution import RUNNERS_FAILED, AlgorithmJob, ExecutionStrategy, RunnerJob
 from agentlightning.plugin.settings import require_least
+from agentlightning.run.stop_event import STOP_CHECK_S
 from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.garbage_collection import relaxed_collector
+from agentlightning_plugins.strategies.processes.agent_loop import run_with_agents
 from agentlightning_plugins.strategies.processes.stopping import until_sigterm
 
+logger = logging.getLogger("agentlightning")
 _DRAIN_S = 30.0
 
 
 class _LoopThread(threading.Thread):
-    """A daemon thread that runs one coroutine in its own event loop and keeps its exception."""
+    """A daemon thread that runs one coroutine in an event loop and keeps its exception."""
 
     def __init__(
-        self, coroutine: Coroutine[Any, Any, None], name: str, on_end: Callable[[], None] = lambda: None
+        self,
+        coroutine: Coroutine[Any, Any, None],
+        name: str,
+        *,
+        run: Callable[[Coroutine[Any, Any, None]], None] = asyncio.run,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(name=name, daemon=True)
         self._coroutine = coroutine
+        self._run_coroutine = run
         self._on_end = on_end
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
@@ -37,7 +47,7 @@ class _LoopThread(threading.Thread):
             await self._task
 
         try:
-            asyncio.run(main())
+            self._run_coroutine(main())
         except asyncio.CancelledError:
             return
         except BaseException as error:  # isolation point: the thread that started us raises it
@@ -57,7 +67,7 @@ class SharedMemoryExecutionStrategy(ExecutionStrategy):
         """Sets up the threads.
 
         Args:
-            n_runners: number of runner threads, each with its own event loop.
+            n_runners: number of runners. They share one event loop, which the next run uses again.
             main_thread: the half that runs in the calling thread, where debuggers and signal handlers work.
 
         Raises:
@@ -77,23 +87,18 @@ class SharedMemoryExecutionStrategy(ExecutionStrategy):
     def _execute(self, algorithm: AlgorithmJob, runner: RunnerJob, store: LightningStore) -> None:
         stop = threading.Event()
         if self.main_thread == "algorithm":
-            runners = [
-                _LoopThread(_as_coroutine(runner, store, f"runner-{index}", stop), f"runner-{index}")
-                for index in range(self.n_runners)
-            ]
-            for thread in runners:
-                thread.start()
+            runners = _LoopThread(_run_all(runner, store, self.n_runners, stop), "runners", run=run_with_agents)
+            runners.start()
             try:
                 asyncio.run(until_sigterm(_unless_runners_fail(algorithm, store, runners)))
             finally:
                 stop.set()
-                for thread in runners:
-                    thread.join(_DRAIN_S)
+                runners.join(_DRAIN_S)
             return
         worker = _LoopThread(algorithm(store), "algorithm", on_end=stop.set)
         worker.start()
         try:
-            asyncio.run(_as_coroutine(runner, store, "runner-0", stop))
+            run_with_agents(until_sigterm(_run_with_algorithm(runner, store, stop)))
         finally:
             if not stop.is_set():
                 worker.cancel()
@@ -102,18 +107,31 @@ class SharedMemoryExecutionStrategy(ExecutionStrategy):
             raise worker.error
 
 
-async def _as_coroutine(runner: RunnerJob, store: LightningStore, worker_id: str, stop: threading.Event) -> None:
-    await runner(store, worker_id, stop)
+async def _run_all(runner: RunnerJob, store: LightningStore, n_runners: int, stop: threading.Event) -> None:
+    """Runs all runners; raises only if every one of them fails."""
+    jobs = [runner(store, f"runner-{index}", stop) for index in range(n_runners)]
+    results = await asyncio.gather(*jobs, return_exceptions=True)
+    failed = [result for result in results if isinstance(result, BaseException)]
+    if len(failed) == n_runners:
+        raise failed[0]
+    for error in failed:
+        logger.error("a runner failed, the others went on: %s", error, exc_info=error)
 
 
-async def _unless_runners_fail(algorithm: AlgorithmJob, store: LightningStore, runners: list[_LoopThread]) -> None:
+async def _run_with_algorithm(runner: RunnerJob, store: LightningStore, stop: threading.Event) -> None:
+    """Runs a runner here; if it reaches its limit of rollouts, waits for the algorithm."""
+    await runner(store, "runner-0", stop)
+    while not stop.is_set():  # noqa: ASYNC110 # the event belongs to another thread
+        await asyncio.sleep(STOP_CHECK_S)
+
+
+async def _unless_runners_fail(algorithm: AlgorithmJob, store: LightningStore, runners: _LoopThread) -> None:
     """Runs the algorithm; cancels it when every runner has failed."""
     work = asyncio.ensure_future(algorithm(store))
     while not work.done():
-        failed = [thread.error for thread in runners if thread.error is not None]
-        if len(failed) == len(runners):
-            work.cancel()
+        if runners.error is not None:
+            work.cancel(RUNNERS_FAILED)
             await asyncio.gather(work, return_exceptions=True)
-            raise failed[0]
+            raise runners.error
         await asyncio.wait([work], timeout=0.2)
     work.result()

@@ -1,0 +1,149 @@
+"""Sends jobs to other processes, with the globals of the user's script that pickle does not know."""
+
+from __future__ import annotations
+
+import ast
+import io
+import logging
+import pickle
+import sys
+import types
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import cloudpickle
+
+from agentlightning.errors import ConfigError
+
+logger = logging.getLogger("agentlightning")
+_UNPICKLABLE: Final = (TypeError, ValueError, AttributeError, pickle.PicklingError, RuntimeError)
+
+
+class _Global(NamedTuple):
+    """A global variable that a function uses."""
+
+    name: str
+    value: Any
+    function: Any
+    """A ``types.FunctionType``, which mypy takes for a method of this class."""
+
+
+def dump_job(job: Any) -> bytes:
+    """Pickles a job.
+
+    A global of the user's script that cannot be pickled, such as ``client = OpenAI()``, is created again in the other
+    process by the expression that is assigned to it in the script.
+
+    Raises:
+        ConfigError: a global cannot be pickled, and no such expression is found.
+    """
+    expressions: dict[int, tuple[str, str]] = {}
+    while True:
+        file = io.BytesIO()
+        pickler = _JobPickler(file, expressions)
+        try:
+            pickler.dump(job)
+        except _UNPICKLABLE as error:
+            found = _find_cause(pickler.functions, expressions)
+            if found is None:
+                raise
+            expression = _find_expression(found)
+            if expression is None:
+                raise ConfigError(_explain(found, error)) from error
+            logger.warning(
+                "the global %s of %s cannot be sent to another process; each runner creates its own: %s",
+                *(found.name, found.function.__code__.co_filename, expression),
+            )
+            expressions[id(found.value)] = found.name, expression
+        else:
+            return file.getvalue()
+
+
+def load_job(data: bytes) -> Any:
+    """Reads what ``dump_job`` has written in a process that trusts this one."""
+    return _JobUnpickler(io.BytesIO(data)).load()
+
+
+class _JobPickler(cloudpickle.Pickler):  # type: ignore[misc] # has no type information
+    def __init__(self, file: io.BytesIO, expressions: dict[int, tuple[str, str]]) -> None:
+        super().__init__(file)
+        self.functions: list[types.FunctionType] = []
+        """Those that are pickled by value."""
+        self._expressions = expressions
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, types.FunctionType):
+            self.functions.append(obj)
+        return super().reducer_override(obj)
+
+    def persistent_id(self, obj: Any) -> Any:
+        if id(obj) not in self._expressions:
+            return None
+        name, expression = self._expressions[id(obj)]
+        script = vars(sys.modules["__main__"])
+        names = {node.id for node in ast.walk(ast.parse(expression)) if isinstance(node, ast.Name)}
+        return name, expression, {other: script[other] for other in sorted(names - {name}) if other in script}
+
+
+class _JobUnpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self._created: dict[str, Any] = {}
+
+    def persistent_load(self, pid: Any) -> Any:
+        name, expression, variables = pid
+        if name not in self._created:
+            self._created[name] = eval(expression, variables)  # noqa: S307 # the user's own script
+        return self._created[name]
+
+
+def _find_cause(functions: list[types.FunctionType], known: dict[int, tuple[str, str]]) -> _Global | None:
+    """The global that cannot be pickled; of several, one that only depends on itself."""
+    for function in reversed(functions):
+        for name in _names_in(function.__code__):
+            if name in function.__globals__ and id(value := function.__globals__[name]) not in known:
+                try:
+                    _JobPickler(io.BytesIO(), known).dump(value)
+                except _UNPICKLABLE:
+                    if not isinstance(value, (types.FunctionType, type)):
+                        return _Global(name, value, function)
+    return None
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return set(code.co_names).union(*map(_names_in, inner))
+
+
+def _find_expression(variable: _Global) -> str | None:
+    """The expression of ``name = expression`` at the top of the user's script; None if there is none, or several."""
+    script = sys.modules["__main__"]
+    path = getattr(script, "__file__", None)
+    if path is None or variable.function.__globals__ is not vars(script):
+        return None
+    try:
+        body = ast.parse(Path(path).read_text(encoding="utf-8")).body
+    except (OSError, SyntaxError, ValueError):
+        return None
+    assigned = [
+        node.value
+        for node in body
+        if isinstance(node, (ast.Assign, ast.AnnAssign))
+        and node.value is not None
+        and [target.id if isinstance(target, ast.Name) else None for target in _targets(node)] == [variable.name]
+    ]
+    return ast.unparse(assigned[0]) if len(assigned) == 1 else None
+
+
+def _targets(node: ast.Assign | ast.AnnAssign) -> list[ast.expr]:
+    return node.targets if isinstance(node, ast.Assign) else [node.target]
+
+
+def _explain(variable: _Global, error: Exception) -> str:
+    function = variable.function
+    return (
+        f"the global {variable.name!r} ({type(variable.value).__name__}) that {function.__qualname__} in "
+        f"{function.__code__.co_filename} uses cannot be sent to runner processes ({error}); create it in the "
+        "function, or move it with the agent to a module of their own and import the agent from there (each runner "
+        "imports the module anew), or use strategy='shm'"
+    )

@@ -1,0 +1,87 @@
+"""Asynchronous clients that a program keeps in global variables, with agents in the user's own process."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agentlightning as agl
+from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
+
+_PROGRAM = """
+import asyncio, sys
+from openai import AsyncOpenAI
+import agentlightning as agl
+
+kind, endpoint, max_retries, first = sys.argv[1:]
+client = AsyncOpenAI(base_url=endpoint, api_key="any", max_retries=int(max_retries))
+lock = asyncio.Lock()  # belongs to the loop in which a second task waits for it
+
+async def agent(task):
+    answer = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": str(task)}])
+    if task is not None:
+        async with lock:
+            await asyncio.sleep(0.001)
+    return float(answer.choices[0].message.content == "Yes.")
+
+async def call():
+    assert await agent(None) == 1.0
+
+async def fit():
+    strategy = {"shm": "shm", "shm-main": {"name": "shm", "main_thread": "runner"},
+                "cs-main": {"name": "cs", "main_process": "runner"}}[kind]
+    store = agl.create_store("memory://")
+    agl.Trainer(algorithm="baseline", store=store, tracer="dummy", trackers=[], strategy=strategy).fit(agent, range(12))
+    for rollout in await store.query_rollouts():
+        assert (rollout.status, rollout.attempt.reward) == ("succeeded", 1.0), rollout.attempt.error
+
+notebook = asyncio.new_event_loop()
+for cell in {"fit": [fit, fit, call], "call": [call, fit, fit, call, fit, call]}[first]:
+    notebook.run_until_complete(cell())
+print("all cells ran")
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "max_retries", "first"),  # a client that was used in the notebook before has to try again
+    [("shm", 0, "fit"), ("shm", 2, "call"), ("shm-main", 0, "fit"), ("cs-main", 0, "fit")],
+)
+async def test_a_global_client_works_in_several_fits_of_a_notebook_and_in_calls_between_them(
+    tmp_path: Path, kind: str, max_retries: int, first: str
+) -> None:
+    (tmp_path / "program.py").write_text(_PROGRAM)
+    async with ScriptedOpenAI([Answer("Yes.")]) as server:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "program.py", kind, server.endpoint, str(max_retries), first),
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        output, _ = await asyncio.wait_for(process.communicate(), 120)
+    assert process.returncode == 0, output.decode()
+    assert output.decode().splitlines()[-1] == "all cells ran"
+    assert "Unclosed" not in output.decode()
+
+
+@pytest.mark.parametrize(
+    "strategy", [{"name": "shm", "main_thread": "runner"}, {"name": "cs", "main_process": "runner"}]
+)
+def test_the_algorithm_finishes_although_the_runner_in_the_main_thread_has_reached_its_limit(
+    strategy: dict[str, Any],
+) -> None:
+    @agl.algo
+    async def algorithm(store: agl.LightningStore) -> None:
+        rollout = await store.enqueue_rollout("task")
+        await store.wait_for_rollouts([rollout.rollout_id])
+        await asyncio.sleep(0.5)
+        await store.add_metrics(1, {"learned": 1.0})
+
+    store = agl.create_store("memory://")
+    settings: dict[str, Any] = {"tracer": "dummy", "trackers": [], "strategy": strategy, "max_rollouts": 1}
+    assert agl.Trainer(algorithm=algorithm, store=store, **settings).fit(lambda task: 1.0).status == "succeeded"
+    assert [metrics.values["learned"] for metrics in asyncio.run(store.query_metrics())] == [1.0]
