@@ -7,7 +7,7 @@ import contextlib
 import functools
 import re
 import time
-from typing import Final
+from typing import Any, Final
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -35,7 +35,7 @@ OTLP_PATH: Final = "/v1/traces"
 _ARRIVAL_S: Final = 0.1
 """How long a request sent before the end may take to arrive."""
 _RUN_ID = re.compile(r"[A-Za-z0-9._:-]{1,200}")
-_TOKEN: Final = web.RequestKey("token", AttemptToken)
+_TOKEN: Final[Any] = web.RequestKey("token", AttemptToken) if hasattr(web, "RequestKey") else "token"  # new in 3.14
 """The attempt token of a request; absent if the request may do everything."""
 
 
