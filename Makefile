@@ -21,8 +21,9 @@ HASH := $(shell { pwd; echo '$(TORCH)'; $(PYTHON) --version; cat Makefile pyproj
 MAIN := .venvs/main-$(HASH)
 NEWEST := .venvs/newest-$(HASH)
 VERL := .venvs/verl-$(HASH)
+OLDEST := .venvs/oldest-$(HASH)
 BIN := $(MAIN)/bin
-ENVIRONMENTS := $(MAIN)/.complete-$(HASH) $(NEWEST)/.complete-$(HASH) $(VERL)/.complete-$(HASH)
+ENVIRONMENTS := $(MAIN)/.complete-$(HASH) $(NEWEST)/.complete-$(HASH) $(VERL)/.complete-$(HASH) $(OLDEST)/.complete-$(HASH)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint format soak bench clean
@@ -52,6 +53,7 @@ define pytest
 	@$(BIN)/python -m pytest $(RERUN) $(1) $(PYTEST_ARGS)
 	@$(NEWEST)/bin/python -m pytest --environment newest $(RERUN) $(1) $(PYTEST_ARGS)
 	@$(VERL)/bin/python -m pytest --environment verl $(RERUN) $(1) $(PYTEST_ARGS)
+	@$(OLDEST)/bin/python -m pytest --environment oldest $(RERUN) $(1) $(PYTEST_ARGS)
 endef
 
 help:  ## show this
@@ -99,3 +101,7 @@ $(NEWEST)/.complete-$(HASH):
 $(VERL)/.complete-$(HASH):
 	@rm -rf $(filter-out $(VERL),$(wildcard .venvs/verl-*))
 	$(call environment,$(VERL),openai$(comma)verl$(comma)dev,verl,$(TORCH))
+
+$(OLDEST)/.complete-$(HASH):
+	@rm -rf $(filter-out $(OLDEST),$(wildcard .venvs/oldest-*))
+	$(call environment,$(OLDEST),openai$(comma)otlp$(comma)dev,oldest)

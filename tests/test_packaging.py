@@ -60,6 +60,7 @@ def test_no_requirement_is_given_two_bounds() -> None:
 
 _EXTRAS_OF = {
     "main": ("all", "demo", "dev", "test"),
+    "oldest": ("openai", "otlp", "dev"),
     "newest": ("agent-framework", "agentops", "autogen", "langchain", "openai", "openai-agents", "dev"),
     "verl": ("verl", "dev"),
 }

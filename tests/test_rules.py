@@ -27,7 +27,7 @@ from tests.source import REPO, ROOTS, SourceFile, all_test_files, pyproject, pyt
 # Inside core a file imports only from names to its left; a package counts as its name.
 CORE_ORDER = """
     version errors frozen types event lifecycle plugin resources semconv logging
-    store tracer emitter reward adapter litagent run algorithm runner execution trainer cli __main__ testing
+    store tracer emitter reward adapter litagent run algorithm runner execution trainer compat cli __main__ testing
 """.split()
 
 # Code that several plugins share, and who may import it. A plugin imports ``agentlightning`` and these, never the
@@ -41,7 +41,7 @@ LIBRARIES: dict[str, set[str]] = {
     "agentlightning_integrations.framework": {"integrations.*"},
     "agentlightning_plugins.chat_history": {"adapters.transition", "commands.doctor", "commands.inspect"},
     "agentlightning_plugins.commands.configuration": {"commands.*"},
-    "agentlightning_plugins.commands.lazy": {"commands.*", "demo"},
+    "agentlightning_plugins.commands.lazy": {"commands.*", "demo", "legacy"},
     "agentlightning_plugins.commands.terminal": {"commands.*"},
     "agentlightning_plugins.credit.rule": {"credit.*"},
     "agentlightning_plugins.garbage_collection": {"gateway", "stores.http", "strategies.*"},

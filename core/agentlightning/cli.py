@@ -84,8 +84,8 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     left = sum(width + 2 for width in widths)
     console = Console(highlight=False, markup=False)
     if console.is_terminal:
-        last = min(last, max(24, console.width - left))
-    console.width = left + last
+        last = min(last, max(24, console.width - left - 2))
+    console.width = left + last + 2  # rich before 14.2 pads the last column too
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for column, width in zip(columns, (*widths, last), strict=True):
         table.add_column(column, overflow="fold", width=width)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from agentlightning import semconv
 from agentlightning.adapter.call import find_calls
@@ -74,6 +75,13 @@ class SearchBudget:
         return any(limit is not None and spent >= limit for spent, limit in pairs)
 
 
+_TOKENS: Final = (
+    (semconv.GEN_AI_INPUT_TOKENS, "gen_ai.usage.prompt_tokens"),
+    (semconv.GEN_AI_OUTPUT_TOKENS, "gen_ai.usage.completion_tokens"),
+)
+"""The names of today, and those of instrumentations of 2025."""
+
+
 def read_usage(spans: Iterable[Span]) -> list[Usage]:
     """The model calls of an attempt; a call that client and gateway both recorded counts once."""
     used = []
@@ -81,8 +89,7 @@ def read_usage(spans: Iterable[Span]) -> list[Usage]:
         attributes = [node.span.attributes for node in reversed(call.nodes)]
         model = next(filter(None, (semconv.read_model(node.span) for node in reversed(call.nodes))), "")
         tokens = [
-            next((int(found[key]) for found in attributes if key in found), 0)
-            for key in (semconv.GEN_AI_INPUT_TOKENS, semconv.GEN_AI_OUTPUT_TOKENS)
+            next((int(found[key]) for found in attributes for key in keys if key in found), 0) for keys in _TOKENS
         ]
         used.append(Usage(model, *tokens))
     return used

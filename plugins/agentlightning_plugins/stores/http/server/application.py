@@ -53,7 +53,7 @@ _LINGER_S: Final = 1.0
 """How long a client that sends a body that is not read has time to read the answer."""
 _ARRIVAL_S: Final = 0.1
 """How long a request sent before the end may take to arrive."""
-_TOKEN: Final = web.RequestKey("token", AttemptToken)
+_TOKEN: Final[Any] = web.RequestKey("token", AttemptToken) if hasattr(web, "RequestKey") else "token"  # new in 3.14
 """The attempt token of a request; absent if the request may do everything."""
 
 

@@ -1,0 +1,5 @@
+"""The names of Agent Lightning 0.3, after ``import agentlightning.compat``; each use warns with the new name."""
+
+from agentlightning.plugin.registry import get_manager
+
+get_manager().get_target("agentlightning_plugins.legacy.compat:install")()

@@ -1,0 +1,34 @@
+"""``agl legacy``: serves a store to agents of Agent Lightning 0.1."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import click
+
+
+@click.command("legacy")
+@click.option(
+    "--store", default="http://127.0.0.1:4747", show_default=True, metavar="URL", help="Its token: AGL_TOKEN."
+)
+@click.option("--run", default=None, metavar="NAME", help="Name of the run; default is `default`.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; the protocol has no token.")
+@click.option("--port", default=8000, show_default=True, help="Port to listen on.")
+def command(store: str, run: str | None, host: str, port: int) -> None:
+    """Serve the rollouts of a store to agents of Agent Lightning 0.1."""
+    from agentlightning.store.factory import create_store
+    from agentlightning_plugins.legacy.v0 import AgentLightningServer
+
+    async def serve() -> None:
+        token = os.environ.get("AGL_TOKEN") if store.startswith("http") else None
+        server = AgentLightningServer(host, port, store=create_store(store, run=run, token=token))
+        await server.start()
+        click.echo(f"Serving {store} to agents of 0.1 at {server.endpoint}")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await server.stop()
+            await server.store.close()
+
+    asyncio.run(serve())

@@ -1,0 +1,352 @@
+"""Serves the names of Agent Lightning 0.3 beside ours; docs/migration.md lists them all."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import importlib
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, cast
+
+import agentlightning as agl
+from agentlightning import semconv
+from agentlightning.errors import suggest
+
+_HERE: Final = "agentlightning_plugins.legacy.compat"
+_V0: Final = "agentlightning_plugins.legacy.v0"
+
+MODULES: Final[Mapping[str, str]] = {
+    "adapter.base": "adapter",
+    "adapter.messages": "adapter",
+    "algorithm.apo": "algorithm",
+    "algorithm.apo.apo": "algorithm",
+    "algorithm.base": "algorithm",
+    "algorithm.fast": "algorithm",
+    "algorithm.verl": "algorithm",
+    "algorithm.verl.interface": "algorithm",
+    "emitter.annotation": "emitter",
+    "emitter.exception": "emitter",
+    "emitter.message": "emitter",
+    "emitter.object": "emitter",
+    "emitter.reward": "reward",
+    "execution.base": "execution",
+    "execution.client_server": "execution",
+    "execution.shared_memory": "execution",
+    "litagent.decorator": "litagent",
+    "litagent.litagent": "litagent",
+    "llm_proxy": "",
+    "runner.agent": "runner",
+    "runner.base": "runner",
+    "store.base": "store",
+    "store.client_server": "store",
+    "store.memory": "store",
+    "store.threading": "store",
+    "tracer.agentops": "tracer",
+    "tracer.base": "tracer",
+    "tracer.otel": "tracer",
+    "trainer.trainer": "trainer",
+    "types.core": "types",
+    "types.resources": "types",
+    "types.tracer": "types",
+    "utils": "",
+    "utils.otel": "semconv",
+    "client": "",
+    "server": "",
+}
+"""Modules that are gone, and those that have their names now, below ``agentlightning``."""
+
+NAMES: Final[Mapping[str, str]] = {
+    "AgentLightningClient": f"{_V0}.AgentLightningClient",
+    "AgentLightningServer": f"{_V0}.AgentLightningServer",
+    "BaseAlgorithm": "agentlightning.Algorithm",
+    "BaseRunner": "agentlightning.Runner",
+    "BaseTraceAdapter": "agentlightning.TraceAdapter",
+    "BaseTracer": "agentlightning.Tracer",
+    "LightningStoreThreaded": f"{_HERE}.LightningStoreThreaded",
+    "RolloutLegacy": f"{_V0}.RolloutLegacy",
+    "RolloutRawResultV2": "agentlightning.RolloutRawResult",
+    "RolloutV2": "agentlightning.Rollout",
+    "Task": f"{_V0}.Task",
+    "TaskIfAny": f"{_V0}.TaskIfAny",
+    "UNSET": "agentlightning.types.UNSET",
+    "Unset": "agentlightning.types.Unset",
+    "configure_logger": "agentlightning.setup_logging",
+    "emit_annotation": "agentlightning.emit_annotation",
+    "emit_reward": "agentlightning.emit_reward",
+    "extract_links_from_attributes": f"{_HERE}.extract_links_from_attributes",
+    "extract_tags_from_attributes": f"{_HERE}.extract_tags_from_attributes",
+    "find_final_reward": "agentlightning.find_final_reward",
+    "find_reward_spans": "agentlightning.find_reward_spans",
+    "get_reward_value": "agentlightning.get_reward_value",
+    "get_rewards_from_span": "agentlightning.get_rewards_from_span",
+    "is_reward_span": "agentlightning.is_reward_span",
+    "make_link_attributes": "agentlightning.semconv.link_attributes",
+    "make_tag_attributes": "agentlightning.semconv.tag_attributes",
+    "query_linked_spans": f"{_HERE}.query_linked_spans",
+    "setup": "agentlightning.setup_logging",
+    "setup_module": "agentlightning.setup_logging",
+    "setup_module_logging": "agentlightning.setup_logging",
+    "AGL_ANNOTATION": "agentlightning.semconv.SPAN_ANNOTATION",
+    "AGL_EXCEPTION": "agentlightning.semconv.SPAN_EXCEPTION",
+    "AGL_MESSAGE": "agentlightning.semconv.SPAN_MESSAGE",
+    "AGL_OBJECT": "agentlightning.semconv.SPAN_OBJECT",
+    "AGL_OPERATION": "agentlightning.semconv.SPAN_OPERATION",
+    "AGL_REWARD": "agentlightning.semconv.SPAN_REWARD",
+    "AGL_VIRTUAL": "agentlightning.semconv.SPAN_VIRTUAL",
+    "LightningResourceAttributes": f"{_HERE}.LightningResourceAttributes",
+    "LightningSpanAttributes": f"{_HERE}.LightningSpanAttributes",
+    "LinkAttributes": f"{_HERE}.LinkAttributes",
+    "LinkPydanticModel": f"{_HERE}.LinkPydanticModel",
+    "RewardAttributes": f"{_HERE}.RewardAttributes",
+    "RewardPydanticModel": "agentlightning.reward.Reward",
+}
+"""Names that are called otherwise now, in whichever module of 0.3 they stood."""
+
+_INSTEAD: Final = {
+    f"{_HERE}.LightningStoreThreaded": "the store itself, which is thread-safe",
+    f"{_HERE}.LightningSpanAttributes": "the constants of agentlightning.semconv",
+    f"{_HERE}.LightningResourceAttributes": "the constants of agentlightning.semconv",
+    f"{_HERE}.LinkAttributes": "agentlightning.semconv.link_attributes",
+    f"{_HERE}.RewardAttributes": "agentlightning.emit_reward",
+    f"{_HERE}.LinkPydanticModel": "agentlightning.semconv.read_links",
+    f"{_HERE}.extract_links_from_attributes": "agentlightning.semconv.read_links",
+    f"{_HERE}.extract_tags_from_attributes": "agentlightning.semconv.read_tags",
+    f"{_HERE}.query_linked_spans": "agentlightning.semconv.read_links",
+    f"{_V0}.AgentLightningClient": "agentlightning.LightningStoreClient",
+    f"{_V0}.AgentLightningServer": "agentlightning.LightningStoreServer",
+    f"{_V0}.RolloutLegacy": "agentlightning.Rollout",
+    f"{_V0}.Task": "agentlightning.Rollout",
+    f"{_V0}.TaskIfAny": "agentlightning.Rollout",
+}
+"""The advice in warnings of names that this plugin serves itself."""
+
+
+class LightningSpanAttributes(enum.Enum):
+    """Names of span attributes."""
+
+    REWARD = semconv.REWARD
+    LINK = semconv.LINK
+    TAG = semconv.TAG
+    MESSAGE_BODY = semconv.MESSAGE_BODY
+    OBJECT_TYPE = semconv.OBJECT_TYPE
+    OBJECT_LITERAL = semconv.OBJECT_LITERAL
+    OBJECT_JSON = semconv.OBJECT_JSON
+    OPERATION_NAME = semconv.OPERATION_NAME
+    OPERATION_INPUT = semconv.OPERATION_INPUT
+    OPERATION_OUTPUT = semconv.OPERATION_OUTPUT
+
+
+class LightningResourceAttributes(enum.Enum):
+    """Names of attributes of a span's resource."""
+
+    ROLLOUT_ID = semconv.ROLLOUT_ID
+    ATTEMPT_ID = semconv.ATTEMPT_ID
+    SPAN_SEQUENCE_ID = semconv.SPAN_SEQUENCE_ID
+    TRACER_NAME = semconv.TRACER_NAME
+
+
+class LinkAttributes(enum.Enum):
+    """Names of the parts of a link."""
+
+    KEY_MATCH = "key_match"
+    VALUE_MATCH = "value_match"
+
+
+class RewardAttributes(enum.Enum):
+    """Names of the parts of a reward."""
+
+    REWARD_NAME = "name"
+    REWARD_VALUE = "value"
+
+
+class LinkPydanticModel(NamedTuple):
+    """A reference to another span."""
+
+    key_match: str
+    value_match: Any
+
+
+def LightningStoreThreaded(store: agl.LightningStore) -> agl.LightningStore:  # it was a class
+    """Returns the store, which is thread-safe."""
+    return store
+
+
+def extract_tags_from_attributes(attributes: Mapping[str, Any]) -> list[str]:
+    """Returns the tags among the attributes of a span."""
+    return semconv.read_tags(agl.Span.from_attributes(attributes=attributes))
+
+
+def extract_links_from_attributes(attributes: Mapping[str, Any]) -> list[LinkPydanticModel]:
+    """Returns the links among the attributes of a span."""
+    return [LinkPydanticModel(*link) for link in semconv.read_links(agl.Span.from_attributes(attributes=attributes))]
+
+
+def query_linked_spans(spans: Sequence[agl.Span], links: Iterable[LinkPydanticModel]) -> list[agl.Span]:
+    """Returns the spans that all links match; ``trace_id`` and ``span_id`` are those of the span."""
+    wanted = dict(links)
+    ids = ("trace_id", "span_id")
+    return [
+        span
+        for span in spans
+        if all((getattr(span, key) if key in ids else span.attributes.get(key)) == wanted[key] for key in wanted)
+    ]
+
+
+class _CallableBool(int):
+    """``proxy.is_running`` of ours, which 0.3 calls."""
+
+    def __call__(self) -> bool:
+        _warn("LLMProxy.is_running()", "LLMProxy.is_running")
+        return bool(self)
+
+
+class _OldModule(types.ModuleType):
+    """A module of 0.3, whose names are those of another module now."""
+
+    def __init__(self, name: str, new: str) -> None:
+        super().__init__(name, f"Has its names from {new} now.")
+        self.__dict__["_new"] = new
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _find(self.__name__, self.__dict__["_new"], name)
+
+
+def install() -> None:
+    """Adds the names; calling it again does nothing."""
+    if "agentlightning.llm_proxy" in sys.modules:
+        return
+    for old, new in MODULES.items():
+        _add_module(f"agentlightning.{old}", ".".join(filter(None, ("agentlightning", new))))
+    for name in ("", ".emitter", ".reward", ".semconv", ".logging", ".types", ".store", ".tracer", ".litagent"):
+        _extend_module(importlib.import_module(f"agentlightning{name}"))
+    _wrap_constructor(agl.Trainer, _convert_trainer)
+    _wrap_constructor(agl.LightningStoreClient, _convert_client)
+    setattr(agl.LitAgent, "__init__", _init_agent)  # noqa: B010 # a type checker refuses the assignment
+    proxy: Any = agl.LLMProxy
+    is_running = proxy.is_running.fget
+    proxy.is_running = property(lambda self: _CallableBool(is_running(self)))
+    proxy.set_store = _set_store
+    proxy.restart = _restart
+    cast(Any, agl.Trainer).fit_v0 = _fit_v0
+
+
+def _add_module(old: str, new: str) -> None:
+    module = _OldModule(old, new)
+    sys.modules[old] = module
+    parent, _, name = old.rpartition(".")
+    setattr(sys.modules.get(parent) or importlib.import_module(parent), name, module)
+
+
+def _extend_module(module: types.ModuleType) -> None:
+    """Serves ``NAMES`` that a module of ours does not have."""
+    previous = getattr(module, "__getattr__", None)
+
+    def __getattr__(name: str) -> Any:
+        if previous is not None:
+            try:
+                return previous(name)
+            except AttributeError:
+                if name not in NAMES:
+                    raise
+        if name not in NAMES:
+            raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+        return _find(module.__name__, module.__name__, name)
+
+    cast(Any, module).__getattr__ = __getattr__
+
+
+def _find(old: str, new: str, name: str) -> Any:
+    """Returns the value of a name of 0.3 and warns of the name it has now."""
+    target = f"{new}.{name}"
+    if name in NAMES and (old == new or not _has(new, name)):
+        target = NAMES[name]
+    elif not _has(new, name):
+        known = [*NAMES, *dir(importlib.import_module(new))]
+        raise AttributeError(
+            f"{old} of Agent Lightning 0.3 had no {name!r}, or it is gone.{suggest(name, known)} See docs/migration.md"
+        )
+    is_ours = target.startswith(new) and _has("agentlightning", name)
+    _warn(f"{old}.{name}", _INSTEAD.get(target, f"agentlightning.{name}" if is_ours else target))
+    module, _, attribute = target.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _has(module: str, name: str) -> bool:
+    found = importlib.import_module(module)
+    return name in getattr(found, "__all__", ()) or name in vars(found)
+
+
+def _warn(old: str, new: str) -> None:
+    """Warns at the first line outside this file; not when the import system only looks whether a name exists."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename == __file__:
+        level, frame = level + 1, frame.f_back
+    if not frame.f_code.co_filename.startswith("<frozen importlib"):
+        warnings.warn(f"{old} is of Agent Lightning 0.3; use {new}", DeprecationWarning, stacklevel=level)
+
+
+def _wrap_constructor(cls: type, convert: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    original: Callable[..., None] = cls.__init__  # type: ignore[misc] # the constructor of this very class
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **convert(kwargs))
+
+    setattr(cls, "__init__", __init__)  # noqa: B010 # a type checker refuses the assignment
+
+
+def _init_agent(agent: Any, *, trained_agents: str | None = None) -> None:
+    agent.trained_agents = trained_agents
+    if trained_agents is not None:
+        _warn("LitAgent(trained_agents=)", 'Trainer(adapter={"agent_match": ...})')
+
+
+def _convert_trainer(kwargs: dict[str, Any]) -> dict[str, Any]:
+    renamed = {"n_workers": "n_runners", "max_tasks": "max_rollouts", "triplet_exporter": "adapter"}
+    ignored = {"daemon": "Trainer() without it", "dev": "Trainer.dev(agent, tasks)"}
+    result: dict[str, Any] = {}
+    for name, value in kwargs.items():
+        if name in ignored:
+            _warn(f"Trainer({name}=)", ignored[name])
+            continue
+        if name in renamed:
+            _warn(f"Trainer({name}=)", f"Trainer({renamed[name]}=)")
+        if isinstance(value, Mapping) and "type" in value and name != "initial_resources":
+            _warn(f'Trainer({name}={{"type": ...}})', '{"name": ...}')
+            value = {"name" if key == "type" else key: setting for key, setting in value.items()}
+        result[renamed.get(name, name)] = value
+    return result
+
+
+def _convert_client(kwargs: dict[str, Any]) -> dict[str, Any]:
+    ignored = ("retry_delays", "health_retry_delays", "request_timeout", "connection_timeout")
+    for name in set(ignored) & kwargs.keys():
+        _warn(f"LightningStoreClient({name}=)", "LightningStoreClient(retry_s=)")
+    result = {name: value for name, value in kwargs.items() if name not in ignored}
+    if "server_address" in result:
+        _warn("LightningStoreClient(server_address=)", "LightningStoreClient(url)")
+        result["url"] = result.pop("server_address").removesuffix("/v1/agl")
+    return result
+
+
+def _set_store(proxy: Any, store: agl.LightningStore) -> None:
+    _warn("LLMProxy.set_store(store)", "LLMProxy.store = store")
+    proxy.store = store
+
+
+async def _restart(proxy: Any) -> None:
+    _warn("LLMProxy.restart()", "await proxy.stop(), then await proxy.start()")
+    await proxy.stop()
+    await proxy.start()
+
+
+def _fit_v0(trainer: agl.Trainer, agent: Any, train_data: Any, **others: Any) -> None:
+    from agentlightning_plugins.legacy.v0 import fit
+
+    _warn("Trainer.fit_v0(agent, url)", "agl runner, or Trainer.fit(agent, tasks)")
+    fit(trainer, agent, train_data)

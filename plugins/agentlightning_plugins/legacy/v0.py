@@ -1,0 +1,400 @@
+"""The protocol of Agent Lightning 0.1: a server over a store, its client, and ``fit_v0`` for its agents.
+
+GET /task                    claims a rollout       GET /resources/{id}, /resources/latest    its resources
+POST /rollout                reports its end
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import logging
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from typing import Any, Final, Literal
+
+from aiohttp import web
+from pydantic import BaseModel, Field
+
+import agentlightning as agl
+from agentlightning import semconv
+from agentlightning.errors import NotFoundError, StoreError
+from agentlightning.resources import scope_to_attempt, with_attempt_key
+from agentlightning.run import attempt_token
+from agentlightning.types import AttemptedRollout, AttemptFailure, Span, Triplet
+
+logger = logging.getLogger("agentlightning")
+_WORKER: Final = "v0"
+_HEARTBEAT_S: Final = 5.0
+_METHODS: Final = {
+    "train": ("training_rollout", "rollout"),
+    "val": ("validation_rollout", "rollout", "training_rollout"),
+}
+"""The methods of an agent that may run a rollout, the first that its class defines."""
+
+
+class Task(BaseModel):
+    """A claimed rollout."""
+
+    rollout_id: str
+    input: Any
+    mode: str | None = None
+    resources_id: str | None = None
+    create_time: float | None = None
+    last_claim_time: float | None = None
+    num_claims: int | None = None
+    metadata: dict[str, Any] = Field(default_factory=dict)
+
+
+class TaskIfAny(BaseModel):
+    """The answer of ``/task``."""
+
+    is_available: bool
+    task: Task | None = None
+
+
+class RolloutLegacy(BaseModel):
+    """The report of an agent on a rollout."""
+
+    rollout_id: str
+    task: Task | None = None
+    final_reward: float | None = None
+    triplets: list[Triplet] | None = None
+    trace: list[dict[str, Any]] | None = None
+    """Spans as ``json.loads(readable_span.to_json())`` of OpenTelemetry, or as our own JSON."""
+    logs: list[str] | None = None
+    metadata: dict[str, Any] = Field(default_factory=dict)
+
+
+class AgentLightningServer:
+    """Serves the rollouts of a store to agents of 0.1, and has the methods of 0.1 for algorithms of that time."""
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 8000,
+        task_timeout_seconds: float = 300.0,
+        *,
+        store: agl.LightningStore | None = None,
+    ) -> None:
+        """Prepares the server.
+
+        Args:
+            host: address to listen on.
+            port: to listen on; 0 takes a free one.
+            task_timeout_seconds: an agent that reports nothing for so long has lost its rollout, which is queued again.
+            store: any store; default is one in memory.
+        """
+        self.store = store if store is not None else agl.InMemoryLightningStore()
+        self.host, self.port = host, port
+        self.task_timeout_seconds = task_timeout_seconds
+        self._claimed: dict[str, tuple[AttemptedRollout, float]] = {}
+        """By rollout id, with the time of the loop."""
+        self._completed: dict[str, RolloutLegacy] = {}
+        self._news = asyncio.Event()
+        self._runner: web.AppRunner | None = None
+        self._beat: asyncio.Task[None] | None = None
+
+    @property
+    def endpoint(self) -> str:
+        """The URL that agents are given."""
+        return f"http://{self.host}:{self.port}"
+
+    async def start(self) -> None:
+        """Begins to serve."""
+        application = web.Application(client_max_size=64 * 2**20)
+        application.router.add_get("/task", self._answer_task)
+        application.router.add_get("/resources/{resources_id}", self._answer_resources)
+        application.router.add_post("/rollout", self._take_rollout)
+        self._runner = web.AppRunner(application)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self.host, self.port)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+        self._beat = asyncio.create_task(self._renew_leases())
+
+    async def stop(self) -> None:
+        """Stops serving."""
+        if self._beat is not None:
+            self._beat.cancel()
+            await asyncio.gather(self._beat, return_exceptions=True)
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def run_forever(self) -> None:
+        """Serves until it is cancelled."""
+        await self.start()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await self.stop()
+
+    async def queue_task(
+        self,
+        sample: Any,
+        mode: Literal["train", "val", "test"] | None = None,
+        resources_id: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Queues a rollout and returns its id."""
+        return (await self.store.enqueue_rollout(sample, mode, resources_id, metadata=metadata)).rollout_id
+
+    async def update_resources(self, resources: Mapping[str, agl.Resource | str]) -> str:
+        """Publishes resources and returns their id."""
+        return (await self.store.add_resources(resources)).version_id
+
+    async def get_completed_rollout(self, rollout_id: str) -> RolloutLegacy | None:
+        """Removes and returns the report on a rollout, None if there is none yet."""
+        return self._completed.pop(rollout_id, None)
+
+    async def poll_completed_rollout(self, rollout_id: str, timeout: float | None = None) -> RolloutLegacy | None:
+        """As ``get_completed_rollout``, after waiting up to ``timeout`` for the report."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while rollout_id not in self._completed:
+                    self._news.clear()
+                    await self._news.wait()
+        return self._completed.pop(rollout_id, None)
+
+    async def retrieve_completed_rollouts(self) -> list[RolloutLegacy]:
+        """Removes and returns all reports."""
+        reports, self._completed = list(self._completed.values()), {}
+        return reports
+
+    async def _answer_task(self, request: web.Request) -> web.Response:
+        await self._renew()
+        rollout = await self.store.dequeue_rollout(_WORKER)
+        if rollout is None:
+            return _respond(TaskIfAny(is_available=False))
+        self._claimed[rollout.rollout_id] = rollout, asyncio.get_running_loop().time()
+        task = Task(
+            rollout_id=rollout.rollout_id,
+            input=rollout.model_dump(mode="json")["input"],
+            mode=rollout.mode,
+            resources_id=rollout.rollout_id,  # its own, so that the calls of its agent are attributed to it
+            create_time=rollout.start_time,
+            last_claim_time=rollout.attempt.start_time,
+            num_claims=rollout.attempt.sequence_id,
+            metadata=dict(rollout.metadata or {}),
+        )
+        return _respond(TaskIfAny(is_available=True, task=task))
+
+    async def _answer_resources(self, request: web.Request) -> web.Response:
+        """Answers with resources by their id, by the id of a claimed rollout, or the latest."""
+        asked = request.match_info["resources_id"]
+        rollout = self._claimed[asked][0] if asked in self._claimed else None
+        wanted = asked if rollout is None else rollout.resources_id
+        if wanted in (None, "latest"):
+            update = await self.store.get_latest_resources()
+        else:
+            update = await self.store.get_resources_by_id(wanted or "")
+        if update is None and rollout is None:
+            return web.json_response({"detail": f"there are no resources {asked!r}"}, status=404)
+        resources = {} if update is None else dict(update.resources)
+        if rollout is not None:
+            ids = rollout.rollout_id, rollout.attempt.attempt_id
+            key = attempt_token.issue(self.store.token, *ids, self.task_timeout_seconds)
+            resources = scope_to_attempt(with_attempt_key(resources, key), rollout)
+        content = {name: resource.model_dump(mode="json") for name, resource in resources.items()}
+        time = 0.0 if update is None else update.create_time
+        answer = {"resources_id": asked, "resources": content, "create_time": time, "update_time": time, "version": 1}
+        return web.json_response(answer)
+
+    async def _take_rollout(self, request: web.Request) -> web.Response:
+        report = RolloutLegacy.model_validate_json(await request.read())
+        claimed = self._claimed.pop(report.rollout_id, None)
+        if claimed is None:
+            return web.json_response({"detail": f"{report.rollout_id!r} is not a claimed rollout"}, status=404)
+        ids = report.rollout_id, claimed[0].attempt.attempt_id
+        spans = [_read_span(span, *ids) for span in report.trace or ()]
+        if not spans:
+            spans = [span for triplet in report.triplets or () for span in _from_triplet(triplet, *ids)]
+        if report.final_reward is not None and report.final_reward != agl.find_final_reward(spans):
+            spans.append(_make_reward(report.final_reward, *ids))
+        await self.store.add_many_spans(spans)
+        if spans:
+            await self.store.update_attempt(*ids, status="succeeded", reward=agl.find_final_reward(spans))
+        else:  # an agent of 0.1 that raised an error
+            error = AttemptFailure(type="NoResult", message="the agent reported neither a reward nor a trace")
+            await self.store.update_attempt(*ids, status="failed", error=error)
+        self._completed[report.rollout_id] = report
+        self._news.set()
+        return web.json_response({"status": "ok", "message": f"rollout {report.rollout_id} is stored"})
+
+    async def _renew_leases(self) -> None:
+        while True:
+            await asyncio.sleep(_HEARTBEAT_S)
+            try:
+                await self._renew()
+            except (StoreError, OSError) as error:
+                logger.warning("the leases of agents of 0.1 could not be renewed: %s", error)
+
+    async def _renew(self) -> None:
+        """Sends heartbeats for agents, which send none, until their time is over."""
+        now = asyncio.get_running_loop().time()
+        for rollout_id, (rollout, since) in list(self._claimed.items()):
+            if now - since > self.task_timeout_seconds:
+                del self._claimed[rollout_id]
+                with contextlib.suppress(NotFoundError):
+                    await self.store.update_attempt(rollout_id, rollout.attempt.attempt_id, status="timeout")
+        attempts = [rollout.attempt.attempt_id for rollout, _ in self._claimed.values()]
+        await self.store.update_worker(_WORKER, attempt_ids=attempts)
+
+
+def _respond(answer: BaseModel) -> web.Response:
+    return web.Response(text=answer.model_dump_json(), content_type="application/json")
+
+
+def _make_span(attributes: Mapping[str, Any], rollout_id: str, attempt_id: str, **others: Any) -> Span:
+    return Span.from_attributes(attributes=attributes, rollout_id=rollout_id, attempt_id=attempt_id, **others)
+
+
+def _read_span(span: Mapping[str, Any], rollout_id: str, attempt_id: str) -> Span:
+    if "trace_id" in span:
+        return Span.model_validate({**span, "rollout_id": rollout_id, "attempt_id": attempt_id, "sequence_id": 0})
+    context = span.get("context") or {}
+    parent = span.get("parent_id")
+    return _make_span(
+        span.get("attributes") or {},
+        rollout_id,
+        attempt_id,
+        name=span.get("name"),
+        trace_id=str(context.get("trace_id") or "").removeprefix("0x") or None,
+        span_id=str(context.get("span_id") or "").removeprefix("0x") or None,
+        parent_id=None if parent is None else str(parent).removeprefix("0x"),
+        start_time=_read_time(span.get("start_time")),
+        end_time=_read_time(span.get("end_time")),
+    )
+
+
+def _read_time(text: str | None) -> float | None:
+    return None if text is None else datetime.fromisoformat(text).timestamp()
+
+
+def _make_reward(reward: float, rollout_id: str, attempt_id: str) -> Span:
+    attributes = {f"{semconv.REWARD}.0.name": "primary", f"{semconv.REWARD}.0.value": reward}
+    return _make_span(attributes, rollout_id, attempt_id, name=semconv.SPAN_REWARD)
+
+
+def _from_triplet(triplet: Triplet, rollout_id: str, attempt_id: str) -> Iterator[Span]:
+    attributes: dict[str, Any] = {semconv.GEN_AI_OPERATION_NAME: "chat"}
+    for key, part in ((semconv.PROMPT_TOKEN_IDS, triplet.prompt), (semconv.RESPONSE_TOKEN_IDS, triplet.response)):
+        attributes[key] = part.get("token_ids") if isinstance(part, Mapping) else part
+    yield _make_span(attributes, rollout_id, attempt_id, name="openai.chat")
+    if triplet.reward is not None:
+        yield _make_reward(triplet.reward, rollout_id, attempt_id)
+
+
+class AgentLightningClient:
+    """The client of agents of 0.1."""
+
+    def __init__(self, endpoint: str, poll_interval: float = 5.0, timeout: float = 10.0) -> None:
+        """Takes the URL of the server, and seconds between questions for a task and for an answer."""
+        self.endpoint = endpoint.rstrip("/")
+        self.poll_interval = poll_interval
+        self.timeout = timeout
+
+    async def poll_next_task_async(self) -> Task:
+        """Waits for a task."""
+        while True:
+            with contextlib.suppress(OSError):  # the server is not there yet
+                answer = TaskIfAny.model_validate(await asyncio.to_thread(self._request, "/task"))
+                if answer.task is not None:
+                    return answer.task
+            await asyncio.sleep(self.poll_interval)
+
+    async def get_resources_by_id_async(self, resource_id: str) -> agl.ResourcesUpdate:
+        """Returns the resources of a task."""
+        return agl.ResourcesUpdate.model_validate(await asyncio.to_thread(self._request, f"/resources/{resource_id}"))
+
+    async def post_rollout_async(self, rollout: RolloutLegacy) -> Any:
+        """Reports the end of a task."""
+        return await asyncio.to_thread(self._request, "/rollout", rollout.model_dump_json().encode())
+
+    def _request(self, path: str, body: bytes | None = None) -> Any:
+        request = urllib.request.Request(self.endpoint + path, body, {"content-type": "application/json"})  # noqa: S310 # see below
+        with urllib.request.urlopen(request, timeout=self.timeout) as answer:  # noqa: S310 # the URL is the user's
+            return json.loads(answer.read())
+
+
+class _Agent(agl.LitAgent[Any]):
+    """An agent of 0.1, whose methods may take ``(task, rollout_id, resources)``."""
+
+    def __init__(self, agent: agl.LitAgent[Any]) -> None:
+        self.agent = agent
+        self.results: dict[str, Any] = {}
+
+    def is_async(self) -> bool:
+        return self.agent.is_async()
+
+    def rollout(self, task: Any, resources: Any, rollout: agl.Rollout) -> Any:
+        return self._keep(rollout, self._call("", task, resources, rollout))
+
+    async def rollout_async(self, task: Any, resources: Any, rollout: agl.Rollout) -> Any:
+        return self._keep(rollout, await self._call("_async", task, resources, rollout))
+
+    def _call(self, suffix: str, task: Any, resources: Any, rollout: agl.Rollout) -> Any:
+        names = [name + suffix for name in _METHODS["train" if rollout.mode == "train" else "val"]]
+        own = [name for name in names if getattr(type(self.agent), name) is not getattr(agl.LitAgent, name)]
+        method = getattr(self.agent, (own or names)[0])
+        if "rollout_id" in inspect.signature(method).parameters:
+            return method(task, rollout_id=rollout.rollout_id, resources=resources)
+        return method(task, resources, rollout)
+
+    def _keep(self, rollout: agl.Rollout, result: Any) -> Any:
+        """Keeps triplets and reports, which agents do not return any more."""
+        if isinstance(result, RolloutLegacy):
+            self.results[rollout.rollout_id] = result
+            return result.final_reward
+        if isinstance(result, list) and result and isinstance(result[0], Triplet):
+            self.results[rollout.rollout_id] = RolloutLegacy(rollout_id="", triplets=result)
+            return result[-1].reward
+        return result
+
+
+def fit(trainer: agl.Trainer, agent: Any, data: str | AgentLightningClient) -> None:
+    """Runs an agent on the tasks of a server of 0.1, ``n_runners`` at a time, until ``max_rollouts`` or Ctrl-C.
+
+    Raises:
+        ConfigError: ``data`` is not the URL of a server.
+    """
+    if isinstance(data, str) and not data.startswith(("http://", "https://")):
+        raise agl.ConfigError(f"train_data = {data!r}: give the URL of the server, as in http://127.0.0.1:8000")
+    if not isinstance(data, (str, AgentLightningClient)):
+        raise agl.ConfigError("fit_v0 takes its tasks from a server, so give its URL; for a dataset use Trainer.fit")
+    client = AgentLightningClient(data) if isinstance(data, str) else data
+    asyncio.run(_run(trainer, _Agent(agl.wrap(agent)), client))
+
+
+async def _run(trainer: agl.Trainer, agent: _Agent, client: AgentLightningClient) -> None:
+    left = iter(range(trainer.max_rollouts)) if trainer.max_rollouts is not None else iter(int, 1)
+    adapter = trainer.adapter if isinstance(trainer.adapter, agl.TraceToTriplet) else agl.TraceToTriplet()
+    store = agl.InMemoryLightningStore()
+    tracer = trainer.tracer if isinstance(trainer.tracer, agl.Tracer) else agl.OtelTracer()
+    runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(tracer)
+
+    async def work() -> None:
+        for _ in left:
+            task = await client.poll_next_task_async()
+            resources = (await client.get_resources_by_id_async(task.resources_id or "latest")).resources
+            mode: Any = task.mode
+            done = await runner.step(task.input, resources, mode)
+            spans = (await store.query_spans(done.rollout_id)).items
+            report = agent.results.pop(done.rollout_id, RolloutLegacy(rollout_id="")).model_copy()
+            report.rollout_id, report.task = task.rollout_id, task
+            if done.status == "succeeded":
+                report.triplets = report.triplets or list(adapter.adapt(spans))
+                report.trace = report.trace or [span.model_dump(mode="json") for span in spans]
+                report.final_reward = agl.find_final_reward(spans, done)
+            await client.post_rollout_async(report)
+            await store.delete_rollouts([done.rollout_id])
+
+    with runner.run_context(agent=agent, store=store):
+        try:
+            await asyncio.gather(*(work() for _ in range(trainer.n_runners)))
+        finally:
+            await store.close()

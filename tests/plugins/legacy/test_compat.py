@@ -1,0 +1,185 @@
+"""``import agentlightning.compat``: the names of Agent Lightning 0.3."""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from typing import Any
+
+import agentlightning as agl
+from agentlightning_plugins.legacy.compat import MODULES, NAMES
+from tests.source import REPO, run_python
+
+PREAMBLE = """
+import json, sys, warnings
+import agentlightning.compat
+import agentlightning as agl
+
+seen = []
+warnings.simplefilter("always")
+warnings.showwarning = lambda message, category, filename, lineno, *rest: seen.append(
+    [category.__name__, filename, str(message)]
+)
+"""
+
+
+def run_old_program(program: str) -> tuple[str, list[str]]:
+    """Runs a program after ``import agentlightning.compat``; returns what it printed and the warnings."""
+    output = run_python("-c", PREAMBLE + textwrap.dedent(program) + "\nprint('WARNINGS', json.dumps(seen))")
+    printed, _, warned = output.partition("WARNINGS ")
+    warnings: list[list[str]] = json.loads(warned)
+    assert {category for category, _, _ in warnings} == {"DeprecationWarning"}
+    assert {file for _, file, _ in warnings} == {"<string>"}, "a warning names the line of the program"
+    return printed, [message for _, _, message in warnings]
+
+
+def test_names_of_0_3_are_imported_from_where_they_were() -> None:
+    printed, warned = run_old_program(
+        """
+        from agentlightning.llm_proxy import LLMProxy
+        from agentlightning.store.base import LightningStore, UNSET
+        from agentlightning.store.memory import InMemoryLightningStore
+        from agentlightning.store.client_server import LightningStoreClient, LightningStoreServer
+        from agentlightning.store.threading import LightningStoreThreaded
+        from agentlightning.tracer.base import Tracer
+        from agentlightning.tracer.otel import OtelTracer
+        from agentlightning.tracer.agentops import AgentOpsTracer
+        from agentlightning.adapter.messages import TraceToMessages
+        from agentlightning.algorithm.apo import APO
+        from agentlightning.algorithm.verl import VERL
+        from agentlightning.runner.agent import LitAgentRunner
+        from agentlightning.reward import emit_reward
+        from agentlightning.emitter import find_final_reward
+        from agentlightning.semconv import AGL_ANNOTATION, AGL_REWARD, LightningSpanAttributes
+        from agentlightning.utils.otel import make_link_attributes, make_tag_attributes
+        from agentlightning.types.core import Rollout
+        import agentlightning.store.memory
+
+        assert agentlightning.store.memory.InMemoryLightningStore is agl.InMemoryLightningStore
+        assert (LLMProxy, VERL, APO, Tracer, Rollout) == (agl.LLMProxy, agl.VERL, agl.APO, agl.Tracer, agl.Rollout)
+        assert LightningStoreThreaded(store := InMemoryLightningStore()) is store
+        assert find_final_reward([emit_reward(0.5, propagate=False)]) == 0.5
+        print(AGL_ANNOTATION, AGL_REWARD, LightningSpanAttributes.REWARD.value)
+        print(make_link_attributes({"a": "b"}), make_tag_attributes(["x"]))
+        """
+    )
+    assert printed.splitlines() == [
+        "agentlightning.annotation agentlightning.reward agentlightning.reward",
+        "{'agentlightning.link.0.key_match': 'a', 'agentlightning.link.0.value_match': 'b'} "
+        "{'agentlightning.tag.0': 'x'}",
+    ]
+    assert len(warned) == 23
+    for expected in (
+        "agentlightning.llm_proxy.LLMProxy is of Agent Lightning 0.3; use agentlightning.LLMProxy",
+        "agentlightning.store.base.UNSET is of Agent Lightning 0.3; use agentlightning.types.UNSET",
+        "agentlightning.reward.emit_reward is of Agent Lightning 0.3; use agentlightning.emit_reward",
+        "agentlightning.emitter.find_final_reward is of Agent Lightning 0.3; use agentlightning.find_final_reward",
+        "agentlightning.semconv.AGL_REWARD is of Agent Lightning 0.3; use agentlightning.semconv.SPAN_REWARD",
+        "agentlightning.utils.otel.make_tag_attributes is of Agent Lightning 0.3; "
+        "use agentlightning.semconv.tag_attributes",
+    ):
+        assert expected in warned
+
+
+def test_arguments_and_methods_of_0_3_are_taken() -> None:
+    printed, warned = run_old_program(
+        """
+        import asyncio
+
+        class Agent(agl.LitAgent):
+            def __init__(self):
+                super().__init__(trained_agents="writer")
+
+            def rollout(self, task, resources, rollout):
+                return float(task)
+
+        store = agl.InMemoryLightningStore()
+        trainer = agl.Trainer(
+            n_workers=1,
+            algorithm={"type": "agentlightning.algorithm.Baseline", "n_epochs": 1},
+            strategy={"type": "shm"},
+            store=store,
+            tracer="dummy",
+            trackers=[],
+            daemon=True,
+        )
+        print(trainer.dev(Agent(), [1, 2]).status, trainer.n_runners, Agent().trained_agents)
+
+        async def use_proxy():
+            proxy = agl.LLMProxy()
+            proxy.set_store(store)
+            print(proxy.is_running(), bool(proxy.is_running))
+            await proxy.restart()
+            print(proxy.is_running())
+            await proxy.stop()
+
+        asyncio.run(use_proxy())
+        client = agl.LightningStoreClient(server_address="http://127.0.0.1:4747", request_timeout=3)
+        print(client.run_id)
+        """
+    )
+    assert printed.splitlines() == ["succeeded 1 writer", "False False", "True", "default"]
+    assert [re.sub(r" is of Agent Lightning 0\.3; use .*", "", message) for message in warned] == [
+        "Trainer(n_workers=)",
+        'Trainer(algorithm={"type": ...})',
+        'Trainer(strategy={"type": ...})',
+        "Trainer(daemon=)",
+        "LitAgent(trained_agents=)",
+        "LitAgent(trained_agents=)",
+        "LLMProxy.set_store(store)",
+        "LLMProxy.is_running()",
+        "LLMProxy.restart()",
+        "LLMProxy.is_running()",
+        "LightningStoreClient(request_timeout=)",
+        "LightningStoreClient(server_address=)",
+    ]
+
+
+def test_a_name_that_is_gone_says_where_to_look() -> None:
+    printed, _ = run_old_program(
+        """
+        import agentlightning.store.memory
+        agentlightning.store.memory.InMemoryLightningStore
+        try:
+            agentlightning.store.memory.InMemoryLightningStor
+        except AttributeError as error:
+            print(error)
+        try:
+            from agentlightning import Nothing
+        except ImportError as error:
+            print(error)
+        """
+    )
+    first, second = printed.splitlines()
+    assert "Did you mean 'InMemoryLightningStore'? See docs/migration.md" in first
+    assert second.startswith("cannot import name 'Nothing'")
+
+
+def test_spans_are_found_by_links_as_in_0_3() -> None:
+    from agentlightning_plugins.legacy import compat
+
+    spans = [agl.emit_annotation({"conversation": name}, propagate=False) for name in ("a", "b")]
+    linked = agl.emit_reward(1.0, attributes=agl.semconv.link_attributes({"conversation": "b"}), propagate=False)
+    links = compat.extract_links_from_attributes(linked.attributes)
+    assert compat.query_linked_spans(spans, links) == [spans[1]]
+    by_id = [compat.LinkPydanticModel("span_id", spans[0].span_id)]
+    assert compat.query_linked_spans(spans, by_id) == [spans[0]]
+    assert compat.extract_tags_from_attributes(agl.semconv.tag_attributes(["x"])) == ["x"]
+
+
+def test_without_compat_nothing_of_0_3_is_there() -> None:
+    program = """
+    import sys, agentlightning as agl
+    print(hasattr(agl, "configure_logger"), hasattr(agl.Trainer, "fit_v0"), "agentlightning.llm_proxy" in sys.modules)
+    """
+    assert run_python("-c", textwrap.dedent(program)).strip() == "False False False"
+
+
+def test_the_migration_page_lists_every_name() -> None:
+    page = (REPO / "docs" / "migration.md").read_text(encoding="utf-8")
+    listed: set[Any] = set(re.findall(r"`([^`]+)`", page))
+    modules = {f"agentlightning.{module}" for module in MODULES}
+    assert modules - listed == set()
+    assert set(NAMES) - listed == set()
+    assert set(agl.__all__) - listed == set(), "say whether 0.3 had it"

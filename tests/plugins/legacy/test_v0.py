@@ -1,0 +1,159 @@
+"""Agents of Agent Lightning 0.1 with algorithms of today, in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agentlightning as agl
+from agentlightning_plugins.legacy.v0 import AgentLightningServer, RolloutLegacy
+
+ALGORITHM = """
+import asyncio, sys
+import agentlightning as agl
+from agentlightning_plugins.legacy.v0 import AgentLightningServer
+
+async def learn():
+    store = agl.create_store("memory://")
+    server = AgentLightningServer(port=0, store=store)
+    await server.start()
+    print(server.endpoint, flush=True)
+    resources = {"main_llm": agl.ProxyLLM(endpoint="http://gateway/v1", model="m", api_key="agentlightning")}
+    await store.add_resources({**resources, "prompt": "Add {a}"})
+    modes = {1: "train", 2: "val", 3: None}
+    requests = [agl.EnqueueRolloutRequest(input={"a": a}, mode=mode) for a, mode in modes.items()]
+    rollouts = await store.enqueue_many_rollouts(requests)
+    for rollout in await store.wait_for_rollouts([rollout.rollout_id for rollout in rollouts], timeout=120):
+        spans = await store.query_spans(rollout.rollout_id)
+        messages = [span.attributes["agentlightning.message.body"] for span in spans if "message" in span.name]
+        is_own = rollout.rollout_id in str(messages)
+        print(rollout.status, agl.find_final_reward(spans), is_own, [text[:12] for text in messages])
+    await server.stop()
+    await store.close()
+
+asyncio.run(learn())
+"""
+
+AGENT = """
+import sys
+import agentlightning.compat
+from agentlightning import LitAgent, Trainer, emit_message
+
+class Adder(LitAgent):
+    def __init__(self):
+        super().__init__(trained_agents="adder")
+
+    def training_rollout(self, task, rollout_id, resources):
+        emit_message(f"train {resources['prompt'].format(a=task['a'])} {resources['main_llm'].endpoint}")
+        return task["a"] / 10
+
+    def validation_rollout(self, task, rollout_id, resources):
+        if task["a"] == 3:
+            raise ValueError("the agent failed")
+        emit_message(f"val   {resources['prompt'].format(a=task['a'])} {resources['main_llm'].endpoint}")
+        return task["a"] / 10
+
+Trainer(n_workers=2, max_tasks=3, tracer="otel").fit_v0(Adder(), sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+def test_an_old_agent_works_for_a_new_algorithm(tmp_path: Path) -> None:
+    for name, program in (("algorithm.py", ALGORITHM), ("agent.py", AGENT)):
+        (tmp_path / name).write_text(program)
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    algorithm = subprocess.Popen(
+        [sys.executable, str(tmp_path / "algorithm.py")], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert algorithm.stdout is not None
+    try:
+        endpoint = algorithm.stdout.readline().strip()
+        done = subprocess.run(
+            [sys.executable, str(tmp_path / "agent.py"), endpoint],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            env=environment,
+        )
+        assert done.returncode == 0, done.stderr
+        output = algorithm.communicate(timeout=120)[0]
+    finally:
+        algorithm.kill()
+    assert algorithm.returncode == 0
+    assert output.splitlines() == [
+        "succeeded 0.1 True ['train Add 1 ']",
+        "succeeded 0.2 True ['val   Add 2 ']",
+        "failed None False []",
+    ]
+
+
+async def ask(url: str, body: dict[str, Any] | None = None) -> Any:
+    def send() -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        with urllib.request.urlopen(urllib.request.Request(url, data, {"content-type": "application/json"})) as answer:
+            return json.loads(answer.read())
+
+    return await asyncio.to_thread(send)
+
+
+async def test_an_old_algorithm_queues_tasks_and_gets_reports() -> None:
+    server = AgentLightningServer(port=0)
+    await server.start()
+    try:
+        resources_id = await server.update_resources({"main_llm": agl.LLM(endpoint="http://x/v1", model="m")})
+        rollout_id = await server.queue_task({"n": [1]}, mode="train", resources_id=resources_id, metadata={"k": 1})
+        latest, named = [await ask(f"{server.endpoint}/resources/{name}") for name in ("latest", resources_id)]
+        assert latest["resources"] == named["resources"]
+        assert named["resources_id"] == resources_id
+        answer = await ask(f"{server.endpoint}/task")
+        assert answer["is_available"]
+        task = answer["task"]
+        assert (task["rollout_id"], task["input"], task["metadata"]) == (rollout_id, {"n": [1]}, {"k": 1})
+        assert not (await ask(f"{server.endpoint}/task"))["is_available"]
+        assert await server.poll_completed_rollout(rollout_id, timeout=0.01) is None
+        triplets = [
+            {"prompt": {"token_ids": [1, 2]}, "response": {"token_ids": [3]}, "reward": 0.5, "metadata": {}},
+        ]
+        report = {"rollout_id": rollout_id, "triplets": triplets, "final_reward": 0.75, "trace": None, "logs": None}
+        await ask(f"{server.endpoint}/rollout", report)
+        completed = await server.poll_completed_rollout(rollout_id, timeout=10)
+        assert completed == RolloutLegacy.model_validate(report)
+        assert await server.retrieve_completed_rollouts() == []
+        rollout = await server.store.get_rollout_by_id(rollout_id)
+        assert rollout is not None
+        assert rollout.status == "succeeded"
+        spans = await server.store.query_spans(rollout_id)
+        assert agl.find_final_reward(spans) == 0.75
+        (call,) = agl.TraceToTriplet().adapt(spans)
+        assert (call.prompt["token_ids"], call.response["token_ids"], call.reward) == ([1, 2], [3], 0.5)
+        with pytest.raises(urllib.error.HTTPError):
+            await ask(f"{server.endpoint}/rollout", report)  # a rollout ends once
+    finally:
+        await server.stop()
+        await server.store.close()
+
+
+async def test_a_lost_agent_of_0_1_loses_its_task() -> None:
+    server = AgentLightningServer(port=0, task_timeout_seconds=0.05)
+    config = agl.RolloutConfig(max_attempts=2, retry_condition=["timeout"])
+    await server.start()
+    try:
+        rollout = await server.store.enqueue_rollout("task", config=config)
+        assert (await ask(f"{server.endpoint}/task"))["task"]["num_claims"] == 1
+        answer = await ask(f"{server.endpoint}/task")
+        while not answer["is_available"]:
+            answer = await ask(f"{server.endpoint}/task")
+        assert (answer["task"]["rollout_id"], answer["task"]["num_claims"]) == (rollout.rollout_id, 2)
+    finally:
+        await server.stop()
+        await server.store.close()
