@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from agentlightning.event import AttemptFinished, Event, RolloutFinished, RunFinished, StepFinished
+from agentlightning.event import AttemptFinished, Event, ResourcesPublished, RolloutFinished, RunFinished, StepFinished
 from agentlightning.types import Run
 
 _SHOWN = ("reward", "val_reward", "success_rate", "tokens_per_s", "seconds")
@@ -38,7 +38,7 @@ class ConsoleTracker:
         self._started = time.monotonic()
         self._finished = self._failed = 0
         self._errors: dict[str, int] = {}
-        self._has_advised = False
+        self._has_advised = self._has_resources = False
         self._line = Text("waiting for the first step", style="dim")
         self._left = ""
         self._first_progress: tuple[float, float] | None = None
@@ -59,6 +59,10 @@ class ConsoleTracker:
         elif isinstance(event, RolloutFinished):
             self._finished += 1
             self._failed += event.status == "failed"
+        elif isinstance(event, ResourcesPublished):
+            if not self._has_resources and not self._brief:
+                self._say(Text(f"first resources: {event.resources_id}, version {event.version}"))
+            self._has_resources = True
         elif isinstance(event, StepFinished):
             self._show_step(event)
         elif isinstance(event, RunFinished):
