@@ -299,8 +299,8 @@ class TestAClient:
     @pytest.mark.parametrize("cls", [OpenAI, AsyncOpenAI])
     @pytest.mark.parametrize(
         "task",
-        ["1+2?", ASK, {"messages": ASK, "temperature": 0.125}, {"input": "1+2?", "top_p": 0.5}],
-        ids=["text", "messages", "chat", "response"],
+        ["1+2?", ASK, {"messages": ASK, "temperature": 0.125}, {"input": "1+2?", "top_p": 0.5}, {"question": "1+2?"}],
+        ids=["text", "messages", "chat", "response", "question"],
     )
     async def test_answers_a_task_with_the_rollouts_model(self, cls: Any, task: Any) -> None:
         client = cls(base_url=NOWHERE, api_key="any", max_retries=0)
@@ -322,9 +322,9 @@ class TestAClient:
 
     async def test_an_invalid_task_is_explained(self) -> None:
         async with Lab(AsyncOpenAI(base_url=NOWHERE, api_key="any")) as lab:
-            (rollout,) = await lab.run({"question": "1+2?"})  # type: ignore[arg-type] # the mistake
+            (rollout,) = await lab.run({"sum": "1+2?"})  # type: ignore[arg-type] # the mistake
         assert rollout.attempt.error is not None
-        assert "has neither messages nor input" in rollout.attempt.error.message
+        assert "a mapping with the fields 'sum'; exactly one of question, input" in rollout.attempt.error.message
         assert "task_to_input" in rollout.attempt.error.message
 
 

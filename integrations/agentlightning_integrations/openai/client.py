@@ -15,11 +15,11 @@ from typing import Any, Final
 from openai import AsyncOpenAI, OpenAI
 from wrapt import wrap_function_wrapper  # type: ignore[import-untyped] # wrapt has no types
 
-from agentlightning.errors import ConfigError
 from agentlightning.plugin.hookspecs import WrapOptions
 from agentlightning.resources import LLM
 from agentlightning_integrations.framework.agent import FrameworkAgent
 from agentlightning_integrations.framework.openai_client import async_client, sync_client
+from agentlightning_integrations.framework.task import read_input
 from agentlightning_plugins.instrumentation import Patches, instrument_and_restore
 
 logger = logging.getLogger("agentlightning")
@@ -54,14 +54,11 @@ class OpenAIClientAgent(FrameworkAgent[OpenAI | AsyncOpenAI]):
 
 
 def _call(client: Any, task: Any, llm: LLM | None, instructions: str | None) -> Any:
+    if not isinstance(task, Mapping) or not task.keys() & {"messages", "input"}:
+        task = read_input(task, "a client of OpenAI")
     if isinstance(task, str):
         task = [{"role": "user", "content": task}]
     arguments = dict(task) if isinstance(task, Mapping) else {"messages": task}
-    if not arguments.keys() & {"messages", "input"}:
-        raise ConfigError(
-            f"task {str(task)[:200]!r} has neither messages nor input; give a text, messages or the arguments of a "
-            "call, or make it so with task_to_input"
-        )
     if llm is not None:
         arguments.update(llm.sampling_parameters, model=llm.model)
     if "input" in arguments:
