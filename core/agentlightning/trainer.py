@@ -134,7 +134,7 @@ class Trainer:
 
         Args:
             agent: a function, decorated or plain, a LitAgent, or an object of a framework that a plugin supports.
-            train_dataset: tasks to learn from.
+            train_dataset: tasks to learn from: a sequence, or a DataFrame, whose rows become dicts.
             val_dataset: tasks to evaluate with.
             reward: ``reward(task, output, rollout)``, for agents that do not emit their reward themselves.
 
@@ -194,6 +194,7 @@ class Trainer:
         train_dataset: Dataset[Any] | None,
         val_dataset: Dataset[Any] | None,
     ) -> Run:
+        train_dataset, val_dataset = _to_rows(train_dataset), _to_rows(val_dataset)
         _check_datasets(train_dataset=train_dataset, val_dataset=val_dataset)
         adapter = self.adapter
         if adapter is None and algorithm.default_adapter is not None:
@@ -255,6 +256,13 @@ def _check_port(port: int | None, of_strategy: int | None) -> None:
 def first_resources(agent: LitAgent[Any], given: Mapping[str, Resource] | None) -> Mapping[str, Resource] | None:
     """Returns the agent's own prompts, overridden by the given resources; None if there are none."""
     return {**agent.initial_prompts(), **(given or {})} or None
+
+
+def _to_rows(dataset: Any) -> Any:
+    """Returns the rows of a DataFrame of pandas or polars as dicts, and anything else unchanged."""
+    if hasattr(dataset, "to_dicts"):
+        return dataset.to_dicts()
+    return dataset.to_dict(orient="records") if hasattr(dataset, "iloc") and hasattr(dataset, "columns") else dataset
 
 
 def _check_datasets(**datasets: Any) -> None:

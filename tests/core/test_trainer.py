@@ -329,6 +329,15 @@ def test_dev_defaults_to_baseline_and_refuses_slow_algorithms() -> None:
         trainer(algorithm=slow).dev(halving_agent, TASKS)
 
 
+def test_the_rows_of_a_dataframe_are_tasks() -> None:
+    import pandas
+
+    store = agl.create_store("memory://")
+    trainer(store=store, strategy="shm", algorithm=EVALUATION).fit(halving_agent, pandas.DataFrame(TASKS))
+    assert [dict(rollout.input) for rollout in results(store)] == TASKS
+    assert rewards(store) == [task["number"] / 2 for task in TASKS]
+
+
 def test_a_reward_function_scores_what_an_agent_returns() -> None:
     store = agl.create_store("memory://")
     reward = lambda task, output, rollout: float(output == str(task["number"]))  # noqa: E731 # what users write inline
