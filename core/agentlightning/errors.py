@@ -15,8 +15,13 @@ Every error is also the builtin that a user would expect, and pickles with its m
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from traceback import FrameSummary
 
 
 class LightningError(Exception):
@@ -59,19 +64,44 @@ class RolloutError(LightningError, RuntimeError):
 
 
 def format_error(error: BaseException) -> str:
-    """Returns the last 16,000 characters of a traceback, without our own frames at its start.
+    """Returns the last 16,000 characters of a traceback, from the first frame of the user's code.
 
-    An error of ours that no foreign code raised is its message only.
+    Of a traceback without user code, as of a library that our own code calls, the last frames are shown. An error of
+    ours that no foreign code raised is its message only.
     """
     import traceback  # slow to import and rarely needed
 
-    core = str(Path(__file__).parent)
     shown = traceback.TracebackException.from_exception(error)
-    first = next((place for place, frame in enumerate(shown.stack) if not frame.filename.startswith(core)), None)
-    if first is None and isinstance(error, LightningError):
+    if isinstance(error, LightningError) and all(_is_ours(frame.filename) for frame in shown.stack):
         return "".join(shown.format_exception_only())[-16000:]
-    del shown.stack[: first or 0]
+    part: traceback.TracebackException | None = shown
+    while part is not None:
+        _cut(part.stack)
+        part = part.__cause__ or part.__context__
     return "".join(shown.format())[-16000:]
+
+
+_LIBRARY_FRAMES = 3
+"""The frames shown of a traceback without user code."""
+
+
+def _cut(stack: list[FrameSummary]) -> None:
+    """Removes the frames before the first one of the user's code."""
+    names = [frame.filename for frame in stack]
+    own = (place for place, name in enumerate(names) if not _is_ours(name) and not _is_library(name))
+    del stack[: next(own, max(0, len(stack) - _LIBRARY_FRAMES))]
+
+
+def _is_ours(filename: str) -> bool:
+    plugins = {"agentlightning_algorithms", "agentlightning_integrations", "agentlightning_plugins"}
+    return Path(filename).is_relative_to(Path(__file__).parent) or bool(plugins & set(Path(filename).parts))
+
+
+def _is_library(filename: str) -> bool:
+    if filename.startswith("<frozen"):
+        return True
+    installed = {"site-packages", "dist-packages"} & set(Path(filename).parts)
+    return bool(installed) or filename.startswith(str(Path(os.__file__).parent))
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

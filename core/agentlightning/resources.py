@@ -100,7 +100,10 @@ class _ValuesOnlyFormatter(string.Formatter):
 
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> tuple[Any, str]:
         if not field_name.isidentifier():
-            raise ConfigError(f"prompt field {{{field_name}}} is not a plain name; use {{name}} and give name=...")
+            raise ConfigError(
+                f"prompt field {{{field_name}}} is not a plain name; use {{name}} and give name=..., or write "
+                "{{ and }} for literal braces, as of JSON"
+            )
         if field_name not in kwargs:
             given = ", ".join(sorted(kwargs)) or "none"
             raise ConfigError(f"prompt field {{{field_name}}} got no value; values given: {given}")

@@ -71,7 +71,7 @@ class Trainer:
 
         Args:
             algorithm: ``fit`` needs one, ``dev`` defaults to ``baseline``.
-            store: an instance, a class or a URL; default ``memory://``.
+            store: an instance, a class or a URL; default ``store.db`` in ``run_dir`` (SQLite), or else ``memory://``.
             tracer: default ``otel``.
             adapter: default is the algorithm's own ``default_adapter``; a mapping without ``name`` has settings of it.
             strategy: default ``cs``, runner processes; ``shm`` runs everything as threads.
@@ -80,11 +80,13 @@ class Trainer:
                 unless ``initial_resources`` has a model; several have their own names.
             n_runners: runner processes (``cs``) or threads (``shm``).
             max_rollouts: each runner ends after so many.
-            initial_resources: the agent's resources before training; a plain str is a prompt.
+            initial_resources: the agent's resources before training; a plain str is a prompt. They become the latest
+                of the run, also in a store that was used before, unless the run is resumed.
             hooks: called around every rollout, in the runner's process.
             port: of the served store; default is a free one.
             trackers: where metrics go; default ``console``, and ``jsonl`` with a ``run_dir``.
-            run_dir: directory for metrics, checkpoints and report, used by one run only; default is none.
+            run_dir: directory for store, metrics, checkpoints and report, used by one run only; default is none. Its
+                name is the run's, also in a shared store.
             resume: continue the interrupted or killed run in ``run_dir``.
             max_concurrency: concurrent rollouts in each runner; default 16.
             seed: for algorithms without a seed of their own; a resumed run keeps its seed.
@@ -97,7 +99,9 @@ class Trainer:
         if resume and run_dir is None:
             raise ConfigError("resume=True needs run_dir, the directory of the run to continue")
         self.algorithm: Algorithm | None = _component("algorithm", algorithm)
-        opened = create_store(store) if isinstance(store, str) else _component("store", store)
+        self.run_dir = None if run_dir is None else Path(run_dir)
+        run = None if self.run_dir is None else self.run_dir.resolve().name
+        opened = create_store(store, run=run) if isinstance(store, str) else _component("store", store)
         self.store: LightningStore | None = opened
         if isinstance(tracer, type):
             tracer = tracer()
@@ -114,7 +118,6 @@ class Trainer:
         self.max_rollouts = max_rollouts
         self.initial_resources = None if initial_resources is None else read_resources(initial_resources)
         self.hooks: Sequence[Hook] = [hooks] if isinstance(hooks, Hook) else list(hooks or ())
-        self.run_dir = None if run_dir is None else Path(run_dir)
         self.resume = resume
         self.seed = seed
         self.max_concurrency = DEFAULT_CONCURRENCY if max_concurrency is None else max_concurrency
@@ -143,7 +146,7 @@ class Trainer:
 
         Args:
             agent: a function, decorated or plain, a LitAgent, or an object of a framework that a plugin supports.
-            train_dataset: tasks to learn from.
+            train_dataset: tasks to learn from: a sequence, or a DataFrame, whose rows become dicts.
             val_dataset: tasks to evaluate with.
             reward: ``reward(task, output, rollout)``, for agents that do not emit their reward themselves.
 
@@ -205,6 +208,7 @@ class Trainer:
         train_dataset: Dataset[Any] | None,
         val_dataset: Dataset[Any] | None,
     ) -> Run:
+        train_dataset, val_dataset = _to_rows(train_dataset), _to_rows(val_dataset)
         _check_datasets(train_dataset=train_dataset, val_dataset=val_dataset)
         adapter = self.adapter
         if adapter is None and algorithm.default_adapter is not None:
@@ -227,13 +231,13 @@ class Trainer:
             get_manager().require(*(f"{cls.__module__}:{cls.__qualname__}" for cls in type(algorithm).__mro__))
             algorithm.check_setup(context)
         with contextlib.ExitStack() as stack:
-            store = context.store if context.store is not None else create_store("memory://")
-            if context.store is None:
-                stack.callback(lambda: asyncio.run(store.close()))
             if self.run_dir is not None:
                 opened = RunDirectory.open(self.run_dir, resume=self.resume, seed=self.seed)
                 directory = stack.enter_context(contextlib.closing(opened))
                 context.key, context.seed = directory.key, directory.seed
+            store = self._open_store(context)
+            if context.store is None:
+                stack.callback(lambda: asyncio.run(store.close()))
             context.run = Run(config={**self.run_config, "algorithm": type(algorithm).__name__})
             job = TrainerJob(algorithm, context, self.trackers, self.resume)
             runner_job = LitAgentRunnerJob(
@@ -243,6 +247,19 @@ class Trainer:
             if context.run.status == "running":  # the algorithm ran in another process
                 context.run = asyncio.run(store.get_run_by_id(store.run_id)) or context.run
         return context.run
+
+    def _open_store(self, context: RunContext) -> LightningStore:
+        """Returns the store of this run. One that has another run already is scoped to the name of the directory."""
+        if context.store is None:
+            own = self.run_dir is not None and self.strategy.role != "runner"
+            return create_store(f"sqlite:///{self.run_dir}/store.db" if own else "memory://")
+        if self.run_dir is None or self.strategy.role != "both":
+            return context.store
+        name, known = self.run_dir.resolve().name, asyncio.run(context.store.get_run_by_id(context.store.run_id))
+        if known is None or known.name == name:
+            return context.store
+        logger.warning("the store has the run %r already: this one is store.with_run(%r)", known.name, name)
+        return context.store.with_run(name)
 
 
 def _check_port(port: int | None, of_strategy: int | None) -> None:
@@ -254,6 +271,13 @@ def _check_port(port: int | None, of_strategy: int | None) -> None:
 def first_resources(agent: LitAgent[Any], given: Mapping[str, Resource] | None) -> Mapping[str, Resource] | None:
     """Returns the agent's own prompts, overridden by the given resources; None if there are none."""
     return {**agent.initial_prompts(), **(given or {})} or None
+
+
+def _to_rows(dataset: Any) -> Any:
+    """Returns the rows of a DataFrame of pandas or polars as dicts, and anything else unchanged."""
+    if hasattr(dataset, "to_dicts"):
+        return dataset.to_dicts()
+    return dataset.to_dict(orient="records") if hasattr(dataset, "iloc") and hasattr(dataset, "columns") else dataset
 
 
 def _check_datasets(**datasets: Any) -> None:
@@ -293,7 +317,7 @@ class TrainerJob:
         algorithm, context = self.algorithm, self.context
         context.store = store
         directory = context.directory
-        name = directory.name if directory is not None else store.run_id
+        name = directory.resolve().name if directory is not None else store.run_id
         context.run = await store.create_run(name, config=context.run.config)
         if context.run.status != "running":  # it is resumed, or the store was used before
             context.run = await store.update_run(context.run.run_id, "running")
@@ -310,8 +334,7 @@ class TrainerJob:
                 given = context.initial_resources or {}
                 if not any(isinstance(resource, LLM) for resource in given.values()):
                     context.initial_resources = {**model_resources(gateway), **given}
-            if context.initial_resources and await store.get_latest_resources() is None:
-                await store.add_resources(context.initial_resources)
+            await self._publish_initial(store)
             if self.resume and directory is not None:
                 _load_state(algorithm, directory)
             await self._run_algorithm()
@@ -332,6 +355,16 @@ class TrainerJob:
             following.cancel()
             if directory is not None:
                 await _write_reports(store, directory)
+
+    async def _publish_initial(self, store: LightningStore) -> None:
+        """Publishes the initial resources, unless the run continues from the latest ones of its store."""
+        given, latest = self.context.initial_resources, await store.get_latest_resources()
+        if latest is None or (given and not self.resume and not self.algorithm.continues_from_latest):
+            if given and (latest is None or dict(latest.resources) != dict(given)):
+                await store.add_resources(given)
+        elif not self.resume:
+            why = "its algorithm continues from them" if given else "it has no initial_resources"
+            logger.warning("the run starts from the latest resources of its store, %s: %s", latest.version_id, why)
 
     async def _run_algorithm(self) -> None:
         algorithm, context = self.algorithm, self.context

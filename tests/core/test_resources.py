@@ -70,3 +70,9 @@ def test_what_is_no_resource_is_refused_by_name(wrong: Any) -> None:
 def test_an_unknown_template_engine_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"engine 'jinjja'. Did you mean 'jinja'\? Known: f-string, jinja"):
         agl.PromptTemplate("Hi", engine="jinjja")
+
+
+def test_json_in_a_template_is_told_how_to_be_written() -> None:
+    with pytest.raises(agl.ConfigError, match=r"write \{\{ and \}\} for literal braces"):
+        agl.PromptTemplate('Answer like {"answer": 1}.').format(answer="2")
+    assert agl.PromptTemplate('Answer like {{"answer": 1}}.').format() == 'Answer like {"answer": 1}.'

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import json
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
+from decimal import Decimal
 from typing import Any
 
+import numpy as np
 import pytest
 
 import agentlightning as agl
@@ -98,6 +102,40 @@ async def test_what_an_agent_raises_is_kept_on_the_attempt_and_the_runner_goes_o
     assert header.startswith("Traceback")
     assert __file__ in place, "how the runner came to call the agent is left out"
     assert 'raise KeyError("no such tool")' in rest[0]
+
+
+async def test_a_traceback_begins_with_the_users_code_not_with_the_library_that_called_it(
+    store: agl.LightningStore,
+) -> None:
+    @functools.singledispatch
+    def agent(task: str) -> float:
+        return float(json.loads(task))
+
+    (rollout,) = await run_all(store, agent, ["{"])
+    assert rollout.attempt.error is not None
+    places = [line for line in rollout.attempt.error.traceback.splitlines() if line.startswith("  File")]
+    assert __file__ in places[0], "functools called it"
+    assert "json" in places[-1], "what it called is shown"
+
+    *_, rollout = await run_all(store, agl.wrap(functools.partial(json.loads, object_hook=None)), ["{"])
+    assert rollout.attempt.error is not None
+    places = [line for line in rollout.attempt.error.traceback.splitlines() if line.startswith("  File")]
+    assert 0 < len(places) <= 3, "a library's own frames are cut"
+    assert "json" in places[-1]
+
+
+@pytest.mark.parametrize("reward", [np.zeros(3), Decimal("0.5"), "0.5", {"reward": 1.0}, []], ids=repr)
+async def test_a_reward_that_is_not_a_number_is_blamed_on_the_reward_function(
+    store: agl.LightningStore, reward: Any
+) -> None:
+    def exact_match(task: Any, output: Any, rollout: Any) -> Any:
+        return reward
+
+    (rollout,) = await run_all(store, agl.wrap(lambda task: "answer", reward=exact_match), [0])
+    assert rollout.attempt.error is not None
+    message = rollout.attempt.error.message
+    assert message.startswith("the reward function ")
+    assert message.endswith(f"exact_match returned {str(reward)!r} ({type(reward).__name__}); return a number")
 
 
 @pytest.mark.parametrize("nonsense", ["text", float("nan"), {"reward": 1}])

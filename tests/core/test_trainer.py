@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +152,82 @@ def test_a_dataset_that_an_algorithm_function_does_not_declare_is_refused_before
     assert ran == [TASKS, TASKS[:2]]
 
 
+def quoting_agent(task: str, prompt: agl.PromptTemplate) -> float:
+    return float(prompt.template == task)
+
+
+EVALUATION = {"name": "baseline", "train_split": 1.0}
+
+
+@contextlib.contextmanager
+def opened(url: str, **settings: Any) -> Iterator[agl.LightningStore]:
+    store = agl.create_store(url, **settings)
+    yield store
+    asyncio.run(store.close())
+
+
+def latest_id(store: agl.LightningStore) -> str:
+    latest = asyncio.run(store.get_latest_resources())
+    assert latest is not None
+    return latest.version_id
+
+
+def test_a_second_run_in_the_same_store_has_its_own_initial_resources(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for text in ("one", "two", "two"):
+        with opened(f"sqlite:///{tmp_path}/store.db") as store:
+            evaluation = trainer(store=store, strategy="shm", algorithm=EVALUATION, initial_resources={"prompt": text})
+            evaluation.fit(quoting_agent, [text])
+            assert rewards(store)[-1] == 1.0
+    assert caplog.messages == []
+    with opened(f"sqlite:///{tmp_path}/store.db") as store:
+        trainer(store=store, strategy="shm", algorithm=EVALUATION).fit(quoting_agent, ["two"])
+        assert rewards(store) == [1.0] * 4
+        start = f"the run starts from the latest resources of its store, {latest_id(store)}"
+    assert caplog.messages == [f"{start}: it has no initial_resources"]
+
+
+def test_runs_with_directories_are_separate_in_a_shared_store(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"sqlite:///{tmp_path}/store.db"
+    for name in ("first", "second"):
+        settings: dict[str, Any] = {"store": url, "run_dir": tmp_path / name, "initial_resources": {"prompt": name}}
+        run = trainer(**settings, strategy="shm", algorithm=EVALUATION, trackers=["console"])
+        run.fit(quoting_agent, [name])
+        assert run.store is not None
+        assert rewards(run.store) == [1.0]
+        shown = capsys.readouterr().err
+        assert f"run {name}, files in" in shown
+        assert f"first resources: {latest_id(run.store).partition('@')[0]}, version 1" in shown
+        asyncio.run(run.store.close())
+    with opened(url) as store:
+        assert [run.name for run in asyncio.run(store.query_runs()).items] == ["first", "second"]
+    assert caplog.messages == []
+
+
+def test_a_store_object_that_holds_another_run_already_is_scoped_to_the_new_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = agl.create_store("memory://")
+    for name in ("first", "second"):
+        settings: dict[str, Any] = {"store": store, "run_dir": tmp_path / name, "initial_resources": {"prompt": name}}
+        trainer(**settings, strategy="shm", algorithm=EVALUATION).fit(quoting_agent, [name])
+    assert (rewards(store), rewards(store.with_run("second"))) == ([1.0], [1.0])
+    assert caplog.messages == ["the store has the run 'first' already: this one is store.with_run('second')"]
+
+
+@pytest.mark.parametrize("strategy", ["shm", "cs"])
+def test_a_run_with_a_directory_keeps_its_store_there_and_is_resumed_from_it(tmp_path: Path, strategy: str) -> None:
+    settings: dict[str, Any] = {"algorithm": EVALUATION, "strategy": strategy, "run_dir": tmp_path / "run"}
+    assert trainer(**settings).fit(halving_agent, TASKS).name == "run"
+    with opened(f"sqlite:///{tmp_path}/run/store.db") as store:
+        assert len(results(store)) == len(TASKS)
+        trainer(**settings, resume=True).fit(halving_agent, TASKS)
+        assert len(results(store)) == len(TASKS), "the finished rollouts were found in the store"
+
+
 def test_an_algorithm_learns_through_the_store_alone() -> None:
     @agl.algo
     async def best_prompt(store: agl.LightningStore, train_dataset: Any) -> None:
@@ -250,6 +328,15 @@ def test_dev_defaults_to_baseline_and_refuses_slow_algorithms() -> None:
 
     with pytest.raises(agl.ConfigError, match="needs a FastAlgorithm, but the trainer has FunctionalAlgorithm"):
         trainer(algorithm=slow).dev(halving_agent, TASKS)
+
+
+def test_the_rows_of_a_dataframe_are_tasks() -> None:
+    import pandas
+
+    store = agl.create_store("memory://")
+    trainer(store=store, strategy="shm", algorithm=EVALUATION).fit(halving_agent, pandas.DataFrame(TASKS))
+    assert [dict(rollout.input) for rollout in results(store)] == TASKS
+    assert rewards(store) == [task["number"] / 2 for task in TASKS]
 
 
 def test_a_reward_function_scores_what_an_agent_returns() -> None:

@@ -8,7 +8,6 @@ import pytest
 from agent_framework import (
     Agent,
     AgentExecutorResponse,
-    AgentResponse,
     Executor,
     Workflow,
     WorkflowBuilder,
@@ -119,16 +118,6 @@ async def test_a_workflow_as_an_agent_is_an_agent() -> None:
     rollout, spans = await run(lab)
     assert rollout.attempt.error is None
     assert names_and_texts(spans)[-1] == ("writer", THE_END)
-
-
-async def test_a_task_may_be_any_json_value() -> None:
-    def reward(task: Any, output: AgentResponse[Any], rollout: agl.Rollout) -> float:
-        return float(output.text == "The sum is 5.")
-
-    async with Lab(make_agent_framework_agent(), reward=reward) as lab:
-        (rollout,) = await lab.run({"question": ask(2, 3)})  # type: ignore[arg-type] # tasks are often mappings
-        assert agl.find_final_reward(await lab.spans(rollout)) == 1.0
-        assert lab.server.requests[0].body["messages"][1]["content"] == '{"question": "What is 2 + 3?"}'
 
 
 async def test_a_workflow_that_cannot_be_copied_is_refused_with_an_alternative() -> None:

@@ -10,6 +10,7 @@ from typing import Any, Final
 import pytest
 
 import agentlightning as agl
+from agentlightning import semconv
 from agentlightning.testing.agent import INSTRUCTIONS, Lab, answer, ask
 from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest
 from tests.algorithms.prompt_lab import Server, client, is_critic, prompt_in
@@ -109,3 +110,22 @@ async def test_a_tool_that_does_not_await_stops_with_its_rollout(
         ended = len(ticks)
         await asyncio.sleep(0.3)
     assert len(ticks) == ended, "the tool went on after its rollout was cancelled"
+
+
+@pytest.mark.parametrize("framework", [name for name in AGENTS if name != "openai"])
+async def test_tasks_in_the_common_shapes_are_understood_and_others_refused(framework: str) -> None:
+    question = ask(2, 3)
+    tasks: list[Any] = [{name: question, "answer": 5} for name in ("question", "input", "prompt")]
+    tasks += [{"messages": [{"role": "user", "content": question}]}, {"sum": question}, {"question": "", "input": ""}]
+    async with Lab(AGENTS[framework](), reward=lambda task, output, rollout: 1.0) as lab:
+        *understood, other, several = await lab.run(*tasks)
+        assert [rollout.attempt.error for rollout in understood] == [None] * 4
+        for rollout in understood:
+            first = next(span for span in await lab.spans(rollout) if semconv.is_gateway_call(span))
+            (user,) = [m for m in semconv.read_input_messages(first) if m["role"] == "user"]
+            assert question in user["content"]
+            assert "answer" not in user["content"]
+        for rollout, fields in ((other, "'sum'"), (several, "'question', 'input'")):
+            assert rollout.attempt.error is not None
+            assert f"a mapping with the fields {fields}; exactly one of" in rollout.attempt.error.message
+            assert "task_to_input" in rollout.attempt.error.message

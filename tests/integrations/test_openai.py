@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
+import inspect
 import json
 import subprocess
 import sys
@@ -297,8 +299,8 @@ class TestAClient:
     @pytest.mark.parametrize("cls", [OpenAI, AsyncOpenAI])
     @pytest.mark.parametrize(
         "task",
-        ["1+2?", ASK, {"messages": ASK, "temperature": 0.125}, {"input": "1+2?", "top_p": 0.5}],
-        ids=["text", "messages", "chat", "response"],
+        ["1+2?", ASK, {"messages": ASK, "temperature": 0.125}, {"input": "1+2?", "top_p": 0.5}, {"question": "1+2?"}],
+        ids=["text", "messages", "chat", "response", "question"],
     )
     async def test_answers_a_task_with_the_rollouts_model(self, cls: Any, task: Any) -> None:
         client = cls(base_url=NOWHERE, api_key="any", max_retries=0)
@@ -320,10 +322,62 @@ class TestAClient:
 
     async def test_an_invalid_task_is_explained(self) -> None:
         async with Lab(AsyncOpenAI(base_url=NOWHERE, api_key="any")) as lab:
-            (rollout,) = await lab.run({"question": "1+2?"})  # type: ignore[arg-type] # the mistake
+            (rollout,) = await lab.run({"sum": "1+2?"})  # type: ignore[arg-type] # the mistake
         assert rollout.attempt.error is not None
-        assert "has neither messages nor input" in rollout.attempt.error.message
+        assert "a mapping with the fields 'sum'; exactly one of question, input" in rollout.attempt.error.message
         assert "task_to_input" in rollout.attempt.error.message
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("api", ["chat", "responses"])
+@pytest.mark.parametrize("raw", ["with_streaming_response", "with_raw_response"])
+async def test_an_answer_that_is_parsed_from_an_http_response_is_a_span(
+    tracer: OtelTracer, raw: str, api: str, stream: bool
+) -> None:
+    from opentelemetry.instrumentation.openai.v1.responses_wrappers import responses
+
+    responses.clear()  # it keeps the answers by their id, and the scripted server repeats its ids
+    given = {"input": "1+2?"} if api == "responses" else {"messages": ASK}
+    arguments: Any = {"model": "m", "stream": stream, **given}
+
+    def resource(client: Any) -> Any:
+        return getattr(client.responses if api == "responses" else client.chat.completions, raw)
+
+    def ask(endpoint: str) -> None:
+        with OpenAI(base_url=endpoint, api_key="any") as client:
+            made = resource(client).create(**arguments)
+            with made if raw == "with_streaming_response" else contextlib.nullcontext(made) as response:
+                list(response.parse())
+
+    async with ScriptedOpenAI([Answer("3"), Answer("3")]) as server, tracer.trace_context() as trace:
+        await asyncio.to_thread(ask, server.endpoint)
+        async with AsyncOpenAI(base_url=server.endpoint, api_key="any") as client:
+            made = resource(client).create(**arguments)
+            async with made if raw == "with_streaming_response" else contextlib.nullcontext(await made) as response:
+                parsed = response.parse()
+                parsed = await parsed if inspect.isawaitable(parsed) else parsed
+                if stream:
+                    assert [event async for event in parsed]
+    calls = calls_in(trace.spans)
+    assert len({semconv.read_response_id(call) for call in calls}) == len(calls) == 2
+    for call in calls:
+        assert semconv.read_input_messages(call) == ASK
+        assert semconv.read_output_messages(call) == [{"role": "assistant", "content": "3"}]
+
+
+async def test_a_stream_that_is_closed_after_its_last_event_is_recorded_with_its_answer(tracer: OtelTracer) -> None:
+    async with (
+        ScriptedOpenAI([Answer("3")]) as server,
+        tracer.trace_context() as trace,
+        AsyncOpenAI(base_url=server.endpoint, api_key="any") as client,
+    ):
+        stream: Any = await client.responses.create(model="m", input="1+2?", stream=True)
+        async for event in stream:
+            if event.type == "response.completed":
+                break
+        await stream.aclose()
+    (call,) = calls_in(trace.spans)
+    assert semconv.read_output_messages(call) == [{"role": "assistant", "content": "3"}]
 
 
 def test_undo_restores_every_method() -> None:

@@ -9,6 +9,8 @@ from agents import (
     Agent,
     GuardrailFunctionOutput,
     MaxTurnsExceeded,
+    OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
     Runner,
     flush_traces,
     function_tool,
@@ -18,13 +20,15 @@ from agents import (
 )
 from agents.tracing import Span, Trace, TracingProcessor
 from agents.tracing.processors import BackendSpanExporter, BatchTraceProcessor
+from openai import AsyncOpenAI
 
 import agentlightning as agl
+from agentlightning.adapter import TraceToTriplet
 from agentlightning.testing.agent import AGENT_NAME, INSTRUCTIONS, AgentConformance, Lab, add, ask
 from agentlightning.testing.agent.conformance import is_tool_span
 from agentlightning.tracer import OtelTracer
 from agentlightning_integrations.openai_agents.agent import _processors
-from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest
+from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
 from tests.integrations.framework_agent import PROMPTS, make_openai_agents_agent
 
 pytestmark = pytest.mark.environment("main", "newest")
@@ -228,3 +232,23 @@ async def test_the_agents_own_model_is_used_without_an_endpoint() -> None:
         assert results == [1.0] * 3
         asked = {(request.body["model"], request.body["messages"][0]["content"]) for request in lab.server.requests}
     assert asked == {("theirs", "Be kind.")}
+
+
+@pytest.mark.parametrize("model", [OpenAIResponsesModel, OpenAIChatCompletionsModel])
+async def test_a_streamed_run_has_a_span_for_its_model_call(model: Any) -> None:
+    tracer = OtelTracer()
+    tracer.init()
+    try:
+        async with (
+            ScriptedOpenAI([Answer("three")]) as server,
+            tracer.trace_context() as trace,
+            AsyncOpenAI(base_url=server.endpoint, api_key="any") as client,
+        ):
+            run = Runner.run_streamed(Agent(name="adder", model=model("m", client)), "1+2?")
+            assert [event async for event in run.stream_events()]
+            assert run.final_output == "three"
+    finally:
+        tracer.teardown()
+    (triplet,) = TraceToTriplet(agent_match="adder").adapt(trace.spans)
+    assert triplet.prompt["raw_content"] == [{"role": "user", "content": "1+2?"}]
+    assert triplet.response["raw_content"] == [{"role": "assistant", "content": "three"}]

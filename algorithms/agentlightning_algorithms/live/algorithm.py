@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, ClassVar, Final, TypeAlias
 
 from agentlightning.algorithm.algorithm import Algorithm
 from agentlightning.errors import ConfigError, ConflictError, StoreError
@@ -60,6 +60,8 @@ class LiveLearning(Algorithm, _ProposerTypes):
     Raises:
         ConfigError: a value is out of range, or the proposer does not exist.
     """
+
+    continues_from_latest: ClassVar[bool] = True
 
     propose: Proposer | str | Mapping[str, Any]
     """Makes candidates. In configuration files ``"module:function"``, or an algorithm that has ``propose``, as in

@@ -6,7 +6,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, Final, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from agentlightning import semconv
 from agentlightning.adapter.adapter import TraceAdapter
@@ -20,6 +20,9 @@ from agentlightning.types import Span, Triplet
 
 T = TypeVar("T")
 logger = logging.getLogger("agentlightning")
+
+BROKE_OFF: Final = "broke off at the gateway"
+"""The reason why an incomplete call gives no triplet."""
 
 
 @runtime_checkable
@@ -175,7 +178,7 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
     def _reason_to_leave_out(self, call: Call) -> str | None:
         agent_name = call.anchor.agent_name
         if not call.is_complete:
-            return "broke off at the gateway"
+            return BROKE_OFF
         if self.agent_match is not None and (agent_name is None or self.agent_match.search(agent_name) is None):
             return f"made by agent {agent_name!r}, which agent_match={self.agent_match.pattern!r} excludes"
         if self.exclude_llm_call_in_reward and call.anchor.is_in_reward:

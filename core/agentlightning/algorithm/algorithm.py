@@ -30,6 +30,9 @@ class Algorithm:
     default_adapter: ClassVar[str | None] = None
     """Name of the adapter component that the trainer creates if the user gives none."""
 
+    continues_from_latest: ClassVar[bool] = False
+    """Whether every run starts from the latest resources of its store; if so, initial ones are for an empty store."""
+
     _context: RunContext | None = None
 
     def run(

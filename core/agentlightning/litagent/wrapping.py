@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from agentlightning.errors import ConfigError, RolloutError
@@ -67,9 +67,14 @@ class RewardedAgent(LitAgent[Any]):
 
     def _rated(self, reward: Any) -> RolloutRawResult:
         """Returns the reward as a number; an error names the reward function, not the agent."""
-        if isinstance(reward, (str, list, tuple, Mapping)):
-            raise RolloutError(f"the reward function {_name(self._reward)} returned {reward!r:.200}; return a number")
-        return check_result(reward)
+        try:
+            result = check_result(reward)
+        except RolloutError:
+            result = []
+        if isinstance(result, Sequence):
+            what = f"{str(reward)[:200]!r} ({type(reward).__name__})"
+            raise RolloutError(f"the reward function {_name(self._reward)} returned {what}; return a number") from None
+        return result
 
     def _input(self, task: Any) -> Any:
         return task if self._task_to_input is None else self._task_to_input(task)

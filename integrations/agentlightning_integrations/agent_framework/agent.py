@@ -15,6 +15,7 @@ from agent_framework import (
     BaseChatClient,
     Executor,
     FunctionTool,
+    Message,
     RawAgent,
     Workflow,
     WorkflowAgent,
@@ -32,6 +33,7 @@ from agentlightning_integrations.framework.agent import FrameworkAgent
 from agentlightning_integrations.framework.object_copy import copy_except, walk
 from agentlightning_integrations.framework.openai_client import async_client
 from agentlightning_integrations.framework.span_tree import to_text
+from agentlightning_integrations.framework.task import message_text, read_input
 from agentlightning_plugins.instrumentation import Patches
 
 Runnable: TypeAlias = BaseAgent | Workflow
@@ -61,15 +63,23 @@ class AgentFrameworkAgent(FrameworkAgent[Runnable]):
     async def run_async(
         self, task: Any, llm: LLM | None, texts: Mapping[str, str]
     ) -> AgentResponse[Any] | WorkflowRunResult:
-        """Runs a copy on the task, converted to JSON unless it is an accepted input."""
+        """Runs a copy on a text or messages, or on another input that a workflow accepts."""
         async with async_client(llm) if llm is not None else nullcontext() as client:
             copied = _Copier(llm, client, texts).copy(self.agent)
             if isinstance(copied, Workflow):
                 takes = tuple(kind for kind in copied.input_types if isinstance(kind, type))
-                return await copied.run(task if isinstance(task, takes) else to_text(task))
+                return await copied.run(task if isinstance(task, takes) else _to_messages(task))
             run: Any = copied.run
-            response: AgentResponse[Any] = await run(to_text(task) if isinstance(task, Mapping) else task)
+            response: AgentResponse[Any] = await run(_to_messages(task))
             return response
+
+
+def _to_messages(task: Any) -> Any:
+    given = read_input(task, "an agent of Agent Framework")
+    if not isinstance(given, list):
+        return given if isinstance(given, Message) else to_text(given)
+    found = [item if isinstance(item, (str, Message)) else message_text(item) for item in given]
+    return [Message(item[0], [item[1]]) if isinstance(item, tuple) else item for item in found]
 
 
 class _Copier:

@@ -14,7 +14,7 @@ import autogen_agentchat.teams._group_chat._chat_agent_container as container_mo
 import autogen_core.tools._base as tools_module
 from autogen_agentchat.agents import BaseChatAgent
 from autogen_agentchat.base import ChatAgent, Response, TaskResult, Team
-from autogen_agentchat.messages import BaseChatMessage
+from autogen_agentchat.messages import BaseChatMessage, TextMessage
 from autogen_agentchat.tools._task_runner_tool import TaskRunnerTool
 from autogen_core import CancellationToken, ComponentBase, SingleThreadedAgentRuntime
 from autogen_core.code_executor import CodeExecutor
@@ -41,6 +41,7 @@ from agentlightning_integrations.framework.span_tree import (
     to_text,
     tool_attributes,
 )
+from agentlightning_integrations.framework.task import message_text, read_input
 from agentlightning_plugins.instrumentation import Patches
 
 Runnable: TypeAlias = ChatAgent | Team
@@ -77,15 +78,22 @@ class AutoGenAgent(FrameworkAgent[Runnable]):
         return {path: text for part in _named_parts(self.agent) for path, text in _read_texts(part)}
 
     async def run_async(self, task: Any, llm: LLM | None, texts: Mapping[str, str]) -> TaskResult:
-        """Runs a copy on a text, a message or messages; anything else is converted to JSON."""
-        is_message = isinstance(task, BaseChatMessage) or (
-            isinstance(task, Sequence) and all(isinstance(item, BaseChatMessage) for item in task)
-        )
+        """Runs a copy on a text, a message or messages, of AutoGen or in OpenAI's format."""
+        task = _to_messages(read_input(task, "an agent of AutoGen"))
         async with async_client(llm) if llm is not None else contextlib.nullcontext() as client:
             copied = _copy(self.agent, llm, client)
             for part in _named_parts(copied):
                 _write_texts(part, texts)
-            return await _run(copied, task if is_message else to_text(task))
+            return await _run(copied, task)
+
+
+def _to_messages(given: Any) -> Any:
+    if isinstance(given, BaseChatMessage):
+        return given
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        return to_text(given)
+    messages = (message if isinstance(message, BaseChatMessage) else message_text(message) for message in given)
+    return [TextMessage(source=m[0], content=m[1]) if isinstance(m, tuple) else m for m in messages]
 
 
 async def _run(agent: Runnable, task: Any) -> TaskResult:

@@ -33,6 +33,7 @@ from agentlightning_integrations.framework.object_copy import ModelCache, copy_e
 from agentlightning_integrations.framework.openai_client import Clients, open_clients
 from agentlightning_integrations.framework.pickling import register_reducer
 from agentlightning_integrations.framework.span_tree import OUTPUT, TOOL_RESULT, SpanTree, to_text
+from agentlightning_integrations.framework.task import read_input
 from agentlightning_plugins.instrumentation import Patches
 
 Runnable: TypeAlias = Crew | Agent
@@ -82,7 +83,8 @@ class CrewAIAgent(FrameworkAgent[Runnable]):
                     setattr(part, label, texts.get(f"{name}.{label}", getattr(part, label)))
             with _silenced(copied.verbose):
                 if isinstance(copied, Agent):
-                    result = await copied.akickoff(task if isinstance(task, (str, list)) else to_text(task) or "")
+                    given = read_input(task, "an agent of CrewAI")
+                    result = await copied.akickoff(given if isinstance(given, list) else to_text(given) or "")
                 else:
                     result = await copied.akickoff(inputs=_inputs(task))
         return result  # type: ignore[no-any-return] # no stream: copies do not stream

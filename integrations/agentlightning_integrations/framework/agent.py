@@ -99,7 +99,11 @@ def _read_prompt(path: str, value: str | PromptTemplate | None, texts: Mapping[s
     """Returns the name of the resource that holds a text, and its initial value."""
     if path not in texts:
         known = ", ".join(sorted(texts)) or "none"
-        raise ConfigError(f"prompts: the object has no text {path!r}.{suggest(path, texts)} Its texts: {known}")
+        raise ConfigError(
+            f"prompts: the object has no text {path!r}.{suggest(path, texts)} Its texts: {known}. Tune a text that "
+            "code makes, such as callable instructions, in a function with @agl.rollout and the parameter prompt: "
+            "agl.PromptTemplate"
+        )
     if isinstance(value, PromptTemplate):
         return path, value
     if value is not None and not isinstance(value, str):

@@ -22,6 +22,7 @@ from agentlightning.resources import LLM
 from agentlightning_integrations.framework.agent import FrameworkAgent
 from agentlightning_integrations.framework.object_copy import ModelCache
 from agentlightning_integrations.framework.span_tree import detach_ended
+from agentlightning_integrations.framework.task import read_input
 from agentlightning_integrations.langchain.trace import instrument as instrument
 
 _MODEL_METHODS: Final = "generate agenerate stream astream _chat_model_stream_v3 _achat_model_stream_v3".split()
@@ -52,11 +53,13 @@ class LangChainAgent(FrameworkAgent[Runnable[Any, Any]]):
         return {path: text for path, (text, _) in _find_texts(self.agent).items()}
 
     async def run_async(self, task: Any, llm: LLM | None, texts: Mapping[str, str]) -> Any:
-        """Runs the runnable on the task; a text becomes the user's message of a graph."""
+        """Runs the runnable on the task; a text becomes the user's message of a graph that has ``messages``."""
         found = _find_texts(self.agent)
         tuned = [(*found[path], text) for path, text in texts.items()]
-        if isinstance(task, str) and _is_message_graph(self.agent):
-            task = {"messages": [("user", task)]}
+        graph = _graph_of(self.agent)
+        if graph is not None and "messages" in graph.channels and not _is_state(task, graph):
+            given = read_input(task, "a graph without such channels")
+            task = {"messages": given if isinstance(given, list) else [("user", str(given))]}
         _patch_models()
         async with _open_clients(llm) as clients:
             token = _overrides.set(_Overrides(llm, clients, tuned))
@@ -200,6 +203,8 @@ def _graph_of(runnable: Any) -> Any:
     return runnable
 
 
-def _is_message_graph(runnable: Any) -> bool:
-    graph = _graph_of(runnable)
-    return graph is not None and "messages" in graph.channels
+def _is_state(task: Any, graph: Any) -> bool:
+    """Whether a task is the input of a graph: a mapping with channels of its state, or an object of its own."""
+    if isinstance(task, Mapping):
+        return any(name in graph.channels for name in task)
+    return not isinstance(task, (str, list, int, float))

@@ -6,6 +6,7 @@ A client can also be used as an agent, which makes one call for each task.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import warnings
 from collections.abc import Callable, Mapping
@@ -14,12 +15,12 @@ from typing import Any, Final
 from openai import AsyncOpenAI, OpenAI
 from wrapt import wrap_function_wrapper  # type: ignore[import-untyped] # wrapt has no types
 
-from agentlightning.errors import ConfigError
 from agentlightning.plugin.hookspecs import WrapOptions
 from agentlightning.resources import LLM
 from agentlightning_integrations.framework.agent import FrameworkAgent
 from agentlightning_integrations.framework.openai_client import async_client, sync_client
-from agentlightning_plugins.instrumentation import instrument_and_restore
+from agentlightning_integrations.framework.task import read_input
+from agentlightning_plugins.instrumentation import Patches, instrument_and_restore
 
 logger = logging.getLogger("agentlightning")
 
@@ -53,14 +54,11 @@ class OpenAIClientAgent(FrameworkAgent[OpenAI | AsyncOpenAI]):
 
 
 def _call(client: Any, task: Any, llm: LLM | None, instructions: str | None) -> Any:
+    if not isinstance(task, Mapping) or not task.keys() & {"messages", "input"}:
+        task = read_input(task, "a client of OpenAI")
     if isinstance(task, str):
         task = [{"role": "user", "content": task}]
     arguments = dict(task) if isinstance(task, Mapping) else {"messages": task}
-    if not arguments.keys() & {"messages", "input"}:
-        raise ConfigError(
-            f"task {str(task)[:200]!r} has neither messages nor input; give a text, messages or the arguments of a "
-            "call, or make it so with task_to_input"
-        )
     if llm is not None:
         arguments.update(llm.sampling_parameters, model=llm.model)
     if "input" in arguments:
@@ -78,6 +76,7 @@ def instrument(tracer_provider: Any) -> Callable[[], object]:
     from opentelemetry.instrumentation.openai.shared.config import Config
     from opentelemetry.metrics import NoOpMeterProvider
 
+    streams = Patches()
     settings = {name: value for name, value in vars(Config).items() if not name.startswith("_")}
 
     def restore_settings() -> None:
@@ -96,16 +95,74 @@ def instrument(tracer_provider: Any) -> Callable[[], object]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of pydantic, about the instrumentation
             instrumentor.instrument(tracer_provider=tracer_provider, meter_provider=NoOpMeterProvider())
+            from opentelemetry.instrumentation.openai.v1.responses_wrappers import ResponseStream
+
         for module, method, wrapper in _COPIES:
             for name in (method, f"Async{method}"):
                 with contextlib.suppress(ImportError, AttributeError):  # this version of openai does not have it
+                    wrap_function_wrapper(f"openai.resources.{module}", name, _record_parsed)
                     wrap_function_wrapper(f"openai.resources.{module}", name, wrapper)
+        streams.wrap(ResponseStream, "_ensure_cleanup", _finish_stream)
 
     def end() -> None:
         instrumentor.uninstrument()  # misses some methods, and removes wrappers of other code around ours
+        streams.undo()
         restore_settings()
 
     return instrument_and_restore("openai.resources", begin, end)
+
+
+def _record_parsed(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Records a call of ``with_streaming_response`` or a stream of ``with_raw_response`` when its answer is parsed.
+
+    OpenAI Agents streams like that. The instrumentation records calls that return an answer or a stream of events, but
+    these return an HTTP response, whose ``parse`` returns either. So it gets a call that returns what ``parse`` does.
+    """
+    record = getattr(wrapped, "_self_wrapper", None)
+    raw = (kwargs.get("extra_headers") or {}).get("X-Stainless-Raw-Response")
+    if record is None or not (raw == "stream" or (raw and kwargs.get("stream"))):
+        return wrapped(*args, **kwargs)
+
+    made = wrapped.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined] # by the instrumentation
+    is_async = inspect.isawaitable(made)
+
+    def record_parse(response: Any) -> Any:
+        parse = response.parse
+
+        def recorded(**settings: Any) -> Any:
+            response.parse = parse  # once
+            answer = parse(**settings)
+            if inspect.isawaitable(answer) or not is_async:
+                return record(lambda *_, **__: answer, instance, args, kwargs)
+            return _result_of(record(lambda *_, **__: _returning(answer), instance, args, kwargs))
+
+        response.parse = recorded
+        return response
+
+    async def call() -> Any:
+        return record_parse(await made)
+
+    return call() if is_async else record_parse(made)
+
+
+async def _returning(value: Any) -> Any:
+    return value
+
+
+def _result_of(coroutine: Any) -> Any:
+    """Returns the result of a coroutine that does not wait for anything."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        return end.value
+    raise RuntimeError("the coroutine waits")
+
+
+def _finish_stream(wrapped: Callable[..., Any], stream: Any, args: Any, kwargs: Any) -> Any:
+    """Records the answer of a stream that is closed after its last event, without asking for one more."""
+    if stream._complete_response_data is not None:
+        stream._process_complete_response()
+    return wrapped(*args, **kwargs)
 
 
 def _copy_headers(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -27,6 +27,7 @@ from agentlightning_integrations.framework.span_tree import (
     SpanTree,
     to_text,
 )
+from agentlightning_integrations.framework.task import read_input
 
 
 def wrap_agent(agent: Any, options: WrapOptions) -> OpenAIAgentsAgent | None:
@@ -50,6 +51,8 @@ class OpenAIAgentsAgent(FrameworkAgent[Agent[Any]]):
 
     async def run_async(self, task: Any, llm: LLM | None, texts: Mapping[str, str]) -> RunResult:
         """Runs the agent on a text or a list of input items."""
+        task = read_input(task, "an agent of OpenAI Agents")
+        task = task if isinstance(task, list) else to_text(task)
 
         def set_instructions(data: CallModelData[Any]) -> ModelInputData:
             given = data.model_data

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from agentlightning.adapter.adapter import TraceAdapter
-from agentlightning.adapter.triplet import TraceToTriplet
+from agentlightning.adapter.triplet import BROKE_OFF, TraceToTriplet
+from agentlightning.errors import ConfigError
 from agentlightning.types import Span, Triplet
 from agentlightning_plugins.chat_history.linking import link_calls
 from agentlightning_plugins.trajectories.mismatch import Mismatch, MismatchKind, explain_edit, explain_mismatch
 
-LeftOut: TypeAlias = Literal["no_tokens", "no_logprobs"]
+LeftOut: TypeAlias = Literal["no_tokens", "no_logprobs", "repeated"]
+"""``repeated``: it has the tokens of another call, which a later call continues."""
+Irregularity: TypeAlias = Literal["broke_off", "several_roots"]
+"""``broke_off``: a call broke off at the gateway. ``several_roots``: one agent began several conversations."""
 Decode: TypeAlias = Callable[[Sequence[int]], str]
 """Converts tokens to text, including special ones."""
 
@@ -47,6 +51,8 @@ class Trajectory:
     """Of the sampled tokens, as reported by the model server; 0.0 elsewhere."""
     turns: list[Turn] = field(default_factory=list)
     """The calls, in order; ``turn.triplet.reward`` is the reward of each."""
+    is_root: bool = True
+    """False if its first call continues the conversation of another one, whose tokens differ."""
 
     @property
     def prompt_length(self) -> int:
@@ -76,6 +82,8 @@ class Trajectories:
     """Calls that continue a conversation but not its tokens."""
     left_out: Mapping[LeftOut, int]
     """Number of calls that cannot be trained on, by reason."""
+    irregularities: Mapping[Irregularity, int] = field(default_factory=dict)
+    """Number of calls that broke off, and of conversations of one agent beyond its first, where there are any."""
 
     @property
     def counts(self) -> dict[MismatchKind, int]:
@@ -87,9 +95,25 @@ class Trajectories:
 class TraceToTrajectories(TraceAdapter[Trajectories]):
     """Joins the calls of an attempt into trajectories."""
 
-    def __init__(self, source: TraceToTriplet | dict[str, Any] | None = None) -> None:
-        """Takes the adapter that creates the triplets, or its settings."""
+    def __init__(
+        self,
+        source: TraceToTriplet | dict[str, Any] | None = None,
+        *,
+        irregular: Literal["mask", "train"] = "mask",
+    ) -> None:
+        """Configures the conversion.
+
+        Args:
+            source: the adapter that creates the triplets, or its settings.
+            irregular: ``mask`` sets the masks of an attempt with irregularities to 0; ``train`` leaves them.
+
+        Raises:
+            ConfigError: an unknown value of ``irregular``.
+        """
+        if irregular not in ("mask", "train"):
+            raise ConfigError(f"irregular = {irregular!r}; one of: mask, train")
         self.source = TraceToTriplet(**source) if isinstance(source, dict) else source or TraceToTriplet()
+        self.irregular = irregular
 
     def adapt(self, source: Sequence[Span], /) -> Trajectories:
         """Builds the trajectories of one attempt.
@@ -97,21 +121,32 @@ class TraceToTrajectories(TraceAdapter[Trajectories]):
         Raises:
             AdapterError: as ``TraceToTriplet.adapt``.
         """
-        return build_trajectories(self.source.adapt(source))
+        found = build_trajectories(self.source.adapt(source))
+        roots = Counter(t.turns[0].triplet.metadata.get("agent_name") for t in found.trajectories if t.is_root)
+        counts: dict[Irregularity, int] = {
+            "broke_off": self.source.explain_left_out(source).get(BROKE_OFF, 0),
+            "several_roots": sum(number - 1 for number in roots.values()),
+        }
+        irregularities = {kind: number for kind, number in counts.items() if number}
+        if irregularities and self.irregular == "mask":
+            for trajectory in found.trajectories:
+                trajectory.mask = [0] * len(trajectory.mask)
+        return replace(found, irregularities=irregularities)
 
 
 def build_trajectories(triplets: Sequence[Triplet], *, decode: Decode | None = None) -> Trajectories:
     """Joins the triplets of one attempt, in time linear in their tokens.
 
     A call continues the longest trajectory that its prompt starts with. If several calls continue from the same point,
-    the first extends the trajectory, and the others start new ones.
+    the first extends the trajectory, and the others start new ones. Of several trajectories with the same tokens and
+    turns, one is continued, and the others are left out.
 
     Args:
         triplets: in the order of their calls.
         decode: used to tell the kinds of mismatches apart exactly; without it, they are inferred from the tokens.
     """
     index = _Index()
-    trajectories: list[Trajectory] = []
+    trajectories: dict[int, Trajectory] = {}
     of_triplet: dict[int, Trajectory] = {}
     mismatches: list[Mismatch] = []
     left_out: Counter[LeftOut] = Counter()
@@ -121,18 +156,24 @@ def build_trajectories(triplets: Sequence[Triplet], *, decode: Decode | None = N
         if reason is not None:
             left_out[reason] += 1
             continue
-        trajectory = index.take(triplet.prompt["token_ids"])
+        trajectory, repeated = index.take(triplet.prompt["token_ids"])
+        if repeated:
+            left_out["repeated"] += sum(len(each.turns) for each in repeated)
+            for other in repeated:
+                del trajectories[id(other)]
         if trajectory is None:
+            found: list[Mismatch] = []
             if previous in of_triplet:
-                mismatches.append(explain_mismatch(triplets[previous], triplet, decode))
+                found = [explain_mismatch(triplets[previous], triplet, decode)]
             elif previous is None:
-                mismatches += explain_edit(position, triplets, openings)
-            trajectory = Trajectory()
-            trajectories.append(trajectory)
+                found = explain_edit(position, triplets, openings)
+            mismatches += found
+            trajectory = Trajectory(is_root=not found)
+            trajectories[id(trajectory)] = trajectory
         trajectory.extend(triplet)
         of_triplet[position] = trajectory
         index.add(trajectory)
-    return Trajectories(trajectories, mismatches, dict(left_out))
+    return Trajectories(list(trajectories.values()), mismatches, dict(left_out))
 
 
 def _reason_to_leave_out(triplet: Triplet) -> LeftOut | None:
@@ -158,8 +199,8 @@ class _Index:
         key = _chunk_keys(ids)[-1]
         self._open.setdefault(key, {}).setdefault(tuple(ids[key[0] * _CHUNK :]), []).append(trajectory)
 
-    def take(self, prompt: Sequence[int]) -> Trajectory | None:
-        """Removes and returns the longest trajectory that a prompt starts with, of several the latest."""
+    def take(self, prompt: Sequence[int]) -> tuple[Trajectory | None, list[Trajectory]]:
+        """Removes and returns the longest trajectory that a prompt starts with, the latest, and its repetitions."""
         for key in reversed(_chunk_keys(prompt)):
             by_tail = self._open.get(key)
             if not by_tail:
@@ -168,8 +209,11 @@ class _Index:
             for end in range(min(start + _CHUNK - 1, len(prompt)), start - 1, -1):
                 same = by_tail.get(tuple(prompt[start:end]))
                 if same and list(prompt[:end]) == same[-1].ids:
-                    return same.pop()
-        return None
+                    latest = same.pop()
+                    repeated = [other for other in same if other.mask == latest.mask]
+                    same[:] = [other for other in same if other.mask != latest.mask]
+                    return latest, repeated
+        return None, []
 
 
 def _chunk_keys(ids: Sequence[int]) -> list[tuple[int, int]]:

@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentlightning.adapter import TraceToTrajectories, TraceToTransitions, build_trajectories, triplets_to_transitions
+from agentlightning.errors import ConfigError
+from agentlightning.frozen import FrozenDict
 from agentlightning.plugin.registry import get_manager
 from agentlightning.types import Triplet
 from tests.core.trace_recorder import Recorder
@@ -78,10 +80,45 @@ def test_conversations_that_run_at_once_stay_apart() -> None:
 def test_the_longest_prefix_is_continued() -> None:
     short = call([1], [2])
     long = call([1, 2, 3], [4])
-    other = call([1], [2])
+    other = call([1], [9])
     last = call([1, 2, 3, 4, 5], [6])
     result = build_trajectories([short, other, long, last])
-    assert [trajectory.ids for trajectory in result.trajectories] == [[1, 2], [1, 2, 3, 4, 5, 6]]
+    assert [trajectory.ids for trajectory in result.trajectories] == [[1, 2, 3, 4, 5, 6], [1, 9]]
+
+
+def test_of_identical_calls_only_the_one_that_is_continued_is_trained_on() -> None:
+    first, again, child = call([1], [2, 3], id="a"), call([1], [2, 3], id="b"), call([1, 2, 3, 4], [5])
+    result = build_trajectories([first, again, child])
+    (trajectory,) = result.trajectories
+    assert (trajectory.ids, trajectory.mask) == ([1, 2, 3, 4, 5], [0, 1, 1, 0, 1])
+    assert result.left_out == {"repeated": 1}
+    other_split = call([1, 2], [3])
+    assert len(build_trajectories([other_split, again, child]).trajectories) == 2, "its prompt is another"
+    assert len(build_trajectories([first, again]).trajectories) == 2, "two samples of one prompt"
+
+
+def test_an_attempt_with_a_call_that_broke_off_or_several_roots_is_reported_and_masked() -> None:
+    def record(trace: Recorder, name: str, prompt: list[int], **settings: Any) -> None:
+        trace.gateway(name, **settings)
+        attributes = {**trace.spans[-1].attributes, "prompt_token_ids": prompt}
+        trace.spans[-1] = trace.spans[-1].model_copy(update={"attributes": FrozenDict(attributes)})
+
+    broken, rooted, regular = Recorder(), Recorder(), Recorder()
+    record(broken, "a", [1])
+    record(broken, "b", [1, 7, 8, 2], complete=False)
+    record(rooted, "a", [1])
+    record(rooted, "b", [5])
+    record(regular, "a", [1])
+    record(regular, "b", [1, 7, 8, 2])
+    for trace, expected in ((broken, {"broke_off": 1}), (rooted, {"several_roots": 1}), (regular, {})):
+        masked = TraceToTrajectories().adapt(trace.spans)
+        assert masked.irregularities == expected
+        assert any(any(trajectory.mask) for trajectory in masked.trajectories) is (not expected)
+        kept = TraceToTrajectories(irregular="train").adapt(trace.spans)
+        assert kept.irregularities == expected
+        assert all(any(trajectory.mask) for trajectory in kept.trajectories)
+    with pytest.raises(ConfigError, match="one of: mask, train"):
+        TraceToTrajectories(irregular="drop")  # type: ignore[arg-type] # what a user might write
 
 
 def test_the_second_of_two_calls_from_one_point_starts_a_new_trajectory() -> None:
@@ -200,7 +237,7 @@ def test_ids_mask_and_logprobs_are_consistent(
             sampled[turn.start : turn.end] = [True] * (turn.end - turn.start)
         assert [bool(flag) for flag in trajectory.mask] == sampled
         assert all(value == 0.0 for value, flag in zip(trajectory.logprobs, sampled, strict=True) if not flag)
-    assert sorted(seen, key=int) == [triplet.metadata["response_id"] for triplet in calls], "each call is there once"
+    assert len(set(seen)) == len(seen) == len(calls) - result.left_out.get("repeated", 0), "each call is there once"
 
 
 @given(steps)
@@ -213,14 +250,19 @@ def test_the_index_agrees_with_a_comparison_of_all_pairs(steps: list[tuple[bool,
             chosen = calls[which % len(calls)]
             before = chosen.prompt["token_ids"] + chosen.response["token_ids"]
         calls.append(call(before + added, response))
-    expected: list[list[int]] = []
+    expected: list[tuple[list[int], list[int]]] = []
     for triplet in calls:
-        prompt = triplet.prompt["token_ids"]
-        fitting = [ids for ids in expected if prompt[: len(ids)] == ids]
+        prompt, response = triplet.prompt["token_ids"], triplet.response["token_ids"]
+        mask: list[int] = []
+        fitting = [one for one in expected if prompt[: len(one[0])] == one[0]]
         if fitting:
-            expected.remove(max(fitting, key=len))
-        expected.append(prompt + triplet.response["token_ids"])
-    built = [trajectory.ids for trajectory in build_trajectories(calls).trajectories]
+            length = max(len(ids) for ids, _ in fitting)
+            taken = next(one for one in reversed(fitting) if len(one[0]) == length)
+            mask = taken[1]
+            expected = [one for one in expected if one != taken]
+        given = len(prompt) - len(mask)
+        expected.append((prompt + response, mask + [0] * given + [1] * len(response)))
+    built = [(trajectory.ids, trajectory.mask) for trajectory in build_trajectories(calls).trajectories]
     assert sorted(built) == sorted(expected)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
+import re
 import sqlite3
 import struct
 import subprocess
@@ -194,6 +196,35 @@ def test_the_time_left_ignores_the_start_and_the_steps_before_a_resume(monkeypat
         "step    6  about 4:00 left",
         "step    7  about 3:00 left",
     ]
+
+
+def test_a_notebook_has_one_line_that_changes_in_place_with_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[tuple[str, str]] = []
+
+    class Handle:
+        def update(self, data: dict[str, str], raw: bool) -> None:
+            shown.append(("changed", data["text/plain"]))
+
+    def display(data: dict[str, str], raw: bool, display_id: bool) -> Handle:
+        shown.append(("new", data["text/plain"]))
+        return Handle()
+
+    clock = itertools.count(0.0, 30.0)
+    monkeypatch.setattr(console_tracker, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
+    console = Console(file=io.StringIO(), width=80)
+    console.is_jupyter = True
+    monkeypatch.setattr(console, "print", lambda *args, **settings: None)  # it would need a notebook
+    tracker = console_tracker.ConsoleTracker(console)
+    tracker.start(Run(run_id="run", name="a"), None)
+    for step in (1, 2):
+        tracker.on_event(StepFinished(run_id="run", step=step, values={"reward": 0.5, "progress": step / 10}))
+    tracker.close()
+    assert [kind for kind, _ in shown] == ["new", "changed", "changed", "changed"]
+    assert shown[0][1].startswith("waiting for the first step")
+    last = " ".join(shown[-1][1].split())
+    assert last.startswith("step 2 reward 0.5 ")
+    assert re.search(r"elapsed, about \d+:\d\d left", last)
 
 
 def test_lines_are_not_wrapped_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

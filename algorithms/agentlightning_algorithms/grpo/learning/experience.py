@@ -29,7 +29,7 @@ TRAINING_SPAN = "agentlightning.training"
 
 _UNUSABLE = frozenset({"SpansDropped", "AdapterError"})
 _COUNTS = (
-    "calls", "calls_without_tokens", "calls_too_long", "calls_cut_off", "calls_stale",
+    "calls", "calls_without_tokens", "calls_repeated", "calls_too_long", "calls_cut_off", "calls_stale",
     "drift/template", "drift/retokenisation", "drift/other",
 )  # fmt: skip
 
@@ -179,7 +179,8 @@ def _draft_rows(
     """Yields rows without advantages, and counts calls that drifted or cannot be used."""
     found = build_trajectories(episode.triplets, decode=decode)
     counts["calls"] += len(episode.triplets)
-    counts["calls_without_tokens"] += sum(found.left_out.values())
+    counts["calls_repeated"] += (repeated := found.left_out.get("repeated", 0))
+    counts["calls_without_tokens"] += sum(found.left_out.values()) - repeated
     counts.update({f"drift/{kind}": count for kind, count in found.counts.items()})
     rollout = episode.rollout.rollout_id
     for trajectory in found.trajectories:

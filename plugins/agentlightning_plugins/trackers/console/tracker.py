@@ -1,16 +1,19 @@
-"""Tracker ``console``: a live line in a terminal, else a line for each step."""
+"""Tracker ``console``: a live line in a terminal or a notebook, else a line for each step."""
 
 from __future__ import annotations
 
+import importlib
+import io
 import time
 from pathlib import Path
+from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from agentlightning.event import AttemptFinished, Event, RolloutFinished, RunFinished, StepFinished
+from agentlightning.event import AttemptFinished, Event, ResourcesPublished, RolloutFinished, RunFinished, StepFinished
 from agentlightning.types import Run
 
 _SHOWN = ("reward", "val_reward", "success_rate", "tokens_per_s", "seconds")
@@ -34,11 +37,11 @@ class ConsoleTracker:
         """
         self._brief = brief
         self._console = console or Console(stderr=True)
-        self._live: Live | None = None
+        self._live: Live | NotebookLine | None = None
         self._started = time.monotonic()
         self._finished = self._failed = 0
         self._errors: dict[str, int] = {}
-        self._has_advised = False
+        self._has_advised = self._has_resources = False
         self._line = Text("waiting for the first step", style="dim")
         self._left = ""
         self._first_progress: tuple[float, float] | None = None
@@ -52,6 +55,8 @@ class ConsoleTracker:
         if self._console.is_terminal:
             self._live = Live(self._render(), console=self._console, refresh_per_second=4, transient=True)
             self._live.start()
+        elif self._console.is_jupyter:
+            self._live = NotebookLine(self._render())
 
     def on_event(self, event: Event) -> None:
         if isinstance(event, AttemptFinished) and event.error is not None:
@@ -59,6 +64,10 @@ class ConsoleTracker:
         elif isinstance(event, RolloutFinished):
             self._finished += 1
             self._failed += event.status == "failed"
+        elif isinstance(event, ResourcesPublished):
+            if not self._has_resources and not self._brief:
+                self._say(Text(f"first resources: {event.resources_id}, version {event.version}"))
+            self._has_resources = True
         elif isinstance(event, StepFinished):
             self._show_step(event)
         elif isinstance(event, RunFinished):
@@ -122,6 +131,36 @@ class ConsoleTracker:
         counts = f"{self._finished} rollouts{failed}, {elapsed} elapsed, {self._left}".rstrip(", ")
         grid.add_row(Text(counts, style="dim"))
         return grid
+
+
+class NotebookLine:
+    """A line in the output of a notebook's cell that changes in place, at most four times a second."""
+
+    def __init__(self, renderable: RenderableType) -> None:
+        notebook: Any = importlib.import_module("IPython.display")  # part of every notebook, not a dependency of ours
+        self._latest = renderable
+        self._shown_at = time.monotonic()
+        self._handle = notebook.display({"text/plain": _to_text(renderable)}, raw=True, display_id=True)
+
+    def update(self, renderable: RenderableType) -> None:
+        self._latest = renderable
+        if time.monotonic() - self._shown_at >= 0.25:
+            self._show()
+
+    def stop(self) -> None:
+        """Shows the latest state."""
+        self._show()
+
+    def _show(self) -> None:
+        self._shown_at = time.monotonic()
+        self._handle.update({"text/plain": _to_text(self._latest)}, raw=True)
+
+
+def _to_text(renderable: RenderableType) -> str:
+    console = Console(file=io.StringIO(), width=120, force_jupyter=False)
+    with console.capture() as captured:
+        console.print(renderable)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
 def _format(value: float) -> str:
