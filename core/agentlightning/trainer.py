@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from agentlightning.algorithm.algorithm import Algorithm, FastAlgorithm
 from agentlightning.algorithm.context import Gateway, RunContext, model_resources
 from agentlightning.errors import ConfigError, LightningError
 from agentlightning.execution import RUNNERS_FAILED, ExecutionStrategy
+from agentlightning.frozen import FrozenDict
 from agentlightning.litagent import LitAgent, RewardFunction, wrap
 from agentlightning.plugin.registry import get_manager
 from agentlightning.plugin.settings import require_least
@@ -223,10 +225,15 @@ class Trainer:
             runner_job = LitAgentRunnerJob(
                 agent, self.tracer, self.runner, self.max_rollouts, self.max_concurrency, tuple(self.hooks)
             )
+            began = time.time()
             self.strategy.execute(job, runner_job, store)
             if context.run.status == "running":  # the algorithm ran in another process
                 context.run = asyncio.run(store.get_run_by_id(store.run_id)) or context.run
-        return context.run
+            if self.strategy.role == "runner":
+                return context.run
+            steps = [step for step in asyncio.run(store.query_metrics()) if step.time >= began]
+            scores = {name: value for step in steps for name, value in step.values.items()}
+            return context.run.model_copy(update={"scores": FrozenDict(scores)})
 
 
 def first_resources(agent: LitAgent[Any], given: Mapping[str, Resource] | None) -> Mapping[str, Resource] | None:

@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 
@@ -17,6 +17,9 @@ from agentlightning.errors import ConfigError
 from agentlightning.plugin.registry import get_manager
 from agentlightning_plugins.commands.terminal import json_option, print_json
 from agentlightning_plugins.statistics.score import Score
+
+_SIGNIFICANT: Final = 0.05
+"""A p-value below this counts for ``--fail-if-worse``."""
 
 
 @dataclasses.dataclass
@@ -47,10 +50,20 @@ class _Contestant:
     "-a",
     "algorithms",
     multiple=True,
-    required=True,
     metavar="YAML",
     help="A name, or '{name: ..., setting: ...}'; may be repeated. Settings of CONFIG's algorithm of this name hold "
     "unless given again. The first is the baseline of the comparison.",
+)
+@click.option(
+    "--prompt",
+    "-p",
+    "prompts",
+    multiple=True,
+    metavar="TEXT|@FILE",
+    help="Compare texts of the prompt instead, without training; NAME=TEXT if there are several prompts.",
+)
+@click.option(
+    "--fail-if-worse", is_flag=True, help="Exit with 1 if one is worse than the first, with a p-value below 0.05."
 )
 @click.option("--seeds", default="0", show_default=True, help="Comma-separated; each algorithm runs once per seed.")
 @click.option("--repetitions", "-n", default=1, show_default=True, type=click.IntRange(min=1), help="Per test task.")
@@ -62,6 +75,8 @@ def command(
     config: Path,
     overrides: tuple[str, ...],
     algorithms: tuple[str, ...],
+    prompts: tuple[str, ...],
+    fail_if_worse: bool,
     seeds: str,
     repetitions: int,
     budget: int | None,
@@ -69,7 +84,7 @@ def command(
     run_dir: Path | None,
     as_json: bool,
 ) -> None:
-    """Train the agent of CONFIG with several algorithms and compare the results.
+    """Train the agent of CONFIG with several algorithms, or run it with several prompts, and compare the results.
 
     Each algorithm learns from data.train and data.val; its published resources are evaluated on the test tasks. The
     p-value is that of a paired permutation test over tasks against the first algorithm.
@@ -79,7 +94,13 @@ def command(
     from agentlightning_plugins.commands.configuration.document import read_with_overrides
     from agentlightning_plugins.commands.configuration.run_directory import choose_directory
 
+    if bool(algorithms) == bool(prompts):
+        raise click.UsageError("give algorithms (-a) or texts of a prompt (-p) to compare")
     document = read_with_overrides(config, overrides)
+    if prompts:
+        rows = _compare_prompts(document, prompts, test, repetitions, run_dir, as_json)
+        _check_regression(rows, fail_if_worse)
+        return
     specs = [_to_spec(text, document.values.get("algorithm")) for text in algorithms]
     contestants = [_Contestant(spec, label) for spec, label in zip(specs, _labels(specs), strict=True)]
     tasks = None if test is None else load_dataset(test)
@@ -99,7 +120,53 @@ def command(
             if not as_json:
                 click.echo(f"== {contestant.label}, seed {seed}: {place}", err=True)
             _run_one(document, contestant, seed, place, tasks, repetitions, budget, quiet=as_json)
-    _show(contestants, as_json)
+    _check_regression(_show(contestants, as_json), fail_if_worse)
+
+
+def _check_regression(rows: Sequence[dict[str, Any]], fail_if_worse: bool) -> None:
+    """Ends with exit code 1 if a row is significantly worse than the first."""
+    for row in rows[1:]:
+        if fail_if_worse and row["difference"] < 0 and row["p"] < _SIGNIFICANT:
+            label = row.get("algorithm", row.get("prompt"))
+            raise click.ClickException(f"{label} is worse by {-row['difference']:.3f}, p = {row['p']:.2g}")
+
+
+def _compare_prompts(
+    document: Any, texts: tuple[str, ...], test: str | None, repetitions: int, run_dir: Path | None, as_json: bool
+) -> list[dict[str, Any]]:
+    from agentlightning_plugins.commands.configuration.assembly import load_parts
+    from agentlightning_plugins.commands.configuration.config import read_config
+    from agentlightning_plugins.commands.configuration.dataset import load_dataset
+    from agentlightning_plugins.commands.configuration.run_directory import choose_directory
+    from agentlightning_plugins.commands.evaluation.prompt_comparison import compare_prompts
+
+    document.values.pop("algorithm", None)
+    checked = read_config(document)
+    parts = load_parts(checked, document)
+    tasks = load_dataset(test) if test is not None else parts.val if parts.val is not None else parts.train
+    if tasks is None:
+        raise ConfigError("comparing needs test tasks: data.val in the configuration, or --test SOURCE")
+    directory = run_dir or choose_directory(None, "compare")
+    rows = compare_prompts(checked, parts, texts, tasks, directory, repetitions, quiet=as_json)
+    if as_json:
+        print_json(rows)
+    else:
+        print_table(
+            ("prompt", "reward", "difference", "95 % interval", "p"),
+            [
+                (row["prompt"], f"{row['reward']:.3f}", *("",) * 3)
+                if row["p"] is None
+                else (
+                    row["prompt"],
+                    f"{row['reward']:.3f}",
+                    f"{row['difference']:+.3f}",
+                    "none" if row["low"] is None else f"{row['low']:+.3f} to {row['high']:+.3f}",
+                    f"{row['p']:.3f}",
+                )
+                for row in rows
+            ],
+        )
+    return rows
 
 
 def _to_spec(text: str, configured: Any) -> dict[str, Any]:
@@ -182,7 +249,7 @@ def _run_one(
     contestant.rewards.append(found)
 
 
-def _show(contestants: list[_Contestant], as_json: bool) -> None:
+def _show(contestants: list[_Contestant], as_json: bool) -> list[dict[str, Any]]:
     first = Score(contestants[0].by_task())
     rows: list[dict[str, Any]] = []
     for contestant in contestants:
@@ -202,7 +269,7 @@ def _show(contestants: list[_Contestant], as_json: bool) -> None:
         )
     if as_json:
         print_json(rows)
-        return
+        return rows
     print_table(
         ("algorithm", "reward", "95 % interval", "difference", "p", "rollouts", "seconds"),
         [
@@ -218,3 +285,4 @@ def _show(contestants: list[_Contestant], as_json: bool) -> None:
             for row in rows
         ],
     )
+    return rows
