@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import click
 
@@ -17,9 +17,6 @@ from agentlightning.errors import ConfigError
 from agentlightning.plugin.registry import get_manager
 from agentlightning_plugins.commands.terminal import json_option, print_json
 from agentlightning_plugins.statistics.score import Score
-
-_SIGNIFICANT: Final = 0.05
-"""A p-value below this counts for ``--fail-if-worse``."""
 
 
 @dataclasses.dataclass
@@ -93,13 +90,14 @@ def command(
     from agentlightning_plugins.commands.configuration.dataset import load_dataset
     from agentlightning_plugins.commands.configuration.document import read_with_overrides
     from agentlightning_plugins.commands.configuration.run_directory import choose_directory
+    from agentlightning_plugins.commands.evaluation.prompt_comparison import check_regression, compare_prompts
 
     if bool(algorithms) == bool(prompts):
         raise click.UsageError("give algorithms (-a) or texts of a prompt (-p) to compare")
     document = read_with_overrides(config, overrides)
     if prompts:
-        rows = _compare_prompts(document, prompts, test, repetitions, run_dir, as_json)
-        _check_regression(rows, fail_if_worse)
+        rows = compare_prompts(document, prompts, test, repetitions, run_dir, as_json)
+        check_regression(rows, fail_if_worse)
         return
     specs = [_to_spec(text, document.values.get("algorithm")) for text in algorithms]
     contestants = [_Contestant(spec, label) for spec, label in zip(specs, _labels(specs), strict=True)]
@@ -120,53 +118,7 @@ def command(
             if not as_json:
                 click.echo(f"== {contestant.label}, seed {seed}: {place}", err=True)
             _run_one(document, contestant, seed, place, tasks, repetitions, budget, quiet=as_json)
-    _check_regression(_show(contestants, as_json), fail_if_worse)
-
-
-def _check_regression(rows: Sequence[dict[str, Any]], fail_if_worse: bool) -> None:
-    """Ends with exit code 1 if a row is significantly worse than the first."""
-    for row in rows[1:]:
-        if fail_if_worse and row["difference"] < 0 and row["p"] < _SIGNIFICANT:
-            label = row.get("algorithm", row.get("prompt"))
-            raise click.ClickException(f"{label} is worse by {-row['difference']:.3f}, p = {row['p']:.2g}")
-
-
-def _compare_prompts(
-    document: Any, texts: tuple[str, ...], test: str | None, repetitions: int, run_dir: Path | None, as_json: bool
-) -> list[dict[str, Any]]:
-    from agentlightning_plugins.commands.configuration.assembly import load_parts
-    from agentlightning_plugins.commands.configuration.config import read_config
-    from agentlightning_plugins.commands.configuration.dataset import load_dataset
-    from agentlightning_plugins.commands.configuration.run_directory import choose_directory
-    from agentlightning_plugins.commands.evaluation.prompt_comparison import compare_prompts
-
-    document.values.pop("algorithm", None)
-    checked = read_config(document)
-    parts = load_parts(checked, document)
-    tasks = load_dataset(test) if test is not None else parts.val if parts.val is not None else parts.train
-    if tasks is None:
-        raise ConfigError("comparing needs test tasks: data.val in the configuration, or --test SOURCE")
-    directory = run_dir or choose_directory(None, "compare")
-    rows = compare_prompts(checked, parts, texts, tasks, directory, repetitions, quiet=as_json)
-    if as_json:
-        print_json(rows)
-    else:
-        print_table(
-            ("prompt", "reward", "difference", "95 % interval", "p"),
-            [
-                (row["prompt"], f"{row['reward']:.3f}", *("",) * 3)
-                if row["p"] is None
-                else (
-                    row["prompt"],
-                    f"{row['reward']:.3f}",
-                    f"{row['difference']:+.3f}",
-                    "none" if row["low"] is None else f"{row['low']:+.3f} to {row['high']:+.3f}",
-                    f"{row['p']:.3f}",
-                )
-                for row in rows
-            ],
-        )
-    return rows
+    check_regression(_show(contestants, as_json), fail_if_worse)
 
 
 def _to_spec(text: str, configured: Any) -> dict[str, Any]:

@@ -6,16 +6,67 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 
+from agentlightning.cli import print_table
 from agentlightning.errors import ConfigError
 from agentlightning.resources import PromptTemplate
+from agentlightning_plugins.commands.terminal import print_json
 from agentlightning_plugins.statistics.comparison import Group, compare_groups
+
+_SIGNIFICANT: Final = 0.05
+"""A p-value below this counts for ``--fail-if-worse``."""
+
+
+def check_regression(rows: Sequence[dict[str, Any]], fail_if_worse: bool) -> None:
+    """Ends with exit code 1 if a row is significantly worse than the first."""
+    for row in rows[1:]:
+        if fail_if_worse and row["difference"] < 0 and row["p"] < _SIGNIFICANT:
+            label = row.get("algorithm", row.get("prompt"))
+            raise click.ClickException(f"{label} is worse by {-row['difference']:.3f}, p = {row['p']:.2g}")
 
 
 def compare_prompts(
+    document: Any, texts: tuple[str, ...], test: str | None, repetitions: int, run_dir: Path | None, as_json: bool
+) -> list[dict[str, Any]]:
+    """Evaluates the texts of ``--prompt`` on the same tasks and prints a row for each; returns the rows."""
+    from agentlightning_plugins.commands.configuration.assembly import load_parts
+    from agentlightning_plugins.commands.configuration.config import read_config
+    from agentlightning_plugins.commands.configuration.dataset import load_dataset
+    from agentlightning_plugins.commands.configuration.run_directory import choose_directory
+
+    document.values.pop("algorithm", None)
+    checked = read_config(document)
+    parts = load_parts(checked, document)
+    tasks = load_dataset(test) if test is not None else parts.val if parts.val is not None else parts.train
+    if tasks is None:
+        raise ConfigError("comparing needs test tasks: data.val in the configuration, or --test SOURCE")
+    directory = run_dir or choose_directory(None, "compare")
+    rows = _evaluate_prompts(checked, parts, texts, tasks, directory, repetitions, quiet=as_json)
+    if as_json:
+        print_json(rows)
+    else:
+        print_table(
+            ("prompt", "reward", "difference", "95 % interval", "p"),
+            [
+                (row["prompt"], f"{row['reward']:.3f}", *("",) * 3)
+                if row["p"] is None
+                else (
+                    row["prompt"],
+                    f"{row['reward']:.3f}",
+                    f"{row['difference']:+.3f}",
+                    "none" if row["low"] is None else f"{row['low']:+.3f} to {row['high']:+.3f}",
+                    f"{row['p']:.3f}",
+                )
+                for row in rows
+            ],
+        )
+    return rows
+
+
+def _evaluate_prompts(
     config: Any, parts: Any, texts: Sequence[str], tasks: Any, directory: Path, repetitions: int, *, quiet: bool
 ) -> list[dict[str, Any]]:
     """Evaluates the agent with each text and compares the later ones with the first.
