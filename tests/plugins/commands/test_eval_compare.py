@@ -150,7 +150,7 @@ def test_compare_uses_the_settings_of_the_configuration_and_labels_variants(fold
     )  # fmt: skip
     labels = [row["algorithm"] for row in rows]
     assert labels == ["learner (wasteful=True)", "learner (wasteful=False)", "baseline"]
-    assert [row["rollouts"] > 10 for row in rows] == [True, False, True], "the first wastes, as configured"
+    assert [row["rollouts"] > 10 for row in rows[:2]] == [True, False], "the first wastes, as configured"
 
 
 def test_eval_and_compare_are_gates_against_regressions(folder: Path) -> None:
