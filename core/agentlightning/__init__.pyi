@@ -89,6 +89,8 @@ from agentlightning.types import Triplet as Triplet
 from agentlightning.types import Worker as Worker
 from agentlightning.types import WorkerStatus as WorkerStatus
 from agentlightning.version import __version__ as __version__
+from agentlightning_algorithms.evaluation.evaluate import EvalResult as EvalResult
+from agentlightning_algorithms.evaluation.evaluate import evaluate as evaluate
 from agentlightning_algorithms.live_resources import LiveResources as LiveResources
 from agentlightning_plugins.agents.command.agent import CommandAgent as CommandAgent
 from agentlightning_plugins.gateway.proxy import LLMProxy as LLMProxy

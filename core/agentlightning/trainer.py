@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from agentlightning.algorithm.algorithm import Algorithm, FastAlgorithm
 from agentlightning.algorithm.context import Gateway, RunContext, model_resources
 from agentlightning.errors import ConfigError, LightningError
 from agentlightning.execution import RUNNERS_FAILED, ExecutionStrategy
+from agentlightning.frozen import FrozenDict
 from agentlightning.litagent import LitAgent, RewardFunction, wrap
 from agentlightning.plugin.registry import get_manager
 from agentlightning.plugin.settings import require_least
@@ -243,10 +245,15 @@ class Trainer:
             runner_job = LitAgentRunnerJob(
                 agent, self.tracer, self.runner, self.max_rollouts, self.max_concurrency, tuple(self.hooks), self
             )
+            began = time.time()
             self.strategy.execute(job, runner_job, store)
             if context.run.status == "running":  # the algorithm ran in another process
                 context.run = asyncio.run(store.get_run_by_id(store.run_id)) or context.run
-        return context.run
+            if self.strategy.role == "runner":
+                return context.run
+            steps = [step for step in asyncio.run(store.query_metrics()) if step.time >= began]
+            scores = {name: value for step in steps for name, value in step.values.items()}
+            return context.run.model_copy(update={"scores": FrozenDict(scores)})
 
     def _open_store(self, context: RunContext) -> LightningStore:
         """Returns the store of this run. One that has another run already is scoped to the name of the directory."""

@@ -133,6 +133,8 @@ class Run(Record):
     config: JsonObject = Field(default_factory=FrozenDict)
     status: RunStatus = "running"
     metadata: JsonObject | None = None
+    scores: JsonObject = Field(default_factory=FrozenDict)
+    """The last value of each metric, in the run that ``Trainer.fit`` returns; stores keep them as metrics."""
 
 
 class RolloutConfig(Record):

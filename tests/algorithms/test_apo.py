@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -399,6 +400,21 @@ def test_a_child_runs_while_others_are_still_being_made(server: ScriptedOpenAI) 
     assert len(apo.history) > 2
 
 
+def test_the_cost_is_unknown_without_prices_instead_of_zero(
+    server: ScriptedOpenAI, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="agentlightning")
+    store = train(make(server, beam_rounds=1, prices={"critic": (1.0, 1.0)}))
+    assert re.search(
+        r"critic: \d+ calls, \d+ tokens, cost 0\.\d+; editor: \d+ calls, \d+ tokens, no price", caplog.text
+    )
+    last = dict(asyncio.run(store.query_metrics()).items[-1].values)
+    assert last["cost/critic"] == last["cost"] > 0
+    assert "cost/editor" not in last
+    store = train(make(server, beam_rounds=1))
+    assert not any(name.startswith("cost") for name in asyncio.run(store.query_metrics()).items[-1].values)
+
+
 def test_metrics_of_each_round_are_recorded(server: ScriptedOpenAI) -> None:
     store = train(make(server, beam_rounds=2))
     first, second, third = asyncio.run(store.query_metrics()).items
@@ -508,7 +524,7 @@ def test_a_file_and_the_environment_are_enough(server: ScriptedOpenAI, tmp_path:
         **os.environ,
         "OPENAI_API_KEY": "any",
         "OPENAI_BASE_URL": server.endpoint,
-        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
     }
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
@@ -518,5 +534,14 @@ def test_a_file_and_the_environment_are_enough(server: ScriptedOpenAI, tmp_path:
     last = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][-2]
     assert last["reward"] == 1.0
     assert 0 < last["cost"] < 10
+    assert {name for name in last if name.startswith("cost/")} == {"cost/critic", "cost/editor"}
+    best = (run / "prompts" / "prompt.txt").read_text()
+    assert phrases(best) == BEST
+    report = (run / "report.md").read_text()
+    table = report.split("## Candidates\n\n")[1].split("\n\n")[0].splitlines()
+    assert table[0] == "| candidate | round | score | on a batch | parent | critique |"
+    assert len(table) - 2 == last["candidates"]
+    assert "it lacks " in table[3]
+    assert table[3].split("|")[5].strip() in table[2], "the first child's parent is the seed"
     calls = [json.loads(line) for line in (run / "llm_calls.jsonl").read_text().splitlines()]
     assert len(calls) == last["model_calls"] == len(server.requests)

@@ -23,6 +23,16 @@ class Usage:
 
 
 @dataclass
+class ModelUse:
+    """The calls of one model."""
+
+    calls: int = 0
+    tokens: int = 0
+    cost: float | None = None
+    """None without a price."""
+
+
+@dataclass
 class SearchBudget:
     """Limits and counts of model calls, tokens and cost; agents' calls count as far as they are traced."""
 
@@ -37,6 +47,7 @@ class SearchBudget:
     calls: int = 0
     tokens: int = 0
     cost: float = 0.0
+    by_model: dict[str, ModelUse] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("max_calls", "max_tokens", "max_cost"):
@@ -63,9 +74,38 @@ class SearchBudget:
         for usage in used:
             self.calls += 1
             self.tokens += usage.prompt_tokens + usage.completion_tokens
+            use = self.by_model.setdefault(usage.model, ModelUse())
+            use.calls += 1
+            use.tokens += usage.prompt_tokens + usage.completion_tokens
             prefixes = [prefix for prefix in self.prices if usage.model.startswith(prefix)]  # answers name dated models
-            prompt, completion = self.prices[max(prefixes, key=len)] if prefixes else (0.0, 0.0)
-            self.cost += (usage.prompt_tokens * prompt + usage.completion_tokens * completion) / 1e6
+            if prefixes:
+                prompt, completion = self.prices[max(prefixes, key=len)]
+                cost = (usage.prompt_tokens * prompt + usage.completion_tokens * completion) / 1e6
+                use.cost = (use.cost or 0.0) + cost
+                self.cost += cost
+
+    def reset(self) -> None:
+        """Counts from 0."""
+        self.calls, self.tokens, self.cost = 0, 0, 0.0
+        self.by_model.clear()
+
+    def metrics(self) -> dict[str, float]:
+        """The counts by name, of all models and of each; the cost is left out where there is no price."""
+        found = {"model_calls": float(self.calls), "tokens": float(self.tokens)}
+        if self.prices:
+            found["cost"] = self.cost
+        for model, use in self.by_model.items():
+            found |= {f"model_calls/{model}": float(use.calls), f"tokens/{model}": float(use.tokens)}
+            found |= {} if use.cost is None else {f"cost/{model}": use.cost}
+        return found
+
+    def describe(self) -> str:
+        """The counts of each model, as text."""
+        return "; ".join(
+            f"{model or 'unknown model'}: {use.calls} calls, {use.tokens} tokens, "
+            + ("no price" if use.cost is None else f"cost {use.cost:.4f}")
+            for model, use in self.by_model.items()
+        )
 
     def is_spent(self, further: Iterable[Usage] = ()) -> bool:
         """Whether a limit is reached when ``further`` calls are counted too."""

@@ -171,7 +171,7 @@ class PromptSearch(Algorithm):
 
     def open_chat(self, directory: Path | None) -> None:
         """Opens the cache of model calls in the run's directory, and counts the budget from 0."""
-        self.budget.calls, self.budget.tokens, self.budget.cost = 0, 0, 0.0
+        self.budget.reset()
         if directory is not None:
             self._cache = CallCache(directory / FILE_NAME)
         self._chat = self._new_chat()
@@ -324,24 +324,20 @@ class PromptSearch(Algorithm):
         return {
             **{name: score for name, score in scores.items() if score is not None},
             "candidates": float(len(self.history)),
-            "model_calls": float(self.budget.calls),
-            "tokens": float(self.budget.tokens),
-            "cost": self.budget.cost,
+            **self.budget.metrics(),
         }
 
     def _report(self) -> None:
         """Logs the result, writes the diff to the run's directory, and raises when no model call succeeded."""
         name, diff = type(self).__name__, self.diff()
         logger.info(
-            "%s tried %d prompts and stopped (%s): %s -> %s; %d model calls, %d tokens, cost %.4f\n%s",
+            "%s tried %d prompts and stopped (%s): %s -> %s; %s\n%s",
             name,
             len(self.history),
             self.stopped_because,
             self.history[0].score,
             self.get_best().score,
-            self.budget.calls,
-            self.budget.tokens,
-            self.budget.cost,
+            self.budget.describe() or "no model calls",
             diff or "no prompt was better than the first",
         )
         if self.context.directory is not None:

@@ -100,6 +100,66 @@ def test_a_rollout_is_shown_with_attempts_spans_and_traceback(place: Path) -> No
     assert "agentlightning.reward.0.value" in run(place, "spans", "show", failed["rollout_id"], span["span_id"]).stdout
 
 
+def test_a_rollout_is_shown_with_its_conversation_and_reward(tmp_path: Path) -> None:
+    async def fill() -> str:
+        store = agl.create_store(f"sqlite:///{tmp_path / 'store.db'}")
+        rollout = await store.start_rollout({"n": 1})
+        where = {"rollout_id": rollout.rollout_id, "attempt_id": rollout.attempt.attempt_id}
+        question = [{"role": "user", "parts": [{"type": "text", "content": "2 + 3?"}]}]
+        call = {"type": "tool_call", "id": "c", "name": "add", "arguments": '{"a": 2}'}
+        calls = [{"role": "assistant", "parts": [call], "finish_reason": "tool_call"}]
+        result = {"role": "tool", "parts": [{"type": "tool_call_response", "id": "c", "response": "5"}]}
+        answer = [{"role": "assistant", "parts": [{"type": "text", "content": "It is 5."}], "finish_reason": "stop"}]
+        for seen, said in ((question, calls), ([*question, *calls, result], answer)):
+            attributes = {
+                "gen_ai.operation.name": "chat",
+                "gen_ai.input.messages": json.dumps(seen),
+                "gen_ai.output.messages": json.dumps(said),
+            }
+            await store.add_span(Span.from_attributes(attributes=attributes, name="chat m", **where))
+        reward = {"agentlightning.reward.0.name": "primary", "agentlightning.reward.0.value": 0.5}
+        await store.add_span(Span.from_attributes(attributes=reward, name="agentlightning.annotation", **where))
+        await store.update_attempt(rollout.rollout_id, "latest", status="succeeded")
+        await store.close()
+        return rollout.rollout_id
+
+    rollout_id = asyncio.run(fill())
+    shown = run(tmp_path, "rollouts", "show", rollout_id).stdout
+    assert "reward 0.5\n" in shown
+    assert shown.count("[user] 2 + 3?") == 1, "a conversation of several calls is printed once"
+    assert '  calls add({"a": 2})\n[tool] 5\n[assistant] It is 5.\n' in shown
+    (attempt,) = listed(tmp_path, "rollouts", "show", rollout_id)["attempts"]
+    assert attempt["reward"] == 0.5
+    assert [message["role"] for message in attempt["conversations"][0]["messages"]] == [
+        "user", "assistant", "tool", "assistant",
+    ]  # fmt: skip
+
+
+def test_the_runs_of_a_store_are_listed_with_their_scores(tmp_path: Path) -> None:
+    async def fill() -> None:
+        store = agl.create_store(f"sqlite:///{tmp_path / 'store.db'}")
+        for name, status, rewards in (("first", "succeeded", (0.25, 0.5)), ("second", "failed", ())):
+            own = store.with_run(name)
+            await own.create_run(name, run_id=name, config={"algorithm": {"name": "apo"}})
+            await own.enqueue_rollout({"n": 1})
+            for step, reward in enumerate(rewards):
+                await own.add_metrics(step, {"reward": reward})
+            await own.update_run(name, status)  # type: ignore[arg-type] # two of the literals
+        await store.close()
+
+    asyncio.run(fill())
+    lines = run(tmp_path, "runs", "list").stdout.splitlines()
+    assert lines[0].split() == ["run", "name", "status", "algorithm", "started", "rollouts", "score"]
+    assert [line.split()[:4] for line in lines[1:]] == [
+        ["first", "first", "succeeded", "apo"],
+        ["second", "second", "failed", "apo"],
+    ]
+    assert lines[1].split()[-2:] == ["1", "0.5"]
+    assert listed(tmp_path, "runs", "show", "first")["scores"] == {"reward": 0.5}
+    assert "status                 failed" in run(tmp_path, "runs", "show", "second").stdout
+    assert "no run 'third'" in str(run(tmp_path, "runs", "show", "third", code=2).exception)
+
+
 def test_rollouts_are_cancelled_retried_and_deleted(place: Path) -> None:
     waiting, failed, succeeded = (rollout["rollout_id"] for rollout in listed(place, "rollouts", "list"))
     assert run(place, "rollouts", "cancel", waiting).stdout == f"{waiting}: cancelled\n"
@@ -233,7 +293,7 @@ def test_following_ends_with_ctrl_c_and_exit_code_130(place: Path) -> None:
 
 
 def test_every_command_speaks_json() -> None:
-    groups = {name: cli.commands[name] for name in ("rollouts", "spans", "resources", "workers")}
+    groups = {name: cli.commands[name] for name in ("rollouts", "runs", "spans", "resources", "workers")}
     for name, group in groups.items():
         assert isinstance(group, click.Group)
         for action, command in group.commands.items():

@@ -58,10 +58,20 @@ class _Contestant:
     "-a",
     "algorithms",
     multiple=True,
-    required=True,
     metavar="YAML",
     help="A name, or '{name: ..., setting: ...}'; may be repeated. Settings of CONFIG's algorithm of this name hold "
     "unless given again. The first is the baseline of the comparison.",
+)
+@click.option(
+    "--prompt",
+    "-p",
+    "prompts",
+    multiple=True,
+    metavar="TEXT|@FILE",
+    help="Compare texts of the prompt instead, without training; NAME=TEXT if there are several prompts.",
+)
+@click.option(
+    "--fail-if-worse", is_flag=True, help="Exit with 1 if one is worse than the first, with a p-value below 0.05."
 )
 @click.option("--seeds", default="0", show_default=True, help="Comma-separated; each algorithm runs once per seed.")
 @click.option("--repetitions", "-n", default=1, show_default=True, type=click.IntRange(min=1), help="Per test task.")
@@ -73,6 +83,8 @@ def command(
     config: Path,
     overrides: tuple[str, ...],
     algorithms: tuple[str, ...],
+    prompts: tuple[str, ...],
+    fail_if_worse: bool,
     seeds: str,
     repetitions: int,
     budget: int | None,
@@ -80,7 +92,7 @@ def command(
     run_dir: Path | None,
     as_json: bool,
 ) -> None:
-    """Train the agent of CONFIG with several algorithms and compare the results.
+    """Train the agent of CONFIG with several algorithms, or run it with several prompts, and compare the results.
 
     Each algorithm learns from data.train and data.val; its published resources are evaluated on the test tasks, which
     it does not see: without --test, every second task of data.val is held out, and test tasks are left out of
@@ -92,8 +104,15 @@ def command(
     from agentlightning_plugins.commands.configuration.dataset import load_dataset
     from agentlightning_plugins.commands.configuration.document import read_with_overrides
     from agentlightning_plugins.commands.configuration.run_directory import choose_directory
+    from agentlightning_plugins.commands.evaluation.prompt_comparison import check_regression, compare_prompts
 
+    if bool(algorithms) == bool(prompts):
+        raise click.UsageError("give algorithms (-a) or texts of a prompt (-p) to compare")
     document = read_with_overrides(config, overrides)
+    if prompts:
+        rows = compare_prompts(document, prompts, test, repetitions, run_dir, as_json)
+        check_regression(rows, fail_if_worse)
+        return
     specs = [_to_spec(text, document.values.get("algorithm")) for text in algorithms]
     contestants = [_Contestant(spec, label) for spec, label in zip(specs, _labels(specs), strict=True)]
     tasks = None if test is None else load_dataset(test)
@@ -112,7 +131,7 @@ def command(
             if not as_json:
                 click.echo(f"== {contestant.label}, seed {seed}: {place}", err=True)
             _run_one(document, contestant, seed, place, tasks, repetitions, budget, quiet=as_json)
-    _show(contestants, as_json)
+    check_regression(_show(contestants, as_json), fail_if_worse)
 
 
 def _hold_out(parts: Any, tasks: Any) -> tuple[Any, list[Any]]:
@@ -227,7 +246,7 @@ def _run_one(
         contestant.scores.append(evaluate(checked, parts, test, place / "test", settings, learned, True))
 
 
-def _show(contestants: list[_Contestant], as_json: bool) -> None:
+def _show(contestants: list[_Contestant], as_json: bool) -> list[dict[str, Any]]:
     first, *others = contestants
     differences = [difference_over_seeds(contestant.by_task(), first.by_task()) for contestant in others]
     p_values = adjust_p_values([found.p_value for found in differences])
@@ -253,7 +272,7 @@ def _show(contestants: list[_Contestant], as_json: bool) -> None:
         )
     if as_json:
         print_json(rows)
-        return
+        return rows
     print_table(
         ("algorithm", "reward", "95 % interval", "difference", "95 % interval", "p", "missing", "rollouts", "seconds"),
         [
@@ -274,6 +293,7 @@ def _show(contestants: list[_Contestant], as_json: bool) -> None:
     click.echo("\nfailed rollouts count as 0; those without a reward (missing) are left out")
     if len(first.scores) == 1:
         click.echo("one seed: intervals and p-values do not say what another training would give; use --seeds")
+    return rows
 
 
 def _show_interval(row: dict[str, Any]) -> str:

@@ -27,6 +27,7 @@ from agentlightning_plugins.commands.terminal import json_option, open_store, pr
 )
 @click.option("--resources", "learned", metavar="RUN_DIR|URL", help="Use the latest resources of that store.")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Keep the rollouts in this directory.")
+@click.option("--fail-under", type=float, metavar="REWARD", help="Exit with 1 if the mean reward is less.")
 @json_option
 def command(
     config: Path,
@@ -37,11 +38,12 @@ def command(
     timeout_s: float | None,
     learned: str | None,
     run_dir: Path | None,
+    fail_under: float | None,
     as_json: bool,
 ) -> None:
     """Evaluate the agent of CONFIG: mean reward with its 95 % interval, pass@k, errors.
 
-    The exit code is 1 when no rollout succeeded, else 0.
+    The exit code is 1 when no rollout succeeded, or the mean reward is less than --fail-under, else 0.
     """
     from agentlightning_plugins.commands.configuration.assembly import load_parts
     from agentlightning_plugins.commands.configuration.config import read_config
@@ -69,6 +71,10 @@ def command(
         print_json(metrics)
     else:
         _print_score(metrics)
+    if fail_under is not None and metrics["reward"] < fail_under:
+        raise click.ClickException(
+            f"the mean reward {metrics['reward']:.3f} is less than {fail_under:g} (--fail-under)"
+        )
     if score.errors.total() == metrics["rollouts"]:
         raise SystemExit(1)
 

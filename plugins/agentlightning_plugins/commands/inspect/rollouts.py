@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,7 +14,8 @@ from agentlightning.cli import print_table
 from agentlightning.errors import StoreError
 from agentlightning.reward import find_final_reward
 from agentlightning.store.protocol import LightningStore
-from agentlightning.types import AttemptedRollout, Rollout, RolloutStatus, Span
+from agentlightning.types import Attempt, AttemptedRollout, Rollout, RolloutStatus, Span
+from agentlightning_plugins.chat_history.adapter import ChatHistory, TraceToMessages, drop_prefixes
 from agentlightning_plugins.commands.terminal import (
     every,
     export,
@@ -62,13 +65,19 @@ async def list_rollouts(
 @click.argument("rollout_id")
 @with_store
 async def show_rollout(store: LightningStore, rollout_id: str, as_json: bool) -> None:
-    """Show a rollout with its attempts and spans."""
+    """Show a rollout with its attempts: reward, error, conversations and spans."""
     rollout = found(await store.get_rollout_by_id(rollout_id), "rollout", rollout_id)
     attempts = (await store.query_attempts(rollout_id)).items
     spans = (await store.query_spans(rollout_id)).items
     if as_json:
         shown: dict[str, Any] = to_json(rollout)
-        shown.update(attempts=[to_json(attempt) for attempt in attempts], spans=[to_json(span) for span in spans])
+        shown.update(
+            attempts=[
+                {**to_json(attempt), "reward": _reward(attempt, spans), "conversations": _conversations(attempt, spans)}
+                for attempt in attempts
+            ],
+            spans=[to_json(span) for span in spans],
+        )
         print_json(shown)
         return
     print_fields({key: value for key, value in to_json(rollout).items() if key != "attempt"})
@@ -77,6 +86,11 @@ async def show_rollout(store: LightningStore, rollout_id: str, as_json: bool) ->
         click.echo(f"\n{head}")
         if attempt.error is not None:
             click.echo(attempt.error.traceback.rstrip() or f"{attempt.error.type}: {attempt.error.message}")
+        reward = _reward(attempt, spans)
+        click.echo(f"reward {'none' if reward is None else f'{reward:g}'}")
+        for conversation in _conversations(attempt, spans):
+            click.echo("\n" + "\n".join(map(_show_message, conversation["messages"])))
+        click.echo()
         rows = [
             (s.sequence_id, s.name, s.status.status_code, _milliseconds(s), s.span_id, s.parent_id)
             for s in spans
@@ -184,6 +198,25 @@ async def _each(action: Any, rollout_ids: tuple[str, ...], as_json: bool) -> Non
         print_json(outcomes)
     if any("error" in outcome for outcome in outcomes):
         raise SystemExit(1)
+
+
+def _reward(attempt: Attempt, spans: Sequence[Span]) -> float | None:
+    own = [span for span in spans if span.attempt_id == attempt.attempt_id]
+    return attempt.reward if attempt.reward is not None else find_final_reward(own)
+
+
+def _conversations(attempt: Attempt, spans: Sequence[Span]) -> list[ChatHistory]:
+    own = [span for span in spans if span.attempt_id == attempt.attempt_id]
+    return drop_prefixes(TraceToMessages().adapt(own))
+
+
+def _show_message(message: Mapping[str, Any]) -> str:
+    content = message.get("content") or ""
+    lines = [f"[{message.get('role')}] {content if isinstance(content, str) else json.dumps(content)}"]
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", {})
+        lines.append(f"  calls {function.get('name')}({function.get('arguments', '')})")
+    return "\n".join(lines)
 
 
 async def _row(store: LightningStore, rollout: Rollout) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,9 @@ from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Metrics, RolloutStatus, Run
 
 REPORT_NAME: Final = "report.md"
+_CANDIDATE: Final = "prompt_candidate"
+"""The resource of a snapshot that holds a candidate of a prompt search."""
+_MAX_CRITIQUE: Final = 300
 _MAX_ERRORS: Final = 10
 _MAX_FAILED: Final = 1000
 """Maximum number of failed rollouts, the newest, whose errors are counted."""
@@ -34,6 +38,9 @@ class Report(NamedTuple):
     """First, last, lowest and highest value of each metric."""
     learned: Mapping[str, str]
     """The latest resources as text, without API keys."""
+    candidates: Sequence[Mapping[str, Any]] = ()
+    """The prompts that a search tried, in the order they were made: ``candidate_id``, ``round``, ``full_score``,
+    ``batch_score``, ``parent_id``, ``edited``, ``critique`` and ``prompts``."""
 
     def to_json(self) -> dict[str, Any]:
         """Converts to plain JSON values."""
@@ -61,6 +68,10 @@ class Report(NamedTuple):
             lines += ["\n## Metrics\n", "| | first | last | lowest | highest |", "|---|---|---|---|---|"]
             for name, summary in self.metrics.items():
                 lines.append(f"| {name} | {' | '.join(f'{value:.4g}' for value in summary.values())} |")
+        if self.candidates:
+            lines += ["\n## Candidates\n", "| candidate | round | score | on a batch | parent | critique |"]
+            lines.append("|---|---|---|---|---|---|")
+            lines += [f"| {' | '.join(map(_to_cell, _candidate_row(each)))} |" for each in self.candidates]
         if self.errors:
             lines += ["\n## Errors\n", *(f"- {count} x {error}" for error, count in self.errors.items())]
         if self.learned:
@@ -89,6 +100,10 @@ async def read_report(store: LightningStore, directory: Path) -> Report:
     )
     metrics = (await store.query_metrics()).items
     latest = await store.get_latest_resources()
+    candidates: dict[str, Mapping[str, Any]] = {}
+    for update in await store.query_resources():  # the newest version is the last
+        if (candidate := update.resources.get(_CANDIDATE)) is not None:
+            candidates[update.resources_id] = candidate.model_dump(mode="json")
     return Report(
         run=run or Run(),
         record=read_record(directory),
@@ -97,18 +112,38 @@ async def read_report(store: LightningStore, directory: Path) -> Report:
         steps=len(metrics),
         metrics=_summarize(metrics),
         learned={} if latest is None else {name: _describe(value) for name, value in latest.resources.items()},
+        candidates=list(candidates.values()),
     )
 
 
 async def write_report(store: LightningStore, directory: Path) -> Path:
-    """Writes the report into the directory of its run; returns the file.
+    """Writes the report into the directory of its run, and the best prompts of a search as plain files beside it.
+
+    Returns:
+        The file of the report.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: a file cannot be written.
     """
-    file = directory / REPORT_NAME
-    file.write_text((await read_report(store, directory)).to_markdown(), encoding="utf-8")
+    file, report = directory / REPORT_NAME, await read_report(store, directory)
+    file.write_text(report.to_markdown(), encoding="utf-8")
+    for name in report.candidates[0]["prompts"] if report.candidates else ():
+        prompt = directory / "prompts" / (re.sub(r"[^\w.-]", "_", name) + ".txt")
+        prompt.parent.mkdir(exist_ok=True)
+        prompt.write_text(report.learned[name], encoding="utf-8")
     return file
+
+
+def _candidate_row(candidate: Mapping[str, Any]) -> tuple[Any, ...]:
+    keys = ("candidate_id", "round", "full_score", "batch_score", "parent_id", "critique")
+    return tuple(candidate.get(key) for key in keys)
+
+
+def _to_cell(value: Any) -> str:
+    if value is None:
+        return ""
+    text = f"{value:.4g}" if isinstance(value, float) else " ".join(str(value).split()).replace("|", "\\|")
+    return text if len(text) <= _MAX_CRITIQUE else f"{text[:_MAX_CRITIQUE]}…"
 
 
 def _summarize(metrics: Sequence[Metrics]) -> dict[str, dict[str, float]]:
