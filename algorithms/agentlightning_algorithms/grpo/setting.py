@@ -13,6 +13,7 @@ from pydantic import ConfigDict
 from agentlightning.errors import ConfigError, suggest
 from agentlightning.plugin.settings import require_least
 from agentlightning_algorithms.advantage import STD_FLOOR, Estimator
+from agentlightning_algorithms.grpo.training_row import Distribution
 
 Aggregation = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "rollout-mean"
@@ -23,9 +24,17 @@ WeightLevel = Literal["token", "sequence"]
 MaskLevel = Literal["token", "sequence", "sequence-mean"]
 
 SAMPLING_KEYS: Final = (
-    "temperature", "top_p", "top_k", "max_tokens", "max_completion_tokens", "stop", "seed", "n", "min_p",
+    "force", "temperature", "top_p", "top_k", "max_tokens", "max_completion_tokens", "stop", "seed", "n", "min_p",
     "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "extra_body",
 )  # fmt: skip
+
+
+_PENALTIES: Final = ("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias")
+_NEUTRAL: Final[Mapping[str, Any]] = {
+    "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0,
+    "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": None,
+}  # fmt: skip
+"""The parameters that decide the distribution of tokens, at the values at which they do nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +204,10 @@ class GRPOSettings(ExperienceSettings):
         steps: number of weight updates.
         tasks_per_step: tasks per step, drawn without repetition until the training set is used up.
         rollouts_per_task: group size.
-        sampling: sampling parameters of agents' calls in training; default ``{"temperature": 1.0}``.
+        sampling: sampling parameters of agents' calls in training; default ``{"temperature": 1.0}``. The gateway forces
+            temperature, top_p, top_k and the absence of penalties on every call, whatever the agent asks for. ``force:
+            False``: they hold only for calls that leave them out, and the log-probabilities of a call are those of its
+            own temperature, top_p and top_k.
         update: learning rate, clipping, minibatches and so on. Its schedule spans ``steps``; its temperature and seed
             are taken from ``sampling`` and from the run.
         lora: train low-rank adapters; None: all weights.
@@ -208,7 +220,7 @@ class GRPOSettings(ExperienceSettings):
         success_threshold: a reward of at least this counts as a success.
         rollout_timeout_s: a rollout that takes longer is stopped and counts as failed.
         eval_every: steps between evaluations on the validation set; 0: only before the first and after the last step.
-        eval_sampling: sampling parameters in evaluation; default: ``sampling`` at temperature 0.
+        eval_sampling: sampling parameters in evaluation, forced likewise; default: ``sampling`` at temperature 0.
         target_reward: stop once the mean validation reward reaches this.
         test_dataset: evaluated before the first and after the last step; never used for model selection.
         checkpoint_every: steps between checkpoints in the run's directory.
@@ -251,6 +263,12 @@ class GRPOSettings(ExperienceSettings):
     max_batch_size: int = 64
     seed: int | None = None
 
+    @property
+    def distribution(self) -> Distribution | None:
+        """The distribution of all calls in training; None: each call has its own."""
+        sampling = self.sampling or {}
+        return Distribution(float(sampling["temperature"])) if sampling["force"] else None
+
     def __post_init__(self) -> None:
         require_least(1, steps=self.steps, tasks_per_step=self.tasks_per_step, checkpoint_every=self.checkpoint_every)
         require_least(0, eval_every=self.eval_every, refill_rounds=self.refill_rounds)
@@ -260,11 +278,13 @@ class GRPOSettings(ExperienceSettings):
             raise ConfigError(f"staleness = {self.staleness}: 0 (synchronous) or 1 (one step off) is allowed")
         _check_model(self.model)
         given = self.sampling or {}
-        self.sampling = {"temperature": 1.0, **given}
+        self.sampling = {"force": True, "temperature": 1.0, **given}
         self.eval_sampling = {**given, "temperature": 0.0, **(self.eval_sampling or {})}
         _check_sampling("sampling", self.sampling)
-        _check_training_sampling(self.sampling)
+        _check_training_sampling(flatten(self.sampling))
         _check_sampling("eval_sampling", self.eval_sampling)
+        if "transformers" in (self.backend, isinstance(self.backend, Mapping) and self.backend.get("name")):
+            _refuse_distortions("eval_sampling", flatten(self.eval_sampling), "which the backend transformers lacks")
         update = self.update or UpdateSettings()
         if self.staleness and update.old_logprobs == "trainer" and update.importance_weights is None:
             raise ConfigError(
@@ -274,6 +294,23 @@ class GRPOSettings(ExperienceSettings):
         self.update = replace(
             update, temperature=float(self.sampling["temperature"]), total_updates=update.total_updates or self.steps
         )
+
+
+def flatten(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns sampling parameters with those of ``extra_body`` beside the others, as they stand in a request."""
+    own = {name: value for name, value in sampling.items() if name not in ("extra_body", "force")}
+    return {**own, **(sampling.get("extra_body") or {})}
+
+
+def agent_sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the parameters that agents pass on to ``chat.completions.create``."""
+    return {name: value for name, value in sampling.items() if name != "force"}
+
+
+def distribution(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a request that decide which distribution its tokens are drawn from."""
+    flat = flatten(sampling)
+    return {name: neutral if flat.get(name) is None else flat[name] for name, neutral in _NEUTRAL.items()}
 
 
 def _check_model(model: str) -> None:
@@ -293,9 +330,19 @@ def _check_sampling(name: str, sampling: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"{name} has no key {key!r}.{suggest(key, SAMPLING_KEYS)} Keys: {', '.join(SAMPLING_KEYS)}."
             )
+    if not isinstance(sampling.get("force", True), bool):
+        raise ConfigError(f"{name}: force = {sampling['force']!r}; true or false is needed.")
     temperature = sampling.get("temperature", 1.0)
     if isinstance(temperature, bool) or not isinstance(temperature, (int, float)) or temperature < 0:
         raise ConfigError(f"{name}: temperature = {temperature!r}; a number of at least 0 is needed.")
+
+
+def _refuse_distortions(name: str, sampling: Mapping[str, Any], why: str) -> None:
+    for key in ("min_p", *_PENALTIES):
+        if sampling.get(key) not in (None, {}, _NEUTRAL.get(key)):
+            raise ConfigError(
+                f"{name}: {key} = {sampling[key]!r} changes the distribution of tokens, {why}; leave it out."
+            )
 
 
 def _check_training_sampling(sampling: Mapping[str, Any]) -> None:
@@ -307,7 +354,8 @@ def _check_training_sampling(sampling: Mapping[str, Any]) -> None:
             f"sampling: seed = {sampling['seed']!r} would give all rollouts of a task the same answers; set the "
             "algorithm's own, or the run's."
         )
-    if sampling.get("top_p", 1) != 1 or (sampling.get("top_k") or 0) > 0 or sampling.get("min_p"):
+    _refuse_distortions("sampling", sampling, "and the trainer computes log-probabilities without it")
+    if sampling.get("top_p", 1) != 1 or (sampling.get("top_k") or 0) > 0:
         raise ConfigError(
             f"sampling = {dict(sampling)}: training needs the whole distribution; leave top_p and top_k out"
         )

@@ -15,7 +15,7 @@ from agentlightning_algorithms.grpo.learning.episode import Episode, describe_ep
 from agentlightning_algorithms.grpo.learning.experience import Experience, build_experience, training_spans
 from agentlightning_algorithms.grpo.session import draw_tasks
 from agentlightning_algorithms.grpo.setting import ExperienceSettings, UpdateSettings
-from agentlightning_algorithms.grpo.training_row import TrainingRow
+from agentlightning_algorithms.grpo.training_row import Distribution, TrainingRow
 
 
 def rollout(group: str, index: int, **attempt: Any) -> agl.AttemptedRollout:
@@ -200,6 +200,18 @@ def test_a_penalty_is_taken_from_the_reward_before_it_is_compared() -> None:
     assert experience.metrics["reward_penalty"] == pytest.approx(0.2)
 
 
+def test_a_row_has_the_distribution_of_its_calls_unless_one_is_forced() -> None:
+    same, cold = Distribution(0.7), Distribution(0.1, 0.9, 3)
+    batch = [
+        Episode(rollout("a", i), reward, conversation(2), "", {"chatcmpl-0": same, "chatcmpl-1": second})
+        for i, (reward, second) in enumerate([(1.0, same), (0.0, cold)])
+    ]
+    assert [row.distribution for row in merged(batch)] == [same, same, cold], "a row has one distribution"
+    forced = build(batch, distribution=same)
+    assert {row.distribution for row in forced.rows} == {None}
+    assert forced.metrics["calls_of_other_sampling"] == 1
+
+
 def test_calls_that_do_not_extend_the_one_before_are_counted_by_kind() -> None:
     first, second = conversation(2)
     messages = [{"role": "user", "content": "q"}]
@@ -268,6 +280,14 @@ def test_tasks_are_drawn_without_repetition_and_as_a_function_of_the_position() 
         ({"staleness": 1, "update": UpdateSettings(old_logprobs="trainer")}, "nothing corrects for the older weights"),
         ({"checkpoint_every": 0}, "checkpoint_every = 0"),
         ({"sampling": {"top_p": 0.9}}, "needs the whole distribution"),
+        ({"sampling": {"extra_body": {"top_k": 5}}}, "needs the whole distribution"),
+        ({"sampling": {"min_p": 0.1}}, "min_p = 0.1 changes the distribution of tokens"),
+        ({"sampling": {"frequency_penalty": 0.5}}, "frequency_penalty = 0.5 changes the distribution of tokens"),
+        ({"sampling": {"presence_penalty": 0.5}}, "presence_penalty = 0.5 changes"),
+        ({"sampling": {"repetition_penalty": 1.1}}, "repetition_penalty = 1.1 changes"),
+        ({"sampling": {"logit_bias": {"5": 1}}}, "logit_bias = {'5': 1} changes"),
+        ({"eval_sampling": {"extra_body": {"repetition_penalty": 1.1}}}, "which the backend transformers lacks"),
+        ({"sampling": {"force": "no"}}, "force = 'no'; true or false is needed"),
         ({"sampling": {"seed": 1}}, "seed = 1 would give all rollouts of a task the same answers"),
     ],
 )

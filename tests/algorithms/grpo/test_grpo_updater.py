@@ -301,6 +301,45 @@ def test_lora_trains_only_its_adapters_and_resumes_bit_identically(tiny_model: P
         Updater(other, options).load(tmp_path / "step-2")
 
 
+def test_lora_on_the_output_layer_trains_it(tiny_policy: Policy, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="names the output layer, whose weights this model shares"):
+        add_lora(tiny_policy.model, LoraSettings(target_modules=["lm_head"]))
+    config = AutoModelForCausalLM.from_pretrained(tiny_policy.model.name_or_path).config
+    config.tie_word_embeddings = False
+    torch.manual_seed(0)
+    policy = Policy(AutoModelForCausalLM.from_config(config), tiny_policy.tokenizer)
+    add_lora(policy.model, LoraSettings(target_modules=["lm_head"], rank=4))
+    rows = make_rows(policy, 8)
+    before = policy.score(rows)
+    updater = Updater(policy, UpdateSettings(lr=0.1))
+    for _ in range(2):
+        assert updater.update(rows)["grad_norm"] > 0
+    assert policy.score(rows) != before
+    policy.save(tmp_path)
+    assert load_policy(tmp_path).score(rows)[0] == pytest.approx(policy.score(rows)[0], abs=1e-4)
+
+
+def test_weights_decay_but_not_norms_and_biases(tiny_policy: Policy) -> None:
+    with torch.no_grad():
+        for parameter in tiny_policy.model.parameters():
+            parameter.fill_(1.0)
+    # Without an advantage there is no gradient, so that only the decay changes weights.
+    Updater(tiny_policy, UpdateSettings(lr=0.1, weight_decay=0.5)).update([TrainingRow([1], [2], [0.0], 0.0)])
+    values = {name: set(value.flatten().tolist()) for name, value in tiny_policy.model.named_parameters()}
+    norms = {name for name in values if name.endswith(".bias") or "norm" in name}
+    assert len(norms) > 4
+    assert {name for name, found in values.items() if found == {1.0}} == norms
+    assert all(value == pytest.approx(0.95) for name in values.keys() - norms for value in values[name])
+
+
+def test_an_update_without_rows_reports_no_means(tiny_policy: Policy) -> None:
+    before = weights(tiny_policy)
+    metrics = Updater(tiny_policy, UpdateSettings(minibatches=2)).update([])
+    assert metrics.pop("seconds") >= 0
+    assert metrics == {"optimizer_steps": 0, "skipped_steps": 0, "lr": 1e-6, "rows": 0, "response_tokens": 0}
+    assert all(torch.equal(before[name], value) for name, value in weights(tiny_policy).items())
+
+
 def test_lora_target_modules_without_a_layer_are_refused(tiny_policy: Policy) -> None:
     with pytest.raises(ConfigError, match="target_modules = 'nonsense'"):
         add_lora(tiny_policy.model, LoraSettings(target_modules="nonsense"))

@@ -6,13 +6,15 @@ import logging
 import statistics
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from agentlightning import semconv
 from agentlightning.adapter.adapter import TraceAdapter
 from agentlightning.errors import AdapterError
 from agentlightning.reward import find_final_reward
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, EnqueueRolloutRequest, Rollout, Span, Triplet
+from agentlightning_algorithms.grpo.training_row import Distribution
 
 logger = logging.getLogger("agentlightning")
 
@@ -27,6 +29,8 @@ class Episode:
     triplets: Sequence[Triplet] = ()
     error: str = ""
     """Type of the error that it failed with."""
+    distributions: Mapping[str, Distribution] = field(default_factory=dict)
+    """The distribution of each call, by response id, as far as the gateway recorded it."""
 
     @property
     def group(self) -> str:
@@ -101,7 +105,21 @@ def read_episode(rollout: Rollout, spans: Sequence[Span], adapter: TraceAdapter[
         return Episode(rollout, reward, error="AdapterError")
     if triplets is None:
         return Episode(rollout, None, error="SpansDropped")
-    return Episode(rollout, reward, triplets, error)
+    return Episode(rollout, reward, triplets, error, _read_distributions(spans))
+
+
+def _read_distributions(spans: Sequence[Span]) -> dict[str, Distribution]:
+    found = {}
+    for span in filter(semconv.is_gateway_call, spans):
+        attributes = span.attributes
+        temperature, top_p, top_k = (attributes.get(f"gen_ai.request.{name}") for name in Distribution._fields)
+        response_id = str(attributes.get(semconv.GEN_AI_RESPONSE_ID))
+        found[response_id] = Distribution(
+            1.0 if temperature is None else float(temperature),
+            1.0 if top_p is None else float(top_p),
+            max(0, int(top_k or 0)),
+        )
+    return found
 
 
 def describe_episodes(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agentlightning.errors import ConfigError
@@ -63,7 +63,7 @@ class Updater:
         self._autocast = autocast
         self._parameters = [p for p in policy.model.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(
-            self._parameters, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
+            _group_parameters(self._parameters, settings.weight_decay), lr=settings.lr, betas=settings.betas, fused=True
         )
         self._order = torch.Generator().manual_seed(settings.seed)
         self.reference = Reference(self._parameters, settings.reference_decay) if settings.kl_coefficient else None
@@ -73,7 +73,8 @@ class Updater:
     def update(self, rows: Sequence[TrainingRow]) -> dict[str, float]:
         """Makes ``epochs * minibatches`` optimizer steps on ``rows``; with fewer rows fewer steps.
 
-        A minibatch whose loss or gradient is not finite is skipped with a warning.
+        Without rows it makes no step and returns no means. A minibatch whose loss or gradient is not finite is skipped
+        with a warning.
 
         Returns:
             Means over the tokens or steps of this update: ``loss``, ``clip_fraction``, ``dual_clip_fraction``,
@@ -289,6 +290,16 @@ class Updater:
 
     def _precision(self) -> AbstractContextManager[object]:
         return torch.autocast(self.policy.device.type, torch.bfloat16) if self._autocast else nullcontext()
+
+
+def _group_parameters(parameters: Sequence[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Groups parameters for the optimizer: norms and biases, which are vectors, do not decay."""
+    if not weight_decay:
+        return [{"params": list(parameters), "weight_decay": 0.0}]
+    matrices = [parameter for parameter in parameters if parameter.ndim > 1]
+    vectors = [parameter for parameter in parameters if parameter.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
 
 
 def _enable_gradient_checkpointing(policy: Policy) -> None:

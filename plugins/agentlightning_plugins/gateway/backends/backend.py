@@ -31,7 +31,7 @@ _PREFIXES: Final = {
 _HOSTS: Final = {"api.openai.com": "openai", "api.anthropic.com": "anthropic"}
 _ENVIRONMENT: Final = {"openai": "OPENAI", "anthropic": "ANTHROPIC"}
 """Providers whose variables ``_BASE_URL`` and ``_API_KEY`` are used if an entry has no endpoint."""
-_COMMON_KEYS: Final = ("sampling_parameters", "provider", "weight", "price")
+_COMMON_KEYS: Final = ("sampling_parameters", "sampling_defaults", "seed_calls", "provider", "weight", "price")
 _ENTRY_KEYS: Final = ("model_name", "litellm_params", *_COMMON_KEYS)
 _PLAIN_KEYS: Final = ("model_name", "model", "endpoint", "api_key", *_COMMON_KEYS)
 _LITELLM_KEYS: Final = ("model", "api_base", "api_key")
@@ -55,6 +55,10 @@ class Backend:
     api_key: str | None = field(default=None, repr=False)
     sampling_parameters: Mapping[str, Any] = field(default_factory=dict)
     """Top-level fields that replace those of every request."""
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Top-level fields of requests without them."""
+    seed_calls: bool = False
+    """Whether each call of an attempt gets a seed derived from its rollout's."""
     settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """``litellm_params``, for providers that read further ones."""
     weight: float = 1.0
@@ -78,6 +82,14 @@ class Backend:
     def is_up(self) -> bool:
         return self.failure is None
 
+    def sampling_fields(self, body: Mapping[str, Any], seed: int | None) -> dict[str, Any]:
+        """Returns the fields to set in a request, given the seed of the call."""
+        fields = {name: value for name, value in self.sampling_defaults.items() if body.get(name) is None}
+        fields.update(self.sampling_parameters)
+        if self.seed_calls and seed is not None:
+            fields["seed"] = seed
+        return fields
+
     def redact_key(self, text: bytes) -> bytes:
         """Replaces this endpoint's key by asterisks."""
         return text if self.api_key is None else text.replace(self.api_key.encode(), b"***")
@@ -93,7 +105,8 @@ class Backend:
 
     def is_like(self, other: Backend) -> bool:
         """Whether both have the same entry in the model list."""
-        names = ("identity", "api_key", "provider", "sampling_parameters", "settings", "weight", "price")
+        names = ["identity", "api_key", "provider", "sampling_parameters", "settings", "weight", "price"]
+        names += ["sampling_defaults", "seed_calls"]
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
     def url(self, path: str) -> URL:
@@ -230,6 +243,8 @@ def _read_entry(entry: Mapping[str, Any], where: str) -> Backend:
         provider=provider,
         api_key=_read_key(key, where),
         sampling_parameters=dict(entry.get("sampling_parameters") or {}),
+        sampling_defaults=dict(entry.get("sampling_defaults") or {}),
+        seed_calls=bool(entry.get("seed_calls")),
         settings=dict(source) if is_litellm_form else {},
         weight=_read_weight(entry.get("weight"), where),
         price=read_price(entry.get("price"), where),
