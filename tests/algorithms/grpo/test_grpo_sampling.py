@@ -37,7 +37,7 @@ def train(
 
 
 def read_calls(store: agl.LightningStore) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
-    """What the gateway recorded of the calls of each rollout, by what the rollout was."""
+    """The gateway's records of the calls of each rollout, by mode, step, group, task and repetition."""
 
     async def read() -> dict[tuple[Any, ...], list[dict[str, Any]]]:
         found = {}

@@ -115,9 +115,7 @@ def _run(reference: weakref.ref[Watchdog], stopped: threading.Event, interval_s:
                 if now >= scan_after:
                     runner.run(watchdog.scan(now))
                     runner.run(watchdog.retain(now))
-            except (
-                Exception
-            ) as error:  # isolation point: a database that is unreachable for a while must not end the thread
+            except Exception as error:  # isolation point: an unreachable database must not end the thread
                 if "cannot schedule new futures after" in str(error):  # the process ends: its executors are shut down
                     return
                 logger.exception("the watchdog could not scan the store; it tries again in %g s", interval_s)
