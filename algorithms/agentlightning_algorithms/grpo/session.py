@@ -43,6 +43,7 @@ logger = logging.getLogger("agentlightning")
 MODEL_NAMES = {"train": "policy", "eval": "policy-val"}
 """Names under which agents call the trained model: the gateway forces other sampling parameters on each."""
 _BACKEND_CHECK_S = 2.0
+_KEPT_STEPS = 4
 _EVALUATED = ("reward", "success_rate", "failure_rate")
 """Metrics of evaluations, beside the rewards by source."""
 
@@ -83,6 +84,8 @@ class Session:
     train_resources: str = ""
     eval_resources: str = ""
     sampler_totals: Mapping[str, float] = field(default_factory=dict)
+    rollout_ids: dict[int, list[str]] = field(default_factory=dict)
+    """Rollouts that have not been deleted, by step."""
     opened_at: float = 0.0
     """When this process first published the model."""
 
@@ -174,6 +177,7 @@ class Session:
         metrics = await asyncio.to_thread(updater.update, experience.rows)
         self.step, self.position = updater.updates, batch.position
         await self.store.add_many_spans(training_spans(experience, self.step))
+        await self._delete_old_rollouts()
         tokens = sum(len(triplet.response.get("token_ids") or ()) for e in batch.episodes for triplet in e.triplets)
         train_s = metrics.pop("seconds")
         return {
@@ -190,6 +194,17 @@ class Session:
             "prepare_s": time.monotonic() - started - train_s,
             **_measure_memory(self.settings.device),
         }
+
+    async def _delete_old_rollouts(self) -> None:
+        keep = self.settings.keep_steps
+        if keep is None:
+            keep = 0 if self.store.capabilities["durable"] else _KEPT_STEPS
+        if not keep:
+            return
+        for step in [step for step in self.rollout_ids if step < self.step - keep]:
+            if step == 0:
+                logger.info("rollouts older than %d steps are deleted from the store; keep_steps: 0 keeps them", keep)
+            await self.store.delete_rollouts(self.rollout_ids.pop(step))
 
     async def evaluate(self, dataset: Dataset[Any], mode: RolloutMode) -> dict[str, float]:
         """Runs every task once with the sampling parameters of evaluation."""
@@ -230,6 +245,8 @@ class Session:
         )
         common = {"mode": mode, "resources_id": resources_id, "config": config}
         requests = [request.model_copy(update=common) for request in requests]
+        if mode != "test":
+            self.rollout_ids.setdefault(self.step, []).extend(str(request.rollout_id) for request in requests)
         began_before = self.opened_at if self.resumed else None
         gathering = asyncio.create_task(
             gather_episodes(self.store, self.adapter, requests, self.gateway.flush, retry_before=began_before)

@@ -224,6 +224,9 @@ class GRPOSettings(ExperienceSettings):
         target_reward: stop once the mean validation reward reaches this.
         test_dataset: evaluated before the first and after the last step; never used for model selection.
         checkpoint_every: steps between checkpoints in the run's directory.
+        keep_steps: rollouts of training and validation that are older than this many steps are deleted, with their
+            spans and tokens, which take about 160 kB per model call. 0: all are kept. None: 4 in a store that is lost
+            with its process, and all in a durable one.
         resource_name: name of the resource that agents receive the model as.
         dtype: of computation, in sampling and in training. Trained weights stay in float32 because an update is
             smaller than the resolution of bfloat16.
@@ -255,6 +258,7 @@ class GRPOSettings(ExperienceSettings):
     target_reward: float | None = None
     test_dataset: Sequence[Any] | None = None
     checkpoint_every: int = 1
+    keep_steps: int | None = None
     resource_name: str = "llm"
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "cpu"
@@ -271,7 +275,7 @@ class GRPOSettings(ExperienceSettings):
 
     def __post_init__(self) -> None:
         require_least(1, steps=self.steps, tasks_per_step=self.tasks_per_step, checkpoint_every=self.checkpoint_every)
-        require_least(0, eval_every=self.eval_every, refill_rounds=self.refill_rounds)
+        require_least(0, eval_every=self.eval_every, refill_rounds=self.refill_rounds, keep_steps=self.keep_steps or 0)
         if self.rollouts_per_task < 2:
             raise ConfigError(f"rollouts_per_task = {self.rollouts_per_task}: a group needs at least 2 to compare")
         if self.staleness not in (0, 1):

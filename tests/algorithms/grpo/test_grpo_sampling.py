@@ -24,6 +24,14 @@ def stubborn_agent(task: dict[str, Any], llm: agl.LLM, rollout: agl.Rollout) -> 
     return calculator_agent(task, llm.model_copy(update={"sampling_parameters": sampling}))
 
 
+def test_rollouts_of_old_steps_are_deleted_from_a_store_in_memory(tmp_path: Path) -> None:
+    store = train(tmp_path, calculator_agent, steps=3, keep_steps=1, eval_every=1)
+    rollouts = asyncio.run(store.query_rollouts()).items
+    left = {(rollout.mode, (rollout.metadata or {})["step"]) for rollout in rollouts}
+    assert left == {("train", 2), ("val", 2), ("val", 3)}
+    assert len(asyncio.run(store.query_metrics()).items) == 4
+
+
 def train(
     directory: Path, agent: Any, *, steps: int = 2, runners: int = 1, concurrency: int = 16, **more: Any
 ) -> agl.LightningStore:
