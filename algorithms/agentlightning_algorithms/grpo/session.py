@@ -44,6 +44,7 @@ MODEL_NAMES = {"train": "policy", "eval": "policy-val"}
 """Names under which agents call the trained model: the gateway forces other sampling parameters on each."""
 _BACKEND_CHECK_S = 2.0
 _KEPT_STEPS = 4
+"""Of a store that is lost with its process."""
 _EVALUATED = ("reward", "success_rate", "failure_rate")
 """Metrics of evaluations, beside the rewards by source."""
 

@@ -241,6 +241,18 @@ def test_rewards_are_reported_by_source_of_the_task() -> None:
     assert (described["calls_per_rollout"], described["response_length"]) == (2, 2)
 
 
+def test_lengths_and_durations_are_reported_with_their_percentiles() -> None:
+    batch = []
+    for i in range(20):
+        attempted = rollout("a", i, end_time=float(i + 1))
+        batch.append(Episode(attempted, 1.0, [triplet(n_prompt=i + 1, n_response=2 * (i + 1))]))
+    described = describe_episodes(batch)
+    for name, unit in (("prompt_length", 1), ("response_length", 2), ("rollout_s", 1)):
+        found = [described[f"{name}{suffix}"] for suffix in ("", "_p50", "_p95", "_max")]
+        assert found == [10.5 * unit, 10 * unit, 19 * unit, 20 * unit]
+    assert describe_episodes([])["response_length_p95"] == 0.0
+
+
 def test_each_row_is_recorded_by_a_span_in_its_own_attempt() -> None:
     experience = build(episodes("a", [1.0, 0.0], calls=1))
     spans = training_spans(experience, step=7)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -46,6 +47,12 @@ class Episode:
         """The value of the task's key ``source``, if it has one."""
         task = self.rollout.input
         return str(task["source"]) if isinstance(task, Mapping) and "source" in task else None
+
+    @property
+    def seconds(self) -> float | None:
+        """Time from the start to the end of its last attempt."""
+        attempt = self.rollout.attempt if isinstance(self.rollout, AttemptedRollout) else None
+        return None if attempt is None or attempt.end_time is None else max(0.0, attempt.end_time - attempt.start_time)
 
     @property
     def queue_wait_s(self) -> float | None:
@@ -134,9 +141,11 @@ def describe_episodes(
     rewards_R = [reward for _, reward in counted]
     errors = Counter(episode.error for episode in episodes if episode.error)
     turns = [len(episode.triplets) for episode in episodes]
+    seconds = [spent for episode in episodes if (spent := episode.seconds) is not None]
     waits = [wait for episode in episodes if (wait := episode.queue_wait_s) is not None]
     calls = [triplet for episode in episodes for triplet in episode.triplets]
     lengths = [len(ids) for triplet in calls if (ids := triplet.response.get("token_ids"))]
+    prompts = [len(ids) for triplet in calls if (ids := triplet.prompt.get("token_ids"))]
     cut_off = sum(triplet.metadata.get("finish_reason") == "length" for triplet in calls)
     sources: dict[str, list[float]] = {}
     for episode, reward in counted:
@@ -149,14 +158,24 @@ def describe_episodes(
         "rollouts": float(len(episodes)),
         "rollouts_without_reward": float(sum(episode.reward is None for episode in episodes)),
         "calls_per_rollout": _mean(turns),
-        "response_length": _mean(lengths),
-        "response_length_max": float(max(lengths, default=0)),
+        "calls_per_rollout_max": float(max(turns, default=0)),
+        **_spread("prompt_length", prompts),
+        **_spread("response_length", lengths),
+        **_spread("rollout_s", seconds),
         "responses_cut_off": cut_off / len(calls) if calls else 0.0,
         "queue_wait_s": _mean(waits),
         "queue_wait_max_s": max(waits, default=0.0),
         **{f"reward/{source}": _mean(values) for source, values in sorted(sources.items())},
         **{f"errors/{name}": float(count) for name, count in errors.items()},
     }
+
+
+def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Returns mean, median, 95th percentile (by nearest rank) and maximum."""
+    ranked = sorted(values) or [0.0]
+    p50, p95 = (ranked[math.ceil(share * len(ranked)) - 1] for share in (0.5, 0.95))
+    found = {"": _mean(values), "_p50": p50, "_p95": p95, "_max": ranked[-1]}
+    return {f"{name}{suffix}": float(value) for suffix, value in found.items()}
 
 
 def _mean(values: Sequence[float]) -> float:
