@@ -11,14 +11,14 @@ from typing import Any, ClassVar, Final, Literal
 from pydantic import ConfigDict
 
 from agentlightning.errors import ConfigError, suggest
+from agentlightning.plugin.registry import get_manager
 from agentlightning.plugin.settings import require_least
-from agentlightning_algorithms.advantage import STD_FLOOR, Estimator
+from agentlightning_algorithms.advantage import STD_FLOOR
 from agentlightning_algorithms.grpo.training_row import Distribution
 
 Aggregation = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "rollout-mean"
 ]
-Objective = Literal["ppo", "gspo", "cispo"]
 KlEstimator = Literal["k1", "k2", "k3"]
 WeightLevel = Literal["token", "sequence"]
 MaskLevel = Literal["token", "sequence", "sequence-mean"]
@@ -51,8 +51,9 @@ class UpdateSettings:
         minibatches: optimizer steps per epoch, whatever the number of rows, which depends on the number of turns.
         max_tokens_per_microbatch: bound on memory, padding included; changes the result only by rounding.
         gradient_checkpointing: recompute activations in the backward pass: less memory, about a third more time.
-        objective: ``ppo``, ``gspo`` or ``cispo``; see ``clipped_surrogate``, ``sequence_surrogate`` and
-            ``clipped_weight_surrogate`` in :mod:`~agentlightning_algorithms.grpo.learning.loss`.
+        objective: a component of the kind ``policy_loss``: ``ppo``, ``gspo``, ``cispo``, or that of a plugin; see
+            ``clipped_surrogate``, ``sequence_surrogate`` and ``clipped_weight_surrogate`` in
+            :mod:`~agentlightning_algorithms.grpo.learning.loss`.
         clip_low: the ratio is clipped at ``1 - clip_low``. GSPO needs a thousandth of PPO's value.
         clip_high: the ratio is clipped at ``1 + clip_high``.
         dual_clip: bound on the loss of a token with negative advantage, in units of the advantage; ``ppo`` only.
@@ -92,7 +93,7 @@ class UpdateSettings:
     minibatches: int = 1
     max_tokens_per_microbatch: int = 8192
     gradient_checkpointing: bool = False
-    objective: Objective = "ppo"
+    objective: str = "ppo"
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = 3.0
@@ -179,7 +180,8 @@ class ExperienceSettings:
     Attributes:
         rows: ``transitions``: one row per model call. ``trajectories``: consecutive calls, each of which extends the
             tokens of the one before, share a row and its forward pass.
-        estimator: formula of the advantages; see :func:`~agentlightning_algorithms.advantage.compute_advantages`.
+        estimator: a component of the kind ``advantage``; ours are described at
+            :func:`~agentlightning_algorithms.advantage.compute_advantages`.
         std_floor: the least standard deviation that advantages are divided by, in units of the reward.
         failed_reward: reward of a rollout that failed or reported none; None excludes it, also from its group's mean.
         keep_flat_groups: also train on groups whose rollouts all have the same reward.
@@ -188,7 +190,7 @@ class ExperienceSettings:
     """
 
     rows: Literal["transitions", "trajectories"] = "transitions"
-    estimator: Estimator = "grpo"
+    estimator: str = "grpo"
     std_floor: float = STD_FLOOR
     failed_reward: float | None = 0.0
     keep_flat_groups: bool = False
@@ -237,6 +239,7 @@ class GRPOSettings(ExperienceSettings):
         seed: of task order, sampling and minibatches; None: the run's.
 
     Raises:
+        PluginError: an ``estimator`` that no plugin offers.
         ConfigError: a value out of range, settings that contradict each other, an unknown key of ``sampling``, or a
             ``model`` that is a path without a model.
     """
@@ -280,6 +283,7 @@ class GRPOSettings(ExperienceSettings):
             raise ConfigError(f"rollouts_per_task = {self.rollouts_per_task}: a group needs at least 2 to compare")
         if self.staleness not in (0, 1):
             raise ConfigError(f"staleness = {self.staleness}: 0 (synchronous) or 1 (one step off) is allowed")
+        get_manager().get("advantage", self.estimator)
         _check_model(self.model)
         given = self.sampling or {}
         self.sampling = {"force": True, "temperature": 1.0, **given}

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentlightning import semconv
+from agentlightning.plugin.registry import get_manager
 from agentlightning.types import AttemptedRollout, Span, Triplet
-from agentlightning_algorithms.advantage import Scored, compute_advantages, flat_groups, read_credit
+from agentlightning_algorithms.advantage import Scored, flat_groups, read_credit
 from agentlightning_algorithms.grpo.learning.episode import Episode
 from agentlightning_algorithms.grpo.setting import ExperienceSettings
 from agentlightning_algorithms.grpo.training_row import Distribution, TrainingRow
@@ -166,7 +167,7 @@ def _find_advantages(
         item._replace(value=item.value - math.fsum(penalties.get(id(call), 0.0) for call in calls))
         for item, calls in items
     ]
-    advantages = compute_advantages(compared, settings.estimator, std_floor=settings.std_floor)
+    advantages = get_manager().get("advantage", settings.estimator)(compared, std_floor=settings.std_floor)
     return {id(call): value for value, (_, calls) in zip(advantages, items, strict=True) for call in calls}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,12 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agentlightning.errors import ConfigError
+from agentlightning.plugin.registry import get_manager
 from agentlightning_algorithms.grpo.learning.loss import (
     Surrogate,
     aggregate,
-    clipped_surrogate,
-    clipped_weight_surrogate,
     kl_penalty,
     loss_normalizer,
-    sequence_surrogate,
 )
 from agentlightning_algorithms.grpo.learning.metrics import StepMetrics, UpdateMetrics
 from agentlightning_algorithms.grpo.learning.prepared_row import PreparedRow, describe_correction, prepare_rows
@@ -53,12 +51,14 @@ class Updater:
         """Makes the optimizer; with ``autocast``, computes in bfloat16 where that is safe.
 
         Raises:
+            PluginError: an ``objective`` that no plugin offers.
             ConfigError: a schedule without ``total_updates``, or a model without gradient checkpointing.
         """
         self.policy = policy
         self.settings = settings = settings or UpdateSettings()
         if settings.schedule != "constant" and settings.total_updates is None:
             raise ConfigError(f"schedule = {settings.schedule!r} needs total_updates, the number of updates it spans.")
+        self._objective: Callable[..., Surrogate] = get_manager().get("policy_loss", settings.objective)
         self.updates = 0  # made so far
         self._autocast = autocast
         self._parameters = [p for p in policy.model.parameters() if p.requires_grad]
@@ -225,7 +225,7 @@ class Updater:
             logprob_BT, entropy_BT = self.policy.token_logprobs(
                 batch, settings.temperature, entropy_gradient=settings.entropy_coefficient != 0
             )
-        surrogate = self._surrogate(logprob_BT, old_BT, advantage_BT, mask_BT)
+        surrogate = self._objective(logprob_BT, old_BT, advantage_BT, mask_BT, settings)
         loss_BT = surrogate.loss_BT
         counted_BT = mask_BT * weight_B[:, None]
         if settings.importance_weights is not None:
@@ -257,15 +257,6 @@ class Updater:
             step.add_max("logprob_gap_max", ((logprob_BT.detach() - old_BT).abs() * mask_BT).max())
         step.real_tokens += sum(row.row.n_tokens for row in rows)
         step.padded_tokens += batch.input_BL.numel()
-
-    def _surrogate(self, logprob_BT: Tensor, old_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor) -> Surrogate:
-        s = self.settings
-        clip = {"clip_low": s.clip_low, "clip_high": s.clip_high}
-        if s.objective == "gspo":
-            return sequence_surrogate(logprob_BT, old_BT, advantage_BT, mask_BT, **clip)
-        if s.objective == "cispo":
-            return clipped_weight_surrogate(logprob_BT, old_BT, advantage_BT, **clip)
-        return clipped_surrogate(logprob_BT, old_BT, advantage_BT, **clip, dual_clip=s.dual_clip)
 
     def _normalizer(self, rows: Sequence[PreparedRow]) -> float:
         n_kept_B1 = torch.stack([row.kept_T.sum() for row in rows])[:, None].double()
