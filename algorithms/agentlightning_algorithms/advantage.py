@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Literal, NamedTuple, TypeVar
 
 from agentlightning.types import Triplet
@@ -102,6 +103,13 @@ def compute_advantages(
     if estimator == "reinforce_plus_plus_baseline":
         return _whiten(centered, [max(1, item.tokens) for item in items])
     return [value * factor for value, factor in zip(centered, factors, strict=True)]
+
+
+grpo = partial(compute_advantages, estimator="grpo")
+dr_grpo = partial(compute_advantages, estimator="dr_grpo")
+rloo = partial(compute_advantages, estimator="rloo")
+reinforce_plus_plus_baseline = partial(compute_advantages, estimator="reinforce_plus_plus_baseline")
+opo = partial(compute_advantages, estimator="opo")
 
 
 def flat_groups(items: Sequence[Scored]) -> frozenset[Hashable]:

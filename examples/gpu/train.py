@@ -164,7 +164,7 @@ def train(
     metrics = [entry for entry in map(json.loads, lines) if "step" in entry]
     curve = [{"step": entry["step"], **{key: entry[key] for key in REPORTED if key in entry}} for entry in metrics]
     trained = [entry for entry in metrics if "reward" in entry]
-    gaps = [entry["logprob_gap_max"] for entry in trained]
+    gaps = [entry.get("logprob_gap_max", 0.0) for entry in trained]
     return {
         "status": status,
         "seconds": time.monotonic() - started,
@@ -172,7 +172,7 @@ def train(
         "val_reward_before": metrics[0]["val_reward"],
         "val_reward_after": next(e["val_reward"] for e in reversed(metrics) if "val_reward" in e),
         "sampled_tokens_per_s": statistics.median(entry["tokens_per_s"] for entry in trained),
-        "trained_tokens_per_s": statistics.median(entry["train_tokens_per_s"] for entry in trained),
+        "trained_tokens_per_s": statistics.median(entry.get("train_tokens_per_s", 0.0) for entry in trained),
         "logprob_gap_max": max(gaps),
         "logprob_gap_median": statistics.median(gaps),
     }

@@ -86,6 +86,7 @@ class GRPO(GRPOSettings, Algorithm):
         elif self.target_reward is not None:  # the run may have been stopped after it reached its target
             reached = self._reached(await self._evaluate(session, val, "val"))
         prefetched: asyncio.Task[Batch] | None = None
+        checkpoint_s: float | None = None  # of the last checkpoint
         try:
             while session.step < self.steps and not reached:
                 started = time.monotonic()
@@ -107,11 +108,15 @@ class GRPO(GRPOSettings, Algorithm):
                     reached = self._reached(metrics)
                 if last or reached:
                     metrics |= await self._evaluate(session, self.test_dataset, "test")
+                if checkpoint_s is not None:
+                    metrics["checkpoint_s"] = checkpoint_s
                 metrics["progress"] = 1.0 if reached else (session.step - started_at) / (self.steps - started_at)
                 await session.report(metrics)
                 checkpoint_due = last or reached or session.step % self.checkpoint_every == 0
                 if checkpoint_due and self.context.directory is not None:
+                    saving = time.monotonic()
                     await asyncio.to_thread(self.save_state, self.context.directory)
+                    checkpoint_s = time.monotonic() - saving
         finally:
             if prefetched is not None:
                 prefetched.cancel()

@@ -11,6 +11,20 @@ if TYPE_CHECKING:
     import click
 
 
+_LOSSES = {
+    "ppo": "clipped ratios of tokens",
+    "gspo": "one clipped ratio for a row",
+    "cispo": "clipped ratios as weights",
+}
+_ESTIMATORS = {
+    "grpo": "difference from the mean of the group, over its spread",
+    "dr_grpo": "difference from the mean of the group",
+    "rloo": "difference from the mean of the others",
+    "reinforce_plus_plus_baseline": "difference from the mean of the group, whitened over the batch",
+    "opo": "difference from the mean weighted by length",
+}
+
+
 @hookimpl
 def components() -> Iterable[Component]:
     package = "agentlightning_algorithms.grpo"
@@ -28,6 +42,14 @@ def components() -> Iterable[Component]:
             "vllm",
             f"{package}.backend.vllm:VLLMBackend",
             summary="samples on a running vLLM server",
+        ),
+        *(
+            Component("policy_loss", name, f"{package}.learning.loss:{name}", "grpo", summary)
+            for name, summary in _LOSSES.items()
+        ),
+        *(
+            Component("advantage", name, f"agentlightning_algorithms.advantage:{name}", summary=summary)
+            for name, summary in _ESTIMATORS.items()
         ),
     ]
 

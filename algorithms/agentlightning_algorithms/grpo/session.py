@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import random
 import resource
@@ -33,16 +34,18 @@ from agentlightning_algorithms.grpo.learning.experience import (
 from agentlightning_algorithms.grpo.learning.monitor import TrainingMonitor
 from agentlightning_algorithms.grpo.learning.updater import Updater
 from agentlightning_algorithms.grpo.model.policy import load_policy
-from agentlightning_algorithms.grpo.setting import GRPOSettings, UpdateSettings
+from agentlightning_algorithms.grpo.setting import GRPOSettings, UpdateSettings, agent_sampling, distribution
 from agentlightning_algorithms.grpo.training_row import TrainingRow
 from agentlightning_algorithms.policy_backend import PolicyBackend, PolicySetup, publish_weights
 from agentlightning_algorithms.rollout_result import RewardCheck
 
 logger = logging.getLogger("agentlightning")
 
-MODEL_NAME = "policy"
-"""Name under which agents call the trained model."""
+MODEL_NAMES = {"train": "policy", "eval": "policy-val"}
+"""Names under which agents call the trained model: the gateway forces other sampling parameters on each."""
 _BACKEND_CHECK_S = 2.0
+_KEPT_STEPS = 4
+"""Of a store that is lost with its process."""
 _EVALUATED = ("reward", "success_rate", "failure_rate")
 """Metrics of evaluations, beside the rewards by source."""
 
@@ -72,6 +75,7 @@ class Session:
     backend: PolicyBackend
     updater: Updater
     directory: Path
+    monitor: TrainingMonitor
     step: int = 0
     """Updates made so far; also the version of the weights."""
     position: int = 0
@@ -80,10 +84,11 @@ class Session:
     """On the validation set."""
     resumed: bool = False
     reward_check: RewardCheck = field(default_factory=RewardCheck)
-    monitor: TrainingMonitor = field(default_factory=TrainingMonitor)
     train_resources: str = ""
     eval_resources: str = ""
     sampler_totals: Mapping[str, float] = field(default_factory=dict)
+    rollout_ids: dict[int, list[str]] = field(default_factory=dict)
+    """Rollouts that have not been deleted, by step."""
     opened_at: float = 0.0
     """When this process first published the model."""
 
@@ -107,13 +112,13 @@ class Session:
         path = self.directory / "weights" / f"{self.step % 2}"
         await asyncio.to_thread(self.updater.policy.save, path)
         await publish_weights(self.backend, self.gateway, path, self.step)
-        self.eval_resources = await self._publish_resources("eval", self.settings.eval_sampling)
-        self.train_resources = await self._publish_resources("train", self.settings.sampling)
+        self.eval_resources = await self._publish_resources("eval", self.settings.eval_sampling or {})
+        self.train_resources = await self._publish_resources("train", self.settings.sampling or {})
         self.opened_at = self.opened_at or time.time()
 
-    async def _publish_resources(self, use: str, sampling: Mapping[str, Any] | None) -> str:
+    async def _publish_resources(self, use: str, sampling: Mapping[str, Any]) -> str:
         resources_id = "rs-" + self.context.rollout_id("resources", use, self.step).removeprefix("ro-")
-        llm = self.gateway.as_resource(model=MODEL_NAME, sampling_parameters=sampling)
+        llm = self.gateway.as_resource(model=MODEL_NAMES[use], sampling_parameters=agent_sampling(sampling))
         resources = {**(self.context.initial_resources or {}), self.settings.resource_name: llm}
         return (await self.store.update_resources(resources_id, resources)).resources_id
 
@@ -134,7 +139,13 @@ class Session:
                 EnqueueRolloutRequest(
                     input=task,
                     rollout_id=self.context.rollout_id("train", step, refill, place, repetition),
-                    metadata={"step": step, "task_id": index, "group": f"{step}-{refill}-{place}"},
+                    metadata={
+                        "step": step,
+                        "task_id": index,
+                        "group": f"{step}-{refill}-{place}",
+                        "repetition": repetition,
+                        "seed": self._seed("train", step, refill, place, repetition),
+                    },
                 )
                 for place, (index, task) in enumerate(tasks)
                 for repetition in range(settings.rollouts_per_task)
@@ -165,10 +176,12 @@ class Session:
             decode=lambda ids: str(updater.policy.tokenizer.decode(list(ids))),
             penalty=self._kl_penalty if updater.reference is not None and updater.settings.kl_in == "reward" else None,
             oldest_version=self.step - self.settings.staleness,
+            distribution=self.settings.distribution,
         )
         metrics = await asyncio.to_thread(updater.update, experience.rows)
         self.step, self.position = updater.updates, batch.position
         await self.store.add_many_spans(training_spans(experience, self.step))
+        await self._delete_old_rollouts()
         tokens = sum(len(triplet.response.get("token_ids") or ()) for e in batch.episodes for triplet in e.triplets)
         train_s = metrics.pop("seconds")
         return {
@@ -176,7 +189,7 @@ class Session:
             **batch.metrics,
             **experience.metrics,
             **metrics,
-            "train_tokens_per_s": metrics["tokens_per_s"],
+            **({"train_tokens_per_s": metrics["tokens_per_s"]} if "tokens_per_s" in metrics else {}),
             "tokens_per_s": tokens / max(batch.seconds, 1e-9),
             "sampled_tokens": float(tokens),
             "staleness": float(self.step - 1 - batch.version),
@@ -186,6 +199,17 @@ class Session:
             **_measure_memory(self.settings.device),
         }
 
+    async def _delete_old_rollouts(self) -> None:
+        keep = self.settings.keep_steps
+        if keep is None:
+            keep = 0 if self.store.capabilities["durable"] else _KEPT_STEPS
+        if not keep:
+            return
+        for step in [step for step in self.rollout_ids if step < self.step - keep]:
+            if step == 0:
+                logger.info("rollouts older than %d steps are deleted from the store; keep_steps: 0 keeps them", keep)
+            await self.store.delete_rollouts(self.rollout_ids.pop(step))
+
     async def evaluate(self, dataset: Dataset[Any], mode: RolloutMode) -> dict[str, float]:
         """Runs every task once with the sampling parameters of evaluation."""
         started = time.monotonic()
@@ -193,7 +217,7 @@ class Session:
             EnqueueRolloutRequest(
                 input=dataset[index],
                 rollout_id=self.context.rollout_id(mode, self.step, index),
-                metadata={"step": self.step, "task_id": index},
+                metadata={"step": self.step, "task_id": index, "seed": self._seed(mode, self.step, index)},
             )
             for index in range(len(dataset))
         ]
@@ -201,6 +225,11 @@ class Session:
         found = self._describe(episodes)
         kept = {name: found[name] for name in found if name in _EVALUATED or name.startswith("reward/")}
         return {**{f"{mode}_{name}": value for name, value in kept.items()}, f"{mode}_s": time.monotonic() - started}
+
+    def _seed(self, *place: object) -> int:
+        """Returns the seed that the gateway derives the seeds of a rollout's calls from."""
+        digest = hashlib.blake2b("/".join(map(str, (self.updater.settings.seed, *place))).encode(), digest_size=8)
+        return int.from_bytes(digest.digest(), "big") >> 11
 
     def _describe(self, episodes: Sequence[Episode]) -> dict[str, float]:
         threshold, failed_reward = self.settings.success_threshold, self.settings.failed_reward
@@ -220,6 +249,8 @@ class Session:
         )
         common = {"mode": mode, "resources_id": resources_id, "config": config}
         requests = [request.model_copy(update=common) for request in requests]
+        if mode != "test":
+            self.rollout_ids.setdefault(self.step, []).extend(str(request.rollout_id) for request in requests)
         began_before = self.opened_at if self.resumed else None
         gathering = asyncio.create_task(
             gather_episodes(self.store, self.adapter, requests, self.gateway.flush, retry_before=began_before)
@@ -266,7 +297,7 @@ async def open_session(
     backend = cast(PolicyBackend, get_manager().create("policy_backend", settings.backend))
     setup = PolicySetup(
         model=settings.model,
-        model_name=MODEL_NAME,
+        model_name=MODEL_NAMES["train"],
         directory=directory,
         dtype=settings.dtype,
         device=settings.device,
@@ -282,11 +313,22 @@ async def open_session(
         gateway = cast(Gateway, get_manager().get("gateway", "gateway")(store=store))
         await gateway.start()
         stack.push_async_callback(gateway.stop)
-    serve_models(gateway, [backend.model_entry])
-    session = Session(settings, context, store, adapter, gateway, backend, updater, directory)
+    serve_models(gateway, model_entries(backend.model_entry, settings))
+    monitor = TrainingMonitor(is_exact=settings.dtype == "float32")
+    session = Session(settings, context, store, adapter, gateway, backend, updater, directory, monitor)
     if resume_from is not None:
         session.restore(updater.load(resume_from))
     return session
+
+
+def model_entries(entry: Mapping[str, Any], settings: GRPOSettings) -> list[dict[str, Any]]:
+    """Returns the entries of the gateway's model list, for training and for evaluation."""
+    entries = []
+    for use, sampling in (("train", settings.sampling or {}), ("eval", settings.eval_sampling or {})):
+        key = "sampling_parameters" if (settings.sampling or {})["force"] else "sampling_defaults"
+        own = {"model_name": MODEL_NAMES[use], "seed_calls": True, key: distribution(sampling)}
+        entries.append({**entry, **own})
+    return entries
 
 
 def _load_updater(settings: GRPOSettings, update: UpdateSettings) -> Updater:

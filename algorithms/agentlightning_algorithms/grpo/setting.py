@@ -11,21 +11,30 @@ from typing import Any, ClassVar, Final, Literal
 from pydantic import ConfigDict
 
 from agentlightning.errors import ConfigError, suggest
+from agentlightning.plugin.registry import get_manager
 from agentlightning.plugin.settings import require_least
-from agentlightning_algorithms.advantage import STD_FLOOR, Estimator
+from agentlightning_algorithms.advantage import STD_FLOOR
+from agentlightning_algorithms.grpo.training_row import Distribution
 
 Aggregation = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "rollout-mean"
 ]
-Objective = Literal["ppo", "gspo", "cispo"]
 KlEstimator = Literal["k1", "k2", "k3"]
 WeightLevel = Literal["token", "sequence"]
 MaskLevel = Literal["token", "sequence", "sequence-mean"]
 
 SAMPLING_KEYS: Final = (
-    "temperature", "top_p", "top_k", "max_tokens", "max_completion_tokens", "stop", "seed", "n", "min_p",
+    "force", "temperature", "top_p", "top_k", "max_tokens", "max_completion_tokens", "stop", "seed", "n", "min_p",
     "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "extra_body",
 )  # fmt: skip
+
+
+_PENALTIES: Final = ("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias")
+_NEUTRAL: Final[Mapping[str, Any]] = {
+    "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0,
+    "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": None,
+}  # fmt: skip
+"""The parameters that decide the distribution of tokens, at the values at which they do nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +51,9 @@ class UpdateSettings:
         minibatches: optimizer steps per epoch, whatever the number of rows, which depends on the number of turns.
         max_tokens_per_microbatch: bound on memory, padding included; changes the result only by rounding.
         gradient_checkpointing: recompute activations in the backward pass: less memory, about a third more time.
-        objective: ``ppo``, ``gspo`` or ``cispo``; see ``clipped_surrogate``, ``sequence_surrogate`` and
-            ``clipped_weight_surrogate`` in :mod:`~agentlightning_algorithms.grpo.learning.loss`.
+        objective: a component of the kind ``policy_loss``: ``ppo``, ``gspo``, ``cispo``, or that of a plugin; see
+            ``clipped_surrogate``, ``sequence_surrogate`` and ``clipped_weight_surrogate`` in
+            :mod:`~agentlightning_algorithms.grpo.learning.loss`.
         clip_low: the ratio is clipped at ``1 - clip_low``. GSPO needs a thousandth of PPO's value.
         clip_high: the ratio is clipped at ``1 + clip_high``.
         dual_clip: bound on the loss of a token with negative advantage, in units of the advantage; ``ppo`` only.
@@ -83,7 +93,7 @@ class UpdateSettings:
     minibatches: int = 1
     max_tokens_per_microbatch: int = 8192
     gradient_checkpointing: bool = False
-    objective: Objective = "ppo"
+    objective: str = "ppo"
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = 3.0
@@ -170,7 +180,8 @@ class ExperienceSettings:
     Attributes:
         rows: ``transitions``: one row per model call. ``trajectories``: consecutive calls, each of which extends the
             tokens of the one before, share a row and its forward pass.
-        estimator: formula of the advantages; see :func:`~agentlightning_algorithms.advantage.compute_advantages`.
+        estimator: a component of the kind ``advantage``; ours are described at
+            :func:`~agentlightning_algorithms.advantage.compute_advantages`.
         std_floor: the least standard deviation that advantages are divided by, in units of the reward.
         failed_reward: reward of a rollout that failed or reported none; None excludes it, also from its group's mean.
         keep_flat_groups: also train on groups whose rollouts all have the same reward.
@@ -179,7 +190,7 @@ class ExperienceSettings:
     """
 
     rows: Literal["transitions", "trajectories"] = "transitions"
-    estimator: Estimator = "grpo"
+    estimator: str = "grpo"
     std_floor: float = STD_FLOOR
     failed_reward: float | None = 0.0
     keep_flat_groups: bool = False
@@ -195,7 +206,10 @@ class GRPOSettings(ExperienceSettings):
         steps: number of weight updates.
         tasks_per_step: tasks per step, drawn without repetition until the training set is used up.
         rollouts_per_task: group size.
-        sampling: sampling parameters of agents' calls in training; default ``{"temperature": 1.0}``.
+        sampling: sampling parameters of agents' calls in training; default ``{"temperature": 1.0}``. The gateway forces
+            temperature, top_p, top_k and the absence of penalties on every call, whatever the agent asks for. ``force:
+            False``: they hold only for calls that leave them out, and the log-probabilities of a call are those of its
+            own temperature, top_p and top_k.
         update: learning rate, clipping, minibatches and so on. Its schedule spans ``steps``; its temperature and seed
             are taken from ``sampling`` and from the run.
         lora: train low-rank adapters; None: all weights.
@@ -208,10 +222,13 @@ class GRPOSettings(ExperienceSettings):
         success_threshold: a reward of at least this counts as a success.
         rollout_timeout_s: a rollout that takes longer is stopped and counts as failed.
         eval_every: steps between evaluations on the validation set; 0: only before the first and after the last step.
-        eval_sampling: sampling parameters in evaluation; default: ``sampling`` at temperature 0.
+        eval_sampling: sampling parameters in evaluation, forced likewise; default: ``sampling`` at temperature 0.
         target_reward: stop once the mean validation reward reaches this.
         test_dataset: evaluated before the first and after the last step; never used for model selection.
         checkpoint_every: steps between checkpoints in the run's directory.
+        keep_steps: rollouts of training and validation that are older than this many steps are deleted, with their
+            spans and tokens, which take about 160 kB per model call. 0: all are kept. None: 4 in a store that is lost
+            with its process, and all in a durable one.
         resource_name: name of the resource that agents receive the model as.
         dtype: of computation, in sampling and in training. Trained weights stay in float32 because an update is
             smaller than the resolution of bfloat16.
@@ -222,6 +239,7 @@ class GRPOSettings(ExperienceSettings):
         seed: of task order, sampling and minibatches; None: the run's.
 
     Raises:
+        PluginError: an ``estimator`` that no plugin offers.
         ConfigError: a value out of range, settings that contradict each other, an unknown key of ``sampling``, or a
             ``model`` that is a path without a model.
     """
@@ -243,6 +261,7 @@ class GRPOSettings(ExperienceSettings):
     target_reward: float | None = None
     test_dataset: Sequence[Any] | None = None
     checkpoint_every: int = 1
+    keep_steps: int | None = None
     resource_name: str = "llm"
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "cpu"
@@ -251,20 +270,29 @@ class GRPOSettings(ExperienceSettings):
     max_batch_size: int = 64
     seed: int | None = None
 
+    @property
+    def distribution(self) -> Distribution | None:
+        """The distribution of all calls in training; None: each call has its own."""
+        sampling = self.sampling or {}
+        return Distribution(float(sampling["temperature"])) if sampling["force"] else None
+
     def __post_init__(self) -> None:
         require_least(1, steps=self.steps, tasks_per_step=self.tasks_per_step, checkpoint_every=self.checkpoint_every)
-        require_least(0, eval_every=self.eval_every, refill_rounds=self.refill_rounds)
+        require_least(0, eval_every=self.eval_every, refill_rounds=self.refill_rounds, keep_steps=self.keep_steps or 0)
         if self.rollouts_per_task < 2:
             raise ConfigError(f"rollouts_per_task = {self.rollouts_per_task}: a group needs at least 2 to compare")
         if self.staleness not in (0, 1):
             raise ConfigError(f"staleness = {self.staleness}: 0 (synchronous) or 1 (one step off) is allowed")
+        get_manager().get("advantage", self.estimator)
         _check_model(self.model)
         given = self.sampling or {}
-        self.sampling = {"temperature": 1.0, **given}
+        self.sampling = {"force": True, "temperature": 1.0, **given}
         self.eval_sampling = {**given, "temperature": 0.0, **(self.eval_sampling or {})}
         _check_sampling("sampling", self.sampling)
-        _check_training_sampling(self.sampling)
+        _check_training_sampling(flatten(self.sampling))
         _check_sampling("eval_sampling", self.eval_sampling)
+        if "transformers" in (self.backend, isinstance(self.backend, Mapping) and self.backend.get("name")):
+            _refuse_distortions("eval_sampling", flatten(self.eval_sampling), "which the backend transformers lacks")
         update = self.update or UpdateSettings()
         if self.staleness and update.old_logprobs == "trainer" and update.importance_weights is None:
             raise ConfigError(
@@ -274,6 +302,23 @@ class GRPOSettings(ExperienceSettings):
         self.update = replace(
             update, temperature=float(self.sampling["temperature"]), total_updates=update.total_updates or self.steps
         )
+
+
+def flatten(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns sampling parameters with those of ``extra_body`` beside the others, as they stand in a request."""
+    own = {name: value for name, value in sampling.items() if name not in ("extra_body", "force")}
+    return {**own, **(sampling.get("extra_body") or {})}
+
+
+def agent_sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the parameters that agents pass on to ``chat.completions.create``."""
+    return {name: value for name, value in sampling.items() if name != "force"}
+
+
+def distribution(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a request that decide which distribution its tokens are drawn from."""
+    flat = flatten(sampling)
+    return {name: neutral if flat.get(name) is None else flat[name] for name, neutral in _NEUTRAL.items()}
 
 
 def _check_model(model: str) -> None:
@@ -293,9 +338,19 @@ def _check_sampling(name: str, sampling: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"{name} has no key {key!r}.{suggest(key, SAMPLING_KEYS)} Keys: {', '.join(SAMPLING_KEYS)}."
             )
+    if not isinstance(sampling.get("force", True), bool):
+        raise ConfigError(f"{name}: force = {sampling['force']!r}; true or false is needed.")
     temperature = sampling.get("temperature", 1.0)
     if isinstance(temperature, bool) or not isinstance(temperature, (int, float)) or temperature < 0:
         raise ConfigError(f"{name}: temperature = {temperature!r}; a number of at least 0 is needed.")
+
+
+def _refuse_distortions(name: str, sampling: Mapping[str, Any], why: str) -> None:
+    for key in ("min_p", *_PENALTIES):
+        if sampling.get(key) not in (None, {}, _NEUTRAL.get(key)):
+            raise ConfigError(
+                f"{name}: {key} = {sampling[key]!r} changes the distribution of tokens, {why}; leave it out."
+            )
 
 
 def _check_training_sampling(sampling: Mapping[str, Any]) -> None:
@@ -307,7 +362,8 @@ def _check_training_sampling(sampling: Mapping[str, Any]) -> None:
             f"sampling: seed = {sampling['seed']!r} would give all rollouts of a task the same answers; set the "
             "algorithm's own, or the run's."
         )
-    if sampling.get("top_p", 1) != 1 or (sampling.get("top_k") or 0) > 0 or sampling.get("min_p"):
+    _refuse_distortions("sampling", sampling, "and the trainer computes log-probabilities without it")
+    if sampling.get("top_p", 1) != 1 or (sampling.get("top_k") or 0) > 0:
         raise ConfigError(
             f"sampling = {dict(sampling)}: training needs the whole distribution; leave top_p and top_k out"
         )

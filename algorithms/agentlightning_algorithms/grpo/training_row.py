@@ -6,9 +6,17 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 Value = TypeVar("Value")
+
+
+class Distribution(NamedTuple):
+    """How tokens are drawn from logits; see :class:`~agentlightning_algorithms.grpo.sampling.draw.SamplingParams`."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +32,7 @@ class TrainingRow:
         weight: how many copies of itself the row counts for; 0 is as if it were absent.
         mask: 1 where the response token was sampled, 0 where it was given; None: all were sampled.
         rollout: the rollout the row belongs to, for ``rollout-mean``; None: one of its own.
+        distribution: that the tokens were drawn from; None: at the trainer's temperature, unfiltered.
     """
 
     prompt_ids: Sequence[int]
@@ -33,6 +42,7 @@ class TrainingRow:
     weight: float = 1.0
     mask: Sequence[int] | None = None
     rollout: Hashable = None
+    distribution: Distribution | None = None
 
     @property
     def n_tokens(self) -> int:

@@ -37,6 +37,8 @@ ComponentKind: TypeAlias = Literal[
     "credit",
     "handler",
     "policy_backend",
+    "policy_loss",
+    "advantage",
     "report",
 ]
 COMPONENT_KINDS: Final[tuple[str, ...]] = get_args(ComponentKind)

@@ -46,7 +46,7 @@ def write_report(directory: Path, metrics: Sequence[dict[str, Any]]) -> Path:
         seconds=sum(step["seconds"] for step in trained),
         calls=sum(step["calls"] for step in trained),
         tokens=sum(step["sampled_tokens"] for step in trained),
-        gap=max((step["logprob_gap_max"] for step in trained), default=0.0),
+        gap=max((step.get("logprob_gap_max", 0.0) for step in trained), default=0.0),
         rows=trained,
         transcripts=chosen_transcripts(directory),
     )

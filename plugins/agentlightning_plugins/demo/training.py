@@ -157,7 +157,7 @@ def _show(console: Console, directory: Path, metrics: list[dict[str, Any]], resu
     console.print(table)
     seconds = sum(step["seconds"] for step in steps)
     calls = sum(step["calls"] for step in steps)
-    gap = max(step["logprob_gap_max"] for step in steps)
+    gap = max((step.get("logprob_gap_max", 0.0) for step in steps), default=0.0)
     console.print(
         f"{len(steps)} steps, {calls:,.0f} model calls, {seconds:.0f} s of training; sampler and trainer "
         f"log-probabilities differ by at most {gap:.1e}",

@@ -18,6 +18,7 @@ from agentlightning.store.protocol import LightningStore
 from agentlightning.store.span_writer import SpanWriter
 from agentlightning_plugins.gateway.access.attempts import EndedAttempts, InFlightCall, InFlightCalls
 from agentlightning_plugins.gateway.access.authentication import Authenticator, KeyRefused
+from agentlightning_plugins.gateway.access.seeds import CallSeeds
 from agentlightning_plugins.gateway.backends.backend import Backend, ModelTable, describe_error
 from agentlightning_plugins.gateway.backends.health import HealthCheck
 from agentlightning_plugins.gateway.backends.idle_timeout import IdleTimeout
@@ -63,6 +64,7 @@ class GatewayServer:
         )
         self._is_local = is_loopback(settings.host) and not settings.require_keys
         self._usage = UsageTracker(settings.limits)
+        self._seeds = CallSeeds(store)
         self._admission = Admission(pause_wait_s=settings.pause_wait_s)
         self._admission.weight_version = settings.weight_version
         self._in_flight = InFlightCalls()
@@ -155,6 +157,8 @@ class GatewayServer:
             message = f"no model {call.model!r}; models: {', '.join(self._models.names) or 'none yet'}"
             return self._fail(call, refuse(dialect, 404, message, "model_not_found"))
         if attempt is not None:
+            if any(backend.seed_calls for backend in backends):
+                call.seed = await self._seeds.next(attempt)
             if self._usage.needs(attempt):
                 await self._restore_usage(attempt)
             if self._ended.is_over(attempt):  # checked last: it may have ended while the request was read

@@ -1,7 +1,6 @@
 """A small training on disk, for tests that kill it: ``python -m tests.algorithms.grpo.grpo_program RUN_DIR STEPS``.
 
-The first start begins the run, every further one resumes it. The answers to a rollout depend only on the rollout's id
-and the weights, so that two runs with the same key can be compared.
+The first start begins the run, every further one resumes it.
 """
 
 from __future__ import annotations
@@ -15,13 +14,6 @@ import agentlightning as agl
 from agentlightning_plugins.demo.agent import calculator_agent
 from agentlightning_plugins.demo.task import make_problems
 from agentlightning_plugins.demo.training import CHECKPOINT
-
-
-def seeded_agent(task: dict[str, Any], llm: agl.LLM, rollout: agl.Rollout) -> float:
-    """The demo's agent with a seed that depends on the rollout."""
-    seed = int(rollout.rollout_id.removeprefix("ro-")[:8], 16)
-    sampling = {**llm.sampling_parameters, "seed": seed}
-    return calculator_agent(task, llm.model_copy(update={"sampling_parameters": sampling}))
 
 
 def settings(steps: int, **more: Any) -> dict[str, Any]:
@@ -43,7 +35,7 @@ def main(directory: Path, steps: int) -> None:
     resume = (directory / "run.json").is_file()
     store = agl.create_store(f"sqlite:///{directory}/../{directory.name}.db")
     trainer = agl.Trainer(algorithm=settings(steps), store=store, trackers=[], run_dir=directory, resume=resume)
-    trainer.fit(seeded_agent, make_problems("train", 8), make_problems("val", 4))
+    trainer.fit(calculator_agent, make_problems("train", 8), make_problems("val", 4))
     asyncio.run(store.close())
 
 

@@ -113,7 +113,7 @@ def test_every_step_publishes_weights_and_trains_on_the_calls_of_one_agent(tmp_p
         run_dir=tmp_path,
     )
     trainer.fit(criticised_agent, make_problems("train", N_TASKS), make_problems("val", 4))
-    assert gateway.models == ["policy", "other"]
+    assert gateway.models == ["policy", "policy-val", "other"]
 
     async def check() -> None:
         spans = (await store.query_spans(None)).items

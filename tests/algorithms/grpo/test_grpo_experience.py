@@ -15,7 +15,7 @@ from agentlightning_algorithms.grpo.learning.episode import Episode, describe_ep
 from agentlightning_algorithms.grpo.learning.experience import Experience, build_experience, training_spans
 from agentlightning_algorithms.grpo.session import draw_tasks
 from agentlightning_algorithms.grpo.setting import ExperienceSettings, UpdateSettings
-from agentlightning_algorithms.grpo.training_row import TrainingRow
+from agentlightning_algorithms.grpo.training_row import Distribution, TrainingRow
 
 
 def rollout(group: str, index: int, **attempt: Any) -> agl.AttemptedRollout:
@@ -200,6 +200,18 @@ def test_a_penalty_is_taken_from_the_reward_before_it_is_compared() -> None:
     assert experience.metrics["reward_penalty"] == pytest.approx(0.2)
 
 
+def test_a_row_has_the_distribution_of_its_calls_unless_one_is_forced() -> None:
+    same, cold = Distribution(0.7), Distribution(0.1, 0.9, 3)
+    batch = [
+        Episode(rollout("a", i), reward, conversation(2), "", {"chatcmpl-0": same, "chatcmpl-1": second})
+        for i, (reward, second) in enumerate([(1.0, same), (0.0, cold)])
+    ]
+    assert [row.distribution for row in merged(batch)] == [same, same, cold], "a row has one distribution"
+    forced = build(batch, distribution=same)
+    assert {row.distribution for row in forced.rows} == {None}
+    assert forced.metrics["calls_of_other_sampling"] == 1
+
+
 def test_calls_that_do_not_extend_the_one_before_are_counted_by_kind() -> None:
     first, second = conversation(2)
     messages = [{"role": "user", "content": "q"}]
@@ -227,6 +239,18 @@ def test_rewards_are_reported_by_source_of_the_task() -> None:
     assert (described["reward/gsm8k"], described["reward/math"]) == (0.5, 0.5)
     assert described["success_rate"] == pytest.approx(2 / 3)
     assert (described["calls_per_rollout"], described["response_length"]) == (2, 2)
+
+
+def test_lengths_and_durations_are_reported_with_their_percentiles() -> None:
+    batch = []
+    for i in range(20):
+        attempted = rollout("a", i, end_time=float(i + 1))
+        batch.append(Episode(attempted, 1.0, [triplet(n_prompt=i + 1, n_response=2 * (i + 1))]))
+    described = describe_episodes(batch)
+    for name, unit in (("prompt_length", 1), ("response_length", 2), ("rollout_s", 1)):
+        found = [described[f"{name}{suffix}"] for suffix in ("", "_p50", "_p95", "_max")]
+        assert found == [10.5 * unit, 10 * unit, 19 * unit, 20 * unit]
+    assert describe_episodes([])["response_length_p95"] == 0.0
 
 
 def test_each_row_is_recorded_by_a_span_in_its_own_attempt() -> None:
@@ -268,6 +292,14 @@ def test_tasks_are_drawn_without_repetition_and_as_a_function_of_the_position() 
         ({"staleness": 1, "update": UpdateSettings(old_logprobs="trainer")}, "nothing corrects for the older weights"),
         ({"checkpoint_every": 0}, "checkpoint_every = 0"),
         ({"sampling": {"top_p": 0.9}}, "needs the whole distribution"),
+        ({"sampling": {"extra_body": {"top_k": 5}}}, "needs the whole distribution"),
+        ({"sampling": {"min_p": 0.1}}, "min_p = 0.1 changes the distribution of tokens"),
+        ({"sampling": {"frequency_penalty": 0.5}}, "frequency_penalty = 0.5 changes the distribution of tokens"),
+        ({"sampling": {"presence_penalty": 0.5}}, "presence_penalty = 0.5 changes"),
+        ({"sampling": {"repetition_penalty": 1.1}}, "repetition_penalty = 1.1 changes"),
+        ({"sampling": {"logit_bias": {"5": 1}}}, "logit_bias = {'5': 1} changes"),
+        ({"eval_sampling": {"extra_body": {"repetition_penalty": 1.1}}}, "which the backend transformers lacks"),
+        ({"sampling": {"force": "no"}}, "force = 'no'; true or false is needed"),
         ({"sampling": {"seed": 1}}, "seed = 1 would give all rollouts of a task the same answers"),
     ],
 )

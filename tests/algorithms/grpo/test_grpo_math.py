@@ -25,7 +25,6 @@ from agentlightning_algorithms.grpo.setting import (
     Aggregation,
     KlEstimator,
     MaskLevel,
-    Objective,
     WeightLevel,
 )
 
@@ -181,8 +180,8 @@ def test_trust_masks_equal_verls(level: MaskLevel, lower: float, upper: float, g
     assert_equal(trusted_tokens(log_ratio_BT, given_tensor("mask"), level, lower=lower, upper=upper), VERL[golden])
 
 
-@given(st.integers(0, 1000), st.integers(1, 5), st.sampled_from(get_args(Objective)))
-def test_a_rows_loss_does_not_depend_on_padding_or_other_rows(seed: int, length: int, objective: Objective) -> None:
+@given(st.integers(0, 1000), st.integers(1, 5), st.sampled_from(["ppo", "gspo", "cispo"]))
+def test_a_rows_loss_does_not_depend_on_padding_or_other_rows(seed: int, length: int, objective: str) -> None:
     generator = torch.Generator().manual_seed(seed)
     new_BT, old_BT, advantage_B1 = (
         torch.randn(3, width, generator=generator, dtype=torch.float64) for width in (5, 5, 1)

@@ -26,7 +26,11 @@ def watched(*steps: dict[str, float]) -> list[list[str]]:
         ({"responses_cut_off": 0.7}, "70% of the answers were cut off at max_tokens"),
         ({"approx_kl": 0.5}, "approximate KL 0.5"),
         ({"clip_fraction": 0.6}, "60% of the tokens clipped"),
-        ({"logprob_gap_max": 2.0}, "log-probabilities 2 apart"),
+        ({"logprob_gap_max": 2e-3}, "log-probabilities 0.002 apart: the calls were sampled with the run's parameters"),
+        (
+            {"logprob_gap_max": 2.0, "calls_of_other_sampling": 3.0},
+            "2 apart: 3 calls were sampled with another temperature, top_p or top_k",
+        ),
     ],
 )
 def test_a_warning_is_returned_once_when_it_begins_to_hold(step: dict[str, float], words: str) -> None:
@@ -47,6 +51,12 @@ def test_a_warning_is_returned_once_when_it_begins_to_hold(step: dict[str, float
 )
 def test_normal_steps_cause_no_warning(step: dict[str, float]) -> None:
     assert watched(step, step) == [[], []]
+
+
+def test_in_bfloat16_only_a_large_gap_is_a_warning() -> None:
+    monitor = TrainingMonitor(is_exact=False)
+    assert monitor.observe({**HEALTHY, "logprob_gap_max": 0.5}) == []
+    assert len(monitor.observe({**HEALTHY, "logprob_gap_max": 1.5})) == 1
 
 
 def test_a_training_reward_that_rises_while_validation_falls_is_a_sign_of_hacking() -> None:

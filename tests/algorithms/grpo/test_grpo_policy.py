@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import os
 import subprocess
+import textwrap
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,7 +18,10 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, 
 from agentlightning.errors import ConfigError
 from agentlightning_algorithms.grpo.model.checkpoint import atomic_directory, recover_directory
 from agentlightning_algorithms.grpo.model.policy import Policy, batch_by_tokens, collate, load_policy
-from agentlightning_algorithms.grpo.training_row import TrainingRow
+from agentlightning_algorithms.grpo.sampling.draw import SamplingParams
+from agentlightning_algorithms.grpo.sampling.sampler import Sampler
+from agentlightning_algorithms.grpo.training_row import Distribution, TrainingRow
+from tests.source import run_python
 
 ROWS = [
     TrainingRow(prompt_ids=[5, 6, 7], response_ids=[8, 9], logprobs=[0, 0], advantage=1),
@@ -63,16 +68,98 @@ def test_a_head_that_caps_its_logits_is_not_bypassed() -> None:
     assert policy.score([row])[0] == pytest.approx(naive_logprobs(model, row, 1.0), abs=1e-5)
 
 
-@given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 200), st.integers(0, 100))
-def test_batches_hold_every_item_once_and_keep_to_the_budget(
-    lengths: list[int], max_tokens: int, max_padding: int
-) -> None:
-    batches = batch_by_tokens(lengths, max_tokens, max_padding=max_padding)
+@given(st.lists(st.integers(1, 2000), max_size=40), st.integers(1, 20_000))
+def test_batches_hold_every_item_once_and_keep_to_the_budget(lengths: list[int], max_tokens: int) -> None:
+    batches = batch_by_tokens(lengths, max_tokens)
     assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
     for batch in batches:
         width = max(lengths[i] for i in batch)
         assert len(batch) == 1 or width * len(batch) <= max_tokens
-        assert sum(width - lengths[i] for i in batch) <= max_padding
+        assert sum(width - lengths[i] for i in batch) <= max(256, max_tokens // 8)
+
+
+@pytest.mark.parametrize("scale", [1, 10, 100])
+def test_batches_are_filled_whatever_the_length_of_their_items(scale: int) -> None:
+    lengths = [scale * (30 + i) for i in range(40)]
+    batches = batch_by_tokens(lengths, 400 * scale)
+    assert len(batches) <= 1.3 * sum(lengths) / (400 * scale)
+
+
+def rows_with_distributions(policy: Policy) -> list[TrainingRow]:
+    """Rows sampled with parameters of their own."""
+    sampler = Sampler(policy, seed=1)
+    try:
+        found = []
+        for i, own in enumerate(
+            [Distribution(0.5), Distribution(1.3, 0.7), Distribution(1.0, 0.9, 5), Distribution(0.0)]
+        ):
+            params = SamplingParams(max_tokens=20, seed=i, **own._asdict())
+            answer = sampler.submit([1, 2, 3, i], params).result()
+            logprobs = [token.logprob for token in answer.tokens]
+            found.append(TrainingRow([1, 2, 3, i], answer.token_ids, logprobs, 1.0, distribution=own))
+        return found
+    finally:
+        sampler.close()
+
+
+def test_a_row_is_scored_by_the_distribution_that_it_was_drawn_from(tiny_policy: Policy) -> None:
+    rows = rows_with_distributions(tiny_policy)
+    plain = [5, 6], [7, 8], [0.0, 0.0]
+    rows.append(TrainingRow(*plain, 1.0))
+    scores = tiny_policy.score(rows, 0.7)
+    for row, score in zip(rows[:-1], scores, strict=False):
+        assert score == pytest.approx(row.logprobs, abs=1e-4)
+    assert scores[-1] == pytest.approx(tiny_policy.score([TrainingRow(*plain, 1.0)], 0.7)[0], abs=1e-5)
+
+
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_scoring_a_few_tokens_at_a_time_gives_the_same_gradient(
+    tiny_policy: Policy, monkeypatch: pytest.MonkeyPatch, entropy_gradient: bool
+) -> None:
+    rows = rows_with_distributions(tiny_policy)
+    rows += [replace(row, distribution=None) for row in rows]
+    batch = collate(rows)
+
+    def gradient() -> torch.Tensor:
+        tiny_policy.model.zero_grad()
+        logprob_BT, entropy_BT = tiny_policy.token_logprobs(batch, 0.7, entropy_gradient=entropy_gradient)
+        loss = (logprob_BT * torch.arange(logprob_BT.shape[1])).mean()
+        if entropy_gradient:
+            loss = loss + entropy_BT.square().mean()
+        loss.backward()
+        return torch.cat([p.grad.flatten() for p in tiny_policy.model.parameters() if p.grad is not None])
+
+    whole = gradient()
+    assert whole.isfinite().all()
+    monkeypatch.setattr("agentlightning_algorithms.grpo.model.policy._CHUNK_ELEMENTS", 7 * 259)
+    torch.testing.assert_close(gradient(), whole, atol=1e-6 * float(whole.abs().max()), rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_an_update_at_a_large_vocabulary_keeps_few_logits_in_memory() -> None:
+    """1,024 sampled tokens at a vocabulary of 152k: each copy of all logits takes 0.6 GB, backward needs several."""
+    program = """
+        import resource, torch
+        from types import SimpleNamespace
+        from transformers import Qwen2Config, Qwen2ForCausalLM
+        from agentlightning_algorithms.grpo.model.policy import Policy, collate
+        from agentlightning_algorithms.grpo.training_row import TrainingRow
+
+        size = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+        config = Qwen2Config(vocab_size=151_936, num_key_value_heads=1, max_position_embeddings=4096, **size)
+        policy = Policy(Qwen2ForCausalLM(config), SimpleNamespace(eos_token_id=1))
+        rows = [TrainingRow([1], [2] * 256, [0.0] * 256, 1.0)] * 4
+
+        def peak():
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+        before = peak()
+        logprob_BT, _ = policy.token_logprobs(collate(rows))
+        logprob_BT.mean().backward()
+        print(peak() - before)
+        """
+    output = run_python("-c", textwrap.dedent(program))
+    assert float(output) < 0.7  # GiB
 
 
 def test_saved_policies_are_ordinary_transformers_models(tiny_policy: Policy, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -133,10 +132,8 @@ def test_a_killed_training_ends_like_an_uninterrupted_one(tmp_path: Path) -> Non
     assert not list(directory.glob("*.tmp")), "scratch directories of the killed process are removed"
     assert not list(directory.glob(".*.tmp"))
 
-    # A run with the same key that is not killed; it finds no checkpoint and starts from the beginning.
+    # A run with the same seed that is not killed.
     uninterrupted = tmp_path / "uninterrupted"
-    uninterrupted.mkdir()
-    shutil.copy(directory / "run.json", uninterrupted)
     grpo_program.main(uninterrupted, STEPS)
     assert asyncio.run(rewards(directory)) == asyncio.run(rewards(uninterrupted))
     begin, killed, uninterrupted_weights = map(

@@ -3,8 +3,11 @@ from __future__ import annotations
 import logging
 import math
 import random
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import numpy
@@ -15,8 +18,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from agentlightning.errors import ConfigError
+from agentlightning.errors import ConfigError, PluginError
+from agentlightning.plugin.registry import get_manager
 from agentlightning.plugin.settings import bind_settings
+from agentlightning_algorithms.advantage import Scored
+from agentlightning_algorithms.grpo.algorithm import GRPO
 from agentlightning_algorithms.grpo.learning.updater import Updater
 from agentlightning_algorithms.grpo.model.lora import add_lora
 from agentlightning_algorithms.grpo.model.policy import Policy, load_policy
@@ -299,6 +305,89 @@ def test_lora_trains_only_its_adapters_and_resumes_bit_identically(tiny_model: P
     add_lora(other.model, LoraSettings(rank=8))
     with pytest.raises(ConfigError, match="resume with the same lora settings"):
         Updater(other, options).load(tmp_path / "step-2")
+
+
+def read_example() -> dict[str, Any]:
+    """Runs the plugin of docs/grpo.md, and returns its names."""
+    page = (Path(__file__).parents[3] / "docs" / "grpo.md").read_text(encoding="utf-8")
+    code = next(block for block in page.split("```")[1::2] if "def soft_gate" in block).removeprefix("python")
+    assert len([line for line in code.splitlines() if line.strip() and "import" not in line]) <= 20
+    names: dict[str, Any] = {"__name__": __name__}
+    exec(code, names)
+    return names
+
+
+@pytest.fixture
+def third_party(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    names = read_example()
+    for name in ("soft_gate", "maxrl"):
+        monkeypatch.setattr(sys.modules[__name__], name, names[name], raising=False)
+    manager, plugin = get_manager(), SimpleNamespace(components=names["components"])
+    manager.register(plugin, "test-losses")
+    yield
+    manager._pluggy.unregister(plugin)
+    del manager.plugins["test-losses"], manager._offers["policy_loss", "soft_gate"]
+    del manager._offers["advantage", "maxrl"]
+
+
+def test_a_third_party_adds_a_loss_and_an_advantage(tiny_policy: Policy, third_party: None) -> None:
+    (row,) = make_rows(tiny_policy, 1)
+    own = replace(row, advantage=1.0, logprobs=tiny_policy.score([row])[0])
+    soft, _ = gradients(tiny_policy, [own], objective="soft_gate")
+    ppo, _ = gradients(tiny_policy, [own], objective="ppo")
+    assert_same_gradients(soft, ppo)  # on policy, the slope of the gate is 1
+    soft, _ = gradients(tiny_policy, [replace(own, logprobs=[v - 1.0 for v in own.logprobs])], objective="soft_gate")
+    assert any(value.abs().max() > 0 for value in soft), "the gate does not cut the gradient off"
+    algorithm = GRPO(model="nowhere", estimator="maxrl")
+    maxrl = get_manager().get("advantage", algorithm.estimator)
+    items = [Scored(value, "g", rollout) for rollout, value in enumerate([1.0, 0.0, 0.0, 0.0])]
+    assert maxrl(items, std_floor=0.01) == [3.0, -1.0, -1.0, -1.0]
+
+
+def test_an_unknown_loss_or_advantage_is_refused_with_the_known_ones(tiny_policy: Policy) -> None:
+    with pytest.raises(PluginError, match="no policy_loss named 'pp0'. Did you mean 'ppo'"):
+        Updater(tiny_policy, UpdateSettings(objective="pp0"))
+    with pytest.raises(PluginError, match="no advantage named 'grp0'. Did you mean 'grpo'"):
+        GRPO(model="nowhere", estimator="grp0")
+
+
+def test_lora_on_the_output_layer_trains_it(tiny_policy: Policy, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="names the output layer, whose weights this model shares"):
+        add_lora(tiny_policy.model, LoraSettings(target_modules=["lm_head"]))
+    config = AutoModelForCausalLM.from_pretrained(tiny_policy.model.name_or_path).config
+    config.tie_word_embeddings = False
+    torch.manual_seed(0)
+    policy = Policy(AutoModelForCausalLM.from_config(config), tiny_policy.tokenizer)
+    add_lora(policy.model, LoraSettings(target_modules=["lm_head"], rank=4))
+    rows = make_rows(policy, 8)
+    before = policy.score(rows)
+    updater = Updater(policy, UpdateSettings(lr=0.1))
+    for _ in range(2):
+        assert updater.update(rows)["grad_norm"] > 0
+    assert policy.score(rows) != before
+    policy.save(tmp_path)
+    assert load_policy(tmp_path).score(rows)[0] == pytest.approx(policy.score(rows)[0], abs=1e-4)
+
+
+def test_weights_decay_but_not_norms_and_biases(tiny_policy: Policy) -> None:
+    with torch.no_grad():
+        for parameter in tiny_policy.model.parameters():
+            parameter.fill_(1.0)
+    # Without an advantage there is no gradient, so that only the decay changes weights.
+    Updater(tiny_policy, UpdateSettings(lr=0.1, weight_decay=0.5)).update([TrainingRow([1], [2], [0.0], 0.0)])
+    values = {name: set(value.flatten().tolist()) for name, value in tiny_policy.model.named_parameters()}
+    norms = {name for name in values if name.endswith(".bias") or "norm" in name}
+    assert len(norms) > 4
+    assert {name for name, found in values.items() if found == {1.0}} == norms
+    assert all(value == pytest.approx(0.95) for name in values.keys() - norms for value in values[name])
+
+
+def test_an_update_without_rows_reports_no_means(tiny_policy: Policy) -> None:
+    before = weights(tiny_policy)
+    metrics = Updater(tiny_policy, UpdateSettings(minibatches=2)).update([])
+    assert metrics.pop("seconds") >= 0
+    assert metrics == {"optimizer_steps": 0, "skipped_steps": 0, "lr": 1e-6, "rows": 0, "response_tokens": 0}
+    assert all(torch.equal(before[name], value) for name, value in weights(tiny_policy).items())
 
 
 def test_lora_target_modules_without_a_layer_are_refused(tiny_policy: Policy) -> None:

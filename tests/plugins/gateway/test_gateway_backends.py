@@ -237,6 +237,47 @@ async def test_names_and_forced_sampling_reach_the_backend() -> None:
     assert (span.attributes["gen_ai.request.model"], span.attributes["gen_ai.provider.name"]) == ("m", "vllm")
 
 
+async def test_default_sampling_fills_in_what_a_request_leaves_out() -> None:
+    async with ScriptedOpenAI() as server:
+        model = entry(server.endpoint, sampling_defaults={"temperature": 0.7, "top_p": 0.9})
+        async with gateway(model_list=[model]) as case:
+            rollout, client = await case.start()
+            await client.chat.completions.create(model="m", messages=HELLO, temperature=0.2)
+            span = await case.span(rollout)
+        body = server.requests[0].body
+    assert (body["temperature"], body["top_p"]) == (0.2, 0.9)
+    assert (span.attributes["gen_ai.request.temperature"], span.attributes["gen_ai.request.top_p"]) == (0.2, 0.9)
+
+
+async def test_each_call_gets_a_seed_of_its_rollouts_seed_and_its_own_number() -> None:
+    async with ScriptedOpenAI() as server, gateway(model_list=[entry(server.endpoint, seed_calls=True)]) as case:
+
+        async def seeds(metadata: dict[str, int], attempts: int) -> list[list[int | None]]:
+            rollout = await case.store.enqueue_rollout("task", metadata=metadata)
+            found = []
+            for _ in range(attempts):
+                attempted = await case.store.start_attempt(rollout.rollout_id)
+                attempt_id = attempted.attempt.attempt_id
+                llm = case.proxy.as_resource(rollout.rollout_id, attempt_id)
+                client = case.client(llm.endpoint)
+                for _ in range(3):
+                    await client.chat.completions.create(model="m", messages=HELLO, seed=4)
+                recorded = await case.spans(attempted)
+                sent = [request.body.get("seed") for request in server.requests[-3:]]
+                assert sorted(sent) == sorted(span.attributes["gen_ai.request.seed"] for span in recorded)
+                found.append(sent)
+                await case.store.update_attempt(rollout.rollout_id, attempt_id, status="failed")
+            return found
+
+        first, again = await seeds({"seed": 7}, 2)
+        (same,) = await seeds({"seed": 7}, 1)
+        (other,) = await seeds({"seed": 8}, 1)
+        (unseeded,) = await seeds({}, 1)
+    assert first == again == same
+    assert len({*first, *other}) == 6
+    assert unseeded == [4, 4, 4]
+
+
 async def test_calls_of_an_attempt_that_is_over_are_refused() -> None:
     async def call_until_refused(client: openai.AsyncOpenAI) -> openai.APIStatusError:
         async with asyncio.timeout(30):

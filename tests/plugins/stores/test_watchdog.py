@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import textwrap
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -18,6 +20,7 @@ from agentlightning.store.engine import BackendStore, watchdog
 from agentlightning.store.retention import Retention
 from agentlightning.types import Attempt, AttemptedRollout, EnqueueRolloutRequest, Record, RolloutConfig, Span
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore, MemoryBackend
+from tests.source import run_python
 
 R = TypeVar("R", bound=Record)
 
@@ -232,6 +235,26 @@ async def test_the_watchdog_survives_an_unreachable_database(caplog: pytest.LogC
     assert (ended.status, backend.failures) == ("failed", 0)
     assert "tries again" in caplog.text
     await store.close()
+
+
+def test_a_process_that_ends_with_an_open_store_logs_no_traceback(tmp_path: Path) -> None:
+    program = """
+        import asyncio, logging, sys, threading, time
+        from agentlightning_plugins.stores.sqlite.store import SqliteLightningStore
+
+        async def main():
+            store = SqliteLightningStore(sys.argv[1], watchdog_interval_s=0.01)
+            await store.enqueue_rollout("task")
+            await store.dequeue_rollout("worker")
+            return store
+
+        logging.basicConfig(stream=sys.stdout)
+        store = asyncio.run(main())
+        # Executors are shut down before the interpreter waits for this thread.
+        threading.Thread(target=time.sleep, args=(0.3,)).start()
+        print("ended")
+        """
+    assert run_python("-c", textwrap.dedent(program), str(tmp_path / "store.db")) == "ended\n"
 
 
 async def test_no_lease_ends_because_the_machine_was_suspended(monkeypatch: pytest.MonkeyPatch) -> None:

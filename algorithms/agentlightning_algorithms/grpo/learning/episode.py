@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from agentlightning import semconv
 from agentlightning.adapter.adapter import TraceAdapter
 from agentlightning.errors import AdapterError
 from agentlightning.reward import find_final_reward
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, EnqueueRolloutRequest, Rollout, Span, Triplet
+from agentlightning_algorithms.grpo.training_row import Distribution
 
 logger = logging.getLogger("agentlightning")
 
@@ -27,6 +30,8 @@ class Episode:
     triplets: Sequence[Triplet] = ()
     error: str = ""
     """Type of the error that it failed with."""
+    distributions: Mapping[str, Distribution] = field(default_factory=dict)
+    """The distribution of each call, by response id, as far as the gateway recorded it."""
 
     @property
     def outcome(self) -> tuple[float | None, str | None]:
@@ -51,6 +56,12 @@ class Episode:
         """The value of the task's key ``source``, if it has one."""
         task = self.rollout.input
         return str(task["source"]) if isinstance(task, Mapping) and "source" in task else None
+
+    @property
+    def seconds(self) -> float | None:
+        """Time from the start to the end of its last attempt."""
+        attempt = self.rollout.attempt if isinstance(self.rollout, AttemptedRollout) else None
+        return None if attempt is None or attempt.end_time is None else max(0.0, attempt.end_time - attempt.start_time)
 
     @property
     def queue_wait_s(self) -> float | None:
@@ -110,7 +121,21 @@ def read_episode(rollout: Rollout, spans: Sequence[Span], adapter: TraceAdapter[
         return Episode(rollout, reward, error="AdapterError")
     if triplets is None:
         return Episode(rollout, None, error="SpansDropped")
-    return Episode(rollout, reward, triplets, error)
+    return Episode(rollout, reward, triplets, error, _read_distributions(spans))
+
+
+def _read_distributions(spans: Sequence[Span]) -> dict[str, Distribution]:
+    found = {}
+    for span in filter(semconv.is_gateway_call, spans):
+        attributes = span.attributes
+        temperature, top_p, top_k = (attributes.get(f"gen_ai.request.{name}") for name in Distribution._fields)
+        response_id = str(attributes.get(semconv.GEN_AI_RESPONSE_ID))
+        found[response_id] = Distribution(
+            1.0 if temperature is None else float(temperature),
+            1.0 if top_p is None else float(top_p),
+            max(0, int(top_k or 0)),
+        )
+    return found
 
 
 def describe_episodes(
@@ -125,9 +150,11 @@ def describe_episodes(
     rewards_R = [reward for _, reward in counted]
     errors = Counter(episode.error for episode in episodes if episode.error)
     turns = [len(episode.triplets) for episode in episodes]
+    seconds = [spent for episode in episodes if (spent := episode.seconds) is not None]
     waits = [wait for episode in episodes if (wait := episode.queue_wait_s) is not None]
     calls = [triplet for episode in episodes for triplet in episode.triplets]
     lengths = [len(ids) for triplet in calls if (ids := triplet.response.get("token_ids"))]
+    prompts = [len(ids) for triplet in calls if (ids := triplet.prompt.get("token_ids"))]
     cut_off = sum(triplet.metadata.get("finish_reason") == "length" for triplet in calls)
     sources: dict[str, list[float]] = {}
     for episode, reward in counted:
@@ -140,14 +167,24 @@ def describe_episodes(
         "rollouts": float(len(episodes)),
         "rollouts_without_reward": float(sum(episode.reward is None for episode in episodes)),
         "calls_per_rollout": _mean(turns),
-        "response_length": _mean(lengths),
-        "response_length_max": float(max(lengths, default=0)),
+        "calls_per_rollout_max": float(max(turns, default=0)),
+        **_spread("prompt_length", prompts),
+        **_spread("response_length", lengths),
+        **_spread("rollout_s", seconds),
         "responses_cut_off": cut_off / len(calls) if calls else 0.0,
         "queue_wait_s": _mean(waits),
         "queue_wait_max_s": max(waits, default=0.0),
         **{f"reward/{source}": _mean(values) for source, values in sorted(sources.items())},
         **{f"errors/{name}": float(count) for name, count in errors.items()},
     }
+
+
+def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Returns mean, median, 95th percentile (by nearest rank) and maximum."""
+    ranked = sorted(values) or [0.0]
+    p50, p95 = (ranked[math.ceil(share * len(ranked)) - 1] for share in (0.5, 0.95))
+    found = {"": _mean(values), "_p50": p50, "_p95": p95, "_max": ranked[-1]}
+    return {f"{name}{suffix}": float(value) for suffix, value in found.items()}
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -15,11 +15,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentlightning import semconv
+from agentlightning.plugin.registry import get_manager
 from agentlightning.types import AttemptedRollout, Span, Triplet
-from agentlightning_algorithms.advantage import Scored, compute_advantages, flat_groups, read_credit
+from agentlightning_algorithms.advantage import Scored, flat_groups, read_credit
 from agentlightning_algorithms.grpo.learning.episode import Episode
 from agentlightning_algorithms.grpo.setting import ExperienceSettings
-from agentlightning_algorithms.grpo.training_row import TrainingRow
+from agentlightning_algorithms.grpo.training_row import Distribution, TrainingRow
 from agentlightning_plugins.trajectories.trajectory import Decode, Turn, build_trajectories
 
 Penalty = Callable[[Sequence[TrainingRow]], Sequence[Sequence[float]]]
@@ -30,6 +31,7 @@ TRAINING_SPAN = "agentlightning.training"
 _UNUSABLE = frozenset({"SpansDropped", "AdapterError"})
 _COUNTS = (
     "calls", "calls_without_tokens", "calls_repeated", "calls_too_long", "calls_cut_off", "calls_stale",
+    "calls_of_other_sampling",
     "drift/template", "drift/retokenisation", "drift/other",
 )  # fmt: skip
 
@@ -64,6 +66,7 @@ def build_experience(
     decode: Decode | None = None,
     penalty: Penalty | None = None,
     oldest_version: int = 0,
+    distribution: Distribution | None = None,
 ) -> Experience:
     """Gives every model call of a batch its advantage.
 
@@ -78,14 +81,19 @@ def build_experience(
         decode: the tokenizer's; used to classify why the tokens of a call do not extend those of the call before.
         penalty: computes, for every response token of rows, what to subtract from the reward of its rollout.
         oldest_version: calls sampled by older weights are left out.
+        distribution: what the calls' tokens should be drawn from; calls recorded with another one are counted. None: a
+            row has the distribution of its calls.
     """
     scored_R = score_episodes(episodes, settings.failed_reward)
     counts: Counter[str] = Counter()
     drafts = [
         draft
         for index, (episode, _) in enumerate(scored_R)
-        for draft in _draft_rows(index, episode, settings, decode, counts)
+        for draft in _draft_rows(index, episode, settings, decode, counts, distribution is None)
     ]
+    if distribution is not None:
+        found = [drawn for episode, _ in scored_R for drawn in episode.distributions.values()]
+        counts["calls_of_other_sampling"] = sum(drawn != distribution for drawn in found)
     flat = find_flat_groups(scored_R)
     kept_groups = {episode.group for episode, _ in scored_R} - (set() if settings.keep_flat_groups else flat)
     drafts = [draft for draft in drafts if scored_R[draft.index][0].group in kept_groups]
@@ -160,7 +168,7 @@ def _find_advantages(
         item._replace(value=item.value - math.fsum(penalties.get(id(call), 0.0) for call in calls))
         for item, calls in items
     ]
-    advantages = compute_advantages(compared, settings.estimator, std_floor=settings.std_floor)
+    advantages = get_manager().get("advantage", settings.estimator)(compared, std_floor=settings.std_floor)
     return {id(call): value for value, (_, calls) in zip(advantages, items, strict=True) for call in calls}
 
 
@@ -174,7 +182,12 @@ def _has_credit(triplet: Triplet) -> bool:
 
 
 def _draft_rows(
-    index: int, episode: Episode, settings: ExperienceSettings, decode: Decode | None, counts: Counter[str]
+    index: int,
+    episode: Episode,
+    settings: ExperienceSettings,
+    decode: Decode | None,
+    counts: Counter[str],
+    has_own_distributions: bool,
 ) -> Iterator[_Draft]:
     """Yields rows without advantages, and counts calls that drifted or cannot be used."""
     found = build_trajectories(episode.triplets, decode=decode)
@@ -184,17 +197,25 @@ def _draft_rows(
     counts.update({f"drift/{kind}": count for kind, count in found.counts.items()})
     rollout = episode.rollout.rollout_id
     for trajectory in found.trajectories:
-        if settings.rows == "transitions":
-            for triplet, *_ in trajectory.turns:
+        drawn = [
+            episode.distributions.get(str(turn.triplet.metadata.get("response_id"))) if has_own_distributions else None
+            for turn in trajectory.turns
+        ]
+        if settings.rows == "transitions" or len(set(drawn)) > 1:  # a row has one distribution
+            for (triplet, *_), own in zip(trajectory.turns, drawn, strict=True):
                 response = triplet.response
                 ids = response["token_ids"]
-                row = TrainingRow(triplet.prompt["token_ids"], ids, response["logprobs"], 0.0, rollout=rollout)
+                row = TrainingRow(
+                    triplet.prompt["token_ids"], ids, response["logprobs"], 0.0, rollout=rollout, distribution=own
+                )
                 yield _Draft(index, row, [Turn(triplet, 0, len(ids))])
         else:
             first = trajectory.prompt_length
             ids, logprobs = trajectory.ids, trajectory.logprobs[first:]
             mask = None if len(trajectory.turns) == 1 else trajectory.mask[first:]
-            row = TrainingRow(ids[:first], ids[first:], logprobs, 0.0, mask=mask, rollout=rollout)
+            row = TrainingRow(
+                ids[:first], ids[first:], logprobs, 0.0, mask=mask, rollout=rollout, distribution=drawn[0]
+            )
             yield _Draft(index, row, [Turn(t.triplet, t.start - first, t.end - first) for t in trajectory.turns])
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from agentlightning_algorithms.grpo.setting import Aggregation, KlEstimator
+from agentlightning_algorithms.grpo.setting import Aggregation, KlEstimator, UpdateSettings
 
 # Bounds on log-ratios and on k3 that keep exp() finite; verl's values.
 _MAX_LOG_RATIO = 20.0
@@ -28,7 +28,7 @@ class Surrogate(NamedTuple):
 
     loss_BT: Tensor
     log_ratio_BT: Tensor
-    """log(new / old); its negated mean estimates KL(old || new)."""
+    """log(new / old), without gradient; its negated mean estimates KL(old || new)."""
     clipped_BT: Tensor
     """1 where clipping the ratio removed the gradient."""
     dual_clipped_BT: Tensor
@@ -122,6 +122,32 @@ def clipped_weight_surrogate(
     held_BT = ratio_BT.clamp(1.0 - clip_low, 1.0 + clip_high)
     clipped_BT = (ratio_BT != held_BT).to(ratio_BT.dtype)
     return Surrogate(-held_BT * advantage_BT * logprob_BT, log_ratio_BT, clipped_BT, torch.zeros_like(clipped_BT))
+
+
+def ppo(
+    logprob_BT: Tensor, old_logprob_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, settings: UpdateSettings
+) -> Surrogate:
+    """The component ``ppo``: :func:`clipped_surrogate`."""
+    s = settings
+    return clipped_surrogate(
+        logprob_BT, old_logprob_BT, advantage_BT, clip_low=s.clip_low, clip_high=s.clip_high, dual_clip=s.dual_clip
+    )
+
+
+def gspo(
+    logprob_BT: Tensor, old_logprob_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, settings: UpdateSettings
+) -> Surrogate:
+    """The component ``gspo``: :func:`sequence_surrogate`."""
+    clip = {"clip_low": settings.clip_low, "clip_high": settings.clip_high}
+    return sequence_surrogate(logprob_BT, old_logprob_BT, advantage_BT, mask_BT, **clip)
+
+
+def cispo(
+    logprob_BT: Tensor, old_logprob_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, settings: UpdateSettings
+) -> Surrogate:
+    """The component ``cispo``: :func:`clipped_weight_surrogate`."""
+    clip = {"clip_low": settings.clip_low, "clip_high": settings.clip_high}
+    return clipped_weight_surrogate(logprob_BT, old_logprob_BT, advantage_BT, **clip)
 
 
 def kl_penalty(logprob_BT: Tensor, reference_logprob_BT: Tensor, estimator: KlEstimator = "k3") -> Tensor:

@@ -53,16 +53,21 @@ class UpdateMetrics:
             self._maxima[name] = max(self._maxima[name], value)
 
     def report(self, seconds: float) -> dict[str, float]:
-        """Returns means over the tokens or steps of this update, maxima and costs."""
-        steps, tokens = max(1, self._optimizer_steps), max(1.0, self._totals.pop("tokens"))
+        """Returns means over the tokens or steps of this update, maxima and costs; only counts if no step was made."""
+        steps, tokens = self._optimizer_steps, max(1.0, self._totals.pop("tokens"))
+        means: dict[str, float] = {}
+        if steps:  # without them, zeros would look like measurements
+            means = {
+                "loss": self._loss / steps,
+                "grad_norm": self._grad_norm / steps,
+                **{name: total / tokens for name, total in self._totals.items()},
+                **self._maxima,
+                "tokens_per_s": self._real_tokens / max(seconds, 1e-9),
+                "padding_fraction": 1.0 - self._real_tokens / self._padded_tokens,
+            }
         return {
-            "loss": self._loss / steps,
-            "grad_norm": self._grad_norm / steps,
-            **{name: total / tokens for name, total in self._totals.items()},
-            **self._maxima,
+            **means,
             "optimizer_steps": float(self._optimizer_steps),
             "skipped_steps": float(self.skipped_steps),
             "seconds": seconds,
-            "tokens_per_s": self._real_tokens / max(seconds, 1e-9),
-            "padding_fraction": 1.0 - self._real_tokens / self._padded_tokens if self._padded_tokens else 0.0,
         }

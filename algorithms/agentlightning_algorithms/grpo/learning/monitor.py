@@ -7,6 +7,8 @@ from typing import Any, Final
 
 _BASE_STEPS: Final = 3
 """Later steps are compared with the mean of the first ones."""
+_MAX_GAP: Final = {True: 1e-3, False: 1.0}
+"""Largest difference of log-probabilities that rounding explains: in float32, and in other precisions."""
 _SOLVED: Final = 0.9
 """Success rate above which low entropy means that the task has been learned."""
 
@@ -14,7 +16,9 @@ _SOLVED: Final = 0.9
 class TrainingMonitor:
     """Compares each step with the first ones; a warning is returned when it begins to hold, not at every step."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_exact: bool = True) -> None:
+        """``is_exact``: sampler and trainer compute in float32, so their log-probabilities differ by rounding only."""
+        self._max_gap = _MAX_GAP[is_exact]
         self._first: dict[str, list[float]] = {}
         self._best_val: tuple[float, float] | None = None
         self._active: set[str] = set()
@@ -35,7 +39,8 @@ class TrainingMonitor:
                 base[name] = sum(values) / len(values)
         if "val_reward" in metrics and (self._best_val is None or metrics["val_reward"] > self._best_val[0]):
             self._best_val = (metrics["val_reward"], metrics.get("reward", 0.0))
-        found = {**_check_policy(metrics, base), **_check_update(metrics), **self._check_validation(metrics)}
+        found = {**_check_policy(metrics, base), **_check_update(metrics, self._max_gap)}
+        found |= self._check_validation(metrics)
         # A warning about the validation reward holds until that is measured again.
         kept = {"hacking"} & self._active if "val_reward" not in metrics else set()
         begun = [text for name, text in found.items() if name not in self._active]
@@ -96,7 +101,7 @@ def _check_policy(metrics: Mapping[str, float], base: Mapping[str, float]) -> di
     return found
 
 
-def _check_update(metrics: Mapping[str, float]) -> dict[str, str]:
+def _check_update(metrics: Mapping[str, float], max_gap: float) -> dict[str, str]:
     """Checks the batch and the step that was made with it."""
     found = {}
     flat, reward = metrics.get("groups_without_spread", 0.0), metrics.get("reward", 0.0)
@@ -118,9 +123,21 @@ def _check_update(metrics: Mapping[str, float]) -> dict[str, str]:
             "lr, or use fewer minibatches or epochs"
         )
     gap = metrics.get("logprob_gap_max", 0.0)
-    if gap > 1.0 and metrics.get("staleness", 0.0) == 0.0:
-        found["sampler"] = (
-            f"sampler and trainer give some token log-probabilities {gap:.2g} apart: set old_logprobs: trainer with "
-            "importance_weights: token, or look for a difference between the two"
-        )
+    if gap > max_gap and metrics.get("staleness", 0.0) == 0.0:
+        found["sampler"] = f"sampler and trainer give some token log-probabilities {gap:.2g} apart: {_cause(metrics)}"
     return found
+
+
+def _cause(metrics: Mapping[str, float]) -> str:
+    """Returns the likely cause of different log-probabilities under the same weights."""
+    others = metrics.get("calls_of_other_sampling", 0.0)
+    if others:
+        return (
+            f"{others:.0f} calls were sampled with another temperature, top_p or top_k than the run's; leave "
+            "sampling.force on, or set it to false to correct for each call's own"
+        )
+    return (
+        "the calls were sampled with the run's parameters, so the server computes the model differently, by its "
+        "precision, its kernels or weights that it did not reload; set old_logprobs: trainer with "
+        "importance_weights: token"
+    )

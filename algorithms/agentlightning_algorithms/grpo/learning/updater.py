@@ -9,24 +9,22 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agentlightning.errors import ConfigError
+from agentlightning.plugin.registry import get_manager
 from agentlightning_algorithms.grpo.learning.loss import (
     Surrogate,
     aggregate,
-    clipped_surrogate,
-    clipped_weight_surrogate,
     kl_penalty,
     loss_normalizer,
-    sequence_surrogate,
 )
 from agentlightning_algorithms.grpo.learning.metrics import StepMetrics, UpdateMetrics
 from agentlightning_algorithms.grpo.learning.prepared_row import PreparedRow, describe_correction, prepare_rows
@@ -53,17 +51,19 @@ class Updater:
         """Makes the optimizer; with ``autocast``, computes in bfloat16 where that is safe.
 
         Raises:
+            PluginError: an ``objective`` that no plugin offers.
             ConfigError: a schedule without ``total_updates``, or a model without gradient checkpointing.
         """
         self.policy = policy
         self.settings = settings = settings or UpdateSettings()
         if settings.schedule != "constant" and settings.total_updates is None:
             raise ConfigError(f"schedule = {settings.schedule!r} needs total_updates, the number of updates it spans.")
+        self._objective: Callable[..., Surrogate] = get_manager().get("policy_loss", settings.objective)
         self.updates = 0  # made so far
         self._autocast = autocast
         self._parameters = [p for p in policy.model.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(
-            self._parameters, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
+            _group_parameters(self._parameters, settings.weight_decay), lr=settings.lr, betas=settings.betas, fused=True
         )
         self._order = torch.Generator().manual_seed(settings.seed)
         self.reference = Reference(self._parameters, settings.reference_decay) if settings.kl_coefficient else None
@@ -73,7 +73,8 @@ class Updater:
     def update(self, rows: Sequence[TrainingRow]) -> dict[str, float]:
         """Makes ``epochs * minibatches`` optimizer steps on ``rows``; with fewer rows fewer steps.
 
-        A minibatch whose loss or gradient is not finite is skipped with a warning.
+        Without rows it makes no step and returns no means. A minibatch whose loss or gradient is not finite is skipped
+        with a warning.
 
         Returns:
             Means over the tokens or steps of this update: ``loss``, ``clip_fraction``, ``dual_clip_fraction``,
@@ -224,7 +225,7 @@ class Updater:
             logprob_BT, entropy_BT = self.policy.token_logprobs(
                 batch, settings.temperature, entropy_gradient=settings.entropy_coefficient != 0
             )
-        surrogate = self._surrogate(logprob_BT, old_BT, advantage_BT, mask_BT)
+        surrogate = self._objective(logprob_BT, old_BT, advantage_BT, mask_BT, settings)
         loss_BT = surrogate.loss_BT
         counted_BT = mask_BT * weight_B[:, None]
         if settings.importance_weights is not None:
@@ -257,15 +258,6 @@ class Updater:
         step.real_tokens += sum(row.row.n_tokens for row in rows)
         step.padded_tokens += batch.input_BL.numel()
 
-    def _surrogate(self, logprob_BT: Tensor, old_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor) -> Surrogate:
-        s = self.settings
-        clip = {"clip_low": s.clip_low, "clip_high": s.clip_high}
-        if s.objective == "gspo":
-            return sequence_surrogate(logprob_BT, old_BT, advantage_BT, mask_BT, **clip)
-        if s.objective == "cispo":
-            return clipped_weight_surrogate(logprob_BT, old_BT, advantage_BT, **clip)
-        return clipped_surrogate(logprob_BT, old_BT, advantage_BT, **clip, dual_clip=s.dual_clip)
-
     def _normalizer(self, rows: Sequence[PreparedRow]) -> float:
         n_kept_B1 = torch.stack([row.kept_T.sum() for row in rows])[:, None].double()
         normalizer = loss_normalizer(
@@ -289,6 +281,16 @@ class Updater:
 
     def _precision(self) -> AbstractContextManager[object]:
         return torch.autocast(self.policy.device.type, torch.bfloat16) if self._autocast else nullcontext()
+
+
+def _group_parameters(parameters: Sequence[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Groups parameters for the optimizer: norms and biases, which are vectors, do not decay."""
+    if not weight_decay:
+        return [{"params": list(parameters), "weight_decay": 0.0}]
+    matrices = [parameter for parameter in parameters if parameter.ndim > 1]
+    vectors = [parameter for parameter in parameters if parameter.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
 
 
 def _enable_gradient_checkpointing(policy: Policy) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,10 +32,19 @@ def add_lora(model: nn.Module, settings: LoraSettings) -> None:
         task_type="CAUSAL_LM",
         base_model_name_or_path=str(getattr(model.config, "_name_or_path", "")),
     )
+    embeddings = cast(Any, model).get_input_embeddings()
     try:
-        cast(Any, model).add_adapter(config)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*tie_word_embeddings")  # an error below
+            cast(Any, model).add_adapter(config)
     except ValueError as error:
         raise ConfigError(f"lora: target_modules = {settings.target_modules!r}: {error}") from error
+    head = cast(Any, model).get_output_embeddings()
+    if isinstance(head, LoraLayer) and head.get_base_layer().weight is embeddings.weight:
+        raise ConfigError(
+            f"lora: target_modules = {settings.target_modules!r} names the output layer, whose weights this model "
+            "shares with its input embeddings; leave it out."
+        )
     model.eval()
     for parameter in model.parameters():
         if parameter.requires_grad:  # an optimizer's step is smaller than the resolution of bfloat16

@@ -11,6 +11,7 @@ Log-probabilities are natural, in float32 whatever the dtype of the weights.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import compress
@@ -21,11 +22,17 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from agentlightning.errors import ConfigError
+from agentlightning_algorithms.grpo.sampling.draw import filter_logits
 from agentlightning_algorithms.grpo.training_row import TrainingRow
+
+_CHUNK_ELEMENTS = 2**24
+"""Logits that are in memory at once when rows are scored: 64 MiB in float32."""
+_LEAST_LOGPROB = -1e4
 
 
 class TokenBatch(NamedTuple):
@@ -42,6 +49,8 @@ class TokenBatch(NamedTuple):
     """The sampled tokens, row by row."""
     mask_BT: Tensor
     """True on sampled tokens, which are packed to the left."""
+    drawn_N3: Tensor | None = None
+    """Temperature, top_p and top_k of each sampled token; NaN: those of the trainer. None: all are."""
 
 
 class Policy:
@@ -61,7 +70,7 @@ class Policy:
         self.tokenizer = tokenizer
         self.max_length = int(getattr(config, "max_position_embeddings", None) or 2**20)
         self.stop_ids = _stop_ids(model, tokenizer)
-        self._head = _plain_head(model)
+        self._has_plain_head = _has_plain_head(model)
 
     @property
     def device(self) -> torch.device:
@@ -78,27 +87,57 @@ class Policy:
         Only these positions pass through the output layer, by far the widest of a small model. ``options`` are
         further arguments of the decoder: cache, mask, position ids.
         """
-        if self._head is None:
-            logits = self.model(input_ids=input_BL, **options).logits.flatten(0, 1)
-            return cast(Tensor, (logits if positions is None else logits[positions]).float())
-        hidden = self.model.base_model(input_ids=input_BL, **options).last_hidden_state.flatten(0, 1)
-        if positions is not None:
-            hidden = hidden.index_select(0, positions)
-        return cast(Tensor, self._head(hidden).float())
+        return self._read_out(self._run(input_BL, positions, **options))
+
+    def _run(self, input_BL: Tensor, positions: Tensor | None, **options: Any) -> Tensor:
+        """Returns what the output layer gets, or logits if the model transforms them afterwards."""
+        if self._has_plain_head:
+            states = self.model.base_model(input_ids=input_BL, **options).last_hidden_state.flatten(0, 1)
+        else:
+            states = self.model(input_ids=input_BL, **options).logits.flatten(0, 1)
+        return cast(Tensor, states if positions is None else states.index_select(0, positions))
+
+    def _read_out(self, states: Tensor) -> Tensor:
+        # The layer is looked up each time: LoRA may have wrapped it.
+        return cast(Tensor, (self.model.get_output_embeddings()(states) if self._has_plain_head else states).float())
 
     def token_logprobs(
         self, batch: TokenBatch, temperature: float = 1.0, *, entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Returns log-probabilities (with gradient) and entropies of the sampled tokens, each ``[B, T]``.
 
-        They are those of the distribution after ``temperature``, where 0 (greedy) counts as 1, as in the sampler. With
-        ``entropy_gradient``, the entropies have a gradient, too.
+        They are those of the distribution after ``temperature``, where 0 (greedy) counts as 1, as in the sampler; for
+        rows with a distribution of their own, those of that. With ``entropy_gradient``, the entropies have a gradient,
+        too.
+
+        Logits are made of as many tokens at a time as ``_CHUNK_ELEMENTS`` allows, and made again for the gradient, so
+        that memory does not grow with tokens times vocabulary.
         """
-        logits_NV = self.logits(batch.input_BL, batch.predictor_N, use_cache=False) / (temperature or 1.0)
-        logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
-        logprob_N = logprobs_NV.gather(1, batch.target_N[:, None]).squeeze(1)
-        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-            entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
+        states = self._run(batch.input_BL, batch.predictor_N, use_cache=False)
+
+        def score(states: Tensor, target_n: Tensor, drawn_n3: Tensor | None) -> tuple[Tensor, Tensor]:
+            logits_nV = self._read_out(states)
+            if drawn_n3 is None:
+                logits_nV = logits_nV / (temperature or 1.0)
+            else:
+                logits_nV = _apply_distribution(logits_nV, target_n, drawn_n3, temperature)
+            logprobs_nV = torch.log_softmax(logits_nV, dim=-1)
+            logprob_n = logprobs_nV.gather(1, target_n[:, None]).squeeze(1)
+            with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+                finite_nV = logprobs_nV if drawn_n3 is None else logprobs_nV.clamp(min=_LEAST_LOGPROB)
+                entropy_n = -(logprobs_nV.exp() * finite_nV).sum(-1)
+            return logprob_n, entropy_n
+
+        size = max(1, _CHUNK_ELEMENTS // int(self.model.config.vocab_size))
+        parts = []
+        for start in range(0, len(states), size):
+            place = slice(start, start + size)
+            inputs = states[place], batch.target_N[place], None if batch.drawn_N3 is None else batch.drawn_N3[place]
+            if len(states) > size and torch.is_grad_enabled():
+                parts.append(checkpoint(score, *inputs, use_reentrant=False, preserve_rng_state=False))
+            else:
+                parts.append(score(*inputs))
+        logprob_N, entropy_N = (torch.cat(values) for values in zip(*parts, strict=True))
         empty_BT = torch.zeros(batch.mask_BT.shape, dtype=logprob_N.dtype, device=logprob_N.device)
         return empty_BT.masked_scatter(batch.mask_BT, logprob_N), empty_BT.masked_scatter(batch.mask_BT, entropy_N)
 
@@ -200,15 +239,17 @@ def load_policy(path: str | Path, *, dtype: str = "float32", device: str = "cpu"
     return Policy(cast(PreTrainedModel, cast(Any, model).to(device)), cast(PreTrainedTokenizerBase, tokenizer))
 
 
-def batch_by_tokens(lengths: Sequence[int], max_tokens: int, *, max_padding: int = 256) -> list[list[int]]:
+def batch_by_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Splits items into batches of similar length: at most ``max_tokens`` tokens each, padding included.
 
-    ``max_padding`` is the number of padding tokens that cost as much as the overhead of another batch.
+    A batch has at most 256 tokens of padding, which cost as much as another batch of a small model, or an eighth of
+    ``max_tokens``, so that batches of long items are filled too.
 
     Returns:
         Indices into ``lengths``, the longest items first. An item longer than ``max_tokens`` gets its own batch.
     """
     batches: list[list[int]] = []
+    max_padding = max(256, max_tokens // 8)
     width = padding = 0
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         padding += width - lengths[i]
@@ -226,6 +267,7 @@ def collate(rows: Sequence[TrainingRow], device: torch.device | str = "cpu") -> 
     predictors: list[int] = []
     targets: list[int] = []
     counts: list[int] = []
+    drawn: list[tuple[float, float, float]] = []
     for i, row in enumerate(rows):
         first = i * width + len(row.prompt_ids) - 1
         positions: Sequence[int] = range(first, first + len(row.response_ids))
@@ -235,12 +277,30 @@ def collate(rows: Sequence[TrainingRow], device: torch.device | str = "cpu") -> 
         predictors.extend(positions)
         targets.extend(sampled)
         counts.append(len(sampled))
+        drawn += [row.distribution or (math.nan, 1.0, 0.0)] * len(sampled)
     return TokenBatch(
         input_BL=torch.tensor(padded).to(device),
         predictor_N=torch.tensor(predictors).to(device),
         target_N=torch.tensor(targets).to(device),
         mask_BT=(torch.arange(max(counts)) < torch.tensor(counts)[:, None]).to(device),
+        drawn_N3=torch.tensor(drawn).to(device) if any(row.distribution is not None for row in rows) else None,
     )
+
+
+def _apply_distribution(logits_nV: Tensor, target_n: Tensor, drawn_n3: Tensor, temperature: float) -> Tensor:
+    """Applies temperature, top_k and top_p of each token as the sampler does."""
+    temperature_n, top_p_n, top_k_n = drawn_n3.unbind(-1)
+    temperature_n = temperature_n.nan_to_num(nan=temperature)
+    is_greedy_n = temperature_n == 0
+    logits_nV = logits_nV / torch.where(is_greedy_n, 1.0, temperature_n)[:, None]
+    rows = (((top_p_n < 1.0) | (top_k_n > 0)) & ~is_greedy_n).nonzero().squeeze(1)
+    if len(rows) == 0:
+        return logits_nV
+    chosen_nV = logits_nV[rows]
+    out_nV = filter_logits(chosen_nV.detach(), top_k_n[rows].long(), top_p_n[rows]).isneginf()
+    # A token at the edge may be out by rounding; it was drawn, so it was in.
+    out_nV = out_nV.scatter(1, target_n[rows][:, None], False)
+    return logits_nV.index_copy(0, rows, chosen_nV.masked_fill(out_nV, -torch.inf))
 
 
 def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
@@ -251,19 +311,19 @@ def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> fro
     return frozenset(found)
 
 
-def _plain_head(model: PreTrainedModel) -> nn.Module | None:
-    """Returns the output layer, or None if the model transforms its logits afterwards, as by a scale or a cap.
+def _has_plain_head(model: PreTrainedModel) -> bool:
+    """Whether logits are what the output layer returns; some models transform them afterwards, as by a scale or a cap.
 
     The difference shows on any input, so one is tried.
     """
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Module):
-        return None
+        return False
     with torch.inference_mode():
         tokens = torch.tensor([[0, 1, 2]], device=model.device) % int(model.config.vocab_size)
         whole = model(input_ids=tokens, use_cache=False).logits
         parts = head(model.base_model(input_ids=tokens, use_cache=False).last_hidden_state)
-    return head if torch.equal(whole, parts) else None
+    return torch.equal(whole, parts)
 
 
 @contextmanager

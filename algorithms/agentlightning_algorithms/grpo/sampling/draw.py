@@ -88,7 +88,9 @@ def draw_tokens(logits_nV: Tensor, params: Sequence[SamplingParams], uniform_n: 
     filtered = [i for i, p in enumerate(params) if p.temperature and (p.top_k or p.top_p < 1.0)]
     if filtered:
         rows = torch.tensor(filtered, device=device)
-        logits_nV = logits_nV.index_copy(0, rows, _filter(logits_nV[rows], [params[i] for i in filtered]))
+        top_k_n = torch.tensor([params[i].top_k for i in filtered], device=device)
+        top_p_n = torch.tensor([params[i].top_p for i in filtered], device=device)
+        logits_nV = logits_nV.index_copy(0, rows, filter_logits(logits_nV[rows], top_k_n, top_p_n))
     logprobs_nV = torch.log_softmax(logits_nV, dim=-1)
 
     cumulative_nV = logprobs_nV.double().exp().cumsum(-1)
@@ -104,15 +106,15 @@ def draw_tokens(logits_nV: Tensor, params: Sequence[SamplingParams], uniform_n: 
     return Draw(token_n, logprobs_nV.gather(1, token_n[:, None]).squeeze(1), logprobs_nV)
 
 
-def _filter(logits_nV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Sets logits outside top-k, and outside top-p of the rest, to minus infinity; keeps the likeliest token."""
-    device, size = logits_nV.device, logits_nV.shape[-1]
+def filter_logits(logits_nV: Tensor, top_k_n: Tensor, top_p_n: Tensor) -> Tensor:
+    """Sets logits outside top-k (0: all), and outside top-p of the rest, to minus infinity; keeps the likeliest."""
+    size = logits_nV.shape[-1]
     ordered_nV, order_nV = logits_nV.sort(dim=-1, descending=True)
-    top_k_n = torch.tensor([min(p.top_k, size) or size for p in params], device=device)
-    ordered_nV = ordered_nV.masked_fill(torch.arange(size, device=device) >= top_k_n[:, None], -torch.inf)
+    top_k_n = torch.where(top_k_n > 0, top_k_n, size)
+    ranks = torch.arange(size, device=logits_nV.device)
+    ordered_nV = ordered_nV.masked_fill(ranks >= top_k_n[:, None], -torch.inf)
     probability_nV = ordered_nV.softmax(-1)
     before_nV = probability_nV.cumsum(-1) - probability_nV
-    top_p_n = torch.tensor([p.top_p for p in params], device=device)
     out_nV = before_nV >= top_p_n[:, None]
     out_nV[:, 0] = False
     return torch.empty_like(logits_nV).scatter(1, order_nV, ordered_nV.masked_fill(out_nV, -torch.inf))

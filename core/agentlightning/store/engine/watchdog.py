@@ -148,6 +148,8 @@ def _run(reference: weakref.ref[Watchdog], stopped: threading.Event, interval_s:
                     runner.run(watchdog.retain(now))
             except (StoreError, OSError) as error:  # the backend reports an outage by itself
                 logger.info("the watchdog could not scan the store; it tries again in %g s: %s", interval_s, error)
-            except Exception:  # isolation point: a scan that fails must not end the thread
+            except Exception as error:  # isolation point: a scan that fails must not end the thread
+                if "cannot schedule new futures after" in str(error):  # the process ends: its executors are shut down
+                    return
                 logger.exception("the watchdog could not scan the store; it tries again in %g s", interval_s)
             del watchdog

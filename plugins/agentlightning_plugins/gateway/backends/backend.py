@@ -32,7 +32,7 @@ _PREFIXES: Final = {
 _HOSTS: Final = {"api.openai.com": "openai", "api.anthropic.com": "anthropic"}
 _ENVIRONMENT: Final = {"openai": "OPENAI", "anthropic": "ANTHROPIC"}
 """Providers whose variables ``_BASE_URL`` and ``_API_KEY`` are used if an entry has no endpoint."""
-_COMMON_KEYS: Final = ("sampling_parameters", "provider", "weight", "price")
+_COMMON_KEYS: Final = ("sampling_parameters", "sampling_defaults", "seed_calls", "provider", "weight", "price")
 _ENTRY_KEYS: Final = ("model_name", "litellm_params", *_COMMON_KEYS)
 _PLAIN_KEYS: Final = ("model_name", "model", "endpoint", "api_key", *_COMMON_KEYS)
 _LITELLM_KEYS: Final = ("model", "api_base", "api_key")
@@ -56,6 +56,10 @@ class Backend:
     api_key: str | None = field(default=None, repr=False)
     sampling_parameters: Mapping[str, Any] = field(default_factory=dict)
     """Top-level fields that replace those of every request."""
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Top-level fields of requests without them."""
+    seed_calls: bool = False
+    """Whether each call of an attempt gets a seed derived from its rollout's."""
     settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """``litellm_params``, for providers that read further ones."""
     weight: float = 1.0
@@ -89,6 +93,14 @@ class Backend:
         """Replaces this endpoint's key by asterisks, unless it may be a word of the answer."""
         return text if self.redactor is None else self.redactor.redact_answer(text)
 
+    def sampling_fields(self, body: Mapping[str, Any], seed: int | None) -> dict[str, Any]:
+        """Returns the fields to set in a request, given the seed of the call."""
+        fields = {name: value for name, value in self.sampling_defaults.items() if body.get(name) is None}
+        fields.update(self.sampling_parameters)
+        if self.seed_calls and seed is not None:
+            fields["seed"] = seed
+        return fields
+
     def mark(self, failure: str | None) -> None:
         """Records that it could not be reached, or that it could (None)."""
         if failure is not None and self.failure is None:
@@ -100,7 +112,8 @@ class Backend:
 
     def is_like(self, other: Backend) -> bool:
         """Whether both have the same entry in the model list."""
-        names = ("identity", "api_key", "provider", "sampling_parameters", "settings", "weight", "price")
+        names = ["identity", "api_key", "provider", "sampling_parameters", "settings", "weight", "price"]
+        names += ["sampling_defaults", "seed_calls"]
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
     def url(self, path: str) -> URL:
@@ -237,6 +250,8 @@ def _read_entry(entry: Mapping[str, Any], where: str) -> Backend:
         provider=provider,
         api_key=_read_key(key, where),
         sampling_parameters=dict(entry.get("sampling_parameters") or {}),
+        sampling_defaults=dict(entry.get("sampling_defaults") or {}),
+        seed_calls=bool(entry.get("seed_calls")),
         settings=dict(source) if is_litellm_form else {},
         weight=_read_weight(entry.get("weight"), where),
         price=read_price(entry.get("price"), where),

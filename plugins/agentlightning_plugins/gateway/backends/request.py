@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from agentlightning.frozen import FrozenDict
 from agentlightning_plugins.gateway.backends.backend import Backend
 from agentlightning_plugins.gateway.dialects.dialect import Dialect, TokenOptions, Translation, TranslationError
 from agentlightning_plugins.gateway.dialects.fields import CHAT_FIELDS
@@ -25,6 +26,8 @@ class BackendRequest(NamedTuple):
     options: TokenOptions
     """The token data that the agent gets; the gateway keeps the rest for itself."""
     translation: Translation | None = None
+    sampling: Mapping[str, Any] = FrozenDict()
+    """Fields that the backend's entry in the model list sets."""
 
     def encode(self, fields: Mapping[str, Any]) -> bytes:
         """Returns the body with some fields set."""

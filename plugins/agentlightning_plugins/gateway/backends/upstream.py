@@ -97,7 +97,8 @@ class Upstream:
             for backend in backends:
                 call.backend = backend
                 try:
-                    call.request = prepare(call, backend)
+                    request = prepare(call, backend)
+                    call.request = request._replace(sampling=backend.sampling_fields(request.body, call.seed))
                 except TranslationError as error:
                     return refuse(call.dialect, 400, str(error), error.code)
                 except (AttributeError, KeyError, TypeError) as error:  # raised for requests of the wrong shape
@@ -133,7 +134,7 @@ class Upstream:
         self, dialect: Dialect, request: BackendRequest, headers: Mapping[str, str], fields: Mapping[str, Any]
     ) -> Outcome:
         backend = request.backend
-        body = request.encode({**fields, "model": backend.served_model, **backend.sampling_parameters})
+        body = request.encode({**fields, "model": backend.served_model, **request.sampling})
         try:
             with IdleTimeout(self._read_timeout_s) as idle:
                 authorized = backend.authorize(headers)

@@ -60,6 +60,8 @@ class Call:
     trace: TraceContext
     query: str = ""
     """For the backend's URL, without the question mark."""
+    seed: int | None = None
+    """Derived from the rollout's, for backends that seed calls."""
     start_time: float = field(default_factory=time.time)
     first_time: float = 0.0
     """Arrival of the first bytes of a stream."""

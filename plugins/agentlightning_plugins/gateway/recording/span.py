@@ -54,7 +54,7 @@ def call_to_span(call: Call) -> Span:
         if call.backend.price is not None:
             attributes[COST] = call.backend.price.cost(*used)
         forced = call.backend.sampling_parameters
-    sampling = {**body, **forced} if forced else body
+    sampling = {**body, **(forced if call.request is None else call.request.sampling)}
     for key in sorted(_SAMPLING.keys() & sampling.keys(), reverse=True):  # the successors of max_tokens overwrite it
         value = sampling[key]
         if key == "stop" and isinstance(value, str):
