@@ -10,8 +10,10 @@ from typing import Any
 
 import click
 
+from agentlightning.cli import print_table
 from agentlightning.errors import NotFoundError
 from agentlightning_plugins.commands.terminal import json_option, open_store, print_json
+from agentlightning_plugins.statistics.power import POWER, Plan, plan
 
 
 @click.command("eval")
@@ -25,6 +27,13 @@ from agentlightning_plugins.commands.terminal import json_option, open_store, pr
 )
 @click.option("--resources", "learned", metavar="RUN_DIR|URL", help="Use the latest resources of that store.")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Keep the rollouts in this directory.")
+@click.option(
+    "--plan",
+    "difference",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="DIFFERENCE",
+    help="Say how many tasks and repetitions find such a difference between two agents.",
+)
 @json_option
 def command(
     config: Path,
@@ -35,6 +44,7 @@ def command(
     timeout_s: float | None,
     learned: str | None,
     run_dir: Path | None,
+    difference: float | None,
     as_json: bool,
 ) -> None:
     """Evaluate the agent of CONFIG: mean reward with its 95 % interval, pass@k, errors.
@@ -59,14 +69,19 @@ def command(
         chosen = parts.val
     if chosen is None:
         raise click.UsageError(f"{config} has no data.{data or 'val'}; add it, or use --data SOURCE")
+    if difference is not None and len(chosen) < 2:
+        raise click.UsageError(f"--plan needs at least two tasks, but there is {len(chosen)}")
     settings = {"repetitions": repetitions, "success_threshold": success, "rollout_timeout_s": timeout_s}
     with tempfile.TemporaryDirectory() as scratch:
         score = evaluate(checked, parts, chosen, run_dir or Path(scratch) / "eval", settings, learned, as_json)
     metrics = score.to_metrics()
+    plans = [] if difference is None else plan(score, difference)
     if as_json:
-        print_json(metrics)
+        print_json({**metrics, **({"plan": [dataclasses.asdict(each) for each in plans]} if plans else {})})
     else:
         _print_score(metrics)
+        if difference is not None:
+            _print_plan(plans, difference, is_repeated=repetitions > 1)
     if score.errors.total() == metrics["rollouts"]:
         raise SystemExit(1)
 
@@ -124,3 +139,18 @@ def _print_score(metrics: dict[str, float]) -> None:
     for name, value in metrics.items():
         if name.startswith("errors/"):
             click.echo(f"{value:.0f} failed: {name.removeprefix('errors/')}")
+
+
+def _print_plan(plans: list[Plan], difference: float, *, is_repeated: bool) -> None:
+    click.echo(
+        f"\ntasks that find a difference of {difference:g} between two agents, in {POWER:.0%} of comparisons at 5 %:"
+    )
+    print_table(
+        ("repetitions", "same tasks", "different tasks"),
+        [(each.repetitions, each.same_tasks, each.other_tasks) for each in plans],
+    )
+    click.echo("for a difference that is equal on every task; more tasks are needed where it varies")
+    if not is_repeated:
+        click.echo(
+            "one repetition does not tell chance from tasks, so the worst case is assumed; -n 2 or more measures it"
+        )
