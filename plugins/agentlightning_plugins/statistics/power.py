@@ -55,6 +55,7 @@ def plan(score: Score, difference: float) -> list[Plan]:
 
     def tasks(spread: float) -> int:
         needed = 2 * spread * (quantiles / difference) ** 2
-        return max(math.ceil(needed) + 2, _LEAST_TASKS)  # 2 for Student's t in place of the normal quantile
+        # 2 for Student's t in place of the normal quantile; a tenth for ties, which permutation tests count against it.
+        return max(math.ceil(1.1 * needed) + 2, _LEAST_TASKS)
 
     return [Plan(n, tasks(within / n), tasks(between + within / n)) for n in _REPETITIONS]
