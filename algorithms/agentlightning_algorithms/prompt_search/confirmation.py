@@ -36,20 +36,20 @@ class Confirmation:
         return self.best > self.first and self.p_value <= LEVEL
 
 
-async def confirm(search: PromptSearch, val: Dataset[Any]) -> Confirmation | None:
-    """Runs the first and the best prompt on the same validation tasks, and makes the first the best without evidence.
+async def confirm(search: PromptSearch, val: Dataset[Any]) -> bool:
+    """Runs the first and the best prompt on the same validation tasks again, and sets ``search.confirmation``.
 
     The highest of many scores is too high on average even if all prompts are equal (the winner's curse; Andrews,
     Kitagawa and McCloskey 2024, Inference on winners, QJE 139). Fresh rollouts are not selected. The pairs of rollouts
     are compared by a permutation test that flips signs, which is exact if both prompts are equally good on each task.
 
     Returns:
-        None if the first prompt is the best or there is nothing to confirm it with.
+        Whether the best prompt may be published: it is better on fresh rollouts, or is the first, or no pairs are set.
     """
     first, best = search.history[0], search.get_best()
     n_pairs = search.count_confirmations(len(val))
     if best.candidate_id == first.candidate_id or not n_pairs:
-        return None
+        return True
     order = list(range(len(val)))
     search.random_for("confirm").shuffle(order)
     batches = [order[: n_pairs - start] for start in range(0, n_pairs, len(order))]
@@ -76,4 +76,5 @@ async def confirm(search: PromptSearch, val: Dataset[Any]) -> Confirmation | Non
     numbers = {"confirmed_first": found.first, "confirmed_best": found.best, "confirmed_p": p_value}
     metrics = (await search.get_store().query_metrics()).items
     await search.get_store().add_metrics(metrics[-1].step if metrics else 0, numbers)
-    return found
+    search.confirmation = found
+    return found.is_better

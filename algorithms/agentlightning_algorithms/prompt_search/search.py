@@ -3,7 +3,6 @@
 import asyncio
 import hashlib
 import logging
-import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -67,8 +66,7 @@ class PromptSearch(Algorithm):
     prices: Mapping[str, tuple[float, float]] | None = None
     """Price of a million prompt tokens and of a million answer tokens, by model."""
     confirm_pairs: int = 20
-    """Fresh rollouts of the first and of the best prompt at the end, on validation tasks; at least one for each task.
-    The best one is published only if they show that it is better. 0 publishes it anyway."""
+    """Fresh validation rollouts of first and best prompt at the end, at least; 0 publishes the best one without them."""
 
     def __post_init__(self) -> None:
         if not self.rollout_batch_timeout > 0:
@@ -149,8 +147,7 @@ class PromptSearch(Algorithm):
             logger.warning("the adapter %s has no effect: %s reads messages; leave adapter out", adapter, name)
         try:
             await self.search(await self.begin(), train, val)
-            self.confirmation = await confirm(self, val)
-            if self.confirmation is not None and not self.confirmation.is_better:
+            if not await confirm(self, val):
                 self._best = self.history[0]
                 await self.publish()
             self._report()
@@ -238,9 +235,9 @@ class PromptSearch(Algorithm):
         store, adapter = self.get_store(), self.message_adapter if with_messages else None
         rollouts = await run_rollouts(store, requests, timeout_s=self.rollout_batch_timeout)
         results = await asyncio.gather(*(read_trial_result(store, rollout, adapter) for rollout in rollouts))
-        used = [usage for result in results for usage in result.usage]
-        self.budget.spend(used)
-        self._reserve = used * math.ceil(2 * self.count_confirmations(len(results)) / max(len(results), 1))
+        trials = -(-2 * self.count_confirmations(len(results)) // max(len(results), 1))  # that confirm, rounded up
+        self._reserve = trials * [usage for result in results for usage in result.usage]
+        self.budget.spend(usage for result in results for usage in result.usage)
         return results
 
     @property

@@ -10,7 +10,6 @@ from typing import Any
 
 import click
 
-from agentlightning.cli import print_table
 from agentlightning.errors import NotFoundError
 from agentlightning_plugins.commands.terminal import json_option, open_store, print_json
 from agentlightning_plugins.statistics.power import POWER, Plan, plan
@@ -145,10 +144,9 @@ def _print_plan(plans: list[Plan], difference: float, *, is_repeated: bool) -> N
     click.echo(
         f"\ntasks that find a difference of {difference:g} between two agents, in {POWER:.0%} of comparisons at 5 %:"
     )
-    print_table(
-        ("repetitions", "same tasks", "different tasks"),
-        [(each.repetitions, each.same_tasks, each.other_tasks) for each in plans],
-    )
+    click.echo("repetitions  same tasks  different tasks")
+    for each in plans:
+        click.echo(f"{each.repetitions:>11}  {each.same_tasks:>10}  {each.other_tasks:>15}")
     click.echo("for a difference that is equal on every task; more tasks are needed where it varies")
     if not is_repeated:
         click.echo(
