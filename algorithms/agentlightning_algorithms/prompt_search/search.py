@@ -66,7 +66,7 @@ class PromptSearch(Algorithm):
     prices: Mapping[str, tuple[float, float]] | None = None
     """Price of a million prompt tokens and of a million answer tokens, by model."""
     confirm_pairs: int = 20
-    """Fresh validation rollouts of first and best prompt at the end, at least; 0 publishes the best one without them."""
+    """Fresh validation rollouts of first and best prompt at the end, at least; 0 publishes the best one anyway."""
 
     def __post_init__(self) -> None:
         if not self.rollout_batch_timeout > 0:
