@@ -86,7 +86,7 @@ def test_a_budget_of_calls_or_rollouts_ends_the_search(server: ScriptedOpenAI) -
     gepa = make(server, max_rollouts=30)
     store = train(gepa)
     assert gepa.stopped_because == "rollouts"
-    assert 30 <= len(asyncio.run(store.query_rollouts())) <= 30 + 2 * 3 + len(VAL)
+    assert 20 <= len(asyncio.run(store.query_rollouts())) <= 30
 
 
 def test_the_same_seed_gives_the_same_lineage(server: ScriptedOpenAI) -> None:

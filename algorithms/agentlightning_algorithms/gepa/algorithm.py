@@ -8,6 +8,7 @@ those of ``apo``.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -48,7 +49,8 @@ class GEPA(PromptSearch):
     minibatch_size: int = 3
     """Training rollouts that it reflects on."""
     max_rollouts: int = 500
-    """Of training and validation together, after which the search ends."""
+    """Of training, validation and confirmation together: no more are run. An eighth of them, or ``confirm_pairs`` if
+    that is less, but at least 6, are for each of the two prompts that are confirmed."""
     candidate_selection: Literal["pareto", "current_best", "epsilon_greedy", "top_k_pareto"] = "pareto"
     """How the candidate to change next is selected."""
     use_merge: bool = False
@@ -73,7 +75,14 @@ class GEPA(PromptSearch):
 
     async def search(self, seed: Candidate, train: Dataset[Any], val: Dataset[Any]) -> None:
         """Runs gepa from the seed."""
-        adapter = _GEPAAdapter(self, train, val, asyncio.get_running_loop())
+        reserved = 2 * self.count_confirmations(len(val))
+        if self.max_rollouts < len(val) + reserved:
+            raise ConfigError(
+                f"max_rollouts = {self.max_rollouts}: at least {len(val) + reserved} are needed, for {len(val)} "
+                f"validation tasks and {reserved} rollouts that confirm the result; raise it, or use fewer tasks"
+            )
+        limit = self.max_rollouts - reserved
+        adapter = _GEPAAdapter(self, train, val, asyncio.get_running_loop(), limit)
 
         def run_gepa() -> None:
             optimize(
@@ -86,15 +95,20 @@ class GEPA(PromptSearch):
                 perfect_score=self.perfect_score,  # type: ignore[arg-type] # None where it is not read
                 reflection_minibatch_size=self.minibatch_size,
                 use_merge=self.use_merge,
-                max_metric_calls=self.max_rollouts,
+                max_metric_calls=limit,
                 stop_callbacks=adapter.should_stop,
                 logger=_DebugLogger(),
                 seed=self.context.seed if self.seed is None else self.seed,
             )
 
-        await run_in_thread(run_gepa, name="gepa")
+        with contextlib.suppress(_RolloutsSpentError):
+            await run_in_thread(run_gepa, name="gepa")
         await self.publish()
         self.stopped_because = self.stopped_because or "rollouts"
+
+    def count_confirmations(self, n_tasks: int) -> int:
+        pairs = super().count_confirmations(n_tasks)
+        return min(pairs, max(self.max_rollouts // 8, 6))
 
     async def reflect(self, parent: Candidate, name: str, results: Sequence[TrialResult]) -> Candidate | None:
         """Makes a child whose prompt ``name`` is rewritten after these rollouts; None when that failed."""
@@ -120,11 +134,19 @@ class GEPA(PromptSearch):
         return Candidate.of({**parent.prompts, name: edited}, parent)
 
 
+class _RolloutsSpentError(Exception):
+    """The next trial of a search would need more rollouts than are left."""
+
+
 class _GEPAAdapter:
     """Implements gepa's adapter. gepa is synchronous and runs in a thread; the work is done in the run's event loop."""
 
-    def __init__(self, search: GEPA, train: Dataset[Any], val: Dataset[Any], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, search: GEPA, train: Dataset[Any], val: Dataset[Any], loop: asyncio.AbstractEventLoop, limit: int
+    ) -> None:
         self._search = search
+        self._left = limit
+        """Rollouts that the search may still run."""
         self._data = {"train": train, "val": val}
         self._loop = loop
         self._trials = 0
@@ -136,6 +158,9 @@ class _GEPAAdapter:
     def evaluate(
         self, batch: list[tuple[str, int]], candidate: dict[str, str], capture_traces: bool = False
     ) -> EvaluationBatch[Any, Any]:
+        self._left -= len(batch)
+        if self._left < 0:
+            raise _RolloutsSpentError
         results = asyncio.run_coroutine_threadsafe(self._evaluate(batch, candidate), self._loop).result()
         return EvaluationBatch(
             outputs=[result.rollout_id for result in results],

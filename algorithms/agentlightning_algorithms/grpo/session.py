@@ -262,7 +262,7 @@ class Session:
         finally:
             gathering.cancel()
         episodes = await gathering
-        self.reward_check.add((episode.outcome for episode in episodes), is_last=True if mode == "val" else None)
+        self.reward_check.add(episode.outcome for episode in episodes)
         return episodes
 
     def _kl_penalty(self, rows: Sequence[TrainingRow]) -> list[list[float]]:

@@ -375,7 +375,7 @@ class _Learner:
         assert candidate is not None, "versions are never removed"
         update = await self.store.update_resources(split_version_id(state.stable)[0], candidate.resources)
         spent = state.margin_spent + (next_margin(settings, state) if verdict == "not worse" else 0.0)
-        note = f"{summary}; {verdict}, promoted as {update.version_id}"
+        note = f"{summary}; promoted as {update.version_id} because it is {verdict}"
         await self._watch_again(note, stable=update.version_id, margin_spent=spent)
         return True
 

@@ -15,11 +15,13 @@ from agentlightning.errors import ConfigError, LightningError
 from agentlightning.plugin.settings import require_least
 from agentlightning.resources import LLM, PromptTemplate, Resource
 from agentlightning.types import Dataset, EnqueueRolloutRequest, RolloutMode
-from agentlightning_algorithms.prompt_search.budget import SearchBudget
+from agentlightning_algorithms.prompt_search.budget import SearchBudget, Usage
 from agentlightning_algorithms.prompt_search.call_cache import FILE_NAME, CallCache
 from agentlightning_algorithms.prompt_search.candidate import CANDIDATE_NAME, Candidate, choose_prompts
 from agentlightning_algorithms.prompt_search.chat import CachedChat, copy_client
+from agentlightning_algorithms.prompt_search.confirmation import Confirmation, confirm
 from agentlightning_algorithms.prompt_search.critique import REPAIR_PROMPT, read_prompt
+from agentlightning_algorithms.prompt_search.dataset import check_datasets
 from agentlightning_algorithms.prompt_search.placeholder import find_placeholders, fit, show_placeholders
 from agentlightning_algorithms.prompt_search.trial import TrialResult, read_trial_result
 from agentlightning_algorithms.rollout_result import RewardCheck, retry_lost, run_rollouts
@@ -67,11 +69,14 @@ class PromptSearch(Algorithm):
     """Budget in money; needs the prices of the search's models."""
     prices: Mapping[str, tuple[float, float]] | None = None
     """Price of a million prompt tokens and of a million answer tokens, by model."""
+    confirm_pairs: int = 20
+    """Fresh validation rollouts of first and best prompt at the end, at least; 0 publishes the best one anyway."""
 
     def __post_init__(self) -> None:
         if not self.rollout_batch_timeout > 0:
             raise ConfigError(f"rollout_batch_timeout = {self.rollout_batch_timeout}: seconds above 0 are needed")
         require_least(1, llm_attempts=self.llm_attempts)
+        require_least(0, confirm_pairs=self.confirm_pairs)
         self.budget = SearchBudget(self.max_calls, self.max_tokens, self.max_cost, self.prices or {})
         self.budget.require_prices(*self.models)
         if isinstance(self.prompts, str):
@@ -90,6 +95,9 @@ class PromptSearch(Algorithm):
         self.stopped_because: str | None = None
         """Why the search ended: ``rounds``, ``rollouts``, ``target_score``, ``patience``, ``budget`` or
         ``model_calls_failed``."""
+        self.confirmation: Confirmation | None = None
+        """The comparison of the first and the best prompt on fresh rollouts; None if the first one was the best."""
+        self._reserve: list[Usage] = []
         self._best: Candidate | None = None
         self._base: Mapping[str, Resource] = {}
         self._versions: dict[str, int] = {}
@@ -144,6 +152,9 @@ class PromptSearch(Algorithm):
             logger.warning("the adapter %s has no effect: %s reads messages; leave adapter out", adapter, name)
         try:
             await self.search(await self.begin(), train, val)
+            if not await confirm(self, val):
+                self._best = self.history[0]
+                await self.publish()
             self._report()
         finally:
             await self.close_chat()
@@ -151,6 +162,10 @@ class PromptSearch(Algorithm):
     async def search(self, seed: Candidate, train: Dataset[Any], val: Dataset[Any]) -> None:
         """Searches from the published seed on; subclasses define it."""
         raise ConfigError(f"{type(self).__name__} defines no search(seed, train, val)")
+
+    def count_confirmations(self, n_tasks: int) -> int:
+        """Number of fresh rollouts of each of two prompts at the end."""
+        return max(self.confirm_pairs, n_tasks) if self.confirm_pairs else 0
 
     async def begin(self) -> Candidate:
         """Finds the prompts to tune and publishes the seed. Called when a run begins or is resumed.
@@ -228,6 +243,8 @@ class PromptSearch(Algorithm):
         store, adapter = self.get_store(), self.message_adapter if with_messages else None
         rollouts = await run_rollouts(store, requests, timeout_s=self.rollout_batch_timeout)
         results = await asyncio.gather(*(read_trial_result(store, rollout, adapter) for rollout in rollouts))
+        trials = -(-2 * self.count_confirmations(len(results)) // max(len(results), 1))  # that confirm, rounded up
+        self._reserve = trials * [usage for result in results for usage in result.usage]
         self.budget.spend(usage for result in results for usage in result.usage)
         self._reward_check.add((result.outcome for result in results), is_last=mode == "val")
         return results
@@ -305,8 +322,8 @@ class PromptSearch(Algorithm):
             await self._store_version(Candidate.of(candidate.prompts, round=candidate.round))
 
     def is_spent(self) -> bool:
-        """Whether the budget is spent; sets ``stopped_because``."""
-        if self.budget.is_spent():
+        """Whether the budget is spent but for the confirmation; sets ``stopped_because``."""
+        if self.budget.is_spent(self._reserve):
             self.stopped_because = "budget"
         return self.stopped_because == "budget"
 
@@ -377,18 +394,3 @@ def call_place(stage: str, prompt: Candidate, name: str, results: Sequence[Trial
     """Identifies the model call about a prompt and rollouts: a resumed run makes the same rollouts."""
     text = "/".join((prompt.candidate_id, name, *(result.rollout_id for result in results)))
     return f"{stage}/{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
-
-
-def check_datasets(
-    train_dataset: Dataset[Any] | None, val_dataset: Dataset[Any] | None
-) -> tuple[Dataset[Any], Dataset[Any]]:
-    """Training and validation tasks; if one of them is missing, the other serves for both.
-
-    Raises:
-        ConfigError: there is no task.
-    """
-    train = train_dataset if train_dataset is not None and len(train_dataset) else val_dataset
-    val = val_dataset if val_dataset is not None and len(val_dataset) else train_dataset
-    if train is None or val is None or not len(train):
-        raise ConfigError("a prompt search needs tasks: give a train_dataset, and a val_dataset to compare prompts on")
-    return train, val

@@ -104,6 +104,15 @@ def test_eval_says_reward_interval_pass_at_k_and_errors(folder: Path) -> None:
     assert (folder / "kept" / "store.db").is_file()
 
 
+def test_eval_plans_how_many_tasks_find_a_difference(folder: Path) -> None:
+    found = evaluate(folder, "--plan", "0.05", "--json")["plan"]
+    assert [each["repetitions"] for each in found] == [1, 2, 4, 8, 16]
+    assert found[0]["same_tasks"] == found[0]["other_tasks"] > found[4]["same_tasks"] > 20
+    shown = evaluate(folder, "--plan", "0.05")
+    assert "tasks that find a difference of 0.05 between two agents, in 80% of comparisons" in shown
+    assert "the worst case is assumed" in shown
+
+
 def test_eval_takes_what_a_run_has_learned(folder: Path) -> None:
     run(folder, "train", "config.yaml", "algorithm=learner", "--run-dir", "learned")
     assert evaluate(folder, "--resources", "learned", "--json")["reward"] == 1.0

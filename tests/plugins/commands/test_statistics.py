@@ -23,6 +23,7 @@ from agentlightning_plugins.statistics.difference import (
     unpaired_difference,
 )
 from agentlightning_plugins.statistics.interval import mean_interval, paired_interval, unpaired_interval, wilson
+from agentlightning_plugins.statistics.power import plan
 from agentlightning_plugins.statistics.score import Score
 from agentlightning_plugins.statistics.significance import adjust_p_values, paired_p_value, unpaired_p_value
 
@@ -157,6 +158,26 @@ def test_seeds_are_a_sample_too(few_resamples: None) -> None:
         ]
         hits += difference_over_seeds(*trained).p_value <= LEVEL
     assert hits / trials <= limit(trials)
+
+
+def test_a_planned_comparison_finds_the_difference(few_resamples: None) -> None:
+    """Promised: a power of 80 %, from an evaluation of 60 tasks with 4 repetitions."""
+    draw = np.random.default_rng(17)
+
+    def evaluate(rates: Any, repetitions: int) -> Any:
+        return (draw.random((len(rates), repetitions)) < rates[:, None]) * 1.0
+
+    size = plan(Score(evaluate(draw.uniform(0.1, 0.9, 60), 4).tolist()), 0.2)[1]
+    trials, hits = 60, [0, 0]
+    for _ in range(trials):
+        rates, same, other = (draw.uniform(0, 0.8, n) for n in (size.other_tasks, size.same_tasks, size.other_tasks))
+        better = [evaluate(chances + 0.2, size.repetitions).mean(1) for chances in (same, other)]
+        worse = [evaluate(chances, size.repetitions).mean(1) for chances in (same, rates)]
+        hits[0] += paired_p_value((better[0] - worse[0]).tolist()) <= LEVEL
+        hits[1] += unpaired_p_value(better[1].tolist(), worse[1].tolist()) <= LEVEL
+    assert all(abs(count / trials - 0.8) <= 3 * math.sqrt(0.8 * 0.2 / trials) for count in hits)
+    with pytest.raises(agl.ConfigError, match="two tasks with rewards"):
+        plan(Score([[1.0, 0.0]]), 0.1)
 
 
 # --- edges ---

@@ -189,3 +189,23 @@ def test_resources_are_promoted_and_rolled_back_from_the_command_line(place: Pat
     shown = json.loads(run(place, "resources", "show", "tuned@4", "--json").stdout)
     assert shown["resources"]["prompt"]["template"] == "two"
     assert isinstance(run(place, "resources", "promote", "tuned@9").exception, agl.NotFoundError)
+
+
+async def test_users_that_were_assigned_by_a_key_are_compared_as_users() -> None:
+    store = agl.InMemoryLightningStore()
+    await store.update_resources("tuned", {"prompt": "0.1"})
+    runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer())
+    with runner.run_context(agent=grader, store=store):
+        async with agl.LiveResources(store) as live:
+            for n in range(40):
+                metadata = {**live.pick(key=f"user {n % 4}").metadata, "group": "treatment" if n % 2 else "control"}
+                await runner.step("task", resources_id="tuned@1", metadata={**metadata, "task_id": n // 4})
+    found = await agl.compare_rollouts(store, "control", "treatment")
+    assert (found.paired, found.control.n, len(found.control.rewards), len(found.treatment.rewards)) == (
+        False,
+        20,
+        2,
+        2,
+    )
+    assert found.p_value == 1.0
+    await store.close()

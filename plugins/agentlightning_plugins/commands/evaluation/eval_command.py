@@ -14,6 +14,7 @@ import click
 
 from agentlightning.errors import ConfigError, LightningError, NotFoundError, PluginError
 from agentlightning_plugins.commands.terminal import json_option, open_store, print_json
+from agentlightning_plugins.statistics.power import POWER, Plan, plan
 
 
 @click.command("eval")
@@ -28,6 +29,13 @@ from agentlightning_plugins.commands.terminal import json_option, open_store, pr
 @click.option("--resources", "learned", metavar="RUN_DIR|URL", help="Use the latest resources of that store.")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Keep the rollouts in this directory.")
 @click.option("--fail-under", type=float, metavar="REWARD", help="Exit with 1 if the mean reward is less.")
+@click.option(
+    "--plan",
+    "difference",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="DIFFERENCE",
+    help="Say how many tasks and repetitions find such a difference between two agents.",
+)
 @json_option
 def command(
     config: Path,
@@ -39,6 +47,7 @@ def command(
     learned: str | None,
     run_dir: Path | None,
     fail_under: float | None,
+    difference: float | None,
     as_json: bool,
 ) -> None:
     """Evaluate the agent of CONFIG: mean reward with its 95 % interval, pass@k, errors.
@@ -63,15 +72,20 @@ def command(
         chosen = parts.val
     if chosen is None:
         raise click.UsageError(f"{config} has no data.{data or 'val'}; add it, or use --data SOURCE")
+    if difference is not None and len(chosen) < 2:
+        raise click.UsageError(f"--plan needs at least two tasks, but there is {len(chosen)}")
     settings = {"repetitions": repetitions, "success_threshold": success, "rollout_timeout_s": timeout_s}
     with tempfile.TemporaryDirectory() as scratch:
         score = evaluate(checked, parts, chosen, run_dir or Path(scratch) / "eval", settings, learned, as_json)
     metrics = score.to_metrics()
+    plans = [] if difference is None else plan(score, difference)
     if as_json:
-        print_json(metrics)
+        print_json({**metrics, **({"plan": [dataclasses.asdict(each) for each in plans]} if plans else {})})
     else:
         _print_score(metrics)
-    if fail_under is not None and metrics["reward"] < fail_under:
+        if difference is not None:
+            _print_plan(plans, difference, is_repeated=repetitions > 1)
+    if fail_under is not None and not metrics["reward"] >= fail_under:  # also when no rollout has a reward
         raise click.ClickException(
             f"the mean reward {metrics['reward']:.3f} is less than {fail_under:g} (--fail-under)"
         )
@@ -145,3 +159,17 @@ def _print_score(metrics: dict[str, float]) -> None:
     for name, value in metrics.items():
         if name.startswith("errors/"):
             click.echo(f"{value:.0f} failed: {name.removeprefix('errors/')}")
+
+
+def _print_plan(plans: list[Plan], difference: float, *, is_repeated: bool) -> None:
+    click.echo(
+        f"\ntasks that find a difference of {difference:g} between two agents, in {POWER:.0%} of comparisons at 5 %:"
+    )
+    click.echo("repetitions  same tasks  different tasks")
+    for each in plans:
+        click.echo(f"{each.repetitions:>11}  {each.same_tasks:>10}  {each.other_tasks:>15}")
+    click.echo("for a difference that is equal on every task; more tasks are needed where it varies")
+    if not is_repeated:
+        click.echo(
+            "one repetition does not tell chance from tasks, so the worst case is assumed; -n 2 or more measures it"
+        )

@@ -1,0 +1,126 @@
+"""At the end of a prompt search, the best prompt replaces the first only with evidence from fresh rollouts."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import agentlightning as agl
+from agentlightning_algorithms.prompt_search.confirmation import LEVEL, confirm
+from tests.algorithms.prompt_lab import SEED, TRAIN, VAL, Server, client, critic_and_editor
+from tests.algorithms.test_gepa import make as make_gepa
+from tests.algorithms.test_gepa import reflect
+
+
+class Search:
+    """A search among prompts with known success rates; the scores of the search itself are noisy."""
+
+    def __init__(self, rates: list[float], n_tasks: int, draw: Any) -> None:
+        self.rates, self.draw, self.n_tasks = rates, draw, n_tasks
+        scores = [draw.binomial(n_tasks, rate) / n_tasks for rate in rates]
+        self.history = [SimpleNamespace(candidate_id=n, score=score) for n, score in enumerate(scores)]
+
+    def get_best(self) -> Any:
+        return max(self.history, key=lambda candidate: candidate.score)
+
+    def count_confirmations(self, n_tasks: int) -> int:
+        return max(20, n_tasks)
+
+    def random_for(self, *place: str) -> random.Random:
+        return random.Random(0)
+
+    def get_store(self) -> Any:
+        async def query_metrics() -> Any:
+            return SimpleNamespace(items=[])
+
+        async def add_metrics(step: int, values: Any) -> None:
+            pass
+
+        return SimpleNamespace(query_metrics=query_metrics, add_metrics=add_metrics)
+
+    async def run_trial(self, candidate: Any, val: Any, indices: Any, *place: Any) -> list[Any]:
+        rewards = self.draw.random(len(indices)) < self.rates[candidate.candidate_id]
+        return [SimpleNamespace(score=float(reward)) for reward in rewards]
+
+
+def publish_rate(rates: list[float], n_tasks: int, trials: int = 200) -> tuple[float, float]:
+    """How often another prompt than the first is published, and the mean gain that the search found for the best."""
+    draw, published, gains = np.random.default_rng(17), 0, []
+    for _ in range(trials):
+        search: Any = Search(rates, n_tasks, draw)
+        may_publish = asyncio.run(confirm(search, range(n_tasks)))  # type: ignore[arg-type] # its length is what counts
+        published += may_publish and search.get_best() is not search.history[0]
+        gains.append(search.get_best().score - search.history[0].score)
+    return published / trials, float(np.mean(gains))
+
+
+@pytest.mark.parametrize("n_tasks", [6, 30])
+def test_another_of_equal_prompts_is_published_in_at_most_5_percent_of_the_runs(n_tasks: int) -> None:
+    rate, gain = publish_rate([0.5] * 12, n_tasks)
+    assert gain > 0.1, "the search believes in a gain"
+    assert rate <= LEVEL + 3 * (LEVEL * (1 - LEVEL) / 200) ** 0.5
+
+
+def test_a_better_prompt_is_published() -> None:
+    assert publish_rate([0.3, 0.3, 0.8], 30)[0] >= 0.9
+
+
+def run(algorithm: Any) -> tuple[Any, int]:
+    """Trains an agent whose prompts are all equal, but the first one has bad luck in its first two trials.
+
+    Returns:
+        The last metrics and the number of rollouts.
+    """
+    lock, bad_luck = threading.Lock(), iter(range(2 * len(VAL)))
+
+    def agent(task: Any, prompt: agl.PromptTemplate) -> float:
+        if prompt.template == SEED and "val" in task["question"]:
+            with lock:
+                if next(bad_luck, None) is not None:
+                    return 0.0
+        return float(int(task["question"].split()[1]) % 2)
+
+    store = agl.create_store("memory://")
+    agl.Trainer(
+        algorithm=algorithm, store=store, strategy="shm", tracer="dummy", trackers=[],
+        initial_resources={"prompt": SEED},
+    ).fit(agent, TRAIN, VAL)  # fmt: skip
+    latest = asyncio.run(store.get_latest_resources())
+    assert latest is not None
+    assert latest.resources["prompt"] == algorithm.get_best_prompt()
+    return asyncio.run(store.query_metrics()).items[-1].values, len(asyncio.run(store.query_rollouts(limit=1000)))
+
+
+def test_apo_runs_the_winner_again_and_keeps_the_first_of_equal_prompts() -> None:
+    with Server(critic_and_editor) as server:
+        models = {"gradient_model": "critic", "apply_edit_model": "editor"}
+        trusting = agl.APO(client(server), **models, beam_rounds=1, confirm_pairs=0)
+        run(trusting)
+        assert trusting.get_best() is not trusting.history[0]
+        careful = agl.APO(client(server), **models, beam_rounds=1)
+        metrics, _ = run(careful)
+    assert careful.get_best() is careful.history[0]
+    assert careful.confirmation is not None
+    assert careful.confirmation.first == careful.confirmation.best > 0.4
+    assert (careful.confirmation.pairs, careful.confirmation.p_value) == (20, 0.5)
+    assert careful.history[0].full_score == 0.0
+    assert (metrics["best_score"], metrics["confirmed_best"]) == (0.5, careful.confirmation.best), "both are reported"
+
+
+@pytest.mark.parametrize("max_rollouts", [30, 60, 115, 300])
+def test_gepa_runs_at_most_the_rollouts_that_it_may_with_those_that_confirm(max_rollouts: int) -> None:
+    with Server(reflect) as server:
+        gepa = make_gepa(server, max_rollouts=max_rollouts)
+        _, n_rollouts = run(gepa)
+    assert max_rollouts / 2 < n_rollouts <= max_rollouts
+
+
+def test_too_few_rollouts_for_one_validation_and_its_confirmation_are_refused() -> None:
+    with Server(reflect) as server, pytest.raises(agl.ConfigError, match="max_rollouts = 17: at least 18 are needed"):
+        run(make_gepa(server, max_rollouts=17))
