@@ -27,7 +27,7 @@ from tests.source import REPO, ROOTS, SourceFile, all_test_files, pyproject, pyt
 # Inside core a file imports only from names to its left; a package counts as its name.
 CORE_ORDER = """
     version errors frozen types event lifecycle plugin resources semconv logging
-    store tracer emitter reward adapter litagent run algorithm runner execution trainer compat cli __main__ testing
+    store tracer emitter reward adapter litagent run algorithm runner execution job trainer compat cli __main__ testing
 """.split()
 
 # Code that several plugins share, and who may import it. A plugin imports ``agentlightning`` and these, never the
@@ -64,6 +64,7 @@ LIBRARIES: dict[str, set[str]] = {
 
 # Names of the contract that look back, for the type checker only.
 BACK_REFERENCES = {
+    ("job", "trainer"): "LitAgent.trainer is the Trainer",
     ("algorithm", "trainer"): "Algorithm.get_trainer() returns the Trainer",
     ("types", "resources"): "agentlightning.types has the types of resources too",
     ("types", "runner"): "agentlightning.types has Hook too",

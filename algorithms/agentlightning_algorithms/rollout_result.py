@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from textwrap import shorten
+from typing import Final
 
 from agentlightning.errors import ConflictError, LightningError
 from agentlightning.reward import find_final_reward
@@ -53,9 +54,13 @@ class RolloutResult:
         return self.reward, None if self.rollout.status == "succeeded" else failure
 
 
+_ENOUGH: Final = 16
+"""Rollouts; fewer may all fail by chance."""
+
+
 @dataclass
 class RewardCheck:
-    """Ends a run that has no rewards: after its first validation, else after its second batch of training rollouts.
+    """Ends a run that has no rewards after its second batch of rollouts, or after its first if that has at least 16.
 
     Every algorithm that needs rewards gives it the rollouts of the run in their order.
     """
@@ -65,12 +70,12 @@ class RewardCheck:
     is_passed: bool = False
     """Whether a rollout succeeded with a reward."""
 
-    def add(self, outcomes: Iterable[tuple[float | None, str | None]], *, is_last: bool | None = None) -> None:
+    def add(self, outcomes: Iterable[tuple[float | None, str | None]], *, is_last: bool = False) -> None:
         """Adds a batch of rollouts.
 
         Args:
             outcomes: the reward of each rollout, and its error if it failed.
-            is_last: whether the run ends if none has a reward up to now; default: if this is the second batch.
+            is_last: whether the run has no further batch.
 
         Raises:
             LightningError: each rollout of the run failed or has no reward.
@@ -82,7 +87,7 @@ class RewardCheck:
         self.is_passed = any(reward is not None and error is None for reward, error in self._outcomes)
         if self.is_passed:
             self._outcomes.clear()
-        elif self._outcomes and (self._batches > 1 if is_last is None else is_last):
+        elif self._outcomes and (is_last or self._batches > 1 or len(self._outcomes) >= _ENOUGH):
             raise LightningError(_describe_missing(self._outcomes))
 
 

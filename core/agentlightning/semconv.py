@@ -2,8 +2,7 @@
 
 The readers support three conventions: OpenTelemetry's ``gen_ai.input.messages`` and ``gen_ai.output.messages`` (JSON),
 the older ``gen_ai.prompt.{n}.*`` and ``gen_ai.completion.{n}.*``, also of AgentOps, and OpenInference's
-``llm.input_messages.{n}.*`` and ``llm.output_messages.{n}.*``. They are pure functions of a span; they return None or
-an empty list for missing data, and messages in the format of the ``openai`` client.
+``llm.{input,output}_messages.{n}.*``. They return None or an empty list for missing data, and messages as in ``openai``.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ def test_it_warns_where_other_algorithms_would_end_the_run_for_lack_of_rewards(
     assert "has a reward" not in caplog.text
 
 
-def test_a_run_without_rewards_ends_after_its_first_validation_or_its_second_batch() -> None:
+def test_a_run_without_rewards_ends_after_its_second_batch_or_16_rollouts() -> None:
     nothing: list[tuple[float | None, str | None]] = [(None, None), (1.0, "KeyError: 'a'")]
     with pytest.raises(agl.LightningError, match="none of the first 2 rollouts has a reward"):
         RewardCheck().add(nothing, is_last=True)
@@ -146,6 +146,8 @@ def test_a_run_without_rewards_ends_after_its_first_validation_or_its_second_bat
     check.add(nothing)
     with pytest.raises(agl.LightningError, match="none of the first 4 .* failed: 2 x KeyError: 'a'"):
         check.add(nothing)
+    with pytest.raises(agl.LightningError, match="none of the first 16 rollouts has a reward"):
+        RewardCheck().add(nothing * 8)
     check = RewardCheck()
     check.add(nothing)
     check.add([(0.0, None)])

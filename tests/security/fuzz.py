@@ -23,7 +23,7 @@ _RAW = [b"", b"{", b"null", b"[]", b'"x"', b"\xff\xfe", b"{}" * 9, b'{"model":' 
 
 @dataclass
 class Grammar:
-    """What the requests to one server are made of."""
+    """The parts that requests to one server are made of."""
 
     paths: Sequence[str]
     bodies: Sequence[Mapping[str, Any]]
@@ -37,7 +37,7 @@ class Grammar:
 
 @dataclass
 class Findings:
-    """What a fuzz saw."""
+    """The answers and costs that a fuzz observed."""
 
     statuses: dict[int, int] = field(default_factory=dict)
     """How often; 0: no answer."""

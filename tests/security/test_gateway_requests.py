@@ -1,4 +1,4 @@
-"""What one request may cost the gateway."""
+"""The cost of one request to the gateway."""
 
 from __future__ import annotations
 

@@ -246,7 +246,7 @@ class PromptSearch(Algorithm):
         trials = -(-2 * self.count_confirmations(len(results)) // max(len(results), 1))  # that confirm, rounded up
         self._reserve = trials * [usage for result in results for usage in result.usage]
         self.budget.spend(usage for result in results for usage in result.usage)
-        self._reward_check.add((result.outcome for result in results), is_last=mode == "val")
+        self._reward_check.add(result.outcome for result in results)
         return results
 
     @property

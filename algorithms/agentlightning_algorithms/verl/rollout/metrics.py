@@ -60,7 +60,7 @@ class RolloutMetrics:
             counts, self._counts = self._counts, Counter()
         if stats:
             outcomes = [(each.reward if each.has_reward else None, each.error or None) for each in stats]
-            self._reward_check.add(outcomes, is_last=True if mode == "val" else None)
+            self._reward_check.add(outcomes)
         return {**summarize(stats), **{name: float(count) for name, count in counts.items()}}
 
 

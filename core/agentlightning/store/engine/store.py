@@ -82,10 +82,9 @@ class BackendStore(LightningStore):
             lease_s: an attempt is lost when neither a span nor a heartbeat of its worker was seen for this long.
             watchdog_interval_s: how late the end of an attempt may be enforced; None leaves it to other processes.
         """
-        check_run_id(run_id)
         if not lease_s > 0:
             raise ConfigError(f"lease_s={lease_s}; it must be above 0")
-        self.run_id = run_id
+        self.run_id = check_run_id(run_id)
         self._opened_at = time.monotonic()
         self._database = database = Database(backend)
         self._waiters = Waiters()

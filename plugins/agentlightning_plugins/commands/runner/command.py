@@ -35,9 +35,9 @@ def command(
     AGENT is module:attribute, file.py:attribute, or a configuration file of `agl train`. Ctrl-C waits for
     the rollouts in flight; a second Ctrl-C stops them.
     """
+    from agentlightning.job import LitAgentRunnerJob
     from agentlightning.plugin.registry import get_manager
     from agentlightning.store.factory import create_store
-    from agentlightning.trainer import LitAgentRunnerJob
     from agentlightning_plugins.commands.configuration.assembly import load_agent_argument
     from agentlightning_plugins.strategies.processes.child_process import RunnerProcesses
     from agentlightning_plugins.strategies.processes.job_process import JobTarget
