@@ -2,7 +2,7 @@
 
 The readers support three conventions: OpenTelemetry's ``gen_ai.input.messages`` and ``gen_ai.output.messages`` (JSON),
 the older ``gen_ai.prompt.{n}.*`` and ``gen_ai.completion.{n}.*``, also of AgentOps, and OpenInference's
-``llm.{input,output}_messages.{n}.*``. They return None or an empty list for missing data, and messages as in ``openai``.
+``llm.{input,output}_messages.{n}.*``. They return None or [] for missing data, and messages as in ``openai``.
 """
 
 from __future__ import annotations
