@@ -62,6 +62,7 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Training:
             "tasks_per_step": 1,
             "rollouts_per_task": GROUP,
             "eval_every": 0,
+            "keep_steps": 0,
             "sampling": {"temperature": 1.0, "max_tokens": 8},
             "update": {"lr": 1e-3, "minibatches": 1},
             "rollout_timeout_s": 60.0,

@@ -46,7 +46,7 @@ def unreliable_agent(task: dict[str, Any], llm: agl.LLM) -> Any:
 def test_training_continues_when_rollouts_fail(tmp_path: Path) -> None:
     store = agl.create_store("memory://")
     trainer = agl.Trainer(
-        algorithm={**SETTINGS, "rollout_timeout_s": 2.0, "failed_reward": -0.5, "target_reward": -0.1},
+        algorithm={**SETTINGS, "rollout_timeout_s": 5.0, "failed_reward": -0.5, "target_reward": -0.1},
         store=store,
         trackers=["jsonl"],
         run_dir=tmp_path,
@@ -74,10 +74,10 @@ def test_training_continues_when_rollouts_fail(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_without_rewards_in_the_first_validation_the_run_ends_with_the_reason() -> None:
+def test_without_rewards_the_run_ends_with_the_reason() -> None:
     trainer = agl.Trainer(algorithm=SETTINGS, store=agl.create_store("memory://"), trackers=[], strategy="shm")
     problems = make_problems("train", 2)
-    with pytest.raises(agl.LightningError, match="none of the first 2 rollouts has a reward"):
+    with pytest.raises(agl.LightningError, match="none of the first 18 rollouts has a reward"):
         trainer.fit(unrewarded_agent, problems, problems)
 
 

@@ -28,7 +28,7 @@ def completions(tiny_policy: Policy) -> Completions:
 
 
 def chat(**fields: Any) -> ChatRequest:
-    return parse_request(ChatRequest, json.dumps({"messages": HELLO, **fields}).encode(), "policy")
+    return parse_request(ChatRequest, {"messages": HELLO, **fields}, "policy")
 
 
 def generation(completions: Completions, text: str) -> Generation:
@@ -186,9 +186,9 @@ def test_an_unknown_model_is_not_found() -> None:
     assert (caught.value.status, caught.value.code) == (404, "model_not_found")
 
 
-def test_a_body_that_is_not_json_is_refused() -> None:
-    with pytest.raises(RequestError, match="Invalid JSON"):
-        parse_request(ChatRequest, b"{", "policy")
+def test_a_body_that_is_no_object_is_refused() -> None:
+    with pytest.raises(RequestError, match="body: Input should be a valid dictionary"):
+        parse_request(ChatRequest, ["{"], "policy")
 
 
 def test_token_ids_outside_the_vocabulary_are_refused(completions: Completions) -> None:

@@ -14,7 +14,8 @@ async def test_every_route_is_described_with_its_answers() -> None:
     operations = {(method.upper(), path): op for path, ops in document["paths"].items() for method, op in ops.items()}
     table = {(route.method, "/v1/agl" + route.path) for route in routes.ROUTES}
     others = {("GET", "/v1/agl/events"), ("POST", "/v1/traces"), ("GET", "/metrics"), ("GET", "/openapi.json")}
-    assert set(operations) == table | others
+    probes = {("GET", "/livez"), ("GET", "/readyz")}
+    assert set(operations) == table | others | probes
     ids = [operation["operationId"] for operation in operations.values()]
     assert len(set(ids)) == len(ids)
     for (method, path), operation in operations.items():

@@ -42,7 +42,7 @@ def test_tasks_that_kill_their_process_fail_with_a_reason_the_others_finish_and_
 ) -> None:
     tasks = [{"number": number, "kills": number in (2, 5)} for number in range(8)]
     settings: dict[str, Any] = {"run_dir": tmp_path / "run", "store": f"sqlite:///{tmp_path / 'store.db'}"}
-    store = agl.create_store(f"sqlite:///{tmp_path / 'store.db'}")
+    store = agl.create_store(f"sqlite:///{tmp_path / 'store.db'}", run="run")
     for resume in (False, True):
         run = trainer(**settings, resume=resume).fit(killer, tasks)
         assert run.status == "succeeded"
