@@ -39,6 +39,7 @@ LIBRARIES: dict[str, set[str]] = {
     "agentlightning_algorithms.prompt_search": {"algorithms.apo", "algorithms.gepa"},
     "agentlightning_algorithms.rollout_result": {"algorithms.*"},
     "agentlightning_integrations.framework": {"integrations.*"},
+    "agentlightning_plugins.charts": {"demo"},
     "agentlightning_plugins.chat_history": {"adapters.transition", "commands.doctor", "commands.inspect"},
     "agentlightning_plugins.commands.configuration": {"commands.*"},
     "agentlightning_plugins.commands.lazy": {"commands.*", "demo", "legacy"},
