@@ -39,12 +39,8 @@ LIBRARIES: dict[str, set[str]] = {
     "agentlightning_algorithms.prompt_search": {"algorithms.apo", "algorithms.gepa"},
     "agentlightning_algorithms.rollout_result": {"algorithms.*"},
     "agentlightning_integrations.framework": {"integrations.*"},
-<<<<<<< HEAD
-    "agentlightning_plugins.chat_history": {"adapters.transition", "commands.doctor", "commands.inspect", "dashboard"},
-=======
     "agentlightning_plugins.charts": {"dashboard", "demo"},
-    "agentlightning_plugins.chat_history": {"adapters.transition", "commands.doctor", "commands.inspect"},
->>>>>>> 93a9e4b
+    "agentlightning_plugins.chat_history": {"adapters.transition", "commands.doctor", "commands.inspect", "dashboard"},
     "agentlightning_plugins.commands.configuration": {"commands.*"},
     "agentlightning_plugins.commands.lazy": {"commands.*", "dashboard", "demo", "legacy"},
     "agentlightning_plugins.commands.terminal": {"commands.*"},
