@@ -39,3 +39,9 @@ def metric_chart(name: str, points: Sequence[Mapping[str, float]]) -> Markup:
 
 def _point(point: Mapping[str, Any], href: str = "") -> Point:
     return Point(point["step"], point["value"], point.get("low"), point.get("high"), href)
+
+
+def compare_chart(runs: Sequence[Mapping[str, Any]], name: str, title: str) -> Markup:
+    """Draws one metric of several runs."""
+    drawn = [Series(run["name"], [_point(point) for point in run["curves"][name]]) for run in runs]
+    return line_chart(drawn, title=title, x_label="step", width=560, height=280)

@@ -16,7 +16,8 @@ from agentlightning_plugins.dashboard.access import Access, Session
 from agentlightning_plugins.dashboard.live import LiveRuns
 from agentlightning_plugins.dashboard.page import Action, Page, Visit
 from agentlightning_plugins.dashboard.rendering import HEADERS, Renderer
-from agentlightning_plugins.dashboard.table import ACTIONS, DOWNLOADS, PAGES
+from agentlightning_plugins.dashboard.table import ACTIONS, PAGES
+from agentlightning_plugins.dashboard.views.export import read_labelled
 
 logger = logging.getLogger("agentlightning")
 _Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -47,8 +48,7 @@ class Dashboard:
         yield web.post("/logout", self._sign_out)
         yield web.get("/static/{name}", self._answer_static)
         yield web.get("/live/{run_id}", self._guarded(self._answer_live))
-        for path, download in DOWNLOADS:
-            yield web.get(path, self._guarded(lambda request, download=download: download(self._visit(request))))
+        yield web.get("/runs/{run_id}/labelled.jsonl", self._guarded(self._export))
         for page in PAGES:  # the twin first, because an id may contain a dot
             twin = "/index.json" if page.path == "/" else f"{page.path}.json"
             yield web.get(twin, self._guarded(self._json_handler(page), as_json=True))
@@ -186,6 +186,17 @@ class Dashboard:
         return web.Response(
             body=body, content_type=kind, charset="utf-8", headers={**HEADERS, "cache-control": "no-cache"}
         )
+
+    async def _export(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(
+            headers={**HEADERS, "content-disposition": 'attachment; filename="labelled.jsonl"'}
+        )
+        response.content_type = "application/x-ndjson"
+        records = read_labelled(self._visit(request).run_store)
+        await response.prepare(request)
+        async for record in records:
+            await response.write(to_json(record, inf_nan_mode="null") + b"\n")
+        return response
 
     async def _answer_live(self, request: web.Request) -> web.StreamResponse:
         return await self._live.answer(request, self._visit(request).run_store)

@@ -50,7 +50,12 @@ class Renderer:
             "ago": text.show_ago,
             "part": lambda value: quote(str(value), safe=""),
         }
-        environment.globals |= {"link": link, "reward_chart": charts.reward_chart, "metric_chart": charts.metric_chart}
+        environment.globals |= {
+            "link": link,
+            "reward_chart": charts.reward_chart,
+            "metric_chart": charts.metric_chart,
+            "compare_chart": charts.compare_chart,
+        }
         environment.globals["parts"] = environment.get_template("parts.html.jinja").module
         return environment
 
