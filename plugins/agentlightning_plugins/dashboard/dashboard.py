@@ -142,6 +142,7 @@ class Dashboard:
             query=dict(request.query),
             path=request.rel_url.raw_path,
             run_id=run_id,
+            live_run=run_id or values["data"].get("live_run"),
             tabs=tabs,
             form_token=self._access.form_token(session),
             can_act=not self._read_only,

@@ -37,7 +37,14 @@ async def show_fleet(visit: Visit) -> dict[str, Any]:
                 "oldest": waiting[0].start_time if waiting else None,
             }
         )
-    return {"workers": workers, "total": page.total, "queues": queues, "statistics": await store.statistics()}
+    live = runs[0].run_id if runs else None
+    return {
+        "live_run": live,
+        "workers": workers,
+        "total": page.total,
+        "queues": queues,
+        "statistics": await store.statistics(),
+    }
 
 
 def _describe_worker(worker: Worker) -> dict[str, Any]:

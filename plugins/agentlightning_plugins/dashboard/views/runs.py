@@ -70,7 +70,8 @@ async def list_runs(visit: Visit) -> dict[str, Any]:
                 "curve": [point["value"] for point in series],
             }
         )
-    return {"runs": rows, "total": total, "next": start or None}
+    live = next((row["run_id"] for row in rows if row["status"] == "running"), None)
+    return {"live_run": live, "runs": rows, "total": total, "next": start or None}
 
 
 async def show_run(visit: Visit) -> dict[str, Any]:
