@@ -16,7 +16,7 @@ logger = logging.getLogger("agentlightning")
 _PAUSE_S: Final = 1.0
 """The least time between two changes that a page is told of."""
 _PAUSE_OF_PAGE_S: Final = 0.25
-"""What each open page adds to it, so that many of them do not slow down the run."""
+"""Added to it for each open page, so that many pages do not slow down the run."""
 _KEEPALIVE_S: Final = 10.0
 _LINGER_S: Final = 30.0
 _HEADERS: Final = {"content-type": "text/event-stream", "cache-control": "no-store", "x-accel-buffering": "no"}

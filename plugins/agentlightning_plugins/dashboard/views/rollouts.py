@@ -160,7 +160,7 @@ def _metadata_matches(rollout: Rollout, key: str, value: str) -> bool:
 
 
 def _all_text(rollout: Rollout) -> str:
-    """What the search looks through: id, input, metadata and error, in lower case."""
+    """Returns the text that is searched: id, input, metadata and error, in lower case."""
     error = rollout.attempt.error if isinstance(rollout, AttemptedRollout) else None
     parts = [rollout.rollout_id, json.dumps([rollout.input, rollout.metadata], ensure_ascii=False, default=str)]
     parts += [error.type, error.message, error.traceback] if error is not None else []
