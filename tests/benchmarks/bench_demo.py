@@ -14,14 +14,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from agentlightning_plugins.charts.line import Point, Series, line_chart
 from agentlightning_plugins.demo.report import read_metrics
-
-WIDTH, HEIGHT, MARGIN = 720, 300, 44
-COLOURS = ("#2f6fed", "#d9480f", "#2b8a3e", "#862e9c", "#e67700")
 
 
 def main() -> None:
@@ -53,37 +50,13 @@ def main() -> None:
 
 def draw(runs: dict[int, list[dict[str, Any]]]) -> str:
     """The curves as SVG that reads on light and dark pages."""
-    last_step = max(step["step"] for steps in runs.values() for step in steps)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="system-ui, sans-serif" '
-        f'font-size="12" fill="#868e96">'
-    ]
-    for fifth in range(6):
-        y = _y(fifth / 5)
-        parts.append(f'<line x1="{MARGIN}" x2="{WIDTH - MARGIN}" y1="{y}" y2="{y}" stroke="#868e96" opacity="0.3"/>')
-        parts.append(f'<text x="{MARGIN - 8}" y="{y + 4}" text-anchor="end">{fifth / 5}</text>')
-    parts.append(f'<text x="{MARGIN}" y="{HEIGHT - 22}">0</text>')
-    parts.append(f'<text x="{WIDTH - MARGIN}" y="{HEIGHT - 22}" text-anchor="end">step {last_step}</text>')
-    for (seed, steps), colour in zip(runs.items(), COLOURS, strict=False):
-        points = _points(steps, "val_reward", last_step)
-        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        for x, y in _points(steps, "test_reward", last_step):
-            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{colour}"/>')
-        x = MARGIN + 70 * list(runs).index(seed)
-        parts.append(f'<text x="{x}" y="{HEIGHT - 4}" fill="{colour}">seed {seed}</text>')
-    caption = "greedy reward: lines validation, dots test"
-    parts.append(f'<text x="{WIDTH - MARGIN}" y="{HEIGHT - 4}" text-anchor="end">{caption}</text></svg>\n')
-    return "\n".join(parts)
-
-
-def _points(steps: Sequence[dict[str, Any]], key: str, last_step: int) -> list[tuple[float, float]]:
-    scale = (WIDTH - 2 * MARGIN) / last_step
-    return [(MARGIN + scale * step["step"], _y(step[key])) for step in steps if key in step]
-
-
-def _y(value: float) -> float:
-    return HEIGHT - MARGIN - (HEIGHT - 2 * MARGIN) * value
+    drawn = []
+    for place, (seed, steps) in enumerate(runs.items()):
+        for key, is_line in (("val_reward", True), ("test_reward", False)):
+            points = [Point(step["step"], step[key]) for step in steps if key in step]
+            drawn.append(Series(f"seed {seed}, {key.partition('_')[0]}", points, is_line=is_line, colour=place))
+    title = "Greedy reward: lines validation, dots test"
+    return line_chart(drawn, title=title, x_label="step", y_label=title, y_range=(0, 1), width=720, height=320)
 
 
 if __name__ == "__main__":

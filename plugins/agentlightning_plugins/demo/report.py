@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-WIDTH, HEIGHT, MARGIN = 720, 300, 44
+from agentlightning_plugins.charts.line import Point, Series, line_chart
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
@@ -27,19 +27,20 @@ def write_report(directory: Path, metrics: Sequence[dict[str, Any]]) -> Path:
     environment = Environment(autoescape=select_autoescape(default=True, default_for_string=True))
     trained = [step for step in metrics if "reward" in step]
     tests = [step["test_reward"] for step in metrics if "test_reward" in step]
-    last_step = max([step["step"] for step in metrics] or [1]) or 1
     html = environment.from_string(template).render(
         name=directory.name,
-        width=WIDTH,
-        height=HEIGHT,
-        margin=MARGIN,
-        last_step=last_step,
-        grid=[(value / 5, _y(value / 5)) for value in range(6)],
-        curves=[
-            ("training, sampled", "train", _points(trained, "reward", last_step)),
-            ("validation, greedy", "val", _points(metrics, "val_reward", last_step)),
-            ("test, greedy", "test", _points(metrics, "test_reward", last_step)),
-        ],
+        curve=line_chart(
+            [
+                _series("training, sampled", trained, "reward"),
+                _series("validation, greedy", metrics, "val_reward"),
+                _series("test, greedy", metrics, "test_reward"),
+            ],
+            title="Mean reward by step",
+            x_label="step",
+            y_range=(0, 1),
+            width=720,
+            height=320,
+        ),
         before=tests[0] if tests else None,
         after=tests[-1] if len(tests) > 1 else None,
         steps=len(trained),
@@ -55,14 +56,6 @@ def write_report(directory: Path, metrics: Sequence[dict[str, Any]]) -> Path:
     return file
 
 
-def _points(steps: Sequence[dict[str, Any]], key: str, last_step: int) -> list[tuple[float, float, float]]:
-    """Returns (x, y, value) of each step that has the key; x and y are pixels of the picture."""
-    return [
-        (MARGIN + (WIDTH - 2 * MARGIN) * step["step"] / last_step, _y(step[key]), step[key])
-        for step in steps
-        if key in step
-    ]
-
-
-def _y(value: float) -> float:
-    return HEIGHT - MARGIN - (HEIGHT - 2 * MARGIN) * min(1.0, max(0.0, value))
+def _series(name: str, steps: Sequence[dict[str, Any]], key: str) -> Series:
+    points = [Point(step["step"], step[key]) for step in steps if key in step]
+    return Series(name, points, is_line=key != "test_reward")
