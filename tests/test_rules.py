@@ -60,6 +60,7 @@ LIBRARIES: dict[str, set[str]] = {
     "agentlightning_plugins.stores.sql": {"stores.postgresql", "stores.sqlite"},
     "agentlightning_plugins.strategies.processes": {"strategies.*", "commands.runner"},
     "agentlightning_plugins.tracers.opentelemetry": {"tracers.*"},
+    "agentlightning_plugins.training_records": {"algorithms.grpo", "commands.inspect"},
     "agentlightning_plugins.trajectories": {"adapters.trajectory", "algorithms.grpo", "algorithms.verl"},
 }
 
