@@ -38,7 +38,7 @@ Outcome: TypeAlias = Literal[
     "unfinished",
     "not_recorded",
 ]
-"""What became of a rollout or a call; all but ``trained`` are reasons why it was not trained on:
+"""The use of a rollout or a call; all but ``trained`` are reasons why it was not trained on:
 
 ``failed``, ``no_reward``: it has nothing to compare. ``no_calls``: it called no model. ``spans_dropped``,
 ``unreadable_spans``: its trace is incomplete or wrong. ``flat_group``: all rollouts of its task have the same reward.
@@ -67,7 +67,7 @@ class TrainedCall:
 
 @dataclass(frozen=True, slots=True)
 class TrainedRow:
-    """What the weights were trained with: one sequence of tokens.
+    """One sequence of tokens that the weights were trained with.
 
     Attributes:
         rollout_id: its rollout.
@@ -195,7 +195,7 @@ class TrainedRow:
 
 @dataclass(frozen=True, slots=True)
 class LedgerEntry:
-    """What became of one rollout of a step, and of each of its calls."""
+    """The outcome of one rollout of a step, and of each of its calls."""
 
     rollout_id: str
     attempt_id: str

@@ -21,7 +21,7 @@ from agentlightning_plugins.training_records.record import Outcome
 
 
 class RowUse(NamedTuple):
-    """What an update did with a row."""
+    """The use of a row by an update."""
 
     logprobs: Sequence[float] | None
     """The trainer's log-probability of each sampled token, when it first used the row; None: it did not."""
