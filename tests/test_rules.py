@@ -39,14 +39,14 @@ LIBRARIES: dict[str, set[str]] = {
     "agentlightning_algorithms.prompt_search": {"algorithms.apo", "algorithms.gepa"},
     "agentlightning_algorithms.rollout_result": {"algorithms.*"},
     "agentlightning_integrations.framework": {"integrations.*"},
-    "agentlightning_plugins.charts": {"commands.report"},
-    "agentlightning_plugins.chat_history": {"adapters.transition", "commands.doctor", "commands.inspect"},
+    "agentlightning_plugins.charts": {"commands.report", "dashboard"},
+    "agentlightning_plugins.chat_history": {"adapters.transition", "commands.doctor", "commands.inspect", "dashboard"},
     "agentlightning_plugins.commands.configuration": {"commands.*"},
-    "agentlightning_plugins.commands.lazy": {"commands.*", "demo", "legacy"},
+    "agentlightning_plugins.commands.lazy": {"commands.*", "dashboard", "demo", "legacy"},
     "agentlightning_plugins.commands.terminal": {"commands.*"},
     "agentlightning_plugins.credit.rule": {"credit.*"},
     "agentlightning_plugins.garbage_collection": {"gateway", "stores.http", "strategies.*"},
-    "agentlightning_plugins.http_request": {"algorithms.grpo", "gateway", "stores.http"},
+    "agentlightning_plugins.http_request": {"algorithms.grpo", "dashboard", "gateway", "stores.http"},
     "agentlightning_plugins.instrumentation": {"integrations.*", "tracers.*"},
     "agentlightning_plugins.scripted_model": {"commands.doctor", "commands.replay", "agentlightning.testing"},
     "agentlightning_plugins.statistics": {
@@ -61,7 +61,7 @@ LIBRARIES: dict[str, set[str]] = {
     "agentlightning_plugins.stores.sql": {"stores.postgresql", "stores.sqlite"},
     "agentlightning_plugins.strategies.processes": {"strategies.*", "commands.runner"},
     "agentlightning_plugins.tracers.opentelemetry": {"tracers.*"},
-    "agentlightning_plugins.training_records": {"algorithms.grpo", "commands.inspect", "commands.report"},
+    "agentlightning_plugins.training_records": {"algorithms.grpo", "commands.inspect", "commands.report", "dashboard"},
     "agentlightning_plugins.trajectories": {"adapters.trajectory", "algorithms.grpo", "algorithms.verl"},
 }
 

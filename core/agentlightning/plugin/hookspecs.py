@@ -40,6 +40,7 @@ ComponentKind: TypeAlias = Literal[
     "policy_loss",
     "advantage",
     "report",
+    "pages",
 ]
 COMPONENT_KINDS: Final[tuple[str, ...]] = get_args(ComponentKind)
 

@@ -62,6 +62,7 @@ logger = logging.getLogger("agentlightning")
 @click.option("--log-level", default="warning", show_default=True, type=click.Choice(["debug", "info", "warning"]))
 @click.option("--log-format", default="text", show_default=True, type=click.Choice(["text", "json"]))
 @click.option("--access-log", is_flag=True, help="Log each request.")
+@click.option("--read-only", is_flag=True, help="Serve the dashboard without its actions.")
 def command(
     host: str,
     port: int,
@@ -74,6 +75,7 @@ def command(
     log_level: str,
     log_format: Literal["text", "json"],
     access_log: bool,
+    read_only: bool,
 ) -> None:
     """Serve a store over HTTP.
 
@@ -93,7 +95,7 @@ def command(
     if keep_days is not None or keep_rollouts is not None:
         retention = Retention(max_age_s=None if keep_days is None else keep_days * 86_400, max_rollouts=keep_rollouts)
     store = _open(backend, wait_s, retention=retention)
-    asyncio.run(_serve(store, backend, host, port, tokens))
+    asyncio.run(_serve(store, backend, host, port, tokens, read_only=read_only))
 
 
 def _open(backend: str, wait_s: float, **settings: Any) -> LightningStore:
@@ -120,13 +122,18 @@ def _raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-async def _serve(store: LightningStore, backend: str, host: str, port: int, tokens: list[str]) -> None:
+async def _serve(
+    store: LightningStore, backend: str, host: str, port: int, tokens: list[str], *, read_only: bool
+) -> None:
+    from agentlightning.plugin.registry import get_manager
     from agentlightning.store.url import hide_password
     from agentlightning_plugins.stores.http.server import LightningStoreServer
 
+    manager = get_manager()
+    pages = [manager.get("pages", name)(store, tokens, read_only=read_only) for name in manager.components("pages")]
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     try:
-        async with LightningStoreServer(store, host, port, token=tokens) as server:
+        async with LightningStoreServer(store, host, port, token=tokens, pages=pages) as server:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, stop.set)
             lifetime = "" if store.capabilities["durable"] else " (not durable: lost when this process ends)"

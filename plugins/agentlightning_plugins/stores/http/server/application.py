@@ -44,6 +44,7 @@ from agentlightning_plugins.stores.http.server.body import (
 from agentlightning_plugins.stores.http.server.connections import Connections
 from agentlightning_plugins.stores.http.server.events import EventStreams
 from agentlightning_plugins.stores.http.server.metrics import CONTENT_TYPE, ServerMetrics
+from agentlightning_plugins.stores.http.server.pages import Pages
 from agentlightning_plugins.stores.http.server.polling import Polls
 from agentlightning_plugins.stores.http.server.routes import ROUTES, Context, make_handler
 
@@ -60,12 +61,13 @@ _TOKEN: Final[Any] = web.RequestKey("token", AttemptToken) if hasattr(web, "Requ
 class StoreApplication:
     """The REST API over one store."""
 
-    def __init__(self, store: LightningStore, tokens: Sequence[str] = ()) -> None:
+    def __init__(self, store: LightningStore, tokens: Sequence[str] = (), pages: Sequence[Pages] = ()) -> None:
         """Creates the application.
 
         Args:
             store: its ``with_run`` gives the view of each run.
             tokens: clients send one of them as ``Authorization: Bearer``; none admits programs on this machine.
+            pages: the pages that are served beside the API.
         """
         self._view = functools.lru_cache(maxsize=128)(store.with_run)
         self._polls = Polls()
@@ -86,6 +88,7 @@ class StoreApplication:
             router.add_route(route.method, PREFIX + route.path, self._handler(route), expect_handler=answer_expect)
         for (method, path), (handler, _) in self._others().items():
             router.add_route(method, path, handler, expect_handler=answer_expect)
+        self._pages = {route: each for each in pages for routed in each.routes() for route in routed.register(router)}
 
     async def stop(self, timeout_s: float) -> None:
         """Ends waiting requests with what they have and the streams of events, and waits until the others are answered.
@@ -95,6 +98,8 @@ class StoreApplication:
         self._stopping = True
         self._polls.stop()
         await self._streams.stop()
+        for pages in set(self._pages.values()):
+            await pages.stop()
         await asyncio.sleep(_ARRIVAL_S)
         if self._in_flight:
             with contextlib.suppress(TimeoutError):
@@ -181,8 +186,10 @@ class StoreApplication:
             if given_id:
                 log.request_id.set(given_id)
             try:
-                token = self._access.admit(request)
-                if self.connections is not None and request.path not in (HEALTH_PATH, *OPEN_PATHS):
+                pages = self._pages.get(request.match_info.route)
+                token = self._access.admit(request) if pages is None else None
+                is_known = request.path not in (HEALTH_PATH, *OPEN_PATHS) if pages is None else pages.admits(request)
+                if self.connections is not None and is_known:
                     self.connections.admit(request.transport)
                 if token is not None:
                     request[_TOKEN] = token

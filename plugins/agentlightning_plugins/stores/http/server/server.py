@@ -17,6 +17,7 @@ from agentlightning_plugins.http_request import SERVER_SETTINGS, RequestLog, is_
 from agentlightning_plugins.stores.http.message import check_token
 from agentlightning_plugins.stores.http.server.application import OTLP_PATH, StoreApplication
 from agentlightning_plugins.stores.http.server.connections import Connections, report_accept_errors
+from agentlightning_plugins.stores.http.server.pages import Pages
 
 _FINISH_REQUESTS_S: Final = 6.0
 _BACKLOG: Final = 128
@@ -37,6 +38,7 @@ class LightningStoreServer:
         port: int = 4747,
         *,
         token: str | Sequence[str] | None = None,
+        pages: Sequence[Pages] = (),
     ) -> None:
         """Creates the server; ``start`` listens.
 
@@ -46,6 +48,7 @@ class LightningStoreServer:
             port: 0 takes a free one, which ``endpoint`` shows.
             token: the token that clients must send; None admits programs on this machine. Of several, clients may
                 send any, and the first signs attempt tokens, so that a token can be replaced without an interruption.
+            pages: pages that are served beside the API, such as the dashboard.
 
         Raises:
             ConfigError: a store that is not thread-safe, or an address beyond loopback without a token.
@@ -63,6 +66,7 @@ class LightningStoreServer:
         self.port = port
         self._store = store
         self._tokens = tokens
+        self._pages = pages
         if tokens:
             store.token = tokens[0]  # a gateway beside the server verifies attempt tokens with it
         self._thread: threading.Thread | None = None
@@ -132,7 +136,7 @@ class LightningStoreServer:
     async def _serve(self, listening: concurrent.futures.Future[int], stopping: asyncio.Event) -> None:
         loop = asyncio.get_running_loop()
         report_accept_errors(loop)
-        served = StoreApplication(self._store, self._tokens)
+        served = StoreApplication(self._store, self._tokens, self._pages)
         runner = web.AppRunner(
             served.application,
             access_log=None,

@@ -1,0 +1,1 @@
+"""The dashboard: runs, rollouts, workers and resources of a store in a browser."""

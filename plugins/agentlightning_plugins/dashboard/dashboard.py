@@ -1,0 +1,211 @@
+"""The dashboard: answers requests with pages, their JSON twins, static files and the results of actions."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+from urllib.parse import quote
+
+from aiohttp import web
+from pydantic_core import to_json
+
+from agentlightning.errors import ConfigError, ConflictError, LightningError, NotFoundError
+from agentlightning.store.protocol import LightningStore
+from agentlightning_plugins.dashboard.access import Access, Session
+from agentlightning_plugins.dashboard.live import LiveRuns
+from agentlightning_plugins.dashboard.page import Action, Page, Visit
+from agentlightning_plugins.dashboard.rendering import HEADERS, Renderer
+from agentlightning_plugins.dashboard.table import ACTIONS, PAGES
+from agentlightning_plugins.dashboard.views.export import read_labelled
+
+logger = logging.getLogger("agentlightning")
+_Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_STATUSES = ((NotFoundError, 404), (ConflictError, 409), (ConfigError, 422), (ValueError, 422), (LightningError, 503))
+
+
+class Dashboard:
+    """The pages over one store."""
+
+    def __init__(self, store: LightningStore, tokens: Sequence[str] = (), *, read_only: bool = False) -> None:
+        """Creates the dashboard.
+
+        Args:
+            store: its ``with_run`` gives the view of each run.
+            tokens: any of them signs in; none admits programs on this machine.
+            read_only: leave out the actions.
+        """
+        self._store = store
+        self._access = Access(tokens)
+        self._read_only = read_only
+        self._renderer = Renderer()
+        self._live = LiveRuns()
+
+    def routes(self) -> Iterable[web.RouteDef]:
+        """Returns all routes."""
+        yield web.get("/login", self._show_login)
+        yield web.post("/login", self._sign_in)
+        yield web.post("/logout", self._sign_out)
+        yield web.get("/static/{name}", self._answer_static)
+        yield web.get("/live/{run_id}", self._guarded(self._answer_live))
+        yield web.get("/runs/{run_id}/labelled.jsonl", self._guarded(self._export))
+        for page in PAGES:  # the twin first, because an id may contain a dot
+            twin = "/index.json" if page.path == "/" else f"{page.path}.json"
+            yield web.get(twin, self._guarded(self._json_handler(page), as_json=True))
+            yield web.get(page.path, self._guarded(self._page_handler(page)))
+        for action in () if self._read_only else ACTIONS:
+            yield web.post(action.path, self._guarded(self._action_handler(action)))
+
+    def admits(self, request: web.Request) -> bool:
+        """Whether a request comes from a client that has signed in."""
+        return self._access.find_session(request) is not None
+
+    async def stop(self) -> None:
+        """Ends the streams of live pages."""
+        await self._live.stop()
+
+    def _guarded(self, handler: _Handler, *, as_json: bool = False) -> _Handler:
+        """Admits the request, and turns errors into answers."""
+
+        async def answer(request: web.Request) -> web.StreamResponse:
+            if self._access.find_session(request) is None:
+                return self._refuse(request, as_json)
+            try:
+                return await handler(request)
+            except Exception as error:  # isolation point: a page may fail, the server may not
+                return self._answer_error(request, error, as_json)
+
+        return answer
+
+    def _refuse(self, request: web.Request, as_json: bool) -> web.Response:
+        if not self._access.needs_token:
+            return self._error(request, 403, "Without a token the dashboard answers this machine only.", as_json)
+        if as_json or request.method != "GET" or "authorization" in request.headers:
+            return self._error(request, 401, "No token or a wrong one: sign in, or send the store's token.", True)
+        back = quote(request.path_qs, safe="")
+        return web.Response(status=303, headers={**HEADERS, "location": f"/login?next={back}"})
+
+    def _answer_error(self, request: web.Request, error: Exception, as_json: bool) -> web.Response:
+        status = next((status for kind, status in _STATUSES if isinstance(error, kind)), 500)
+        if status == 500:
+            logger.error("%s %s failed", request.method, request.path, exc_info=error)
+        message = str(error) if status != 500 else "This page failed; the log of the server says why."
+        return self._error(request, status, message, as_json)
+
+    def _error(self, request: web.Request, status: int, message: str, as_json: bool) -> web.Response:
+        if as_json:
+            return _json({"status": status, "message": message}, status)
+        return self._html("error.html.jinja", request, None, status=status, data={"status": status, "message": message})
+
+    def _visit(self, request: web.Request) -> Visit:
+        return Visit(self._store, request.match_info, request.query)
+
+    def _json_handler(self, page: Page) -> _Handler:
+        async def answer(request: web.Request) -> web.StreamResponse:
+            return _json(await page.view(self._visit(request)))
+
+        return answer
+
+    def _page_handler(self, page: Page) -> _Handler:
+        async def answer(request: web.Request) -> web.StreamResponse:
+            data = await page.view(self._visit(request))
+            return self._html(page.template, request, page, data=data)
+
+        return answer
+
+    def _action_handler(self, action: Action) -> _Handler:
+        async def answer(request: web.Request) -> web.StreamResponse:
+            form = {name: value for name, value in (await request.post()).items() if isinstance(value, str)}
+            session = self._access.find_session(request)
+            if not self._access.allows_form(request, session, form.pop("form_token", "")):
+                return self._error(
+                    request, 403, "This form is not from this page; reload the page and try again.", False
+                )
+            target = await action.run(Visit(self._store, request.match_info, form))
+            return web.Response(status=303, headers={**HEADERS, "location": target})
+
+        return answer
+
+    def _html(
+        self, template: str, request: web.Request, page: Page | None, status: int = 200, **values: Any
+    ) -> web.Response:
+        session: Session | None = self._access.find_session(request)
+        run_id = request.match_info.get("run_id") if session is not None else None
+        tabs = [
+            (each.tab, each.path.replace("{run_id}", quote(run_id or "", safe="")), each is page)
+            for each in PAGES
+            if each.tab and ("{run_id}" not in each.path or run_id)
+        ]
+        html = self._renderer.render(
+            template,
+            request=request,
+            query=dict(request.query),
+            path=request.rel_url.raw_path,
+            run_id=run_id,
+            live_run=run_id or values["data"].get("live_run"),
+            tabs=tabs,
+            form_token=self._access.form_token(session),
+            can_act=not self._read_only,
+            can_sign_out=session is not None and self._access.needs_token,
+            signed_in=session is not None,
+            **values,
+        )
+        response = web.Response(body=html.encode("utf-8", "replace"), status=status, headers=HEADERS)
+        response.content_type, response.charset = "text/html", "utf-8"
+        if len(html) > 4096:
+            response.enable_compression()
+        return response
+
+    async def _show_login(self, request: web.Request) -> web.StreamResponse:
+        return self._html(
+            "login.html.jinja", request, None, data={"wrong": False, "next": request.query.get("next", "/")}
+        )
+
+    async def _sign_in(self, request: web.Request) -> web.StreamResponse:
+        form = await request.post()
+        token, target = str(form.get("token", "")), str(form.get("next", "/"))
+        if not target.startswith("/") or target.startswith(("//", "/\\")) or not target.isprintable():
+            target = "/"
+        allowed = self._access.allows_form(request, None, self._access.form_token(None))
+        response = web.Response(status=303, headers={**HEADERS, "location": target})
+        if allowed and await self._access.sign_in(request, response, token):
+            return response
+        return self._html("login.html.jinja", request, None, status=401, data={"wrong": True, "next": target})
+
+    async def _sign_out(self, request: web.Request) -> web.StreamResponse:
+        form, session = await request.post(), self._access.find_session(request)
+        response = web.Response(status=303, headers={**HEADERS, "location": "/login"})
+        if self._access.allows_form(request, session, str(form.get("form_token", ""))):
+            self._access.sign_out(request, response)
+        return response
+
+    async def _answer_static(self, request: web.Request) -> web.StreamResponse:
+        found = self._renderer.static.get(request.match_info["name"])
+        if found is None:
+            return web.Response(status=404, text="not found\n", headers=HEADERS)
+        kind, body = found
+        return web.Response(
+            body=body, content_type=kind, charset="utf-8", headers={**HEADERS, "cache-control": "no-cache"}
+        )
+
+    async def _export(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(
+            headers={**HEADERS, "content-disposition": 'attachment; filename="labelled.jsonl"'}
+        )
+        response.content_type = "application/x-ndjson"
+        records = read_labelled(self._visit(request).run_store)
+        await response.prepare(request)
+        async for record in records:
+            await response.write(to_json(record, inf_nan_mode="null") + b"\n")
+        return response
+
+    async def _answer_live(self, request: web.Request) -> web.StreamResponse:
+        return await self._live.answer(request, self._visit(request).run_store)
+
+
+def _json(data: dict[str, Any], status: int = 200) -> web.Response:
+    body = to_json(data, inf_nan_mode="null", indent=2) + b"\n"
+    response = web.Response(body=body, status=status, content_type="application/json", headers=HEADERS)
+    if len(body) > 4096:
+        response.enable_compression()
+    return response

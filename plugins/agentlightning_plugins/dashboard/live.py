@@ -1,0 +1,112 @@
+"""Tells open pages that their run has changed: one subscription for each run, any number of pages."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import Final
+
+from aiohttp import web
+
+from agentlightning.errors import StoreError
+from agentlightning.store.protocol import LightningStore
+
+logger = logging.getLogger("agentlightning")
+_PAUSE_S: Final = 1.0
+"""The least time between two changes that a page is told of."""
+_PAUSE_OF_PAGE_S: Final = 0.25
+"""What each open page adds to it, so that many of them do not slow down the run."""
+_KEEPALIVE_S: Final = 10.0
+_LINGER_S: Final = 30.0
+_HEADERS: Final = {"content-type": "text/event-stream", "cache-control": "no-store", "x-accel-buffering": "no"}
+
+
+class LiveRuns:
+    """The runs that are shown in open pages."""
+
+    def __init__(self) -> None:
+        self._runs: dict[str, _LiveRun] = {}
+        self._stopping = asyncio.Event()
+
+    @property
+    def readers(self) -> int:
+        """The number of open pages."""
+        return sum(run.readers for run in self._runs.values())
+
+    async def answer(self, request: web.Request, store: LightningStore) -> web.StreamResponse:
+        """Sends an event ``changed`` whenever something happened in the run, at most one in a while."""
+        response = web.StreamResponse(headers=_HEADERS)
+        await response.prepare(request)
+        run = self._runs.get(store.run_id)
+        if run is None or run.task.done():
+            run = self._runs[store.run_id] = _LiveRun(store)
+        run.readers += 1
+        seen = run.number
+        try:
+            await response.write(b": live\n\n")
+            while not self._stopping.is_set():
+                if await run.wait(seen, self._stopping):
+                    seen = run.number
+                    await response.write(b"event: changed\ndata: {}\n\n")
+                    await _sleep(_PAUSE_S + _PAUSE_OF_PAGE_S * self.readers, self._stopping)
+                elif run.task.done():
+                    break
+                else:
+                    await response.write(b": keep-alive\n\n")
+        except ConnectionError:
+            pass  # the page was closed
+        finally:
+            run.readers -= 1
+            if not run.readers:
+                asyncio.get_running_loop().call_later(_LINGER_S, self._end, run)
+        return response
+
+    async def stop(self) -> None:
+        """Ends all streams and subscriptions."""
+        self._stopping.set()
+        runs, self._runs = list(self._runs.values()), {}
+        for run in runs:
+            run.task.cancel()
+        if runs:
+            await asyncio.wait([run.task for run in runs])
+
+    def _end(self, run: _LiveRun) -> None:
+        if not run.readers:
+            run.task.cancel()
+
+
+class _LiveRun:
+    """The subscription to one run."""
+
+    def __init__(self, store: LightningStore) -> None:
+        self.readers = 0
+        self.number = 0
+        """How many events there were."""
+        self._changed = asyncio.Event()
+        self._store = store
+        self.task = asyncio.get_running_loop().create_task(self._read())
+
+    async def wait(self, seen: int, stopping: asyncio.Event) -> bool:
+        """Waits for an event after ``seen``; False if there was none for a while."""
+        if self.number == seen:
+            waiters = [asyncio.ensure_future(event.wait()) for event in (self._changed, stopping)]
+            await asyncio.wait([*waiters, self.task], timeout=_KEEPALIVE_S, return_when=asyncio.FIRST_COMPLETED)
+            for waiter in waiters:
+                waiter.cancel()
+        return self.number != seen
+
+    async def _read(self) -> None:
+        try:
+            async for _ in self._store.subscribe():
+                self.number += 1
+                self._changed.set()
+                self._changed = asyncio.Event()
+        except StoreError as error:
+            logger.info("live pages of run %s: %s", self._store.run_id, error)
+
+
+async def _sleep(seconds: float, stopping: asyncio.Event) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await stopping.wait()

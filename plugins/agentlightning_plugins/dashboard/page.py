@@ -1,0 +1,60 @@
+"""What a page is: a path, a view that reads the store, and a template; and an action: a form that changes it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from agentlightning.store.check import check_run_id
+from agentlightning.store.protocol import LightningStore
+
+
+@dataclass(frozen=True)
+class Visit:
+    """A request for a page, or a form that was sent."""
+
+    store: LightningStore
+    names: Mapping[str, str]
+    """The names in the path, such as ``run_id``."""
+    query: Mapping[str, str]
+    """The parameters of the query, or the fields of the form."""
+
+    @property
+    def run_id(self) -> str:
+        """The run in the path.
+
+        Raises:
+            ConfigError: it cannot be the id of a run.
+        """
+        return check_run_id(self.names["run_id"])
+
+    @property
+    def run_store(self) -> LightningStore:
+        """The store as the run in the path sees it."""
+        return self.store.with_run(self.run_id)
+
+
+View: TypeAlias = Callable[[Visit], Awaitable[dict[str, Any]]]
+"""Returns the contents of a page as plain values: the JSON twin is this, and the template shows it."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page; its JSON twin has the same path with ``.json``."""
+
+    path: str
+    """With ``{names}``, such as ``/runs/{run_id}/fleet``."""
+    view: View
+    template: str
+    tab: str = ""
+    """The label in the navigation of a run, or of the top for a path without a run; empty: none."""
+
+
+@dataclass(frozen=True)
+class Action:
+    """A form of a page, sent by POST; off with ``--read-only``."""
+
+    path: str
+    run: Callable[[Visit], Awaitable[str]]
+    """Carries it out; returns the path of the page to show next."""

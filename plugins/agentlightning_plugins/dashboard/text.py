@@ -1,0 +1,81 @@
+"""Text and numbers as pages show them: nothing hidden, nothing endless."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from typing import Any, Final
+
+MAX_SHOWN: Final = 20_000
+"""Characters of one text that a page shows."""
+_HIDDEN: Final = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180e\u200b-\u200f\u2028-\u202e"
+    "\u2060-\u206f\u3164\ufeff\uffa0\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e0fff]"
+)
+
+
+def show_text(text: str, length: int = MAX_SHOWN) -> str:
+    """The text, cut at ``length``; characters that would be invisible or change the direction show their number."""
+    cut = text if len(text) <= length else text[:length]
+    shown = _HIDDEN.sub(lambda match: f"⟨{ord(match[0]):04X}⟩", cut.replace("\r\n", "\n"))
+    return shown if cut is text else f"{shown}… ({len(text):,} characters; the JSON of this page has all)"
+
+
+def show_line(value: Any, length: int = 160) -> str:
+    """A value as one line, cut at ``length``; text as it is, other values as JSON."""
+    text = value if isinstance(value, str) else dump(value)
+    text = " ".join(text[: 4 * length].split())
+    return show_text(text if len(text) <= length else text[: length - 1] + "…")
+
+
+def dump(value: Any) -> str:
+    """A value as indented JSON."""
+    return json.dumps(value, indent=2, ensure_ascii=False, default=str)
+
+
+def finalize(value: Any) -> Any:
+    """What a template makes of a value before it escapes it."""
+    if type(value) is str:
+        return show_text(value)
+    return "" if value is None else value
+
+
+def show_number(value: float | None, digits: int = 3) -> str:
+    """A number with few digits; a dash for none."""
+    if value is None:
+        return "–"
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    return f"{value:,.{digits}f}" if 1 <= abs(value) < 1e6 else f"{value:.{digits}g}"
+
+
+def show_span(seconds: float | None) -> str:
+    """A duration, such as ``340 ms`` or ``2 h 05 min``."""
+    if seconds is None:
+        return "–"
+    if seconds < 1:
+        return f"{seconds * 1000:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours // 24} days {hours % 24} h"
+
+
+def show_time(instant: float | None) -> str:
+    """A Unix time in UTC."""
+    return "–" if instant is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(instant))
+
+
+def show_ago(instant: float | None) -> str:
+    """How long ago a Unix time was, in one unit."""
+    if instant is None:
+        return "–"
+    seconds = max(0.0, time.time() - instant)
+    for size, unit in ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s")):
+        if seconds >= size:
+            return f"{int(seconds // size)} {unit} ago"
+    return "now"

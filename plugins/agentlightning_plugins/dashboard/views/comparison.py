@@ -1,0 +1,42 @@
+"""Two runs side by side: curves, last values, and the difference of their configurations."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from agentlightning.store.check import check_run_id
+from agentlightning_plugins.dashboard.difference import find_difference
+from agentlightning_plugins.dashboard.page import Visit
+from agentlightning_plugins.dashboard.text import dump
+from agentlightning_plugins.dashboard.views import metrics as numbers
+from agentlightning_plugins.dashboard.views.runs import describe_run, find_run
+
+_MAX_CHOICES: Final = 100
+
+
+async def compare(visit: Visit) -> dict[str, Any]:
+    """The runs ``a`` and ``b`` of the query; the newest two without them."""
+    store = visit.store
+    total = (await store.query_runs(limit=0)).total
+    known = [run.run_id for run in await store.query_runs(offset=max(0, total - _MAX_CHOICES))][::-1]
+    chosen = [check_run_id(visit.query[name]) for name in ("a", "b") if visit.query.get(name)]
+    if len(chosen) < 2:
+        chosen = known[:2][::-1]
+    sides = []
+    for run_id in chosen:
+        view = store.with_run(run_id)
+        steps = await numbers.read_metrics(view)
+        last: dict[str, float] = {}
+        for each in steps:
+            last |= each.values
+        run = await find_run(view)
+        curves = {name: numbers.make_series(steps, name) for name in ("reward", "val_reward")}
+        described = {"run_id": run_id, "name": run_id, "status": "unknown", "config": {}, "algorithm": ""}
+        sides.append({**(described if run is None else describe_run(run)), "last": last, "curves": curves})
+    names = sorted({name for side in sides for name in side["last"]}) if len(sides) == 2 else []
+    return {
+        "choices": known,
+        "runs": sides,
+        "metrics": [{"name": name, "values": [side["last"].get(name) for side in sides]} for name in names],
+        "configuration": find_difference(*(dump(side["config"]) for side in sides)) if len(sides) == 2 else [],
+    }

@@ -1,0 +1,42 @@
+"""The export of what people labelled, as a dataset."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+from agentlightning.frozen import thaw
+from agentlightning.store.protocol import LightningStore
+from agentlightning.types import AttemptedRollout, Rollout
+from agentlightning_plugins.chat_history.adapter import TraceToMessages, drop_prefixes
+from agentlightning_plugins.dashboard.views.rollouts import LABEL, NOTE
+
+_CHUNK: Final = 500
+
+
+async def read_labelled(store: LightningStore) -> AsyncIterator[dict[str, Any]]:
+    """Yields the labelled rollouts of a run: input, label, note, reward and conversations."""
+    cursor: str | None = None
+    while True:
+        page = await store.query_rollouts(limit=_CHUNK, cursor=cursor)
+        for rollout in page:
+            if rollout.metadata and (LABEL in rollout.metadata or NOTE in rollout.metadata):
+                yield await _describe(store, rollout)
+        cursor = page.cursor
+        if cursor is None:
+            return
+
+
+async def _describe(store: LightningStore, rollout: Rollout) -> dict[str, Any]:
+    metadata = dict(rollout.metadata or {})
+    spans = (
+        (await store.query_spans(rollout.rollout_id, "latest")).items if isinstance(rollout, AttemptedRollout) else []
+    )
+    return {
+        "rollout_id": rollout.rollout_id,
+        "label": metadata.get(LABEL),
+        "note": metadata.get(NOTE),
+        "reward": rollout.attempt.reward if isinstance(rollout, AttemptedRollout) else None,
+        "input": thaw(rollout.input),
+        "conversations": [thaw(dict(history)) for history in drop_prefixes(TraceToMessages().adapt(spans))],
+    }

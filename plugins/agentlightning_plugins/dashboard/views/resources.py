@@ -1,0 +1,122 @@
+"""Resources: their versions, the difference between them, and the lineage of a prompt search."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+from urllib.parse import quote
+
+from agentlightning.errors import NotFoundError
+from agentlightning.resources import SECRET_NAME, PromptTemplate, ResourcesUpdate
+from agentlightning_plugins.dashboard.difference import find_difference
+from agentlightning_plugins.dashboard.page import Visit
+
+_PAGE_SIZE: Final = 50
+_MAX_CANDIDATES: Final = 500
+_CANDIDATE: Final = "prompt_candidate"
+"""The resource of a snapshot that holds a candidate of a prompt search."""
+_SHOWN: Final = ("candidate_id", "parent_id", "round", "full_score", "batch_score", "critique", "edited")
+
+
+async def list_resources(visit: Visit) -> dict[str, Any]:
+    """The newest versions of the resources of a run, and its candidates as a tree."""
+    store = visit.run_store
+    offset = int(visit.query.get("offset") or 0)
+    page = await store.query_resources(sort_by="update_time", sort_order="desc", limit=_PAGE_SIZE, offset=offset)
+    latest = await store.get_latest_resources()
+    updates = page.items if page.total <= _PAGE_SIZE else list(await store.query_resources(limit=_MAX_CANDIDATES))
+    return {
+        "versions": [
+            {
+                "version_id": update.version_id,
+                "time": update.update_time,
+                "is_latest": latest is not None and update.version_id == latest.version_id,
+                "contents": {
+                    name: value.model_dump(mode="json")["resource_type"] for name, value in update.resources.items()
+                },
+            }
+            for update in page
+        ],
+        "total": page.total,
+        "next": offset + _PAGE_SIZE if offset + _PAGE_SIZE < page.total else None,
+        "candidates": _find_candidates(updates),
+    }
+
+
+async def show_resources(visit: Visit) -> dict[str, Any]:
+    """One version of resources, with its difference from another: the parent of a candidate, or the version before."""
+    store, wanted = visit.run_store, visit.names["resources_id"]
+    update = await store.get_resources_by_id(wanted)
+    if update is None:
+        raise NotFoundError(f"this store has no resources {wanted!r}")
+    base_id = visit.query.get("base") or await _find_base(visit, update)
+    base = await store.get_resources_by_id(base_id) if base_id else None
+    old = {} if base is None else _describe(base)
+    latest = await store.get_latest_resources()
+    return {
+        "version_id": update.version_id,
+        "resources_id": update.resources_id,
+        "version": update.version,
+        "time": update.update_time,
+        "is_latest": latest is not None and latest.version_id == update.version_id,
+        "base": None if base is None else base.version_id,
+        "resources": [
+            {
+                "name": name,
+                "type": value["resource_type"],
+                "text": value["text"],
+                "difference": find_difference(old[name]["text"], value["text"]) if name in old else None,
+            }
+            for name, value in _describe(update).items()
+        ],
+    }
+
+
+async def promote(visit: Visit) -> str:
+    """Makes a version the latest resources of the run."""
+    update = await visit.run_store.promote(visit.names["resources_id"])
+    return f"/runs/{quote(visit.run_id, safe='')}/resources/{quote(update.version_id, safe='')}"
+
+
+async def _find_base(visit: Visit, update: ResourcesUpdate) -> str | None:
+    candidate = update.resources.get(_CANDIDATE)
+    parent = candidate.model_dump(mode="json").get("parent_id") if candidate is not None else None
+    if parent:
+        for other in await visit.run_store.query_resources(limit=_MAX_CANDIDATES):
+            found = other.resources.get(_CANDIDATE)
+            if found is not None and found.model_dump(mode="json").get("candidate_id") == parent:
+                return other.version_id
+    return f"{update.resources_id}@{update.version - 1}" if update.version > 1 else None
+
+
+def _describe(update: ResourcesUpdate) -> dict[str, dict[str, str]]:
+    """The resources as text, without secrets."""
+    described = {}
+    for name, resource in update.resources.items():
+        fields = resource.model_dump(mode="json")
+        kind = str(fields.pop("resource_type"))
+        shown = {key: "***" if value and SECRET_NAME.search(key) else value for key, value in fields.items()}
+        text = (
+            resource.template
+            if isinstance(resource, PromptTemplate)
+            else json.dumps(shown, indent=2, ensure_ascii=False)
+        )
+        described[name] = {"resource_type": kind, "text": text}
+    return described
+
+
+def _find_candidates(updates: list[ResourcesUpdate]) -> list[dict[str, Any]]:
+    """The candidates of a search as trees: each has its ``children``."""
+    found: dict[str, dict[str, Any]] = {}
+    for update in updates:
+        candidate = update.resources.get(_CANDIDATE)
+        if candidate is not None:
+            fields: Mapping[str, Any] = candidate.model_dump(mode="json")
+            shown = {key: fields.get(key) for key in _SHOWN}
+            found[str(fields.get("candidate_id"))] = {**shown, "version_id": update.version_id, "children": []}
+    roots = []
+    for each in sorted(found.values(), key=lambda candidate: candidate["round"] or 0):
+        parent = found.get(str(each["parent_id"]))
+        (roots if parent is None or parent is each else parent["children"]).append(each)
+    return roots

@@ -1,0 +1,176 @@
+"""One rollout: its attempts, conversations, rewards, errors and spans."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, Final
+
+from agentlightning import semconv
+from agentlightning.adapter.tree import Node, build_tree
+from agentlightning.errors import NotFoundError
+from agentlightning.frozen import thaw
+from agentlightning.reward import find_reward_spans, get_rewards_from_span
+from agentlightning.types import ENDED_ROLLOUT, Attempt, Rollout, Span
+from agentlightning_plugins.chat_history.adapter import TraceToMessages, drop_prefixes
+from agentlightning_plugins.dashboard.page import Visit
+from agentlightning_plugins.dashboard.views.rollouts import LABEL, NOTE
+
+_MAX_SPANS: Final = 5_000
+_MAX_ROWS: Final = 500
+"""Spans in the waterfall; the JSON twin has all that were read."""
+_MAX_CONVERSATIONS: Final = 40
+
+
+async def show_rollout(visit: Visit) -> dict[str, Any]:
+    """A rollout with one of its attempts in full: the one of the query, or the latest."""
+    rollout = await find_rollout(visit)
+    store = visit.run_store
+    attempts = (await store.query_attempts(rollout.rollout_id)).items
+    chosen = visit.query.get("attempt", "")
+    shown = next((attempt for attempt in attempts if attempt.attempt_id == chosen), attempts[-1] if attempts else None)
+    metadata = dict(rollout.metadata or {})
+    return {
+        "rollout": rollout.model_dump(mode="json", exclude={"attempt"}),
+        "label": metadata.get(LABEL),
+        "note": metadata.get(NOTE),
+        "can_cancel": rollout.status not in ENDED_ROLLOUT,
+        "can_retry": rollout.status in ("failed", "cancelled"),
+        "attempts": [attempt.model_dump(mode="json") for attempt in attempts],
+        "shown": None if shown is None else await _describe_attempt(visit, shown),
+    }
+
+
+async def find_rollout(visit: Visit) -> Rollout:
+    """The rollout in the path.
+
+    Raises:
+        NotFoundError: this run has none of this id.
+    """
+    rollout_id = visit.names["rollout_id"]
+    rollout = await visit.run_store.get_rollout_by_id(rollout_id)
+    if rollout is None or rollout.run_id != visit.run_id:
+        raise NotFoundError(f"run {visit.run_id!r} has no rollout {rollout_id!r}; it may have been deleted")
+    return rollout
+
+
+async def _describe_attempt(visit: Visit, attempt: Attempt) -> dict[str, Any]:
+    page = await visit.run_store.query_spans(attempt.rollout_id, attempt.attempt_id, limit=_MAX_SPANS)
+    spans, nodes = page.items, build_tree(page.items, repair=True)
+    conversations = _read_conversations(spans)
+    return {
+        **attempt.model_dump(mode="json"),
+        "rewards": [
+            {"time": span.start_time, "parts": [part._asdict() for part in get_rewards_from_span(span)]}
+            for span in find_reward_spans(spans)
+        ],
+        "conversations": conversations[-_MAX_CONVERSATIONS:],
+        "conversation_count": len(conversations),
+        "spans": _describe_spans(nodes),
+        "span_total": page.total,
+        "tokens": _count_tokens(spans),
+    }
+
+
+def _read_conversations(spans: Sequence[Span]) -> list[dict[str, Any]]:
+    histories = TraceToMessages().adapt(spans)
+    if len(histories) <= 200:  # comparing all pairs
+        histories = drop_prefixes(histories)
+    return [
+        {
+            "messages": [_describe_message(message) for message in history["messages"]],
+            "tools": [str((tool.get("function") or {}).get("name", "")) for tool in history.get("tools") or ()],
+        }
+        for history in histories
+    ]
+
+
+def _describe_message(message: semconv.Message) -> dict[str, Any]:
+    """A message with its texts; everything that is not text is shown as JSON."""
+    content = thaw(message.get("content"))
+    parts = content if isinstance(content, list) else [content]
+    texts = []
+    for part in parts:
+        if isinstance(part, dict) and part.get("type") == "text":
+            texts.append(str(part.get("text", "")))
+        elif part is not None:
+            texts.append(part if isinstance(part, str) else json.dumps(part, ensure_ascii=False, default=str))
+    calls = [
+        {
+            "id": call.get("id"),
+            "name": str((call.get("function") or {}).get("name", "")),
+            "arguments": _pretty((call.get("function") or {}).get("arguments")),
+        }
+        for call in message.get("tool_calls") or ()
+        if isinstance(call, dict)
+    ]
+    return {
+        "role": str(message.get("role", "")),
+        "text": "\n".join(texts),
+        "reasoning": str(message.get("reasoning_content") or ""),
+        "refusal": str(message.get("refusal") or ""),
+        "tool_calls": calls,
+        "tool_call_id": message.get("tool_call_id"),
+        "name": message.get("name"),
+    }
+
+
+def _pretty(arguments: Any) -> str:
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            return str(arguments)
+    return json.dumps(thaw(arguments), indent=2, ensure_ascii=False, default=str)
+
+
+def _describe_spans(nodes: Sequence[Node]) -> list[dict[str, Any]]:
+    """The rows of the waterfall: depth, and start and length as shares of the whole."""
+    if not nodes:
+        return []
+    begin, end = min(node.start for node in nodes), max(node.end for node in nodes)
+    whole = max(end - begin, 1e-9)
+    depths: dict[str, int] = {}
+    rows = []
+    for node in nodes:
+        span = node.span
+        depths[span.span_id] = 0 if node.parent is None else depths.get(node.parent.span.span_id, 0) + 1
+        rows.append(
+            {
+                "span_id": span.span_id,
+                "name": span.name,
+                "kind": _kind(span),
+                "status": span.status.status_code,
+                "problem": span.status.description,
+                "depth": depths[span.span_id],
+                "offset": (node.start - begin) / whole,
+                "share": (node.end - node.start) / whole,
+                "start_time": node.start,
+                "seconds": node.end - node.start,
+                "attributes": {key: value for key, value in span.attributes.items() if not _is_long(value)}
+                | {key: f"{len(value):,} values" for key, value in span.attributes.items() if _is_long(value)},
+                "events": [{"name": event.name, "attributes": dict(event.attributes)} for event in span.events],
+            }
+        )
+    return rows[:_MAX_ROWS]
+
+
+def _is_long(value: Any) -> bool:
+    return isinstance(value, list) and len(value) > 20
+
+
+def _kind(span: Span) -> str:
+    if semconv.is_llm_call(span):
+        return "model"
+    if semconv.is_tool_call(span):
+        return "tool"
+    return "reward" if find_reward_spans([span]) else "other"
+
+
+def _count_tokens(spans: Sequence[Span]) -> dict[str, int]:
+    """Tokens of the model calls, by what the servers reported."""
+    keys = {"input": semconv.GEN_AI_INPUT_TOKENS, "output": semconv.GEN_AI_OUTPUT_TOKENS}
+    counts = {
+        name: [span.attributes.get(key) for span in spans if semconv.is_llm_call(span)] for name, key in keys.items()
+    }
+    return {name: sum(value for value in values if isinstance(value, int)) for name, values in counts.items()}

@@ -1,0 +1,24 @@
+"""Pages that plugins add to the server of a store: components of the kind ``pages``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from aiohttp import web
+
+
+class Pages(Protocol):
+    """Pages for people, which check themselves who may see them: a browser sends a cookie, not the store's token."""
+
+    def routes(self) -> Iterable[web.RouteDef]:
+        """Returns the routes, outside of ``/v1``. Their handlers answer requests that are not admitted, too."""
+        ...
+
+    def admits(self, request: web.Request) -> bool:
+        """Whether a request comes from a client that has signed in; others keep their connection only briefly."""
+        ...
+
+    async def stop(self) -> None:
+        """Ends the answers that would go on, such as streams."""
+        ...

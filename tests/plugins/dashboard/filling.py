@@ -1,0 +1,253 @@
+"""Fills a store with what a dashboard has to show: a run with metrics, rollouts of all kinds, hostile content."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import time
+from typing import Any
+
+from agentlightning.resources import LLM, PromptTemplate
+from agentlightning.store.protocol import LightningStore
+from agentlightning.types import AttemptFailure, EnqueueRolloutRequest, RolloutConfig, Span
+
+HOSTILE = (
+    "<script>document.title='owned'</script><img src=x onerror=alert(1)> \x1b[31mred\x1b[0m \u202egnp.exe\u202c "
+    "a\u200bb {{ 7*7 }} %s %n {0.__class__} \"'><svg onload=alert(2)> ]]> --> &lt;b&gt;"
+)
+"""A text that does harm where it is not escaped."""
+HUGE = "0123456789" * 1_000_000
+RUN = "math-grpo"
+_QUESTIONS = (
+    "A train leaves at 9:40 and arrives at 13:05. How long is the journey?",
+    "What is 17 % of 250?",
+    "Two numbers add up to 31 and differ by 5. What is the larger one?",
+    "How many days are there from 3 March to 20 May?",
+)
+
+
+async def fill(store: LightningStore, *, steps: int = 40) -> dict[str, str]:
+    """Fills the store; returns the ids of the rollouts that tests look at."""
+    chance = random.Random(7)
+    await store.create_run(
+        "Word problems with tools",
+        run_id=RUN,
+        config={"algorithm": {"name": "grpo", "steps": 60, "lr": 1e-5, "rollouts_per_task": 4}, "seed": 7},
+    )
+    run = store.with_run(RUN)
+    await _publish_prompts(run)
+    await store.create_run(
+        "Word problems, baseline", run_id="math-baseline", config={"algorithm": {"name": "baseline"}}
+    )
+    await store.with_run("math-baseline").add_metrics(1, {"reward": 0.41, "val_reward": 0.4, "progress": 1.0})
+    await store.update_run("math-baseline", "succeeded")
+    for step in range(1, steps + 1):
+        await run.add_metrics(step, _metrics(step, chance))
+    ids: dict[str, str] = {}
+    for step in (steps - 2, steps - 1, steps):
+        for place in range(4):
+            for repetition in range(4):
+                is_right = chance.random() < 0.35 + 0.15 * place or place == 3
+                name = f"ro-step{step}-{place}-{repetition}"
+                metadata = {"step": step, "task_id": place, "group": f"{step}-0-{place}", "repetition": repetition}
+                await run_rollout(run, name, _QUESTIONS[place], float(is_right), metadata)
+    ids["plain"] = f"ro-step{steps}-0-0"
+    ids["failed"] = await _fail(run, steps)
+    ids["hostile"] = await _be_hostile(run)
+    ids["huge"] = "ro-huge"
+    await run_rollout(run, "ro-huge", "Summarize the file.", 0.0, {"step": steps}, answer=HUGE)
+    running = await run.start_rollout(
+        {"question": _QUESTIONS[1]}, mode="train", metadata={"step": steps + 1}, worker_id="runner-node1-7-0"
+    )
+    await run.update_attempt(running.rollout_id, running.attempt.attempt_id, status="running")
+    ids["running"] = running.rollout_id
+    await run.enqueue_many_rollouts(
+        [
+            EnqueueRolloutRequest(input={"question": text}, mode="train", metadata={"step": steps + 1})
+            for text in _QUESTIONS
+        ]
+    )
+    ids["queued"] = (await run.query_rollouts(sort_order="desc", limit=1))[0].rollout_id
+    for name in ("runner-node1-7-0", "runner-node1-7-1", "runner-node2-3-0"):
+        await run.update_worker(name, {"running": int(name.endswith("7-0")), "cpu_percent": 41.5, "memory_mb": 512})
+    await run.end_worker("runner-node2-3-0")
+    return ids
+
+
+def _metrics(step: int, chance: random.Random) -> dict[str, float]:
+    reward = 0.35 + 0.5 * (1 - math.exp(-step / 14)) + chance.uniform(-0.04, 0.04)
+    values = {
+        "reward": reward,
+        "reward_std": 0.4,
+        "rollouts": 64.0,
+        "success_rate": reward,
+        "entropy": 0.4 + 0.8 * math.exp(-step / 20),
+        "approx_kl": 0.01 + chance.uniform(0, 0.01),
+        "clip_fraction": 0.03,
+        "grad_norm": 0.8 + chance.uniform(0, 0.3),
+        "logprob_gap_max": 0.0004,
+        "staleness": 0.0,
+        "groups_without_spread": 0.3 + 0.009 * step,
+        "responses_cut_off": 0.02,
+        "failure_rate": 0.01,
+        "response_length": 180 - step,
+        "tokens_per_s": 5200 + chance.uniform(-300, 300),
+        "sample_s": 22.0,
+        "train_s": 14.0,
+        "publish_s": 1.5,
+        "wait_s": 0.6,
+    }
+    if step % 5 == 0:
+        value = 0.36 + 0.42 * (1 - math.exp(-step / 15))
+        values |= {"val_reward": value, "val_reward_low": value - 0.06, "val_reward_high": value + 0.06, "val_s": 9.0}
+    return values
+
+
+async def run_rollout(
+    run: LightningStore,
+    rollout_id: str,
+    question: Any,
+    reward: float,
+    metadata: dict[str, Any] | None = None,
+    *,
+    answer: str = "",
+    error: AttemptFailure | None = None,
+) -> str:
+    """Runs a rollout with two model calls, a tool and a reward of three parts."""
+    await run.enqueue_rollout({"question": question}, mode="train", metadata=metadata, rollout_id=rollout_id)
+    claimed = await run.dequeue_rollout("runner-node1-7-1")
+    assert claimed is not None
+    assert claimed.rollout_id == rollout_id
+    text = question if isinstance(question, str) else json.dumps(question)
+    await run.add_many_spans(_spans(rollout_id, claimed.attempt.attempt_id, text, reward, answer))
+    await run.update_attempt(
+        rollout_id,
+        claimed.attempt.attempt_id,
+        status="failed" if error else "succeeded",
+        error=error,
+        **({} if error else {"reward": reward}),
+    )
+    return rollout_id
+
+
+def _spans(rollout_id: str, attempt_id: str, question: str, reward: float, answer: str) -> list[Span]:
+    start = time.time() - 6
+    trace, root = "0" * 31 + "1", "a" * 16
+    call = {
+        "id": "call_1",
+        "type": "function",
+        "function": {"name": "calculator", "arguments": '{"expression": "17*250/100"}'},
+    }
+    asked = [
+        {"role": "system", "content": "Solve the problem. Use the calculator for arithmetic."},
+        {"role": "user", "content": question},
+    ]
+    first = {"role": "assistant", "content": None, "tool_calls": [call]}
+    seen = [*asked, first, {"role": "tool", "tool_call_id": "call_1", "content": "42.5"}]
+    last = {"role": "assistant", "content": answer or f"The answer is {'42.5' if reward else '45'}."}
+    common = {"rollout_id": rollout_id, "attempt_id": attempt_id, "trace_id": trace}
+
+    def model_call(number: int, messages: list[Any], reply: Any, begin: float, end: float) -> Span:
+        attributes = {
+            "gen_ai.operation.name": "chat",
+            "gen_ai.request.model": "qwen3-4b",
+            "gen_ai.response.id": f"resp-{rollout_id}-{number}",
+            "gen_ai.usage.input_tokens": 120 + 40 * number,
+            "gen_ai.usage.output_tokens": 24,
+            "gen_ai.input.messages": json.dumps(messages),
+            "gen_ai.output.messages": json.dumps([reply]),
+            "prompt_token_ids": list(range(12)),
+            "response_token_ids": list(range(8)),
+            "logprobs": [-0.1] * 8,
+        }
+        return Span.from_attributes(
+            **common,
+            name="chat qwen3-4b",
+            attributes=attributes,
+            span_id=f"b{number:015x}",
+            parent_id=root,
+            start_time=begin,
+            end_time=end,
+        )
+
+    parts = {"primary": reward, "format": 1.0, "brevity": 0.8}
+    rewards = {f"agentlightning.reward.{i}.name": name for i, name in enumerate(parts)}
+    rewards |= {f"agentlightning.reward.{i}.value": value for i, value in enumerate(parts.values())}
+    return [
+        Span.from_attributes(
+            **common, name="agentlightning.rollout", attributes={}, span_id=root, start_time=start, end_time=start + 5
+        ),
+        model_call(1, asked, first, start + 0.1, start + 1.9),
+        Span.from_attributes(
+            **common,
+            name="calculator",
+            attributes={
+                "gen_ai.operation.name": "execute_tool",
+                "gen_ai.tool.name": "calculator",
+                "input": "17*250/100",
+            },
+            span_id="c" * 16,
+            parent_id=root,
+            start_time=start + 2,
+            end_time=start + 2.4,
+        ),
+        model_call(2, seen, last, start + 2.5, start + 4.6),
+        Span.from_attributes(
+            **common,
+            name="agentlightning.reward",
+            attributes=rewards,
+            span_id="d" * 16,
+            parent_id=root,
+            start_time=start + 4.8,
+            end_time=start + 4.81,
+        ),
+    ]
+
+
+async def _fail(run: LightningStore, step: int) -> str:
+    """A rollout whose first attempt timed out and whose second raised an error."""
+    name = "ro-failed"
+    config = RolloutConfig(max_attempts=2, retry_condition=["timeout"])
+    await run.enqueue_rollout(
+        {"question": _QUESTIONS[2]}, mode="train", metadata={"step": step}, rollout_id=name, config=config
+    )
+    first = await run.dequeue_rollout("runner-node1-7-0")
+    assert first is not None
+    await run.update_attempt(name, first.attempt.attempt_id, status="timeout")
+    second = await run.dequeue_rollout("runner-node1-7-1")
+    assert second is not None
+    await run.add_many_spans(_spans(name, second.attempt.attempt_id, _QUESTIONS[2], 0.0, "")[:3])
+    error = AttemptFailure(
+        type="ZeroDivisionError",
+        message="division by zero",
+        traceback='Traceback (most recent call last):\n  File "agent.py", line 41, in solve\n'
+        "    share = total / count\nZeroDivisionError: division by zero\n",
+    )
+    await run.update_attempt(name, second.attempt.attempt_id, status="failed", error=error)
+    return name
+
+
+async def _be_hostile(run: LightningStore) -> str:
+    """A rollout of hostile texts everywhere, in a run of its own beside it and among the resources."""
+    metadata = {"note": HOSTILE, HOSTILE: "x", "step": HOSTILE, "label": HOSTILE, "label_note": HOSTILE}
+    error = AttemptFailure(type=HOSTILE, message=HOSTILE, traceback=HOSTILE)
+    name = await run_rollout(run, "ro-hostile", HOSTILE, 0.0, metadata, answer=HOSTILE, error=error)
+    hostile = run.with_run("hostile")
+    await hostile.create_run(HOSTILE, run_id="hostile", config={"algorithm": HOSTILE, HOSTILE: HOSTILE})
+    await hostile.add_metrics(1, {HOSTILE: 1.0, "reward": 0.5})
+    await hostile.add_resources({HOSTILE: PromptTemplate(HOSTILE.replace("{", "{{").replace("}", "}}"))})
+    await hostile.update_worker(f"worker {HOSTILE}", {HOSTILE: HOSTILE})
+    return name
+
+
+async def _publish_prompts(run: LightningStore) -> None:
+    """Three versions of a prompt and a model."""
+    texts = (
+        "Solve the problem.",
+        "Solve the problem. Use the calculator for arithmetic.",
+        "Solve the problem step by step. Use the calculator for all arithmetic.\nEnd with: The answer is <number>.",
+    )
+    model = LLM(endpoint="http://127.0.0.1:8000/v1", model="qwen3-4b", api_key="sk-not-to-be-shown")
+    for text in texts:
+        await run.update_resources("rs-prompts", {"system": PromptTemplate(text), "model": model})

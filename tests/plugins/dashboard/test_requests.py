@@ -1,0 +1,170 @@
+"""The dashboard's answers: access, forms, paging, `--read-only`, and `agl dashboard`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from agentlightning import InMemoryLightningStore, LightningStoreServer
+from agentlightning.store.factory import create_store
+from agentlightning.store.protocol import LightningStore
+from agentlightning.types import EnqueueRolloutRequest
+from agentlightning_plugins.dashboard.dashboard import Dashboard
+from agentlightning_plugins.dashboard.views.rollouts import select
+from tests.plugins.dashboard.conftest import serve
+
+
+async def _fill(store: LightningStore, count: int) -> list[str]:
+    requests = [EnqueueRolloutRequest(input=f"task {i}", metadata={"step": i % 7}) for i in range(count)]
+    return [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
+
+
+async def test_cursors_page_through_all_rollouts_once_while_others_arrive() -> None:
+    store = InMemoryLightningStore()
+    ids = await _fill(store, 230)
+    seen: list[str] = []
+    cursor = None
+    while True:
+        found = await select(store, {}, cursor)
+        seen += [row["rollout_id"] for row in found["rollouts"]]
+        cursor = found["next"]
+        if cursor is None:
+            break
+        await _fill(store, 3)
+    assert seen == ids[::-1]
+
+
+async def test_a_filter_without_an_index_goes_on_where_the_page_before_ended() -> None:
+    store = InMemoryLightningStore()
+    ids = await _fill(store, 500)
+    seen: list[str] = []
+    cursor = None
+    while cursor is not None or not seen:
+        found = await select(store, {"text": "TASK 4"}, cursor)
+        seen += [row["rollout_id"] for row in found["rollouts"]]
+        cursor = found["next"]
+    assert seen == [ids[i] for i in reversed(range(500)) if str(i).startswith("4")]
+    assert len((await select(store, {"step": "3"}))["rollouts"]) == 50
+    assert (await select(store, {"step": "3"}))["total"] == len(range(3, 500, 7))
+
+
+async def test_an_unknown_filter_value_is_named_with_those_allowed() -> None:
+    store = InMemoryLightningStore()
+    async with (
+        LightningStoreServer(store, port=0, pages=[Dashboard(store)]) as server,
+        aiohttp.ClientSession() as client,
+    ):
+        async with client.get(f"{server.endpoint}/runs/default/rollouts.json?status=done") as answer:
+            assert answer.status == 422
+            assert "succeeded" in (await answer.json())["message"]
+        async with client.get(f"{server.endpoint}/runs/default/rollouts/nothing") as answer:
+            assert answer.status == 404
+
+
+async def test_without_a_token_only_programs_and_pages_of_this_machine_are_answered() -> None:
+    store = InMemoryLightningStore()
+    async with (
+        LightningStoreServer(store, port=0, pages=[Dashboard(store)]) as server,
+        aiohttp.ClientSession() as client,
+    ):
+        for headers, status in (
+            ({}, 200),
+            ({"host": "evil.example"}, 403),
+            ({"origin": "https://evil.example"}, 403),
+        ):
+            async with client.get(server.endpoint, headers=headers) as answer:
+                assert answer.status == status
+
+
+async def test_a_form_needs_its_token_and_must_come_from_our_own_page() -> None:
+    store = InMemoryLightningStore()
+    (rollout_id,) = await _fill(store, 1)
+    async with (
+        LightningStoreServer(store, port=0, pages=[Dashboard(store)]) as server,
+        aiohttp.ClientSession() as client,
+    ):
+        page = f"{server.endpoint}/runs/default/rollouts/{rollout_id}"
+        async with client.get(page) as answer:
+            match = re.search(r'name="form_token" value="(\w+)"', await answer.text())
+            assert match is not None
+            policy = answer.headers["content-security-policy"]
+        assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self';")
+        right = {"form_token": match[1]}
+        for form, headers in (({}, {}), ({"form_token": "0" * 64}, {}), (right, {"sec-fetch-site": "cross-site"})):
+            async with client.post(f"{page}/cancel", data=form, headers=headers) as answer:
+                assert answer.status == 403
+        found = await store.get_rollout_by_id(rollout_id)
+        assert found is not None
+        assert found.status == "queuing"
+        async with client.post(f"{page}/cancel", data=right, allow_redirects=False) as answer:
+            assert answer.status == 303
+        found = await store.get_rollout_by_id(rollout_id)
+        assert found is not None
+        assert found.status == "cancelled"
+
+
+async def test_a_session_of_a_forged_or_old_cookie_is_refused_and_a_bearer_token_admits_scripts() -> None:
+    store = InMemoryLightningStore()
+    dashboard = Dashboard(store, ["right"])
+    server = LightningStoreServer(store, port=0, token="right", pages=[dashboard])
+    async with server, aiohttp.ClientSession() as client:
+        for value in ("9999999999.00." + "0" * 64, "1.00." + "0" * 64, "x", ""):
+            headers = {"cookie": f"agl_session_{server.port}={value}"}
+            async with client.get(f"{server.endpoint}/index.json", headers=headers) as answer:
+                assert answer.status == 401
+        for token, status in (("right", 200), ("wrong", 401)):
+            headers = {"authorization": f"Bearer {token}"}
+            async with client.get(f"{server.endpoint}/index.json", headers=headers) as answer:
+                assert answer.status == status
+
+
+async def test_signing_in_leads_to_no_other_site() -> None:
+    store = InMemoryLightningStore()
+    dashboard = Dashboard(store, ["right"])
+    server = LightningStoreServer(store, port=0, token="right", pages=[dashboard])
+    async with server, aiohttp.ClientSession() as client:
+        for target in ("//evil.example", "https://evil.example", "/\\evil.example", "/\nx"):
+            form = {"token": "right", "next": target}
+            async with client.post(f"{server.endpoint}/login", data=form, allow_redirects=False) as answer:
+                assert (answer.status, answer.headers["location"]) == (303, "/")
+
+
+async def test_read_only_has_no_actions() -> None:
+    store = InMemoryLightningStore()
+    (rollout_id,) = await _fill(store, 1)
+    dashboard = Dashboard(store, read_only=True)
+    async with LightningStoreServer(store, port=0, pages=[dashboard]) as server, aiohttp.ClientSession() as client:
+        page = f"{server.endpoint}/runs/default/rollouts/{rollout_id}"
+        async with client.get(page) as answer:
+            assert "<form" not in (await answer.text()).partition("<main")[2]
+        async with client.post(f"{page}/cancel") as answer:
+            assert answer.status in (404, 405)
+
+
+def test_agl_dashboard_shows_the_directory_of_a_run(tmp_path: Path) -> None:
+    async def prepare() -> None:
+        store = create_store(f"sqlite:///{tmp_path / 'store.db'}")
+        await store.create_run("a run of mine")
+        await store.close()
+
+    asyncio.run(prepare())
+    with serve(tmp_path, "dashboard", str(tmp_path), token=None) as url:
+        with urllib.request.urlopen(f"{url}/index.json", timeout=60) as answer:
+            assert json.load(answer)["runs"][0]["name"] == "a run of mine"
+        with serve(tmp_path, "store", "--backend", f"sqlite:///{tmp_path / 'store.db'}") as store_url:
+            (tmp_path / "second").mkdir()
+            with serve(tmp_path / "second", "dashboard", store_url) as second:
+                with pytest.raises(urllib.error.HTTPError, match="401"):
+                    urllib.request.urlopen(f"{second}/index.json", timeout=60)
+                request = urllib.request.Request(
+                    f"{second}/index.json", headers={"authorization": "Bearer a-token-of-this-test"}
+                )
+                with urllib.request.urlopen(request, timeout=60) as answer:
+                    assert json.load(answer)["total"] == 1
