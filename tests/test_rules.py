@@ -39,7 +39,7 @@ LIBRARIES: dict[str, set[str]] = {
     "agentlightning_algorithms.prompt_search": {"algorithms.apo", "algorithms.gepa"},
     "agentlightning_algorithms.rollout_result": {"algorithms.*"},
     "agentlightning_integrations.framework": {"integrations.*"},
-    "agentlightning_plugins.charts": {"dashboard", "demo"},
+    "agentlightning_plugins.charts": {"commands.report", "dashboard"},
     "agentlightning_plugins.chat_history": {"adapters.transition", "commands.doctor", "commands.inspect", "dashboard"},
     "agentlightning_plugins.commands.configuration": {"commands.*"},
     "agentlightning_plugins.commands.lazy": {"commands.*", "dashboard", "demo", "legacy"},
@@ -54,12 +54,14 @@ LIBRARIES: dict[str, set[str]] = {
         "algorithms.live",
         "commands.ab",
         "commands.evaluation",
+        "commands.report",
     },
     "agentlightning_plugins.stores.clock": {"stores.http", "stores.postgresql"},
     "agentlightning_plugins.stores.condition": {"stores.*"},
     "agentlightning_plugins.stores.sql": {"stores.postgresql", "stores.sqlite"},
     "agentlightning_plugins.strategies.processes": {"strategies.*", "commands.runner"},
     "agentlightning_plugins.tracers.opentelemetry": {"tracers.*"},
+    "agentlightning_plugins.training_records": {"algorithms.grpo", "commands.inspect", "commands.report", "dashboard"},
     "agentlightning_plugins.trajectories": {"adapters.trajectory", "algorithms.grpo", "algorithms.verl"},
 }
 

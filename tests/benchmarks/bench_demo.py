@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from agentlightning_plugins.charts.line import Point, Series, line_chart
-from agentlightning_plugins.demo.report import read_metrics
+from agentlightning_plugins.demo.training import read_metrics
 
 
 def main() -> None:

@@ -294,8 +294,8 @@ class APO(PromptSearch):
         """Scores a candidate on the whole validation set, unless that was done before."""
         if candidate.full_score is not None:
             return candidate
-        _, score = await self.evaluate_prompt_on_batch(candidate, val, place=("check", number))
-        return self.update(candidate, full_score=score)
+        results, score = await self.evaluate_prompt_on_batch(candidate, val, place=("check", number))
+        return self.update(candidate, full_score=score, task_scores=tuple(result.score for result in results))
 
     async def _finish_round(self, number: int, beam: Sequence[Candidate], n_children: int) -> None:
         await self.publish()

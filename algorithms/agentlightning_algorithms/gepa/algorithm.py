@@ -12,6 +12,7 @@ import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Final, Literal
 
 from gepa.api import optimize
@@ -221,7 +222,9 @@ class _GEPAAdapter:
             candidate, data, indices, mode, "gepa", self._trials, with_messages=mode == "train"
         )
         if mode == "val" and len(batch) == len(data):
-            search.take_if_better(search.update(candidate, full_score=mean_score(results)))
+            scores = tuple(result.score for _, result in sorted(zip(indices, results, strict=True), key=itemgetter(0)))
+            scored = search.update(candidate, full_score=mean_score(results), task_scores=scores)
+            search.take_if_better(scored)
             await search.publish()
             await search.get_store().add_metrics(self._trials, search.metrics())
         else:

@@ -29,9 +29,9 @@ from agentlightning_algorithms.grpo.learning.experience import (
     build_experience,
     find_flat_groups,
     score_episodes,
-    training_spans,
 )
 from agentlightning_algorithms.grpo.learning.monitor import TrainingMonitor
+from agentlightning_algorithms.grpo.learning.record import training_spans
 from agentlightning_algorithms.grpo.learning.updater import Updater
 from agentlightning_algorithms.grpo.model.policy import load_policy
 from agentlightning_algorithms.grpo.setting import GRPOSettings, UpdateSettings, agent_sampling, distribution
@@ -173,14 +173,25 @@ class Session:
             batch.episodes,
             self.settings,
             max_length=updater.policy.max_length,
-            decode=lambda ids: str(updater.policy.tokenizer.decode(list(ids))),
+            decode=self._decode,
             penalty=self._kl_penalty if updater.reference is not None and updater.settings.kl_in == "reward" else None,
             oldest_version=self.step - self.settings.staleness,
             distribution=self.settings.distribution,
         )
         metrics = await asyncio.to_thread(updater.update, experience.rows)
         self.step, self.position = updater.updates, batch.position
-        await self.store.add_many_spans(training_spans(experience, self.step))
+        recorded_from = time.monotonic()
+        records = await asyncio.to_thread(
+            training_spans,
+            experience,
+            self.step,
+            episodes=batch.episodes,
+            uses=updater.uses,
+            failed_reward=self.settings.failed_reward,
+            decode=self._decode,
+        )
+        await self.store.add_many_spans(records)
+        record_s = time.monotonic() - recorded_from
         await self._delete_old_rollouts()
         tokens = sum(len(triplet.response.get("token_ids") or ()) for e in batch.episodes for triplet in e.triplets)
         train_s = metrics.pop("seconds")
@@ -195,7 +206,8 @@ class Session:
             "staleness": float(self.step - 1 - batch.version),
             "sample_s": batch.seconds,
             "train_s": train_s,
-            "prepare_s": time.monotonic() - started - train_s,
+            "prepare_s": time.monotonic() - started - train_s - record_s,
+            "record_s": record_s,
             **_measure_memory(self.settings.device),
         }
 
@@ -264,6 +276,9 @@ class Session:
         episodes = await gathering
         self.reward_check.add(episode.outcome for episode in episodes)
         return episodes
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return str(self.updater.policy.tokenizer.decode(list(ids)))
 
     def _kl_penalty(self, rows: Sequence[TrainingRow]) -> list[list[float]]:
         coefficient = self.updater.settings.kl_coefficient

@@ -38,6 +38,8 @@ class Candidate(Resource):
     """Mean reward over its last validation batch; failures and timeouts count as 0."""
     full_score: float | None = None
     """Mean reward over the whole validation set; None when it was not run on all of it."""
+    task_scores: tuple[float, ...] = Field(default=(), repr=False)
+    """The rewards behind ``full_score``, in the order of the validation set."""
 
     @classmethod
     def of(cls, prompts: Mapping[str, PromptTemplate], parent: Candidate | None = None, **fields: object) -> Candidate:

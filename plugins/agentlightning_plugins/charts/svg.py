@@ -66,8 +66,7 @@ def number(value: float) -> str:
 def find_ticks(low: float, high: float, count: int = 5) -> list[float]:
     """Returns round values from at or below ``low`` to at or above ``high``, about ``count`` of them."""
     if high <= low:
-        margin = abs(low) * 0.1 or 1.0
-        low, high = low - margin, high + margin
+        low, high = (low - abs(low) * 0.1, high + abs(high) * 0.1) if low else (0.0, 1.0)
     rough = (high - low) / max(1, count)
     scale = 10.0 ** math.floor(math.log10(rough))
     step = next(each * scale for each in _STEPS if each * scale >= rough * (1 - 1e-9))

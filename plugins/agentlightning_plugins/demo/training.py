@@ -17,9 +17,8 @@ from agentlightning.run.directory import make_directory
 from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
 from agentlightning.trainer import Trainer
-from agentlightning.types import AttemptedRollout, Rollout
+from agentlightning.types import Rollout
 from agentlightning_plugins.demo.agent import calculator_agent
-from agentlightning_plugins.demo.report import read_metrics, write_report
 from agentlightning_plugins.demo.task import make_problems
 
 CHECKPOINT: Final = Path(__file__).with_name("checkpoint")
@@ -60,7 +59,6 @@ def run_demo(directory: Path, *, seed: int, steps: int | None = None, resume: bo
     """
     console = Console(stderr=True)
     settings = _settings(directory, seed, steps, resume)
-    store = create_store("memory://")
     trainer = Trainer(
         algorithm={
             **GRPO_SETTINGS,
@@ -69,7 +67,6 @@ def run_demo(directory: Path, *, seed: int, steps: int | None = None, resume: bo
             "target_reward": TARGET_REWARD,
             "test_dataset": make_problems("test", N_TEST),
         },
-        store=store,
         run_dir=directory,
         resume=resume,
         max_concurrency=64,
@@ -78,22 +75,26 @@ def run_demo(directory: Path, *, seed: int, steps: int | None = None, resume: bo
     try:
         trainer.fit(calculator_agent, make_problems("train", 4096, seed=settings["seed"]), make_problems("val", N_VAL))
     except KeyboardInterrupt:
-        asyncio.run(_save_transcripts(store, directory))
         if (directory / "checkpoint").is_dir():
             console.print(f"\nstopped; continue with:\n\n    agl demo --resume {directory}\n", highlight=False)
         else:
             console.print("\nstopped before the first step; nothing was saved. Start again with: agl demo")
         raise
-    asyncio.run(_save_transcripts(store, directory))
     metrics = read_metrics(directory / "metrics.jsonl")
     tests = [step["test_reward"] for step in metrics if "test_reward" in step]
     if len(tests) < 2:
         raise ConfigError(f"{directory}/metrics.jsonl has no test reward from before and after the training")
     result = {"before": tests[0], "after": tests[-1]}
-    report = write_report(directory, metrics)
     _show(console, directory, metrics, result)
-    console.print(f"report: [bold]{report}[/bold]", highlight=False)
+    console.print(f"report: [bold]{directory / 'report.html'}[/bold]", highlight=False)
     return result
+
+
+def read_metrics(file: Path) -> list[dict[str, Any]]:
+    """Reads the steps of a ``metrics.jsonl``; the last line of a step counts, since a resume may repeat it."""
+    entries = [json.loads(line) for line in file.read_text().splitlines()]
+    steps = {entry["step"]: entry for entry in entries if "step" in entry}
+    return [steps[step] for step in sorted(steps)]
 
 
 def _settings(directory: Path, seed: int, steps: int | None, resume: bool) -> dict[str, Any]:
@@ -118,30 +119,35 @@ def _settings(directory: Path, seed: int, steps: int | None, resume: bool) -> di
     return loaded
 
 
-async def _save_transcripts(store: LightningStore, directory: Path) -> None:
-    """Saves one test task's conversation before and after training; preferably one that only training solves."""
-    rollouts = (await store.query_rollouts(sort_by="start_time")).items
-    by_step: dict[int, dict[int, Rollout]] = {}
-    for rollout in rollouts:
-        if rollout.mode == "test" and rollout.metadata is not None:
-            by_step.setdefault(rollout.metadata["step"], {})[rollout.metadata["task_id"]] = rollout
-    file = directory / "transcripts.json"
-    saved: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
-    for step, tests in sorted(by_step.items()):
-        phase = "before" if step == 0 else "after"
-        saved[phase] = {str(task_id): await _transcript(store, rollout) for task_id, rollout in tests.items()}
-    file.write_text(json.dumps(saved))
+async def _choose_transcripts(directory: Path) -> dict[str, dict[str, Any]]:
+    """Reads one test task before and after training: one that is solved only after, if there is one."""
+    store = create_store(f"sqlite:///{directory}/store.db")
+    try:
+        by_step: dict[int, dict[int, Rollout]] = {}
+        for rollout in await store.query_rollouts(sort_by="start_time"):
+            if rollout.mode == "test" and rollout.metadata is not None:
+                by_step.setdefault(rollout.metadata["step"], {})[rollout.metadata["task_id"]] = rollout
+        before, after = by_step[min(by_step)], by_step[max(by_step)]
+
+        def gain(task_id: int) -> float:
+            return _reward(after[task_id]) - _reward(before[task_id])
+
+        best = max(before.keys() & after.keys(), key=gain)
+        return {phase: await _transcript(store, of[best]) for phase, of in (("before", before), ("after", after))}
+    finally:
+        await store.close()
+
+
+def _reward(rollout: Rollout) -> float:
+    return find_final_reward((), rollout) or 0.0
 
 
 async def _transcript(store: LightningStore, rollout: Rollout) -> dict[str, Any]:
     spans = (await store.query_spans(rollout.rollout_id, "latest")).items
     call = next((span for span in reversed(spans) if semconv.is_llm_call(span)), None)  # contains the earlier ones
-    error = rollout.attempt.error if isinstance(rollout, AttemptedRollout) else None
     return {
-        "answer": rollout.input["answer"],
         "reward": find_final_reward(spans, rollout) or 0.0,
         "messages": [] if call is None else [*semconv.read_input_messages(call), *semconv.read_output_messages(call)],
-        "error": None if error is None else f"{error.type}: {error.message}",
     }
 
 
@@ -163,7 +169,7 @@ def _show(console: Console, directory: Path, metrics: list[dict[str, Any]], resu
         f"log-probabilities differ by at most {gap:.1e}",
         highlight=False,
     )
-    for phase, transcript in chosen_transcripts(directory).items():
+    for phase, transcript in asyncio.run(_choose_transcripts(directory)).items():
         console.rule(f"{phase} training, reward {transcript['reward']:.0f}")
         for message in transcript["messages"]:
             text = message.get("content") or ""
@@ -171,15 +177,3 @@ def _show(console: Console, directory: Path, metrics: list[dict[str, Any]], resu
                 text += f"{call['function']['name']}({call['function']['arguments']})"
             console.print(f"{message['role']:>9}: {text}", highlight=False, markup=False)
     console.rule()
-
-
-def chosen_transcripts(directory: Path) -> dict[str, dict[str, Any]]:
-    """Selects one test task before and after training: one that is solved only after, if there is one."""
-    file = directory / "transcripts.json"
-    saved: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.is_file() else {}
-    before, after = saved.get("before", {}), saved.get("after", {})
-    common = [task_id for task_id in after if task_id in before] or list(after)
-    if not common:
-        return {}
-    best = max(common, key=lambda task_id: after[task_id]["reward"] - before.get(task_id, {"reward": 0})["reward"])
-    return {phase: chosen[best] for phase, chosen in (("before", before), ("after", after)) if best in chosen}

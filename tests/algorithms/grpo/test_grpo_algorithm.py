@@ -10,10 +10,13 @@ import torch
 from click.testing import CliRunner
 
 import agentlightning as agl
+from agentlightning import semconv
+from agentlightning.semconv import is_gateway_call
 from agentlightning_algorithms.grpo.command import export, export_model
 from agentlightning_plugins.demo.agent import CLIENT, calculator_agent
 from agentlightning_plugins.demo.task import make_problems
 from agentlightning_plugins.demo.training import CHECKPOINT
+from agentlightning_plugins.training_records.query import count_outcomes, read_ledger, read_rows
 
 SETTINGS = {
     "name": "grpo",
@@ -98,6 +101,35 @@ def criticised_agent(task: dict[str, Any], llm: agl.LLM, request: agl.PromptTemp
     return reward
 
 
+async def check_ledger(store: agl.LightningStore) -> None:
+    """The ledger accounts for each rollout of each step once, and the rows say what the weights were trained with."""
+    rollouts = [rollout for rollout in (await store.query_rollouts()).items if rollout.mode == "train"]
+    for step in (1, 2):
+        entries = await read_ledger(store, step)
+        of_step = [rollout for rollout in rollouts if (rollout.metadata or {})["step"] == step - 1]
+        assert [entry.rollout_id for entry in entries] == [rollout.rollout_id for rollout in of_step]
+        assert len(entries) == 16
+        assert {entry.outcome for entry in entries} <= {"trained", "flat_group"}
+        for entry in entries:
+            rows = await read_rows(store, entry.rollout_id)
+            trained = [call.response_id for row in rows for call in row.calls]
+            assert sorted(trained) == sorted(call for call, outcome in entry.calls.items() if outcome == "trained")
+            assert bool(rows) == (entry.outcome == "trained")
+            for row in rows:
+                assert (row.step, row.reward) == (step, entry.reward)
+                assert {call.weight_version for call in row.calls} == {step - 1}
+                assert any(row.advantages)
+                calls = await store.query_spans(entry.rollout_id)
+                sampled = {span.attributes.get("gen_ai.response.id"): span for span in calls if is_gateway_call(span)}
+                for call in row.calls:
+                    attributes = sampled[call.response_id].attributes
+                    assert row.response_ids[call.start : call.end] == list(attributes[semconv.RESPONSE_TOKEN_IDS])
+                assert row.trainer_logprobs == pytest.approx(row.logprobs, abs=1e-4)
+                assert "".join(row.texts[token] for token in row.response_ids)
+    counts = count_outcomes(await read_ledger(store))
+    assert {step: counts[step].total() for step in counts} == {1: 16, 2: 16}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_step_publishes_weights_and_trains_on_the_calls_of_one_agent(tmp_path: Path) -> None:
@@ -136,6 +168,7 @@ def test_every_step_publishes_weights_and_trains_on_the_calls_of_one_agent(tmp_p
         assert all(span.attributes[agl.semconv.RESPONSE_TOKEN_IDS] for span in asked_last.values())
         assert not critics & {span.attributes["gen_ai.response.id"] for span in trained}
         assert trained
+        await check_ledger(store)
         latest = await store.get_latest_resources()
         assert latest is not None
         assert isinstance(latest.resources["llm"], agl.ProxyLLM)

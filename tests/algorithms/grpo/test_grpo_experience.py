@@ -12,7 +12,8 @@ import agentlightning as agl
 from agentlightning.types import Attempt, AttemptFailure
 from agentlightning_algorithms.grpo.algorithm import GRPO
 from agentlightning_algorithms.grpo.learning.episode import Episode, describe_episodes, read_episode
-from agentlightning_algorithms.grpo.learning.experience import Experience, build_experience, training_spans
+from agentlightning_algorithms.grpo.learning.experience import Experience, build_experience
+from agentlightning_algorithms.grpo.learning.record import training_spans
 from agentlightning_algorithms.grpo.session import draw_tasks
 from agentlightning_algorithms.grpo.setting import ExperienceSettings, UpdateSettings
 from agentlightning_algorithms.grpo.training_row import Distribution, TrainingRow

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agentlightning_plugins.demo.report import read_metrics
+from agentlightning_plugins.demo.training import read_metrics
 
 AGL = [sys.executable, "-m", "agentlightning"]
 
@@ -44,11 +43,9 @@ def test_a_short_demo_that_is_stopped_with_ctrl_c_goes_on_where_it_stopped_learn
     assert sum(step["rollouts_without_reward"] for step in steps) == 0
     report = (directory / "report.html").read_text()
     assert f"{after:.3f}" in report
-    assert "Before training" in report
-    transcripts = json.loads((directory / "transcripts.json").read_text())
-    roles = [message["role"] for message in transcripts["after"]["0"]["messages"]]
-    assert roles[:2] == ["system", "user"]
-    assert roles[-1] == "assistant"
+    assert "Before: reward" in report
+    assert report.count('<div class="talk">') == 2
+    assert "before training, reward" in resumed.stderr
 
 
 def test_the_demo_refuses_what_it_cannot_do_and_says_what_it_can(tmp_path: Path) -> None:

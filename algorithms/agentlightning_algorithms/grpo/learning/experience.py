@@ -5,28 +5,22 @@ R   rollouts of a batch
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from agentlightning import semconv
 from agentlightning.plugin.registry import get_manager
-from agentlightning.types import AttemptedRollout, Span, Triplet
+from agentlightning.types import Triplet
 from agentlightning_algorithms.advantage import Scored, flat_groups, read_credit
 from agentlightning_algorithms.grpo.learning.episode import Episode
 from agentlightning_algorithms.grpo.setting import ExperienceSettings
 from agentlightning_algorithms.grpo.training_row import Distribution, TrainingRow
+from agentlightning_plugins.training_records.record import Outcome
 from agentlightning_plugins.trajectories.trajectory import Decode, Turn, build_trajectories
 
 Penalty = Callable[[Sequence[TrainingRow]], Sequence[Sequence[float]]]
-
-TRAINING_SPAN = "agentlightning.training"
-"""Name of the span that records, in the rollout's own trace, what a row was trained with."""
 
 _UNUSABLE = frozenset({"SpansDropped", "AdapterError"})
 _COUNTS = (
@@ -41,7 +35,10 @@ class Experience:
     """The rows of one step, the rollout and the calls that each came from, and metrics."""
 
     rows: list[TrainingRow] = field(default_factory=list)
-    sources: list[tuple[Episode, tuple[Triplet, ...]]] = field(default_factory=list)
+    sources: list[tuple[Episode, tuple[tuple[Turn, float], ...]]] = field(default_factory=list)
+    """The calls with their advantages; their positions are those in ``response_ids`` of the row."""
+    left_out: dict[int, Outcome] = field(default_factory=dict)
+    """Why a call is in no row, by the ``id`` of its triplet."""
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -101,12 +98,15 @@ def build_experience(
         _find_penalties(drafts, max_length, penalty)
     advantages = _find_advantages(scored_R, drafts, settings)
     experience = Experience()
+    for episode, _ in scored_R:
+        if episode.group not in kept_groups:
+            experience.left_out.update((id(call), "flat_group") for call in episode.triplets)
     for draft in drafts:
         own = [advantages[id(turn.triplet)] for turn in draft.turns]
-        kept = _keep_calls(draft, own, settings, max_length, oldest_version, counts)
+        kept = _keep_calls(draft, own, settings, max_length, oldest_version, counts, experience.left_out)
         if kept:
             experience.rows.append(_finish_row(draft, kept))
-            experience.sources.append((scored_R[draft.index][0], tuple(turn.triplet for turn, _ in kept)))
+            experience.sources.append((scored_R[draft.index][0], tuple(kept)))
     rewards: dict[str, list[float]] = {}
     for episode, reward in scored_R:
         rewards.setdefault(episode.group, []).append(reward)
@@ -233,19 +233,24 @@ def _keep_calls(
     max_length: int,
     oldest_version: int,
     counts: Counter[str],
+    left_out: dict[int, Outcome],
 ) -> list[tuple[Turn, float]]:
-    """Returns the calls of a row to train on with their advantages, and counts those left out."""
+    """Returns the calls of a row to train on with their advantages; counts those left out and records why."""
     kept = []
     for turn, advantage in zip(draft.turns, advantages, strict=True):
         version = turn.triplet.metadata.get("weight_version")
+        reason: Outcome
         if len(draft.row.prompt_ids) + turn.end > max_length:
-            counts["calls_too_long"] += 1
+            reason = "too_long"
         elif isinstance(version, int) and version < oldest_version:
-            counts["calls_stale"] += 1
+            reason = "stale"
         elif settings.drop_cut_off and turn.triplet.metadata.get("finish_reason") == "length":
-            counts["calls_cut_off"] += 1
+            reason = "cut_off"
         else:
             kept.append((turn, advantage))
+            continue
+        counts[f"calls_{reason}"] += 1
+        left_out[id(turn.triplet)] = reason
     return kept
 
 
@@ -276,36 +281,3 @@ def _describe_advantages(rows: Sequence[TrainingRow]) -> dict[str, float]:
         return {}
     mean, std = statistics.fmean(values), statistics.pstdev(values)
     return {"advantage": mean, "advantage_std": std, "advantage_min": min(values), "advantage_max": max(values)}
-
-
-def training_spans(experience: Experience, step: int) -> list[Span]:
-    """Returns spans that record, in the trace of each rollout, what its rows were trained with.
-
-    ``mask`` holds run lengths: so many tokens sampled, so many given, and so on.
-    """
-    spans = []
-    for row, (episode, triplets) in zip(experience.rows, experience.sources, strict=True):
-        if not isinstance(episode.rollout, AttemptedRollout):
-            continue
-        attempt = episode.rollout.attempt
-        ids = [triplet.metadata.get("response_id") or "" for triplet in triplets]
-        attributes: dict[str, Any] = {
-            semconv.GEN_AI_OPERATION_NAME: "train",  # keeps a span with a response id from counting as a model call
-            "agentlightning.training.step": step,
-            "agentlightning.training.advantage": statistics.fmean(row.advantages),
-            "agentlightning.training.tokens": row.n_sampled,
-            "gen_ai.response.id": ids[-1],
-        }
-        if row.mask is not None:
-            lengths = [sum(1 for _ in run) for _, run in itertools.groupby(row.mask)]
-            attributes["agentlightning.training.mask"] = lengths if row.mask[0] else [0, *lengths]
-            attributes["agentlightning.training.response_ids"] = ids
-        # A step repeated after a kill makes spans with the same ids, which the store ignores.
-        place = f"{step}/{attempt.attempt_id}/{ids}"
-        span_id = hashlib.blake2b(place.encode(), digest_size=8).hexdigest()
-        span = Span.from_attributes(
-            attributes=attributes, rollout_id=attempt.rollout_id, attempt_id=attempt.attempt_id, span_id=span_id,
-            name=TRAINING_SPAN,
-        )  # fmt: skip
-        spans.append(span)
-    return spans

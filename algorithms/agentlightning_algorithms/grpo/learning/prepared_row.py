@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,17 @@ from torch import Tensor
 from agentlightning_algorithms.grpo.learning.correction import importance_weights, trusted_tokens
 from agentlightning_algorithms.grpo.setting import UpdateSettings
 from agentlightning_algorithms.grpo.training_row import TrainingRow
+from agentlightning_plugins.training_records.record import Outcome
+
+
+class RowUse(NamedTuple):
+    """The use of a row by an update."""
+
+    logprobs: Sequence[float] | None
+    """The trainer's log-probability of each sampled token, when it first used the row; None: it did not."""
+    minibatch: int
+    """Optimizer steps of the update before that."""
+    outcome: Outcome
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +48,19 @@ class PreparedRow:
     """Rows with an equal value belong to one rollout."""
     rollout_length: float = 1.0
     """Tokens that count in all rows of the rollout."""
+    first_T: Tensor | None = None
+    """The trainer's log-probabilities when the row was first used."""
+    minibatch: int = 0
+    """Optimizer steps of the update before that."""
+    is_skipped: bool = False
+    """Whether the loss or the gradient of its minibatch was not finite."""
+
+    def describe_use(self) -> RowUse:
+        """Returns what an update did with the row."""
+        outcome: Outcome = "not_finite" if self.is_skipped else "trained"
+        if not bool(self.kept_T.any()):
+            outcome = "mismatch"
+        return RowUse(None if self.first_T is None else self.first_T.tolist(), self.minibatch, outcome)
 
 
 def prepare_rows(

@@ -27,7 +27,7 @@ from agentlightning_algorithms.grpo.learning.loss import (
     loss_normalizer,
 )
 from agentlightning_algorithms.grpo.learning.metrics import StepMetrics, UpdateMetrics
-from agentlightning_algorithms.grpo.learning.prepared_row import PreparedRow, describe_correction, prepare_rows
+from agentlightning_algorithms.grpo.learning.prepared_row import PreparedRow, RowUse, describe_correction, prepare_rows
 from agentlightning_algorithms.grpo.model.checkpoint import (
     atomic_directory,
     random_state,
@@ -60,6 +60,7 @@ class Updater:
             raise ConfigError(f"schedule = {settings.schedule!r} needs total_updates, the number of updates it spans.")
         self._objective: Callable[..., Surrogate] = get_manager().get("policy_loss", settings.objective)
         self.updates = 0  # made so far
+        self.uses: list[RowUse] = []  # of the rows of the last update
         self._autocast = autocast
         self._parameters = [p for p in policy.model.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(
@@ -101,7 +102,11 @@ class Updater:
             for k, minibatch in enumerate(self._split(prepared)):
                 fresh = epoch == 0 and k == 0 and settings.old_logprobs == "sampler"
                 self._step(minibatch, metrics, measure_gap=fresh)
+                if epoch == 0:
+                    for row in minibatch:
+                        row.minibatch = 0 if settings.old_logprobs == "trainer" else k
         self.updates += 1
+        self.uses = [row.describe_use() for row in prepared]
         if self.reference is not None:
             self.reference.follow()
         return {
@@ -198,6 +203,8 @@ class Updater:
             metrics.add_step(step, loss, grad_norm)
         else:
             metrics.skipped_steps += 1
+            for row in rows:
+                row.is_skipped = True
             logger.warning(
                 "update %d: a minibatch of %d rows was skipped, its loss is %s and its gradient norm %s",
                 self.updates, len(rows), loss, grad_norm,
@@ -225,6 +232,8 @@ class Updater:
             logprob_BT, entropy_BT = self.policy.token_logprobs(
                 batch, settings.temperature, entropy_gradient=settings.entropy_coefficient != 0
             )
+        if rows[0].first_T is None:
+            self._keep_logprobs(rows, logprob_BT.detach(), sampled_BT)
         surrogate = self._objective(logprob_BT, old_BT, advantage_BT, mask_BT, settings)
         loss_BT = surrogate.loss_BT
         counted_BT = mask_BT * weight_B[:, None]
@@ -257,6 +266,16 @@ class Updater:
             step.add_max("logprob_gap_max", ((logprob_BT.detach() - old_BT).abs() * mask_BT).max())
         step.real_tokens += sum(row.row.n_tokens for row in rows)
         step.padded_tokens += batch.input_BL.numel()
+
+    def _keep_logprobs(self, rows: Sequence[PreparedRow], logprob_BT: Tensor, sampled_BT: Tensor) -> None:
+        """Keeps the trainer's log-probabilities of rows for the training records."""
+        if self.settings.old_logprobs == "trainer":
+            for row in rows:
+                row.first_T = row.old_T
+            return
+        flat_N = logprob_BT[sampled_BT].float().cpu()
+        for row, values_T in zip(rows, flat_N.split([row.row.n_sampled for row in rows]), strict=True):
+            row.first_T = values_T
 
     def _normalizer(self, rows: Sequence[PreparedRow]) -> float:
         n_kept_B1 = torch.stack([row.kept_T.sum() for row in rows])[:, None].double()

@@ -1,4 +1,4 @@
-"""``agl rollouts``, ``agl runs``, ``agl spans``, ``agl resources`` and ``agl workers``."""
+"""``agl rollouts``, ``agl runs``, ``agl spans``, ``agl resources``, ``agl workers``, ``agl ledger``, ``agl tokens``."""
 
 from agentlightning_plugins.commands.lazy import lazy_commands
 
@@ -7,5 +7,7 @@ add_commands = lazy_commands(
     "agentlightning_plugins.commands.inspect.rollouts:rollouts",
     "agentlightning_plugins.commands.inspect.runs:runs",
     "agentlightning_plugins.commands.inspect.spans:spans",
+    "agentlightning_plugins.commands.inspect.training:ledger",
+    "agentlightning_plugins.commands.inspect.training:tokens",
     "agentlightning_plugins.commands.inspect.workers:workers",
 )

@@ -17,9 +17,15 @@ from agentlightning_plugins.commands.terminal import json_option, print_json
 
 @click.command("report")
 @click.argument("directory", type=click.Path(path_type=Path), metavar="RUN_DIR")
+@click.option("--html", "page", type=click.Path(path_type=Path, dir_okay=False), help="Write one web page instead.")
 @json_option
-def command(directory: Path, as_json: bool) -> None:
+def command(directory: Path, page: Path | None, as_json: bool) -> None:
     """Print the report of the run in RUN_DIR: rollouts, metrics, errors and learned resources."""
+    if page is not None:
+        if as_json:
+            raise click.UsageError("--html writes a page and --json prints values; choose one of them")
+        click.echo(asyncio.run(_write_page(directory, page)))
+        return
     written = directory / REPORT_NAME
     try:
         report = asyncio.run(_read(directory))
@@ -40,6 +46,19 @@ async def _read(directory: Path) -> Report:
     store = _open_store(directory)
     try:
         return await read_report(store, directory)
+    finally:
+        await store.close()
+
+
+async def _write_page(directory: Path, page: Path) -> Path:
+    from agentlightning_plugins.commands.report.html import write_html
+
+    read_record(directory)
+    store = _open_store(directory)
+    try:
+        return await write_html(store, directory, page)
+    except OSError as error:
+        raise ConfigError(f"{page} cannot be written: {error.strerror or error}") from error
     finally:
         await store.close()
 

@@ -10,8 +10,11 @@ from agentlightning_plugins.commands.lazy import lazy_commands
 
 @hookimpl
 def components() -> Iterable[Component]:
-    target = "agentlightning_plugins.commands.report.report:write_report"
-    return [Component("report", "markdown", target, summary="report.md in the run's directory, when the run ends")]
+    where = "agentlightning_plugins.commands.report"
+    return [
+        Component("report", "html", f"{where}.html:write_html", summary="report.html in the run's directory"),
+        Component("report", "markdown", f"{where}.report:write_report", summary="report.md in the run's directory"),
+    ]
 
 
 add_commands = lazy_commands("agentlightning_plugins.commands.report.command:command")

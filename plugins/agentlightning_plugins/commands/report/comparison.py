@@ -1,0 +1,165 @@
+"""The first and the last evaluation of a run: rewards by task, prompts and transcripts."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+from agentlightning import semconv
+from agentlightning.reward import find_final_reward
+from agentlightning.store.protocol import LightningStore
+from agentlightning.types import AttemptedRollout, Metrics, Rollout
+from agentlightning_plugins.statistics.interval import Interval, mean_interval, paired_interval
+
+
+class Message(NamedTuple):
+    """One message of a transcript."""
+
+    role: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """One rollout as a conversation."""
+
+    rollout_id: str
+    task: str
+    reward: float | None
+    messages: Sequence[Message]
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Rewards before and after a run, on the tasks that both evaluations have."""
+
+    what: str = ""
+    """The data set of the evaluations."""
+    before: Sequence[float] = ()
+    after: Sequence[float] = ()
+    prompts: Sequence[tuple[str, str, Sequence[tuple[str, str]]]] = ()
+    """Name, text and diff of each learned prompt; a line of the diff has a kind and a text."""
+    transcripts: Sequence[tuple[str, Transcript]] = field(default_factory=list)
+
+    @property
+    def rows(self) -> list[tuple[str, float, Interval | None]]:
+        """Before, after and difference, each with its 95 % interval."""
+        if not self.before or not self.after:
+            return []
+        rows = [
+            (label, statistics.fmean(values), mean_interval(values))
+            for label, values in (("before", self.before), ("after", self.after))
+        ]
+        changes = [after - before for before, after in zip(self.before, self.after, strict=True)]
+        return [*rows, ("difference", statistics.fmean(changes), paired_interval(changes))]
+
+
+_MODES: Final = ("test", "val")
+
+
+async def compare_first_and_last(
+    store: LightningStore, metrics: Sequence[Metrics], candidates: Sequence[Mapping[str, Any]]
+) -> Comparison:
+    """Compares the seed of a prompt search with its best candidate, or the first evaluation with the last one."""
+    if candidates:
+        return await _compare_candidates(store, candidates)
+    for mode in _MODES:
+        steps = [entry.step for entry in metrics if f"{mode}_reward" in entry.values]
+        if len(steps) > 1:
+            first = await _evaluated(store, mode, {"step": steps[0]})
+            last = await _evaluated(store, mode, {"step": steps[-1]})
+            return await _compare(store, {"test": "test", "val": "validation"}[mode], first, last)
+    return Comparison()
+
+
+async def read_rewards(store: LightningStore, step: int, mode: str) -> dict[str, float]:
+    """Reads the rewards of an evaluation by task; failures count as 0."""
+    return {task: _reward(rollout) or 0.0 for task, rollout in (await _evaluated(store, mode, {"step": step})).items()}
+
+
+async def _compare_candidates(store: LightningStore, candidates: Sequence[Mapping[str, Any]]) -> Comparison:
+    seed = candidates[0]
+    scored = [each for each in candidates if each.get("full_score") is not None]
+    best = max(scored, key=lambda each: each["full_score"], default=seed)
+    rollouts = [await _evaluated(store, "val", {"group": each["candidate_id"]}) for each in (seed, best)]
+    found = await _compare(store, "validation", *rollouts)
+    before, after = (each.get("task_scores") or () for each in (seed, best))
+    if len(before) != len(after):
+        before, after = found.before, found.after
+    prompts = [
+        (name, prompt["template"], _diff(seed["prompts"].get(name, {}).get("template", ""), prompt["template"]))
+        for name, prompt in best["prompts"].items()
+    ]
+    return Comparison("validation", before, after, prompts, found.transcripts)
+
+
+async def _evaluated(store: LightningStore, mode: str, metadata: Mapping[str, Any]) -> dict[str, Rollout]:
+    """Returns the finished rollouts of an evaluation by task."""
+    rollouts = await store.query_rollouts(metadata=dict(metadata), sort_by="start_time")
+    return {
+        _task_key(rollout): rollout
+        for rollout in rollouts
+        if rollout.mode == mode and rollout.status in ("succeeded", "failed", "cancelled")
+    }
+
+
+async def _compare(
+    store: LightningStore, what: str, first: Mapping[str, Rollout], last: Mapping[str, Rollout]
+) -> Comparison:
+    common = [key for key in first if key in last]
+    before, after = ([_reward(rollouts[key]) or 0.0 for key in common] for rollouts in (first, last))
+    if not common:
+        return Comparison(what)
+    best = common[max(range(len(common)), key=lambda place: after[place] - before[place])]
+    transcripts = [
+        (label, await _read_transcript(store, rollouts[best]))
+        for label, rollouts in (("Before", first), ("After", last))
+    ]
+    return Comparison(what, before, after, transcripts=transcripts)
+
+
+async def _read_transcript(store: LightningStore, rollout: Rollout) -> Transcript:
+    spans = (await store.query_spans(rollout.rollout_id, "latest")).items
+    call = next((span for span in reversed(spans) if semconv.is_llm_call(span)), None)  # contains the earlier ones
+    messages = [] if call is None else [*semconv.read_input_messages(call), *semconv.read_output_messages(call)]
+    error = rollout.attempt.error if isinstance(rollout, AttemptedRollout) else None
+    return Transcript(
+        rollout.rollout_id,
+        _show(rollout.input),
+        find_final_reward(spans, rollout),
+        [Message(str(message.get("role", "")), _message_text(message)) for message in messages],
+        "" if error is None else f"{error.type}: {error.message}",
+    )
+
+
+def _message_text(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    parts = [] if content in (None, "") else [_show(content)]
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") or {}
+        parts.append(f"{function.get('name')}({_show(function.get('arguments'))})")
+    return "\n".join(parts)
+
+
+def _diff(before: str, after: str) -> list[tuple[str, str]]:
+    kinds = {"+": "added", "-": "removed", "@": "place"}
+    lines = list(difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=3))[2:]
+    return [(kinds.get(line[:1], "same"), line) for line in lines]
+
+
+def _task_key(rollout: Rollout) -> str:
+    task_id = (rollout.metadata or {}).get("task_id")
+    return _show(rollout.input) if task_id is None else str(task_id)
+
+
+def _reward(rollout: Rollout) -> float | None:
+    return find_final_reward((), rollout) if rollout.status == "succeeded" else None
+
+
+def _show(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -1,0 +1,143 @@
+"""``report.html``: the report of a run as one self-contained page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from agentlightning.store.protocol import LightningStore
+from agentlightning.types import Metrics
+from agentlightning_plugins.charts.line import Point, Series, line_chart
+from agentlightning_plugins.commands.report.comparison import compare_first_and_last, read_rewards
+from agentlightning_plugins.commands.report.report import Report, read_report
+from agentlightning_plugins.statistics.interval import mean_interval
+from agentlightning_plugins.training_records.query import count_outcomes, read_ledger
+from agentlightning_plugins.training_records.record import LEDGER_SPAN
+
+HTML_NAME: Final = "report.html"
+_REWARDS: Final = {
+    "reward": "training",
+    "val_reward": "validation",
+    "test_reward": "test",
+    "best_score": "best prompt",
+}
+_OTHERS: Final = (
+    ("entropy", "Entropy", "nats per token"),
+    ("logprob_gap_max", "Gap of log-probabilities", "largest, sampler to trainer"),
+    ("grad_norm", "Gradient norm", "before clipping"),
+    ("clip_fraction", "Clipped tokens", "share"),
+    ("groups_without_spread", "Groups without spread", "share"),
+    ("responses_cut_off", "Replies cut off", "share"),
+    ("response_length", "Reply length", "tokens"),
+    ("calls_per_rollout", "Calls per rollout", "mean"),
+)
+_PHASES: Final = ("sample", "prepare", "train", "record", "val", "test")
+_COSTS: Final = {
+    "calls": "model calls",
+    "tokens": "tokens",
+    "sampled_tokens": "sampled tokens",
+    "cost": "cost",
+}
+_MAX_INTERVALS: Final = 30
+"""Evaluations whose interval is computed from their rollouts."""
+_MAX_TEXT: Final = 20_000
+_Z: Final = 1.959964
+_INVISIBLE: Final = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180e\u200b-\u200f\u2028-\u202e"
+    "\u2060-\u206f\u3164\ufeff\uffa0\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e0fff]"
+)
+
+
+async def write_html(store: LightningStore, directory: Path, file: Path | None = None) -> Path:
+    """Writes the page into ``file``, or into the directory of the run.
+
+    Raises:
+        ConfigError: ``directory`` contains no run.
+        OSError: the file cannot be written.
+    """
+    from jinja2 import Environment, StrictUndefined
+
+    report = await read_report(store, directory)
+    metrics = (await store.query_metrics()).items
+    comparison = await compare_first_and_last(store, metrics, report.candidates)
+    has_ledger = bool((await store.query_spans(None, name=LEDGER_SPAN, limit=1)).items)
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["visible"] = visible
+    template = environment.from_string(Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8"))
+    page = template.render(
+        report=report,
+        algorithm=_name(report.run.config.get("algorithm", "")),
+        rewards=await _draw_rewards(store, metrics),
+        charts=[
+            (title, unit, _draw(metrics, name, title))
+            for name, title, unit in _OTHERS
+            if sum(name in entry.values for entry in metrics) > 1
+        ],
+        comparison=comparison,
+        prompts=comparison.prompts,
+        ledger=count_outcomes(await read_ledger(store)) if has_ledger else {},
+        phases=_sum_phases(metrics),
+        costs=_sum_costs(metrics, report),
+    )
+    file = file or directory / HTML_NAME
+    file.write_text(page, encoding="utf-8", errors="replace")
+    return file
+
+
+def visible(value: object) -> str:
+    """Converts to text in which control characters and marks that have no width or change direction can be seen."""
+    text = str(value)
+    cut = f"\n... {len(text) - _MAX_TEXT:,} more characters" if len(text) > _MAX_TEXT else ""
+    return _INVISIBLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text[:_MAX_TEXT]) + cut
+
+
+async def _draw_rewards(store: LightningStore, metrics: Sequence[Metrics]) -> Any:
+    series = []
+    for name, label in _REWARDS.items():
+        entries = [entry for entry in metrics if name in entry.values]
+        points = []
+        for entry in entries:
+            interval = None
+            if name == "reward":
+                interval = _training_interval(entry.values)
+            elif name != "best_score" and len(entries) <= _MAX_INTERVALS:
+                rewards = await read_rewards(store, entry.step, name.removesuffix("_reward"))
+                interval = mean_interval(list(rewards.values()))
+            points.append(Point(entry.step, entry.values[name], *(interval or (None, None))))
+        if points:
+            series.append(Series(label, points, is_line=name != "test_reward"))
+    return line_chart(series, title="Mean reward by step, with 95 % intervals", x_label="step", width=540, height=270)
+
+
+def _training_interval(values: Mapping[str, float]) -> tuple[float, float] | None:
+    count = values.get("rollouts", 0.0) - values.get("rollouts_left_out", 0.0)
+    if "reward_std" not in values or count < 2:
+        return None
+    half = _Z * values["reward_std"] / count**0.5
+    return values["reward"] - half, values["reward"] + half
+
+
+def _draw(metrics: Sequence[Metrics], name: str, title: str) -> Any:
+    points = [Point(entry.step, entry.values[name]) for entry in metrics if name in entry.values]
+    return line_chart([Series(name, points)], title=f"{title} by step", x_label="step", width=360, height=220)
+
+
+def _sum_phases(metrics: Sequence[Metrics]) -> list[tuple[str, float]]:
+    sums = [(phase, sum(entry.values.get(f"{phase}_s", 0.0) for entry in metrics)) for phase in _PHASES]
+    return [(phase, seconds) for phase, seconds in sums if seconds]
+
+
+def _sum_costs(metrics: Sequence[Metrics], report: Report) -> list[tuple[str, float]]:
+    """Sums what steps report; a prompt search reports totals."""
+    found = []
+    for name, label in _COSTS.items():
+        values = [entry.values[name] for entry in metrics if name in entry.values]
+        if values:
+            found.append((label, values[-1] if report.candidates else sum(values)))
+    return found
+
+
+def _name(algorithm: Any) -> str:
+    return str(algorithm["name"] if isinstance(algorithm, Mapping) else algorithm)

@@ -1,0 +1,92 @@
+"""Reads training records from a store."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import Any, Final, TypeVar
+
+from agentlightning.store.protocol import LightningStore
+from agentlightning.types import AttemptedRollout, PaginatedResult, Rollout, Span
+from agentlightning_plugins.training_records.record import LEDGER_SPAN, ROW_SPAN, LedgerEntry, Outcome, TrainedRow
+
+T = TypeVar("T")
+_PAGE: Final = 500
+_PARALLEL: Final = 16
+
+
+async def read_rows(store: LightningStore, rollout_id: str) -> list[TrainedRow]:
+    """Reads the rows that a rollout was trained with, by step; rows of older versions, without tokens, are left out."""
+    rows = []
+    for span in await store.query_spans(rollout_id, name=ROW_SPAN):
+        with contextlib.suppress(ValueError):
+            rows.append(TrainedRow.from_span(span))
+    return sorted(rows, key=lambda row: row.step)
+
+
+async def read_ledger(store: LightningStore, step: int | None = None) -> list[LedgerEntry]:
+    """Reads what became of every training rollout: one entry each, in the order they were enqueued.
+
+    Args:
+        store: the store of the run.
+        step: the version of the weights that the training made; None: all steps.
+    """
+    conditions = {} if step is None else {"metadata": {"step": step - 1}}
+    rollouts = [
+        rollout
+        async for rollout in _every(store.query_rollouts, sort_by="start_time", **conditions)
+        if rollout.mode == "train"
+    ]
+    spans: list[Span] = []
+    if step is None:
+        spans = [span async for span in _every(store.query_spans, None, name=LEDGER_SPAN)]
+    else:
+        slots = asyncio.Semaphore(_PARALLEL)
+
+        async def read(rollout_id: str) -> list[Span]:
+            async with slots:
+                return list(await store.query_spans(rollout_id, name=LEDGER_SPAN))
+
+        for found in await asyncio.gather(*(read(rollout.rollout_id) for rollout in rollouts)):
+            spans += found
+    entries = {span.rollout_id: LedgerEntry.from_span(span) for span in spans}
+    return [entries.get(rollout.rollout_id) or _missing(rollout) for rollout in rollouts]
+
+
+def count_outcomes(entries: Iterable[LedgerEntry]) -> dict[int, Counter[Outcome]]:
+    """Counts the rollouts by step and outcome."""
+    counts: dict[int, Counter[Outcome]] = {}
+    for entry in entries:
+        counts.setdefault(entry.step, Counter())[entry.outcome] += 1
+    return dict(sorted(counts.items()))
+
+
+def _missing(rollout: Rollout) -> LedgerEntry:
+    """Returns the entry of a rollout without a record."""
+    metadata = rollout.metadata or {}
+    step = metadata.get("step")
+    outcome: Outcome = "not_recorded"
+    if rollout.status == "cancelled":
+        outcome = "cancelled"
+    elif rollout.status not in ("succeeded", "failed"):
+        outcome = "unfinished"
+    attempt_id = rollout.attempt.attempt_id if isinstance(rollout, AttemptedRollout) else ""
+    group = str(metadata.get("group", rollout.rollout_id))
+    return LedgerEntry(rollout.rollout_id, attempt_id, step + 1 if isinstance(step, int) else 0, group, outcome)
+
+
+async def _every(
+    query: Callable[..., Awaitable[PaginatedResult[T]]], *args: Any, **conditions: Any
+) -> AsyncIterator[T]:
+    """Yields the items of a query, read page by page."""
+    offset, cursor = 0, None
+    while True:
+        place = {"offset": offset} if cursor is None else {"cursor": cursor}
+        page = await query(*args, limit=_PAGE, **place, **conditions)
+        for item in page.items:
+            yield item
+        if len(page.items) < _PAGE:
+            return
+        offset, cursor = offset + _PAGE, page.cursor

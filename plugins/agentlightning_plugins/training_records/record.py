@@ -1,0 +1,271 @@
+"""Training records and their form as spans in the trace of the rollout."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, Final, Literal, TypeAlias
+
+from agentlightning import semconv
+from agentlightning.types import Span
+
+ROW_SPAN: Final = "agentlightning.training"
+"""Name of the span of a trained row."""
+LEDGER_SPAN: Final = "agentlightning.training.rollout"
+"""Name of the span that says what became of a rollout; each rollout of a batch has one per step."""
+
+Outcome: TypeAlias = Literal[
+    "trained",
+    "failed",
+    "no_reward",
+    "no_calls",
+    "spans_dropped",
+    "unreadable_spans",
+    "flat_group",
+    "no_tokens",
+    "no_logprobs",
+    "repeated",
+    "too_long",
+    "stale",
+    "cut_off",
+    "mismatch",
+    "not_finite",
+    "cancelled",
+    "unfinished",
+    "not_recorded",
+]
+"""The use of a rollout or a call; all but ``trained`` are reasons why it was not trained on:
+
+``failed``, ``no_reward``: it has nothing to compare. ``no_calls``: it called no model. ``spans_dropped``,
+``unreadable_spans``: its trace is incomplete or wrong. ``flat_group``: all rollouts of its task have the same reward.
+``no_tokens``, ``no_logprobs``: the model server did not report them. ``repeated``: another row has its tokens.
+``too_long``: more tokens than the model has positions. ``stale``: sampled by weights that are too old. ``cut_off``: its
+reply ended at the token limit. ``mismatch``: sampler and trainer disagree on every token. ``not_finite``: the loss or
+the gradient of its minibatch was not finite. ``cancelled``, ``unfinished``: it did not end by itself, or runs.
+``not_recorded``: the algorithm keeps no records.
+"""
+
+_PREFIX: Final = "agentlightning.training."
+_LARGEST_HALF: Final = 65504.0
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedCall:
+    """One model call of a row."""
+
+    response_id: str
+    start: int
+    """``response_ids[start:end]`` of the row are its tokens."""
+    end: int
+    advantage: float
+    weight_version: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedRow:
+    """One sequence of tokens that the weights were trained with.
+
+    Attributes:
+        rollout_id: its rollout.
+        attempt_id: its attempt.
+        step: the version of the weights that the training made.
+        prompt_ids: tokens before the first response.
+        response_ids: sampled tokens, and those given between calls.
+        mask: 1 where a token of ``response_ids`` was sampled and trained on.
+        logprobs: the sampler's log-probability of each token of ``response_ids``; of given tokens it has no meaning.
+        trainer_logprobs: the trainer's, when it first used the row; None where it is not known.
+        calls: the calls that were trained on.
+        reward: of the rollout, as it was compared.
+        minibatch: number of the optimizer steps of this update before the trainer first used the row. The difference
+            of both log-probabilities is an error only where it is 0.
+        outcome: ``trained``, ``mismatch`` or ``not_finite``.
+        texts: the text of each token, by its id; empty where it is not known.
+    """
+
+    rollout_id: str
+    attempt_id: str
+    step: int
+    prompt_ids: Sequence[int]
+    response_ids: Sequence[int]
+    mask: Sequence[int]
+    logprobs: Sequence[float]
+    trainer_logprobs: Sequence[float] | None
+    calls: Sequence[TrainedCall]
+    reward: float | None
+    minibatch: int = 0
+    outcome: Outcome = "trained"
+    texts: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def advantages(self) -> list[float]:
+        """One per token of ``response_ids``; 0 where the token was not trained on."""
+        values = [0.0] * len(self.response_ids)
+        for call in self.calls:
+            values[call.start : call.end] = [call.advantage] * (call.end - call.start)
+        return [value * kept for value, kept in zip(values, self.mask, strict=True)]
+
+    def to_json(self) -> dict[str, Any]:
+        """Converts to plain JSON values; numbers that are not finite become None."""
+        return {
+            **{name: getattr(self, name) for name in ("rollout_id", "attempt_id", "step", "reward", "outcome")},
+            "minibatch": self.minibatch,
+            "calls": [{name: getattr(call, name) for name in call.__slots__} for call in self.calls],
+            "prompt_ids": list(self.prompt_ids),
+            "response_ids": list(self.response_ids),
+            "mask": list(self.mask),
+            "logprobs": _finite(self.logprobs),
+            "trainer_logprobs": None if self.trainer_logprobs is None else _finite(self.trainer_logprobs),
+            "advantages": self.advantages,
+            "prompt": [self.texts.get(token) for token in self.prompt_ids],
+            "response": [self.texts.get(token) for token in self.response_ids],
+        }
+
+    def to_span(self) -> Span:
+        """Converts to a span. Arrays are base64 of little-endian numbers; ``mask`` has run lengths, sampled first."""
+        ids = [call.response_id for call in self.calls]
+        trained = sum(self.mask)
+        runs = [sum(1 for _ in run) for _, run in groupby(self.mask)]
+        values: dict[str, Any] = {
+            "step": self.step,
+            "outcome": self.outcome,
+            "minibatch": self.minibatch,
+            "advantage": sum(self.advantages) / trained if trained else 0.0,
+            "tokens": trained,
+            "prompt_tokens": len(self.prompt_ids),
+            "token_ids": _pack("i", [*self.prompt_ids, *self.response_ids]),
+            "logprobs": _pack("f", self.logprobs),
+            "mask": runs if self.mask and self.mask[0] else [0, *runs],
+            "response_ids": ids,
+            "starts": [call.start for call in self.calls],
+            "ends": [call.end for call in self.calls],
+            "advantages": [float(call.advantage) for call in self.calls],
+        }
+        if self.reward is not None:
+            values["reward"] = self.reward
+        if self.trainer_logprobs is not None:  # half precision is enough for a difference
+            pairs = zip(self.trainer_logprobs, self.logprobs, self.mask, strict=True)
+            values["gap"] = _pack("e", [theirs - ours if kept else 0.0 for theirs, ours, kept in pairs])
+        if self.texts:
+            values["texts"] = [self.texts.get(token, "") for token in sorted({*self.prompt_ids, *self.response_ids})]
+        versions = [call.weight_version for call in self.calls]
+        if None not in versions:
+            values["weight_versions"] = versions
+        return _make_span(ROW_SPAN, self.rollout_id, self.attempt_id, values, str(ids), ids[-1] if ids else "")
+
+    @classmethod
+    def from_span(cls, span: Span) -> TrainedRow:
+        """Reads the span of a row.
+
+        Raises:
+            ValueError: the span is that of an older version, without tokens, or is broken.
+        """
+        values = _read(span)
+        try:
+            ids, n_prompt = _unpack("i", values["token_ids"]), int(values["prompt_tokens"])
+            logprobs = _unpack("f", values["logprobs"])
+            mask = [place % 2 == 0 for place, length in enumerate(values["mask"]) for _ in range(length)]
+            gap = _unpack("e", values["gap"]) if "gap" in values else None
+            versions = values.get("weight_versions") or [None] * len(values["response_ids"])
+            fields = ("response_ids", "starts", "ends", "advantages")
+            calls = zip(*(values[name] for name in fields), versions, strict=True)
+            if not len(ids) - n_prompt == len(logprobs) == len(mask):
+                raise ValueError("its arrays differ in length")
+            return cls(
+                rollout_id=span.rollout_id,
+                attempt_id=span.attempt_id,
+                step=values["step"],
+                prompt_ids=ids[:n_prompt],
+                response_ids=ids[n_prompt:],
+                mask=[int(kept) for kept in mask],
+                logprobs=logprobs,
+                trainer_logprobs=None if gap is None else [a + b for a, b in zip(logprobs, gap, strict=True)],
+                calls=[TrainedCall(*call) for call in calls],
+                reward=values.get("reward"),
+                minibatch=values.get("minibatch", 0),
+                outcome=values.get("outcome", "trained"),
+                texts=dict(zip(sorted(set(ids)), values["texts"], strict=True)) if "texts" in values else {},
+            )
+        except (KeyError, TypeError, ValueError, struct.error) as error:
+            raise ValueError(f"span {span.span_id} of {span.rollout_id} is not a readable record: {error!r}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerEntry:
+    """The outcome of one rollout of a step, and of each of its calls."""
+
+    rollout_id: str
+    attempt_id: str
+    step: int
+    group: str
+    """Rollouts of one task in one step have the same group."""
+    outcome: Outcome
+    reward: float | None = None
+    """As the algorithm compared it."""
+    calls: Mapping[str, Outcome] = field(default_factory=dict)
+    """By response id, in the order of the calls; empty where they are not known."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Converts to plain JSON values."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    def to_span(self) -> Span:
+        """Converts to a span."""
+        calls = self.calls
+        values: dict[str, Any] = {"step": self.step, "group": self.group, "outcome": self.outcome}
+        values |= {"response_ids": list(calls), "outcomes": list(calls.values())}
+        if self.reward is not None:
+            values["reward"] = self.reward
+        return _make_span(LEDGER_SPAN, self.rollout_id, self.attempt_id, values, "rollout")
+
+    @classmethod
+    def from_span(cls, span: Span) -> LedgerEntry:
+        """Reads the span of a rollout."""
+        values = _read(span)
+        calls = dict(zip(values.get("response_ids", ()), values.get("outcomes", ()), strict=False))
+        return cls(
+            rollout_id=span.rollout_id,
+            attempt_id=span.attempt_id,
+            step=int(values.get("step", 0)),
+            group=str(values.get("group", "")),
+            outcome=values.get("outcome", "not_recorded"),
+            reward=values.get("reward"),
+            calls=calls,
+        )
+
+
+def _make_span(
+    name: str, rollout_id: str, attempt_id: str, values: Mapping[str, Any], place: str, response_id: str = ""
+) -> Span:
+    attributes = {f"{_PREFIX}{key}": value for key, value in values.items()}
+    attributes[semconv.GEN_AI_OPERATION_NAME] = "train"  # keeps a span with a response id from counting as a model call
+    if response_id:
+        attributes[semconv.GEN_AI_RESPONSE_ID] = response_id
+    # A step repeated after a kill makes spans with the same ids, which the store ignores.
+    key = f"{values['step']}/{attempt_id}/{place}"
+    span_id = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
+    return Span.from_attributes(
+        attributes=attributes, rollout_id=rollout_id, attempt_id=attempt_id, span_id=span_id, name=name
+    )
+
+
+def _read(span: Span) -> dict[str, Any]:
+    return {key.removeprefix(_PREFIX): value for key, value in span.attributes.items() if key.startswith(_PREFIX)}
+
+
+def _pack(kind: str, values: Sequence[float]) -> str:
+    if kind == "e":
+        values = [max(-_LARGEST_HALF, min(_LARGEST_HALF, value)) for value in values]
+    return base64.b64encode(struct.pack(f"<{len(values)}{kind}", *values)).decode("ascii")
+
+
+def _unpack(kind: str, text: str) -> list[Any]:
+    data = base64.b64decode(text, validate=True)
+    return list(struct.unpack(f"<{len(data) // struct.calcsize(f'<{kind}')}{kind}", data))
+
+
+def _finite(values: Sequence[float]) -> list[float | None]:
+    return [value if value - value == 0 else None for value in values]

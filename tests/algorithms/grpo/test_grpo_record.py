@@ -1,0 +1,169 @@
+"""Training records of a step: its rows by the token, and a reason for every rollout that was left out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import agentlightning as agl
+from agentlightning.cli import cli
+from agentlightning.plugin.registry import PluginManager
+from agentlightning.types import Attempt
+from agentlightning_algorithms.grpo.learning.episode import Episode
+from agentlightning_algorithms.grpo.learning.experience import build_experience
+from agentlightning_algorithms.grpo.learning.prepared_row import RowUse
+from agentlightning_algorithms.grpo.learning.record import training_spans
+from agentlightning_algorithms.grpo.setting import ExperienceSettings
+from agentlightning_plugins.training_records.query import count_outcomes, read_ledger, read_rows
+from agentlightning_plugins.training_records.record import LEDGER_SPAN, ROW_SPAN, LedgerEntry, TrainedRow
+
+
+def _rollout(group: str, index: int, status: Any = "succeeded") -> agl.AttemptedRollout:
+    rollout_id = f"ro-{group}{index}"
+    attempt = Attempt(rollout_id=rollout_id, attempt_id=f"at-{group}{index}", sequence_id=1, start_time=0.0)
+    return agl.AttemptedRollout(
+        rollout_id=rollout_id, input="t", start_time=0.0, status=status, metadata={"group": group}, attempt=attempt
+    )
+
+
+def _call(response_id: str, prompt: int = 3, **metadata: Any) -> agl.Triplet:
+    return agl.Triplet(
+        prompt={"token_ids": list(range(prompt))},
+        response={"token_ids": [7, 8], "logprobs": [-0.25, float("-inf")]},
+        metadata={"response_id": response_id, "weight_version": 4, **metadata},
+    )
+
+
+def _ledger(episodes: list[Episode], uses: Any = (), **options: Any) -> dict[str, LedgerEntry]:
+    settings = ExperienceSettings(**options)
+    experience = build_experience(episodes, settings, max_length=50, oldest_version=3)
+    failed_reward = settings.failed_reward
+    spans = training_spans(experience, 5, episodes=episodes, uses=uses, failed_reward=failed_reward)
+    return {span.rollout_id: LedgerEntry.from_span(span) for span in spans if span.name == LEDGER_SPAN}
+
+
+def test_every_rollout_has_one_outcome_with_the_reason() -> None:
+    pair = [_call("a"), _call("b")]
+    episodes = [
+        Episode(_rollout("a", 0), 1.0, pair),
+        Episode(_rollout("a", 1), 0.0, [_call("c", prompt=60)]),
+        Episode(_rollout("a", 2), 0.5, [_call("d", weight_version=1), _call("e", weight_version=1), _call("f", 60)]),
+        Episode(_rollout("a", 3), 0.5, [_call("g", finish_reason="length")]),
+        Episode(_rollout("a", 4), 0.5, []),
+        Episode(_rollout("a", 5), None, [], error="SpansDropped"),
+        Episode(_rollout("a", 6), None, [], error="AdapterError"),
+        Episode(_rollout("a", 7), None, [_call("h")]),
+        Episode(_rollout("a", 8, "failed"), None, [_call("i")], error="LookupError"),
+        Episode(_rollout("a", 9), 0.5, [agl.Triplet(prompt={}, response={}, metadata={"response_id": "j"})]),
+        Episode(_rollout("b", 0), 1.0, [_call("k")]),
+        Episode(_rollout("b", 1), 1.0, [_call("l")]),
+    ]
+    entries = _ledger(episodes, failed_reward=None, drop_cut_off=True)
+    assert [entry.outcome for entry in entries.values()] == [
+        "trained",
+        "too_long",
+        "stale",
+        "cut_off",
+        "no_calls",
+        "spans_dropped",
+        "unreadable_spans",
+        "no_reward",
+        "failed",
+        "no_tokens",
+        "flat_group",
+        "flat_group",
+    ]
+    assert list(entries) == [episode.rollout.rollout_id for episode in episodes]
+    assert entries["ro-a2"].calls == {"d": "stale", "e": "stale", "f": "too_long"}
+    assert Counter(entries["ro-a0"].calls.values()) == {"trained": 2}
+
+
+@pytest.mark.parametrize("outcome", ["mismatch", "not_finite"])
+def test_a_row_that_the_update_skipped_is_not_counted_as_trained(outcome: Any) -> None:
+    episodes = [Episode(_rollout("a", i), float(i), [_call("x")]) for i in range(2)]
+    entries = _ledger(episodes, [RowUse(None, 0, outcome), RowUse([-0.25, -1.0], 1, "trained")])
+    assert [entry.outcome for entry in entries.values()] == [outcome, "trained"]
+
+
+def test_a_row_survives_the_store_with_every_token() -> None:
+    episodes = [Episode(_rollout("a", i), float(i), [_call("x")]) for i in range(2)]
+    experience = build_experience(episodes, ExperienceSettings(), max_length=50)
+    uses = [RowUse([-0.2501, float("nan")], 0, "trained")] * 2
+    spans = training_spans(experience, 5, uses=uses, decode=lambda ids: f"<{ids[0]}>")
+    span = agl.Span.model_validate_json(spans[0].model_dump_json())
+    row = TrainedRow.from_span(span)
+    assert (row.prompt_ids, row.response_ids, row.mask) == ([0, 1, 2], [7, 8], [1, 1])
+    assert row.logprobs == [-0.25, float("-inf")]
+    assert row.trainer_logprobs is not None
+    assert row.trainer_logprobs[0] == pytest.approx(-0.2501, abs=1e-6)
+    assert (row.step, row.reward, row.calls[0].weight_version, row.texts[8]) == (5, 0.0, 4, "<8>")
+    assert row.advantages == pytest.approx([experience.rows[0].advantages[0]] * 2)
+    assert json.loads(json.dumps(row.to_json(), allow_nan=False))["logprobs"] == [-0.25, None]
+
+
+def test_the_arrays_of_a_row_take_at_most_16_bytes_a_token() -> None:
+    count = 4000
+    row = TrainedRow("ro-1", "at-1", 1, [5], [7] * count, [1] * count, [-1.5] * count, [-1.25] * count, [], 1.0)
+    assert len(row.to_span().model_dump_json()) <= 16 * count
+    assert TrainedRow.from_span(row.to_span()).trainer_logprobs == [-1.25] * count
+
+
+def test_a_broken_record_names_its_span() -> None:
+    span = agl.Span.from_attributes(
+        attributes={"agentlightning.training.token_ids": "?"}, rollout_id="ro-1", name=ROW_SPAN
+    )
+    with pytest.raises(ValueError, match=f"span {span.span_id} of ro-1 is not a readable record"):
+        TrainedRow.from_span(span)
+
+
+async def _fill(file: Path) -> str:
+    """Makes a store with a trained rollout, one of a flat group, a cancelled one and one that waits."""
+    store = agl.create_store(f"sqlite:///{file}")
+    try:
+        enqueued = [
+            await store.enqueue_rollout(i, mode="train", metadata={"step": 0, "group": f"g{i}"}) for i in range(4)
+        ]
+        episodes = []
+        for rollout in enqueued[:2]:
+            claimed = await store.dequeue_rollout()
+            assert claimed is not None
+            await store.update_attempt(claimed.rollout_id, claimed.attempt.attempt_id, status="succeeded")
+            episodes.append(Episode(claimed, float(rollout.input), [_call("chatcmpl-1")]))
+        experience = build_experience(episodes, ExperienceSettings(keep_flat_groups=True), max_length=50)
+        experience.rows, experience.sources = experience.rows[1:], experience.sources[1:]
+        experience.left_out[id(episodes[0].triplets[0])] = "flat_group"
+        await store.add_many_spans(training_spans(experience, 1, episodes=episodes))
+        await store.cancel_rollout(enqueued[2].rollout_id)
+        for step in (None, 1):
+            entries = await read_ledger(store, step)
+            assert [entry.rollout_id for entry in entries] == [rollout.rollout_id for rollout in enqueued]
+            assert count_outcomes(entries) == {1: Counter(["trained", "flat_group", "cancelled", "unfinished"])}
+        assert await read_ledger(store, 2) == []
+        assert len(await read_rows(store, enqueued[1].rollout_id)) == 1
+        return enqueued[1].rollout_id
+    finally:
+        await store.close()
+
+
+def test_the_ledger_and_the_tokens_are_shown_at_the_terminal(tmp_path: Path) -> None:
+    file = tmp_path / "store.db"
+    trained = asyncio.run(_fill(file))
+    PluginManager().hook.add_commands(cli=cli)
+
+    def run(*arguments: str) -> str:
+        result = CliRunner().invoke(cli, [*arguments, "--store", f"sqlite:///{file}"])
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    assert "25%" in run("ledger")
+    assert all(outcome in run("ledger", "--step", "1") for outcome in ("trained", "flat_group", "cancelled"))
+    assert len(json.loads(run("ledger", "--step", "1", "--json"))) == 4
+    assert "-0.2500" in run("tokens", trained)
+    (row,) = json.loads(run("tokens", trained, "--json"))
+    assert row["response_ids"] == [7, 8]

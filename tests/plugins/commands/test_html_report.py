@@ -1,0 +1,126 @@
+"""``agl report --html``: one self-contained page, in which hostile content is text."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import agentlightning as agl
+from agentlightning.cli import cli
+from agentlightning.plugin.registry import PluginManager
+from agentlightning_plugins.commands.report.html import visible, write_html
+from agentlightning_plugins.training_records.record import LedgerEntry
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\x1b[31m\u202egnp.exe\u200b{{7*7}}%s&amp;"
+
+
+@pytest.fixture
+async def run(tmp_path: Path) -> AsyncIterator[tuple[agl.LightningStore, Path]]:
+    """A finished run of two evaluations with a hostile task, error, reply, metric and resource."""
+    directory = tmp_path / "run"
+    directory.mkdir()
+    (directory / "run.json").write_text(json.dumps({"key": "k", "seed": HOSTILE}))
+    store = agl.create_store(f"sqlite:///{directory}/store.db")
+    for step, reward in ((0, 0.0), (2, 1.0)):
+        for task in range(8):
+            await _run(store, "val", {"step": step, "task_id": task}, reward if task else 0.0)
+        await store.add_metrics(step, {"val_reward": reward * 7 / 8, "val_s": 2.0})
+    for place in range(4):
+        rollout = await _run(store, "train", {"step": 0, "group": "g"}, float(place > 1))
+        entry = LedgerEntry(
+            rollout.rollout_id, rollout.attempt.attempt_id, 1, "g", "flat_group" if place else "trained"
+        )
+        await store.add_many_spans([entry.to_span()])
+    await store.add_metrics(1, {"reward": 0.5, "reward_std": 0.5, "rollouts": 4.0, "sample_s": 3.0, "entropy": 1.0})
+    await store.add_metrics(2, {"entropy": 0.5, "calls": 12.0})
+    await store.add_resources({HOSTILE: HOSTILE})
+    yield store, directory
+    await store.close()
+
+
+async def _run(store: agl.LightningStore, mode: Any, metadata: dict[str, Any], reward: float) -> agl.AttemptedRollout:
+    await store.enqueue_rollout({"question": HOSTILE}, mode=mode, metadata=metadata)
+    rollout = await store.dequeue_rollout()
+    assert rollout is not None
+    messages = json.dumps([{"role": "user", "content": HOSTILE}])
+    reply = json.dumps([{"role": "assistant", "content": f"{HOSTILE} {reward}"}])
+    attributes = {"gen_ai.operation.name": "chat", "gen_ai.input.messages": messages, "gen_ai.output.messages": reply}
+    where = {"rollout_id": rollout.rollout_id, "attempt_id": rollout.attempt.attempt_id}
+    await store.add_span(agl.Span.from_attributes(attributes=attributes, name="chat", **where))
+    await store.update_attempt(*where.values(), status="succeeded", reward=reward)
+    return rollout
+
+
+async def test_the_page_has_the_whole_run_and_needs_nothing_else(run: tuple[agl.LightningStore, Path]) -> None:
+    page = (await write_html(*run)).read_text()
+    for part in ("validation, before", "+0.875", "95 %:", "Before: reward 0.0", "After: reward 1.0", "Entropy by step"):
+        assert part in page
+    assert re.search(r"<td class=\"n\">25 %</td><td>3 flat group</td>", page)
+    assert re.search(r"sample</td><td class=\"n\">3.0</td>", page)
+    assert not re.findall(r"""(?:src|href)\s*=|url\(|@import|https?://(?!www\.w3\.org/2000/svg)""", _without_text(page))
+
+
+async def test_hostile_content_is_shown_as_text(run: tuple[agl.LightningStore, Path]) -> None:
+    page = (await write_html(*run)).read_text()
+    assert page.count("&lt;script&gt;alert(1)") >= 5
+    assert not re.search(r"<(script|img|iframe)", page)
+    assert not re.search("[\x1b\u202e\u200b]", page)
+    assert visible("a\x1b[0m\u202eb") == "a\\u001b[0m\\u202eb"
+    assert len(visible("x" * 10_000_000)) < 30_000
+
+
+def _without_text(page: str) -> str:
+    return page.replace("src=x", "")
+
+
+def test_the_command_writes_the_page_where_it_is_told(run: tuple[agl.LightningStore, Path], tmp_path: Path) -> None:
+    PluginManager().hook.add_commands(cli=cli)
+    page = tmp_path / "page.html"
+    result = CliRunner().invoke(cli, ["report", str(run[1]), "--html", str(page)])
+    assert (result.exit_code, result.output.strip()) == (0, str(page))
+    assert page.read_text().startswith("<!doctype html>")
+    refused = CliRunner().invoke(cli, ["report", str(run[1]), "--html", str(tmp_path / "no" / "page.html")])
+    assert "cannot be written" in str(refused.exception or refused.output)
+
+
+def test_a_run_directory_has_the_page_at_its_end(tmp_path: Path) -> None:
+    trainer = agl.Trainer(algorithm="baseline", run_dir=tmp_path / "r", trackers=[])
+    trainer.fit(_rewarded, [1, 2], [3])
+    page = (tmp_path / "r" / "report.html").read_text()
+    assert "<h1>r</h1>" in page
+    assert "succeeded" in page
+
+
+def _rewarded(task: int) -> float:
+    return 1.0
+
+
+def test_a_prompt_search_shows_its_best_prompt_with_the_difference(tmp_path: Path) -> None:
+    from agentlightning_algorithms.prompt_search.candidate import CANDIDATE_NAME, Candidate
+
+    async def write() -> str:
+        (tmp_path / "run.json").write_text('{"key": "k"}')
+        store = agl.create_store(f"sqlite:///{tmp_path}/store.db")
+        try:
+            prompt = agl.PromptTemplate("Answer.\nBe long.", "f-string")
+            seed = Candidate.of({"p": prompt}, full_score=0.25, task_scores=(0.0, 0.0, 0.0, 1.0))
+            better = agl.PromptTemplate("Answer.\nBe short.", "f-string")
+            best = Candidate.of({"p": better}, seed, full_score=1.0, task_scores=(1.0,) * 4, critique="too long")
+            for place, candidate in enumerate((seed, best)):
+                await store.update_resources(f"rs-{place}", {**candidate.prompts, CANDIDATE_NAME: candidate})
+            return (await write_html(store, tmp_path)).read_text()
+        finally:
+            await store.close()
+
+    page = asyncio.run(write())
+    assert '<span class="removed">-Be long.</span>' in page
+    assert '<span class="added">+Be short.</span>' in page
+    assert "+0.750" in page
+    assert "too long" in page
