@@ -1,4 +1,4 @@
-"""The algorithm ``grpo``, its policy backends, and ``agl export``."""
+"""The algorithms ``grpo`` and ``sft``, policy backends, ``agl export`` and ``agl serve``."""
 
 from __future__ import annotations
 
@@ -31,6 +31,9 @@ def components() -> Iterable[Component]:
     return [
         Component("algorithm", "grpo", f"{package}.algorithm:GRPO", "grpo", "trains weights on one machine"),
         Component(
+            "algorithm", "sft", f"{package}.sft.algorithm:SFT", "grpo", "fine-tunes weights on good rollouts or a file"
+        ),
+        Component(
             "policy_backend",
             "transformers",
             f"{package}.backend.transformers:TransformersBackend",
@@ -47,6 +50,7 @@ def components() -> Iterable[Component]:
             Component("policy_loss", name, f"{package}.learning.loss:{name}", "grpo", summary)
             for name, summary in _LOSSES.items()
         ),
+        Component("policy_loss", "likelihood", f"{package}.sft.loss:likelihood", "grpo", "log-likelihood, for sft"),
         *(
             Component("advantage", name, f"agentlightning_algorithms.advantage:{name}", summary=summary)
             for name, summary in _ESTIMATORS.items()
@@ -56,6 +60,7 @@ def components() -> Iterable[Component]:
 
 @hookimpl
 def add_commands(cli: click.Group) -> None:
-    from agentlightning_algorithms.grpo.command import export
+    from agentlightning_algorithms.grpo.command import export, serve
 
     cli.add_command(export)
+    cli.add_command(serve)

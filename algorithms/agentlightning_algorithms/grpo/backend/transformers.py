@@ -31,17 +31,18 @@ class TransformersBackend:
     def __init__(
         self,
         *,
+        host: str = "127.0.0.1",
         port: int = 0,
         max_length: int | None = None,
         prefix_cache_mb: int = 512,
         ready_timeout_s: float = 300.0,
     ) -> None:
-        """Takes the port (0: any free one), and how long loading may take.
+        """Takes the address, whose port 0 is any free one, and how long loading may take.
 
         ``max_length`` is the maximum of a prompt and its response together, by default the model's;
         ``prefix_cache_mb`` is the memory for keys and values of earlier prompts.
         """
-        self._options = {"port": port, "max_length": max_length, "prefix_cache_mb": prefix_cache_mb}
+        self._options = {"host": host, "port": port, "max_length": max_length, "prefix_cache_mb": prefix_cache_mb}
         self._ready_timeout_s = ready_timeout_s
         self._setup: PolicySetup | None = None
         self._endpoint: str | None = None
