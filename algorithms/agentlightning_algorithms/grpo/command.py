@@ -121,7 +121,9 @@ def _serve_with_command(source: str, checkpoint: str | None, command: str, value
         shown, model = stack.enter_context(open_model(source, checkpoint))
         if isinstance(model, Path) and has_adapters(model):
             model = stack.enter_context(_merged(model))
-        words = [word.format(model=model, **values) for word in shlex.split(command)]
+        words = shlex.split(command)
+        for placeholder, value in {"model": str(model), **values}.items():
+            words = [word.replace(f"{{{placeholder}}}", value) for word in words]
         click.echo(f"Serving {shown}: {shlex.join(words)}")
         stopped = stack.enter_context(_stopping())
         try:

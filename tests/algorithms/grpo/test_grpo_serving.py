@@ -131,14 +131,14 @@ def test_compare_evaluates_the_trained_weights_on_the_test_tasks(folder: Path) -
 
 
 def test_another_server_gets_the_directory_of_the_model(folder: Path) -> None:
-    code = "import pathlib, sys; print(sorted(p.name for p in pathlib.Path(sys.argv[1]).iterdir()), sys.argv[2])"
-    command = f'"{sys.executable}" -c "{code}" {{model}} {{port}}'
+    code = "import pathlib, sys; print(sorted(p.name for p in pathlib.Path(sys.argv[1]).iterdir()), *sys.argv[2:])"
+    command = f'"{sys.executable}" -c "{code}" {{model}} {{port}} \'{{"a": 1}}\''
     done = subprocess.run(
         [sys.executable, "-m", "agentlightning", "serve", "runs/tiny", "--port", "1234", "--command", command],
         cwd=folder, capture_output=True, text=True, check=True, timeout=240,
     )  # fmt: skip
     assert "Serving runs/tiny (best): " in done.stdout
-    assert re.search(r"'config.json', .*'model.safetensors', .*\] 1234\n", done.stdout), done.stdout
+    assert re.search(r"'config.json', .*'model.safetensors', .*\] 1234 \{\"a\": 1\}\n", done.stdout), done.stdout
 
 
 def test_a_checkpoint_that_a_run_does_not_have_is_an_error_that_names_those_it_has(folder: Path) -> None:
