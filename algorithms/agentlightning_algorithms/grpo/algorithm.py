@@ -14,7 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,9 +23,8 @@ from agentlightning.errors import ConfigError
 from agentlightning.types import Dataset, RolloutMode
 from agentlightning_algorithms.grpo.model.checkpoint import atomic_directory, recover_directory
 from agentlightning_algorithms.grpo.session import Batch, Session, open_session
-from agentlightning_algorithms.grpo.setting import GRPOSettings, agent_sampling
-from agentlightning_algorithms.trained_model.checkpoint import STEPS
-from agentlightning_algorithms.trained_model.record import TrainingRecord
+from agentlightning_algorithms.grpo.setting import GRPOSettings
+from agentlightning_algorithms.grpo.training_files import keep_weights, write_record
 
 logger = logging.getLogger("agentlightning")
 
@@ -74,26 +73,11 @@ class GRPO(GRPOSettings, Algorithm):
             self._session = await open_session(stack, self.context, self.get_adapter(), self, update, self._resume_from)
             self._session.resumed = self._resuming
             if self.context.directory is not None:
-                self._describe(train_dataset, val_dataset).write(self.context.directory)
+                write_record(self.context.directory, self, train_dataset, val_dataset)
             try:
                 await self._train(self._session, train_dataset, val_dataset)
             finally:
                 self._session = None
-
-    def _describe(self, train: Dataset[Any], val: Dataset[Any] | None) -> TrainingRecord:
-        settings = {field.name: getattr(self, field.name) for field in fields(GRPOSettings)}
-        del settings["test_dataset"]
-        return TrainingRecord(
-            algorithm="grpo",
-            base=self.model,
-            resource_name=self.resource_name,
-            sampling=agent_sampling(self.eval_sampling or {}),
-            device=self.device,
-            dtype=self.dtype,
-            train_tasks=len(train),
-            val_tasks=len(val or ()),
-            settings=settings,
-        )
 
     async def _train(self, session: Session, train: Dataset[Any], val: Dataset[Any] | None) -> None:
         started_at = session.step
@@ -131,8 +115,10 @@ class GRPO(GRPOSettings, Algorithm):
                     metrics["checkpoint_s"] = checkpoint_s
                 metrics["progress"] = 1.0 if reached else (session.step - started_at) / (self.steps - started_at)
                 await session.report(metrics)
-                if self.keep_weights_every and session.step % self.keep_weights_every == 0:
-                    await asyncio.to_thread(_save_weights, session, self.context.directory, f"{STEPS}/{session.step}")
+                keep = self.keep_weights_every and session.step % self.keep_weights_every == 0
+                if keep and self.context.directory is not None:
+                    policy = session.updater.policy
+                    await asyncio.to_thread(keep_weights, self.context.directory, policy, session.step)
                 checkpoint_due = last or reached or session.step % self.checkpoint_every == 0
                 if checkpoint_due and self.context.directory is not None:
                     saving = time.monotonic()
@@ -154,11 +140,11 @@ class GRPO(GRPOSettings, Algorithm):
         reward = metrics.get(f"{mode}_reward")  # missing if every rollout failed and failed_reward is None
         if mode == "val" and reward is not None and (session.best_reward is None or reward > session.best_reward):
             session.best_reward = reward
-            await asyncio.to_thread(_save_weights, session, self.context.directory, "best")
+            if self.context.directory is not None:
+                await asyncio.to_thread(_save_best, session, self.context.directory)
         return metrics
 
 
-def _save_weights(session: Session, directory: Path | None, name: str) -> None:
-    if directory is not None:
-        with atomic_directory(directory / name) as scratch:
-            session.updater.policy.save(scratch, merge=False)
+def _save_best(session: Session, directory: Path) -> None:
+    with atomic_directory(directory / "best") as scratch:
+        session.updater.policy.save(scratch, merge=False)

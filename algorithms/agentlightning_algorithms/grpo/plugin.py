@@ -15,6 +15,7 @@ _LOSSES = {
     "ppo": "clipped ratios of tokens",
     "gspo": "one clipped ratio for a row",
     "cispo": "clipped ratios as weights",
+    "cross_entropy": "likelihood of the tokens",
 }
 _ESTIMATORS = {
     "grpo": "difference from the mean of the group, over its spread",
@@ -50,7 +51,6 @@ def components() -> Iterable[Component]:
             Component("policy_loss", name, f"{package}.learning.loss:{name}", "grpo", summary)
             for name, summary in _LOSSES.items()
         ),
-        Component("policy_loss", "likelihood", f"{package}.sft.loss:likelihood", "grpo", "log-likelihood, for sft"),
         *(
             Component("advantage", name, f"agentlightning_algorithms.advantage:{name}", summary=summary)
             for name, summary in _ESTIMATORS.items()

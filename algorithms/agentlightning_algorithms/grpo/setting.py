@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
 from pydantic import ConfigDict
@@ -15,8 +14,7 @@ from agentlightning.plugin.registry import get_manager
 from agentlightning.plugin.settings import require_least
 from agentlightning_algorithms.advantage import STD_FLOOR
 from agentlightning_algorithms.grpo.training_row import Distribution
-from agentlightning_algorithms.trained_model.checkpoint import find_checkpoint, has_adapters
-from agentlightning_algorithms.trained_model.record import read_training
+from agentlightning_algorithms.trained_model.checkpoint import find_model
 
 Aggregation = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "rollout-mean"
@@ -325,31 +323,6 @@ def distribution(sampling: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of a request that decide which distribution its tokens are drawn from."""
     flat = flatten(sampling)
     return {name: neutral if flat.get(name) is None else flat[name] for name, neutral in _NEUTRAL.items()}
-
-
-def find_model(model: str) -> str:
-    """Returns a directory or hub name of a model; of a run's directory, the model that the run trained.
-
-    Raises:
-        ConfigError: a path without a model, or a run that trained LoRA adapters.
-    """
-    path = Path(model).expanduser()
-    if path.is_dir() and not (path / "config.json").is_file():
-        if read_training(path) is None:
-            raise ConfigError(
-                f"model = {model!r}: that directory has no config.json; give one that save_pretrained wrote, or that "
-                "of a run"
-            )
-        _, trained = find_checkpoint(path, None)
-        if has_adapters(trained):
-            raise ConfigError(
-                f"model = {model!r}: that run trained LoRA adapters; write the whole model with `agl export {model} "
-                "DIR --merge`, and give DIR"
-            )
-        return str(trained)
-    if not path.is_dir() and (path.is_absolute() or model.startswith((".", "~")) or path.exists()):
-        raise ConfigError(f"model = {model!r}: there is no such directory; give one, or the name of a model on the hub")
-    return model
 
 
 def _check_sampling(name: str, sampling: Mapping[str, Any]) -> None:

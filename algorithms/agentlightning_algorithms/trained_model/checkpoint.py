@@ -61,6 +61,31 @@ def has_adapters(model: Path) -> bool:
     return (model / _ADAPTER).is_file()
 
 
+def find_model(model: str) -> str:
+    """Returns a directory or hub name of a model; of a run's directory, the model that the run trained.
+
+    Raises:
+        ConfigError: a path without a model, or a run that trained LoRA adapters.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir() and not (path / "config.json").is_file():
+        if read_training(path) is None:
+            raise ConfigError(
+                f"model = {model!r}: that directory has no config.json; give one that save_pretrained wrote, or that "
+                "of a run"
+            )
+        _, trained = find_checkpoint(path, None)
+        if has_adapters(trained):
+            raise ConfigError(
+                f"model = {model!r}: that run trained LoRA adapters; write the whole model with `agl export {model} "
+                "DIR --merge`, and give DIR"
+            )
+        return str(trained)
+    if not path.is_dir() and (path.is_absolute() or model.startswith((".", "~")) or path.exists()):
+        raise ConfigError(f"model = {model!r}: there is no such directory; give one, or the name of a model on the hub")
+    return model
+
+
 @contextlib.contextmanager
 def readable(checkpoint: Path) -> Iterator[Path]:
     """Yields a directory that ``from_pretrained`` reads: the checkpoint, or shards of verl merged in a temporary one.

@@ -19,8 +19,9 @@ from agentlightning.types import Dataset
 from agentlightning_algorithms.grpo.learning.updater import Updater
 from agentlightning_algorithms.grpo.model.checkpoint import recover_directory
 from agentlightning_algorithms.grpo.model.policy import load_policy
-from agentlightning_algorithms.grpo.setting import LoraSettings, UpdateSettings, find_model
+from agentlightning_algorithms.grpo.setting import LoraSettings, UpdateSettings
 from agentlightning_algorithms.grpo.sft.example import make_rows, read_examples
+from agentlightning_algorithms.trained_model.checkpoint import find_model
 from agentlightning_algorithms.trained_model.record import TrainingRecord
 
 logger = logging.getLogger("agentlightning")
@@ -124,7 +125,7 @@ class SFT(Algorithm):
         if not rows:
             raise ConfigError(f"source = {self.source!r} has no message of an assistant that fits the model")
         update = UpdateSettings(
-            objective="likelihood",
+            objective="cross_entropy",
             lr=self.lr,
             schedule=self.schedule,
             total_updates=self.epochs,
