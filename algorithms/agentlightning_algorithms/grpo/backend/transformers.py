@@ -42,8 +42,9 @@ class TransformersBackend:
         ``max_length`` is the maximum of a prompt and its response together, by default the model's;
         ``prefix_cache_mb`` is the memory for keys and values of earlier prompts.
         """
-        self._options = {"host": host, "port": port, "max_length": max_length, "prefix_cache_mb": prefix_cache_mb}
+        self._options = {"port": port, "max_length": max_length, "prefix_cache_mb": prefix_cache_mb}
         self._ready_timeout_s = ready_timeout_s
+        self._host = host
         self._setup: PolicySetup | None = None
         self._endpoint: str | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -127,7 +128,7 @@ class TransformersBackend:
             await asyncio.to_thread(_end, process)
 
     def _spawn(self, setup: PolicySetup) -> subprocess.Popen[bytes]:
-        options = {**asdict(setup), **self._options}
+        options = {**asdict(setup), "host": self._host, **self._options}
         del options["directory"]
         command = [sys.executable, "-P", "-m", "agentlightning_algorithms.grpo.server", "--exit-with-parent"]
         for name, value in options.items():
