@@ -38,7 +38,7 @@ class Trainer:
     """Runs an algorithm over an agent.
 
     Every component is an instance, a class, a registered name (``agl plugins`` lists them), the path of a class such as
-    ``my_package.module.MyClass``, or ``{"name": ..., **settings}`` with either of these names.
+    ``my_package.module:MyClass``, or ``{"name": ..., **settings}`` with either of these names.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Trainer:
         self.tracer: Tracer | Spec = tracer if tracer is not None else "otel"
         if isinstance(self.tracer, (str, Mapping)):
             get_manager().check("tracer", self.tracer)  # created in the runners' processes, but checked here
-        if isinstance(adapter, Mapping) and "name" not in adapter:
+        if isinstance(adapter, Mapping) and not {"name", "type"} & set(adapter):
             default = self.algorithm.default_adapter if self.algorithm is not None else None
             adapter = {"name": default or "triplet", **adapter}
         self.adapter: TraceAdapter[Any] | None = component("adapter", adapter)

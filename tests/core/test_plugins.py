@@ -71,6 +71,20 @@ def test_a_missing_setting_is_named(manager: PluginManager) -> None:
         manager.create("algorithm", "tuned")
 
 
+def test_a_class_of_the_user_is_named_by_its_path(
+    manager: PluginManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_parts.py").write_text(
+        "class Tuned:\n    def __init__(self, *, rate: float = 0.0): self.rate = rate\n"
+        "def make(*, rate: float): return Tuned(rate=rate)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for path in ("own_parts:Tuned", "own_parts.Tuned", "own_parts:make"):
+        for key in ("name", "type"):  # as release 0.3 called it
+            made = manager.create("algorithm", {key: path, "rate": 0.5})
+            assert (type(made).__name__, made.rate) == ("Tuned", 0.5)
+
+
 def test_a_name_offered_twice_raises_when_it_is_asked_for(manager: PluginManager) -> None:
     manager.register(offering(Component("algorithm", "tuned", "elsewhere:Tuned")), "theirs")
     with pytest.raises(PluginError, match=r"offered by mine .* and theirs"):

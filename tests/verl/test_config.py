@@ -54,6 +54,7 @@ def test_verl_has_a_key_for_each_of_our_defaults() -> None:
         ({"trainer": {"device": {"name": "cpu"}}}, "trainer.device is one value, not a mapping"),
         ({"data.train_files": "x.parquet"}, "data.train_files cannot be set: the tasks are the trainer's"),
         ({"trainer.v1.trainer_mode": "separate_async"}, "supported: sync, colocate_async"),
+        ({"algorithm.adv_estimator": "remax"}, "adv_estimator = 'remax' needs a greedy rollout of each task"),
         ({"data.train_batch_size": 33}, "train_batch_size = 33 is not a multiple"),
         (
             {"algorithm.adv_estimator": "gae", "critic.ppo_mini_batch_size": 24},
@@ -176,3 +177,14 @@ async def test_a_credit_rule_is_refused_with_settings_for_whole_rollouts(
     algorithm.context = agl.RunContext(adapter=agl.TraceToTriplet(credit="nearest"), seed=7)
     with pytest.raises(agl.ConfigError, match=re.escape(complaint)):
         await algorithm.run(["task"])
+
+
+def test_a_new_agent_for_verl_passes_the_dry_run(tmp_path: Path) -> None:
+    def agl_says(folder: Path, *arguments: str) -> str:
+        command = [sys.executable, "-m", "agentlightning", *arguments]
+        ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout + ended.stderr
+
+    agl_says(tmp_path, "new", "agent", "word-adder", "--verl")
+    assert "ok    algorithm    VERL" in agl_says(tmp_path / "word-adder", "train", "config.yaml", "--dry-run")

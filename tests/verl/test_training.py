@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import openai
 import pytest
 import torch
 from verl_agent import TIMEOUT_S
@@ -317,3 +319,29 @@ def test_the_kl_to_the_model_without_its_adapter_is_subtracted_from_the_reward(v
     metrics = variants["lora"].metrics
     assert metrics[2]["actor/reward_kl_penalty"] == pytest.approx(0.0, abs=1e-6)
     assert abs(metrics[3]["actor/reward_kl_penalty"]) > 1e-6
+
+
+def test_the_trained_model_is_served_and_exported(trained: Training, tmp_path: Path) -> None:
+    from click.testing import CliRunner
+    from safetensors.torch import load_file
+
+    from agentlightning_algorithms.grpo.command import export
+    from agentlightning_algorithms.trained_model.serving import serve_model
+
+    exported = tmp_path / "exported"
+    said = CliRunner().invoke(export, [str(trained.directory), str(exported), "--checkpoint", "2"])
+    assert said.exit_code == 0, said.output
+    shards = trained.directory / "checkpoints" / "global_step_2" / "actor" / "model_world_size_1_rank_0.pt"
+    own = torch.load(shards, weights_only=False)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    weights = own[name].full_tensor() if hasattr(own[name], "full_tensor") else own[name]
+    assert torch.equal(load_file(exported / "model.safetensors")[name], weights.bfloat16())
+    assert "algorithm | `verl`" in (exported / "README.md").read_text()
+    with (
+        serve_model(str(trained.directory)) as served,
+        openai.OpenAI(base_url=served.endpoint, api_key="none", max_retries=0) as client,
+    ):
+        assert served.source == f"{trained.directory} (latest)"
+        answer = client.completions.create(model="policy", prompt=[1, 2, 3], max_tokens=4, temperature=0)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens > 0

@@ -24,6 +24,7 @@ from agentlightning.types import Dataset, RolloutMode
 from agentlightning_algorithms.grpo.model.checkpoint import atomic_directory, recover_directory
 from agentlightning_algorithms.grpo.session import Batch, Session, open_session
 from agentlightning_algorithms.grpo.setting import GRPOSettings
+from agentlightning_algorithms.grpo.training_files import keep_weights, write_record
 
 logger = logging.getLogger("agentlightning")
 
@@ -71,6 +72,8 @@ class GRPO(GRPOSettings, Algorithm):
         async with contextlib.AsyncExitStack() as stack:
             self._session = await open_session(stack, self.context, self.get_adapter(), self, update, self._resume_from)
             self._session.resumed = self._resuming
+            if self.context.directory is not None:
+                write_record(self.context.directory, self, train_dataset, val_dataset)
             try:
                 await self._train(self._session, train_dataset, val_dataset)
             finally:
@@ -112,6 +115,10 @@ class GRPO(GRPOSettings, Algorithm):
                     metrics["checkpoint_s"] = checkpoint_s
                 metrics["progress"] = 1.0 if reached else (session.step - started_at) / (self.steps - started_at)
                 await session.report(metrics)
+                keep = self.keep_weights_every and session.step % self.keep_weights_every == 0
+                if keep and self.context.directory is not None:
+                    policy = session.updater.policy
+                    await asyncio.to_thread(keep_weights, self.context.directory, policy, session.step)
                 checkpoint_due = last or reached or session.step % self.checkpoint_every == 0
                 if checkpoint_due and self.context.directory is not None:
                     saving = time.monotonic()

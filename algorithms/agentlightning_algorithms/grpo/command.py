@@ -1,64 +1,161 @@
-"""``agl export``: writes the model that a ``grpo`` run trained."""
+"""``agl export`` and ``agl serve``: the model that a run trained, as files and behind an address."""
 
 from __future__ import annotations
 
-import json
+import contextlib
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Final
 
 import click
 
-from agentlightning.errors import ConfigError
+from agentlightning.errors import ConfigError, LightningError
+from agentlightning_algorithms.grpo.model_card import write_model_card
+from agentlightning_algorithms.trained_model.checkpoint import find_checkpoint, has_adapters, readable
+from agentlightning_algorithms.trained_model.serving import ServedModel, open_model, serve_model
 
+_CHECK_S: Final = 1.0
 DIRECTORY = click.Path(path_type=Path)
-Which = Literal["best", "last"]
+_CHECKPOINT = click.option(
+    "--checkpoint",
+    metavar="best|latest|N",
+    help="Best on the validation set, latest, or that of step N; default is best, or latest without one.",
+)
 
 
 @click.command("export")
 @click.argument("run_dir", type=DIRECTORY)
 @click.argument("out", type=DIRECTORY)
 @click.option("--merge", is_flag=True, help="With LoRA: write the whole model, not only the adapters.")
-@click.option("--which", type=click.Choice(["best", "last"]), help="Best on the validation set (default), or last.")
-def export(run_dir: Path, out: Path, merge: bool, which: Which | None) -> None:
-    """Write the model that a run trained to OUT, for from_pretrained and for model servers."""
+@_CHECKPOINT
+def export(run_dir: Path, out: Path, merge: bool, checkpoint: str | None) -> None:
+    """Write the model that a run trained to OUT, with a model card, for from_pretrained and for model servers."""
     from agentlightning.plugin.registry import get_manager
 
     get_manager().get("algorithm", "grpo")  # raises an error with the install command if the extra is missing
-    source = export_model(run_dir, out, merge=merge, which=which)
+    source = export_model(run_dir, out, merge=merge, checkpoint=checkpoint)
     click.echo(f"{source} -> {out}")
 
 
-def export_model(run: Path, out: Path, *, merge: bool = False, which: Which | None = None) -> Path:
+def export_model(run: Path, out: Path, *, merge: bool = False, checkpoint: str | None = None) -> Path:
     """Writes the model of a run, finished or not, to a new directory, and returns the directory that was read.
 
-    ``merge`` writes the whole model instead of LoRA adapters. ``which`` is ``best`` on the validation set or ``last``;
-    None: the best, or the last if nothing was evaluated.
+    ``merge`` writes the whole model instead of LoRA adapters. ``checkpoint`` is ``best`` on the validation set,
+    ``latest`` or a step; None: the best, or the latest if nothing was evaluated.
 
     Raises:
         ConfigError: no such model in the run, or ``out`` exists.
     """
-    from agentlightning_algorithms.grpo.model.checkpoint import atomic_directory, recover_directory
+    from agentlightning_algorithms.grpo.model.checkpoint import atomic_directory  # torch
 
-    models = {"best": recover_directory(run / "best"), "last": recover_directory(run / "checkpoint")}
-    models = {name: path for name, path in models.items() if path.is_dir()}
-    chosen: str | None = which or next(iter(models), None)
-    if chosen is None or chosen not in models:
-        raise ConfigError(
-            f"{run} holds no {chosen or 'trained'} model; it has: {', '.join(models) or 'none'}. Models appear with "
-            "the first checkpoint"
-        )
+    name, source = find_checkpoint(run, checkpoint)
     if out.exists():
         raise ConfigError(f"{out} exists; give a directory that does not")
-    from agentlightning_algorithms.grpo.model.lora import read_lora  # torch, transformers and peft
-    from agentlightning_algorithms.grpo.model.policy import load_policy
+    with readable(source) as model, atomic_directory(out) as scratch:
+        if merge and has_adapters(model):
+            from agentlightning_algorithms.grpo.model.policy import load_policy  # transformers
 
-    source = models[chosen]
-    lora = source / "adapter_config.json"
-    with atomic_directory(out) as scratch:
-        if lora.is_file():
-            policy = load_policy(json.loads(lora.read_text(encoding="utf-8"))["base_model_name_or_path"])
-            read_lora(policy.model, source)
+            load_policy(model).save(scratch, merge=True)
         else:
-            policy = load_policy(source)
-        policy.save(scratch, merge=merge)
+            shutil.copytree(model, scratch, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.pt"))
+        write_model_card(scratch, run, name)
     return source
+
+
+@click.command("serve")
+@click.argument("source", metavar="RUN|MODEL")
+@_CHECKPOINT
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to bind; requests need no key.")
+@click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0: any free port.")
+@click.option("--name", default="policy", show_default=True, help="Name of the model in requests.")
+@click.option("--device", help="Such as cpu or cuda:0; default is that of the training.")
+@click.option("--dtype", help="float32, bfloat16 or float16; default is that of the training.")
+@click.option(
+    "--command", "own", metavar="TEXT", help="Start this server instead, as in 'vllm serve {model} --port {port}'."
+)
+def serve(
+    source: str,
+    checkpoint: str | None,
+    host: str,
+    port: int,
+    name: str,
+    device: str | None,
+    dtype: str | None,
+    own: str | None,
+) -> None:
+    """Serve the model that a run trained, or any other MODEL, behind an OpenAI-compatible address.
+
+    MODEL is a directory or a name on the hub. In --command, {model}, {name}, {host} and {port} are replaced; the
+    model's directory is a whole model there, with LoRA adapters merged.
+    """
+    if own is not None:
+        sys.exit(_serve_with_command(source, checkpoint, own, {"name": name, "host": host, "port": str(port)}))
+    with (
+        _stopping() as stopped,
+        serve_model(source, checkpoint, name=name, device=device, dtype=dtype, host=host, port=port) as served,
+    ):
+        click.echo(_describe(served))
+        while not stopped.wait(_CHECK_S):
+            served.backend.check()
+
+
+def _describe(served: ServedModel) -> str:
+    body = f'{{"model": "{served.model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    return (
+        f"Serving {served.source} at {served.endpoint} as the model {served.model}. Try it:\n\n"
+        f"    curl {served.endpoint}/chat/completions -H 'Content-Type: application/json' -d '{body}'\n"
+    )
+
+
+def _serve_with_command(source: str, checkpoint: str | None, command: str, values: dict[str, str]) -> int:
+    """Runs the user's model server on a whole model until it ends or this process is stopped."""
+    with contextlib.ExitStack() as stack:
+        shown, model = stack.enter_context(open_model(source, checkpoint))
+        if isinstance(model, Path) and has_adapters(model):
+            model = stack.enter_context(_merged(model))
+        words = shlex.split(command)
+        for placeholder, value in {"model": str(model), **values}.items():
+            words = [word.replace(f"{{{placeholder}}}", value) for word in words]
+        click.echo(f"Serving {shown}: {shlex.join(words)}")
+        stopped = stack.enter_context(_stopping())
+        try:
+            process = subprocess.Popen(words, start_new_session=True)  # Ctrl-C reaches us only, who then stop it
+        except OSError as error:
+            raise LightningError(f"--command {command!r} cannot be started: {error}") from error
+        try:
+            while process.poll() is None and not stopped.wait(_CHECK_S):
+                pass
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+        code = process.wait()
+        return 0 if stopped.is_set() else code
+
+
+@contextlib.contextmanager
+def _merged(adapters: Path) -> Iterator[Path]:
+    from agentlightning_algorithms.grpo.model.policy import load_policy  # transformers
+
+    with tempfile.TemporaryDirectory(prefix="agl-model-") as scratch:
+        load_policy(adapters).save(Path(scratch), merge=True)
+        yield Path(scratch)
+
+
+@contextlib.contextmanager
+def _stopping() -> Iterator[threading.Event]:
+    """Yields an event that SIGINT and SIGTERM set while the block runs."""
+    stopped = threading.Event()
+    before = {number: signal.signal(number, lambda *_: stopped.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stopped
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""The algorithm ``grpo``, its policy backends, and ``agl export``."""
+"""The algorithms ``grpo`` and ``sft``, policy backends, ``agl export`` and ``agl serve``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ _LOSSES = {
     "ppo": "clipped ratios of tokens",
     "gspo": "one clipped ratio for a row",
     "cispo": "clipped ratios as weights",
+    "cross_entropy": "likelihood of the tokens",
 }
 _ESTIMATORS = {
     "grpo": "difference from the mean of the group, over its spread",
@@ -30,6 +31,9 @@ def components() -> Iterable[Component]:
     package = "agentlightning_algorithms.grpo"
     return [
         Component("algorithm", "grpo", f"{package}.algorithm:GRPO", "grpo", "trains weights on one machine"),
+        Component(
+            "algorithm", "sft", f"{package}.sft.algorithm:SFT", "grpo", "fine-tunes weights on good rollouts or a file"
+        ),
         Component(
             "policy_backend",
             "transformers",
@@ -56,6 +60,7 @@ def components() -> Iterable[Component]:
 
 @hookimpl
 def add_commands(cli: click.Group) -> None:
-    from agentlightning_algorithms.grpo.command import export
+    from agentlightning_algorithms.grpo.command import export, serve
 
     cli.add_command(export)
+    cli.add_command(serve)

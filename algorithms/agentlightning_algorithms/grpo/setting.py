@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
 from pydantic import ConfigDict
@@ -15,6 +14,7 @@ from agentlightning.plugin.registry import get_manager
 from agentlightning.plugin.settings import require_least
 from agentlightning_algorithms.advantage import STD_FLOOR
 from agentlightning_algorithms.grpo.training_row import Distribution
+from agentlightning_algorithms.trained_model.checkpoint import find_model
 
 Aggregation = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "rollout-mean"
@@ -202,7 +202,8 @@ class GRPOSettings(ExperienceSettings):
     """The arguments of ``GRPO``.
 
     Attributes:
-        model: directory or hub name of a causal language model with a chat template.
+        model: a causal language model with a chat template: its directory, its hub name, or the directory of a run that
+            trained one, such as ``sft``.
         steps: number of weight updates.
         tasks_per_step: tasks per step, drawn without repetition until the training set is used up.
         rollouts_per_task: group size.
@@ -226,6 +227,7 @@ class GRPOSettings(ExperienceSettings):
         target_reward: stop once the mean validation reward reaches this.
         test_dataset: evaluated before the first and after the last step; never used for model selection.
         checkpoint_every: steps between checkpoints in the run's directory.
+        keep_weights_every: the weights of every such step stay in ``steps/<step>`` of the run's directory; 0: of none.
         keep_steps: rollouts of training and validation that are older than this many steps are deleted, with their
             spans and tokens, which take about 160 kB per model call. 0: all are kept. None: 4 in a store that is lost
             with its process, and all in a durable one.
@@ -261,6 +263,7 @@ class GRPOSettings(ExperienceSettings):
     target_reward: float | None = None
     test_dataset: Sequence[Any] | None = None
     checkpoint_every: int = 1
+    keep_weights_every: int = 0
     keep_steps: int | None = None
     resource_name: str = "llm"
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -279,12 +282,13 @@ class GRPOSettings(ExperienceSettings):
     def __post_init__(self) -> None:
         require_least(1, steps=self.steps, tasks_per_step=self.tasks_per_step, checkpoint_every=self.checkpoint_every)
         require_least(0, eval_every=self.eval_every, refill_rounds=self.refill_rounds, keep_steps=self.keep_steps or 0)
+        require_least(0, keep_weights_every=self.keep_weights_every)
         if self.rollouts_per_task < 2:
             raise ConfigError(f"rollouts_per_task = {self.rollouts_per_task}: a group needs at least 2 to compare")
         if self.staleness not in (0, 1):
             raise ConfigError(f"staleness = {self.staleness}: 0 (synchronous) or 1 (one step off) is allowed")
         get_manager().get("advantage", self.estimator)
-        _check_model(self.model)
+        self.model = find_model(self.model)
         given = self.sampling or {}
         self.sampling = {"force": True, "temperature": 1.0, **given}
         self.eval_sampling = {**given, "temperature": 0.0, **(self.eval_sampling or {})}
@@ -319,17 +323,6 @@ def distribution(sampling: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of a request that decide which distribution its tokens are drawn from."""
     flat = flatten(sampling)
     return {name: neutral if flat.get(name) is None else flat[name] for name, neutral in _NEUTRAL.items()}
-
-
-def _check_model(model: str) -> None:
-    path = Path(model).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ConfigError(
-                f"model = {model!r}: that directory has no config.json; give one that save_pretrained wrote"
-            )
-    elif path.is_absolute() or model.startswith((".", "~")) or path.exists():
-        raise ConfigError(f"model = {model!r}: there is no such directory; give one, or the name of a model on the hub")
 
 
 def _check_sampling(name: str, sampling: Mapping[str, Any]) -> None:

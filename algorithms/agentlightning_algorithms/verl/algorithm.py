@@ -24,6 +24,7 @@ from agentlightning.errors import ConfigError
 from agentlightning.plugin.registry import get_manager
 from agentlightning.run.thread import run_in_thread
 from agentlightning.types import Dataset, Triplet
+from agentlightning_algorithms.trained_model.record import TrainingRecord
 from agentlightning_algorithms.verl.default import compose_without_verl, given_keys
 from agentlightning_algorithms.verl.environment import check_release, start_ray
 from agentlightning_algorithms.verl.preflight import check_run
@@ -101,6 +102,8 @@ class VERL(RolloutSettings, Algorithm):
                 directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agl-verl-")))
             config = self._complete(train_dataset, val_dataset, directory.absolute())
             await asyncio.to_thread(check_run, config)
+            if self.context.directory is not None:
+                self._describe(config, train_dataset, val_dataset).write(self.context.directory)
             gateway = self.get_llm_proxy()
             if gateway is None:
                 gateway = cast(Gateway, get_manager().get("gateway", "gateway")(store=self.get_store()))
@@ -121,6 +124,22 @@ class VERL(RolloutSettings, Algorithm):
                 loop=asyncio.get_running_loop(),
             )
             await run_in_thread(lambda: train(config, controller), name="verl")
+
+    def _describe(self, config: DictConfig, train: Dataset[Any] | None, val: Dataset[Any] | None) -> TrainingRecord:
+        """Returns the record by which the trained model is served and exported."""
+        rollout = config.actor_rollout_ref.rollout
+        return TrainingRecord(
+            algorithm="verl",
+            base=config.actor_rollout_ref.model.path,
+            resource_name=self.resource_name,
+            sampling={"temperature": rollout.val_kwargs.temperature, "top_p": rollout.val_kwargs.top_p},
+            device=config.trainer.device,
+            dtype=rollout.dtype,
+            train_tasks=len(train or ()),
+            val_tasks=len(val or ()),
+            settings=self.config,
+            checkpoints=str(config.trainer.default_local_dir),
+        )
 
     def _complete(self, train: Dataset[Any] | None, val: Dataset[Any] | None, directory: Path) -> DictConfig:
         """Adds the run's tasks, seed, directory and checkpoint to the configuration."""

@@ -153,6 +153,11 @@ def check_values(get: Callable[[str], Any]) -> None:
             f"verl's trainer.v1.trainer_mode = {mode!r}; supported: {', '.join(_MODES)}. (In verl 0.9.1 separate_async "
             "sends agents' requests to servers past the gateway.)"
         )
+    if get("algorithm.adv_estimator") == "remax":
+        raise ConfigError(
+            "verl's algorithm.adv_estimator = 'remax' needs a greedy rollout of each task as baseline, which agents do "
+            "not give; use grpo, rloo, opo, reinforce_plus_plus, reinforce_plus_plus_baseline or gae"
+        )
     tasks = get("data.train_batch_size")
     roles = ["actor_rollout_ref.actor", *(["critic"] if get("algorithm.adv_estimator") == "gae" else [])]
     for role in roles:

@@ -111,7 +111,7 @@ class PluginManager:
         return f"pip install '{distribution}[{component.extra}]'"
 
     def get(self, kind: ComponentKind, name: str) -> Any:
-        """Imports a component by its name, or a class by its path such as ``package.module.Class``.
+        """Imports a component by its name, or a class by its path: ``module:Class`` or ``package.module.Class``.
 
         Raises:
             PluginError: no plugin offers it, several offer different ones, or its plugin is broken.
@@ -120,7 +120,7 @@ class PluginManager:
         if kind not in COMPONENT_KINDS:
             raise PluginError(f"unknown component kind {kind!r}; kinds: {', '.join(COMPONENT_KINDS)}")
         offers = self._offers.get((kind, name), [])
-        if not offers and "." in name and name.replace(".", "_").replace(":", "_", 1).isidentifier():
+        if not offers and set(".:") & set(name) and name.replace(".", "_").replace(":", "_", 1).isidentifier():
             return _import_target(name if ":" in name else ":".join(name.rsplit(".", 1)), f"the {kind} {name!r}")
         if not offers:
             raise PluginError(self._describe_unknown(kind, name))
@@ -158,6 +158,8 @@ class PluginManager:
     def create(self, kind: ComponentKind, spec: str | type | Mapping[str, Any]) -> Any:
         """Makes a component from its name, the path of its class, the class, or ``{"name": any of these, **settings}``.
 
+        A function that returns the component may take the place of the class. Release 0.3 wrote ``type`` for ``name``.
+
         Raises:
             PluginError: as ``get``.
             ConfigError: an unknown setting, or one of the wrong type.
@@ -168,7 +170,7 @@ class PluginManager:
     def check(self, kind: ComponentKind, spec: str | type | Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Returns the class and the checked settings of a component that is created later; raises as ``create``."""
         settings = dict(spec) if isinstance(spec, Mapping) else {"name": spec}
-        name = settings.pop("name", None)
+        name = settings.pop("name" if "name" in settings else "type", None)
         if isinstance(name, type):
             return name, bind_settings(name, settings, f"{kind} {name.__name__!r}")
         if not isinstance(name, str):

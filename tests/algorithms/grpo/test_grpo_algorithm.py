@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from openai import OpenAI
 
 import agentlightning as agl
 from agentlightning import semconv
 from agentlightning.semconv import is_gateway_call
 from agentlightning_algorithms.grpo.command import export, export_model
+from agentlightning_algorithms.trained_model.serving import serve_model
 from agentlightning_plugins.demo.agent import CLIENT, calculator_agent
 from agentlightning_plugins.demo.task import make_problems
 from agentlightning_plugins.demo.training import CHECKPOINT
@@ -223,20 +225,28 @@ def test_lora_on_merged_rows_one_step_off_trains_and_exports(tmp_path: Path) -> 
                     "wait_s", "group_reward_std", "groups_without_spread", "warnings"} <= values.keys()  # fmt: skip
 
     asyncio.run(check())
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     base = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype="float32")
-    command = CliRunner().invoke(export, [str(run), str(tmp_path / "additions"), "--which", "last"])
+    command = CliRunner().invoke(export, [str(run), str(tmp_path / "additions"), "--checkpoint", "latest"])
     assert command.exit_code == 0, command.output
     assert (tmp_path / "additions" / "adapter_config.json").is_file()
     assert not (tmp_path / "additions" / "model.safetensors").exists()
-    export_model(run, tmp_path / "merged", merge=True, which="last")
+    export_model(run, tmp_path / "merged", merge=True, checkpoint="latest")
     assert export_model(run, tmp_path / "best").name == "best"
     ids = torch.tensor([[1, 2, 3, 4]])
     with_additions = AutoModelForCausalLM.from_pretrained(tmp_path / "additions", dtype="float32")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="float32")
     torch.testing.assert_close(merged(ids).logits, with_additions(ids).logits, atol=1e-4, rtol=1e-4)
     assert not torch.equal(merged(ids).logits, base(ids).logits)
+    with (
+        serve_model(str(run), "latest", dtype="float32") as served,
+        OpenAI(base_url=served.endpoint, api_key="none", max_retries=0) as client,
+    ):
+        answer = client.completions.create(model="policy", prompt=[1, 2, 3, 4], max_tokens=8, temperature=0)
+    expected = merged.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)[0, 4:]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
+    assert answer.choices[0].text == tokenizer.decode(expected, skip_special_tokens=True)
     with pytest.raises(agl.ConfigError, match="merged exists"):
         export_model(run, tmp_path / "merged")
 
@@ -245,5 +255,5 @@ def test_exporting_a_missing_model_names_the_models_that_exist(tmp_path: Path) -
     with pytest.raises(agl.ConfigError, match="holds no trained model; it has: none"):
         export_model(tmp_path, tmp_path / "out")
     (tmp_path / "checkpoint").mkdir()
-    with pytest.raises(agl.ConfigError, match="holds no best model; it has: last"):
-        export_model(tmp_path, tmp_path / "out", which="best")
+    with pytest.raises(agl.ConfigError, match="holds no best model; it has: latest"):
+        export_model(tmp_path, tmp_path / "out", checkpoint="best")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest
+from tests.algorithms import prompt_lab
+from tests.algorithms.tiny_model import save_tiny_model
 from tests.plugins.commands.agl_here import run_here
 
 
@@ -30,6 +34,37 @@ def test_a_new_agent_trains_as_it_is(tmp_path: Path) -> None:
     assert run_here(tmp_path, "new", "agent", "word-adder").code == 0
     assert "run succeeded" in run(tmp_path / "word-adder", "agentlightning", "train", "config.yaml", "strategy=shm")
     assert "@" not in (tmp_path / "word-adder" / "config.yaml").read_text()
+
+
+@pytest.mark.slow
+def test_a_new_agent_for_grpo_trains_and_leaves_a_model(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path / "model")
+    assert run_here(tmp_path, "new", "agent", "word-adder", "--grpo").code == 0
+    said = run_here(
+        tmp_path / "word-adder", "train", "config.yaml", "strategy=shm", f"algorithm.model={tmp_path / 'model'}",
+        "algorithm.steps=1", "algorithm.rollouts_per_task=2", "algorithm.sampling.max_tokens=4", module="agent",
+    )  # fmt: skip
+    assert said.code == 0, said.stderr
+    assert (tmp_path / "word-adder/runs/word-adder/best/model.safetensors").is_file()
+
+
+def test_a_new_agent_for_apo_trains_and_finds_a_better_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(request: RecordedRequest) -> Answer:
+        asked = request.body["messages"][0]["content"]
+        if request.body["model"] == "gpt-5-nano":  # the agent
+            return Answer(str(sum(map(int, re.findall(r"\d+", asked)))) if "Add" in asked else "no idea")
+        return Answer("<prompt>\nAdd the numbers. {question}\n</prompt>")  # critic and editor
+
+    assert run_here(tmp_path, "new", "agent", "word-adder", "--apo").code == 0
+    folder = tmp_path / "word-adder"
+    with prompt_lab.Server(answer) as server:
+        monkeypatch.setenv("OPENAI_API_KEY", "any")
+        monkeypatch.setenv("OPENAI_BASE_URL", server.endpoint)
+        said = run_here(
+            folder, "train", "config.yaml", "strategy=shm", f"resources.llm.endpoint={server.endpoint}", module="agent"
+        )
+    assert said.code == 0, said.stderr
+    assert (folder / "runs/word-adder/prompts/prompt.txt").read_text().strip() == "Add the numbers. {question}"
 
 
 @pytest.mark.slow

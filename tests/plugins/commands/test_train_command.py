@@ -117,6 +117,71 @@ def test_a_run_that_fails_has_another_exit_code_than_one_that_is_refused(
         assert (said.code, "Traceback" in said.stderr, str(error) in said.stderr) == (code, code == 1, True)
 
 
+PARTS = """
+from pathlib import Path
+import agentlightning as agl
+
+class Mine(agl.Algorithm):
+    def __init__(self, *, rounds: int):
+        self.rounds = rounds
+
+    async def run(self, train_dataset=None, val_dataset=None):
+        store = self.get_store()
+        for number in range(self.rounds):
+            rollout = await store.enqueue_rollout(train_dataset[0], mode="train")
+            await store.wait_for_rollouts([rollout.rollout_id])
+            await store.add_metrics(number + 1, {"worth": self.get_adapter().adapt([])})
+
+class Adapter(agl.TraceAdapter):
+    def __init__(self, worth: float = 0.0):
+        self.worth = worth
+
+    def adapt(self, source):
+        return self.worth
+
+class Tracker:
+    def __init__(self, path: str):
+        self.path = Path(path)
+
+    def start(self, run, directory):
+        self.path.write_text("")
+
+    def on_event(self, event):
+        if isinstance(event, agl.event.StepFinished):
+            with self.path.open("a") as file:
+                file.write(f"{event.values['worth']} ")
+
+    def close(self):
+        pass
+
+class Counting(agl.Hook):
+    async def on_rollout_end(self, **kwargs):
+        with open("counted.txt", "a") as file:
+            file.write("x")
+"""
+
+
+@pytest.mark.parametrize("module", ["parts", "parts.py"])
+def test_algorithm_adapter_tracker_and_hook_are_classes_of_the_users_files(folder: Path, module: str) -> None:
+    (folder / "parts.py").write_text(PARTS)
+    write(
+        folder,
+        {
+            "algorithm": {"name": f"{module}:Mine", "rounds": 2},
+            "adapter": {"name": f"{module}:Adapter", "worth": 0.5},
+            "trackers": [{"name": f"{module}:Tracker", "path": "told.txt"}],
+            "hooks": [f"{module}:Counting"],
+        },
+    )
+    said = run_here(folder, "train", "config.yaml", module="parts")
+    assert said.code == 0, said.stderr
+    assert (folder / "told.txt").read_text() == "0.5 0.5 "
+    assert (folder / "counted.txt").read_text() == "xx"
+    write(folder, {"algorithm": {"name": f"{module}:Mine", "round": 2}})
+    said = run_here(folder, "train", "config.yaml", module="parts")
+    assert (said.code, "has no setting 'round'. Did you mean 'rounds'?" in said.stderr) == (2, True)
+
+
 def test_a_run_fails_if_every_rollout_fails(folder: Path) -> None:
     (folder / "my_agents.py").write_text("def agent(task):\n    return task['missing']\n")
     write(folder)

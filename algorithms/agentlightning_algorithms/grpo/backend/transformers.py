@@ -31,18 +31,20 @@ class TransformersBackend:
     def __init__(
         self,
         *,
+        host: str = "127.0.0.1",
         port: int = 0,
         max_length: int | None = None,
         prefix_cache_mb: int = 512,
         ready_timeout_s: float = 300.0,
     ) -> None:
-        """Takes the port (0: any free one), and how long loading may take.
+        """Takes the address, whose port 0 is any free one, and how long loading may take.
 
         ``max_length`` is the maximum of a prompt and its response together, by default the model's;
         ``prefix_cache_mb`` is the memory for keys and values of earlier prompts.
         """
         self._options = {"port": port, "max_length": max_length, "prefix_cache_mb": prefix_cache_mb}
         self._ready_timeout_s = ready_timeout_s
+        self._host = host
         self._setup: PolicySetup | None = None
         self._endpoint: str | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -126,7 +128,7 @@ class TransformersBackend:
             await asyncio.to_thread(_end, process)
 
     def _spawn(self, setup: PolicySetup) -> subprocess.Popen[bytes]:
-        options = {**asdict(setup), **self._options}
+        options = {**asdict(setup), "host": self._host, **self._options}
         del options["directory"]
         command = [sys.executable, "-P", "-m", "agentlightning_algorithms.grpo.server", "--exit-with-parent"]
         for name, value in options.items():

@@ -150,6 +150,17 @@ def cispo(
     return clipped_weight_surrogate(logprob_BT, old_logprob_BT, advantage_BT, **clip)
 
 
+def cross_entropy(
+    logprob_BT: Tensor, old_logprob_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, settings: UpdateSettings
+) -> Surrogate:
+    """The component ``cross_entropy``: the likelihood of the tokens, weighted by their advantage, without a ratio.
+
+    With advantages of 1 for chosen answers, this is rejection fine-tuning (RAFT, Dong et al. 2023, arXiv:2304.06767).
+    """
+    zero_BT = torch.zeros_like(logprob_BT)
+    return Surrogate(-advantage_BT * logprob_BT, (logprob_BT - old_logprob_BT).detach(), zero_BT, zero_BT)
+
+
 def kl_penalty(logprob_BT: Tensor, reference_logprob_BT: Tensor, estimator: KlEstimator = "k3") -> Tensor:
     """Returns an estimate of KL(policy || reference) per token, from tokens that the policy sampled.
 

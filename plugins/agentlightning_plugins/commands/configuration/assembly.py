@@ -283,7 +283,8 @@ def _split(spec: ComponentSpec) -> tuple[str, dict[str, Any]]:
 
 def _find_class(document: Document, kind: ComponentKind, spec: ComponentSpec, path: KeyPath | None = None) -> Any:
     with _located(document, (*(path or (kind,)), "name")):
-        return get_manager().get(kind, _split(spec)[0])
+        name, _ = _split(spec)
+        return load_attribute(name) if ":" in name else get_manager().get(kind, name)
 
 
 def _component(document: Document, path: KeyPath, kind: ComponentKind, spec: ComponentSpec) -> Any:

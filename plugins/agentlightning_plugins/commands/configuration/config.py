@@ -36,7 +36,8 @@ ComponentSpec: TypeAlias = Annotated[
     Annotated[str, _TEXT] | Annotated[dict[str, Any], AfterValidator(_check_component), _MAPPING],
     Discriminator(_text_or_mapping),
 ]
-"""A registered name (``agl plugins`` lists them), or ``{name: ..., **settings}``."""
+"""A registered name (``agl plugins`` lists them), ``module:Class`` or ``file.py:Class``; or ``{name: ..., **settings}``
+with one of these."""
 
 
 PromptsSpec: TypeAlias = Annotated[

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from agentlightning_plugins.commands.terminal import json_option, json_or_text, 
 @click.option("--task", metavar="JSON|TEXT", help="The task; default is the first of CONFIG, or a greeting.")
 @click.option("--reward", metavar="MODULE:FUNCTION", help="A function reward(task, output, rollout).")
 @click.option("--resource", "resources", multiple=True, metavar="NAME=TEXT", help="A prompt of the agent.")
+@click.option("--resources", "learned", metavar="RUN_DIR|URL", help="Use what that run learned, its model included.")
 @click.option("--tracer", default="otel", show_default=True, help="The tracer.")
 @click.option("--agent-match", metavar="REGEX", help="Train only the agents whose name matches.")
 @click.option(
@@ -37,6 +39,7 @@ def command(
     task: str | None,
     resources: tuple[str, ...],
     tunes: str | None,
+    learned: str | None,
     as_json: bool,
     **settings: Any,
 ) -> None:
@@ -46,24 +49,26 @@ def command(
     agent, resources and first task. The exit code is 1 when a check fails.
     """
     from agentlightning_plugins.commands.configuration.assembly import is_config_file
+    from agentlightning_plugins.commands.configuration.learned import learned_resources
     from agentlightning_plugins.commands.doctor.run import Request, run_checks
 
     given: dict[str, Any] = _read_config(Path(agent)) if is_config_file(agent) else {"agent": agent}
-    if endpoint is not None:
-        given |= {"endpoint": endpoint, "model": model, "api_key": api_key}
-    elif model is not None:
-        given["model"] = model
-    if task is not None:
-        given["task"] = json_or_text(task)
-    if tunes is not None:
-        given["trains_weights"] = tunes == "weights"
-    given.setdefault("resources", {})
-    for text in resources:
-        name, separator, value = text.partition("=")
-        if not separator or not name:
-            raise click.UsageError(f"--resource {text!r}: write NAME=TEXT")
-        given["resources"][name] = value
-    checks = asyncio.run(run_checks(Request(**settings, **given)))
+    with learned_resources(learned) as found:
+        _add_resources(given, found)
+        if endpoint is not None:
+            given |= {"endpoint": endpoint, "model": model, "api_key": api_key}
+        elif model is not None:
+            given["model"] = model
+        if task is not None:
+            given["task"] = json_or_text(task)
+        if tunes is not None:
+            given["trains_weights"] = tunes == "weights"
+        for text in resources:
+            name, separator, value = text.partition("=")
+            if not separator or not name:
+                raise click.UsageError(f"--resource {text!r}: write NAME=TEXT")
+            given["resources"][name] = value
+        checks = asyncio.run(run_checks(Request(**settings, **given)))
     is_well = all(check.state != "broken" for check in checks)
     if as_json:
         print_json({"ok": is_well, "checks": [check._asdict() for check in checks]})
@@ -81,20 +86,28 @@ _SHOWN = {"ok": "ok", "broken": "BROKEN", "unchecked": "-"}
 def _read_config(path: Path) -> dict[str, Any]:
     """Reads the fields of ``Request`` from a configuration."""
     from agentlightning.plugin.registry import get_manager
-    from agentlightning.resources import LLM, read_resources
+    from agentlightning.resources import read_resources
     from agentlightning_plugins.commands.configuration.assembly import expand, load_data
     from agentlightning_plugins.commands.configuration.config import read_config
     from agentlightning_plugins.commands.configuration.document import read_document
 
     config = read_config(read_document(path))
     resources = read_resources(expand(config.resources or {}))
-    given: dict[str, Any] = {"agent": config.agent, "resources": dict(resources)}
+    given: dict[str, Any] = {"agent": config.agent}
+    _add_resources(given, resources)
     if (data := config.data.train or config.data.val) is not None:
         given["task"] = load_data(data)[0]
-    for resource in resources.values():
-        if isinstance(resource, LLM):
-            given |= {"endpoint": resource.endpoint, "model": resource.model, "api_key": resource.api_key}
     if config.algorithm is not None:
         name = config.algorithm if isinstance(config.algorithm, str) else config.algorithm["name"]
         given["trains_weights"] = get_manager().get("algorithm", name).default_adapter == "triplet"
     return given
+
+
+def _add_resources(given: dict[str, Any], resources: Mapping[str, Any]) -> None:
+    """Adds resources to the fields of ``Request``; a model among them is the endpoint to check."""
+    from agentlightning.resources import LLM
+
+    given["resources"] = {**given.get("resources", {}), **resources}
+    for resource in resources.values():
+        if isinstance(resource, LLM):
+            given |= {"endpoint": resource.endpoint, "model": resource.model, "api_key": resource.api_key}

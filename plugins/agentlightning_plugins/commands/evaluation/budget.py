@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,6 @@ from agentlightning.algorithm.algorithm import Algorithm
 from agentlightning.algorithm.context import RunContext
 from agentlightning.event import ResourcesPublished, RolloutEnqueued
 from agentlightning.resources import LLM
-from agentlightning.reward import read_final_reward
 from agentlightning.run.thread import run_in_thread
 from agentlightning.types import Dataset
 
@@ -30,8 +28,6 @@ class Budgeted(Algorithm):
         self.budget = budget
         self.rollouts = 0
         self.has_published = False
-        self.test_rewards: list[float | None] = []
-        """Of the algorithm's own last evaluation in mode ``test``, by task: 0 if it failed, None without a reward."""
 
     @property
     def default_adapter(self) -> str | None:  # type: ignore[override] # the wrapped one's, known with the instance
@@ -61,7 +57,6 @@ class Budgeted(Algorithm):
         finally:
             counting.cancel()
             await asyncio.gather(counting, work, return_exceptions=True)
-        await self._read_tests()
 
     async def _work(self, train_dataset: Dataset[Any] | None, val_dataset: Dataset[Any] | None) -> None:
         algorithm = self.algorithm
@@ -79,15 +74,3 @@ class Budgeted(Algorithm):
                 self.rollouts += rollout is None or rollout.mode != "test"
                 if self.budget is not None and self.rollouts > self.budget:
                     work.cancel()
-
-    async def _read_tests(self) -> None:
-        store = self.get_store()
-        by_step: dict[int, dict[int, float | None]] = {}
-        with contextlib.suppress(KeyError, TypeError):
-            for rollout in (await store.query_rollouts(sort_by="start_time")).items:
-                if rollout.mode == "test" and rollout.metadata is not None:
-                    reward = await read_final_reward(store, rollout) if rollout.status == "succeeded" else 0.0
-                    by_step.setdefault(rollout.metadata["step"], {})[rollout.metadata["task_id"]] = reward
-        if by_step:
-            last = by_step[max(by_step)]
-            self.test_rewards = [last[index] for index in sorted(last)]

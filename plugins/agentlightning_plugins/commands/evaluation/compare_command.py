@@ -221,12 +221,7 @@ def _run_one(
 
     checked, parts = _load(document, contestant, seed)
     parts, test = _hold_out(parts, tasks)
-    algorithm = parts.components["algorithm"]
-    # It stops its model server when it ends, so it evaluates the test tasks itself.
-    keeps_model = contestant.takes("test_dataset")
-    if keeps_model:
-        algorithm.test_dataset = [task for task in test for _ in range(repetitions)]
-    limited = Budgeted(algorithm, budget)
+    limited = Budgeted(parts.components["algorithm"], budget)
     started = time.monotonic()
     components = {**parts.components, "algorithm": limited, "trackers": [] if quiet else ["console"]}
     own = dataclasses.replace(parts, components=components)
@@ -235,15 +230,9 @@ def _run_one(
         fit(trainer, own)
     contestant.seconds.append(time.monotonic() - started)
     contestant.rollouts.append(limited.rollouts)
-    if keeps_model:
-        rewards = limited.test_rewards
-        tested = [rewards[start : start + repetitions] for start in range(0, len(rewards), repetitions)]
-        known = [[reward for reward in task if reward is not None] for task in tested]
-        contestant.scores.append(Score(known, missing=rewards.count(None)))
-    else:
-        learned = str(place) if limited.has_published else None
-        settings = {"repetitions": repetitions}
-        contestant.scores.append(evaluate(checked, parts, test, place / "test", settings, learned, True))
+    learned = str(place) if limited.has_published else None
+    score = evaluate(checked, parts, test, place / "test", {"repetitions": repetitions}, learned, True)
+    contestant.scores.append(score)
 
 
 def _show(contestants: list[_Contestant], as_json: bool) -> list[dict[str, Any]]:

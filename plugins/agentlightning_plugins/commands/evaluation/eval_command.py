@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import tempfile
@@ -12,8 +11,9 @@ from typing import Any
 
 import click
 
-from agentlightning.errors import ConfigError, LightningError, NotFoundError, PluginError
-from agentlightning_plugins.commands.terminal import json_option, open_store, print_json
+from agentlightning.errors import ConfigError, LightningError, PluginError
+from agentlightning_plugins.commands.configuration.learned import learned_resources
+from agentlightning_plugins.commands.terminal import json_option, print_json
 from agentlightning_plugins.statistics.power import POWER, Plan, plan
 
 
@@ -26,7 +26,12 @@ from agentlightning_plugins.statistics.power import POWER, Plan, plan
 @click.option(
     "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Time limit of a rollout."
 )
-@click.option("--resources", "learned", metavar="RUN_DIR|URL", help="Use the latest resources of that store.")
+@click.option(
+    "--resources",
+    "learned",
+    metavar="RUN_DIR|URL",
+    help="Use what that run learned, its model included.",
+)
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Keep the rollouts in this directory.")
 @click.option("--fail-under", type=float, metavar="REWARD", help="Exit with 1 if the mean reward is less.")
 @click.option(
@@ -104,7 +109,8 @@ def evaluate(
         dataset: the tasks.
         directory: the run's directory.
         settings: settings of the algorithm ``evaluation``.
-        learned: a run or store whose latest resources replace the configuration's.
+        learned: a run or store whose latest resources replace the configuration's. The model whose weights the run
+            trained is served meanwhile.
         quiet: do not print progress.
     """
     from agentlightning.plugin.registry import get_manager
@@ -113,11 +119,10 @@ def evaluate(
     components = {key: value for key, value in parts.components.items() if key not in ("algorithm", "trackers")}
     algorithm = get_manager().create("algorithm", {"name": "evaluation", **settings})
     components |= {"algorithm": algorithm, "trackers": [] if quiet else [{"name": "console", "brief": True}]}
-    resources = {**(parts.resources or {}), **(asyncio.run(_read_learned(learned)) if learned else {})}
-    own = dataclasses.replace(parts, train=None, val=dataset, resources=resources or None, components=components)
-    trainer = make_trainer(config, own, directory, resume=False)
-    with failing_run():
-        fit(trainer, own)
+    with failing_run(), learned_resources(learned) as found:
+        resources = {**(parts.resources or {}), **found}
+        own = dataclasses.replace(parts, train=None, val=dataset, resources=resources or None, components=components)
+        fit(make_trainer(config, own, directory, resume=False), own)
     return algorithm.score
 
 
@@ -130,17 +135,6 @@ def failing_run() -> Iterator[None]:
         raise
     except LightningError as error:
         raise click.ClickException(str(error)) from error
-
-
-async def _read_learned(where: str) -> dict[str, Any]:
-    store = open_store(where)
-    try:
-        latest = await store.get_latest_resources()
-    finally:
-        await store.close()
-    if latest is None:
-        raise NotFoundError(f"{where} contains no resources")
-    return dict(latest.resources)
 
 
 def _print_score(metrics: dict[str, float]) -> None:

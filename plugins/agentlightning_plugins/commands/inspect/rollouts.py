@@ -167,17 +167,24 @@ async def delete_rollouts(
     help="openai-sft: the conversations of rollouts that succeeded, for fine-tuning.",
 )
 @click.option("--min-reward", default=1.0, show_default=True, help="Of openai-sft: only rollouts with this reward.")
+@click.option("--best-of", type=click.IntRange(min=1), metavar="N", help="Of openai-sft: the best N of each task.")
 @with_store
 async def export_rollouts(
-    store: LightningStore, path: Path, status: tuple[RolloutStatus, ...], form: str, min_reward: float, as_json: bool
+    store: LightningStore,
+    path: Path,
+    status: tuple[RolloutStatus, ...],
+    form: str,
+    min_reward: float,
+    best_of: int | None,
+    as_json: bool,
 ) -> None:
     """Write rollouts, each with its latest attempt, to PATH (.jsonl or .parquet)."""
     if form == "openai-sft":
-        from agentlightning_plugins.commands.inspect.fine_tuning import select_examples
+        from agentlightning_plugins.chat_history.fine_tuning import select_examples
 
         if status or path.suffix != ".jsonl":
             raise click.UsageError("--format openai-sft takes succeeded rollouts and writes a .jsonl file")
-        await export(select_examples(store, min_reward), path, "conversations", as_json)
+        await export(select_examples(store, min_reward, best_of), path, "conversations", as_json)
         return
     await export(every(store.query_rollouts, status_in=status or None), path, "rollouts", as_json)
 

@@ -33,10 +33,15 @@ def new_plugin(name: str, into: Path | None) -> None:
 @new.command("agent")
 @click.argument("name")
 @click.option("--into", type=click.Path(path_type=Path), help="Directory to create; default is the agent's name.")
-def new_agent(name: str, into: Path | None) -> None:
-    """Create an agent with tasks and a configuration, ready to run."""
-    folder = _write("agent", name, into)
-    click.echo(f"Created a working agent in {folder}. Next:\n\n    cd {folder}\n    agl train config.yaml")
+@click.option("--apo", "algorithm", flag_value="apo", help="With a configuration that tunes a prompt by `apo`.")
+@click.option("--grpo", "algorithm", flag_value="grpo", help="With a configuration that trains weights by `grpo`.")
+@click.option("--verl", "algorithm", flag_value="verl", help="With a configuration that trains weights by `verl`.")
+def new_agent(name: str, into: Path | None, algorithm: str | None) -> None:
+    """Create an agent with tasks and a configuration, ready to run: by default one that learns nothing."""
+    layers = {None: (), "apo": ("apo",), "grpo": ("weights", "grpo"), "verl": ("weights", "verl")}
+    folder = _write("agent", name, into, *layers[algorithm])
+    needed = "" if algorithm is None else f"    pip install openai 'lightning[{algorithm}]'\n"
+    click.echo(f"Created a working agent in {folder}. Next:\n\n{needed}    cd {folder}\n    agl train config.yaml")
 
 
 @click.command("completion")
@@ -57,7 +62,8 @@ def completion(context: click.Context, shell: str) -> None:
     click.echo(cls(context.find_root().command, {}, "agl", "_AGL_COMPLETE").source())
 
 
-def _write(kind: str, name: str, into: Path | None) -> Path:
+def _write(kind: str, name: str, into: Path | None, *layers: str) -> Path:
+    """Fills the template ``kind`` in, whose files those of the templates ``layers`` replace; returns the directory."""
     if re.fullmatch(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*", name) is None:
         raise click.UsageError(f"{name!r}: a name consists of lower-case letters, digits and hyphens, as in my-{kind}")
     module = name.replace("-", "_")
@@ -67,8 +73,11 @@ def _write(kind: str, name: str, into: Path | None) -> Path:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise click.UsageError(f"{folder} already exists; choose another directory with --into")
     class_name = "".join(part.capitalize() for part in module.split("_"))
-    for source in sorted((_TEMPLATES / kind).rglob("*.in")):
-        target = folder / str(source.relative_to(_TEMPLATES / kind)).removesuffix(".in").replace("MODULE", module)
+    templates: dict[str, Path] = {}
+    for layer in (kind, *layers):
+        templates |= {str(file.relative_to(_TEMPLATES / layer)): file for file in (_TEMPLATES / layer).rglob("*.in")}
+    for path, source in sorted(templates.items()):
+        target = folder / path.removesuffix(".in").replace("MODULE", module)
         text = source.read_text(encoding="utf-8")
         for placeholder, value in (("@NAME@", name), ("@MODULE@", module), ("@CLASS@", class_name)):
             text = text.replace(placeholder, value)

@@ -11,9 +11,8 @@ from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
 from agentlightning.frozen import thaw
 from agentlightning.reward import read_final_reward
 from agentlightning.store.protocol import LightningStore
-from agentlightning.types import AttemptedRollout
+from agentlightning.types import AttemptedRollout, Rollout
 from agentlightning_plugins.chat_history.adapter import TraceToMessages, drop_prefixes
-from agentlightning_plugins.commands.terminal import every
 
 logger = logging.getLogger("agentlightning")
 _FIELDS: Final = ("role", "content", "name", "tool_calls", "tool_call_id", "refusal")
@@ -31,24 +30,35 @@ class FineTuningExample(BaseModel):
         return {name: value for name, value in dump(self).items() if value is not None}
 
 
-async def select_examples(store: LightningStore, min_reward: float) -> AsyncIterator[FineTuningExample]:
-    """Yields the conversations of rollouts that succeeded with at least ``min_reward`` (rejection sampling).
+async def select_examples(
+    store: LightningStore, min_reward: float | None = None, best_of: int | None = None
+) -> AsyncIterator[FineTuningExample]:
+    """Yields the conversations of the best rollouts that succeeded (rejection sampling).
 
     A conversation of several model calls is one example. Rollouts with lost spans are excluded.
+
+    Args:
+        store: where the rollouts are recorded.
+        min_reward: rollouts with a smaller reward, or none, are left out; None: those without a reward only.
+        best_of: the number of rollouts of each task that are kept, those with the highest reward; None: all.
     """
     adapter = TraceToMessages()
-    async for rollout in every(store.query_rollouts, status_in=["succeeded"]):
+    by_task: dict[str, list[tuple[float, Rollout]]] = {}
+    for rollout in (await store.query_rollouts(status_in=["succeeded"])).items:
         reward = await read_final_reward(store, rollout)
-        if reward is None or reward < min_reward:
+        if reward is None or (min_reward is not None and reward < min_reward):
             continue
         if isinstance(rollout, AttemptedRollout) and rollout.attempt.spans_dropped:
             logger.warning("rollout %s lost spans and is excluded", rollout.rollout_id)
             continue
-        spans = (await store.query_spans(rollout.rollout_id, "latest")).items
-        for history in drop_prefixes(adapter.adapt(spans)):
-            messages = [_clean(message) for message in history["messages"]]
-            tools = [dict(tool) for tool in history.get("tools") or ()]
-            yield FineTuningExample(messages=messages, tools=thaw(tools) or None)
+        by_task.setdefault(repr(rollout.input), []).append((reward, rollout))
+    for rollouts in by_task.values():
+        for _, rollout in sorted(rollouts, key=lambda each: -each[0])[:best_of]:
+            spans = (await store.query_spans(rollout.rollout_id, "latest")).items
+            for history in drop_prefixes(adapter.adapt(spans)):
+                messages = [_clean(message) for message in history["messages"]]
+                tools = [dict(tool) for tool in history.get("tools") or ()]
+                yield FineTuningExample(messages=messages, tools=thaw(tools) or None)
 
 
 def _clean(message: dict[str, Any]) -> dict[str, Any]:

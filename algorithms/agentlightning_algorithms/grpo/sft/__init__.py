@@ -1,0 +1,1 @@
+"""The algorithm ``sft``: supervised fine-tuning of a model's weights."""

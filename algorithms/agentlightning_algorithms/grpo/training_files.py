@@ -1,0 +1,36 @@
+"""The files of a training that outlive it: its record, and the weights of single steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from dataclasses import fields
+from pathlib import Path
+
+from agentlightning_algorithms.grpo.model.checkpoint import atomic_directory
+from agentlightning_algorithms.grpo.model.policy import Policy
+from agentlightning_algorithms.grpo.setting import GRPOSettings, agent_sampling
+from agentlightning_algorithms.trained_model.checkpoint import STEPS
+from agentlightning_algorithms.trained_model.record import TrainingRecord
+
+
+def write_record(directory: Path, settings: GRPOSettings, train: Sized, val: Sized | None) -> None:
+    """Writes the record of a training, by which its model is served and described."""
+    shown = {field.name: getattr(settings, field.name) for field in fields(GRPOSettings)}
+    del shown["test_dataset"]
+    TrainingRecord(
+        algorithm="grpo",
+        base=settings.model,
+        resource_name=settings.resource_name,
+        sampling=agent_sampling(settings.eval_sampling or {}),
+        device=settings.device,
+        dtype=settings.dtype,
+        train_tasks=len(train),
+        val_tasks=0 if val is None else len(val),
+        settings=shown,
+    ).write(directory)
+
+
+def keep_weights(directory: Path, policy: Policy, step: int) -> None:
+    """Writes the weights of a step (or LoRA adapters) to ``steps/<step>``."""
+    with atomic_directory(directory / STEPS / str(step)) as scratch:
+        policy.save(scratch, merge=False)

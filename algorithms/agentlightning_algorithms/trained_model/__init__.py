@@ -1,0 +1,1 @@
+"""Library: the models that runs have trained, their checkpoints, and serving them."""

@@ -1,0 +1,55 @@
+"""The record of a training of weights, ``training.json`` in the directory of its run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from agentlightning.errors import ConfigError
+
+_FILE: Final = "training.json"
+
+
+class TrainingRecord(BaseModel):
+    """Settings to serve the model that a run trained, and facts for its model card."""
+
+    model_config = ConfigDict(frozen=True)
+
+    algorithm: str
+    base: str
+    """The model that the training started from: a directory or a name on the hub."""
+    resource_name: str = "llm"
+    sampling: Mapping[str, Any] = Field(default_factory=dict)
+    """Sampling parameters of evaluation, as agents pass them on."""
+    device: str = "cpu"
+    dtype: str = "float32"
+    train_tasks: int = 0
+    val_tasks: int = 0
+    settings: Mapping[str, Any] = Field(default_factory=dict)
+    checkpoints: str | None = None
+    """The directory of verl's checkpoints."""
+
+    def write(self, run: Path) -> None:
+        """Writes the record of a run; a resumed run replaces it."""
+        draft = run / f".{_FILE}.draft"
+        draft.write_text(self.model_dump_json(indent=2, fallback=str), encoding="utf-8")
+        draft.replace(run / _FILE)
+
+
+def read_training(run: Path) -> TrainingRecord | None:
+    """Returns the record of a run, or None if the directory has none: it did not train weights.
+
+    Raises:
+        ConfigError: the record is damaged.
+    """
+    file = run / _FILE
+    try:
+        return TrainingRecord.model_validate(json.loads(file.read_text(encoding="utf-8")))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, ValidationError) as error:
+        raise ConfigError(f"{file} is not the record of a training: {error}") from error

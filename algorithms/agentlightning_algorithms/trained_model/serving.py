@@ -1,0 +1,100 @@
+"""Serves a model behind an OpenAI-compatible address while a block of code runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from agentlightning.plugin.registry import get_manager
+from agentlightning.resources import LLM, Resource
+from agentlightning_algorithms.policy_backend import PolicyBackend, PolicySetup
+from agentlightning_algorithms.trained_model.checkpoint import find_checkpoint, list_checkpoints, readable
+from agentlightning_algorithms.trained_model.record import TrainingRecord, read_training
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model that is being served."""
+
+    source: str
+    """The model, as text for the user."""
+    endpoint: str
+    model: str
+    backend: PolicyBackend
+    record: TrainingRecord | None
+    """Of the run that trained it."""
+
+    def resources(self) -> dict[str, Resource]:
+        """Returns the resource by which agents of the run receive the model."""
+        if self.record is None:
+            return {}
+        sampling = dict(self.record.sampling)
+        llm = LLM(endpoint=self.endpoint, model=self.model, api_key="none", sampling_parameters=sampling)
+        return {self.record.resource_name: llm}
+
+
+@contextlib.contextmanager
+def open_model(source: str, checkpoint: str | None = None) -> Iterator[tuple[str, Path | str]]:
+    """Yields a text for the user, and the directory or hub name of a model: that of a run, or ``source`` itself.
+
+    Raises:
+        ConfigError: the run has no such checkpoint, or ``checkpoint`` is given for a model.
+    """
+    run = Path(source)
+    is_run = read_training(run) is not None or bool(list_checkpoints(run)) or (run / "run.json").is_file()
+    if not is_run and checkpoint is None:
+        yield source, source
+        return
+    name, found = find_checkpoint(run, checkpoint)
+    with readable(found) as model:
+        yield f"{source} ({name if not name.isdecimal() else f'step {name}'})", model
+
+
+@contextlib.contextmanager
+def serve_model(
+    source: str,
+    checkpoint: str | None = None,
+    *,
+    name: str = "policy",
+    device: str | None = None,
+    dtype: str | None = None,
+    **settings: Any,
+) -> Iterator[ServedModel]:
+    """Serves the model of a run, or another model, with the policy backend ``transformers``.
+
+    Args:
+        source: the directory of a run, of a model, or a hub name.
+        checkpoint: ``best``, ``latest`` or a step of the run; None: the first of best and latest.
+        name: of the model in requests.
+        device: default is that of the training, else ``cpu``.
+        dtype: default is that of the training, else ``float32``.
+        settings: of the backend.
+
+    Raises:
+        ConfigError: there is no such model.
+        PluginError: the backend, or a package that it needs, is not installed.
+        LightningError: the server did not start.
+    """
+    record = read_training(Path(source))
+    with contextlib.ExitStack() as stack:
+        shown, model = stack.enter_context(open_model(source, checkpoint))
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agl-serve-")))
+        spec = {"name": "transformers", **settings}
+        backend = cast(PolicyBackend, get_manager().create("policy_backend", spec))
+        setup = PolicySetup(
+            model=str(model),
+            model_name=name,
+            directory=logs,
+            device=device or (record.device if record else "cpu"),
+            dtype=dtype or (record.dtype if record else "float32"),
+            threads=record.settings.get("sample_threads") if record else None,
+        )
+        stack.callback(lambda: asyncio.run(backend.stop()))
+        asyncio.run(backend.start(setup))
+        endpoint = str(backend.model_entry["endpoint"])
+        yield ServedModel(shown, endpoint, name, backend, record)

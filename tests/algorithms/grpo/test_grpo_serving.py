@@ -1,0 +1,170 @@
+"""The model that a run trained is served, evaluated, checked, compared and exported."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import openai
+import pytest
+import yaml
+
+from tests.plugins.commands.agl_here import run_here
+
+AGENT = """
+import openai
+import agentlightning as agl
+
+def score(text):
+    return len(set(text)) / max(1, len(text))
+
+def agent(task, llm: agl.LLM):
+    with openai.OpenAI(base_url=llm.get_base_url(), api_key=llm.api_key or "none", max_retries=0) as client:
+        answer = client.chat.completions.create(
+            model=llm.model, messages=[{"role": "user", "content": task["text"]}], **llm.sampling_parameters
+        )
+    return score(answer.choices[0].message.content)
+"""
+TASKS = [{"text": text} for text in ("ab", "cd", "ef", "gh")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """A user's folder with an agent, tasks, a configuration, and the run ``runs/tiny`` of two steps."""
+    place = tmp_path_factory.mktemp("user")
+    (place / "my_agents.py").write_text(AGENT)
+    (place / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in TASKS))
+    config = {
+        "name": "tiny",
+        "agent": "my_agents:agent",
+        "data": {"train": "tasks.jsonl", "val": "tasks.jsonl"},
+        "strategy": "shm",
+        "tracer": "dummy",
+        "trackers": ["jsonl"],
+        "algorithm": {
+            "name": "grpo",
+            "model": str(tiny_model),
+            "steps": 2,
+            "tasks_per_step": 2,
+            "rollouts_per_task": 4,
+            "eval_every": 0,
+            "keep_weights_every": 1,
+            "sampling": {"max_tokens": 12},
+            "update": {"lr": 1e-2},
+            "train_threads": 1,
+        },
+    }
+    (place / "config.yaml").write_text(yaml.safe_dump(config))
+    said = run_here(place, "train", "config.yaml")
+    assert said.code == 0, said.stderr
+    return place
+
+
+def generate(model: Path, text: str) -> str:
+    """The greedy answer of a directory's weights, by transformers."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    chat = [{"role": "user", "content": text}]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    ids = AutoModelForCausalLM.from_pretrained(model, dtype="float32").generate(
+        **prompt, max_new_tokens=12, do_sample=False
+    )
+    return str(tokenizer.decode(ids[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))
+
+
+@contextmanager
+def running(folder: Path, *arguments: str) -> Iterator[str]:
+    """Yields the first line that ``agl serve`` prints; SIGTERM ends it without an error."""
+    command = [sys.executable, "-m", "agentlightning", "serve", *arguments]
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline()
+        finally:
+            process.send_signal(signal.SIGTERM)
+            code = process.wait(60)
+    assert code == 0
+
+
+def test_the_weights_of_a_step_answer_the_openai_client(folder: Path) -> None:
+    with running(folder, "runs/tiny", "--checkpoint", "2", "--port", "0", "--name", "mine") as line:
+        found = re.fullmatch(r"Serving runs/tiny \(step 2\) at (\S+/v1) as the model mine\. Try it:\n", line)
+        assert found, line
+        with openai.OpenAI(base_url=found[1], api_key="none", max_retries=0) as client:
+            assert [model.id for model in client.models.list()] == ["mine"]
+            for task in TASKS[:2]:
+                answer = client.chat.completions.create(
+                    model="mine", messages=[{"role": "user", "content": task["text"]}], max_tokens=12, temperature=0
+                )
+                assert answer.choices[0].message.content == generate(folder / "runs/tiny/steps/2", task["text"])
+
+
+def test_eval_and_doctor_start_the_trained_model_themselves(folder: Path) -> None:
+    said = run_here(folder, "eval", "config.yaml", "--resources", "runs/tiny", "--json")
+    assert said.code == 0, said.stderr
+    texts = [generate(folder / "runs/tiny/best", task["text"]) for task in TASKS]
+    expected = sum(len(set(text)) / max(1, len(text)) for text in texts) / len(texts)
+    assert json.loads(said.stdout)["reward"] == pytest.approx(expected)
+    said = run_here(folder, "doctor", "config.yaml", "--resources", "runs/tiny", "--json")
+    checks = {check["name"]: check for check in json.loads(said.stdout)["checks"]}
+    assert said.code == 0, checks
+    assert re.search(r"http://127\.0\.0\.1:\d+/v1 answers; model policy", checks["endpoint"]["text"])
+    assert checks["logprobs"]["state"] == "ok"
+
+
+@pytest.mark.slow
+def test_compare_evaluates_the_trained_weights_on_the_test_tasks(folder: Path) -> None:
+    arguments = ("-a", "{name: grpo, steps: 1}", "--run-dir", "runs/compared", "--json")
+    said = run_here(folder, "compare", "config.yaml", *arguments)
+    assert said.code == 0, said.stderr
+    texts = [generate(folder / "runs/compared/0-grpo-0/best", task["text"]) for task in TASKS[1::2]]
+    (row,) = json.loads(said.stdout)
+    assert row["reward"] == pytest.approx(sum(len(set(text)) / max(1, len(text)) for text in texts) / 2)
+    assert row["missing"] == 0
+
+
+def test_another_server_gets_the_directory_of_the_model(folder: Path) -> None:
+    code = "import pathlib, sys; print(sorted(p.name for p in pathlib.Path(sys.argv[1]).iterdir()), *sys.argv[2:])"
+    command = f'"{sys.executable}" -c "{code}" {{model}} {{port}} \'{{"a": 1}}\''
+    done = subprocess.run(
+        [sys.executable, "-m", "agentlightning", "serve", "runs/tiny", "--port", "1234", "--command", command],
+        cwd=folder, capture_output=True, text=True, check=True, timeout=240,
+    )  # fmt: skip
+    assert "Serving runs/tiny (best): " in done.stdout
+    assert re.search(r"'config.json', .*'model.safetensors', .*\] 1234 \{\"a\": 1\}\n", done.stdout), done.stdout
+
+
+def test_a_checkpoint_that_a_run_does_not_have_is_an_error_that_names_those_it_has(folder: Path) -> None:
+    said = run_here(folder, "serve", "runs/tiny", "--checkpoint", "7")
+    assert said.code == 2
+    assert "runs/tiny holds no 7 model; it has: best, latest, 1, 2" in said.stderr
+
+
+def test_an_exported_model_has_a_card_with_base_data_curve_settings_and_versions(
+    folder: Path, tiny_model: Path
+) -> None:
+    said = run_here(folder, "export", "runs/tiny", "exported", "--checkpoint", "2")
+    assert said.code == 0, said.stderr
+    assert generate(folder / "exported", "ab") == generate(folder / "runs/tiny/steps/2", "ab")
+    assert not list((folder / "exported").glob("*.pt"))
+    _, head, card = (folder / "exported" / "README.md").read_text().split("---\n", 2)
+    assert yaml.safe_load(head)["tags"] == ["reinforcement-learning", "grpo"]
+    assert "The weights of the checkpoint `2`" in card
+    assert f"| base model | `{tiny_model}` |" in card
+    assert "| data | 4 training tasks, 4 validation tasks |" in card
+    steps = [json.loads(line) for line in (folder / "runs/tiny/metrics.jsonl").read_text().splitlines()]
+    last = next(step for step in steps if step.get("step") == 2)
+    assert f"| 2 | {last['reward']:.3f} | {last['val_reward']:.3f} |" in card
+    block = re.search(r"```yaml\n(.*)\n```", card, re.DOTALL)
+    assert block
+    settings = yaml.safe_load(block[1])
+    assert settings["rollouts_per_task"] == 4
+    assert settings["update"]["lr"] == 0.01
+    assert re.search(r"\| torch \| 2\.", card)

@@ -1,0 +1,141 @@
+"""Supervised fine-tuning on recorded rollouts and on files, and what is trained from there on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agentlightning as agl
+from agentlightning.plugin.registry import get_manager
+from agentlightning_algorithms.grpo.model.policy import Policy, load_policy
+from agentlightning_algorithms.grpo.sft.example import make_rows, read_examples
+from agentlightning_plugins.chat_history.fine_tuning import FineTuningExample
+from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest
+from tests.algorithms.prompt_lab import Server
+
+QUESTION, ANSWER = "What do you say?", "moo"
+
+
+def conversation(answer: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": answer}]}
+
+
+def unused_agent(task: Any, llm: agl.LLM) -> float:
+    raise AssertionError("sft does not run the agent")
+
+
+def tune(run: Path, model: Path, source: Path, **settings: Any) -> list[dict[str, float]]:
+    """Trains, and returns the metrics of each epoch."""
+    algorithm = {"name": "sft", "model": str(model), "source": str(source), "train_threads": 1, **settings}
+    trainer = agl.Trainer(algorithm=algorithm, strategy="shm", trackers=[], run_dir=run, resume=run.exists())
+    assert trainer.fit(unused_agent, [0]).status == "succeeded"
+    store = agl.create_store(f"sqlite:///{run}/store.db")
+
+    async def read() -> list[dict[str, float]]:
+        metrics = [dict(step.values) for step in await store.query_metrics()]
+        await store.close()
+        return metrics
+
+    return asyncio.run(read())
+
+
+def likelihood(model: Path, answer: str = ANSWER) -> float:
+    """The mean log-likelihood of the tokens of an answer."""
+    policy = load_policy(model)
+    rows, _ = make_rows(policy, [FineTuningExample(**conversation(answer))])
+    (scores,) = policy.score(rows)
+    return sum(scores) / len(scores)
+
+
+def test_a_model_learns_the_conversations_of_a_file_and_grpo_starts_from_it(tmp_path: Path, tiny_model: Path) -> None:
+    file = tmp_path / "good.jsonl"
+    file.write_text("".join(json.dumps(conversation(ANSWER)) + "\n" for _ in range(4)))
+    run = tmp_path / "runs" / "sft"
+    first = tune(run, tiny_model, file, epochs=8, batch_size=2, lr=1e-2)
+    assert [step["rows"] for step in first] == [4.0] * 8
+    assert first[-1]["loss"] < 0.5 < 2.0 < first[0]["loss"]
+    assert likelihood(run / "checkpoint") > -0.5 > -2.0 > likelihood(tiny_model)
+    more = tune(run, tiny_model, file, epochs=9, batch_size=2, lr=1e-2)  # resumes
+    assert len(more) == 9
+    assert more[-1]["loss"] < first[-1]["loss"] + 0.1
+    assert agl.GRPO(model=str(run)).model == str(run / "checkpoint")
+
+
+def test_the_best_rollouts_of_each_task_are_learned(tmp_path: Path, tiny_model: Path) -> None:
+    answers = iter(["aaa", "bbb", "ccc", "ddd", "eee", "fff"])
+
+    def model(request: RecordedRequest) -> Answer:
+        return Answer(next(answers))
+
+    def agent(task: dict[str, Any], llm: agl.LLM) -> float:
+        import openai
+
+        with openai.OpenAI(base_url=llm.endpoint, api_key="any", max_retries=0) as client:
+            messages: Any = [{"role": "user", "content": task["name"]}]
+            said = client.chat.completions.create(model="m", messages=messages).choices[0].message.content
+        return {"aaa": 0.9, "bbb": 0.8, "ccc": 0.2, "ddd": 0.7, "eee": 0.1, "fff": 0.3}[said or ""]
+
+    tasks = [{"name": name} for name in ("one", "one", "one", "two", "two", "three")]
+    recorded = tmp_path / "recorded"
+    with Server(model) as server:
+        trainer = agl.Trainer(
+            algorithm="baseline", strategy="shm", trackers=[], run_dir=recorded, max_concurrency=1,
+            initial_resources={"llm": agl.LLM(endpoint=server.endpoint, model="m")},
+        )  # fmt: skip
+        trainer.fit(agent, tasks, [])
+
+    def chosen(**conditions: Any) -> set[str]:
+        conditions = {"min_reward": None, "best_of": None, **conditions}
+        return {each.messages[-1]["content"] for each in asyncio.run(read_examples(str(recorded), **conditions))}
+
+    assert chosen() == {"aaa", "bbb", "ccc", "ddd", "eee", "fff"}
+    assert chosen(best_of=1) == {"aaa", "ddd", "fff"}
+    assert chosen(best_of=2, min_reward=0.5) == {"aaa", "bbb", "ddd"}
+    with pytest.raises(agl.ConfigError, match=r"no conversation to learn from.*min_reward = 2"):
+        chosen(min_reward=2.0)
+    (step,) = tune(tmp_path / "sft", tiny_model, recorded, best_of=1, min_reward=0.5)
+    assert (step["conversations"], step["rows"]) == (2.0, 2.0)
+
+
+def test_a_row_has_the_prompt_that_the_model_gets_and_ends_with_the_turn(tiny_policy: Policy) -> None:
+    tool_call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "user", "content": "add"},
+        {"role": "assistant", "content": None, "tool_calls": [tool_call]},
+        {"role": "tool", "tool_call_id": "1", "content": "3"},
+        {"role": "assistant", "content": "it is 3"},
+    ]
+    rows, too_long = make_rows(tiny_policy, [FineTuningExample(messages=messages)])
+    assert too_long == 0
+    decode = tiny_policy.tokenizer.decode
+    assert [decode(list(row.response_ids)) for row in rows] == [
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>',
+        "it is 3<|im_end|>",
+    ]
+    assert str(decode(list(rows[1].prompt_ids))).endswith("tool\n3<|im_end|>\n<|im_start|>assistant\n")
+    assert make_rows(tiny_policy, [FineTuningExample(**conversation("x" * 600))]) == ([], 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"source": "nowhere"}, "give a .jsonl file, the directory of a run, or a store's URL"),
+        ({"source": "good.jsonl", "best_of": 2}, "min_reward and best_of select rollouts"),
+        ({"source": "missing.jsonl"}, "missing.jsonl' cannot be read"),
+        ({"source": "bad.jsonl"}, "bad.jsonl:1 is not a conversation"),
+    ],
+)
+def test_a_source_that_cannot_be_used_is_an_error(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], complaint: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("good.jsonl").write_text(json.dumps(conversation("a")))
+    Path("bad.jsonl").write_text('{"message": "a"}')
+    algorithm = get_manager().create("algorithm", {"name": "sft", "model": str(tiny_model), **settings})
+    algorithm.context = agl.RunContext(store=agl.create_store("memory://"))
+    with pytest.raises(agl.ConfigError, match=complaint):
+        asyncio.run(algorithm.run())
