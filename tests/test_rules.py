@@ -58,7 +58,7 @@ LIBRARIES: dict[str, set[str]] = {
     "agentlightning_plugins.credit.rule": {"credit.*"},
     "agentlightning_plugins.garbage_collection": {"gateway", "stores.http", "strategies.*"},
     "agentlightning_plugins.http_request": {"algorithms.grpo", "dashboard", "gateway", "stores.http"},
-    "agentlightning_plugins.instrumentation": {"integrations.*", "tracers.*"},
+    "agentlightning_plugins.instrumentation": {"commands.replay", "integrations.*", "tracers.*"},
     "agentlightning_plugins.scripted_model": {"commands.doctor", "commands.replay", "agentlightning.testing"},
     "agentlightning_plugins.statistics": {
         "algorithms.evaluation",

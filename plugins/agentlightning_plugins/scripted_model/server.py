@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, TypeAlias
 
@@ -36,7 +37,7 @@ class ScriptedOpenAI:
     """A model server on a free port of 127.0.0.1.
 
     It serves OpenAI's chat completions, completions, responses, embeddings and models, and Anthropic's messages.
-    ``async with`` starts and stops it on the running event loop.
+    ``async with`` serves on the running event loop, and ``with`` in a thread of its own, for callers that block theirs.
     """
 
     requests: list[RecordedRequest]
@@ -66,6 +67,7 @@ class ScriptedOpenAI:
         self._api_key = api_key
         self._runner: web.AppRunner | None = None
         self._port = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def endpoint(self) -> str:
@@ -90,6 +92,17 @@ class ScriptedOpenAI:
     async def __aexit__(self, *exc_info: object) -> None:
         if self._runner is not None:
             await self._runner.cleanup()
+
+    def __enter__(self) -> ScriptedOpenAI:
+        self._loop = loop = asyncio.new_event_loop()
+        threading.Thread(target=_run, args=(loop,), name="scripted-model", daemon=True).start()
+        return asyncio.run_coroutine_threadsafe(self.__aenter__(), loop).result()
+
+    def __exit__(self, *exc_info: object) -> None:
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            asyncio.run_coroutine_threadsafe(self.__aexit__(), loop).result()
+            loop.call_soon_threadsafe(loop.stop)
 
     async def _list_models(self, request: web.Request) -> web.Response:
         data = [{"id": name, "object": "model", "created": 0, "owned_by": "scripted"} for name in self._models]
@@ -152,6 +165,11 @@ class ScriptedOpenAI:
         if path == "/v1/messages":
             return MessagesReply(request.body, answer, reply_id)
         return ChatReply(request.body, answer, reply_id, give_ids=self._token_ids == "give")
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()
 
 
 def _sent_events(reply: ChatReply | ResponsesReply | MessagesReply) -> Iterator[bytes]:

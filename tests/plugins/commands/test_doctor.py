@@ -48,6 +48,9 @@ def good(task, llm: agl.LLM) -> float:
     ask(llm, messages)
     return 0.5
 
+async def blocks_its_loop(task, llm) -> float:
+    return good(task, llm)
+
 def no_reward(task, llm):
     ask(llm, [{"role": "user", "content": str(task)}])
 
@@ -189,8 +192,9 @@ async def test_every_check_of_a_working_agent_passes(agents: str, server: Server
     assert checks["template"].text == "2 calls begin exactly with the tokens of the previous call"
 
 
-async def test_without_an_endpoint_a_scripted_one_answers_and_says_so(agents: str) -> None:
-    checks = await check(agents)
+@pytest.mark.parametrize("agent", ["good", "blocks_its_loop"])
+async def test_without_an_endpoint_a_scripted_one_answers_and_says_so(agents: str, agent: str) -> None:
+    checks = await check(agents, agent)
     assert broken(checks) == []
     assert "a scripted server answers" in checks["endpoint"].text
     assert checks["template"].state == "unchecked"

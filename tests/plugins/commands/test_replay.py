@@ -93,3 +93,53 @@ async def test_what_cannot_be_replayed_is_said(tmp_path: Path, recorded: str) ->
     assert (unknown.code, "no rollout 'ro-none'" in unknown.stderr) == (2, True)
     missing = await asyncio.to_thread(replay, tmp_path, recorded, agent="replayed_agent.py:agen")
     assert (missing.code, "Did you mean 'agent'?" in missing.stderr) == (2, True)
+
+
+OWN_CLIENTS = """
+import aiohttp, httpx, openai, requests
+
+LIVE = "http://127.0.0.1:9/v1"  # refuses connections
+MESSAGES = [{"role": "user", "content": "What is 1 and 2?"}]
+BODY = {"model": "x", "messages": MESSAGES}
+client = openai.OpenAI(base_url=LIVE, api_key="mine", max_retries=0)
+
+async def by_aiohttp():
+    async with aiohttp.ClientSession() as session, session.post(LIVE + "/chat/completions", json=BODY) as answer:
+        return await answer.json()
+
+async def agent(task):
+    client.chat.completions.create(**BODY)
+    calls = [httpx.post(LIVE + "/chat/completions", json=BODY).json(), await by_aiohttp()]
+    calls.append(requests.post(LIVE + "/messages", json=BODY).json())
+    async with openai.AsyncOpenAI(base_url=LIVE, api_key="mine", max_retries=0) as own:
+        calls.append((await own.responses.create(model="x", input="What is 1 and 2?")).model_dump())
+    return float(len(calls))
+"""
+
+OTHER_CALLS = """
+import httpx
+
+def agent(task):
+    try:
+        httpx.post("http://127.0.0.1:9/messages", json={"text": "no call of a model"})
+    except httpx.ConnectError:
+        httpx.post("http://127.0.0.1:9/v1beta/models/g:generateContent", json={"contents": []})
+"""
+
+
+async def test_clients_of_the_agents_own_get_the_recorded_answers(tmp_path: Path, recorded: str) -> None:
+    (tmp_path / "replayed_agent.py").write_text(OWN_CLIENTS)
+    said = await asyncio.to_thread(replay, tmp_path, recorded, "--json")
+    result = json.loads(said.stdout)
+    assert result["calls"] == 5
+    assert result["differences"][-2:] == ["2 model calls then, 5 now", "reward: 1.0 then, None now"]
+    assert "the recording holds 2 model calls, and this is one more" in said.stderr, "the last call was answered too"
+
+
+async def test_a_call_that_cannot_be_replayed_is_refused_and_other_requests_are_made(
+    tmp_path: Path, recorded: str
+) -> None:
+    (tmp_path / "replayed_agent.py").write_text(OTHER_CALLS)
+    said = await asyncio.to_thread(replay, tmp_path, recorded, "--json")
+    assert json.loads(said.stdout)["calls"] == 0
+    assert "g:generateContent cannot be replayed: its API is neither OpenAI's nor Anthropic's" in said.stderr

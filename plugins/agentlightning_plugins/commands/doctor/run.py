@@ -131,7 +131,7 @@ async def _find_endpoint(request: Request, stack: contextlib.AsyncExitStack) -> 
         return request.endpoint, model, check
     from agentlightning_plugins.scripted_model.server import ScriptedOpenAI
 
-    server = await stack.enter_async_context(ScriptedOpenAI(answer_request))
+    server = stack.enter_context(ScriptedOpenAI(answer_request))
     said = "a scripted server answers; to check your own model server: --endpoint URL"
     return server.endpoint, request.model or _SCRIPTED, ok("endpoint", said)
 

@@ -17,6 +17,7 @@ from agentlightning.resources import LLM, Resource
 from agentlightning.reward import find_final_reward, read_final_reward
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Rollout, Span
+from agentlightning_plugins.commands.replay.redirection import redirected
 from agentlightning_plugins.commands.terminal import found, print_result, with_store
 
 if TYPE_CHECKING:
@@ -35,8 +36,9 @@ async def command(
     """Run AGENT on a recorded rollout's task with the recorded model responses.
 
     AGENT is module:attribute, file.py:attribute, or a configuration file of `agl train`. Nothing is written to the
-    store. The agent runs in this process, so a debugger works. The exit code is 1 when the agent's requests or its
-    reward differ from the recording.
+    store, and no model is called: clients that the agent makes itself get the recorded responses too. The agent runs in
+    this process, so a debugger works. The exit code is 1 when the agent's requests or its reward differ from the
+    recording.
     """
     from agentlightning_plugins.commands.configuration.assembly import load_agent_argument
     from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
@@ -49,7 +51,7 @@ async def command(
     one_more = Answer(status=400, error=f"the recording holds {len(calls)} model calls, and this is one more")
     update = None if rollout.resources_id is None else await store.get_resources_by_id(rollout.resources_id)
     resources = {} if update is None else update.resources
-    async with ScriptedOpenAI(lambda _: next(answers, one_more)) as server:
+    with ScriptedOpenAI(lambda _: next(answers, one_more)) as server:
         replayed, rewards = await _run(litagent, rollout, resources, server.endpoint)
         requests = server.requests
     differences = list(_compare(calls, requests))
@@ -89,12 +91,12 @@ async def _run(
         else resource
         for name, resource in resources.items()
     }
-    os.environ["OPENAI_BASE_URL"] = endpoint  # for agents that bring a client of their own
+    os.environ["OPENAI_BASE_URL"] = endpoint  # for programs that the agent starts
     os.environ.setdefault("OPENAI_API_KEY", "replay")
     scratch = create_store("memory://")
     runner: LitAgentRunner[Any] = LitAgentRunner(get_manager().create("tracer", "otel"))
     try:
-        with runner.run_context(agent=agent, store=scratch):
+        with redirected(endpoint), runner.run_context(agent=agent, store=scratch):
             done = await runner.step(thaw(rollout.input), replaced, rollout.mode)
         return done, await read_final_reward(scratch, done)
     finally:
@@ -127,13 +129,21 @@ def _compare(calls: Sequence[Span], requests: Sequence[RecordedRequest]) -> Any:
     """Describes how each request of the agent differs from the recorded one."""
     for number, (call, request) in enumerate(zip(calls, requests, strict=False), 1):
         then = [(m.get("role"), m.get("content") or "") for m in semconv.read_input_messages(call)]
-        now = [(m.get("role"), _text(m.get("content")) or "") for m in request.body.get("messages", ())]
+        now = [(m.get("role"), _text(m.get("content")) or "") for m in _messages(request.body)]
         pairs = itertools.zip_longest(then, now, fillvalue="nothing")
         changed = next(((index, *pair) for index, pair in enumerate(pairs, 1) if pair[0] != pair[1]), None)
         if changed is not None:
             yield f"call {number}, message {changed[0]}: {changed[1]} then, {changed[2]} now"
     if len(requests) != len(calls):
         yield f"{len(calls)} model calls then, {len(requests)} now"
+
+
+def _messages(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The messages of a request to any of the APIs."""
+    given = body.get("messages", body.get("input", ()))
+    messages = [{"role": "user", "content": given}] if isinstance(given, str) else list(given)
+    system = body.get("instructions") or body.get("system")
+    return [{"role": "system", "content": system}, *messages] if system else messages
 
 
 def _text(content: Any) -> Any:
