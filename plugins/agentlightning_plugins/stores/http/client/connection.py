@@ -29,6 +29,7 @@ from agentlightning_plugins.stores.http.message import (
     RUN_HEADER,
     TIME_HEADER,
     check_token,
+    find_token,
 )
 
 logger = logging.getLogger("agentlightning")
@@ -61,12 +62,14 @@ class StoreConnection:
 
         Args:
             urls: URLs of servers of the same store, separated by commas. When one fails, the next is tried.
-            token: the token of all of them.
+            token: the token of all of them; None takes that of the environment, which is read again when it is refused.
             retry_s: how long a request is tried when none of them can be reached.
 
         Raises:
             ConfigError: not http(s) URLs, one with a password, or a token that cannot be sent.
         """
+        self._renews_token = not token
+        token = token or find_token()
         if token is not None:
             check_token(token)
         self.urls = tuple(_check_url(url) for url in urls.split(","))
@@ -80,7 +83,7 @@ class StoreConnection:
         self._polls_events = False
         """Whether events are read by long polling, because a stream does not arrive."""
         self._opening: set[asyncio.Future[None]] = set()
-        headers = {"authorization": f"Bearer {token}"} if token else {}
+        headers = {}
         if all(urlsplit(url).hostname in _LOOPBACK_HOSTS for url in self.urls):
             headers["accept-encoding"] = "identity"  # compressing would take longer than sending
         self._pool = _SessionPool(headers)
@@ -111,7 +114,7 @@ class StoreConnection:
         if self._opening:
             await self._subscriptions_opened()
         session = self._pool.session()
-        headers = {RUN_HEADER: run_id}
+        headers = {RUN_HEADER: run_id, **self._authorization()}
         content = None
         if body is not None:
             headers["content-type"] = "application/json"
@@ -146,6 +149,8 @@ class StoreConnection:
                 self._leave(server)
                 await retry.pause(f"{self.url} answers {response.status} {response.reason}", None)
                 continue
+            if response.status == 401 and self._renew_token(headers):
+                continue
             raise _error_of(self.url, response.status, answer)
 
     async def events(self, path: str, *, run_id: str) -> AsyncGenerator[bytes]:
@@ -158,7 +163,7 @@ class StoreConnection:
             StoreError: as ``request``; or the reader was too slow and events were lost.
         """
         retry = _Retry(self.retry_s)
-        headers = {RUN_HEADER: run_id}
+        headers = {RUN_HEADER: run_id, **self._authorization()}
         opened = asyncio.get_running_loop().create_future()
         self._opening.add(opened)
         try:
@@ -169,6 +174,8 @@ class StoreConnection:
                     async with self._get_events(url, headers, _POLL_S if self._polls_events else None) as response:
                         if response.status in _UNAVAILABLE:
                             raise aiohttp.ClientConnectionError(f"{response.status} {response.reason}")
+                        if response.status == 401 and self._renew_token(headers):
+                            continue
                         if response.status >= 300:
                             raise _error_of(self.url, response.status, await response.read())
                         async for event in _read_events(response.content):
@@ -230,6 +237,17 @@ class StoreConnection:
     async def close(self) -> None:
         """Closes the sessions of all loops; a later request opens new ones."""
         await self._pool.close()
+
+    def _authorization(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.token}"} if self.token else {}
+
+    def _renew_token(self, headers: dict[str, str]) -> bool:
+        """Puts a newer token of the environment into the headers of a request that was refused, if there is one."""
+        if self._renews_token:
+            self.token = find_token()
+        sent, headers["authorization"] = headers.get("authorization"), ""
+        headers |= self._authorization()
+        return headers["authorization"] not in (sent, "")
 
     def _leave(self, server: str) -> None:
         """Uses the next server, unless another request has left this one already."""

@@ -87,6 +87,10 @@ class StoreApplication:
         for (method, path), (handler, _) in self._others().items():
             router.add_route(method, path, handler, expect_handler=answer_expect)
 
+    def replace_tokens(self, tokens: Sequence[str]) -> None:
+        """Accepts these tokens from now on."""
+        self._access.replace_tokens(tokens)
+
     async def stop(self, timeout_s: float) -> None:
         """Ends waiting requests with what they have and the streams of events, and waits until the others are answered.
 
