@@ -34,6 +34,7 @@ from tests.postgresql import PostgresServer, running_server
 LOADS = 2
 RUNNERS = 24
 """In each process that makes load."""
+WARM_UP_S = 1.5
 SAMPLE_S = 0.01
 GROUPS = Path("/sys/fs/cgroup/cpu")
 PERIOD_US = 20_000
@@ -85,15 +86,20 @@ async def make_load(ports: Sequence[int], seconds: float) -> None:
     assert spans.count(b'"at-"') == SPANS
     runners = [Runner("127.0.0.1", ports[number % len(ports)]) for number in range(RUNNERS)]
     await asyncio.gather(*(runner.open() for runner in runners))
-    sys.stdin.readline()
-    end, took = time.monotonic() + seconds, []
+    took: list[float] = []
 
-    async def work(runner: Runner) -> None:
+    async def work(runner: Runner, end: float) -> None:
         while (begun := time.monotonic()) < end:
             await runner.run_one(len(took), spans)
             took.append(time.monotonic() - begun)
 
-    await asyncio.gather(*map(work, runners))
+    for is_counted in (False, True):  # a new connection to PostgreSQL plans each statement once
+        took.clear()
+        end = time.monotonic() + (seconds if is_counted else WARM_UP_S)
+        await asyncio.gather(*(work(runner, end) for runner in runners))
+        if not is_counted:
+            print(flush=True)
+            sys.stdin.readline()
     print(orjson.dumps(took).decode())
 
 
@@ -166,7 +172,7 @@ async def measure(place: PostgresServer, servers: int, share: float, seconds: fl
     with serving(url, servers, share) as served:
         ports = [str(port) for _, port in served]
         loads = [start(__file__, "--load", str(seconds), "--servers", *ports) for _ in range(LOADS)]
-        await asyncio.sleep(1.5)  # until they have connected
+        await asyncio.gather(*(asyncio.to_thread(load.stdout.readline) for load in loads if load.stdout))
         sampling = asyncio.create_task(sample(url, seen))
         before = sum(cpu_s(process.pid) for process, _ in served)
         database_before, commits_before, begun = cpu_of_database(place), await count_commits(url), time.monotonic()

@@ -192,6 +192,27 @@ async def test_a_changed_token_file_takes_effect_in_a_running_server_and_its_cli
     assert "1 are valid now" in log
 
 
+async def test_a_runner_with_a_token_file_uses_the_server_that_answers(tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("secret\n")
+    (tmp_path / "agent.py").write_text("def agent(task):\n    return 1.0\n")
+    variables = {"AGL_TOKEN_FILE": str(tmp_path / "tokens"), "AGL_TOKEN": ""}
+    async with serving(AGL_BACKEND="memory://", **variables) as service:
+        client = LightningStoreClient(service.url, "secret")
+        queued = await client.enqueue_rollout("task")
+        runner = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "agentlightning", "runner", f"{tmp_path / 'agent.py'}:agent"),
+            *("--store", f"http://127.0.0.1:{reserve_port()},{service.url}"),
+            env={**os.environ, **variables}, stdout=asyncio.subprocess.DEVNULL,
+        )  # fmt: skip
+        try:
+            (ended,) = await client.wait_for_rollouts([queued.rollout_id], timeout=120)
+            assert ended.status == "succeeded"
+        finally:
+            runner.send_signal(signal.SIGTERM)
+            await runner.wait()
+            await client.close()
+
+
 async def test_logs_are_json_lines_with_the_id_of_the_request() -> None:
     options = ("--log-format", "json", "--log-level", "info", "--access-log")
     async with serving(*options, AGL_BACKEND="memory://") as service:

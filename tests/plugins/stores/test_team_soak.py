@@ -47,6 +47,7 @@ class Program:
         self._arguments, self._log = arguments, log
         self._environment = {**os.environ, **variables}
         self.process: asyncio.subprocess.Process
+        self._is_expected_to_end = False
         self.ended_by_itself = 0
 
     async def start(self) -> None:
@@ -60,21 +61,19 @@ class Program:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         return [self.process.pid, *map(int, children.read_text().split())]
 
-    async def kill(self) -> None:
-        for pid in self.pids():
+    async def restart(self, number: int) -> None:
+        """Ends the command by a signal, SIGKILL its children too, and starts it again."""
+        self._is_expected_to_end = True
+        for pid in self.pids() if number == signal.SIGKILL else [self.process.pid]:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, number)
         await self.process.wait()
         await self.start()
+        self._is_expected_to_end = False
 
     async def kill_child(self) -> None:
-        *_, child = self.pids()
-        os.kill(child, signal.SIGKILL)
-
-    async def terminate(self) -> None:
-        self.process.terminate()
-        await self.process.wait()
-        await self.start()
+        for child in self.pids()[1:]:
+            os.kill(child, signal.SIGKILL)
 
     async def pause(self) -> None:
         pids = self.pids()
@@ -87,11 +86,11 @@ class Program:
     async def keep_running(self) -> None:
         """Starts it again when it has ended by itself, and counts that."""
         while True:
-            if await self.process.wait() >= 0:
+            await self.process.wait()
+            if not self._is_expected_to_end:
                 self.ended_by_itself += 1
                 await self.start()
-            else:
-                await asyncio.sleep(0.2)  # killed by the test, which starts it again
+            await asyncio.sleep(0.2)
 
 
 async def restart_database(place: PostgresServer) -> None:
@@ -197,11 +196,11 @@ def choose_fault(
     server, runner = chance.choice(servers), chance.choice(runners)
     return chance.choice(
         [
-            ("kill a server", server.kill),
+            ("kill a server", lambda: server.restart(signal.SIGKILL)),
             ("stop a server", server.pause),
-            ("restart a server", server.terminate),
+            ("restart a server", lambda: server.restart(signal.SIGTERM)),
             ("kill the database", lambda: restart_database(place)),
-            ("kill a runner", runner.kill),
+            ("kill a runner", lambda: runner.restart(signal.SIGKILL)),
             ("kill the process of a runner", runner.kill_child),
             ("stop a runner", runner.pause),
         ]
