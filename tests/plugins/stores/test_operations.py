@@ -177,6 +177,7 @@ async def test_a_changed_token_file_takes_effect_in_a_running_server_and_its_cli
             await asyncio.sleep(0.05)
         assert (await service.get("/v1/agl/statistics", authorization="Bearer second"))[0] == 200
         assert client.token == "first"
+        client._connection._reads_token_at = time.monotonic() + 60  # as if it had read the file just before
         claimed = await client.dequeue_rollout("worker")  # refused once, sent again with the new token
         assert claimed is not None
         assert client.with_run("other").token == client.token == "second"

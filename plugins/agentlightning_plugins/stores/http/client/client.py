@@ -52,7 +52,7 @@ class LightningStoreClient(RemoteMethods):
             url: of the server, as in ``http://127.0.0.1:4747``; or of several servers of the same store, separated by
                 commas: when one fails, the next is used.
             token: the token that the server was started with; None takes AGL_TOKEN, or the first line of the
-                file AGL_TOKEN_FILE, from the environment. The file is read again when a server refuses the token.
+                file AGL_TOKEN_FILE, from the environment. The file may change meanwhile.
             run_id: the run whose queue, latest resources and metrics this object sees.
             retry_s: how long a server may be unreachable, as while it restarts, before a call raises StoreError.
 

@@ -45,6 +45,8 @@ _LARGE_BODY_BYTES: Final = 2**20
 """Larger bodies are sent in pieces, because sending them at once would block the loop."""
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 2.0
+_TOKEN_S: Final = 5.0
+"""How often the file of the token is read again."""
 _LOOPBACK_HOSTS: Final = frozenset({"127.0.0.1", "::1", "localhost"})
 _UNAVAILABLE: Final = frozenset({502, 503, 504})
 _NOT_SENT: Final = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
@@ -62,13 +64,14 @@ class StoreConnection:
 
         Args:
             urls: URLs of servers of the same store, separated by commas. When one fails, the next is tried.
-            token: the token of all of them; None takes that of the environment, which is read again when it is refused.
+            token: the token of all of them; None takes that of the environment, and follows a file that changes.
             retry_s: how long a request is tried when none of them can be reached.
 
         Raises:
             ConfigError: not http(s) URLs, one with a password, or a token that cannot be sent.
         """
         self._renews_token = not token
+        self._reads_token_at = 0.0
         token = token or find_token()
         if token is not None:
             check_token(token)
@@ -239,12 +242,15 @@ class StoreConnection:
         await self._pool.close()
 
     def _authorization(self) -> dict[str, str]:
+        if self._renews_token and time.monotonic() > self._reads_token_at:
+            self._reads_token_at = time.monotonic() + _TOKEN_S
+            with contextlib.suppress(ConfigError):  # the file is being written: the old token is tried
+                self.token = find_token()
         return {"authorization": f"Bearer {self.token}"} if self.token else {}
 
     def _renew_token(self, headers: dict[str, str]) -> bool:
         """Puts a newer token of the environment into the headers of a request that was refused, if there is one."""
-        if self._renews_token:
-            self.token = find_token()
+        self._reads_token_at = 0.0
         sent, headers["authorization"] = headers.get("authorization"), ""
         headers |= self._authorization()
         return headers["authorization"] not in (sent, "")
@@ -316,9 +322,8 @@ class _SessionPool:
         session = self._sessions.get(loop)
         if session is None or session.closed:
             session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(
-                    limit=0, keepalive_timeout=_KEEPALIVE_S
-                ),  # each waiting request holds one
+                # Each waiting request holds a connection.
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 headers=self._headers,
                 skip_auto_headers=("user-agent", "accept"),
