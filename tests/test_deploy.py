@@ -71,6 +71,22 @@ async def test_rules_and_dashboard_use_metrics_that_the_store_exports() -> None:
     assert {name.removesuffix("_bucket") for name in used} <= exported
 
 
+async def test_runners_are_scaled_by_a_metric_that_the_store_exports() -> None:
+    store = InMemoryLightningStore()
+    await store.enqueue_rollout("waits")
+    text = (await StoreApplication(store)._metrics.render()).decode()
+    await store.close()
+    (rule,) = yaml.safe_load((DEPLOY / "prometheus" / "adapter.yaml").read_text())["rules"]["external"]
+    (scaler,) = [each for _, each in documents() if each.get("kind") == "HorizontalPodAutoscaler"]
+    (metric,) = [each["external"] for each in scaler["spec"]["metrics"]]
+    (run,) = metric["metric"]["selector"]["matchLabels"].values()
+    assert metric["metric"]["name"] == rule["name"]["as"]
+    assert f'{rule["seriesQuery"]}{{run="{run}"}} 1.0' in text.splitlines()
+    assert rule["metricsQuery"].startswith(f"max by (run) ({rule['seriesQuery']}{{")
+    deployed = {each["metadata"]["name"] for _, each in documents() if each.get("kind") == "Deployment"}
+    assert scaler["spec"]["scaleTargetRef"]["name"] in deployed
+
+
 def test_nginx_accepts_the_example(tmp_path: Path) -> None:
     site = (DEPLOY / "nginx" / "lightning.conf").read_text().replace("listen 443 ssl;", "listen 127.0.0.1:1;")
     site = "\n".join(line for line in site.splitlines() if "ssl_certificate" not in line)

@@ -10,10 +10,14 @@ from typing import Final
 from agentlightning.errors import ConfigError
 from agentlightning.store.backend import Backend, Condition, Delete, Guard, Query, Row, key_of
 from agentlightning.store.check import check_choice, check_int
-from agentlightning.types import ENDED_ROLLOUT, Rollout, RolloutStatus
+from agentlightning.types import ENDED_ROLLOUT, LIVE_ATTEMPT, Attempt, Rollout, RolloutStatus, Worker
 
 _BATCH: Final = 100
 """Rollouts in one commit, which deletes their spans too and makes other writers wait."""
+
+
+WORKER_AGE_S: Final = 86_400.0
+"""Workers without a sign of life for this long are deleted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,26 @@ class Retention:
             excess = (await backend.count())["rollouts"] - self.max_rollouts
             deleted += await _delete(backend, _ended(ENDED_ROLLOUT), math.inf, excess)
         return deleted
+
+
+async def delete_old_workers(backend: Backend, now: float) -> int:
+    """Deletes the workers that have no live attempt and gave no sign of life for a day; returns how many."""
+    old = [row for row in (await backend.select(Query(Worker))).rows if _last_seen(row.record) < now - WORKER_AGE_S]
+    if not old:
+        return 0
+    theirs = Condition("worker_id", "in", tuple(row.record.worker_id for row in old))
+    live = Condition("status", "in", tuple(sorted(LIVE_ATTEMPT)))
+    busy = {row.record.worker_id for row in (await backend.select(Query(Attempt, (theirs, live)))).rows}
+    deleted = 0
+    for row in old:
+        key = key_of(row.record)
+        if row.record.worker_id not in busy:
+            deleted += await backend.commit([Delete(Worker, key)], [Guard(Worker, key, row.revision)])
+    return deleted
+
+
+def _last_seen(worker: Worker) -> float:
+    return max(time or 0.0 for time in (worker.last_heartbeat_time, worker.last_dequeue_time, worker.ended_at))
 
 
 async def delete_ended(

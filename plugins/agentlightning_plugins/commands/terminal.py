@@ -79,7 +79,7 @@ def open_store(where: str | None, run: str | None = None) -> LightningStore:
         where = f"sqlite:///{file}"
     if where.startswith("sqlite:///") and not Path(where.removeprefix("sqlite:///").split("?")[0]).is_file():
         raise click.UsageError(f"--store {where}: the file does not exist")
-    return create_store(where, run=run, token=os.environ.get("AGL_TOKEN") if where.startswith("http") else None)
+    return create_store(where, run=run)
 
 
 async def every(query: Callable[..., Awaitable[PaginatedResult[T]]], *args: Any, **conditions: Any) -> AsyncIterator[T]:

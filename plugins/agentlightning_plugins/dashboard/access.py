@@ -34,9 +34,13 @@ class Access:
 
     def __init__(self, tokens: Sequence[str]) -> None:
         """Accepts any of the tokens; a session ends when the token that it was opened with is no longer valid."""
+        self._form_key = secrets.token_bytes(32)
+        self.replace_tokens(tokens)
+
+    def replace_tokens(self, tokens: Sequence[str]) -> None:
+        """Accepts these tokens from now on."""
         self._tokens = tuple(tokens)
         self._keys = [hashlib.sha256(b"dashboard session\0" + token.encode()).digest() for token in self._tokens]
-        self._form_key = secrets.token_bytes(32)
 
     @property
     def needs_token(self) -> bool:

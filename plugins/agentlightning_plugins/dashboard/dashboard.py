@@ -60,6 +60,10 @@ class Dashboard:
         """Whether a request comes from a client that has signed in."""
         return self._access.find_session(request) is not None
 
+    def replace_tokens(self, tokens: Sequence[str]) -> None:
+        """Accepts these tokens from now on; sessions of others end."""
+        self._access.replace_tokens(tokens)
+
     async def stop(self) -> None:
         """Ends the streams of live pages."""
         await self._live.stop()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 
 import click
 
@@ -21,8 +20,7 @@ def command(store: str, run: str | None, host: str, port: int) -> None:
     from agentlightning_plugins.legacy.v0 import AgentLightningServer
 
     async def serve() -> None:
-        token = os.environ.get("AGL_TOKEN") if store.startswith("http") else None
-        server = AgentLightningServer(host, port, store=create_store(store, run=run, token=token))
+        server = AgentLightningServer(host, port, store=create_store(store, run=run))
         await server.start()
         click.echo(f"Serving {store} to agents of 0.1 at {server.endpoint}")
         try:

@@ -189,9 +189,26 @@ def test_resources_are_shown_rolled_back_and_never_show_a_key(place: Path) -> No
     assert "no version 9" in str(run(place, "resources", "rollback", resources_id, "9", code=2).exception)
 
 
-def test_workers_are_listed_and_ended(place: Path) -> None:
+def test_workers_are_filtered(place: Path) -> None:
     (worker,) = listed(place, "workers", "list")
     assert worker["worker_id"] == "w-1"
+    assert listed(place, "workers", "list", "--status", "busy", "--contains", "w-2") == []
+    assert listed(place, "workers", "list", "--contains", "w-", "--limit", "5") == [worker]
+
+
+def test_a_worker_with_several_rollouts_is_listed_with_their_number(place: Path) -> None:
+    async def begin() -> None:
+        store = agl.create_store(f"sqlite:///{place / 'store.db'}")
+        await store.enqueue_many_rollouts([agl.types.EnqueueRolloutRequest(input=n) for n in range(2)])
+        claimed = await store.dequeue_many_rollouts(limit=3, worker_id="w-9")
+        await store.update_worker("w-9", attempt_ids=[each.attempt.attempt_id for each in claimed])
+        await store.close()
+
+    asyncio.run(begin())
+    assert "and 2 more" in run(place, "workers", "list", "--status", "busy").stdout
+
+
+def test_a_worker_is_ended(place: Path) -> None:
     assert run(place, "workers", "end", "w-1").stdout == "0 attempts ended\n"
     assert "no worker 'w-2'" in str(run(place, "workers", "show", "w-2", code=2).exception)
 

@@ -12,6 +12,7 @@ import pytest
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning.types import EnqueueRolloutRequest
 from agentlightning_plugins.stores.http.client import LightningStoreClient
+from agentlightning_plugins.strategies.processes.serving import served
 from tests.port import reserve_port
 
 
@@ -65,6 +66,14 @@ async def test_claims_and_events_go_on_when_a_server_is_killed(database: str) ->
                 server.kill()
                 await server.wait()
         await client.close()
+
+
+async def test_runner_processes_know_all_servers_of_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGL_TOKEN", "")
+    client = LightningStoreClient("http://127.0.0.1:1,http://127.0.0.1:2")
+    async with served(client, "127.0.0.1", 0, is_private=True) as target:
+        assert (target.url, target.token) == ("http://127.0.0.1:1,http://127.0.0.1:2", None)
+    await client.close()
 
 
 async def test_all_servers_are_named_when_none_can_be_reached() -> None:

@@ -157,6 +157,63 @@ async def test_a_token_is_replaced_without_an_interruption(tmp_path: Path, monke
             await LightningStoreClient(service.url, "other").query_rollouts()
 
 
+async def test_a_changed_token_file_takes_effect_in_a_running_server_and_its_clients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("first\n")
+    monkeypatch.setenv("AGL_TOKEN_FILE", str(tokens))
+    async with serving(AGL_BACKEND="memory://", AGL_TOKEN_FILE=str(tokens), AGL_TOKEN="") as service:
+        client = LightningStoreClient(service.url)
+        await client.enqueue_rollout("before")
+        for broken in ("", " blank\n"):  # as while it is written: the old token stays valid
+            tokens.write_text(broken)
+            await asyncio.sleep(2.5)
+            assert (await service.get("/v1/agl/statistics", authorization="Bearer first"))[0] == 200
+        tokens.write_text("second\n")
+        for _ in range(400):
+            if (await service.get("/v1/agl/statistics", authorization="Bearer first"))[0] == 401:
+                break
+            await asyncio.sleep(0.05)
+        assert (await service.get("/v1/agl/statistics", authorization="Bearer second"))[0] == 200
+        assert client.token == "first"
+        client._connection._reads_token_at = time.monotonic() + 60  # as if it had read the file just before
+        claimed = await client.dequeue_rollout("worker")  # refused once, sent again with the new token
+        assert claimed is not None
+        assert client.with_run("other").token == client.token == "second"
+        events = client.subscribe(["rollout_finished"])
+        reading = asyncio.ensure_future(anext(events))
+        await asyncio.sleep(0)  # it asks for the stream before the next request
+        await client.update_attempt(claimed.rollout_id, claimed.attempt.attempt_id, status="succeeded")
+        assert (await asyncio.wait_for(reading, 30)).kind == "rollout_finished"
+        await events.aclose()  # type: ignore[attr-defined] # a generator
+        await client.close()
+        _, log = await service.end()
+    assert "the tokens stay as they were" in log
+    assert "1 are valid now" in log
+
+
+async def test_a_runner_with_a_token_file_uses_the_server_that_answers(tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("secret\n")
+    (tmp_path / "agent.py").write_text("def agent(task):\n    return 1.0\n")
+    variables = {"AGL_TOKEN_FILE": str(tmp_path / "tokens"), "AGL_TOKEN": ""}
+    async with serving(AGL_BACKEND="memory://", **variables) as service:
+        client = LightningStoreClient(service.url, "secret")
+        queued = await client.enqueue_rollout("task")
+        runner = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "agentlightning", "runner", f"{tmp_path / 'agent.py'}:agent"),
+            *("--store", f"http://127.0.0.1:{reserve_port()},{service.url}"),
+            env={**os.environ, **variables}, stdout=asyncio.subprocess.DEVNULL,
+        )  # fmt: skip
+        try:
+            (ended,) = await client.wait_for_rollouts([queued.rollout_id], timeout=120)
+            assert ended.status == "succeeded"
+        finally:
+            runner.send_signal(signal.SIGTERM)
+            await runner.wait()
+            await client.close()
+
+
 async def test_logs_are_json_lines_with_the_id_of_the_request() -> None:
     options = ("--log-format", "json", "--log-level", "info", "--access-log")
     async with serving(*options, AGL_BACKEND="memory://") as service:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning.event import RolloutEnqueued
@@ -17,6 +18,7 @@ from agentlightning.testing.store import DurableStoreConformance
 from agentlightning.testing.store.actions import claim, finish, make_span
 from agentlightning.testing.store.model import Reopen
 from agentlightning.types import Attempt, Rollout, Span
+from agentlightning_plugins.stores.http.command import command
 from agentlightning_plugins.stores.http.server.events import EventStreams
 from agentlightning_plugins.stores.http.server.metrics import ServerMetrics
 from agentlightning_plugins.stores.http.server.polling import Polls
@@ -328,3 +330,50 @@ async def count_steps(path: Path, stored: int) -> dict[str, int]:
             await store.dequeue_rollout()
     await store.close()
     return steps
+
+
+async def test_the_file_shrinks_when_rollouts_are_deleted(quick_path: Path) -> None:
+    path = quick_path / "store.db"
+    store = SqliteLightningStore(path)
+    await fill_and_delete(store)
+    for _ in range(400):  # the pages go back in steps, with other writes
+        await store.update_worker("worker")
+    await store.close()
+    assert path.stat().st_size < 10_000_000
+
+
+async def fill_and_delete(store: SqliteLightningStore) -> None:
+    """Stores and deletes 20 MB."""
+    for _ in range(20):
+        claimed = await store.start_rollout("large")
+        await store.add_many_spans([make_span(claimed, text="x" * 100_000) for _ in range(10)])
+        await finish(store, claimed)
+    assert await store.delete_rollouts(keep=0) >= 20
+
+
+async def test_compact_shrinks_an_older_file(quick_path: Path) -> None:
+    path = quick_path / "store.db"
+    with sqlite3.connect(path) as connection:
+        connection.executescript(FIXTURE.read_text())  # a file of a version that did not shrink
+    store = SqliteLightningStore(path)
+    rollouts = await store.query_rollouts()
+    await fill_and_delete(store)
+    await store.close()
+    assert path.stat().st_size > 15_000_000
+    result = await asyncio.to_thread(CliRunner().invoke, command, ["compact", f"sqlite:///{path}"])
+    assert result.exit_code == 0, result.output
+    assert " MB before, 0." in result.output
+    assert path.stat().st_size < 1_000_000
+    store = SqliteLightningStore(path)
+    kept = {rollout.rollout_id for rollout in await store.query_rollouts()}
+    assert kept <= {rollout.rollout_id for rollout in rollouts}
+    await store.enqueue_rollout("it can be written")
+    await store.close()
+
+
+def test_compact_names_a_file_that_is_not_there_and_stores_that_need_none(quick_path: Path) -> None:
+    missing = CliRunner().invoke(command, ["compact", f"sqlite:///{quick_path}/none.db"])
+    assert isinstance(missing.exception, ConfigError)
+    assert "there is no file" in str(missing.exception)
+    memory = CliRunner().invoke(command, ["compact", "memory://"])
+    assert "needs no compacting" in str(memory.exception)

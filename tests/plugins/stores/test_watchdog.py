@@ -17,8 +17,8 @@ from agentlightning.errors import ConfigError
 from agentlightning.event import Event
 from agentlightning.store.backend import Page, Put, Query
 from agentlightning.store.engine import BackendStore, watchdog
-from agentlightning.store.retention import Retention
-from agentlightning.types import Attempt, AttemptedRollout, EnqueueRolloutRequest, Record, RolloutConfig, Span
+from agentlightning.store.retention import WORKER_AGE_S, Retention, delete_old_workers
+from agentlightning.types import Attempt, AttemptedRollout, EnqueueRolloutRequest, Record, RolloutConfig, Span, Worker
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore, MemoryBackend
 from tests.source import run_python
 
@@ -111,6 +111,18 @@ async def test_heartbeats_of_the_worker_renew_the_leases_of_all_its_attempts(sto
         await asyncio.sleep(0.1)
         await store.update_worker("worker-1")
     assert [(await latest(store, item)).attempt.status for item in claims] == ["preparing"] * 3
+
+
+async def test_workers_that_were_not_seen_for_a_day_are_deleted_unless_they_have_work(store: BackendStore) -> None:
+    await claim(store, "busy")
+    backend = store._database.backend
+    await backend.commit(
+        [Put(Worker(worker_id="busy", last_heartbeat_time=5.0)), Put(Worker(worker_id="gone", last_dequeue_time=5.0))]
+    )
+    await backend.commit([Put(Worker(worker_id="here", last_heartbeat_time=5.0 + WORKER_AGE_S))])
+    assert await delete_old_workers(backend, 5.0 + WORKER_AGE_S) == 0
+    assert await delete_old_workers(backend, 6.0 + WORKER_AGE_S) == 1
+    assert {worker.worker_id for worker in await store.query_workers()} == {"busy", "here"}
 
 
 async def test_spans_renew_the_lease(store: BackendStore) -> None:

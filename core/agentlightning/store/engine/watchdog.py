@@ -19,13 +19,14 @@ from agentlightning.lifecycle import end_overdue, last_heartbeat
 from agentlightning.store.backend import Condition, Query, Row
 from agentlightning.store.engine.change import Change
 from agentlightning.store.engine.database import LIVE, Database
-from agentlightning.store.retention import Retention
+from agentlightning.store.retention import Retention, delete_old_workers
 from agentlightning.types import Attempt, Record, Rollout, Worker
 
 logger = logging.getLogger("agentlightning")
 R = TypeVar("R", bound=Record)
 
 _RETENTION_INTERVAL_S: Final = 10.0
+_WORKERS_INTERVAL_S: Final = 3600.0
 
 
 class Watchdog:
@@ -41,6 +42,7 @@ class Watchdog:
         self._interval_s = interval_s
         self.retention: Retention | None = None
         self._retained_at = -math.inf
+        self._workers_deleted_at = -math.inf
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
@@ -114,7 +116,10 @@ class Watchdog:
             )
 
     async def retain(self, now: float) -> None:
-        """Enforces the retention policy, every ten seconds at most."""
+        """Deletes old workers every hour, and enforces the retention policy every ten seconds at most."""
+        if now - self._workers_deleted_at >= _WORKERS_INTERVAL_S:
+            self._workers_deleted_at = now
+            await delete_old_workers(self._database.backend, now)
         if self.retention is not None and now - self._retained_at >= max(self._interval_s, _RETENTION_INTERVAL_S):
             self._retained_at = now
             deleted = await self.retention.enforce(self._database.backend, now)

@@ -168,7 +168,7 @@ def open_store(config: TrainConfig, directory: Path) -> LightningStore:
     if config.store is None:
         make_directory(directory)
         return create_store(f"sqlite:///{directory}/store.db")
-    return create_store(expand(config.store), run=directory.name, token=os.environ.get("AGL_TOKEN"))
+    return create_store(expand(config.store), run=directory.name)
 
 
 def load_agent(spec: str | AgentConfig | CommandConfig) -> LitAgent[Any]:

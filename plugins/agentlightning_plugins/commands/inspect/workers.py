@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
+from typing import get_args
 
 import click
 
 from agentlightning.event import AttemptFinished, RolloutStarted
 from agentlightning.store.protocol import LightningStore
+from agentlightning.types import Worker, WorkerStatus
 from agentlightning_plugins.commands.terminal import (
     every,
     export,
@@ -31,12 +32,23 @@ def workers() -> None:
 
 
 @workers.command("list")
+@click.option("--status", multiple=True, type=click.Choice(get_args(WorkerStatus)), help="Only these; may be repeated.")
+@click.option("--contains", metavar="TEXT", help="Only workers whose id contains this.")
+@click.option("--limit", default=50, show_default=True, type=click.IntRange(-1), help="-1 for all.")
 @with_store
-async def list_workers(store: LightningStore, as_json: bool) -> None:
+async def list_workers(
+    store: LightningStore, status: tuple[str, ...], contains: str | None, limit: int, as_json: bool
+) -> None:
     """List workers, sorted by their last heartbeat."""
-    page = await store.query_workers(sort_by="last_heartbeat_time", sort_order="desc")
-    rows = [(w.worker_id, w.status, _ago(w.last_heartbeat_time), w.current_rollout_id) for w in page]
-    print_page(as_json, page, ("worker", "status", "last heartbeat", "rollout"), rows)
+    page = await store.query_workers(
+        status_in=status or None,
+        worker_id_contains=contains,
+        sort_by="last_heartbeat_time",
+        sort_order="desc",
+        limit=limit,
+    )
+    rows = [(w.worker_id, w.status, _ago(w.last_heartbeat_time, store.now()), _rollouts(w)) for w in page]
+    print_page(as_json, page, ("worker", "status", "last heartbeat", "rollouts"), rows)
 
 
 @workers.command("show")
@@ -83,5 +95,11 @@ async def export_workers(store: LightningStore, path: Path, as_json: bool) -> No
     await export(every(store.query_workers), path, "workers", as_json)
 
 
-def _ago(instant: float | None) -> str:
-    return "never" if instant is None else f"{max(time.time() - instant, 0):.0f} s ago"
+def _ago(instant: float | None, now: float) -> str:
+    return "never" if instant is None else f"{max(now - instant, 0):.0f} s ago"
+
+
+def _rollouts(worker: Worker) -> str:
+    """The newest rollout that a worker runs, and how many others it runs."""
+    others = len(worker.attempt_ids or ()) - 1
+    return f"{worker.current_rollout_id or ''}{f' and {others} more' if others > 0 else ''}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 
 import click
@@ -48,17 +47,16 @@ def command(
         raise click.UsageError("memory:// cannot be shared between processes; use another store")
     litagent = load_agent_argument(agent, reward)
     get_manager().check("tracer", tracer)
-    token = os.environ.get("AGL_TOKEN") if store.startswith("http") else None
     job = LitAgentRunnerJob(litagent, tracer, max_rollouts=max_rollouts, max_concurrency=max_concurrency)
 
     async def serve() -> None:
-        opened = create_store(store, run=run, token=token)
+        opened = create_store(store, run=run)
         try:
             whose = f"run {opened.run_id} of {re.sub('(?<=://)[^/@]*@', '', store)}"  # no password at the terminal
             click.echo(f"Connecting to {whose}")
             await opened.statistics()  # fails here, before processes are started, if the store is unreachable
             click.echo(f"Running {agent} for {whose}: {n_runners} x {max_concurrency} rollouts at once.")
-            target = JobTarget.of_this_process(store, token, opened.run_id)
+            target = JobTarget.of_this_process(store, None, opened.run_id)  # they find the token too
             await Supervisor(RunnerProcesses(job, target), opened, n_runners).run()
         finally:
             await opened.close()

@@ -35,8 +35,7 @@ def command(store: str, run: str | None, arguments: tuple[str, ...]) -> None:
 
 
 async def _trace(url: str, run: str | None, arguments: list[str]) -> int:
-    token = os.environ.get("AGL_TOKEN") if url.startswith("http") else None
-    store = create_store(url, run=run, token=token)
+    store = create_store(url, run=run)
     try:
         rollout = await store.start_rollout({"command": arguments})
         with tempfile.NamedTemporaryFile(prefix="agl-trace-", suffix=".jsonl") as spans:

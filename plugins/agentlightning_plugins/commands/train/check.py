@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -51,7 +50,7 @@ def _problems(config: TrainConfig, parts: Parts) -> Iterator[tuple[str, str | No
 
 def _try_store(url: str) -> str | None:
     async def ask() -> None:
-        store = create_store(url, token=os.environ.get("AGL_TOKEN"))
+        store = create_store(url)
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 await store.statistics()

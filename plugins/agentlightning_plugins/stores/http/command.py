@@ -12,16 +12,20 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import click
 
+from agentlightning.errors import ConfigError, StoreError
+
 if TYPE_CHECKING:
     from agentlightning.store.protocol import LightningStore
+    from agentlightning_plugins.stores.http.server import LightningStoreServer
 
 _CLOSE_S: Final = 3.0
 """How long the database may take to finish what was accepted, after the requests in flight."""
+_READ_TOKENS_S: Final = 2.0
 
 logger = logging.getLogger("agentlightning")
 
 
-@click.command("store")
+@click.group("store", invoke_without_command=True)
 @click.option(
     "--host",
     default="127.0.0.1",
@@ -54,7 +58,8 @@ logger = logging.getLogger("agentlightning")
     envvar="AGL_TOKEN_FILE",
     show_envvar=True,
     type=click.Path(dir_okay=False, path_type=Path),
-    help="File with a token on each line: clients may send any, the first signs attempt tokens.",
+    help="File with a token on each line: clients may send any, the first signs attempt tokens. A change takes effect "
+    "within seconds.",
 )
 @click.option("--keep-days", type=click.FloatRange(0, min_open=True), help="Delete rollouts that ended more days ago.")
 @click.option("--keep-rollouts", type=click.IntRange(0), help="Delete the oldest ended rollouts above this number.")
@@ -63,7 +68,9 @@ logger = logging.getLogger("agentlightning")
 @click.option("--log-format", default="text", show_default=True, type=click.Choice(["text", "json"]))
 @click.option("--access-log", is_flag=True, help="Log each request.")
 @click.option("--read-only", is_flag=True, help="Serve the dashboard without its actions.")
+@click.pass_context
 def command(
+    context: click.Context,
     host: str,
     port: int,
     backend: str,
@@ -81,16 +88,16 @@ def command(
 
     Algorithms, runners and gateways on any machine share the store that this command serves.
     """
+    if context.invoked_subcommand is not None:
+        return
     from agentlightning.store.retention import Retention
     from agentlightning_plugins.garbage_collection import relax_collector
     from agentlightning_plugins.stores.http.log import setup_server_log
-    from agentlightning_plugins.stores.http.message import read_token_file
 
     setup_server_log(log_level, log_format, access=access_log)
     relax_collector()
     _raise_file_limit()
-    tokens = [token] if token else []
-    tokens += [each for each in ([] if token_file is None else read_token_file(token_file)) if each not in tokens]
+    tokens = _Tokens(token, token_file)
     retention = None
     if keep_days is not None or keep_rollouts is not None:
         retention = Retention(max_age_s=None if keep_days is None else keep_days * 86_400, max_rollouts=keep_rollouts)
@@ -98,9 +105,73 @@ def command(
     asyncio.run(_serve(store, backend, host, port, tokens, read_only=read_only))
 
 
+@command.command("compact")
+@click.argument("url", default="sqlite:///agl.db", envvar="AGL_BACKEND")
+def compact_command(url: str) -> None:
+    """Make the file of a SQLite store as small as its contents.
+
+    Programs that have it open wait until it is done; it needs as much free disk space as the file has.
+    """
+    from agentlightning.store.factory import create_store
+    from agentlightning.store.url import hide_password
+
+    path = Path(url.partition(":///")[2])
+    if url.startswith("sqlite:") and not path.is_file():
+        raise ConfigError(f"there is no file {path}; give the URL of the store, as in sqlite:///agl.db")
+    store = create_store(url)
+
+    async def compact() -> tuple[int, int]:
+        try:
+            work = getattr(store, "compact", None)
+            if work is None:
+                raise ConfigError(f"{hide_password(url)} needs no compacting: only sqlite:/// stores do")
+            sizes: tuple[int, int] = await work()
+            return sizes
+        finally:
+            await store.close()
+
+    before, after = asyncio.run(compact())
+    click.echo(f"{hide_password(url)}: {before / 1e6:.1f} MB before, {after / 1e6:.1f} MB now")
+
+
+class _Tokens:
+    """The tokens of the command line and of a file."""
+
+    def __init__(self, token: str | None, path: Path | None) -> None:
+        """Reads the file.
+
+        Raises:
+            ConfigError: it cannot be read, or has no token or a wrong one.
+        """
+        self._token, self._path = token, path
+        self.current = self._read()
+
+    def _read(self) -> list[str]:
+        from agentlightning_plugins.stores.http.message import read_token_file
+
+        found = [] if self._path is None else read_token_file(self._path)
+        return list(dict.fromkeys([self._token, *found] if self._token else found))
+
+    async def follow(self, server: LightningStoreServer) -> None:
+        """Gives the server the tokens of the file whenever they change."""
+        problem = ""
+        while self._path is not None:
+            await asyncio.sleep(_READ_TOKENS_S)
+            try:
+                found = await asyncio.to_thread(self._read)
+                if found != self.current:
+                    server.replace_tokens(found)
+                    self.current = found
+                    logger.warning("the tokens of %s have changed; %d are valid now", self._path, len(found))
+                problem = ""
+            except ConfigError as error:
+                if str(error) != problem:
+                    problem = str(error)
+                    logger.warning("%s; the tokens stay as they were", problem)
+
+
 def _open(backend: str, wait_s: float, **settings: Any) -> LightningStore:
     """Opens the store; waits for its database to be reachable."""
-    from agentlightning.errors import StoreError
     from agentlightning.store.factory import create_store
 
     deadline, pause_s = time.monotonic() + wait_s, 0.1
@@ -123,22 +194,26 @@ def _raise_file_limit() -> None:
 
 
 async def _serve(
-    store: LightningStore, backend: str, host: str, port: int, tokens: list[str], *, read_only: bool
+    store: LightningStore, backend: str, host: str, port: int, tokens: _Tokens, *, read_only: bool
 ) -> None:
     from agentlightning.plugin.registry import get_manager
     from agentlightning.store.url import hide_password
     from agentlightning_plugins.stores.http.server import LightningStoreServer
 
     manager = get_manager()
-    pages = [manager.get("pages", name)(store, tokens, read_only=read_only) for name in manager.components("pages")]
+    pages = [
+        manager.get("pages", name)(store, tokens.current, read_only=read_only) for name in manager.components("pages")
+    ]
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     try:
-        async with LightningStoreServer(store, host, port, token=tokens, pages=pages) as server:
+        async with LightningStoreServer(store, host, port, token=tokens.current, pages=pages) as server:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, stop.set)
             lifetime = "" if store.capabilities["durable"] else " (not durable: lost when this process ends)"
             click.echo(f"Serving {hide_password(backend)}{lifetime} at {server.endpoint}")
+            following = loop.create_task(tokens.follow(server))
             await stop.wait()
+            following.cancel()
             for number in (signal.SIGINT, signal.SIGTERM):  # a second signal ends the process at once
                 loop.remove_signal_handler(number)
             click.echo("Stopping: finishing requests in flight, refusing new ones.")

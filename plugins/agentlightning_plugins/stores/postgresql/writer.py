@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
@@ -32,6 +33,8 @@ MAX_BATCH: Final = 500
 MAX_BATCH_CHARACTERS: Final = 16_000_000
 WRITE_TIMEOUT_S: Final = 60.0
 """A server that has not answered for this long is considered gone; a row locked for longer is an error."""
+_ANNOUNCE_S: Final = 0.01
+"""How long a process with more to write may put off waking the others."""
 LOOK_EVERY_S: Final = 1.0
 """How often events are read without a notification: a process may be killed between its commit and its NOTIFY."""
 _PRUNE_EVERY: Final = 64
@@ -72,6 +75,7 @@ class Writer:
         """The greatest position of an event that was read or written."""
         self._unannounced: int | None = None
         """The position of our last events, if other processes were not notified of them yet."""
+        self._unannounced_since = 0.0
         self._up_to_date_at = self._server.clock.now()
         self._items: deque[Item[Work]] = deque()
         self._busy = 0
@@ -116,6 +120,7 @@ class Writer:
                 self._wake.clear()
                 while self._items:
                     await self._write_next()
+                await self._notify()
                 if self._stopped and not self._busy:
                     return
                 if self._must_look or self._server.clock.is_due:
@@ -182,7 +187,8 @@ class Writer:
         for item, operation in busy:
             self._retry_later(item, operation)
         settle(done)
-        await self._notify()
+        if time.monotonic() - self._unannounced_since > _ANNOUNCE_S:
+            await self._notify()
 
     def _retry_later(self, item: Item[Work], operation: Operation) -> None:
         """Tries an item again after a short pause: another transaction has locked one of its rows."""
@@ -242,6 +248,7 @@ class Writer:
 
         async def write(connection: asyncpg.Connection) -> Any:
             seen = orjson.dumps({str(origin): position for origin, (position, _) in self._seen.items()}).decode()
+            self._must_look = False  # the statement reads the events of which this process was notified so far
             return await connection.fetchrow(
                 WRITE, *parameters, self._origin, number, self._slot, text, self._horizon, seen
             )
@@ -289,6 +296,8 @@ class Writer:
         else:
             self._newest = max(self._newest, position)
             self._up_to_date_at = self._server.clock.now()
+        if self._unannounced is None:
+            self._unannounced_since = time.monotonic()
         self._unannounced = position
 
     async def _notify(self) -> None:

@@ -169,6 +169,7 @@ def _read_version(connection: sqlite3.Connection, path: Path) -> int:
 
 def _migrate(connection: sqlite3.Connection, path: Path, busy_timeout_s: float) -> None:
     deadline = time.monotonic() + busy_timeout_s
+    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # of a new file; in others it changes nothing
     while True:
         try:
             # Readers do not wait for the writer, and a commit is one append and one fsync. It stays set in the file.

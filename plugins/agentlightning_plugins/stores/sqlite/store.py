@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 from typing import Self
@@ -11,6 +12,7 @@ from agentlightning.store.engine import BackendStore
 from agentlightning.store.url import hide_password
 from agentlightning.types import DEFAULT_RUN_ID
 from agentlightning_plugins.stores.sqlite.backend import SqliteBackend
+from agentlightning_plugins.stores.sqlite.space import compact
 
 
 class SqliteLightningStore(BackendStore):
@@ -44,12 +46,23 @@ class SqliteLightningStore(BackendStore):
         """
         if not busy_timeout_s > 0:
             raise ConfigError(f"busy_timeout_s={busy_timeout_s}; it must be above 0")
+        self._path, self._busy_timeout_s = Path(path), busy_timeout_s
         backend = SqliteBackend(Path(path), busy_timeout_s=busy_timeout_s)
         try:
             super().__init__(backend, run_id, lease_s=lease_s, watchdog_interval_s=watchdog_interval_s)
         except BaseException:
             backend.stop()
             raise
+
+    async def compact(self) -> tuple[int, int]:
+        """Writes the file anew without the space of deleted records; returns its size before and after, in bytes.
+
+        Other writers wait meanwhile, and as much free disk space is needed as the file has.
+
+        Raises:
+            StoreError: the disk is full, or other processes keep the file locked; it is not changed.
+        """
+        return await asyncio.to_thread(compact, self._path, self._busy_timeout_s)
 
     @classmethod
     def from_url(cls, url: str, *, run_id: str = DEFAULT_RUN_ID, token: str | None = None) -> Self:

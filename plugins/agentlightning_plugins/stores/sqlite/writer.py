@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import sqlite3
@@ -19,6 +20,7 @@ from agentlightning_plugins.stores.sql.backend import Watchers
 from agentlightning_plugins.stores.sql.batch import Inbox, Item, settle, settle_here
 from agentlightning_plugins.stores.sqlite.events import EventReader
 from agentlightning_plugins.stores.sqlite.schema import connect, explain
+from agentlightning_plugins.stores.sqlite.space import shrink, shrinks
 from agentlightning_plugins.stores.sqlite.transaction import Known, Transaction
 
 logger = logging.getLogger("agentlightning")
@@ -27,6 +29,8 @@ Work: TypeAlias = Callable[[Transaction], Any]
 
 MAX_BATCH: Final = 500
 """Writes in one transaction at most, so that the first of them does not wait for long."""
+_SHRINK_EVERY: Final = 32
+"""Transactions between two looks for free pages."""
 LOOK_EVERY_S: Final = 0.01
 """How often an idle writer with watchers looks for commits of other processes."""
 
@@ -38,6 +42,7 @@ class Writer:
         self._path = path
         self._connection = connect(path, busy_timeout_s)
         self._connection.execute("PRAGMA wal_autocheckpoint = 4000")  # pages of 4 KiB
+        self._shrinks = shrinks(self._connection)
         self._events = EventReader(self._connection)
         self._known = Known()
         self._items: queue.SimpleQueue[list[Item[Work]]] = queue.SimpleQueue()
@@ -114,6 +119,9 @@ class Writer:
         if events:
             self._watchers.publish(events)
         settle(batch)
+        if self._shrinks and self.transactions % _SHRINK_EVERY == 0:
+            with contextlib.suppress(sqlite3.Error):  # another process writes at this moment: the next time will do
+                shrink(self._connection)
 
     def _try(self, batch: Sequence[Item[Work]]) -> Sequence[Event]:
         """Commits a batch completely or not at all; returns its events."""

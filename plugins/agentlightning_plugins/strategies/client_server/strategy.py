@@ -81,10 +81,10 @@ class ClientServerExecutionStrategy(ExecutionStrategy):
                     served(store, self.server_host, self.server_port, is_private=self.role == "both")
                 )
             else:
-                url, token = f"http://{self.server_host}:{self.server_port}", os.environ.get("AGL_TOKEN")
-                store = LightningStoreClient(url, token=token, run_id=store.run_id)
+                url = f"http://{self.server_host}:{self.server_port}"
+                store = LightningStoreClient(url, run_id=store.run_id)
                 stack.push_async_callback(store.close)
-                target = JobTarget.of_this_process(url, token, store.run_id)
+                target = JobTarget.of_this_process(url, store.token, store.run_id)
             if self.role == "algorithm":
                 await algorithm(store)
             elif self.main_process == "runner":

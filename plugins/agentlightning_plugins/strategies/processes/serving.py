@@ -25,9 +25,9 @@ async def served(store: LightningStore, host: str, port: int, *, is_private: boo
     from agentlightning.store import LightningStoreClient, LightningStoreServer
 
     if isinstance(store, LightningStoreClient):
-        yield JobTarget.of_this_process(store.url, store.token, store.run_id)
+        yield JobTarget.of_this_process(store.urls, store.token, store.run_id)
         return
-    token = os.environ.get("AGL_TOKEN")
+    token = os.environ.get("AGL_TOKEN") or None
     if token is None and is_private:
         token = secrets.token_urlsafe(24)
     server = LightningStoreServer(store, host, port, token=token)

@@ -26,7 +26,7 @@ from agentlightning.types import (
     new_rollout_id,
 )
 from agentlightning_plugins.stores.http.client.connection import StoreConnection
-from agentlightning_plugins.stores.http.message import MAX_POLL_S, find_token
+from agentlightning_plugins.stores.http.message import MAX_POLL_S
 from agentlightning_plugins.stores.http.methods import RemoteMethods
 from agentlightning_plugins.stores.http.route import Route, read_rollout
 
@@ -52,7 +52,7 @@ class LightningStoreClient(RemoteMethods):
             url: of the server, as in ``http://127.0.0.1:4747``; or of several servers of the same store, separated by
                 commas: when one fails, the next is used.
             token: the token that the server was started with; None takes AGL_TOKEN, or the first line of the
-                file AGL_TOKEN_FILE, from the environment.
+                file AGL_TOKEN_FILE, from the environment. The file may change meanwhile.
             run_id: the run whose queue, latest resources and metrics this object sees.
             retry_s: how long a server may be unreachable, as while it restarts, before a call raises StoreError.
 
@@ -60,8 +60,7 @@ class LightningStoreClient(RemoteMethods):
             ConfigError: not an http(s) URL.
         """
         self.run_id = check_run_id(run_id)
-        self.token = token or find_token()
-        self._connection = StoreConnection(url, self.token, retry_s)
+        self._connection = StoreConnection(url, token, retry_s)
         self._versions = _VersionCache()
 
     @classmethod
@@ -71,7 +70,7 @@ class LightningStoreClient(RemoteMethods):
 
     def __reduce__(self) -> tuple[Any, ...]:
         connection = self._connection
-        return _reconnect, (",".join(connection.urls), connection.token, self.run_id, connection.retry_s)
+        return _reconnect, (self.urls, connection.token, self.run_id, connection.retry_s)
 
     def with_run(self, run_id: str) -> LightningStoreClient:
         """The same store as seen from another run; the two share their connections."""
@@ -89,6 +88,20 @@ class LightningStoreClient(RemoteMethods):
     def url(self) -> str:
         """URL of the server, without a path."""
         return self._connection.url
+
+    @property
+    def token(self) -> str | None:
+        """The token in use."""
+        return self._connection.token
+
+    @token.setter
+    def token(self, token: str | None) -> None:
+        self._connection.token = token
+
+    @property
+    def urls(self) -> str:
+        """The URLs of all servers, separated by commas."""
+        return ",".join(self._connection.urls)
 
     def now(self) -> float:
         return self._connection.clock.now()

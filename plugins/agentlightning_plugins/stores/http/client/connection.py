@@ -29,6 +29,7 @@ from agentlightning_plugins.stores.http.message import (
     RUN_HEADER,
     TIME_HEADER,
     check_token,
+    find_token,
 )
 
 logger = logging.getLogger("agentlightning")
@@ -44,6 +45,8 @@ _LARGE_BODY_BYTES: Final = 2**20
 """Larger bodies are sent in pieces, because sending them at once would block the loop."""
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 2.0
+_TOKEN_S: Final = 5.0
+"""How often the file of the token is read again."""
 _LOOPBACK_HOSTS: Final = frozenset({"127.0.0.1", "::1", "localhost"})
 _UNAVAILABLE: Final = frozenset({502, 503, 504})
 _NOT_SENT: Final = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
@@ -61,12 +64,15 @@ class StoreConnection:
 
         Args:
             urls: URLs of servers of the same store, separated by commas. When one fails, the next is tried.
-            token: the token of all of them.
+            token: the token of all of them; None takes that of the environment, and follows a file that changes.
             retry_s: how long a request is tried when none of them can be reached.
 
         Raises:
             ConfigError: not http(s) URLs, one with a password, or a token that cannot be sent.
         """
+        self._renews_token = not token
+        self._reads_token_at = 0.0
+        token = token or find_token()
         if token is not None:
             check_token(token)
         self.urls = tuple(_check_url(url) for url in urls.split(","))
@@ -80,7 +86,7 @@ class StoreConnection:
         self._polls_events = False
         """Whether events are read by long polling, because a stream does not arrive."""
         self._opening: set[asyncio.Future[None]] = set()
-        headers = {"authorization": f"Bearer {token}"} if token else {}
+        headers = {}
         if all(urlsplit(url).hostname in _LOOPBACK_HOSTS for url in self.urls):
             headers["accept-encoding"] = "identity"  # compressing would take longer than sending
         self._pool = _SessionPool(headers)
@@ -111,7 +117,7 @@ class StoreConnection:
         if self._opening:
             await self._subscriptions_opened()
         session = self._pool.session()
-        headers = {RUN_HEADER: run_id}
+        headers = {RUN_HEADER: run_id, **self._authorization()}
         content = None
         if body is not None:
             headers["content-type"] = "application/json"
@@ -146,6 +152,8 @@ class StoreConnection:
                 self._leave(server)
                 await retry.pause(f"{self.url} answers {response.status} {response.reason}", None)
                 continue
+            if response.status == 401 and self._renew_token(headers):
+                continue
             raise _error_of(self.url, response.status, answer)
 
     async def events(self, path: str, *, run_id: str) -> AsyncGenerator[bytes]:
@@ -158,7 +166,7 @@ class StoreConnection:
             StoreError: as ``request``; or the reader was too slow and events were lost.
         """
         retry = _Retry(self.retry_s)
-        headers = {RUN_HEADER: run_id}
+        headers = {RUN_HEADER: run_id, **self._authorization()}
         opened = asyncio.get_running_loop().create_future()
         self._opening.add(opened)
         try:
@@ -169,6 +177,8 @@ class StoreConnection:
                     async with self._get_events(url, headers, _POLL_S if self._polls_events else None) as response:
                         if response.status in _UNAVAILABLE:
                             raise aiohttp.ClientConnectionError(f"{response.status} {response.reason}")
+                        if response.status == 401 and self._renew_token(headers):
+                            continue
                         if response.status >= 300:
                             raise _error_of(self.url, response.status, await response.read())
                         async for event in _read_events(response.content):
@@ -230,6 +240,20 @@ class StoreConnection:
     async def close(self) -> None:
         """Closes the sessions of all loops; a later request opens new ones."""
         await self._pool.close()
+
+    def _authorization(self) -> dict[str, str]:
+        if self._renews_token and time.monotonic() > self._reads_token_at:
+            self._reads_token_at = time.monotonic() + _TOKEN_S
+            with contextlib.suppress(ConfigError):  # the file is being written: the old token is tried
+                self.token = find_token()
+        return {"authorization": f"Bearer {self.token}"} if self.token else {}
+
+    def _renew_token(self, headers: dict[str, str]) -> bool:
+        """Puts a newer token of the environment into the headers of a request that was refused, if there is one."""
+        self._reads_token_at = 0.0
+        sent, headers["authorization"] = headers.get("authorization"), ""
+        headers |= self._authorization()
+        return headers["authorization"] not in (sent, "")
 
     def _leave(self, server: str) -> None:
         """Uses the next server, unless another request has left this one already."""
@@ -298,9 +322,8 @@ class _SessionPool:
         session = self._sessions.get(loop)
         if session is None or session.closed:
             session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(
-                    limit=0, keepalive_timeout=_KEEPALIVE_S
-                ),  # each waiting request holds one
+                # Each waiting request holds a connection.
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 headers=self._headers,
                 skip_auto_headers=("user-agent", "accept"),

@@ -29,6 +29,10 @@ class Access:
     def __init__(self, tokens: Sequence[str], now: Callable[[], float]) -> None:
         """Accepts any of the tokens, so that one can replace another; the first signs attempt tokens."""
         self._now = now
+        self.replace_tokens(tokens)
+
+    def replace_tokens(self, tokens: Sequence[str]) -> None:
+        """Accepts these tokens from now on."""
         self._expected = [(_BEARER + token).encode(errors="surrogateescape") for token in tokens]
         self._secrets = [attempt_token.derive_secret(token) for token in tokens]
 

@@ -90,6 +90,12 @@ class StoreApplication:
             router.add_route(method, path, handler, expect_handler=answer_expect)
         self._pages = {route: each for each in pages for routed in each.routes() for route in routed.register(router)}
 
+    def replace_tokens(self, tokens: Sequence[str]) -> None:
+        """Accepts these tokens from now on."""
+        self._access.replace_tokens(tokens)
+        for pages in set(self._pages.values()):
+            pages.replace_tokens(tokens)
+
     async def stop(self, timeout_s: float) -> None:
         """Ends waiting requests with what they have and the streams of events, and waits until the others are answered.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from aiohttp import web
@@ -17,6 +17,10 @@ class Pages(Protocol):
 
     def admits(self, request: web.Request) -> bool:
         """Whether a request comes from a client that has signed in; others keep their connection only briefly."""
+        ...
+
+    def replace_tokens(self, tokens: Sequence[str]) -> None:
+        """Accepts these tokens of the store from now on."""
         ...
 
     async def stop(self) -> None:

@@ -56,8 +56,6 @@ class LightningStoreServer:
         if not store.capabilities["thread_safe"]:
             raise ConfigError(f"{type(store).__name__} is not thread-safe and cannot be served; use a store that is")
         tokens = (token,) if isinstance(token, str) else tuple(token or ())
-        for each in tokens:
-            check_token(each)
         if not tokens and not is_loopback(host):
             raise ConfigError(
                 f"host = {host!r} lets other machines in; set a token (--token or AGL_TOKEN), or listen on 127.0.0.1"
@@ -65,10 +63,9 @@ class LightningStoreServer:
         self.host = host
         self.port = port
         self._store = store
-        self._tokens = tokens
         self._pages = pages
-        if tokens:
-            store.token = tokens[0]  # a gateway beside the server verifies attempt tokens with it
+        self._served: StoreApplication | None = None
+        self.replace_tokens(tokens)
         self._thread: threading.Thread | None = None
         self._stop: Callable[[], None] = lambda: None
 
@@ -77,6 +74,22 @@ class LightningStoreServer:
         """The URL for clients on this machine; with port 0 it is known after ``start``."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)  # noqa: S104 # not a bind
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+    def replace_tokens(self, tokens: Sequence[str]) -> None:
+        """Accepts these tokens from now on; the first signs attempt tokens.
+
+        Raises:
+            ConfigError: one cannot be sent, or none is left where there were some; nothing has changed.
+        """
+        for token in tokens:
+            check_token(token)
+        if not tokens and self._served is not None:
+            raise ConfigError("a running server keeps at least one token")
+        self._tokens = tuple(tokens)
+        if tokens:
+            self._store.token = tokens[0]  # a gateway beside the server verifies attempt tokens with it
+        if self._served is not None:
+            self._served.replace_tokens(tokens)
 
     def otlp_traces_endpoint(self) -> str:
         """The URL that takes OTLP/HTTP traces."""
@@ -136,7 +149,7 @@ class LightningStoreServer:
     async def _serve(self, listening: concurrent.futures.Future[int], stopping: asyncio.Event) -> None:
         loop = asyncio.get_running_loop()
         report_accept_errors(loop)
-        served = StoreApplication(self._store, self._tokens, self._pages)
+        served = self._served = StoreApplication(self._store, self._tokens, self._pages)
         runner = web.AppRunner(
             served.application,
             access_log=None,
@@ -164,6 +177,7 @@ class LightningStoreServer:
             await served.stop(_FINISH_REQUESTS_S)
             await runner.cleanup()
             abort_timer.cancel()
+            self._served = None
             served.forget()
 
     def _cannot_listen(self, error: OSError) -> ConfigError:

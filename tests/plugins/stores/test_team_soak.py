@@ -1,0 +1,207 @@
+"""A team's set-up under faults: runners on two servers over PostgreSQL, something fails every five seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from agentlightning.types import EnqueueRolloutRequest, RolloutConfig
+from agentlightning_plugins.stores.http.client import LightningStoreClient
+from tests.port import reserve_port
+from tests.postgresql import PostgresServer, running_server
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(1200)]
+
+SOAK_S = float(os.environ.get("SOAK_S", "180"))
+FAULT_EVERY_S = 5.0
+PAUSE_S = 3.0
+WAVE, WAVE_EVERY_S = 10, 0.5
+CONFIG = RolloutConfig(max_attempts=20, retry_condition=["unresponsive"])
+
+AGENT = """
+import time
+import agentlightning as agl
+
+def agent(task):
+    agl.emit_message(str(task["number"]))
+    time.sleep(0.05 + task["number"] % 7 / 20)
+    return float(task["number"])
+"""
+SHIFT = "import time\nreal = time.time\ntime.time = lambda: real() + 90.0\n"
+
+
+class Program:
+    """A command of `agl` that is started again when it was killed."""
+
+    def __init__(self, log: Path, *arguments: str, **variables: str) -> None:
+        self._arguments, self._log = arguments, log
+        self._environment = {**os.environ, **variables}
+        self.process: asyncio.subprocess.Process
+        self._is_expected_to_end = False
+        self.ended_by_itself = 0
+
+    async def start(self) -> None:
+        with self._log.open("ab") as log:
+            self.process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "agentlightning", *self._arguments),
+                env=self._environment, stdout=log, stderr=log,
+            )  # fmt: skip
+
+    def pids(self) -> list[int]:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        return [self.process.pid, *map(int, children.read_text().split())]
+
+    async def restart(self, number: int) -> None:
+        """Ends the command by a signal, SIGKILL its children too, and starts it again."""
+        self._is_expected_to_end = True
+        for pid in self.pids() if number == signal.SIGKILL else [self.process.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        await self.process.wait()
+        await self.start()
+        self._is_expected_to_end = False
+
+    async def kill_child(self) -> None:
+        for child in self.pids()[1:]:
+            os.kill(child, signal.SIGKILL)
+
+    async def pause(self) -> None:
+        pids = self.pids()
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            await asyncio.sleep(PAUSE_S if number == signal.SIGSTOP else 0)
+
+    async def keep_running(self) -> None:
+        """Starts it again when it has ended by itself, and counts that."""
+        while True:
+            await self.process.wait()
+            if not self._is_expected_to_end:
+                self.ended_by_itself += 1
+                await self.start()
+            await asyncio.sleep(0.2)
+
+
+async def restart_database(place: PostgresServer) -> None:
+    place.kill()
+    await asyncio.to_thread(place.start)
+
+
+async def test_every_rollout_counts_once_while_servers_database_and_runners_fail(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "wrong_clock").mkdir()
+    (tmp_path / "wrong_clock" / "sitecustomize.py").write_text(SHIFT)
+    paths = {"PYTHONPATH": os.pathsep.join([str(tmp_path / "wrong_clock"), os.environ.get("PYTHONPATH", "")])}
+    chance = random.Random(int(os.environ.get("SOAK_SEED", "18")))
+    with running_server(Path("/tmp")) as place:
+        ports = [reserve_port(), reserve_port()]
+        urls = [f"http://127.0.0.1:{port}" for port in ports]
+        servers = [
+            Program(tmp_path / f"server-{port}", "store", "--backend", place.url(), "--port", str(port), "--wait", "60")
+            for port in ports
+        ]
+        runners = [
+            Program(
+                tmp_path / f"runner-{number}",
+                *("runner", str(tmp_path / "agent.py") + ":agent", "--max-concurrency", "4"),
+                *("--store", ",".join(urls if number % 2 else reversed(urls))),
+                **(paths if number == 3 else {}),
+            )
+            for number in range(4)
+        ]
+        programs = [*servers, *runners]
+        client = LightningStoreClient(",".join(urls))
+        keeping: list[asyncio.Task[None]] = []
+        done: Counter[str] = Counter()
+        try:
+            for server in servers:
+                await server.start()
+            await client.statistics()
+            for runner in runners:
+                await runner.start()
+            keeping += [asyncio.create_task(program.keep_running()) for program in programs]
+            numbers: dict[str, int] = {}
+
+            async def load() -> None:
+                ends_at = time.monotonic() + SOAK_S
+                while time.monotonic() < ends_at:
+                    wave = {f"ro-{len(numbers) + more}": len(numbers) + more for more in range(WAVE)}
+                    requests = [
+                        EnqueueRolloutRequest(input={"number": number}, rollout_id=rollout_id, config=CONFIG)
+                        for rollout_id, number in wave.items()
+                    ]
+                    await client.enqueue_many_rollouts(requests)
+                    numbers.update(wave)
+                    await asyncio.sleep(WAVE_EVERY_S)
+
+            loading = asyncio.create_task(load())
+            while not loading.done():
+                await asyncio.wait({loading}, timeout=FAULT_EVERY_S)
+                name, fault = choose_fault(chance, servers, runners, place)
+                done[name] += 1
+                await fault()
+            await loading
+            rollouts = []
+            for first in range(0, len(numbers), 500):
+                some = list(numbers)[first : first + 500]
+                rollouts += await client.wait_for_rollouts(some, timeout=300)
+            assert len(rollouts) == len(numbers)
+            assert Counter(rollout.status for rollout in rollouts) == {"succeeded": len(numbers)}
+            stored = await client.query_rollouts(limit=0)
+            assert (stored.total, (await client.statistics())["rollouts"]) == (len(numbers), len(numbers))
+            counted = await client.query_rollouts(status_in=["succeeded"], limit=0)
+            assert counted.total == len(numbers)
+            retried = 0
+            for rollout in rollouts:
+                attempts = await client.query_attempts(rollout.rollout_id)
+                statuses = Counter(attempt.status for attempt in attempts)
+                assert statuses["succeeded"] == 1, attempts
+                assert set(statuses) <= {"succeeded", "unresponsive"}, attempts
+                (succeeded,) = [attempt for attempt in attempts if attempt.status == "succeeded"]
+                assert succeeded.reward == float(numbers[rollout.rollout_id])
+                retried += len(attempts) - 1
+            print(f"{len(numbers)} rollouts, {retried} attempts again; faults: {dict(done)}")
+            assert sum(done.values()) >= SOAK_S / (2 * (FAULT_EVERY_S + PAUSE_S))
+            assert {
+                name: program.ended_by_itself for name, program in zip("ab1234", programs, strict=True)
+            } == dict.fromkeys("ab1234", 0), "programs that ended by themselves"
+        finally:
+            for task in keeping:
+                task.cancel()
+            for program in programs:
+                if hasattr(program, "process"):
+                    for pid in [] if program.process.returncode is not None else program.pids():
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, signal.SIGKILL)
+                    await program.process.wait()
+            for log in tmp_path.glob("*-*"):  # noqa: ASYNC240 # at the end
+                print(f"--- {log.name}\n{log.read_text()[-3000:]}")
+            await client.close()
+
+
+def choose_fault(
+    chance: random.Random, servers: list[Program], runners: list[Program], place: PostgresServer
+) -> tuple[str, Callable[[], Awaitable[None]]]:
+    server, runner = chance.choice(servers), chance.choice(runners)
+    return chance.choice(
+        [
+            ("kill a server", lambda: server.restart(signal.SIGKILL)),
+            ("stop a server", server.pause),
+            ("restart a server", lambda: server.restart(signal.SIGTERM)),
+            ("kill the database", lambda: restart_database(place)),
+            ("kill a runner", lambda: runner.restart(signal.SIGKILL)),
+            ("kill the process of a runner", runner.kill_child),
+            ("stop a runner", runner.pause),
+        ]
+    )
