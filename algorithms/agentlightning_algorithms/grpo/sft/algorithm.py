@@ -72,8 +72,9 @@ class SFT(Algorithm):
 
     def __post_init__(self) -> None:
         require_least(1, epochs=self.epochs, batch_size=self.batch_size, best_of=self.best_of or 1)
-        if isinstance(self.lora, Mapping):
-            self.lora = LoraSettings(**self.lora)
+        lora: Any = self.lora
+        if isinstance(lora, Mapping):
+            self.lora = LoraSettings(**lora)
         self.model = find_model(self.model)
         self._updater: Updater | None = None
         self._resume_from: Path | None = None
