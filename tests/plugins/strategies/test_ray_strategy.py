@@ -91,20 +91,6 @@ def test_actors_have_an_environment_of_their_own_and_print_here(
     assert "reading the colour" in capfd.readouterr().out
 
 
-def agent_with_files(task: Any) -> float:
-    import shipped_module  # type: ignore[import-not-found] # of the working directory
-
-    return float(Path("shipped.txt").read_text()) + float(shipped_module.VALUE)
-
-
-@pytest.mark.slow
-def test_the_working_directory_of_the_runtime_env_is_sent_to_the_nodes(cluster: Cluster, tmp_path: Path) -> None:
-    (tmp_path / "shipped.txt").write_text("2")
-    (tmp_path / "shipped_module.py").write_text("VALUE = 3\n")
-    strategy = {"name": "ray", "address": cluster.address, "runtime_env": {"working_dir": str(tmp_path)}}
-    assert {result[3] for result in results(fit(agent_with_files, strategy))} == {5.0}
-
-
 @pytest.mark.slow
 def test_an_agent_that_no_actor_can_load_ends_the_run_at_once_with_one_sentence(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

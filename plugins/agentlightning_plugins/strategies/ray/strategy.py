@@ -72,8 +72,7 @@ class RayExecutionStrategy(ExecutionStrategy):
             resources_per_runner: ``num_cpus`` (default 1), ``num_gpus``, ``memory``, ``resources``,
                 ``accelerator_type``, ``label_selector`` as Ray's actors take them.
             runtime_env: Ray's, as ``{"env_vars": {...}, "working_dir": ..., "pip": [...]}``. Nodes receive only the
-                environment variables and files that are listed here; ``pip`` needs the package ``virtualenv`` there. A
-                program that calls ``ray.init`` itself names local folders in it, because Ray sends them only then.
+                environment variables and files that are listed here.
             server_host: where this process serves the store to runners; default is 127.0.0.1 for a cluster of our
                 own, else this node's address in the cluster. Runners need a token: AGL_TOKEN, or a random one.
             server_port: default is a free one.
@@ -99,21 +98,12 @@ class RayExecutionStrategy(ExecutionStrategy):
 
     def execute(self, algorithm: AlgorithmJob, runner: RunnerJob, store: LightningStore) -> None:
         """See ``ExecutionStrategy``. SIGTERM shuts down like Ctrl-C, then raises SystemExit(143)."""
-        # The cluster of a program has its own environment, and Ray sends local folders only with that.
-        own_environment = self.runtime_env if ray.is_initialized() else None
         with self._connected() as host:
-            asyncio.run(until_sigterm(self._execute(algorithm, runner, store, host, own_environment)))
+            asyncio.run(until_sigterm(self._execute(algorithm, runner, store, host)))
 
-    async def _execute(
-        self,
-        algorithm: AlgorithmJob,
-        runner: RunnerJob,
-        store: LightningStore,
-        host: str,
-        own_environment: dict[str, Any] | None,
-    ) -> None:
+    async def _execute(self, algorithm: AlgorithmJob, runner: RunnerJob, store: LightningStore, host: str) -> None:
         async with served(store, host, self.server_port, is_private=True) as target:
-            actors = RunnerActors(runner, target, self.resources_per_runner, own_environment)
+            actors = RunnerActors(runner, target, self.resources_per_runner, self.runtime_env)
             await run_both(algorithm, store, Supervisor(actors, store, self.n_runners))
 
     @contextlib.contextmanager
@@ -122,7 +112,7 @@ class RayExecutionStrategy(ExecutionStrategy):
         if ray.is_initialized():
             yield self.server_host or ray.util.get_node_ip_address()
             return
-        quiet: dict[str, Any] = {"logging_level": logging.ERROR, "runtime_env": self.runtime_env}
+        quiet: dict[str, Any] = {"logging_level": logging.ERROR}
         if self.address in (None, "local"):
             # Enough CPUs for all runners, regardless of the number of cores, as with the other strategies.
             num_cpus = max(os.cpu_count() or 1, math.ceil(self.n_runners * self.resources_per_runner["num_cpus"]))
