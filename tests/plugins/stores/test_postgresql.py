@@ -508,8 +508,9 @@ async def test_a_deadline_with_many_watchdogs_is_enforced_once(database: str) ->
         await store.close()
 
 
+@pytest.mark.parametrize("writes_first", [False, True])
 async def test_who_slept_through_events_is_told_what_matters(
-    database: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    writes_first: bool, database: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(writer, "KEPT_EVENTS", 3)
     here, there = PostgresLightningStore(database), PostgresLightningStore(database)
@@ -527,6 +528,8 @@ async def test_who_slept_through_events_is_told_what_matters(
     for number in range(140):
         await there.enqueue_rollout(number)
     assert not waiting.done()
+    if writes_first:  # which reads the events that are left
+        await here.enqueue_rollout("own")
     monkeypatch.setattr(sleeper, "_look", look)
     await there.enqueue_rollout("one more")
     (done,) = await asyncio.wait_for(waiting, 20)

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -90,39 +89,6 @@ def test_actors_have_an_environment_of_their_own_and_print_here(
     strategy = {"name": "ray", "address": cluster.address, "runtime_env": {"env_vars": {"COLOUR": "blue"}}}
     assert {result[3] for result in results(fit(reading_agent, strategy))} == {1.0}
     assert "reading the colour" in capfd.readouterr().out
-
-
-def agent_with_files(task: Any) -> float:
-    import shipped_module  # type: ignore[import-not-found] # of the working directory
-
-    return float(Path("shipped.txt").read_text()) + float(shipped_module.VALUE)
-
-
-@pytest.mark.slow
-def test_the_working_directory_of_the_runtime_env_is_sent_to_the_nodes(cluster: Cluster, tmp_path: Path) -> None:
-    (tmp_path / "shipped.txt").write_text("2")
-    (tmp_path / "shipped_module.py").write_text("VALUE = 3\n")
-    strategy = {"name": "ray", "address": cluster.address, "runtime_env": {"working_dir": str(tmp_path)}}
-    assert {result[3] for result in results(fit(agent_with_files, strategy))} == {5.0}
-
-
-def agent_with_a_package(task: Any) -> float:
-    import agl_shipped_package  # type: ignore[import-not-found] # installed on the node
-
-    return float(agl_shipped_package.VALUE)
-
-
-@pytest.mark.soak
-def test_packages_of_the_runtime_env_are_installed_on_the_nodes(cluster: Cluster, tmp_path: Path) -> None:
-    wheel = tmp_path / "agl_shipped_package-1.0-py3-none-any.whl"
-    info = "agl_shipped_package-1.0.dist-info"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr("agl_shipped_package.py", "VALUE = 7\n")
-        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: agl-shipped-package\nVersion: 1.0\n")
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr(f"{info}/RECORD", "")
-    strategy = {"name": "ray", "address": cluster.address, "runtime_env": {"pip": [str(wheel)]}}
-    assert {result[3] for result in results(fit(agent_with_a_package, strategy))} == {7.0}
 
 
 @pytest.mark.slow

@@ -193,6 +193,14 @@ def is_lost(connection: asyncpg.Connection, error: Exception) -> bool:
     return isinstance(error, _AWAY) or connection.is_closed()
 
 
+async def close(connection: asyncpg.Connection) -> None:
+    """Closes a connection, also one that is gone."""
+    try:
+        await connection.close(timeout=2.0)
+    except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError):  # it is gone already
+        connection.terminate()
+
+
 _MEANINGS: Final = {
     "25006": "the server is read-only (a standby?); nothing was written",
     "42501": "this user may not do that; grant it the right to create a schema, or to use the schema agl",

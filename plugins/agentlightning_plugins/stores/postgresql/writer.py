@@ -18,7 +18,7 @@ from agentlightning.errors import ConfigError, StoreError
 from agentlightning.event import Event
 from agentlightning.store.backend import Row
 from agentlightning.types import Rollout
-from agentlightning_plugins.stores.postgresql.connection import MAX_CANCELLED, Server, is_lost
+from agentlightning_plugins.stores.postgresql.connection import MAX_CANCELLED, Server, close, is_lost
 from agentlightning_plugins.stores.postgresql.missed_events import read_missed_events
 from agentlightning_plugins.stores.postgresql.operation import Batch, Claiming, Operation, Work
 from agentlightning_plugins.stores.postgresql.schema import KEPT_EVENTS, MIGRATED, check_version
@@ -126,7 +126,7 @@ class Writer:
                 if self._must_look or self._server.clock.is_due:
                     await self._look()
         finally:
-            await _close(self._connection)
+            await close(self._connection)
 
     async def _write_next(self) -> None:
         """Does as much of the work as fits into one transaction."""
@@ -317,12 +317,15 @@ class Writer:
             logger.debug("cannot wake other processes, they look by themselves: %s", error)
 
     def _publish_new(self, horizon: int, events: str | None, *, is_new: bool = True) -> None:
-        """Publishes the events of other processes that are new; with ``is_new=False`` it only marks them as read."""
+        """Publishes new events of other processes; with ``is_new=False`` it only marks them as read."""
         for position, xid, origin, text in orjson.loads(events or "[]"):
             if position <= self._seen.get(origin, (0, 0))[0]:
                 continue
             self._seen[origin] = position, xid
-            self._newest = max(self._newest, position)
+            if position - self._newest > KEPT_EVENTS:  # as above
+                self._must_look = True
+            else:
+                self._newest = max(self._newest, position)
             try:
                 if is_new:
                     self._publish(decode_events(text))
@@ -391,10 +394,3 @@ class Writer:
     def _look_soon(self) -> None:
         self._must_look = True
         self._wake.set()
-
-
-async def _close(connection: asyncpg.Connection) -> None:
-    try:
-        await connection.close(timeout=2.0)
-    except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError):  # it is gone already
-        connection.terminate()
