@@ -9,7 +9,9 @@ from urllib.parse import quote, urlencode
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from agentlightning_plugins.charts.heat import heat_strip
 from agentlightning_plugins.dashboard import charts, text
+from agentlightning_plugins.dashboard.views.training import describe_row
 
 CSP: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -52,6 +54,8 @@ class Renderer:
         }
         environment.globals |= {
             "link": link,
+            "heat_strip": heat_strip,
+            "describe_row": describe_row,
             "reward_chart": charts.reward_chart,
             "metric_chart": charts.metric_chart,
             "compare_chart": charts.compare_chart,

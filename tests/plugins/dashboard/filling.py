@@ -10,7 +10,8 @@ from typing import Any
 
 from agentlightning.resources import LLM, PromptTemplate
 from agentlightning.store.protocol import LightningStore
-from agentlightning.types import AttemptFailure, EnqueueRolloutRequest, RolloutConfig, Span
+from agentlightning.types import AttemptedRollout, AttemptFailure, EnqueueRolloutRequest, RolloutConfig, Span
+from agentlightning_plugins.training_records.record import LedgerEntry, Outcome, TrainedCall, TrainedRow
 
 HOSTILE = (
     "<script>document.title='owned'</script><img src=x onerror=alert(1)> \x1b[31mred\x1b[0m \u202egnp.exe\u202c "
@@ -52,6 +53,7 @@ async def fill(store: LightningStore, *, steps: int = 40) -> dict[str, str]:
                 name = f"ro-step{step}-{place}-{repetition}"
                 metadata = {"step": step, "task_id": place, "group": f"{step}-0-{place}", "repetition": repetition}
                 await run_rollout(run, name, _QUESTIONS[place], float(is_right), metadata)
+    await _record_training(run, steps)
     ids["plain"] = f"ro-step{steps}-0-0"
     ids["failed"] = await _fail(run, steps)
     ids["hostile"] = await _be_hostile(run)
@@ -73,6 +75,52 @@ async def fill(store: LightningStore, *, steps: int = 40) -> dict[str, str]:
         await run.update_worker(name, {"running": int(name.endswith("7-0")), "cpu_percent": 41.5, "memory_mb": 512})
     await run.end_worker("runner-node2-3-0")
     return ids
+
+
+async def _record_training(run: LightningStore, step: int) -> None:
+    """Records the training of a step on two calls of each rollout, of which the last group is flat."""
+    pieces = ["The", " answer", " is", " ", "42", ".", "\n", "<|end|>", " <tool>", " 17", "*", "250"]
+    counts = {"trained": 12.0, "flat_group": 4.0}
+    for place in range(4):
+        for repetition in range(4):
+            rollout = await run.get_rollout_by_id(f"ro-step{step - 1}-{place}-{repetition}")
+            assert isinstance(rollout, AttemptedRollout)
+            ids = (rollout.rollout_id, rollout.attempt.attempt_id)
+            outcome: Outcome = "flat_group" if place == 3 else "trained"
+            calls = {f"resp-{ids[0]}-{number}": outcome for number in (1, 2)}
+            group = str((rollout.metadata or {})["group"])
+            entry = LedgerEntry(*ids, step, group, outcome, rollout.attempt.reward, calls)
+            row = TrainedRow(
+                *ids,
+                step=step,
+                prompt_ids=list(range(8)),
+                response_ids=[8, 9, 10, 11, 7, 5, 6, 0, 1, 2, 3, 4, 5, 7],
+                mask=[1] * 5 + [0] * 2 + [1] * 7,
+                logprobs=[-0.02, -1.4, -0.3, -2.9, -0.1, 0, 0, -0.4, -0.01, -0.2, -3.4, -0.9, -0.1, -0.03],
+                trainer_logprobs=[
+                    -0.02,
+                    -1.39,
+                    -0.3,
+                    -2.7,
+                    -0.1,
+                    0.0,
+                    0.0,
+                    -0.4,
+                    -0.01,
+                    -0.21,
+                    -3.4,
+                    -0.8,
+                    -0.1,
+                    -0.03,
+                ],
+                calls=[
+                    TrainedCall(name, *ends, 0.8, step - 1) for name, ends in zip(calls, ((0, 5), (7, 14)), strict=True)
+                ],
+                reward=rollout.attempt.reward,
+                texts=dict(enumerate(pieces)),
+            )
+            await run.add_many_spans([entry.to_span(), *([row.to_span()] if outcome == "trained" else [])])
+    await run.add_metrics(step, {f"outcome/{name}": count for name, count in counts.items()})
 
 
 def _metrics(step: int, chance: random.Random) -> dict[str, float]:
@@ -230,12 +278,28 @@ async def _fail(run: LightningStore, step: int) -> str:
 
 async def _be_hostile(run: LightningStore) -> str:
     """A rollout of hostile texts everywhere, in a run of its own beside it and among the resources."""
-    metadata = {"note": HOSTILE, HOSTILE: "x", "step": HOSTILE, "label": HOSTILE, "label_note": HOSTILE}
+    metadata = {
+        "note": HOSTILE,
+        HOSTILE: "x",
+        "step": HOSTILE,
+        "group": HOSTILE,
+        "label": HOSTILE,
+        "label_note": HOSTILE,
+    }
     error = AttemptFailure(type=HOSTILE, message=HOSTILE, traceback=HOSTILE)
     name = await run_rollout(run, "ro-hostile", HOSTILE, 0.0, metadata, answer=HOSTILE, error=error)
+    rollout = await run.get_rollout_by_id(name)
+    assert isinstance(rollout, AttemptedRollout)
+    place = (name, rollout.attempt.attempt_id)
+    call = TrainedCall(HOSTILE, 0, 2, 1.0, 3)
+    row = TrainedRow(*place, 1, [1], [2, 3], [1, 1], [-0.5, -1.0], [-0.5, -1.1], [call], 0.0, texts={2: HOSTILE})
+    await run.add_many_spans(
+        [row.to_span(), LedgerEntry(*place, 1, HOSTILE, "trained", 0.0, {HOSTILE: "stale"}).to_span()]
+    )
     hostile = run.with_run("hostile")
     await hostile.create_run(HOSTILE, run_id="hostile", config={"algorithm": HOSTILE, HOSTILE: HOSTILE})
-    await hostile.add_metrics(1, {HOSTILE: 1.0, "reward": 0.5})
+    await hostile.add_metrics(1, {HOSTILE: 1.0, "reward": 0.5, f"outcome/{HOSTILE}": 1.0})
+    await hostile.enqueue_rollout(HOSTILE, mode="train", metadata={"step": 0, "group": HOSTILE})
     await hostile.add_resources({HOSTILE: PromptTemplate(HOSTILE.replace("{", "{{").replace("}", "}}"))})
     await hostile.update_worker(f"worker {HOSTILE}", {HOSTILE: HOSTILE})
     return name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from urllib.parse import quote
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
@@ -20,6 +21,10 @@ PATHS = [
     f"/runs/{RUN}/rollouts/ro-step40-0-0",
     f"/runs/{RUN}/rollouts/ro-failed",
     f"/runs/{RUN}/rollouts/ro-huge",
+    f"/runs/{RUN}/rollouts/ro-step39-0-0/tokens",
+    f"/runs/{RUN}/rollouts/ro-step39-0-0/tokens?by=advantage",
+    f"/runs/{RUN}/ledger",
+    f"/runs/{RUN}/group?name=39-0-3",
     f"/runs/{RUN}/resources",
     f"/runs/{RUN}/resources/rs-prompts@3",
     f"/compare?a=math-baseline&b={RUN}",
@@ -31,6 +36,9 @@ HOSTILE_PATHS = [
     f"/runs/{RUN}/rollouts",
     f"/runs/{RUN}/rollouts?text=%3Cscript%3E%22%27",
     f"/runs/{RUN}/rollouts/ro-hostile",
+    f"/runs/{RUN}/rollouts/ro-hostile/tokens",
+    "/runs/hostile/ledger",
+    f"/runs/hostile/group?name={quote(HOSTILE, safe='')}",
     "/runs/hostile/resources",
     f"/compare?a=hostile&b={RUN}",
     "/fleet",
@@ -170,6 +178,32 @@ def test_a_rollout_shows_conversation_tools_attempts_error_and_spans(page: Page)
     page.get_by_role("link", name="Attempt 1").click()
     page.wait_for_url("**attempt=**")
     assert "Timed out" in page.locator(".problem").inner_text()
+
+
+def test_the_ledger_leads_to_the_tokens_and_to_the_group(page: Page) -> None:
+    page.goto(f"/runs/{RUN}")
+    page.get_by_role("navigation", name="Run").get_by_role("link", name="Ledger").click()
+    page.wait_for_url("**/ledger")
+    outcomes = page.locator("[data-rows] .outcome").all_inner_texts()
+    assert (outcomes.count("trained"), outcomes.count("flat group"), len(outcomes)) == (12, 4, 16)
+    assert "75 %" in page.locator("tr.current").inner_text()
+    page.get_by_role("link", name="39-0-3").first.click()
+    page.wait_for_url("**/group?name=39-0-3")
+    assert "nothing to compare" in page.locator(".notice").inner_text()
+    assert page.locator(".side .card").count() == 4
+    assert page.locator(".side .role").first.inner_text() == "assistant"
+    page.goto(f"/runs/{RUN}/group?name=39-0-0")
+    page.locator(".side .outcome-trained").first.click()
+    page.wait_for_url("**/tokens")
+    assert page.locator(".token").count() == 14
+    assert page.locator(".given").count() == 2
+    assert page.locator(".boundary").count() == 2
+    assert page.locator(".heat-n4").all_inner_texts() == ["250", "*"]
+    page.get_by_role("link", name="Advantage").click()
+    page.wait_for_url("**by=advantage**")
+    assert page.locator(".heat-p4").count() == 12
+    refused = page.request.get(f"/runs/{RUN}/rollouts/ro-step39-0-0/tokens.json?by=colour")
+    assert (refused.status, "logprob, trainer, gap" in refused.text()) == (422, True)
 
 
 def test_actions_label_retry_and_cancel_and_the_labelled_can_be_exported(page: Page, served: Served) -> None:
