@@ -40,7 +40,7 @@ class Renderer:
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        environment.filters |= {
+        filters: dict[str, Any] = {
             "line": text.show_line,
             "short": lambda value: text.show_text(value, 2_000),
             "dump": text.dump,
@@ -50,13 +50,16 @@ class Renderer:
             "ago": text.show_ago,
             "part": lambda value: quote(str(value), safe=""),
         }
-        environment.globals |= {
+        environment.filters.update(filters)
+        functions: dict[str, Any] = {
             "link": link,
             "reward_chart": charts.reward_chart,
             "metric_chart": charts.metric_chart,
             "compare_chart": charts.compare_chart,
         }
-        environment.globals["parts"] = environment.get_template("parts.html.jinja").module
+        environment.globals.update(functions)
+        parts: Any = environment.get_template("parts.html.jinja").module
+        environment.globals["parts"] = parts
         return environment
 
     def render(self, template: str, **values: Any) -> str:
