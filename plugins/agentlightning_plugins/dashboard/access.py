@@ -1,4 +1,4 @@
-"""Who may see the dashboard: sessions in a cookie, bearer tokens of scripts, and protection against other sites."""
+"""Access to the dashboard: sessions in a cookie, bearer tokens of scripts, and protection against other sites."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from typing import Final
+from typing import Any, Final
 
 from aiohttp import web
 
@@ -16,7 +16,7 @@ logger = logging.getLogger("agentlightning")
 _PAUSE_S: Final = 1.0
 """The least time between two changes that a page is told of."""
 _PAUSE_OF_PAGE_S: Final = 0.25
-"""What each open page adds to it, so that many of them do not slow down the run."""
+"""Added to it for each open page, so that many pages do not slow down the run."""
 _KEEPALIVE_S: Final = 10.0
 _LINGER_S: Final = 30.0
 _HEADERS: Final = {"content-type": "text/event-stream", "cache-control": "no-store", "x-accel-buffering": "no"}
@@ -91,7 +91,8 @@ class _LiveRun:
         """Waits for an event after ``seen``; False if there was none for a while."""
         if self.number == seen:
             waiters = [asyncio.ensure_future(event.wait()) for event in (self._changed, stopping)]
-            await asyncio.wait([*waiters, self.task], timeout=_KEEPALIVE_S, return_when=asyncio.FIRST_COMPLETED)
+            awaited: list[asyncio.Future[Any]] = [*waiters, self.task]
+            await asyncio.wait(awaited, timeout=_KEEPALIVE_S, return_when=asyncio.FIRST_COMPLETED)
             for waiter in waiters:
                 waiter.cancel()
         return self.number != seen

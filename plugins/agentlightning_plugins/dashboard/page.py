@@ -1,4 +1,4 @@
-"""What a page is: a path, a view that reads the store, and a template; and an action: a form that changes it."""
+"""Pages, each a path, a view that reads the store and a template; and actions, forms that change the store."""
 
 from __future__ import annotations
 

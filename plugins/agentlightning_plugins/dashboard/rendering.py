@@ -42,7 +42,7 @@ class Renderer:
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        environment.filters |= {
+        filters: dict[str, Any] = {
             "line": text.show_line,
             "short": lambda value: text.show_text(value, 2_000),
             "dump": text.dump,
@@ -52,7 +52,8 @@ class Renderer:
             "ago": text.show_ago,
             "part": lambda value: quote(str(value), safe=""),
         }
-        environment.globals |= {
+        environment.filters.update(filters)
+        functions: dict[str, Any] = {
             "link": link,
             "heat_strip": heat_strip,
             "describe_row": describe_row,
@@ -60,7 +61,9 @@ class Renderer:
             "metric_chart": charts.metric_chart,
             "compare_chart": charts.compare_chart,
         }
-        environment.globals["parts"] = environment.get_template("parts.html.jinja").module
+        environment.globals.update(functions)
+        parts: Any = environment.get_template("parts.html.jinja").module
+        environment.globals["parts"] = parts
         return environment
 
     def render(self, template: str, **values: Any) -> str:

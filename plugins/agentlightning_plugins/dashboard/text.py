@@ -35,7 +35,7 @@ def dump(value: Any) -> str:
 
 
 def finalize(value: Any) -> Any:
-    """What a template makes of a value before it escapes it."""
+    """Converts a value of a template before it is escaped."""
     if type(value) is str:
         return show_text(value)
     return "" if value is None else value

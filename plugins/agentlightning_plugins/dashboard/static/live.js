@@ -1,12 +1,23 @@
 // Fetches the page again when its run has changed, and replaces the parts that are marked as live.
 
+// Opens in the fresh part what is open in the shown one, and selects its row.
+function keepState(part, next) {
+  for (const shown of part.querySelectorAll("details[open][id]")) {
+    next.querySelector(`#${CSS.escape(shown.id)}`)?.setAttribute("open", "");
+  }
+  const link = part.querySelector(".current a[href]")?.getAttribute("href");
+  if (link) next.querySelector(`a[href="${CSS.escape(link)}"]`)?.closest("tr, article")?.classList.add("current");
+}
+
 async function refresh() {
   const response = await fetch(location.href, { headers: { accept: "text/html" } });
   if (!response.ok || response.redirected) return;
   const fresh = new DOMParser().parseFromString(await response.text(), "text/html");
   for (const part of document.querySelectorAll("[data-live]")) {
     const next = fresh.getElementById(part.id);
-    if (next && next.innerHTML !== part.innerHTML && !part.contains(document.activeElement)) part.replaceWith(next);
+    if (!next || part.contains(document.activeElement)) continue;
+    keepState(part, next);
+    if (next.innerHTML !== part.innerHTML) part.replaceWith(next);
   }
   document.dispatchEvent(new Event("refreshed"));
 }

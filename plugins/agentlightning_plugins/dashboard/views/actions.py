@@ -1,4 +1,4 @@
-"""What forms of the pages do: cancel, retry, label; and the export of what was labelled."""
+"""The actions of forms: cancel a rollout, retry it, label it."""
 
 from __future__ import annotations
 

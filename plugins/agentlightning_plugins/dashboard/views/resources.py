@@ -115,7 +115,7 @@ def _find_candidates(updates: list[ResourcesUpdate]) -> list[dict[str, Any]]:
             fields: Mapping[str, Any] = candidate.model_dump(mode="json")
             shown = {key: fields.get(key) for key in _SHOWN}
             found[str(fields.get("candidate_id"))] = {**shown, "version_id": update.version_id, "children": []}
-    roots = []
+    roots: list[dict[str, Any]] = []
     for each in sorted(found.values(), key=lambda candidate: candidate["round"] or 0):
         parent = found.get(str(each["parent_id"]))
         (roots if parent is None or parent is each else parent["children"]).append(each)
