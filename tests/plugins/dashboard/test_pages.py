@@ -187,7 +187,7 @@ def test_the_ledger_leads_to_the_tokens_and_to_the_group(page: Page) -> None:
     outcomes = page.locator("[data-rows] .outcome").all_inner_texts()
     assert (outcomes.count("trained"), outcomes.count("flat group"), len(outcomes)) == (12, 4, 16)
     assert "75 %" in page.locator("tr.current").inner_text()
-    page.get_by_role("link", name="39-0-3").first.click()
+    page.get_by_role("link", name="39-0-3", exact=True).first.click()
     page.wait_for_url("**/group?name=39-0-3")
     assert "nothing to compare" in page.locator(".notice").inner_text()
     assert page.locator(".side .card").count() == 4
@@ -198,7 +198,7 @@ def test_the_ledger_leads_to_the_tokens_and_to_the_group(page: Page) -> None:
     assert page.locator(".token").count() == 14
     assert page.locator(".given").count() == 2
     assert page.locator(".boundary").count() == 2
-    assert page.locator(".heat-n4").all_inner_texts() == ["250", "*"]
+    assert page.locator(".heat-n4").count() == 2
     page.get_by_role("link", name="Advantage").click()
     page.wait_for_url("**by=advantage**")
     assert page.locator(".heat-p4").count() == 12
