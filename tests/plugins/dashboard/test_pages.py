@@ -163,9 +163,11 @@ def test_keys_move_through_the_list_and_from_rollout_to_rollout(page: Page, serv
 
 def test_a_point_of_the_curve_leads_to_the_rollouts_of_its_step(page: Page) -> None:
     page.goto(f"/runs/{RUN}")
-    page.locator("#reward svg a[href*='mode=train&step=40']").first.dispatch_event("click")
-    page.wait_for_url("**/rollouts?mode=train&step=40")
-    assert page.locator("[data-rows] tbody tr").count() > 16
+    page.locator("#reward svg a[href*='ledger?step=40']").first.dispatch_event("click")
+    page.wait_for_url("**/ledger?step=40")
+    assert page.locator("[data-rows] tbody tr").count() == 16
+    page.goto(f"/runs/{RUN}")
+    assert page.locator("#reward svg a[href*='mode=val&step=40']").count() == 1
 
 
 def test_a_rollout_shows_conversation_tools_attempts_error_and_spans(page: Page) -> None:

@@ -80,7 +80,7 @@ async def show_run(visit: Visit) -> dict[str, Any]:
     run = await find_run(store) or Run(run_id=store.run_id, name=store.run_id)
     steps = await numbers.read_metrics(store)
     names = list(dict.fromkeys(name for each in steps for name in each.values))
-    reward = {
+    reward: dict[str, list[dict[str, float]]] = {
         name: numbers.make_series(steps, name) for name in ("reward", "val_reward", "test_reward") if name in names
     }
     if "reward" not in reward and "train_reward" in names:
@@ -96,6 +96,7 @@ async def show_run(visit: Visit) -> dict[str, Any]:
         "steps": len(steps),
         "last": dict(steps[-1].values) if steps else {},
         "reward": reward,
+        "has_ledger": any(name.startswith("outcome/") for name in names),
         "health": [health._asdict() for health in numbers.judge(steps)],
         "phases": numbers.sum_phases(steps),
         "progress": numbers.estimate_left(run, steps),
