@@ -54,6 +54,7 @@ LIBRARIES: dict[str, set[str]] = {
         "algorithms.live",
         "commands.ab",
         "commands.evaluation",
+        "dashboard",
     },
     "agentlightning_plugins.stores.clock": {"stores.http", "stores.postgresql"},
     "agentlightning_plugins.stores.condition": {"stores.*"},

@@ -10,7 +10,7 @@ from typing import Any
 
 from agentlightning.resources import LLM, PromptTemplate
 from agentlightning.store.protocol import LightningStore
-from agentlightning.types import AttemptFailure, EnqueueRolloutRequest, RolloutConfig, Span
+from agentlightning.types import AttemptFailure, EnqueueRolloutRequest, RolloutConfig, RolloutMode, Span
 
 HOSTILE = (
     "<script>document.title='owned'</script><img src=x onerror=alert(1)> \x1b[31mred\x1b[0m \u202egnp.exe\u202c "
@@ -42,6 +42,9 @@ async def fill(store: LightningStore, *, steps: int = 40) -> dict[str, str]:
     )
     await store.with_run("math-baseline").add_metrics(1, {"reward": 0.41, "val_reward": 0.4, "progress": 1.0})
     await store.update_run("math-baseline", "succeeded")
+    for place, question in enumerate(_QUESTIONS):
+        await run_rollout(run, f"ro-val-{place}", question, float(place != 2), {"step": steps}, mode="val")
+        await run_rollout(run.with_run("math-baseline"), f"ro-baseline-{place}", question, float(place > 1), mode="val")
     for step in range(1, steps + 1):
         await run.add_metrics(step, _metrics(step, chance))
     ids: dict[str, str] = {}
@@ -112,10 +115,11 @@ async def run_rollout(
     metadata: dict[str, Any] | None = None,
     *,
     answer: str = "",
+    mode: RolloutMode = "train",
     error: AttemptFailure | None = None,
 ) -> str:
     """Runs a rollout with two model calls, a tool and a reward of three parts."""
-    await run.enqueue_rollout({"question": question}, mode="train", metadata=metadata, rollout_id=rollout_id)
+    await run.enqueue_rollout({"question": question}, mode=mode, metadata=metadata, rollout_id=rollout_id)
     claimed = await run.dequeue_rollout("runner-node1-7-1")
     assert claimed is not None
     assert claimed.rollout_id == rollout_id

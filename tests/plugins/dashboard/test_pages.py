@@ -201,6 +201,15 @@ def test_a_prompt_shows_its_difference_and_can_be_promoted_without_showing_a_key
     assert "latest" in page.locator(".heading").inner_text()
 
 
+def test_a_comparison_names_the_tasks_that_flipped_with_a_p_value(page: Page) -> None:
+    page.goto(f"/compare?a=math-baseline&b={RUN}")
+    text = page.locator("section", has_text="Tasks of the last validation").inner_text()
+    assert "4 tasks in both runs: mean difference 0.25, p = 1." in text
+    assert "2 gained, 1 lost" in text
+    page.locator("td.num a[href$='/rollouts/ro-val-2']").click()
+    page.wait_for_url("**/ro-val-2")
+
+
 def test_a_page_that_is_open_shows_what_happens(page: Page, served: Served) -> None:
     page.goto(f"/runs/{RUN}/rollouts/ro-step39-1-1")
     page.locator("#live:not([hidden])").wait_for()
