@@ -32,6 +32,7 @@ HOSTILE_PATHS = [
     f"/runs/{RUN}/rollouts?text=%3Cscript%3Edocument",
     f"/runs/{RUN}/rollouts/ro-hostile",
     "/runs/hostile/resources",
+    "/runs/math-baseline/resources",
     f"/compare?a=hostile&b={RUN}",
     "/fleet",
 ]
@@ -199,6 +200,16 @@ def test_a_prompt_shows_its_difference_and_can_be_promoted_without_showing_a_key
     page.get_by_role("button", name="Make it the latest").click()
     page.wait_for_url("**/rs-prompts%404")
     assert "latest" in page.locator(".heading").inner_text()
+
+
+def test_the_lineage_of_a_prompt_search_is_a_tree_with_the_difference_from_the_parent(page: Page) -> None:
+    page.goto("/runs/math-baseline/resources")
+    best = page.locator("#lineage > ul > li > ul > li > ul > li")
+    assert page.locator("#lineage li").count() == 4
+    assert "Units are still there. <script>" in best.inner_text()
+    best.get_by_role("link").click()
+    page.wait_for_url("**/resources/rs-*")
+    assert page.locator("ins").first.inner_text().strip() == "only"
 
 
 def test_a_comparison_names_the_tasks_that_flipped_with_a_p_value(page: Page) -> None:
