@@ -10,7 +10,15 @@ from typing import Any
 
 from agentlightning.resources import LLM, PromptTemplate
 from agentlightning.store.protocol import LightningStore
-from agentlightning.types import AttemptedRollout, AttemptFailure, EnqueueRolloutRequest, RolloutConfig, Span
+from agentlightning.types import (
+    AttemptedRollout,
+    AttemptFailure,
+    EnqueueRolloutRequest,
+    RolloutConfig,
+    RolloutMode,
+    Span,
+)
+from agentlightning_algorithms.prompt_search.candidate import Candidate
 from agentlightning_plugins.training_records.record import LedgerEntry, Outcome, TrainedCall, TrainedRow
 
 HOSTILE = (
@@ -43,6 +51,10 @@ async def fill(store: LightningStore, *, steps: int = 40) -> dict[str, str]:
     )
     await store.with_run("math-baseline").add_metrics(1, {"reward": 0.41, "val_reward": 0.4, "progress": 1.0})
     await store.update_run("math-baseline", "succeeded")
+    await search_prompts(run.with_run("math-baseline"))
+    for place, question in enumerate(_QUESTIONS):
+        await run_rollout(run, f"ro-val-{place}", question, float(place != 2), {"step": steps}, mode="val")
+        await run_rollout(run.with_run("math-baseline"), f"ro-baseline-{place}", question, float(place > 1), mode="val")
     for step in range(1, steps + 1):
         await run.add_metrics(step, _metrics(step, chance))
     ids: dict[str, str] = {}
@@ -160,10 +172,11 @@ async def run_rollout(
     metadata: dict[str, Any] | None = None,
     *,
     answer: str = "",
+    mode: RolloutMode = "train",
     error: AttemptFailure | None = None,
 ) -> str:
     """Runs a rollout with two model calls, a tool and a reward of three parts."""
-    await run.enqueue_rollout({"question": question}, mode="train", metadata=metadata, rollout_id=rollout_id)
+    await run.enqueue_rollout({"question": question}, mode=mode, metadata=metadata, rollout_id=rollout_id)
     claimed = await run.dequeue_rollout("runner-node1-7-1")
     assert claimed is not None
     assert claimed.rollout_id == rollout_id
@@ -303,6 +316,29 @@ async def _be_hostile(run: LightningStore) -> str:
     await hostile.add_resources({HOSTILE: PromptTemplate(HOSTILE.replace("{", "{{").replace("}", "}}"))})
     await hostile.update_worker(f"worker {HOSTILE}", {HOSTILE: HOSTILE})
     return name
+
+
+async def search_prompts(run: LightningStore) -> None:
+    """The candidates of a prompt search: a seed, two edits of it and an edit of one of these."""
+    seed = Candidate.of({"prompt": PromptTemplate("Answer: {question}")}, full_score=0.4)
+    brief = Candidate.of(
+        {"prompt": PromptTemplate("Answer with a number: {question}")},
+        seed,
+        round=1,
+        full_score=0.6,
+        critique="The answers contain words.",
+    )
+    long = Candidate.of({"prompt": PromptTemplate("Think, then answer: {question}")}, seed, round=1, batch_score=0.5)
+    best = Candidate.of(
+        {"prompt": PromptTemplate("Answer with a number only: {question}")},
+        brief,
+        round=2,
+        full_score=0.9,
+        critique=f"Units are still there. {HOSTILE}",
+    )
+    for candidate in (seed, brief, long, best):
+        name = f"rs-{candidate.candidate_id}"
+        await run.update_resources(name, {"prompt": candidate.prompt(), "prompt_candidate": candidate})
 
 
 async def _publish_prompts(run: LightningStore) -> None:

@@ -40,6 +40,7 @@ HOSTILE_PATHS = [
     "/runs/hostile/ledger",
     f"/runs/hostile/group?name={quote(HOSTILE, safe='')}",
     "/runs/hostile/resources",
+    "/runs/math-baseline/resources",
     f"/compare?a=hostile&b={RUN}",
     "/fleet",
 ]
@@ -235,6 +236,25 @@ def test_a_prompt_shows_its_difference_and_can_be_promoted_without_showing_a_key
     page.get_by_role("button", name="Make it the latest").click()
     page.wait_for_url("**/rs-prompts%404")
     assert "latest" in page.locator(".heading").inner_text()
+
+
+def test_the_lineage_of_a_prompt_search_is_a_tree_with_the_difference_from_the_parent(page: Page) -> None:
+    page.goto("/runs/math-baseline/resources")
+    best = page.locator("#lineage > ul > li > ul > li > ul > li")
+    assert page.locator("#lineage li").count() == 4
+    assert "Units are still there. <script>" in best.inner_text()
+    best.get_by_role("link").click()
+    page.wait_for_url("**/resources/rs-*")
+    assert page.locator("ins").first.inner_text().strip() == "only"
+
+
+def test_a_comparison_names_the_tasks_that_flipped_with_a_p_value(page: Page) -> None:
+    page.goto(f"/compare?a=math-baseline&b={RUN}")
+    text = page.locator("section", has_text="Tasks of the last validation").inner_text()
+    assert "4 tasks in both runs: mean difference 0.25, p = 1." in text
+    assert "2 gained, 1 lost" in text
+    page.locator("td.num a[href$='/rollouts/ro-val-2']").click()
+    page.wait_for_url("**/ro-val-2")
 
 
 def test_a_page_that_is_open_shows_what_happens(page: Page, served: Served) -> None:
