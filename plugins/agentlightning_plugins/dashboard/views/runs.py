@@ -80,7 +80,7 @@ async def show_run(visit: Visit) -> dict[str, Any]:
     run = await find_run(store) or Run(run_id=store.run_id, name=store.run_id)
     steps = await numbers.read_metrics(store)
     names = list(dict.fromkeys(name for each in steps for name in each.values))
-    reward = {
+    reward: dict[str, list[dict[str, float]]] = {
         name: numbers.make_series(steps, name) for name in ("reward", "val_reward", "test_reward") if name in names
     }
     if "reward" not in reward and "train_reward" in names:
