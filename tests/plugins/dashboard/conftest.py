@@ -12,6 +12,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -81,12 +82,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         finally:
             await store.close()
 
-    ids = asyncio.run(prepare())
+    with ThreadPoolExecutor(1) as executor:  # Playwright may run a loop in this thread
+        ids = executor.submit(asyncio.run, prepare()).result()
     with serve(folder, "store", "--backend", store_url) as url:
         yield Served(url, ids, store_url)
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")  # its loop runs until it ends, and asynchronous tests need one of their own
 def browser() -> Iterator[Browser]:
     executable = shutil.which("chromium") or shutil.which("google-chrome")
     assert executable, "these tests need Chromium: apt-get install chromium"

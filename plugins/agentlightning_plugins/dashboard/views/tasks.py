@@ -26,7 +26,7 @@ async def compare_tasks(sides: Sequence[tuple[LightningStore, Sequence[Metrics]]
         return None
     means = [(task, statistics.fmean(one[task][0]), statistics.fmean(other[task][0])) for task in shared]
     differences = [after - before for _, before, after in means]
-    flipped = [
+    flipped: list[dict[str, Any]] = [
         {"task": task[:400], "rewards": [before, after], "rollouts": [one[task][1], other[task][1]]}
         for task, before, after in means
         if (before >= _SOLVED) != (after >= _SOLVED)
