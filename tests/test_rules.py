@@ -66,6 +66,7 @@ LIBRARIES: dict[str, set[str]] = {
         "commands.ab",
         "commands.evaluation",
         "commands.report",
+        "dashboard",
     },
     "agentlightning_plugins.stores.clock": {"stores.http", "stores.postgresql"},
     "agentlightning_plugins.stores.condition": {"stores.*"},

@@ -87,6 +87,7 @@ def test_it_finds_the_best_prompt_and_publishes_it(server: ScriptedOpenAI) -> No
     assert latest(store)["prompt"] == apo.get_best_prompt()
     assert set(latest(store)) == {"prompt", "llm"}, "other resources stay published"
     assert apo.get_best().full_score == 1.0
+    assert set(apo.get_best().task_scores) == {1.0}
     assert apo.stopped_because == "rounds"
     added = {line[1:] for line in apo.diff().splitlines() if line.startswith("+") and not line.startswith("+++")}
     assert added == BEST

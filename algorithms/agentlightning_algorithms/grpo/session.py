@@ -11,6 +11,7 @@ import resource
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +39,7 @@ from agentlightning_algorithms.grpo.setting import GRPOSettings, UpdateSettings,
 from agentlightning_algorithms.grpo.training_row import TrainingRow
 from agentlightning_algorithms.policy_backend import PolicyBackend, PolicySetup, publish_weights
 from agentlightning_algorithms.rollout_result import RewardCheck
+from agentlightning_plugins.training_records.record import LEDGER_SPAN, LedgerEntry
 
 logger = logging.getLogger("agentlightning")
 
@@ -191,6 +193,7 @@ class Session:
             decode=self._decode,
         )
         await self.store.add_many_spans(records)
+        outcomes = Counter(LedgerEntry.from_span(span).outcome for span in records if span.name == LEDGER_SPAN)
         record_s = time.monotonic() - recorded_from
         await self._delete_old_rollouts()
         tokens = sum(len(triplet.response.get("token_ids") or ()) for e in batch.episodes for triplet in e.triplets)
@@ -208,6 +211,7 @@ class Session:
             "train_s": train_s,
             "prepare_s": time.monotonic() - started - train_s - record_s,
             "record_s": record_s,
+            **{f"outcome/{name}": float(count) for name, count in outcomes.items()},
             **_measure_memory(self.settings.device),
         }
 

@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 
 from markupsafe import Markup, escape
 
+from agentlightning_plugins.charts.hidden import show_hidden
+
 COLOURS: Final = tuple(
     f"var(--chart-{number}, {colour})"
     for number, colour in enumerate(("#2f6fed", "#d9480f", "#2b8a3e", "#9c36b5", "#c07000", "#0c8599"), 1)
@@ -46,8 +48,8 @@ class Area(NamedTuple):
 
 
 def shorten(value: object, limit: int = _MAX_TEXT) -> str:
-    """Shortens a text, and replaces the characters that XML does not allow."""
-    found = _NOT_XML.sub("\ufffd", str(value)[: limit + 1])
+    """Shortens a text, and replaces hidden characters and those that XML does not allow."""
+    found = _NOT_XML.sub("\ufffd", show_hidden(str(value)[: limit + 1]))
     return found if len(found) <= limit else f"{found[: limit - 1]}…"
 
 

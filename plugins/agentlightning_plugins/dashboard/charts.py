@@ -19,11 +19,14 @@ _NAMES: Final = {
 _MODES: Final = {"val_reward": "val", "test_reward": "test"}
 
 
-def reward_chart(series: Mapping[str, Sequence[Mapping[str, float]]], run_id: str) -> Markup:
-    """Draws the rewards by step; each point leads to the rollouts of its step."""
+def reward_chart(series: Mapping[str, Sequence[Mapping[str, float]]], run_id: str, has_ledger: bool = False) -> Markup:
+    """Draws the rewards by step; each point leads to the rollouts of its step, by the ledger where there is one."""
     drawn = []
+    base = f"/runs/{quote(run_id, safe='')}"
     for name, points in series.items():
-        target = f"/runs/{quote(run_id, safe='')}/rollouts?mode={_MODES.get(name, 'train')}&step="
+        target = f"{base}/rollouts?mode={_MODES.get(name, 'train')}&step="
+        if has_ledger and name not in _MODES:  # its rollouts carry the step that they were sampled in, one less
+            target = f"{base}/ledger?step="
         drawn.append(
             Series(_NAMES.get(name, name), [_point(point, f"{target}{point['step']:.0f}") for point in points])
         )

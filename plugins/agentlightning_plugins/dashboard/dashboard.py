@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any, TypeAlias
-from urllib.parse import quote
+from typing import Any, Final, TypeAlias
+from urllib.parse import parse_qsl, quote
 
 from aiohttp import web
 from pydantic_core import to_json
@@ -18,9 +18,11 @@ from agentlightning_plugins.dashboard.page import Action, Page, Visit
 from agentlightning_plugins.dashboard.rendering import HEADERS, Renderer
 from agentlightning_plugins.dashboard.table import ACTIONS, PAGES
 from agentlightning_plugins.dashboard.views.export import read_labelled
+from agentlightning_plugins.http_request import RequestError, read_body
 
 logger = logging.getLogger("agentlightning")
 _Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_MAX_FORM: Final = 64 * 1024
 _STATUSES = ((NotFoundError, 404), (ConflictError, 409), (ConfigError, 422), (ValueError, 422), (LightningError, 503))
 
 
@@ -44,8 +46,8 @@ class Dashboard:
     def routes(self) -> Iterable[web.RouteDef]:
         """Returns all routes."""
         yield web.get("/login", self._show_login)
-        yield web.post("/login", self._sign_in)
-        yield web.post("/logout", self._sign_out)
+        yield web.post("/login", self._with_errors(self._sign_in))
+        yield web.post("/logout", self._with_errors(self._sign_out))
         yield web.get("/static/{name}", self._answer_static)
         yield web.get("/live/{run_id}", self._guarded(self._answer_live))
         yield web.get("/runs/{run_id}/labelled.jsonl", self._guarded(self._export))
@@ -70,10 +72,19 @@ class Dashboard:
 
     def _guarded(self, handler: _Handler, *, as_json: bool = False) -> _Handler:
         """Admits the request, and turns errors into answers."""
+        checked = self._with_errors(handler, as_json=as_json)
 
         async def answer(request: web.Request) -> web.StreamResponse:
             if self._access.find_session(request) is None:
                 return self._refuse(request, as_json)
+            return await checked(request)
+
+        return answer
+
+    def _with_errors(self, handler: _Handler, *, as_json: bool = False) -> _Handler:
+        """Turns errors into answers."""
+
+        async def answer(request: web.Request) -> web.StreamResponse:
             try:
                 return await handler(request)
             except Exception as error:  # isolation point: a page may fail, the server may not
@@ -90,6 +101,8 @@ class Dashboard:
         return web.Response(status=303, headers={**HEADERS, "location": f"/login?next={back}"})
 
     def _answer_error(self, request: web.Request, error: Exception, as_json: bool) -> web.Response:
+        if isinstance(error, RequestError):
+            return self._error(request, error.status, str(error), as_json)
         status = next((status for kind, status in _STATUSES if isinstance(error, kind)), 500)
         if status == 500:
             logger.error("%s %s failed", request.method, request.path, exc_info=error)
@@ -119,7 +132,7 @@ class Dashboard:
 
     def _action_handler(self, action: Action) -> _Handler:
         async def answer(request: web.Request) -> web.StreamResponse:
-            form = {name: value for name, value in (await request.post()).items() if isinstance(value, str)}
+            form = await _read_form(request)
             session = self._access.find_session(request)
             if not self._access.allows_form(request, session, form.pop("form_token", "")):
                 return self._error(
@@ -166,8 +179,8 @@ class Dashboard:
         )
 
     async def _sign_in(self, request: web.Request) -> web.StreamResponse:
-        form = await request.post()
-        token, target = str(form.get("token", "")), str(form.get("next", "/"))
+        form = await _read_form(request)
+        token, target = form.get("token", ""), form.get("next", "/")
         if not target.startswith("/") or target.startswith(("//", "/\\")) or not target.isprintable():
             target = "/"
         allowed = self._access.allows_form(request, None, self._access.form_token(None))
@@ -177,9 +190,9 @@ class Dashboard:
         return self._html("login.html.jinja", request, None, status=401, data={"wrong": True, "next": target})
 
     async def _sign_out(self, request: web.Request) -> web.StreamResponse:
-        form, session = await request.post(), self._access.find_session(request)
+        form, session = await _read_form(request), self._access.find_session(request)
         response = web.Response(status=303, headers={**HEADERS, "location": "/login"})
-        if self._access.allows_form(request, session, str(form.get("form_token", ""))):
+        if self._access.allows_form(request, session, form.get("form_token", "")):
             self._access.sign_out(request, response)
         return response
 
@@ -205,6 +218,16 @@ class Dashboard:
 
     async def _answer_live(self, request: web.Request) -> web.StreamResponse:
         return await self._live.answer(request, self._visit(request).run_store)
+
+
+async def _read_form(request: web.Request) -> dict[str, str]:
+    """The fields of a form.
+
+    Raises:
+        RequestError: the body is too large.
+    """
+    body = await read_body(request, _MAX_FORM, _MAX_FORM)
+    return dict(parse_qsl(body.decode(errors="replace"), max_num_fields=20))
 
 
 def _json(data: dict[str, Any], status: int = 200) -> web.Response:

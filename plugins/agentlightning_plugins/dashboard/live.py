@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from typing import Final
+from typing import Any, Final
 
 from aiohttp import web
 
@@ -91,7 +91,8 @@ class _LiveRun:
         """Waits for an event after ``seen``; False if there was none for a while."""
         if self.number == seen:
             waiters = [asyncio.ensure_future(event.wait()) for event in (self._changed, stopping)]
-            await asyncio.wait([*waiters, self.task], timeout=_KEEPALIVE_S, return_when=asyncio.FIRST_COMPLETED)
+            awaited: list[asyncio.Future[Any]] = [*waiters, self.task]
+            await asyncio.wait(awaited, timeout=_KEEPALIVE_S, return_when=asyncio.FIRST_COMPLETED)
             for waiter in waiters:
                 waiter.cancel()
         return self.number != seen

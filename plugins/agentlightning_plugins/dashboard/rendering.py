@@ -9,7 +9,9 @@ from urllib.parse import quote, urlencode
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from agentlightning_plugins.charts.heat import heat_strip
 from agentlightning_plugins.dashboard import charts, text
+from agentlightning_plugins.dashboard.views.training import describe_row
 
 CSP: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -40,7 +42,7 @@ class Renderer:
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        environment.filters |= {
+        filters: dict[str, Any] = {
             "line": text.show_line,
             "short": lambda value: text.show_text(value, 2_000),
             "dump": text.dump,
@@ -50,13 +52,18 @@ class Renderer:
             "ago": text.show_ago,
             "part": lambda value: quote(str(value), safe=""),
         }
-        environment.globals |= {
+        environment.filters.update(filters)
+        functions: dict[str, Any] = {
             "link": link,
+            "heat_strip": heat_strip,
+            "describe_row": describe_row,
             "reward_chart": charts.reward_chart,
             "metric_chart": charts.metric_chart,
             "compare_chart": charts.compare_chart,
         }
-        environment.globals["parts"] = environment.get_template("parts.html.jinja").module
+        environment.globals.update(functions)
+        parts: Any = environment.get_template("parts.html.jinja").module
+        environment.globals["parts"] = parts
         return environment
 
     def render(self, template: str, **values: Any) -> str:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from typing import Any, Final
 
+from agentlightning_plugins.charts.hidden import show_hidden
+
 MAX_SHOWN: Final = 20_000
 """Characters of one text that a page shows."""
-_HIDDEN: Final = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180e\u200b-\u200f\u2028-\u202e"
-    "\u2060-\u206f\u3164\ufeff\uffa0\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e0fff]"
-)
 
 
 def show_text(text: str, length: int = MAX_SHOWN) -> str:
     """The text, cut at ``length``; characters that would be invisible or change the direction show their number."""
     cut = text if len(text) <= length else text[:length]
-    shown = _HIDDEN.sub(lambda match: f"⟨{ord(match[0]):04X}⟩", cut.replace("\r\n", "\n"))
+    shown = show_hidden(cut.replace("\r\n", "\n"))
     return shown if cut is text else f"{shown}… ({len(text):,} characters; the JSON of this page has all)"
 
 

@@ -55,6 +55,12 @@ async def read_ledger(store: LightningStore, step: int | None = None) -> list[Le
     return [entries.get(rollout.rollout_id) or _missing(rollout) for rollout in rollouts]
 
 
+def read_entry(spans: Iterable[Span]) -> LedgerEntry | None:
+    """Reads the outcome of a rollout from its spans; that of the last step, if there are several."""
+    entries = [LedgerEntry.from_span(span) for span in spans if span.name == LEDGER_SPAN]
+    return max(entries, key=lambda entry: entry.step, default=None)
+
+
 def count_outcomes(entries: Iterable[LedgerEntry]) -> dict[int, Counter[Outcome]]:
     """Counts the rollouts by step and outcome."""
     counts: dict[int, Counter[Outcome]] = {}

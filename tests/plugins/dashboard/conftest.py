@@ -12,11 +12,12 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Dialog, Page, Request, sync_playwright
 
 from agentlightning.store.factory import create_store
 from tests.plugins.dashboard.filling import fill
@@ -81,12 +82,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         finally:
             await store.close()
 
-    ids = asyncio.run(prepare())
+    with ThreadPoolExecutor(1) as executor:  # Playwright may run a loop in this thread
+        ids = executor.submit(asyncio.run, prepare()).result()
     with serve(folder, "store", "--backend", store_url) as url:
         yield Served(url, ids, store_url)
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")  # its loop runs until it ends, and asynchronous tests need one of their own
 def browser() -> Iterator[Browser]:
     executable = shutil.which("chromium") or shutil.which("google-chrome")
     assert executable, "these tests need Chromium: apt-get install chromium"
@@ -112,10 +114,19 @@ def page(context: BrowserContext, served: Served) -> Iterator[Page]:
     """A page that fails its test for each message of the console, error, dialog and foreign request."""
     page = context.new_page()
     problems: list[str] = []
+
+    def refuse(dialog: Dialog) -> None:
+        problems.append(dialog.message)
+        dialog.dismiss()
+
+    def check(request: Request) -> None:
+        if not request.url.startswith(served.url):
+            problems.append(request.url)
+
     page.on("console", lambda message: problems.append(f"{message.type}: {message.text}"))
     page.on("pageerror", lambda error: problems.append(str(error)))
-    page.on("dialog", lambda dialog: (problems.append(dialog.message), dialog.dismiss()))
-    page.on("request", lambda request: problems.append(request.url) if not request.url.startswith(served.url) else None)
+    page.on("dialog", refuse)
+    page.on("request", check)
     yield page
     assert problems == []
     page.close()

@@ -10,7 +10,16 @@ from typing import Any
 
 from agentlightning.resources import LLM, PromptTemplate
 from agentlightning.store.protocol import LightningStore
-from agentlightning.types import AttemptFailure, EnqueueRolloutRequest, RolloutConfig, Span
+from agentlightning.types import (
+    AttemptedRollout,
+    AttemptFailure,
+    EnqueueRolloutRequest,
+    RolloutConfig,
+    RolloutMode,
+    Span,
+)
+from agentlightning_algorithms.prompt_search.candidate import Candidate
+from agentlightning_plugins.training_records.record import LedgerEntry, Outcome, TrainedCall, TrainedRow
 
 HOSTILE = (
     "<script>document.title='owned'</script><img src=x onerror=alert(1)> \x1b[31mred\x1b[0m \u202egnp.exe\u202c "
@@ -42,6 +51,10 @@ async def fill(store: LightningStore, *, steps: int = 40) -> dict[str, str]:
     )
     await store.with_run("math-baseline").add_metrics(1, {"reward": 0.41, "val_reward": 0.4, "progress": 1.0})
     await store.update_run("math-baseline", "succeeded")
+    await search_prompts(run.with_run("math-baseline"))
+    for place, question in enumerate(_QUESTIONS):
+        await run_rollout(run, f"ro-val-{place}", question, float(place != 2), {"step": steps}, mode="val")
+        await run_rollout(run.with_run("math-baseline"), f"ro-baseline-{place}", question, float(place > 1), mode="val")
     for step in range(1, steps + 1):
         await run.add_metrics(step, _metrics(step, chance))
     ids: dict[str, str] = {}
@@ -52,6 +65,7 @@ async def fill(store: LightningStore, *, steps: int = 40) -> dict[str, str]:
                 name = f"ro-step{step}-{place}-{repetition}"
                 metadata = {"step": step, "task_id": place, "group": f"{step}-0-{place}", "repetition": repetition}
                 await run_rollout(run, name, _QUESTIONS[place], float(is_right), metadata)
+    await _record_training(run, steps)
     ids["plain"] = f"ro-step{steps}-0-0"
     ids["failed"] = await _fail(run, steps)
     ids["hostile"] = await _be_hostile(run)
@@ -73,6 +87,52 @@ async def fill(store: LightningStore, *, steps: int = 40) -> dict[str, str]:
         await run.update_worker(name, {"running": int(name.endswith("7-0")), "cpu_percent": 41.5, "memory_mb": 512})
     await run.end_worker("runner-node2-3-0")
     return ids
+
+
+async def _record_training(run: LightningStore, step: int) -> None:
+    """Records the training of a step on two calls of each rollout, of which the last group is flat."""
+    pieces = ["The", " answer", " is", " ", "42", ".", "\n", "<|end|>", " <tool>", " 17", "*", "250"]
+    counts = {"trained": 12.0, "flat_group": 4.0}
+    for place in range(4):
+        for repetition in range(4):
+            rollout = await run.get_rollout_by_id(f"ro-step{step - 1}-{place}-{repetition}")
+            assert isinstance(rollout, AttemptedRollout)
+            ids = (rollout.rollout_id, rollout.attempt.attempt_id)
+            outcome: Outcome = "flat_group" if place == 3 else "trained"
+            calls = {f"resp-{ids[0]}-{number}": outcome for number in (1, 2)}
+            group = str((rollout.metadata or {})["group"])
+            entry = LedgerEntry(*ids, step, group, outcome, rollout.attempt.reward, calls)
+            row = TrainedRow(
+                *ids,
+                step=step,
+                prompt_ids=list(range(8)),
+                response_ids=[8, 9, 10, 11, 7, 5, 6, 0, 1, 2, 3, 4, 5, 7],
+                mask=[1] * 5 + [0] * 2 + [1] * 7,
+                logprobs=[-0.02, -1.4, -0.3, -2.9, -0.1, 0, 0, -0.4, -0.01, -0.2, -3.4, -0.9, -0.1, -0.03],
+                trainer_logprobs=[
+                    -0.02,
+                    -1.39,
+                    -0.3,
+                    -2.7,
+                    -0.1,
+                    0.0,
+                    0.0,
+                    -0.4,
+                    -0.01,
+                    -0.21,
+                    -3.4,
+                    -0.8,
+                    -0.1,
+                    -0.03,
+                ],
+                calls=[
+                    TrainedCall(name, *ends, 0.8, step - 1) for name, ends in zip(calls, ((0, 5), (7, 14)), strict=True)
+                ],
+                reward=rollout.attempt.reward,
+                texts=dict(enumerate(pieces)),
+            )
+            await run.add_many_spans([entry.to_span(), *([row.to_span()] if outcome == "trained" else [])])
+    await run.add_metrics(step, {f"outcome/{name}": count for name, count in counts.items()})
 
 
 def _metrics(step: int, chance: random.Random) -> dict[str, float]:
@@ -112,10 +172,11 @@ async def run_rollout(
     metadata: dict[str, Any] | None = None,
     *,
     answer: str = "",
+    mode: RolloutMode = "train",
     error: AttemptFailure | None = None,
 ) -> str:
     """Runs a rollout with two model calls, a tool and a reward of three parts."""
-    await run.enqueue_rollout({"question": question}, mode="train", metadata=metadata, rollout_id=rollout_id)
+    await run.enqueue_rollout({"question": question}, mode=mode, metadata=metadata, rollout_id=rollout_id)
     claimed = await run.dequeue_rollout("runner-node1-7-1")
     assert claimed is not None
     assert claimed.rollout_id == rollout_id
@@ -230,15 +291,54 @@ async def _fail(run: LightningStore, step: int) -> str:
 
 async def _be_hostile(run: LightningStore) -> str:
     """A rollout of hostile texts everywhere, in a run of its own beside it and among the resources."""
-    metadata = {"note": HOSTILE, HOSTILE: "x", "step": HOSTILE, "label": HOSTILE, "label_note": HOSTILE}
+    metadata = {
+        "note": HOSTILE,
+        HOSTILE: "x",
+        "step": HOSTILE,
+        "group": HOSTILE,
+        "label": HOSTILE,
+        "label_note": HOSTILE,
+    }
     error = AttemptFailure(type=HOSTILE, message=HOSTILE, traceback=HOSTILE)
     name = await run_rollout(run, "ro-hostile", HOSTILE, 0.0, metadata, answer=HOSTILE, error=error)
+    rollout = await run.get_rollout_by_id(name)
+    assert isinstance(rollout, AttemptedRollout)
+    place = (name, rollout.attempt.attempt_id)
+    call = TrainedCall(HOSTILE, 0, 2, 1.0, 3)
+    row = TrainedRow(*place, 1, [1], [2, 3], [1, 1], [-0.5, -1.0], [-0.5, -1.1], [call], 0.0, texts={2: HOSTILE})
+    await run.add_many_spans(
+        [row.to_span(), LedgerEntry(*place, 1, HOSTILE, "trained", 0.0, {HOSTILE: "stale"}).to_span()]
+    )
     hostile = run.with_run("hostile")
     await hostile.create_run(HOSTILE, run_id="hostile", config={"algorithm": HOSTILE, HOSTILE: HOSTILE})
-    await hostile.add_metrics(1, {HOSTILE: 1.0, "reward": 0.5})
+    await hostile.add_metrics(1, {HOSTILE: 1.0, "reward": 0.5, f"outcome/{HOSTILE}": 1.0})
+    await hostile.enqueue_rollout(HOSTILE, mode="train", metadata={"step": 0, "group": HOSTILE})
     await hostile.add_resources({HOSTILE: PromptTemplate(HOSTILE.replace("{", "{{").replace("}", "}}"))})
     await hostile.update_worker(f"worker {HOSTILE}", {HOSTILE: HOSTILE})
     return name
+
+
+async def search_prompts(run: LightningStore) -> None:
+    """The candidates of a prompt search: a seed, two edits of it and an edit of one of these."""
+    seed = Candidate.of({"prompt": PromptTemplate("Answer: {question}")}, full_score=0.4)
+    brief = Candidate.of(
+        {"prompt": PromptTemplate("Answer with a number: {question}")},
+        seed,
+        round=1,
+        full_score=0.6,
+        critique="The answers contain words.",
+    )
+    long = Candidate.of({"prompt": PromptTemplate("Think, then answer: {question}")}, seed, round=1, batch_score=0.5)
+    best = Candidate.of(
+        {"prompt": PromptTemplate("Answer with a number only: {question}")},
+        brief,
+        round=2,
+        full_score=0.9,
+        critique=f"Units are still there. {HOSTILE}",
+    )
+    for candidate in (seed, brief, long, best):
+        name = f"rs-{candidate.candidate_id}"
+        await run.update_resources(name, {"prompt": candidate.prompt(), "prompt_candidate": candidate})
 
 
 async def _publish_prompts(run: LightningStore) -> None:

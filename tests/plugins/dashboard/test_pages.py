@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from urllib.parse import quote
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
@@ -20,6 +21,10 @@ PATHS = [
     f"/runs/{RUN}/rollouts/ro-step40-0-0",
     f"/runs/{RUN}/rollouts/ro-failed",
     f"/runs/{RUN}/rollouts/ro-huge",
+    f"/runs/{RUN}/rollouts/ro-step39-0-0/tokens",
+    f"/runs/{RUN}/rollouts/ro-step39-0-0/tokens?by=advantage",
+    f"/runs/{RUN}/ledger",
+    f"/runs/{RUN}/group?name=39-0-3",
     f"/runs/{RUN}/resources",
     f"/runs/{RUN}/resources/rs-prompts@3",
     f"/compare?a=math-baseline&b={RUN}",
@@ -31,7 +36,11 @@ HOSTILE_PATHS = [
     f"/runs/{RUN}/rollouts",
     f"/runs/{RUN}/rollouts?text=%3Cscript%3Edocument",
     f"/runs/{RUN}/rollouts/ro-hostile",
+    f"/runs/{RUN}/rollouts/ro-hostile/tokens",
+    "/runs/hostile/ledger",
+    f"/runs/hostile/group?name={quote(HOSTILE, safe='')}",
     "/runs/hostile/resources",
+    "/runs/math-baseline/resources",
     f"/compare?a=hostile&b={RUN}",
     "/fleet",
 ]
@@ -155,9 +164,11 @@ def test_keys_move_through_the_list_and_from_rollout_to_rollout(page: Page, serv
 
 def test_a_point_of_the_curve_leads_to_the_rollouts_of_its_step(page: Page) -> None:
     page.goto(f"/runs/{RUN}")
-    page.locator("#reward svg a[href*='mode=train&step=40']").first.dispatch_event("click")
-    page.wait_for_url("**/rollouts?mode=train&step=40")
-    assert page.locator("[data-rows] tbody tr").count() > 16
+    page.locator("#reward svg a[href*='ledger?step=40']").first.dispatch_event("click")
+    page.wait_for_url("**/ledger?step=40")
+    assert page.locator("[data-rows] tbody tr").count() == 16
+    page.goto(f"/runs/{RUN}")
+    assert page.locator("#reward svg a[href*='mode=val&step=40']").count() == 1
 
 
 def test_a_rollout_shows_conversation_tools_attempts_error_and_spans(page: Page) -> None:
@@ -170,6 +181,32 @@ def test_a_rollout_shows_conversation_tools_attempts_error_and_spans(page: Page)
     page.get_by_role("link", name="Attempt 1").click()
     page.wait_for_url("**attempt=**")
     assert "Timed out" in page.locator(".problem").inner_text()
+
+
+def test_the_ledger_leads_to_the_tokens_and_to_the_group(page: Page) -> None:
+    page.goto(f"/runs/{RUN}")
+    page.get_by_role("navigation", name="Run").get_by_role("link", name="Ledger").click()
+    page.wait_for_url("**/ledger")
+    outcomes = page.locator("[data-rows] .outcome").all_inner_texts()
+    assert (outcomes.count("trained"), outcomes.count("flat group"), len(outcomes)) == (12, 4, 16)
+    assert "75 %" in page.locator("tr.current").inner_text()
+    page.get_by_role("link", name="39-0-3", exact=True).first.click()
+    page.wait_for_url("**/group?name=39-0-3")
+    assert "nothing to compare" in page.locator(".notice").inner_text()
+    assert page.locator(".side .card").count() == 4
+    assert page.locator(".side .role").first.inner_text() == "assistant"
+    page.goto(f"/runs/{RUN}/group?name=39-0-0")
+    page.locator(".side .outcome-trained").first.click()
+    page.wait_for_url("**/tokens")
+    assert page.locator(".token").count() == 14
+    assert page.locator(".given").count() == 2
+    assert page.locator(".boundary").count() == 2
+    assert page.locator(".heat-n4").count() == 2
+    page.get_by_role("link", name="Advantage").click()
+    page.wait_for_url("**by=advantage**")
+    assert page.locator(".heat-p4").count() == 12
+    refused = page.request.get(f"/runs/{RUN}/rollouts/ro-step39-0-0/tokens.json?by=colour")
+    assert (refused.status, "logprob, trainer, gap" in refused.text()) == (422, True)
 
 
 def test_actions_label_retry_and_cancel_and_the_labelled_can_be_exported(page: Page, served: Served) -> None:
@@ -199,6 +236,25 @@ def test_a_prompt_shows_its_difference_and_can_be_promoted_without_showing_a_key
     page.get_by_role("button", name="Make it the latest").click()
     page.wait_for_url("**/rs-prompts%404")
     assert "latest" in page.locator(".heading").inner_text()
+
+
+def test_the_lineage_of_a_prompt_search_is_a_tree_with_the_difference_from_the_parent(page: Page) -> None:
+    page.goto("/runs/math-baseline/resources")
+    best = page.locator("#lineage > ul > li > ul > li > ul > li")
+    assert page.locator("#lineage li").count() == 4
+    assert "Units are still there. <script>" in best.inner_text()
+    best.get_by_role("link").click()
+    page.wait_for_url("**/resources/rs-*")
+    assert page.locator("ins").first.inner_text().strip() == "only"
+
+
+def test_a_comparison_names_the_tasks_that_flipped_with_a_p_value(page: Page) -> None:
+    page.goto(f"/compare?a=math-baseline&b={RUN}")
+    text = page.locator("section", has_text="Tasks of the last validation").inner_text()
+    assert "4 tasks in both runs: mean difference 0.25, p = 1." in text
+    assert "2 gained, 1 lost" in text
+    page.locator("td.num a[href$='/rollouts/ro-val-2']").click()
+    page.wait_for_url("**/ro-val-2")
 
 
 def test_a_page_that_is_open_shows_what_happens(page: Page, served: Served) -> None:

@@ -100,6 +100,8 @@ async def test_a_form_needs_its_token_and_must_come_from_our_own_page() -> None:
         for form, headers in (({}, {}), ({"form_token": "0" * 64}, {}), (right, {"sec-fetch-site": "cross-site"})):
             async with client.post(f"{page}/cancel", data=form, headers=headers) as answer:
                 assert answer.status == 403
+        async with client.post(f"{page}/cancel", data={"form_token": "x" * 70_000}) as answer:
+            assert answer.status == 413
         found = await store.get_rollout_by_id(rollout_id)
         assert found is not None
         assert found.status == "queuing"

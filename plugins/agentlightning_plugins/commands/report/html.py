@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import Metrics
+from agentlightning_plugins.charts.hidden import show_hidden
 from agentlightning_plugins.charts.line import Point, Series, line_chart
 from agentlightning_plugins.commands.report.comparison import compare_first_and_last, read_rewards
 from agentlightning_plugins.commands.report.report import Report, read_report
@@ -44,10 +44,6 @@ _MAX_INTERVALS: Final = 30
 """Evaluations whose interval is computed from their rollouts."""
 _MAX_TEXT: Final = 20_000
 _Z: Final = 1.959964
-_INVISIBLE: Final = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180e\u200b-\u200f\u2028-\u202e"
-    "\u2060-\u206f\u3164\ufeff\uffa0\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e0fff]"
-)
 
 
 async def write_html(store: LightningStore, directory: Path, file: Path | None = None) -> Path:
@@ -90,7 +86,7 @@ def visible(value: object) -> str:
     """Converts to text in which control characters and marks that have no width or change direction can be seen."""
     text = str(value)
     cut = f"\n... {len(text) - _MAX_TEXT:,} more characters" if len(text) > _MAX_TEXT else ""
-    return _INVISIBLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text[:_MAX_TEXT]) + cut
+    return show_hidden(text[:_MAX_TEXT]) + cut
 
 
 async def _draw_rewards(store: LightningStore, metrics: Sequence[Metrics]) -> Any:

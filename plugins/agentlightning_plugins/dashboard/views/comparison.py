@@ -10,6 +10,7 @@ from agentlightning_plugins.dashboard.page import Visit
 from agentlightning_plugins.dashboard.text import dump
 from agentlightning_plugins.dashboard.views import metrics as numbers
 from agentlightning_plugins.dashboard.views.runs import describe_run, find_run
+from agentlightning_plugins.dashboard.views.tasks import compare_tasks
 
 _MAX_CHOICES: Final = 100
 
@@ -22,21 +23,29 @@ async def compare(visit: Visit) -> dict[str, Any]:
     chosen = [check_run_id(visit.query[name]) for name in ("a", "b") if visit.query.get(name)]
     if len(chosen) < 2:
         chosen = known[:2][::-1]
-    sides = []
+    sides, recorded = [], []
     for run_id in chosen:
         view = store.with_run(run_id)
         steps = await numbers.read_metrics(view)
+        recorded.append((view, steps))
         last: dict[str, float] = {}
         for each in steps:
             last |= each.values
         run = await find_run(view)
         curves = {name: numbers.make_series(steps, name) for name in ("reward", "val_reward")}
-        described = {"run_id": run_id, "name": run_id, "status": "unknown", "config": {}, "algorithm": ""}
+        described: dict[str, Any] = {
+            "run_id": run_id,
+            "name": run_id,
+            "status": "unknown",
+            "config": {},
+            "algorithm": "",
+        }
         sides.append({**(described if run is None else describe_run(run)), "last": last, "curves": curves})
     names = sorted({name for side in sides for name in side["last"]}) if len(sides) == 2 else []
     return {
         "choices": known,
         "runs": sides,
         "metrics": [{"name": name, "values": [side["last"].get(name) for side in sides]} for name in names],
+        "tasks": await compare_tasks(recorded) if len(sides) == 2 else None,
         "configuration": find_difference(*(dump(side["config"]) for side in sides)) if len(sides) == 2 else [],
     }

@@ -96,6 +96,8 @@ def _describe(update: ResourcesUpdate) -> dict[str, dict[str, str]]:
     for name, resource in update.resources.items():
         fields = resource.model_dump(mode="json")
         kind = str(fields.pop("resource_type"))
+        if name == _CANDIDATE:
+            fields.pop("prompts", None)  # they stand beside it
         shown = {key: "***" if value and SECRET_NAME.search(key) else value for key, value in fields.items()}
         text = (
             resource.template

@@ -15,6 +15,7 @@ from agentlightning.types import ENDED_ROLLOUT, Attempt, Rollout, Span
 from agentlightning_plugins.chat_history.adapter import TraceToMessages, drop_prefixes
 from agentlightning_plugins.dashboard.page import Visit
 from agentlightning_plugins.dashboard.views.rollouts import LABEL, NOTE
+from agentlightning_plugins.training_records.record import LEDGER_SPAN, ROW_SPAN
 
 _MAX_SPANS: Final = 5_000
 _MAX_ROWS: Final = 500
@@ -57,7 +58,7 @@ async def find_rollout(visit: Visit) -> Rollout:
 async def _describe_attempt(visit: Visit, attempt: Attempt) -> dict[str, Any]:
     page = await visit.run_store.query_spans(attempt.rollout_id, attempt.attempt_id, limit=_MAX_SPANS)
     spans, nodes = page.items, build_tree(page.items, repair=True)
-    conversations = _read_conversations(spans)
+    conversations = read_conversations(spans)
     return {
         **attempt.model_dump(mode="json"),
         "rewards": [
@@ -68,11 +69,13 @@ async def _describe_attempt(visit: Visit, attempt: Attempt) -> dict[str, Any]:
         "conversation_count": len(conversations),
         "spans": _describe_spans(nodes),
         "span_total": page.total,
+        "is_recorded": any(span.name in (ROW_SPAN, LEDGER_SPAN) for span in spans),
         "tokens": _count_tokens(spans),
     }
 
 
-def _read_conversations(spans: Sequence[Span]) -> list[dict[str, Any]]:
+def read_conversations(spans: Sequence[Span]) -> list[dict[str, Any]]:
+    """The conversations of an attempt, each with its messages and tools."""
     histories = TraceToMessages().adapt(spans)
     if len(histories) <= 200:  # comparing all pairs
         histories = drop_prefixes(histories)

@@ -67,7 +67,8 @@ async def select(store: LightningStore, query: Mapping[str, str], before: int | 
     conditions: dict[str, Any] = {"status_in": [status] if status else None}
     total = (await store.query_rollouts(limit=0, **conditions)).total
     indexed = {key: query[key] for key in _INDEXED if key in query}
-    for read in (_number_or_text, str) if indexed else ():
+    readers: tuple[Callable[[str], Any], ...] = (_number_or_text, str)
+    for read in readers if indexed else ():
         conditions["metadata"] = {key: read(value) for key, value in indexed.items()}
         total = (await store.query_rollouts(limit=0, **conditions)).total
         if total:
@@ -143,7 +144,7 @@ def _make_test(query: Mapping[str, str]) -> Callable[[Rollout], bool] | None:
     return (lambda rollout: all(test(rollout) for test in tests)) if tests else None
 
 
-def _label_matches(found: Any, wanted: str) -> bool:
+def _label_matches(found: Any, wanted: str | None) -> bool:
     return found is not None if wanted == "any" else found == wanted
 
 

@@ -96,6 +96,7 @@ async def show_run(visit: Visit) -> dict[str, Any]:
         "steps": len(steps),
         "last": dict(steps[-1].values) if steps else {},
         "reward": reward,
+        "has_ledger": any(name.startswith("outcome/") for name in names),
         "health": [health._asdict() for health in numbers.judge(steps)],
         "phases": numbers.sum_phases(steps),
         "progress": numbers.estimate_left(run, steps),

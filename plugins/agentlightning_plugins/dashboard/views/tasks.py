@@ -1,0 +1,55 @@
+"""The tasks that two runs have both validated on: the difference of their rewards, and those that flipped."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+from collections.abc import Sequence
+from typing import Any, Final
+
+from agentlightning.store.protocol import LightningStore
+from agentlightning.types import AttemptedRollout, Metrics
+from agentlightning_plugins.statistics.significance import paired_p_value
+
+_MAX_ROLLOUTS: Final = 400
+_MAX_FLIPPED: Final = 50
+_SOLVED: Final = 0.5
+"""A task is solved from this mean reward on; it flipped if one run solved it and the other did not."""
+
+
+async def compare_tasks(sides: Sequence[tuple[LightningStore, Sequence[Metrics]]]) -> dict[str, Any] | None:
+    """Compares two runs by the rollouts of their last validations; None if they share no task."""
+    one, other = [await _read_rewards(store, steps) for store, steps in sides]
+    shared = sorted(one.keys() & other.keys())
+    if not shared:
+        return None
+    means = [(task, statistics.fmean(one[task][0]), statistics.fmean(other[task][0])) for task in shared]
+    differences = [after - before for _, before, after in means]
+    flipped: list[dict[str, Any]] = [
+        {"task": task[:400], "rewards": [before, after], "rollouts": [one[task][1], other[task][1]]}
+        for task, before, after in means
+        if (before >= _SOLVED) != (after >= _SOLVED)
+    ]
+    return {
+        "count": len(shared),
+        "difference": statistics.fmean(differences),
+        "p_value": await asyncio.to_thread(paired_p_value, differences),
+        "gained": sum(each["rewards"][1] >= _SOLVED for each in flipped),
+        "lost": sum(each["rewards"][1] < _SOLVED for each in flipped),
+        "flipped": flipped[:_MAX_FLIPPED],
+    }
+
+
+async def _read_rewards(store: LightningStore, steps: Sequence[Metrics]) -> dict[str, tuple[list[float], str]]:
+    """The rewards of each task and one of its rollouts, by the task as JSON."""
+    step = next((each.step for each in reversed(steps) if "val_reward" in each.values), None)
+    found = await store.query_rollouts(metadata={"step": step}, sort_order="desc", limit=_MAX_ROLLOUTS)
+    if not any(rollout.mode == "val" for rollout in found):  # an algorithm that records no steps
+        found = await store.query_rollouts(sort_order="desc", limit=_MAX_ROLLOUTS)
+    rewards: dict[str, tuple[list[float], str]] = {}
+    for rollout in found:
+        if rollout.mode == "val" and isinstance(rollout, AttemptedRollout) and rollout.attempt.reward is not None:
+            task = json.dumps(rollout.input, sort_keys=True, ensure_ascii=False, default=str)
+            rewards.setdefault(task, ([], rollout.rollout_id))[0].append(rollout.attempt.reward)
+    return rewards
