@@ -93,7 +93,8 @@ def _tokenize(policy: Policy, example: FineTuningExample) -> Iterator[tuple[list
         )
 
     def encode(text: str) -> list[int]:
-        return list(policy.tokenizer(text, add_special_tokens=False)["input_ids"])
+        ids: list[int] = policy.tokenizer.encode(text, add_special_tokens=False)
+        return ids
 
     for position, message in enumerate(messages):
         if message.get("role") != "assistant":
