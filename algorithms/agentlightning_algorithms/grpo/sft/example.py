@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -85,7 +86,7 @@ def _tokenize(policy: Policy, example: FineTuningExample) -> Iterator[tuple[list
     messages = [restore_arguments({**message, "content": message.get("content") or ""}) for message in example.messages]
 
     def render(count: int, *, generate: bool) -> str:
-        tools = list(example.tools or ()) or None
+        tools: Any = list(example.tools or ()) or None
         return str(
             policy.tokenizer.apply_chat_template(
                 messages[:count], tools=tools, add_generation_prompt=generate, tokenize=False
