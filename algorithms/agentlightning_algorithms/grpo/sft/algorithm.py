@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -72,9 +71,6 @@ class SFT(Algorithm):
 
     def __post_init__(self) -> None:
         require_least(1, epochs=self.epochs, batch_size=self.batch_size, best_of=self.best_of or 1)
-        lora: Any = self.lora
-        if isinstance(lora, Mapping):
-            self.lora = LoraSettings(**lora)
         self.model = find_model(self.model)
         self._updater: Updater | None = None
         self._resume_from: Path | None = None

@@ -86,7 +86,7 @@ def _tokenize(policy: Policy, example: FineTuningExample) -> Iterator[tuple[list
     messages = [restore_arguments({**message, "content": message.get("content") or ""}) for message in example.messages]
 
     def render(count: int, *, generate: bool) -> str:
-        tools: list[Any] | None = list(example.tools or ()) or None
+        tools: Any = list(example.tools or ()) or None
         return str(
             policy.tokenizer.apply_chat_template(
                 messages[:count], tools=tools, add_generation_prompt=generate, tokenize=False
@@ -94,7 +94,8 @@ def _tokenize(policy: Policy, example: FineTuningExample) -> Iterator[tuple[list
         )
 
     def encode(text: str) -> list[int]:
-        return list(policy.tokenizer(text, add_special_tokens=False)["input_ids"])
+        ids: list[int] = policy.tokenizer.encode(text, add_special_tokens=False)
+        return ids
 
     for position, message in enumerate(messages):
         if message.get("role") != "assistant":

@@ -38,7 +38,12 @@ def new_plugin(name: str, into: Path | None) -> None:
 @click.option("--verl", "algorithm", flag_value="verl", help="With a configuration that trains weights by `verl`.")
 def new_agent(name: str, into: Path | None, algorithm: str | None) -> None:
     """Create an agent with tasks and a configuration, ready to run: by default one that learns nothing."""
-    layers = {None: (), "apo": ("apo",), "grpo": ("weights", "grpo"), "verl": ("weights", "verl")}
+    layers: dict[str | None, tuple[str, ...]] = {
+        None: (),
+        "apo": ("apo",),
+        "grpo": ("weights", "grpo"),
+        "verl": ("weights", "verl"),
+    }
     folder = _write("agent", name, into, *layers[algorithm])
     needed = "" if algorithm is None else f"    pip install openai 'lightning[{algorithm}]'\n"
     click.echo(f"Created a working agent in {folder}. Next:\n\n{needed}    cd {folder}\n    agl train config.yaml")
