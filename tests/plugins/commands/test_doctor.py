@@ -232,8 +232,8 @@ def test_a_version_that_does_not_work_is_named(tmp_path: Path, monkeypatch: pyte
     monkeypatch.syspath_prepend(tmp_path)
     check = check_environment()
     assert check.state == "broken"
-    assert "openai 1.3.0 is installed, but >=2.54 is required" in check.text
-    assert "pydantic 1.10.0 is installed, but >=2.12 is required" in check.text
+    assert "openai 1.3.0 is installed, but >=1.109 is required" in check.text
+    assert "pydantic 1.10.0 is installed, but >=2.11.4 is required" in check.text
 
 
 def test_a_plugin_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
