@@ -21,8 +21,7 @@ SPAN_OBJECT: Final = "agentlightning.object"
 SPAN_EXCEPTION: Final = "agentlightning.exception"
 SPAN_OPERATION: Final = "agentlightning.operation"
 SPAN_REWARD: Final = "agentlightning.reward"
-SPAN_VIRTUAL: Final = "agentlightning.virtual"
-"""A span made without a tracer."""
+SPAN_VIRTUAL: Final = "agentlightning.virtual"  # made without a tracer
 SPAN_ROLLOUT: Final = "agentlightning.rollout"
 """The root of an attempt's trace."""
 
@@ -73,6 +72,7 @@ WEIGHT_VERSION: Final = "agentlightning.weight_version"
 """Version of the weights that generated the answer."""
 GATEWAY_COMPLETE: Final = "agentlightning.gateway.complete"
 """Set by the gateway: whether the whole answer passed it. Incomplete answers must not be trained on."""
+CACHED_SUFFIX: Final = " (cached)"  # of the name of the gateway's span, if its cache answered the call
 LATE: Final = "agentlightning.late"
 """Set by the store on a span that an agent wrote after its attempt had ended; rewards in it do not count."""
 

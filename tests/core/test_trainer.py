@@ -401,7 +401,9 @@ def test_ctrl_c_cancels_the_algorithm_and_ends_the_run_as_interrupted(tmp_path: 
     assert process.returncode == 0
 
 
-def test_the_console_says_each_error_of_the_agent_once_and_counts_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_console_says_each_error_of_the_agent_once_and_counts_it(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     def agent(task: dict[str, int]) -> float:
         raise LookupError("no such tool")
 
@@ -409,6 +411,7 @@ def test_the_console_says_each_error_of_the_agent_once_and_counts_it(capsys: pyt
     shown = " ".join(capsys.readouterr().err.split())
     assert shown.count("failed: LookupError: no such tool") == 1
     assert f"{len(TASKS)} of {len(TASKS)} rollouts: LookupError: no such tool" in shown
+    assert caplog.text.count("LookupError: no such tool") == 1, "the log has the traceback, once"
 
 
 def asking_agent(task: str, llm: agl.LLM) -> float:

@@ -119,6 +119,8 @@ class Baseline(FastAlgorithm):
 
 def _warn_without_rewards(results: list[RolloutResult]) -> None:
     """Baseline needs no rewards, because it learns nothing; other algorithms would end the run here."""
+    if all(result.failure is not None for result in results):  # their errors are in the log already
+        return
     try:
         RewardCheck().add((result.outcome for result in results), is_last=True)
     except LightningError as error:

@@ -123,9 +123,11 @@ _TOKENS: Final = (
 
 
 def read_usage(spans: Iterable[Span]) -> list[Usage]:
-    """The model calls of an attempt; a call that client and gateway both recorded counts once."""
+    """The model calls of an attempt; one that client and gateway both recorded counts once, a cached one not at all."""
     used = []
     for call in find_calls(build_tree(list(spans), repair=True), semconv.is_llm_call):
+        if any(node.span.name.endswith(semconv.CACHED_SUFFIX) for node in call.nodes):
+            continue
         attributes = [node.span.attributes for node in reversed(call.nodes)]
         model = next(filter(None, (semconv.read_model(node.span) for node in reversed(call.nodes))), "")
         tokens = [

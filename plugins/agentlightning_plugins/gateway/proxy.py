@@ -56,6 +56,7 @@ class LLMProxy:
         read_timeout_s: float = _READ_TIMEOUT_S,
         health_interval_s: float = INTERVAL_S,
         pause_wait_s: float = PAUSE_WAIT_S,
+        cache: bool = False,
     ) -> None:
         """Prepares the gateway; ``start`` opens it.
 
@@ -80,6 +81,8 @@ class LLMProxy:
             health_interval_s: between two health checks of each backend.
             pause_wait_s: how long a call waits while the gateway is paused, before it gets status 429 with Retry-After;
                 0 answers at once.
+            cache: whether a request at temperature 0 or with a seed, which a call recorded in the store made before,
+                gets the answer of that call. For prompt search and evaluation.
 
         Raises:
             ConfigError: an entry of ``model_list`` or another value is invalid.
@@ -102,6 +105,7 @@ class LLMProxy:
             read_timeout_s=read_timeout_s,
             health_interval_s=health_interval_s,
             pause_wait_s=pause_wait_s,
+            cache=cache,
             operator_key=secrets.token_urlsafe(32),
         )
         self._launched: ServerThread | ServerProcess | None = None

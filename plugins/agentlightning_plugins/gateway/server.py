@@ -19,6 +19,7 @@ from agentlightning.store.span_writer import SpanWriter
 from agentlightning_plugins.gateway.access.attempts import EndedAttempts, InFlightCall, InFlightCalls
 from agentlightning_plugins.gateway.access.authentication import Authenticator, KeyRefused
 from agentlightning_plugins.gateway.access.seeds import CallSeeds
+from agentlightning_plugins.gateway.backends.answer_cache import AnswerCache
 from agentlightning_plugins.gateway.backends.backend import Backend, ModelTable, describe_error
 from agentlightning_plugins.gateway.backends.health import HealthCheck
 from agentlightning_plugins.gateway.backends.idle_timeout import IdleTimeout
@@ -72,11 +73,14 @@ class GatewayServer:
         self._writer = SpanWriter.shared(store)  # shared, so that a wait for an attempt's spans includes ours
         self._metrics = GatewayMetrics(lambda: self._models, self._admission, self._writer, lambda: self._in_flight)
         self._controls = Controls(self._authenticator, self._admission, self._metrics, self.status)
+        self._cache = AnswerCache() if settings.cache else None
         self._warned: set[str] = set()
 
     async def start(self) -> int:
         """Begins to serve and returns the port; raises OSError if the address cannot be bound."""
         settings = self._settings
+        if self._cache is not None:
+            await self._cache.load(self._store)
         self._upstream = Upstream(settings.num_retries, settings.read_timeout_s)
         server = web.Server(
             self._handle,
@@ -209,8 +213,9 @@ class GatewayServer:
             retry = {"Retry-After": str(_PAUSED_RETRY_S)}
             return self._fail(call, refuse(call.dialect, 429, message, "paused", retry))
         try:
-            version = self._admission.weight_version
-            outcome = await self._upstream.send(call, backends, request.headers)
+            version = call.gateway_version = self._admission.weight_version
+            outcome = self._cache.find(call, backends) if self._cache is not None else None
+            outcome = outcome or await self._upstream.send(call, backends, request.headers)
             if isinstance(outcome, Reply):
                 return self._relay(call, outcome, version)
             async with outcome:
@@ -247,6 +252,7 @@ class GatewayServer:
             call.is_complete = True
             self._finish(call, reply.status)
             return _respond(reply)
+        call.answer += reply.body if self._cache is not None else b""
         try:
             answer = parse_json(reply.body)
             request.dialect.read_answer(answer, call.completion)
@@ -287,6 +293,7 @@ class GatewayServer:
                             break
                         if not piece:
                             break
+                        call.answer += piece if self._cache is not None else b""
                         relayed = reader.feed(piece)
                         if relayed and not reader.is_done:
                             await response.write(relayed)
@@ -324,6 +331,8 @@ class GatewayServer:
             return
         call.end_time = time.time()
         call.error = call.error or error
+        if self._cache is not None:
+            self._cache.keep(call)
         self._metrics.count(call, str(status))
         if call.attempt is None:
             return

@@ -21,6 +21,7 @@ class Settings:
     read_timeout_s: float
     health_interval_s: float
     pause_wait_s: float
+    cache: bool
     operator_key: str = field(repr=False)
     """Operates the gateway, like the token of its store."""
     model_list: Sequence[Mapping[str, Any]] = ()

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, get_args
 
+from agentlightning import semconv
 from agentlightning.resources import LLM, PromptTemplate
 from agentlightning.run.directory import RECORD_NAME, read_record
 from agentlightning.store.protocol import LightningStore
@@ -38,6 +39,8 @@ class Report(NamedTuple):
     """First, last, lowest and highest value of each metric."""
     learned: Mapping[str, str]
     """The latest resources as text, without API keys."""
+    cached_calls: int = 0
+    """Number of model calls that the gateway answered from its cache."""
     candidates: Sequence[Mapping[str, Any]] = ()
     """The prompts that a search tried, in the order they were made: ``candidate_id``, ``round``, ``full_score``,
     ``batch_score``, ``parent_id``, ``edited``, ``critique`` and ``prompts``."""
@@ -64,6 +67,8 @@ class Report(NamedTuple):
             f"- seed: {self.record.get('seed', 0)}",
             f"- versions: {shown}; more in {RECORD_NAME}",
         ]
+        if self.cached_calls:
+            lines.append(f"- model calls that the gateway's cache answered: {self.cached_calls}")
         if self.metrics:
             lines += ["\n## Metrics\n", "| | first | last | lowest | highest |", "|---|---|---|---|---|"]
             for name, summary in self.metrics.items():
@@ -98,6 +103,7 @@ async def read_report(store: LightningStore, directory: Path) -> Report:
         for rollout in failed
         if isinstance(rollout, AttemptedRollout) and rollout.attempt.error is not None
     )
+    cached = await store.query_spans(None, name_contains=semconv.CACHED_SUFFIX, limit=1)
     metrics = (await store.query_metrics()).items
     latest = await store.get_latest_resources()
     candidates: dict[str, Mapping[str, Any]] = {}
@@ -112,6 +118,7 @@ async def read_report(store: LightningStore, directory: Path) -> Report:
         steps=len(metrics),
         metrics=_summarize(metrics),
         learned={} if latest is None else {name: _describe(value) for name, value in latest.resources.items()},
+        cached_calls=cached.total,
         candidates=list(candidates.values()),
     )
 

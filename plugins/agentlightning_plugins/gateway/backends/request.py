@@ -35,7 +35,7 @@ class BackendRequest(NamedTuple):
 
 
 def prepare(call: Call, backend: Backend) -> BackendRequest:
-    """Prepares a call for a backend.
+    """Prepares a call for a backend, with the sampling parameters of that.
 
     Raises:
         TranslationError: the backend speaks neither the agent's dialect nor one that the call can be translated to.
@@ -44,7 +44,8 @@ def prepare(call: Call, backend: Backend) -> BackendRequest:
     spoken, dialect = backend.provider.dialects, call.dialect
     if dialect.name in spoken:
         path = f"{dialect.path}?{call.query}" if call.query else dialect.path
-        return BackendRequest(backend, dialect, path, call.body, _options(call, dialect, call.body))
+        sampling = backend.sampling_fields(call.body, call.seed)
+        return BackendRequest(backend, dialect, path, call.body, _options(call, dialect, call.body), None, sampling)
     translation = dialect.translate(call.body) if CHAT.name in spoken else None
     if translation is None:
         raise TranslationError(
@@ -52,7 +53,8 @@ def prepare(call: Call, backend: Backend) -> BackendRequest:
             f"{', '.join(sorted(spoken))}; set the entry's 'provider' if it does, or to 'litellm'"
         )
     body = {name: value for name, value in translation.request().items() if name in CHAT_FIELDS}
-    return BackendRequest(backend, CHAT, CHAT.path, body, _options(call, CHAT, body), translation)
+    sampling = backend.sampling_fields(body, call.seed)
+    return BackendRequest(backend, CHAT, CHAT.path, body, _options(call, CHAT, body), translation, sampling)
 
 
 def _options(call: Call, dialect: Dialect, body: Mapping[str, Any]) -> TokenOptions:

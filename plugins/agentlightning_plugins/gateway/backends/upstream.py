@@ -97,8 +97,7 @@ class Upstream:
             for backend in backends:
                 call.backend = backend
                 try:
-                    request = prepare(call, backend)
-                    call.request = request._replace(sampling=backend.sampling_fields(request.body, call.seed))
+                    call.request = prepare(call, backend)
                 except TranslationError as error:
                     return refuse(call.dialect, 400, str(error), error.code)
                 except (AttributeError, KeyError, TypeError) as error:  # raised for requests of the wrong shape

@@ -73,6 +73,14 @@ class Call:
     completion: Completion = field(default_factory=Completion)
     is_complete: bool = False
     """Whether the whole answer arrived."""
+    gateway_version: int | None = None
+    """The weight version that the gateway stated when the call was sent."""
+    is_cached: bool = False
+    """Whether the answer is that of an earlier call."""
+    answer: bytearray = field(default_factory=bytearray)
+    """As the backend sent it, if answers are cached."""
+    cache_key: str | None = None
+    """With which the cache keeps the answer."""
     exceeded_limit: str | None = None
     """The limit of the attempt's usage for which the call was refused."""
     http_status: int | None = None
@@ -88,8 +96,10 @@ def used_tokens(call: Call) -> tuple[int, int]:
     """Input and output tokens of a call.
 
     As the backend states them, else the number of token ids, else an estimate from the texts: a backend may not count,
-    and an agent may disconnect before the count.
+    and an agent may disconnect before the count. A cached answer costs nothing.
     """
+    if call.is_cached:
+        return 0, 0
     completion = call.completion
     if completion.input_tokens is not None:
         return _read_count(completion.input_tokens), _read_count(completion.output_tokens)

@@ -22,6 +22,9 @@ from agentlightning_plugins.gateway.dialects.json_text import dump_json
 from agentlightning_plugins.gateway.limits.usage import BACKEND, COST, TOKENS
 from agentlightning_plugins.gateway.recording.call import Call, used_tokens
 
+CACHE_KEY: Final = "agentlightning.gateway.cache_key"
+CACHE_ANSWER: Final = "agentlightning.gateway.cache_answer"
+"""The answer as the backend sent it, on calls that the cache keeps."""
 _OK: Final = TraceStatus(status_code="OK")
 _MIN_INT64: Final = -(2**63)
 _MAX_INT64: Final = 2**63 - 1
@@ -63,6 +66,8 @@ def call_to_span(call: Call) -> Span:
             attributes[f"gen_ai.request.{_SAMPLING[key]}"] = value
     if call.first_time:
         attributes[semconv.GEN_AI_TIME_TO_FIRST_CHUNK] = call.first_time - call.start_time
+    if call.cache_key is not None:
+        attributes |= {CACHE_KEY: call.cache_key, CACHE_ANSWER: call.answer.decode()}
     if call.exceeded_limit is not None:
         attributes["agentlightning.gateway.budget_exceeded"] = call.exceeded_limit
     if call.http_status is not None:
@@ -80,7 +85,7 @@ def call_to_span(call: Call) -> Span:
         trace_id=call.trace.trace_id,
         span_id=call.trace.span_id,
         parent_id=call.trace.parent_id,
-        name=call.dialect.span_name,
+        name=call.dialect.span_name + (semconv.CACHED_SUFFIX if call.is_cached else ""),
         status=status,
         start_time=call.start_time,
         end_time=call.end_time,

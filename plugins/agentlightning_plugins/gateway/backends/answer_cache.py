@@ -1,0 +1,131 @@
+"""A cache of answers, which the spans of calls in the store contain."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from types import TracebackType
+from typing import Final, Self
+
+import aiohttp
+from multidict import CIMultiDict, CIMultiDictProxy
+
+from agentlightning.errors import StoreError
+from agentlightning.store.protocol import LightningStore
+from agentlightning.types import DEFAULT_RUN_ID
+from agentlightning_plugins.gateway.backends.backend import Backend
+from agentlightning_plugins.gateway.backends.request import BackendRequest, prepare
+from agentlightning_plugins.gateway.backends.upstream import Outcome, Reply
+from agentlightning_plugins.gateway.dialects.dialect import MALFORMED, TranslationError
+from agentlightning_plugins.gateway.recording.call import Call
+from agentlightning_plugins.gateway.recording.span import CACHE_ANSWER, CACHE_KEY
+
+logger = logging.getLogger("agentlightning")
+_MAX_BYTES: Final = 256 * 2**20
+"""Of all answers in memory; the oldest are dropped."""
+_MAX_ANSWER_BYTES: Final = 4 * 2**20
+_PAGE: Final = 500
+_STREAM: Final = "text/event-stream"
+
+
+class AnswerCache:
+    """Answers of successful calls by request; only of calls at temperature 0 or with a seed, and of recorded ones."""
+
+    def __init__(self) -> None:
+        self._answers: dict[str, bytes] = {}
+        self._size = 0
+
+    async def load(self, store: LightningStore) -> None:
+        """Reads the answers that the spans of all runs of a store contain."""
+        try:
+            listed = [run.run_id for run in await store.query_runs()]
+            for run_id in dict.fromkeys([DEFAULT_RUN_ID, *listed, store.run_id]):  # the first has no record
+                cursor: str | None = None
+                while True:
+                    page = await store.query_spans(None, run_id=run_id, limit=_PAGE, cursor=cursor)
+                    for span in page:
+                        key, answer = (span.attributes.get(name) for name in (CACHE_KEY, CACHE_ANSWER))
+                        if isinstance(key, str) and isinstance(answer, str):
+                            self._add(key, answer.encode())
+                    cursor = page.cursor
+                    if cursor is None:
+                        break
+        except (StoreError, OSError, aiohttp.ClientError) as error:
+            logger.warning("the cached answers of earlier runs cannot be read, so they are not used: %s", error)
+
+    def find(self, call: Call, backends: list[Backend]) -> Outcome | None:
+        """Returns the answer that one of the backends gave to the same request; the call gets backend and request."""
+        if call.attempt is None:
+            return None
+        for backend in backends:
+            try:
+                request = prepare(call, backend)
+            except (TranslationError, *MALFORMED):
+                continue
+            key = _make_key(request, call.gateway_version)
+            answer = self._answers.get(key) if key is not None else None
+            if answer is not None:
+                call.backend, call.request, call.is_cached = backend, request, True
+                is_stream = bool(request.body.get("stream"))
+                return _Stream(answer) if is_stream else Reply(200, answer, {"Content-Type": "application/json"})
+        return None
+
+    def keep(self, call: Call) -> None:
+        """Keeps the answer of a finished call, if it is complete and may be given again; the span will contain it."""
+        if call.request is None or call.is_cached or not call.is_complete or call.attempt is None:
+            return
+        if len(call.answer) > _MAX_ANSWER_BYTES:
+            return
+        call.cache_key = _make_key(call.request, call.gateway_version)
+        if call.cache_key is not None:
+            answer = bytes(call.answer)
+            if call.request.body.get("stream"):  # whole answers are redacted already
+                answer = call.request.backend.redact_answer(answer)
+            call.answer = bytearray(answer.decode(errors="replace").encode())
+            self._add(call.cache_key, bytes(call.answer))
+
+    def _add(self, key: str, answer: bytes) -> None:
+        self._size += len(answer) - len(self._answers.pop(key, b""))
+        self._answers[key] = answer
+        while self._size > _MAX_BYTES:
+            self._size -= len(self._answers.pop(next(iter(self._answers))))
+
+
+class _Stream:
+    """A recorded stream in the form of a backend's answer, and its own content."""
+
+    status = 200
+    content_type = _STREAM
+    headers = CIMultiDictProxy(CIMultiDict({"Content-Type": _STREAM}))
+
+    def __init__(self, body: bytes) -> None:
+        self._body = body
+
+    @property
+    def content(self) -> Self:
+        return self
+
+    async def readany(self) -> bytes:
+        body, self._body = self._body, b""
+        return body
+
+    def at_eof(self) -> bool:
+        return not self._body
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+
+def _make_key(request: BackendRequest, version: int | None) -> str | None:
+    """Returns what identifies the answer to a request; None if another try may give another answer."""
+    fields = {**request.body, **request.sampling}
+    if fields.get("temperature") != 0 and fields.get("seed") is None:
+        return None
+    identity = [request.backend.endpoint, request.backend.served_model, request.path, version, fields]
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
