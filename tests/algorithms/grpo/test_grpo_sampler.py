@@ -2,15 +2,17 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from agentlightning.errors import ConfigError
 from agentlightning_algorithms.grpo.model.policy import Policy, load_policy
@@ -380,6 +382,69 @@ def test_weights_that_cannot_be_used_are_refused_without_waiting_for_the_batch(
     with pytest.raises(ConfigError, match="safetensors"):
         sampler.load_weights(tmp_path, 7).result(timeout=60)
     assert running.cancel() or running.done()
+
+
+# Memory
+
+
+@pytest.fixture
+def long_policy() -> Policy:
+    """A model with 8,192 positions, of which each takes 1 kB."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=256, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=8192, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    return Policy(Qwen2ForCausalLM(config), cast(Any, SimpleNamespace(eos_token_id=None)))
+
+
+def peak_of(
+    policy: Policy, prompts: list[list[int]], max_tokens: int, **options: Any
+) -> tuple[list[Generation], int, Mapping[str, float]]:
+    """The responses, the most memory that keys and values took at any token, and the counters."""
+    sampler = Sampler(policy, seed=0, prefix_cache_bytes=0, **options)
+    peak = 0
+
+    def measure(_: Token) -> None:
+        nonlocal peak
+        peak = max(peak, sampler.kv_cache_bytes)
+
+    futures = [
+        sampler.submit(prompt, SamplingParams(max_tokens=max_tokens, seed=i), measure)
+        for i, prompt in enumerate(prompts)
+    ]
+    generations = collect(futures)
+    sampler.close()
+    assert sampler.kv_cache_bytes == 0
+    return generations, peak, sampler.statistics
+
+
+def test_one_long_request_does_not_make_room_for_all_of_them_as_long(long_policy: Policy) -> None:
+    rng = random.Random(1)
+    lengths = [rng.randint(60, 140) for _ in range(63)]
+    lengths.insert(30, 4200)
+    prompts = [[rng.randrange(256) for _ in range(length)] for length in lengths]
+    generations, peak, _ = peak_of(long_policy, prompts, 12)
+    assert peak <= 1.5 * 1024 * sum(length + 12 for length in lengths)
+    assert largest_gap(long_policy, prompts, generations, 1.0) <= TOLERANCE
+
+
+@pytest.mark.parametrize("prompt_length", [10, 300])
+def test_requests_beyond_the_budget_wait_and_get_the_same_responses(long_policy: Policy, prompt_length: int) -> None:
+    rng = random.Random(2)
+    prompts = [[rng.randrange(256) for _ in range(prompt_length + i)] for i in range(12)]
+    free, most, _ = peak_of(long_policy, prompts, 90)
+    budget = 600 * 1024
+    generations, peak, statistics = peak_of(long_policy, prompts, 90, kv_cache_bytes=budget)
+    assert [g.token_ids for g in generations] == [g.token_ids for g in free]
+    assert peak <= budget < most
+    assert statistics["preempted"] > 0 or prompt_length == 300
+    assert statistics["requests"] == len(prompts)
+
+
+def test_a_request_that_needs_more_than_the_budget_runs_alone(long_policy: Policy) -> None:
+    generations, _, _ = peak_of(long_policy, [[1] * 50, [2] * 50], 4, kv_cache_bytes=1024)
+    assert [len(g.token_ids) for g in generations] == [4, 4]
 
 
 # Tokens as they come

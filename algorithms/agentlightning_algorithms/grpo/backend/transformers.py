@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 
 from agentlightning.errors import ConfigError, LightningError
+from agentlightning.plugin.settings import require_least
 from agentlightning_algorithms.grpo.weights_digest import digest_weights
 from agentlightning_algorithms.policy_backend import PolicySetup
 
@@ -35,14 +36,23 @@ class TransformersBackend:
         port: int = 0,
         max_length: int | None = None,
         prefix_cache_mb: int = 512,
+        kv_cache_mb: int = 4096,
         ready_timeout_s: float = 300.0,
     ) -> None:
         """Takes the address, whose port 0 is any free one, and how long loading may take.
 
         ``max_length`` is the maximum of a prompt and its response together, by default the model's;
-        ``prefix_cache_mb`` is the memory for keys and values of earlier prompts.
+        ``prefix_cache_mb`` is the memory for keys and values of earlier prompts, ``kv_cache_mb`` for those of the
+        running calls; calls that do not fit wait.
         """
-        self._options = {"port": port, "max_length": max_length, "prefix_cache_mb": prefix_cache_mb}
+        require_least(0, prefix_cache_mb=prefix_cache_mb)
+        require_least(1, kv_cache_mb=kv_cache_mb)
+        self._options = {
+            "port": port,
+            "max_length": max_length,
+            "prefix_cache_mb": prefix_cache_mb,
+            "kv_cache_mb": kv_cache_mb,
+        }
         self._ready_timeout_s = ready_timeout_s
         self._host = host
         self._setup: PolicySetup | None = None

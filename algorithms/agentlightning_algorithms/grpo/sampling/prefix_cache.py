@@ -24,10 +24,9 @@ from agentlightning_algorithms.grpo.sampling.slot_cache import BLOCK, SlotCache
 
 
 class PrefixCache:
-    """An LRU pool of blocks beside a :class:`SlotCache`, of at most ``max_bytes``."""
+    """An LRU pool of blocks beside the caches of the running batch, of at most ``max_bytes``."""
 
-    def __init__(self, slots: SlotCache, max_bytes: int) -> None:
-        self._slots = slots
+    def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._blocks: OrderedDict[bytes, int] = OrderedDict()  # indices into the pool, least recently used first
         self._free: list[int] = []
@@ -48,21 +47,21 @@ class PrefixCache:
         self._touch(digests)
         return [self._blocks[digest] for digest in digests]
 
-    def restore(self, found: Sequence[Sequence[int]], first: int) -> None:
+    def restore(self, slots: SlotCache, found: Sequence[Sequence[int]], first: int) -> None:
         """Copies blocks into slots: those of row i into slot ``first + i``, from position 0 on."""
         places = [(first + row, at, index) for row, chain in enumerate(found) for at, index in enumerate(chain)]
         if places:
-            slots, ats, indices = self._columns(places)
-            layers = self._slots.blocks(first + len(found), BLOCK * max(map(len, found)))
+            rows, ats, indices = self._columns(places)
+            layers = slots.restore(self._pool, first + len(found), BLOCK * max(map(len, found)))
             for (keys, values), (pool_keys, pool_values) in zip(layers, self._pool, strict=True):
-                keys[slots, :, ats] = pool_keys[indices]
-                values[slots, :, ats] = pool_values[indices]
+                keys[rows, :, ats] = pool_keys[indices]
+                values[rows, :, ats] = pool_values[indices]
 
-    def store(self, rows: Sequence[tuple[int, Sequence[int]]]) -> None:
+    def store(self, slots: SlotCache, rows: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Stores the whole blocks of sequences, given as slot and its tokens."""
         if not self._max_bytes or not rows:
             return
-        self._open()
+        self._open(slots)
         places: list[tuple[int, int, int]] = []
         used: set[bytes] = set()  # by this call, which must not evict them
         for slot, token_ids in rows:
@@ -79,10 +78,10 @@ class PrefixCache:
                 digests.append(digest)
             self._touch(digests)
         if places:
-            slots, ats, indices = self._columns(places)
-            for (keys, values), (pool_keys, pool_values) in zip(self._slots.blocks(), self._pool, strict=True):
-                pool_keys[indices] = keys[slots, :, ats]
-                pool_values[indices] = values[slots, :, ats]
+            sources, ats, indices = self._columns(places)
+            for (keys, values), (pool_keys, pool_values) in zip(slots.blocks(), self._pool, strict=True):
+                pool_keys[indices] = keys[sources, :, ats]
+                pool_values[indices] = values[sources, :, ats]
 
     def _touch(self, digests: Sequence[bytes]) -> None:
         # In reverse: a block is evicted after its successors, which are not found without it.
@@ -94,17 +93,18 @@ class PrefixCache:
         if not self._free:
             size = self._pool[0][0].shape[0]
             if size < self._capacity:
-                larger = min(self._capacity, max(64, 2 * size))
-                self._pool = [(_grown(keys, larger), _grown(values, larger)) for keys, values in self._pool]
+                larger = min(self._capacity, max(64, size + size // 4))
+                for layer, (keys, values) in enumerate(self._pool):  # one after the other, so that little is held twice
+                    self._pool[layer] = _grown(keys, larger), _grown(values, larger)
                 self._free = list(range(larger - 1, size - 1, -1))
             elif self._blocks and next(iter(self._blocks)) not in used:
                 self._free.append(self._blocks.popitem(last=False)[1])
         return self._free.pop() if self._free else None
 
-    def _open(self) -> None:
+    def _open(self, slots: SlotCache) -> None:
         """Creates the pool, empty, with the shape of the slots' blocks."""
         if not self._pool:
-            layers = self._slots.blocks()
+            layers = slots.blocks()
             self._pool = [(keys[:0, :, 0].clone(), values[:0, :, 0].clone()) for keys, values in layers]
             block_bytes = sum(t[0, :, 0].numel() * t.element_size() for layer in layers for t in layer)
             self._capacity = self._max_bytes // block_bytes

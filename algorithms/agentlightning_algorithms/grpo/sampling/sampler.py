@@ -4,13 +4,15 @@ One thread owns the model. Requests and weight swaps go through one queue, in or
 row has ended, and later requests are sampled with the new weights, so that a response has one weight version. New
 weights are read from disk while the earlier rows finish.
 
-A prompt that shares a prefix with a sequence sampled since the last swap reuses its keys and values.
+A prompt that shares a prefix with a sequence sampled since the last swap reuses its keys and values. If the
+rows outgrow the memory for keys and values, the newest ones wait and are run again later, up to the token they had.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import logging
 import queue
 import random
@@ -19,7 +21,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,45 +30,18 @@ from torch import Tensor
 from agentlightning_algorithms.grpo.model.policy import Policy, batch_by_tokens
 from agentlightning_algorithms.grpo.sampling.draw import FinishReason, Generation, SamplingParams, Token, draw_tokens
 from agentlightning_algorithms.grpo.sampling.prefix_cache import PrefixCache
-from agentlightning_algorithms.grpo.sampling.slot_cache import BLOCK, SlotCache, check_attention
+from agentlightning_algorithms.grpo.sampling.request import Request, Swap
+from agentlightning_algorithms.grpo.sampling.running_batch import Bank, RunningBatch
+from agentlightning_algorithms.grpo.sampling.slot_cache import BLOCK, SlotCache, check_attention, position_bytes
 
 logger = logging.getLogger("agentlightning")
 
 T = TypeVar("T")
 
 _TOTALS = (
-    "requests", "prompt_tokens", "reused_tokens", "sampled_tokens", "decode_steps", "decode_rows", "swaps", "busy_s",
+    "requests", "prompt_tokens", "reused_tokens", "sampled_tokens", "decode_steps", "decode_rows", "preempted", "swaps",
+    "busy_s",
 )  # fmt: skip
-
-
-@dataclass(slots=True, eq=False)
-class _Request:
-    prompt_ids: Sequence[int]
-    params: SamplingParams
-    random: random.Random | None
-    """Set if the request has a seed."""
-    on_token: Callable[[Token], None] | None
-    future: Future[Generation] = field(default_factory=Future)
-    tokens: list[Token] = field(default_factory=list)
-    reused: int = 0
-    """Tokens of the prompt that were not run."""
-
-    @property
-    def cached(self) -> int:
-        """Positions in the key-value cache: all but the newest token, which the next step feeds."""
-        return len(self.prompt_ids) + len(self.tokens) - 1
-
-
-@dataclass(slots=True, eq=False)
-class _Swap:
-    weights: Future[dict[str, Tensor]]
-    version: int
-    future: Future[None] = field(default_factory=Future)
-
-    @property
-    def has_to_wait(self) -> bool:
-        """False if it is cancelled or its weights could not be read."""
-        return not self.future.cancelled() and (not self.weights.done() or self.weights.exception() is None)
 
 
 class Sampler:
@@ -80,6 +54,7 @@ class Sampler:
         max_batch_size: int = 64,
         max_prefill_tokens: int = 8192,
         prefix_cache_bytes: int = 512 * 2**20,
+        kv_cache_bytes: int = 4096 * 2**20,
         seed: int | None = None,
         weight_version: int = 0,
     ) -> None:
@@ -90,6 +65,8 @@ class Sampler:
             max_batch_size: rows that run together; further requests wait.
             max_prefill_tokens: prompt tokens, padding included, that pass through the model at once.
             prefix_cache_bytes: memory for the keys and values of earlier sequences; allocated on demand.
+            kv_cache_bytes: memory for the keys and values of running rows; further requests wait. A row that needs more
+                runs alone.
             seed: of requests without their own; with it, the same requests in the same order get the same responses.
                 The random numbers start over with every version of the weights.
             weight_version: of the initial weights.
@@ -103,13 +80,15 @@ class Sampler:
         self._max_batch_size = max_batch_size
         self._max_prefill_tokens = max_prefill_tokens
         self._seed = seed
+        self._numbers = itertools.count(1)
         self._random = _generator(seed, weight_version)
-        self._inbox: queue.SimpleQueue[_Request | _Swap | None] = queue.SimpleQueue()  # None: close
-        self._waiting: deque[_Request | _Swap] = deque()
-        self._rows: list[_Request] = []  # row i is in slot i
-        self._entering: list[_Request] = []
-        self._slots = SlotCache(int(policy.model.config.num_hidden_layers), policy.device)
-        self._prefixes = PrefixCache(self._slots, prefix_cache_bytes)
+        self._inbox: queue.SimpleQueue[Request | Swap | None] = queue.SimpleQueue()  # None: close
+        self._waiting: deque[Request | Swap] = deque()
+        self._max_bytes = kv_cache_bytes
+        self._is_full = False  # from a preemption until a row leaves
+        self._rows = self._new_batch()
+        self._entering: list[Request] = []
+        self._prefixes = PrefixCache(prefix_cache_bytes)
         self._totals = dict.fromkeys(_TOTALS, 0.0)
         self._reader = ThreadPoolExecutor(1, "agl-weights")
         self._thread = threading.Thread(target=self._run, name="agl-sampler", daemon=True)
@@ -129,13 +108,13 @@ class Sampler:
         """
         if not self.alive:
             raise RuntimeError("the sampler is closed.")
-        request = _Request(prompt_ids, params, None if params.seed is None else random.Random(params.seed), on_token)
+        request = Request(prompt_ids, params, None if params.seed is None else random.Random(params.seed), on_token)
         self._inbox.put(request)
         return request.future
 
     def load_weights(self, path: Path, version: int) -> Future[None]:
         """Queues a swap to the weights in ``path``; if they do not fit, its future fails and nothing changes."""
-        swap = _Swap(self._reader.submit(self.policy.read_weights, path), version)
+        swap = Swap(self._reader.submit(self.policy.read_weights, path), version)
         self._inbox.put(swap)
         return swap.future
 
@@ -146,6 +125,11 @@ class Sampler:
         self._thread.join()
         self._reader.shutdown(cancel_futures=True)
 
+    def _new_batch(self) -> RunningBatch[Request]:
+        policy = self.policy
+        n_layers = int(policy.model.config.num_hidden_layers)
+        return RunningBatch(lambda: SlotCache(n_layers, policy.device), position_bytes(policy), self._max_bytes)
+
     @property
     def alive(self) -> bool:
         return self._thread.is_alive()
@@ -154,6 +138,11 @@ class Sampler:
     def running(self) -> int:
         """Rows in the batch."""
         return len(self._rows)
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Memory that keys and values of the rows take now."""
+        return self._rows.n_bytes
 
     @property
     def waiting(self) -> int:
@@ -182,15 +171,17 @@ class Sampler:
         try:
             self._leave(lambda request: request.future.cancelled())
             self._admit()
-            if self._rows:
-                self._decode()
+            self._preempt()
+            for bank in [*self._rows.banks]:
+                self._decode(bank)
+            self._leave(lambda request: request.future.done())
         # An isolation point: a batch that fails, such as by lack of memory, must not end the service.
         except Exception as error:
             failed = {*self._rows, *self._entering}
             logger.exception("sampling failed; %d requests get the error as their answer", len(failed))
             for request in failed:
                 _settle(request.future, error)
-            self._rows, self._entering = [], []
+            self._rows, self._entering = self._new_batch(), []
             self._prefixes.clear()
         self._totals["busy_s"] += time.monotonic() - started
 
@@ -207,22 +198,42 @@ class Sampler:
 
     def _admit(self) -> None:
         """Takes items from the waiting queue: swaps when the batch is empty, requests while it has room."""
-        admitted: list[_Request] = []
+        admitted: list[Request] = []
+        lengths: list[int] = []
         while self._waiting and len(self._rows) + len(admitted) < self._max_batch_size:
             item = self._waiting[0]
-            if isinstance(item, _Swap) and (self._rows or admitted) and item.has_to_wait:
+            if isinstance(item, Swap) and (self._rows or admitted) and item.has_to_wait:
                 break
+            if isinstance(item, Request) and not item.future.cancelled():
+                lengths.append(item.cached + 1)
+                has_room = not self._is_full and self._rows.bytes_with(lengths) <= self._max_bytes
+                if (self._rows or admitted) and not has_room:
+                    break
             self._waiting.popleft()
             if item.future.cancelled():
                 continue
-            if isinstance(item, _Swap):
+            if isinstance(item, Swap):
                 self._swap(item)
             else:
+                item.number = item.number or next(self._numbers)
                 admitted.append(item)
         if admitted:
             self._prefill(admitted)
 
-    def _swap(self, swap: _Swap) -> None:
+    def _preempt(self) -> None:
+        """Puts the newest rows back into the queue until the others can have one more token each."""
+        leaving: list[Request] = []
+        rows = sorted(self._rows, key=lambda request: request.number)
+        while len(rows) > 1 and self._rows.bytes_with([]) > self._max_bytes:
+            leaving.append(rows.pop())
+            self._store_prefixes({id(leaving[-1])})
+            self._rows.remove(lambda request: request is leaving[-1], spare=1.0)
+        if leaving:
+            self._is_full = True
+            self._waiting.extendleft(leaving)
+            self._totals["preempted"] += len(leaving)
+
+    def _swap(self, swap: Swap) -> None:
         try:
             self.policy.copy_weights(swap.weights.result())
         # An isolation point: the caller gets the error, and sampling continues with the current weights.
@@ -235,71 +246,75 @@ class Sampler:
         self._totals["swaps"] += 1
         _settle(swap.future, None)
 
-    def _prefill(self, admitted: list[_Request]) -> None:
-        """Runs each distinct prompt once, without its cached prefix, and draws first tokens."""
+    def _prefill(self, admitted: list[Request]) -> None:
+        """Runs each distinct sequence once, without its cached prefix, and draws the next token."""
         self._entering = admitted
-        by_prompt: dict[tuple[int, ...], list[_Request]] = {}
+        by_sequence: dict[tuple[int, ...], list[Request]] = {}
         for request in admitted:
-            by_prompt.setdefault(tuple(request.prompt_ids), []).append(request)
-        first = len(self._rows)
-        known = [(self._prefixes.match(prompt), group) for prompt, group in by_prompt.items()]
+            by_sequence.setdefault(tuple(request.sequence), []).append(request)
+        known = [(self._prefixes.match(sequence), group) for sequence, group in by_sequence.items()]
         for with_prefix in (False, True):
             chosen = [(blocks, group) for blocks, group in known if bool(blocks) == with_prefix]
-            lengths = [len(group[0].prompt_ids) - BLOCK * len(blocks) for blocks, group in chosen]
+            lengths = [len(group[0].sequence) - BLOCK * len(blocks) for blocks, group in chosen]
             for batch in batch_by_tokens(lengths, self._max_prefill_tokens):
                 self._prefill_batch([chosen[i][1] for i in batch], [chosen[i][0] for i in batch])
         self._entering = []
         # Not earlier: storing may evict a prefix that another batch of this call begins with.
-        self._prefixes.store([(first + row, request.prompt_ids) for row, request in enumerate(self._rows[first:])])
+        self._store_prefixes(set(map(id, admitted)))
         self._leave(lambda request: request.future.done())
+        self._rows.arrange()
 
-    def _prefill_batch(self, groups: Sequence[list[_Request]], known: Sequence[list[int]]) -> None:
-        """Runs one prompt per group in a slot of its own, and copies the result to the other requests of the group."""
-        first = len(self._rows)
+    def _prefill_batch(self, groups: Sequence[list[Request]], known: Sequence[list[int]]) -> None:
+        """Runs one sequence per group in a slot of its own, and copies the result to the others of the group."""
+        sequences = [group[0].sequence for group in groups]
+        bank = self._rows.choose(
+            [len(sequence) for sequence, group in zip(sequences, groups, strict=True) for _ in group]
+        )
+        slots, first = bank.slots, len(bank.rows)
         starts = [BLOCK * len(blocks) for blocks in known]
-        rests = [[*group[0].prompt_ids[start:]] for group, start in zip(groups, starts, strict=True)]
+        rests = [sequence[start:] for sequence, start in zip(sequences, starts, strict=True)]
         width = max(map(len, rests))
         tokens_nT = self._tensor([rest + [0] * (width - len(rest)) for rest in rests])
         last_n = self._tensor([row * width + len(rest) - 1 for row, rest in enumerate(rests)])
         options: dict[str, Any] = {}
         if any(starts):
-            self._prefixes.restore(known, first)
-            options["position_ids"], options["attention_mask"] = self._slots.extend(first, starts, width)
+            self._prefixes.restore(slots, known, first)
+            options["position_ids"], options["attention_mask"] = slots.extend(first, starts, width)
         else:
-            self._slots.begin(first, len(rests), width)
-        logits = self.policy.logits(tokens_nT, last_n, past_key_values=self._slots.cache, use_cache=True, **options)
-        self._rows.extend(group[0] for group in groups)
+            slots.begin(first, len(rests), width)
+        logits = self.policy.logits(tokens_nT, last_n, past_key_values=slots.cache, use_cache=True, **options)
+        bank.rows.extend(group[0] for group in groups)
         for row, (group, start) in enumerate(zip(groups, starts, strict=True)):
-            length = len(group[0].prompt_ids)
+            length = len(sequences[row])
             if len(group) > 1:
-                end = len(self._rows)
-                self._slots.copy(first + row, range(end, end + len(group) - 1), length)
-                self._rows.extend(group[1:])
+                end = len(bank.rows)
+                slots.copy(first + row, range(end, end + len(group) - 1), length)
+                bank.rows.extend(group[1:])
             for place, request in enumerate(group):
-                request.reused = length if place else start
-                self._totals["reused_tokens"] += request.reused
-            self._totals["prompt_tokens"] += length * len(group)
-            self._totals["requests"] += len(group)
+                if not request.tokens:  # else it was preempted
+                    request.reused = length if place else start
+                    self._totals["reused_tokens"] += request.reused
+                    self._totals["prompt_tokens"] += length
+                    self._totals["requests"] += 1
         sources = [*range(len(groups)), *(row for row, group in enumerate(groups) for _ in group[1:])]
-        self._draw(logits[self._tensor(sources)], self._rows[first:])
+        self._draw(logits[self._tensor(sources)], bank.rows[first:])
 
-    def _decode(self) -> None:
-        """Draws one more token for every row."""
-        newest = self._tensor([request.tokens[-1].token_id for request in self._rows])
-        positions, mask = self._slots.extend(0, [request.cached for request in self._rows], 1)
+    def _decode(self, bank: Bank[Request]) -> None:
+        """Draws one more token for every row of a bank."""
+        newest = self._tensor([request.tokens[-1].token_id for request in bank.rows])
+        positions, mask = bank.slots.extend(0, [request.cached for request in bank.rows], 1)
         logits = self.policy.logits(
             newest[:, None],
-            past_key_values=self._slots.cache,
+            past_key_values=bank.slots.cache,
             use_cache=True,
             position_ids=positions,
             attention_mask=mask,
         )
         self._totals["decode_steps"] += 1
-        self._totals["decode_rows"] += len(self._rows)
-        self._draw(logits, self._rows)
-        self._leave(lambda request: request.future.done())
+        self._totals["decode_rows"] += len(bank.rows)
+        self._draw(logits, bank.rows)
 
-    def _draw(self, logits_nV: Tensor, requests: Sequence[_Request]) -> None:
+    def _draw(self, logits_nV: Tensor, requests: Sequence[Request]) -> None:
         shared = self._random  # not used by greedy rows: evaluation must not change what is sampled later
         uniform_n = [(r.random or shared).random() if r.params.temperature else 0.0 for r in requests]
         drawn = draw_tokens(logits_nV, [r.params for r in requests], uniform_n)
@@ -323,13 +338,13 @@ class Sampler:
                 _settle(request.future, Generation(request.tokens, reason, request.reused))
         self._totals["sampled_tokens"] += len(requests)
 
-    def _finish_reason(self, request: _Request) -> FinishReason | None:
+    def _finish_reason(self, request: Request) -> FinishReason | None:
         newest = request.tokens[-1].token_id
         if newest in self.policy.stop_ids or (request.params.stop and self._has_stop_string(request)):
             return "stop"
         return "length" if len(request.tokens) >= request.params.max_tokens else None
 
-    def _has_stop_string(self, request: _Request) -> bool:
+    def _has_stop_string(self, request: Request) -> bool:
         # A token is at least a byte, so this many tokens contain any stop string that the newest one completed. Four
         # more are for decoders that treat the first token differently.
         reach = max(len(stop.encode()) for stop in request.params.stop) + 4
@@ -337,21 +352,19 @@ class Sampler:
         text = str(self.policy.tokenizer.decode(token_ids, skip_special_tokens=True))
         return any(stop in text for stop in request.params.stop)
 
-    def _leave(self, gone: Callable[[_Request], bool]) -> None:
-        """Removes rows from the batch; the last row moves into the free slot."""
-        rows = self._rows
-        ended = [(slot, request) for slot, request in enumerate(rows) if gone(request) and request.tokens]
-        cached = [(slot, [*r.prompt_ids, *(token.token_id for token in r.tokens[:-1])]) for slot, r in ended]
-        self._prefixes.store(cached)
-        i = 0
-        while i < len(rows):
-            if not gone(rows[i]):
-                i += 1
-                continue
-            last = rows.pop()
-            if i < len(rows):
-                self._slots.copy(len(rows), [i], last.cached)
-                rows[i] = last
+    def _leave(self, gone: Callable[[Request], bool]) -> None:
+        """Removes rows from the batch, and keeps their keys and values as prefixes."""
+        leaving = {id(request) for request in self._rows if gone(request)}
+        if leaving:
+            self._store_prefixes(leaving)
+            self._rows.remove(lambda request: id(request) in leaving)
+            self._is_full = False
+
+    def _store_prefixes(self, rows: set[int]) -> None:
+        """Keeps the keys and values of rows, given by ``id``, for prompts that begin like them."""
+        for bank in self._rows.banks:
+            found = [(slot, request) for slot, request in enumerate(bank.rows) if id(request) in rows]
+            self._prefixes.store(bank.slots, [(slot, request.sequence[: request.cached]) for slot, request in found])
 
     def _tensor(self, values: list[int] | list[list[int]]) -> Tensor:
         return torch.tensor(values, device=self.policy.device)

@@ -25,6 +25,10 @@ from agentlightning_algorithms.grpo.model.policy import Policy
 
 BLOCK = 16
 """Tokens of a block; widths are multiples of it, so that a slot consists of whole blocks."""
+_GROWTH = 8
+"""A cache that is too small grows by at least one part of this many."""
+SPARE = (1 + 1 / _GROWTH) ** 2
+"""Memory after such growth, over what is needed."""
 
 
 class _SlotLayer(DynamicLayer):
@@ -38,10 +42,7 @@ class _SlotLayer(DynamicLayer):
         self._slots = slots
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            shape = self._slots.n_slots, self._slots.width
-            self.keys, self.values = _like(key_states, *shape), _like(value_states, *shape)
-            self.is_initialized = True
+        self.open(key_states, value_states)
         first, rows, positions, width = self._slots.forward_pass
         end = first + len(key_states)
         if rows is None:
@@ -56,9 +57,23 @@ class _SlotLayer(DynamicLayer):
         _, rows, _, width = self._slots.forward_pass
         return 0 if rows is None else width
 
+    def open(self, keys: Tensor, values: Tensor) -> None:
+        """Allocates memory for keys and values like these, if there is none yet."""
+        if not self.is_initialized:
+            shape = self._slots.n_slots, self._slots.width
+            self.keys, self.values = _like(keys, *shape), _like(values, *shape)
+            self.is_initialized = True
+
     def resize(self, slots: int, width: int) -> None:
         if self.is_initialized:
-            self.keys, self.values = _grown(self.keys, slots, width), _grown(self.values, slots, width)
+            self.keys = _resized(self.keys, slots, width)
+            self.values = _resized(self.values, slots, width)
+
+    def take(self, other: _SlotLayer, sources: Tensor, first: int, width: int) -> None:
+        self.open(other.keys, other.values)
+        end = first + len(sources)
+        self.keys[first:end, :, :width] = other.keys[sources, :, :width]
+        self.values[first:end, :, :width] = other.values[sources, :, :width]
 
 
 class _ForwardPass(NamedTuple):
@@ -75,7 +90,7 @@ class _ForwardPass(NamedTuple):
 
 
 class SlotCache:
-    """The cache of a running batch. It grows by doubling and never shrinks.
+    """The cache of rows that are run together. It grows in steps of an eighth; :meth:`fit` gives memory back.
 
     Attributes:
         cache: the model's ``past_key_values`` after :meth:`begin` or :meth:`extend`.
@@ -119,22 +134,59 @@ class SlotCache:
             for tensor in (layer.keys, layer.values):
                 tensor[where, :, :length] = tensor[source, :, :length].clone()  # torch refuses overlapping memory
 
-    def blocks(self, slots: int = 0, width: int = 0) -> list[tuple[Tensor, Tensor]]:
-        """Makes room, and returns views of each layer's keys and values: ``[S, H, W / BLOCK, BLOCK, D]``.
+    def take(self, other: SlotCache, sources: Sequence[int], first: int, length: int) -> None:
+        """Copies the first ``length`` positions of another cache's slots into the slots from ``first`` on."""
+        self._reserve(first + len(sources), length)
+        where = torch.tensor(sources, device=self._device)
+        for mine, theirs in zip(self._layers, other._layers, strict=True):
+            mine.take(theirs, where, first, length)
 
-        Only after the first forward pass.
-        """
+    def fit(self, slots: int, width: int, *, spare: float = SPARE) -> None:
+        """Gives memory back if there is more than ``spare`` times that of ``slots`` slots of ``width`` positions."""
+        width = whole_blocks(width)
+        if self.n_slots * self.width > spare * slots * width:
+            self._resize(slots, width)
+
+    def size_with(self, slots: int, width: int) -> int:
+        """Returns the positions of all slots once there are at least ``slots`` of at least ``width``."""
+        n_slots, n_positions = self._grown(slots, width)
+        return n_slots * n_positions
+
+    @property
+    def n_bytes(self) -> int:
+        """Memory of keys and values."""
+        tensors = [t for layer in self._layers if layer.is_initialized for t in (layer.keys, layer.values)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def restore(self, layers: Sequence[tuple[Tensor, Tensor]], slots: int, width: int) -> list[tuple[Tensor, Tensor]]:
+        """Makes room for keys and values like those of ``layers``, and returns :meth:`blocks`."""
         self._reserve(slots, width)
+        for layer, (keys, values) in zip(self._layers, layers, strict=True):
+            layer.open(keys, values)
+        return self.blocks()
+
+    def blocks(self) -> list[tuple[Tensor, Tensor]]:
+        """Returns views of each layer's keys and values, ``[S, H, W / BLOCK, BLOCK, D]``, once there are some."""
         return [
             (layer.keys.unflatten(2, (-1, BLOCK)), layer.values.unflatten(2, (-1, BLOCK))) for layer in self._layers
         ]
 
     def _reserve(self, slots: int, width: int) -> None:
         if slots > self.n_slots or width > self.width:
-            self.n_slots = max(self.n_slots, _power_of_two(slots))
-            self.width = max(self.width, BLOCK, _power_of_two(width))
-            for layer in self._layers:
-                layer.resize(self.n_slots, self.width)
+            self._resize(*self._grown(slots, width))
+
+    def _grown(self, slots: int, width: int) -> tuple[int, int]:
+        n_slots, n_positions = self.n_slots, self.width
+        if slots > n_slots:
+            n_slots = max(slots, n_slots + n_slots // _GROWTH)
+        if width > n_positions:
+            n_positions = max(whole_blocks(width), (n_positions + n_positions // _GROWTH) // BLOCK * BLOCK)
+        return n_slots, n_positions
+
+    def _resize(self, slots: int, width: int) -> None:
+        self.n_slots, self.width = slots, width
+        for layer in self._layers:
+            layer.resize(slots, width)
 
 
 def check_attention(policy: Policy) -> None:
@@ -150,15 +202,25 @@ def check_attention(policy: Policy) -> None:
         )
 
 
+def position_bytes(policy: Policy) -> int:
+    """Returns the memory that keys and values of one token take in all layers."""
+    config: Any = policy.model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * heads * size * policy.model.dtype.itemsize)
+
+
 def _like(states: Tensor, slots: int, width: int) -> Tensor:
     return states.new_zeros(slots, states.shape[1], width, states.shape[3])
 
 
-def _grown(old: Tensor, slots: int, width: int) -> Tensor:
+def _resized(old: Tensor, slots: int, width: int) -> Tensor:
     new = _like(old, slots, width)
-    new[: old.shape[0], :, : old.shape[2]] = old
+    slots, width = min(slots, old.shape[0]), min(width, old.shape[2])
+    new[:slots, :, :width] = old[:slots, :, :width]
     return new
 
 
-def _power_of_two(number: int) -> int:
-    return 1 << max(0, number - 1).bit_length()
+def whole_blocks(width: int) -> int:
+    """Rounds up to a multiple of ``BLOCK``."""
+    return -(-width // BLOCK) * BLOCK

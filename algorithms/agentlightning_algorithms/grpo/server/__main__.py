@@ -49,6 +49,7 @@ def main() -> int:
             policy,
             max_batch_size=options.max_batch_size,
             prefix_cache_bytes=options.prefix_cache_mb * 2**20,
+            kv_cache_bytes=options.kv_cache_mb * 2**20,
             seed=options.seed,
             weight_version=options.weight_version,
         )
@@ -111,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-batch-size", type=int, default=64, help="responses sampled together")
     add("--max-length", type=int, help="maximum tokens of a prompt and its response together; default: the model's")
     add("--prefix-cache-mb", type=int, default=512, help="memory for the prefix cache; 0: no cache")
+    add("--kv-cache-mb", type=int, default=4096, help="memory for keys and values of running responses; others wait")
     add("--threads", type=int, help="torch threads; 1 is fastest for tiny models")
     add("--seed", type=int, help="of requests without a seed of their own")
     add("--weight-version", type=int, default=0, help="version of the initial weights")

@@ -1,0 +1,53 @@
+"""Requests, and swaps of the weights, as they wait in the sampler's queue."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from agentlightning_algorithms.grpo.sampling.draw import Generation, SamplingParams, Token
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A response to sample, and its tokens so far."""
+
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+    random: random.Random | None
+    """Set if the request has a seed."""
+    on_token: Callable[[Token], None] | None
+    future: Future[Generation] = field(default_factory=Future)
+    tokens: list[Token] = field(default_factory=list)
+    reused: int = 0
+    """Tokens of the prompt that were not run."""
+    number: int = 0
+    """Of its first admission."""
+
+    @property
+    def sequence(self) -> list[int]:
+        """Prompt and response so far."""
+        return [*self.prompt_ids, *(token.token_id for token in self.tokens)]
+
+    @property
+    def cached(self) -> int:
+        """Positions in the key-value cache: all but the newest token, which the next step feeds."""
+        return len(self.prompt_ids) + len(self.tokens) - 1
+
+
+@dataclass(slots=True, eq=False)
+class Swap:
+    """New weights, while they are read and wait for the rows before them."""
+
+    weights: Future[dict[str, Tensor]]
+    version: int
+    future: Future[None] = field(default_factory=Future)
+
+    @property
+    def has_to_wait(self) -> bool:
+        """False if it is cancelled or its weights could not be read."""
+        return not self.future.cancelled() and (not self.weights.done() or self.weights.exception() is None)
