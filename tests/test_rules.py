@@ -26,7 +26,7 @@ from tests.source import REPO, ROOTS, SourceFile, all_test_files, pyproject, pyt
 
 # Inside core a file imports only from names to its left; a package counts as its name.
 CORE_ORDER = """
-    version errors frozen types event lifecycle plugin resources semconv logging
+    version errors frozen types event lifecycle plugin jinja resources semconv logging
     store tracer emitter reward adapter litagent run algorithm runner execution job trainer compat cli __main__ testing
 """.split()
 
@@ -45,7 +45,8 @@ LIBRARIES: dict[str, set[str]] = {
     "agentlightning_plugins.commands.terminal": {"commands.*"},
     "agentlightning_plugins.credit.rule": {"credit.*"},
     "agentlightning_plugins.garbage_collection": {"gateway", "stores.http", "strategies.*"},
-    "agentlightning_plugins.http_request": {"algorithms.grpo", "gateway", "stores.http"},
+    "agentlightning_plugins.http_connections": {"algorithms.grpo", "gateway", "stores.http"},
+    "agentlightning_plugins.http_request": {"algorithms.grpo", "gateway", "legacy", "stores.http"},
     "agentlightning_plugins.instrumentation": {"integrations.*", "tracers.*"},
     "agentlightning_plugins.scripted_model": {"commands.doctor", "commands.replay", "agentlightning.testing"},
     "agentlightning_plugins.statistics": {
@@ -408,6 +409,11 @@ def _matching(pattern: str, files: Iterable[SourceFile]) -> list[tuple[str, re.M
         for number, line in enumerate(file.lines, 1)
         if (match := re.search(pattern, line))
     ]
+
+
+def test_commands_print_with_echo_which_shows_terminal_escapes_as_text() -> None:
+    printed = [line for line, _ in _matching(r"click\.(echo|secho|echo_via_pager)\b", source_files())]
+    assert [line.partition(":")[0] for line in printed] == ["core/agentlightning/cli.py"], "agentlightning.cli.echo"
 
 
 def test_prose_says_who_does_what() -> None:

@@ -8,6 +8,7 @@ from typing import Literal
 
 import click
 
+from agentlightning.cli import echo
 from agentlightning.errors import ConfigError
 
 DIRECTORY = click.Path(path_type=Path)
@@ -25,7 +26,7 @@ def export(run_dir: Path, out: Path, merge: bool, which: Which | None) -> None:
 
     get_manager().get("algorithm", "grpo")  # raises an error with the install command if the extra is missing
     source = export_model(run_dir, out, merge=merge, which=which)
-    click.echo(f"{source} -> {out}")
+    echo(f"{source} -> {out}")
 
 
 def export_model(run: Path, out: Path, *, merge: bool = False, which: Which | None = None) -> Path:

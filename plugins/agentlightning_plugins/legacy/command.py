@@ -7,6 +7,8 @@ import os
 
 import click
 
+from agentlightning.cli import echo
+
 
 @click.command("legacy")
 @click.option(
@@ -24,7 +26,7 @@ def command(store: str, run: str | None, host: str, port: int) -> None:
         token = os.environ.get("AGL_TOKEN") if store.startswith("http") else None
         server = AgentLightningServer(host, port, store=create_store(store, run=run, token=token))
         await server.start()
-        click.echo(f"Serving {store} to agents of 0.1 at {server.endpoint}")
+        echo(f"Serving {store} to agents of 0.1 at {server.endpoint}")
         try:
             await asyncio.Event().wait()
         finally:

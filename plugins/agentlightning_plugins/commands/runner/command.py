@@ -8,6 +8,8 @@ import re
 
 import click
 
+from agentlightning.cli import echo
+
 
 @click.command("runner")
 @click.argument("agent")
@@ -55,9 +57,9 @@ def command(
         opened = create_store(store, run=run, token=token)
         try:
             whose = f"run {opened.run_id} of {re.sub('(?<=://)[^/@]*@', '', store)}"  # no password at the terminal
-            click.echo(f"Connecting to {whose}")
+            echo(f"Connecting to {whose}")
             await opened.statistics()  # fails here, before processes are started, if the store is unreachable
-            click.echo(f"Running {agent} for {whose}: {n_runners} x {max_concurrency} rollouts at once.")
+            echo(f"Running {agent} for {whose}: {n_runners} x {max_concurrency} rollouts at once.")
             target = JobTarget.of_this_process(store, token, opened.run_id)
             await Supervisor(RunnerProcesses(job, target), opened, n_runners).run()
         finally:

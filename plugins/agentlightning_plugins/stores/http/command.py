@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import click
 
+from agentlightning.cli import echo
+
 if TYPE_CHECKING:
     from agentlightning.store.protocol import LightningStore
 
@@ -130,11 +132,11 @@ async def _serve(store: LightningStore, backend: str, host: str, port: int, toke
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, stop.set)
             lifetime = "" if store.capabilities["durable"] else " (not durable: lost when this process ends)"
-            click.echo(f"Serving {hide_password(backend)}{lifetime} at {server.endpoint}")
+            echo(f"Serving {hide_password(backend)}{lifetime} at {server.endpoint}")
             await stop.wait()
             for number in (signal.SIGINT, signal.SIGTERM):  # a second signal ends the process at once
                 loop.remove_signal_handler(number)
-            click.echo("Stopping: finishing requests in flight, refusing new ones.")
+            echo("Stopping: finishing requests in flight, refusing new ones.")
     finally:
         closing = loop.create_task(store.close())
         done, _ = await asyncio.wait({closing}, timeout=_CLOSE_S)
