@@ -200,9 +200,9 @@ def test_every_library_has_the_users_that_it_is_open_to() -> None:
 
 
 def _is_light(file: SourceFile) -> bool:
-    """Core but for its test kit, the packages themselves, and the modules that entry points name."""
+    """Core but for its test kit and the module that a Jinja prompt loads; the packages, and what entry points name."""
     if file.path.is_relative_to(ROOTS["agentlightning"]):
-        return _core_name(file) != "testing"
+        return _core_name(file) not in ("jinja", "testing")
     named = pyproject()["project"]["entry-points"][GROUP].values()
     return file.module in ROOTS or file.module in named
 

@@ -251,18 +251,15 @@ class SpanWriter:
         for item in batch:
             lane = self._lanes.get(item.attempt)
             (fresh.setdefault(item.attempt, []) if lane is None else lane.items).append(item)
-        ready = [item for item in batch if item.attempt in fresh] if self._lanes else batch
-        error = await self._add(ready)
+        error = await self._add([item for item in batch if item.attempt in fresh])
         if error is None:
-            self._settle(ready)
+            self._settle(item for item in batch if item.attempt in fresh)
         else:
             shared = error if len(fresh) == 1 else None
             await asyncio.gather(*(self._open_lane(key, own, shared) for key, own in fresh.items()))
         if batch:
             self._last_written = batch[-1].number
             self._wake()
-        if not self._lanes:
-            return
         now = time.monotonic()
         due = [key for key, lane in self._lanes.items() if lane.retry_at <= now or self._is_closed]
         await asyncio.gather(*map(self._retry, due))
@@ -341,12 +338,9 @@ class SpanWriter:
         with self._changed:
             for item in items:
                 self._bytes -= item.size
-                key = item.attempt
-                left = self._pending[key] - 1
-                if left:
-                    self._pending[key] = left
-                else:
-                    del self._pending[key]
+                self._pending[item.attempt] -= 1
+                if not self._pending[item.attempt]:
+                    del self._pending[item.attempt]
 
     def _wake(self) -> None:
         """Wakes the flushes whose spans are stored or dropped."""
