@@ -26,11 +26,9 @@ _FILTERS: Final = (
     "list lower map max min reject rejectattr replace reverse round select selectattr sort string sum title tojson "
     "trim truncate unique upper wordcount"
 ).split()
-_METHODS: Final = {
-    str: frozenset("capitalize endswith lower split splitlines startswith strip title upper".split()),
-    Mapping: frozenset("get items keys values".split()),
-}
-"""Of values; other attributes are refused."""
+_TEXT_METHODS: Final = frozenset("capitalize endswith lower split splitlines startswith strip title upper".split())
+_MAPPING_METHODS: Final = frozenset("get items keys values".split())
+"""Other attributes of values are refused."""
 
 
 def render(template: str, values: Mapping[str, Any]) -> str:
@@ -56,8 +54,10 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.concat = self._concat  # type: ignore[method-assign] # as for native templates
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        if any(isinstance(obj, kind) and attr in names for kind, names in _METHODS.items()):
-            return True
+        if isinstance(obj, str):
+            return attr in _TEXT_METHODS
+        if isinstance(obj, Mapping):
+            return attr in _MAPPING_METHODS
         return isinstance(obj, (LoopContext, Namespace)) and bool(super().is_safe_attribute(obj, attr, value))
 
     def is_safe_callable(self, obj: Any) -> bool:
