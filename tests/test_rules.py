@@ -26,7 +26,7 @@ from tests.source import REPO, ROOTS, SourceFile, all_test_files, pyproject, pyt
 
 # Inside core a file imports only from names to its left; a package counts as its name.
 CORE_ORDER = """
-    version errors frozen types event lifecycle plugin resources semconv logging
+    version errors frozen types event lifecycle plugin jinja resources semconv logging
     store tracer emitter reward adapter litagent run algorithm runner execution job trainer compat cli __main__ testing
 """.split()
 
@@ -57,7 +57,8 @@ LIBRARIES: dict[str, set[str]] = {
     "agentlightning_plugins.commands.terminal": {"commands.*"},
     "agentlightning_plugins.credit.rule": {"credit.*"},
     "agentlightning_plugins.garbage_collection": {"gateway", "stores.http", "strategies.*"},
-    "agentlightning_plugins.http_request": {"algorithms.grpo", "dashboard", "gateway", "stores.http"},
+    "agentlightning_plugins.http_connections": {"algorithms.grpo", "gateway", "stores.http"},
+    "agentlightning_plugins.http_request": {"algorithms.grpo", "dashboard", "gateway", "legacy", "stores.http"},
     "agentlightning_plugins.instrumentation": {"commands.replay", "integrations.*", "tracers.*"},
     "agentlightning_plugins.scripted_model": {"commands.doctor", "commands.replay", "agentlightning.testing"},
     "agentlightning_plugins.statistics": {
@@ -214,9 +215,9 @@ def test_every_library_has_the_users_that_it_is_open_to() -> None:
 
 
 def _is_light(file: SourceFile) -> bool:
-    """Core but for its test kit, the packages themselves, and the modules that entry points name."""
+    """Core but for its test kit and the module that a Jinja prompt loads; the packages, and what entry points name."""
     if file.path.is_relative_to(ROOTS["agentlightning"]):
-        return _core_name(file) != "testing"
+        return _core_name(file) not in ("jinja", "testing")
     named = pyproject()["project"]["entry-points"][GROUP].values()
     return file.module in ROOTS or file.module in named
 
@@ -423,6 +424,11 @@ def _matching(pattern: str, files: Iterable[SourceFile]) -> list[tuple[str, re.M
         for number, line in enumerate(file.lines, 1)
         if (match := re.search(pattern, line))
     ]
+
+
+def test_commands_print_with_echo_which_shows_terminal_escapes_as_text() -> None:
+    printed = [line for line, _ in _matching(r"click\.(echo|secho|echo_via_pager)\b", source_files())]
+    assert [line.partition(":")[0] for line in printed] == ["core/agentlightning/cli.py"], "agentlightning.cli.echo"
 
 
 def test_prose_says_who_does_what() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import click
 
 from agentlightning.errors import LightningError
+from agentlightning.logging import PrintableFormatter, printable
 from agentlightning.plugin.registry import Plugin, PluginManager, get_manager
 from agentlightning.version import __version__
 
@@ -31,7 +33,7 @@ def plugins_command(as_json: bool) -> None:
     manager = get_manager()
     rows = [_describe(manager, plugin) for plugin in manager.plugins.values()]
     if as_json:
-        click.echo(json.dumps(rows, indent=2))
+        echo(json.dumps(rows, indent=2))
     else:
         _print_plugins(rows)
 
@@ -67,10 +69,15 @@ def _print_plugins(rows: Sequence[dict[str, Any]]) -> None:
         if offer["missing"]:
             missing.setdefault(offer["install"], []).append(offer["name"])
     for command, names in missing.items():
-        click.echo(f"{command}  installs the requirements of {', '.join(names)}")
+        echo(f"{command}  installs the requirements of {', '.join(names)}")
     for row in rows:
         if row["state"] != "loaded":
-            click.echo(f"broken: {row['plugin']} ({row['origin']}): {row['error']}")
+            echo(f"broken: {row['plugin']} ({row['origin']}): {row['error']}")
+
+
+def echo(text: str = "", *, err: bool = False, nl: bool = True) -> None:
+    """Prints text with its terminal escapes shown, to standard error if ``err``. Commands print with this only."""
+    click.echo(printable(text), err=err, nl=nl)
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
@@ -79,7 +86,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    lines = [["" if cell is None else str(cell) for cell in row] for row in rows]
+    lines = [["" if cell is None else printable(str(cell)) for cell in row] for row in rows]
     *widths, last = (max(map(cell_len, cells)) for cells in zip(columns, *lines, strict=True))
     left = sum(width + 2 for width in widths)
     console = Console(highlight=False, markup=False)
@@ -106,15 +113,19 @@ def add_plugin_commands(manager: PluginManager) -> None:
 
 def main() -> None:
     """Runs ``agl``. Our own errors become one line and exit code 2, Ctrl-C becomes 130."""
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(PrintableFormatter())
     add_plugin_commands(get_manager())
     try:
         cli.main(prog_name="agl", standalone_mode=False)
     except click.ClickException as error:
-        error.show()
+        said = io.StringIO()
+        error.show(said)
+        echo(said.getvalue(), err=True, nl=False)
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
-        click.echo("stopped", err=True)
+        echo("stopped", err=True)
         sys.exit(130)
     except LightningError as error:
-        click.echo(f"agl: {type(error).__name__}: {error}", err=True)
+        echo(f"agl: {type(error).__name__}: {error}", err=True)
         sys.exit(2)

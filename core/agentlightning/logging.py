@@ -3,9 +3,26 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Final
+
+_UNPRINTABLE: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters except tab and newline, and characters that change the direction of text."""
+
+
+def printable(text: str) -> str:
+    r"""Returns text of agents and models with terminal escapes and the like shown as ``\u001b``, as in JSON."""
+    return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text.replace("\r\n", "\n"))
+
+
+class PrintableFormatter(logging.Formatter):
+    """Formats records so that a terminal can show them safely."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 class _StandardError(logging.Handler):
@@ -50,5 +67,5 @@ def setup_logging(
 
 
 def _add_handler(logger: logging.Logger, handler: logging.Handler) -> None:
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger.addHandler(handler)

@@ -162,14 +162,9 @@ class PromptTemplate(Resource):
                 what = f"prompt template cannot be formatted: {error}. Write {{{{ for a literal brace"
                 raise ConfigError(what) from error
         if self.engine == "jinja":
-            from jinja2 import StrictUndefined, TemplateError
-            from jinja2.sandbox import ImmutableSandboxedEnvironment
+            from agentlightning.jinja import render
 
-            environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
-            try:
-                return environment.from_string(self.template).render(**values)
-            except TemplateError as error:
-                raise ConfigError(f"jinja prompt template cannot be rendered: {error}") from error
+            return render(self.template, values)
         from agentlightning.plugin.registry import get_manager
 
         engine: TemplateEngine = get_manager().create("template_engine", self.engine)

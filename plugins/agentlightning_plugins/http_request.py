@@ -12,7 +12,8 @@ import logging
 import re
 import zlib
 from collections.abc import Callable
-from typing import Any, Final
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
 import orjson
@@ -32,6 +33,9 @@ _MAX_MEMBERS: Final = 64
 _QUOTE: Final = ord('"')
 _THREAD_BYTES: Final = 256 * 1024
 """From this size on, a body is parsed in a thread: about a millisecond of work."""
+_THREADS: Final = ThreadPoolExecutor(2, thread_name_prefix="agl-bodies")
+P = ParamSpec("P")
+T = TypeVar("T")
 _OUTSIDE_STRINGS: Final = re.compile(rb'[^"\[{,]*+')
 _INSIDE_STRING: Final = re.compile(rb'(?:[^"\\]++|\\.){0,10000}+', re.DOTALL)
 """In bounded steps, because a match keeps the other threads from running."""
@@ -94,7 +98,7 @@ async def read_body(request: web.BaseRequest, limit: int, inflated_limit: int) -
     body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
     if encoding not in _ENCODINGS or not body:
         return body
-    return await asyncio.to_thread(_inflate, body, inflated_limit, is_deflate=encoding == "deflate")
+    return await in_thread(_inflate, body, inflated_limit, encoding == "deflate")
 
 
 async def parse_json(
@@ -117,7 +121,12 @@ async def parse_json(
     """
     if len(data) < _THREAD_BYTES:
         return _parse(data, max_depth, max_items, loads)
-    return await asyncio.to_thread(_parse, data, max_depth, max_items, loads)
+    return await in_thread(_parse, data, max_depth, max_items, loads)
+
+
+async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Runs work on a large body in one of a few threads, because the C library keeps freed memory for each thread."""
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, functools.partial(work, *args, **kwargs))
 
 
 @functools.lru_cache(maxsize=64)
@@ -150,7 +159,7 @@ def _too_large(limit: int) -> RequestError:
     return RequestError(413, f"the request is larger than {limit} bytes")
 
 
-def _inflate(body: bytes, limit: int, *, is_deflate: bool) -> bytes:
+def _inflate(body: bytes, limit: int, is_deflate: bool) -> bytes:
     """Inflates a body: the members of a gzip file, a zlib stream, or deflate without a header, as some clients send."""
     bits = zlib.MAX_WBITS if is_deflate and body[0] & 0x0F == zlib.DEFLATED else -zlib.MAX_WBITS
     bits = bits if is_deflate else 16 + zlib.MAX_WBITS

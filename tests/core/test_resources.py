@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -44,6 +46,82 @@ def test_a_jinja_prompt_is_sandboxed() -> None:
     for template in ("{{ ''.__class__.__mro__ }}", "{{ missing }}", "{{ names.append(1) }}", "{% if %}"):
         with pytest.raises(agl.ConfigError, match="cannot be rendered"):
             agl.PromptTemplate(template, "jinja").format(names=[])
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{% for n in names %}{{ loop.index }}/{{ loop.length }}{{ n }} {% endfor %}", "1/2a 2/2b "),
+        (
+            "{{ task.question }}{{ task['question'] }}{% for k, v in task.items() %}{{ k }}={{ v }}{% endfor %}",
+            "qqquestion=q",
+        ),
+        ("{{ names|map('upper')|join('-') }} {{ 'a'~names[0]~1 }} {{ 3*4+2**3 }} {{ '%s'%'y' }}", "A-B aa1 20 y"),
+        ("{% macro f(x) %}<{{ x }}>{% endmacro %}{{ f(1) }}{% set t %}hi{% endset %}{{ t|upper }}", "<1>HI"),
+        ("{% set s = namespace(n=0) %}{% for x in range(4) %}{% set s.n = s.n + x %}{% endfor %}{{ s.n }}", "6"),
+        (
+            "{% with a=' x ' %}{{ a.strip() }}{% endwith %}{{ task|tojson }}{{ 'a' if 'a' in names else 'b' }}",
+            'x{"question": "q"}a',
+        ),
+    ],
+)
+def test_a_jinja_prompt_has_loops_filters_macros_and_variables(template: str, text: str) -> None:
+    assert agl.PromptTemplate(template, "jinja").format(names=["a", "b"], task={"question": "q"}) == text
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 'x' * 10**10 }}",
+        "{{ [0] * 10**10 }}",
+        "{{ 10 ** (10 ** 10) }}",
+        "{{ '%999999999d' % 1 }}",
+        "{{ '%*d' % (999999999, 1) }}",
+        "{{ '%999999999d'|format(1) }}",
+        "{{ 'x'|center(999999999) }}",
+        "{{ 'a\nb'|indent(999999999) }}",
+        "{{ ('a' * 99999)|replace('a', 'b' * 99999) }}",
+        "{{ range(99999)|join('x' * 99999) }}",
+        "{{ range(99999)|map('replace', '', 'x' * 99999)|list }}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% for x in [[1]] recursive %}{{ loop(x) }}{% endfor %}",
+        "{% set s = namespace(x='x') %}{% for i in range(50) %}{% set s.x = s.x ~ s.x %}{% endfor %}",
+        "{% set s = namespace(x='x') %}{% for i in range(50) %}{% set s.x = s.x + s.x %}{% endfor %}",
+        "{% set a = [1] %}{% set b = [1] %}" + "{% set a = [a, a] %}{% set b = [b, b] %}" * 50 + "{{ a == b }}",
+        "{% set b = range(99999)|list %}{% for i in range(99999) %}{{ -1 in b }}{% endfor %}",
+        "{% set t %}{% for i in range(99999) %}" + "y" * 9999 + "{% endfor %}{% endset %}",
+        "{{ lipsum(n=99999) }}",
+    ],
+)
+def test_a_jinja_prompt_that_would_take_long_or_become_huge_is_refused(template: str) -> None:
+    began = time.thread_time()
+    with pytest.raises(agl.ConfigError, match="cannot be rendered"):
+        agl.PromptTemplate(template, "jinja").format()
+    assert time.thread_time() - began < 10, "about a second on an idle machine"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ it.secret }}",
+        "{{ it['secret'] }}",
+        "{{ it|attr('secret') }}",
+        "{{ [it]|map(attribute='secret')|join }}",
+        "{{ '{0.secret}'.format(it) }}",
+        "{{ call() }}",
+        "{{ names.__class__ }}",
+        "{{ 1 / 0 }}",
+        "{% include 'x' %}",
+    ],
+)
+def test_a_jinja_prompt_reaches_values_only(template: str) -> None:
+    it = SimpleNamespace(secret="the secret")
+    with pytest.raises(agl.ConfigError, match="cannot be rendered"):
+        agl.PromptTemplate(template, "jinja").format(it=it, call=lambda: it.secret, names=[])
 
 
 def test_resources_survive_json_with_their_types() -> None:

@@ -7,15 +7,15 @@ import contextlib
 import re
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 
 @contextlib.asynccontextmanager
-async def process(log: Path, *arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A Python program with its output in a file."""
+async def process(log: Path, *arguments: str, wrapper: Sequence[str] = ()) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A Python program, run by a wrapper such as ``prlimit``, with its output in a file."""
     with log.open("wb") as file:
-        started = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=file, stderr=file)
+        started = await asyncio.create_subprocess_exec(*wrapper, sys.executable, *arguments, stdout=file, stderr=file)
     try:
         yield started
     finally:

@@ -61,6 +61,7 @@ def test_the_files_of_a_database_are_readable_by_their_owner_only(tmp_path: Path
         store.claim()
         modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
     assert modes == {"store.db": 0o600, "store.db-wal": 0o600, "store.db-shm": 0o600}
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700, "the folder is new"
 
 
 @pytest.mark.parametrize(

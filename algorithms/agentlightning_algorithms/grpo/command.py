@@ -17,6 +17,7 @@ from typing import Final
 
 import click
 
+from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, LightningError
 from agentlightning_algorithms.grpo.model_card import write_model_card
 from agentlightning_algorithms.trained_model.checkpoint import find_checkpoint, has_adapters, readable
@@ -42,7 +43,7 @@ def export(run_dir: Path, out: Path, merge: bool, checkpoint: str | None) -> Non
 
     get_manager().get("algorithm", "grpo")  # raises an error with the install command if the extra is missing
     source = export_model(run_dir, out, merge=merge, checkpoint=checkpoint)
-    click.echo(f"{source} -> {out}")
+    echo(f"{source} -> {out}")
 
 
 def export_model(run: Path, out: Path, *, merge: bool = False, checkpoint: str | None = None) -> Path:
@@ -102,7 +103,7 @@ def serve(
         _stopping() as stopped,
         serve_model(source, checkpoint, name=name, device=device, dtype=dtype, host=host, port=port) as served,
     ):
-        click.echo(_describe(served))
+        echo(_describe(served))
         while not stopped.wait(_CHECK_S):
             served.backend.check()
 
@@ -124,7 +125,7 @@ def _serve_with_command(source: str, checkpoint: str | None, command: str, value
         words = shlex.split(command)
         for placeholder, value in {"model": str(model), **values}.items():
             words = [word.replace(f"{{{placeholder}}}", value) for word in words]
-        click.echo(f"Serving {shown}: {shlex.join(words)}")
+        echo(f"Serving {shown}: {shlex.join(words)}")
         stopped = stack.enter_context(_stopping())
         try:
             process = subprocess.Popen(words, start_new_session=True)  # Ctrl-C reaches us only, who then stop it

@@ -14,7 +14,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import click
 from pydantic import BaseModel
 
-from agentlightning.cli import print_table
+from agentlightning.cli import echo, print_table
 from agentlightning.errors import ConfigError, NotFoundError, StoreError
 from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
@@ -113,7 +113,7 @@ def to_json(record: BaseModel) -> Any:
 
 def print_json(value: Any) -> None:
     """Prints plain values as indented JSON."""
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    echo(json.dumps(value, indent=2, ensure_ascii=False))
 
 
 def print_result(as_json: bool, value: dict[str, Any], text: str) -> None:
@@ -121,12 +121,12 @@ def print_result(as_json: bool, value: dict[str, Any], text: str) -> None:
     if as_json:
         print_json(value)
     else:
-        click.echo(text)
+        echo(text)
 
 
 def print_event(as_json: bool, value: dict[str, Any], text: str) -> None:
     """Prints one line, as JSON or as text."""
-    click.echo(json.dumps(value, ensure_ascii=False) if as_json else text)
+    echo(json.dumps(value, ensure_ascii=False) if as_json else text)
 
 
 def print_page(
@@ -142,7 +142,7 @@ def print_page(
         return
     print_table(columns, rows)
     if page.total > len(page):
-        click.echo(f"{len(page)} of {page.total}; --limit shows more", err=True)
+        echo(f"{len(page)} of {page.total}; --limit shows more", err=True)
 
 
 def print_fields(record: dict[str, Any]) -> None:
@@ -150,7 +150,7 @@ def print_fields(record: dict[str, Any]) -> None:
     for name, value in record.items():
         if value not in (None, {}, []):
             shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            click.echo(f"{name:<22} {shown}")
+            echo(f"{name:<22} {shown}")
 
 
 def show_time(instant: float | None) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from agentlightning.cli import echo
 from agentlightning.errors import ConfigError
 from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
@@ -66,7 +67,7 @@ async def _serve(store: LightningStore, host: str, port: int, token: str | None,
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stop.set)
         shown = f"[{host}]" if ":" in host else host
-        click.echo(f"Dashboard at http://{shown}:{runner.addresses[0][1]}/")
+        echo(f"Dashboard at http://{shown}:{runner.addresses[0][1]}/")
         await stop.wait()
     finally:
         await dashboard.stop()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from agentlightning.cli import echo
 from agentlightning.errors import PluginError
 
 _NEEDED = ("torch", "transformers", "peft", "safetensors", "openai")
@@ -22,7 +23,7 @@ _NEEDED = ("torch", "transformers", "peft", "safetensors", "openai")
 def command(seed: int, steps: int | None, run_dir: Path | None, resume: Path | None, show_agent: bool) -> None:
     """Train a calculator agent by GRPO on a tiny model: no key, no GPU, about two minutes."""
     if show_agent:
-        click.echo(Path(__file__).with_name("agent.py").read_text(encoding="utf-8"), nl=False)
+        echo(Path(__file__).with_name("agent.py").read_text(encoding="utf-8"), nl=False)
         return
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from agentlightning import semconv
 from agentlightning.errors import ConfigError
+from agentlightning.logging import printable
 from agentlightning.reward import find_final_reward
 from agentlightning.run.directory import make_directory
 from agentlightning.store.factory import create_store
@@ -175,5 +176,5 @@ def _show(console: Console, directory: Path, metrics: list[dict[str, Any]], resu
             text = message.get("content") or ""
             for call in message.get("tool_calls") or ():
                 text += f"{call['function']['name']}({call['function']['arguments']})"
-            console.print(f"{message['role']:>9}: {text}", highlight=False, markup=False)
+            console.print(f"{message['role']:>9}: {printable(text)}", highlight=False, markup=False)
     console.rule()

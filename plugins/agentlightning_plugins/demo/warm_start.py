@@ -23,6 +23,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from agentlightning.cli import echo
 from agentlightning_plugins.demo.agent import CALCULATOR, SYSTEM_PROMPT, calculate
 from agentlightning_plugins.demo.task import NAMES, TEMPLATES, THINGS, Problem, problem_stream
 
@@ -164,7 +165,7 @@ def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
         optimizer.step()
         schedule.step()
         if step % 100 == 0 or step == STEPS - 1:
-            click.echo(f"step {step}: loss {loss.item():.3f}")
+            echo(f"step {step}: loss {loss.item():.3f}")
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:

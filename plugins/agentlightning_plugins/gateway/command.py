@@ -15,7 +15,7 @@ from urllib.request import Request, urlopen
 
 import click
 
-from agentlightning.cli import print_table
+from agentlightning.cli import echo, print_table
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning_plugins.gateway.operator_key import read_key, write_key
 
@@ -88,7 +88,7 @@ def status_command(url: str, token: str | None, as_json: bool) -> None:
     """Show models, backends and their health."""
     status = ask_gateway(url, token, "status")
     if as_json:
-        click.echo(json.dumps(status, indent=2))
+        echo(json.dumps(status, indent=2))
     else:
         _print_status(status)
 
@@ -107,7 +107,7 @@ def pause_command(url: str, token: str | None, drain_s: float | None) -> None:
     status = ask_gateway(url, token, "pause", {})
     if drain_s is not None and not ask_gateway(url, token, "drain", {"timeout_s": drain_s})["drained"]:
         raise click.ClickException(f"paused, but calls are still in flight after {drain_s:g} s")
-    click.echo("paused" if drain_s is not None else f"paused, {status['in_flight']} calls in flight")
+    echo("paused" if drain_s is not None else f"paused, {status['in_flight']} calls in flight")
 
 
 @command.command("resume")
@@ -116,7 +116,7 @@ def pause_command(url: str, token: str | None, drain_s: float | None) -> None:
 @click.option("--weight-version", type=int, help="The version of the new weights.")
 def resume_command(url: str, token: str | None, weight_version: int | None) -> None:
     """Let calls go on."""
-    click.echo(f"serving, {_version(ask_gateway(url, token, 'resume', {'weight_version': weight_version}))}")
+    echo(f"serving, {_version(ask_gateway(url, token, 'resume', {'weight_version': weight_version}))}")
 
 
 def ask_gateway(url: str, token: str | None, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def _print_status(status: dict[str, Any]) -> None:
         row[4] = f"{backend['weight']:g}"
         rows.append([*row, "up" if backend["up"] else f"down: {backend['failure']}"])
     print_table(head, rows)
-    click.echo(
+    echo(
         f"{'paused' if status['paused'] else 'serving'}, {status['in_flight']} calls in flight, "
         f"{status['waiting']} waiting; {_version(status)}; "
         f"{status['spans_queued']} spans waiting to be stored, {status['spans_lost']} lost"
@@ -188,9 +188,9 @@ async def _serve(settings: dict[str, Any], url: str, token: str | None, read_mod
         try:
             proxy.update_model_list(read_models())
         except (ConfigError, OSError) as error:
-            click.echo(f"The models stay as they are: {error}", err=True)
+            echo(f"The models stay as they are: {error}", err=True)
         else:
-            click.echo("The models were read again.")
+            echo("The models were read again.")
 
     relax_collector()
     async with contextlib.AsyncExitStack() as stack:
@@ -207,11 +207,11 @@ async def _serve(settings: dict[str, Any], url: str, token: str | None, read_mod
             loop.add_signal_handler(number, stop.set)
         loop.add_signal_handler(signal.SIGHUP, lambda: asyncio.ensure_future(asyncio.to_thread(reload)))
         url = proxy.endpoint.removesuffix("/v1")
-        click.echo(f"Serving {', '.join(proxy.models) or 'no model'} at {url}; see: agl gateway status {url}")
+        echo(f"Serving {', '.join(proxy.models) or 'no model'} at {url}; see: agl gateway status {url}")
         await stop.wait()
         for number in (signal.SIGINT, signal.SIGTERM):  # a second signal does not wait for calls to finish
             loop.remove_signal_handler(number)
-        click.echo("Stopping after the recorded spans are stored.")
+        echo("Stopping after the recorded spans are stored.")
 
 
 def _read_yaml(config: Path) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from agentlightning_plugins.gateway.recording.span import call_to_span
 from agentlightning_plugins.gateway.recording.stream import StreamReader
 from agentlightning_plugins.gateway.request import make_request, read_call
 from agentlightning_plugins.gateway.settings import Settings
+from agentlightning_plugins.http_connections import Connections
 from agentlightning_plugins.http_request import SERVER_SETTINGS, RequestLog, is_local_request, is_loopback
 
 logger = logging.getLogger("agentlightning")
@@ -92,8 +93,9 @@ class GatewayServer:
         )
         self._runner = web.ServerRunner(server, shutdown_timeout=_SHUTDOWN_S)
         await self._runner.setup()
+        self._connections = Connections(server)
         try:
-            await web.TCPSite(self._runner, settings.host, settings.port, backlog=1024).start()
+            _, bound = await self._connections.listen(settings.host, settings.port, backlog=1024)
         except OSError:
             await self._runner.cleanup()
             await self._upstream.close()
@@ -101,7 +103,6 @@ class GatewayServer:
             raise
         health = HealthCheck(lambda: self._models.backends, settings.health_interval_s)
         self._background = [asyncio.create_task(work) for work in (self._ended.follow(self._store), health.run())]
-        bound: int = self._runner.addresses[0][1]
         return bound
 
     async def stop(self) -> None:
@@ -110,6 +111,7 @@ class GatewayServer:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
         self._admission.close()
+        self._connections.close()
         await self._runner.cleanup()
         await self._upstream.close()
         await self.flush()
@@ -148,6 +150,7 @@ class GatewayServer:
             attempt = self._authenticator.authenticate(request.headers, named)
         except KeyRefused as error:
             return self._refuse(refuse(dialect, error.status, str(error), "wrong_key"))
+        self._connections.admit(request.transport)
         if attempt is not None:
             if self._ended.needs(attempt):
                 await self._ask_about(attempt)
@@ -224,6 +227,8 @@ class GatewayServer:
             self._admission.leave()
 
     async def _handle_other(self, request: web.BaseRequest, path: str) -> web.Response:
+        if path != "health" and self._authenticator.is_operator(request.headers):
+            self._connections.admit(request.transport)
         models = list_models(path, self._models.names)
         if models is not None:
             return json_response(models)

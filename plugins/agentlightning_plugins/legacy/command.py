@@ -6,6 +6,8 @@ import asyncio
 
 import click
 
+from agentlightning.cli import echo
+
 
 @click.command("legacy")
 @click.option(
@@ -22,7 +24,7 @@ def command(store: str, run: str | None, host: str, port: int) -> None:
     async def serve() -> None:
         server = AgentLightningServer(host, port, store=create_store(store, run=run))
         await server.start()
-        click.echo(f"Serving {store} to agents of 0.1 at {server.endpoint}")
+        echo(f"Serving {store} to agents of 0.1 at {server.endpoint}")
         try:
             await asyncio.Event().wait()
         finally:

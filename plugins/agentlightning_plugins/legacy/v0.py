@@ -13,23 +13,36 @@ import json
 import logging
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
-from datetime import datetime
+from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 from pydantic import BaseModel, Field
 
 import agentlightning as agl
-from agentlightning import semconv
 from agentlightning.errors import NotFoundError, StoreError
 from agentlightning.resources import scope_to_attempt, with_attempt_key
 from agentlightning.run import attempt_token
-from agentlightning.types import AttemptedRollout, AttemptFailure, Span, Triplet
+from agentlightning.types import AttemptedRollout, AttemptFailure, Triplet
+from agentlightning_plugins.http_request import (
+    SERVER_SETTINGS,
+    RequestError,
+    RequestLog,
+    is_local_request,
+    is_loopback,
+    parse_json,
+    read_body,
+)
+from agentlightning_plugins.legacy.v0_spans import read_spans
 
 logger = logging.getLogger("agentlightning")
 _WORKER: Final = "v0"
 _HEARTBEAT_S: Final = 5.0
+_MAX_BODY_BYTES: Final = 64 * 2**20
+_MAX_ITEMS: Final = 5_000_000
+_MAX_ERROR: Final = 2000
+"""Characters of the message about a malformed report."""
 _METHODS: Final = {
     "train": ("training_rollout", "rollout"),
     "val": ("validation_rollout", "rollout", "training_rollout"),
@@ -106,11 +119,11 @@ class AgentLightningServer:
 
     async def start(self) -> None:
         """Begins to serve."""
-        application = web.Application(client_max_size=64 * 2**20)
+        application = web.Application(middlewares=[self._guard])
         application.router.add_get("/task", self._answer_task)
         application.router.add_get("/resources/{resources_id}", self._answer_resources)
         application.router.add_post("/rollout", self._take_rollout)
-        self._runner = web.AppRunner(application)
+        self._runner = web.AppRunner(application, logger=RequestLog(), **SERVER_SETTINGS)
         await self._runner.setup()
         site = web.TCPSite(self._runner, self.host, self.port)
         await site.start()
@@ -165,6 +178,18 @@ class AgentLightningServer:
         reports, self._completed = list(self._completed.values()), {}
         return reports
 
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Refuses web pages and malformed reports."""
+        if is_loopback(self.host) and not is_local_request(request.host, request.headers.get("Origin")):
+            return _refuse(403, "this server answers programs on this machine only, not web pages")
+        if request.headers.get("Sec-Fetch-Site", "none") != "none":  # /task claims a rollout, and is a GET
+            return _refuse(403, "this server does not answer web pages")
+        try:
+            return await handler(request)
+        except RequestError as error:
+            return _refuse(error.status, str(error))
+
     async def _answer_task(self, request: web.Request) -> web.Response:
         await self._renew()
         rollout = await self.store.dequeue_rollout(_WORKER)
@@ -193,7 +218,7 @@ class AgentLightningServer:
         else:
             update = await self.store.get_resources_by_id(wanted or "")
         if update is None and rollout is None:
-            return web.json_response({"detail": f"there are no resources {asked!r}"}, status=404)
+            return _refuse(404, f"there are no resources {asked!r}")
         resources = {} if update is None else dict(update.resources)
         if rollout is not None:
             ids = rollout.rollout_id, rollout.attempt.attempt_id
@@ -205,16 +230,17 @@ class AgentLightningServer:
         return web.json_response(answer)
 
     async def _take_rollout(self, request: web.Request) -> web.Response:
-        report = RolloutLegacy.model_validate_json(await request.read())
-        claimed = self._claimed.pop(report.rollout_id, None)
-        if claimed is None:
-            return web.json_response({"detail": f"{report.rollout_id!r} is not a claimed rollout"}, status=404)
-        ids = report.rollout_id, claimed[0].attempt.attempt_id
-        spans = [_read_span(span, *ids) for span in report.trace or ()]
-        if not spans:
-            spans = [span for triplet in report.triplets or () for span in _from_triplet(triplet, *ids)]
-        if report.final_reward is not None and report.final_reward != agl.find_final_reward(spans):
-            spans.append(_make_reward(report.final_reward, *ids))
+        content = await parse_json(await read_body(request, _MAX_BODY_BYTES, _MAX_BODY_BYTES), max_items=_MAX_ITEMS)
+        try:
+            report = RolloutLegacy.model_validate(content)
+            claimed = self._claimed.get(report.rollout_id)
+            if claimed is None:
+                return _refuse(404, f"{report.rollout_id!r} is not a claimed rollout")
+            ids = report.rollout_id, claimed[0].attempt.attempt_id
+            spans = read_spans(report, *ids)
+        except (ValueError, AttributeError, TypeError) as problem:  # of pydantic, or from a trace of the wrong shape
+            return _refuse(422, f"the report is malformed: {str(problem)[:_MAX_ERROR]}")
+        del self._claimed[report.rollout_id]
         await self.store.add_many_spans(spans)
         if spans:
             await self.store.update_attempt(*ids, status="succeeded", reward=agl.find_final_reward(spans))
@@ -249,44 +275,8 @@ def _respond(answer: BaseModel) -> web.Response:
     return web.Response(text=answer.model_dump_json(), content_type="application/json")
 
 
-def _make_span(attributes: Mapping[str, Any], rollout_id: str, attempt_id: str, **others: Any) -> Span:
-    return Span.from_attributes(attributes=attributes, rollout_id=rollout_id, attempt_id=attempt_id, **others)
-
-
-def _read_span(span: Mapping[str, Any], rollout_id: str, attempt_id: str) -> Span:
-    if "trace_id" in span:
-        return Span.model_validate({**span, "rollout_id": rollout_id, "attempt_id": attempt_id, "sequence_id": 0})
-    context = span.get("context") or {}
-    parent = span.get("parent_id")
-    return _make_span(
-        span.get("attributes") or {},
-        rollout_id,
-        attempt_id,
-        name=span.get("name"),
-        trace_id=str(context.get("trace_id") or "").removeprefix("0x") or None,
-        span_id=str(context.get("span_id") or "").removeprefix("0x") or None,
-        parent_id=None if parent is None else str(parent).removeprefix("0x"),
-        start_time=_read_time(span.get("start_time")),
-        end_time=_read_time(span.get("end_time")),
-    )
-
-
-def _read_time(text: str | None) -> float | None:
-    return None if text is None else datetime.fromisoformat(text).timestamp()
-
-
-def _make_reward(reward: float, rollout_id: str, attempt_id: str) -> Span:
-    attributes = {f"{semconv.REWARD}.0.name": "primary", f"{semconv.REWARD}.0.value": reward}
-    return _make_span(attributes, rollout_id, attempt_id, name=semconv.SPAN_REWARD)
-
-
-def _from_triplet(triplet: Triplet, rollout_id: str, attempt_id: str) -> Iterator[Span]:
-    attributes: dict[str, Any] = {semconv.GEN_AI_OPERATION_NAME: "chat"}
-    for key, part in ((semconv.PROMPT_TOKEN_IDS, triplet.prompt), (semconv.RESPONSE_TOKEN_IDS, triplet.response)):
-        attributes[key] = part.get("token_ids") if isinstance(part, Mapping) else part
-    yield _make_span(attributes, rollout_id, attempt_id, name="openai.chat")
-    if triplet.reward is not None:
-        yield _make_reward(triplet.reward, rollout_id, attempt_id)
+def _refuse(status: int, message: str) -> web.Response:
+    return web.json_response({"detail": message}, status=status)
 
 
 class AgentLightningClient:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,33 @@ def test_unequal_variances_keep_the_level_of_the_unpaired_test(few_resamples: No
         one, other = draw.normal(0.5, 0.02, n_one), draw.normal(0.5, 0.4, n_other)
         hits += unpaired_p_value(one.tolist(), other.tolist()) <= LEVEL
     assert hits / trials <= limit(trials, 0.06)
+
+
+@pytest.mark.parametrize(("n", "level"), [(5, 0.16), (10, 0.11), (30, 0.07)])
+def test_skewed_scores_on_one_side_make_the_unpaired_p_value_too_small_for_few_tasks(
+    few_resamples: None, n: int, level: float
+) -> None:
+    """The intervals of the same samples, before they are made to agree with p, exclude 0 in 5 %."""
+    draw, trials = np.random.default_rng(17), 150
+    hits = 0
+    for _ in range(trials):
+        hits += unpaired_p_value(draw.beta(9, 1, n).tolist(), draw.normal(0.9, 0.001, n).tolist()) <= LEVEL
+    assert hits / trials <= limit(trials, level)
+
+
+@pytest.mark.parametrize("rate", [0.95, 0.5])
+def test_intervals_of_successes_contain_the_rate_as_often_as_the_page_says(rate: float) -> None:
+    row = f"successes of {rate:g}".replace("0.", ".")
+    found = []
+    for n in (5, 10, 30, 100):
+        covered = 0.0
+        for successes in range(n + 1):
+            low, high = wilson(successes / n, n)
+            if low <= rate <= high:
+                covered += math.comb(n, successes) * rate**successes * (1 - rate) ** (n - successes)
+        found.append(f"{covered:.3f}".removeprefix("0"))
+    page = (Path(__file__).parents[3] / "docs" / "statistics.md").read_text(encoding="utf-8")
+    assert f"| {row} | {' | '.join(found)} |" in page
 
 
 def test_users_are_compared_and_not_their_rollouts(few_resamples: None) -> None:

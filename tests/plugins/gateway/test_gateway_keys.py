@@ -103,6 +103,7 @@ async def test_what_looks_like_a_key_and_is_none_is_refused_on_loopback_too() ->
         assert (await post(url, {"Authorization": f"Bearer {other}"}))[0] == 403
         assert (await post(f"{case.proxy.endpoint}/chat/completions", {"x-api-key": foreign}))[0] == 401
         expired = attempt_token.mint(b"another process", *attempt, time.time() - 1)
+        assert (await post(url, {"Authorization": f"bearer  {other}"}))[0] == 403, "the scheme has no case"
         for key in ("agl-", "agl-x", "agl-W10.x", "agl-bnVsbA.x", "agl-eyJhIjoxfQ.x", expired):
             assert (await post(url, {"Authorization": f"Bearer {key}"}))[0] == 401
         store: Any = case.store
@@ -331,6 +332,24 @@ async def test_a_key_in_an_answer_is_redacted_in_every_common_form(form: str) ->
     assert len(server.requests) == 6
     for secret in (core, SPLIT, json.dumps(core)[1:-1]):
         assert secret not in seen + spans
+
+
+async def test_a_key_that_a_stream_has_in_pieces_is_not_recorded() -> None:
+    pieces = [SPLIT[:5], SPLIT[5:9], SPLIT[9:]]
+    chunks = [{"id": "x", "choices": [{"index": 0, "delta": {"content": piece}}]} for piece in pieces]
+    chunks.append({"id": "x", "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+    events = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    script = [Answer(body=events.encode(), content_type="text/event-stream")]
+    async with contextlib.AsyncExitStack() as stack:
+        server = await stack.enter_async_context(ScriptedOpenAI(script))
+        async with gateway(model_list=[entry(server.endpoint) | {"api_key": SPLIT}]) as case:
+            rollout, client = await case.start()
+            async for _ in await client.chat.completions.create(**BODY, stream=True):
+                pass
+            span = await case.span(rollout)
+            assert span.attributes["agentlightning.gateway.complete"]
+            assert SPLIT not in span.model_dump_json()
+            assert "***" in span.attributes["gen_ai.output.messages"]
 
 
 async def test_a_key_that_may_be_a_word_stays_in_answers() -> None:

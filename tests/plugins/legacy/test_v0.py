@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 import agentlightning as agl
@@ -154,6 +156,38 @@ async def test_a_lost_agent_of_0_1_loses_its_task() -> None:
         while not answer["is_available"]:
             answer = await ask(f"{server.endpoint}/task")
         assert (answer["task"]["rollout_id"], answer["task"]["num_claims"]) == (rollout.rollout_id, 2)
+    finally:
+        await server.stop()
+        await server.store.close()
+
+
+async def test_web_pages_and_malformed_reports_are_refused_and_lose_no_task() -> None:
+    server = AgentLightningServer(port=0)
+    await server.start()
+    try:
+        rollout_id = await server.queue_task({"a": 1})
+        async with aiohttp.ClientSession(server.endpoint) as session:
+            pages = {"Host": "evil.example:8000"}, {"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}
+            for headers in pages:
+                async with session.get("/task", headers=headers) as answer:
+                    assert answer.status == 403
+            async with session.get("/task") as answer:
+                assert (await answer.json())["task"]["rollout_id"] == rollout_id
+            report = {"rollout_id": rollout_id, "final_reward": 1.0}
+            bomb = gzip.compress(b" " * 100 * 2**20)
+            malformed: list[tuple[bytes, int]] = [(b"{", 400), (b"[" * 10**6, 400), (b"{}", 422), (bomb, 413)]
+            traces: list[Any] = [{"trace_id": 1}, {"context": 1}, {"start_time": "x"}, {"attributes": "x"}]
+            malformed += [(json.dumps({**report, "trace": [trace]}).encode(), 422) for trace in traces]
+            malformed += [(json.dumps({**report, "final_reward": 10**400}).encode(), 400)]
+            for body, status in malformed:
+                coding = {"Content-Encoding": "gzip"} if body is bomb else {}
+                async with session.post("/rollout", data=body, headers=coding) as answer:
+                    assert answer.status == status, (body[:200], await answer.text())
+            async with session.post("/rollout", json=report) as answer:
+                assert answer.status == 200
+        completed = await server.get_completed_rollout(rollout_id)
+        assert completed is not None
+        assert completed.final_reward == 1.0
     finally:
         await server.stop()
         await server.store.close()

@@ -20,7 +20,7 @@ import os
 import secrets
 import signal
 import sys
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch
 from aiohttp import web
@@ -29,6 +29,7 @@ from agentlightning.errors import ConfigError
 from agentlightning_algorithms.grpo.model.policy import load_policy
 from agentlightning_algorithms.grpo.sampling.sampler import Sampler
 from agentlightning_algorithms.grpo.server.app import PolicyApp
+from agentlightning_plugins.http_connections import Connections
 from agentlightning_plugins.http_request import SERVER_SETTINGS, RequestLog, is_loopback
 
 logger = logging.getLogger("agentlightning")
@@ -66,13 +67,13 @@ def main() -> int:
         is_local=is_loopback(options.host),
     )
     try:
-        asyncio.run(_serve(app.build(), key, options, output))
+        asyncio.run(_serve(app, key, options, output))
     finally:
         sampler.close()
     return 0
 
 
-async def _serve(app: web.Application, key: str, options: argparse.Namespace, output: TextIO) -> None:
+async def _serve(app: PolicyApp, key: str, options: argparse.Namespace, output: TextIO) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -80,7 +81,7 @@ async def _serve(app: web.Application, key: str, options: argparse.Namespace, ou
     if options.exit_with_parent:  # standard input is a pipe, whose other end closes even if the parent is killed
         loop.add_reader(sys.stdin.fileno(), stop.set)
     runner = web.AppRunner(
-        app,
+        app.build(),
         access_log=None,
         logger=RequestLog(),
         handler_cancellation=True,
@@ -88,14 +89,14 @@ async def _serve(app: web.Application, key: str, options: argparse.Namespace, ou
         **SERVER_SETTINGS,
     )
     await runner.setup()
+    connections = app.connections = Connections(runner.server)
     try:
-        # Given a host and a port, asyncio makes the sockets itself and disables Nagle's algorithm.
-        await web.TCPSite(runner, options.host, options.port).start()
-        address: Any = runner.addresses[0]
-        output.write(json.dumps({"host": address[0], "port": address[1], "key": key}) + "\n")
+        host, port = await connections.listen(options.host, options.port)
+        output.write(json.dumps({"host": host, "port": port, "key": key}) + "\n")
         output.flush()
         await stop.wait()
     finally:
+        connections.close()
         await runner.cleanup()
 
 

@@ -30,6 +30,7 @@ from agentlightning_algorithms.grpo.server.request import (
     parse_request,
 )
 from agentlightning_algorithms.grpo.weights_digest import digest_weights
+from agentlightning_plugins.http_connections import Connections
 from agentlightning_plugins.http_request import RequestError as BodyError
 from agentlightning_plugins.http_request import answer_expect, is_local_request, parse_json, read_body
 
@@ -73,6 +74,8 @@ class PolicyApp:
         self._sampler = sampler
         self._key = f"Bearer {key}".encode()
         self._is_local = is_local
+        self.connections: Connections | None = None
+        """The limits of connections, once the server listens."""
         self._digest: str | None = None
         self._swapping = asyncio.Lock()
         self._completions = Completions(policy, model_name, min(max_length or policy.max_length, policy.max_length))
@@ -203,6 +206,8 @@ class PolicyApp:
             shown = headers.get("Authorization", "").encode(errors="surrogateescape")
             if not hmac.compare_digest(shown, self._key):
                 raise RequestError(f"{request.path} requires the key that the server printed at its start.", status=401)
+        if self.connections is not None and request.path != "/health":
+            self.connections.admit(request.transport)
         return await handler(request)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from agentlightning.cli import print_table
+from agentlightning.cli import echo, print_table
 from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.commands.terminal import json_or_text, print_json, with_store
 from agentlightning_plugins.statistics.comparison import compare_rollouts
@@ -51,8 +51,8 @@ async def compare(store: LightningStore, control: str, treatment: str, as_json: 
     elif found.control.has_users or found.treatment.has_users:
         how = f"{len(found.control.rewards)} against {len(found.treatment.rewards)} users"
     interval = "no interval" if math.isinf(found.low) else f"95 % interval [{found.low:+.3f}, {found.high:+.3f}]"
-    click.echo(f"\ndifference {found.difference:+.3f}  {interval}  p = {found.p_value:.2g}  ({how})")
-    click.echo("failed rollouts count as 0; those without a reward are left out")
+    echo(f"\ndifference {found.difference:+.3f}  {interval}  p = {found.p_value:.2g}  ({how})")
+    echo("failed rollouts count as 0; those without a reward are left out")
 
 
 def _read(text: str) -> str | dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from agentlightning.cli import echo
 from agentlightning_plugins.commands.terminal import json_option, json_or_text, print_json
 
 
@@ -75,7 +76,7 @@ def command(
     else:
         for check in checks:
             fix = f" -> {check.fix}" if check.fix else ""
-            click.echo(f"{_SHOWN[check.state]:9} {check.name:12} {check.text}{fix}")
+            echo(f"{_SHOWN[check.state]:9} {check.name:12} {check.text}{fix}")
     if not is_well:
         sys.exit(1)
 

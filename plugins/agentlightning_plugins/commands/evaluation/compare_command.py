@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from agentlightning.cli import print_table
+from agentlightning.cli import echo, print_table
 from agentlightning.errors import ConfigError
 from agentlightning.plugin.registry import get_manager
 from agentlightning_plugins.commands.terminal import json_option, print_json
@@ -129,7 +129,7 @@ def command(
         for seed in chosen_seeds:
             place = directory / f"{number}-{contestant.spec['name']}-{seed}"
             if not as_json:
-                click.echo(f"== {contestant.label}, seed {seed}: {place}", err=True)
+                echo(f"== {contestant.label}, seed {seed}: {place}", err=True)
             _run_one(document, contestant, seed, place, tasks, repetitions, budget, quiet=as_json)
     check_regression(_show(contestants, as_json), fail_if_worse)
 
@@ -279,9 +279,9 @@ def _show(contestants: list[_Contestant], as_json: bool) -> list[dict[str, Any]]
             for row in rows
         ],
     )
-    click.echo("\nfailed rollouts count as 0; those without a reward (missing) are left out")
+    echo("\nfailed rollouts count as 0; those without a reward (missing) are left out")
     if len(first.scores) == 1:
-        click.echo("one seed: intervals and p-values do not say what another training would give; use --seeds")
+        echo("one seed: intervals and p-values do not say what another training would give; use --seeds")
     return rows
 
 

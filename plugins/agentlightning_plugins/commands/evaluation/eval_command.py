@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, LightningError, PluginError
 from agentlightning_plugins.commands.configuration.learned import learned_resources
 from agentlightning_plugins.commands.terminal import json_option, print_json
@@ -143,27 +144,23 @@ def _print_score(metrics: dict[str, float]) -> None:
         interval = f"95 % interval [{metrics['reward_low']:.3f}, {metrics['reward_high']:.3f}]"
     elif metrics["tasks"] == 1:
         interval = "no interval from one task"
-    click.echo(f"reward   {metrics['reward']:.3f}  {interval}")
+    echo(f"reward   {metrics['reward']:.3f}  {interval}")
     for name, value in metrics.items():
         if name.startswith("pass@"):
-            click.echo(f"{name:<8} {value:.3f}")
-    click.echo(f"{metrics['tasks']:.0f} tasks, {metrics['rollouts']:.0f} rollouts; failed ones count as 0")
+            echo(f"{name:<8} {value:.3f}")
+    echo(f"{metrics['tasks']:.0f} tasks, {metrics['rollouts']:.0f} rollouts; failed ones count as 0")
     if "missing" in metrics:
-        click.echo(f"{metrics['missing']:.0f} without a reward, left out")
+        echo(f"{metrics['missing']:.0f} without a reward, left out")
     for name, value in metrics.items():
         if name.startswith("errors/"):
-            click.echo(f"{value:.0f} failed: {name.removeprefix('errors/')}")
+            echo(f"{value:.0f} failed: {name.removeprefix('errors/')}")
 
 
 def _print_plan(plans: list[Plan], difference: float, *, is_repeated: bool) -> None:
-    click.echo(
-        f"\ntasks that find a difference of {difference:g} between two agents, in {POWER:.0%} of comparisons at 5 %:"
-    )
-    click.echo("repetitions  same tasks  different tasks")
+    echo(f"\ntasks that find a difference of {difference:g} between two agents, in {POWER:.0%} of comparisons at 5 %:")
+    echo("repetitions  same tasks  different tasks")
     for each in plans:
-        click.echo(f"{each.repetitions:>11}  {each.same_tasks:>10}  {each.other_tasks:>15}")
-    click.echo("for a difference that is equal on every task; more tasks are needed where it varies")
+        echo(f"{each.repetitions:>11}  {each.same_tasks:>10}  {each.other_tasks:>15}")
+    echo("for a difference that is equal on every task; more tasks are needed where it varies")
     if not is_repeated:
-        click.echo(
-            "one repetition does not tell chance from tasks, so the worst case is assumed; -n 2 or more measures it"
-        )
+        echo("one repetition does not tell chance from tasks, so the worst case is assumed; -n 2 or more measures it")

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import click
 
-from agentlightning.cli import print_table
+from agentlightning.cli import echo, print_table
 from agentlightning.errors import ConfigError
 from agentlightning.resources import PromptTemplate
 from agentlightning_plugins.commands.terminal import print_json
@@ -91,7 +91,7 @@ def _evaluate_prompts(
     for number, (label, name, prompt) in enumerate(prompts):
         place = directory / f"{number}-{name}"
         if not quiet:
-            click.echo(f"== {label}: {place}", err=True)
+            echo(f"== {label}: {place}", err=True)
         own = dataclasses.replace(parts, resources={**(parts.resources or {}), name: prompt})
         score = evaluate(config, own, tasks, place, {"repetitions": repetitions}, None, quiet)
         group = Group(label, {f"task {index}": rewards for index, rewards in enumerate(score.rewards) if rewards})

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from agentlightning.cli import echo
 from agentlightning.event import ResourcesPublished
 from agentlightning.resources import LLM, ResourcesUpdate
 from agentlightning.store.protocol import LightningStore
@@ -65,7 +66,7 @@ async def show_resources(store: LightningStore, resources_id: str, version: int 
     contents = shown.pop("resources")
     print_fields(shown)
     for name, resource in contents.items():
-        click.echo(f"\n{name}")
+        echo(f"\n{name}")
         print_fields(resource)
 
 

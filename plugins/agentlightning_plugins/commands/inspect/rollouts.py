@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import click
 
-from agentlightning.cli import print_table
+from agentlightning.cli import echo, print_table
 from agentlightning.errors import StoreError
 from agentlightning.reward import find_final_reward
 from agentlightning.store.protocol import LightningStore
@@ -83,14 +83,14 @@ async def show_rollout(store: LightningStore, rollout_id: str, as_json: bool) ->
     print_fields({key: value for key, value in to_json(rollout).items() if key != "attempt"})
     for attempt in attempts:
         head = f"attempt {attempt.sequence_id} {attempt.attempt_id}: {attempt.status}, worker {attempt.worker_id}"
-        click.echo(f"\n{head}")
+        echo(f"\n{head}")
         if attempt.error is not None:
-            click.echo(attempt.error.traceback.rstrip() or f"{attempt.error.type}: {attempt.error.message}")
+            echo(attempt.error.traceback.rstrip() or f"{attempt.error.type}: {attempt.error.message}")
         reward = _reward(attempt, spans)
-        click.echo(f"reward {'none' if reward is None else f'{reward:g}'}")
+        echo(f"reward {'none' if reward is None else f'{reward:g}'}")
         for conversation in _conversations(attempt, spans):
-            click.echo("\n" + "\n".join(map(_show_message, conversation["messages"])))
-        click.echo()
+            echo("\n" + "\n".join(map(_show_message, conversation["messages"])))
+        echo()
         rows = [
             (s.sequence_id, s.name, s.status.status_code, _milliseconds(s), s.span_id, s.parent_id)
             for s in spans
@@ -200,7 +200,7 @@ async def _each(action: Any, rollout_ids: tuple[str, ...], as_json: bool) -> Non
             outcomes.append({"rollout_id": rollout_id, "status": rollout.status})
         if not as_json:
             rollout_id, outcome = outcomes[-1].values()
-            click.echo(f"{rollout_id}: {outcome}", err="error" in outcomes[-1])
+            echo(f"{rollout_id}: {outcome}", err="error" in outcomes[-1])
     if as_json:
         print_json(outcomes)
     if any("error" in outcome for outcome in outcomes):

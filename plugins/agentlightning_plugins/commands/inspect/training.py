@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import click
 
-from agentlightning.cli import print_table
+from agentlightning.cli import echo, print_table
 from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.commands.terminal import found, print_json, with_store
 from agentlightning_plugins.training_records.query import count_outcomes, read_ledger, read_rows
@@ -38,7 +38,7 @@ async def ledger(store: LightningStore, step: int | None, as_json: bool) -> None
         ],
     )
     if entries:
-        click.echo(f"{len(entries)} rollouts: {_describe(Counter(entry.outcome for entry in entries))}", err=True)
+        echo(f"{len(entries)} rollouts: {_describe(Counter(entry.outcome for entry in entries))}", err=True)
 
 
 @click.command("tokens")
@@ -52,10 +52,10 @@ async def tokens(store: LightningStore, rollout_id: str, as_json: bool) -> None:
         print_json([row.to_json() for row in rows])
         return
     if not rows:
-        click.echo(f"{rollout_id} was not trained on; for the reason see: agl ledger", err=True)
+        echo(f"{rollout_id} was not trained on; for the reason see: agl ledger", err=True)
     for row in rows:
         calls = ", ".join(call.response_id for call in row.calls)
-        click.echo(f"step {row.step}, reward {row.reward}, {len(row.prompt_ids)} prompt tokens, {row.outcome}: {calls}")
+        echo(f"step {row.step}, reward {row.reward}, {len(row.prompt_ids)} prompt tokens, {row.outcome}: {calls}")
         trainer: Sequence[float | None] = row.trainer_logprobs or [None] * len(row.response_ids)
         fields = zip(row.response_ids, row.mask, row.logprobs, trainer, row.advantages, strict=True)
         print_table(

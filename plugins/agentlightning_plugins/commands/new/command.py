@@ -10,6 +10,8 @@ from typing import Final
 
 import click
 
+from agentlightning.cli import echo
+
 _TEMPLATES: Final = Path(__file__).with_name("template")
 
 
@@ -24,7 +26,7 @@ def new() -> None:
 def new_plugin(name: str, into: Path | None) -> None:
     """Create a plugin package: a tracker, with a test that installs and uses it."""
     folder = _write("plugin", name, into)
-    click.echo(
+    echo(
         f"Created a working plugin in {folder}. Next:\n\n"
         f"    cd {folder}\n    pip install -e . pytest\n    agl plugins\n    pytest"
     )
@@ -46,7 +48,7 @@ def new_agent(name: str, into: Path | None, algorithm: str | None) -> None:
     }
     folder = _write("agent", name, into, *layers[algorithm])
     needed = "" if algorithm is None else f"    pip install openai 'lightning[{algorithm}]'\n"
-    click.echo(f"Created a working agent in {folder}. Next:\n\n{needed}    cd {folder}\n    agl train config.yaml")
+    echo(f"Created a working agent in {folder}. Next:\n\n{needed}    cd {folder}\n    agl train config.yaml")
 
 
 @click.command("completion")
@@ -64,7 +66,7 @@ def completion(context: click.Context, shell: str) -> None:
 
     cls = get_completion_class(shell)
     assert cls is not None
-    click.echo(cls(context.find_root().command, {}, "agl", "_AGL_COMPLETE").source())
+    echo(cls(context.find_root().command, {}, "agl", "_AGL_COMPLETE").source())
 
 
 def _write(kind: str, name: str, into: Path | None, *layers: str) -> Path:

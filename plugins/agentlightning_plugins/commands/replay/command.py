@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from agentlightning import semconv
+from agentlightning.cli import echo
 from agentlightning.errors import ConfigError
 from agentlightning.frozen import thaw
 from agentlightning.resources import LLM, Resource
@@ -60,7 +61,7 @@ async def command(
         differences.append(f"reward: {before} then, {rewards} now")
     error = replayed.attempt.error if isinstance(replayed, AttemptedRollout) else None
     if error is not None:
-        click.echo(error.traceback.rstrip(), err=True)
+        echo(error.traceback.rstrip(), err=True)
     result = {
         "status": replayed.status,
         "reward": rewards,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning.run.directory import read_record
 from agentlightning.store.factory import create_store
@@ -24,7 +25,7 @@ def command(directory: Path, page: Path | None, as_json: bool) -> None:
     if page is not None:
         if as_json:
             raise click.UsageError("--html writes a page and --json prints values; choose one of them")
-        click.echo(asyncio.run(_write_page(directory, page)))
+        echo(str(asyncio.run(_write_page(directory, page))))
         return
     written = directory / REPORT_NAME
     try:
@@ -32,13 +33,13 @@ def command(directory: Path, page: Path | None, as_json: bool) -> None:
     except StoreError as error:
         if as_json or not written.is_file():
             raise
-        click.echo(f"{error}\nThe report that was written when the run ended:\n", err=True)
-        click.echo(written.read_text(encoding="utf-8"), nl=False)
+        echo(f"{error}\nThe report that was written when the run ended:\n", err=True)
+        echo(written.read_text(encoding="utf-8"), nl=False)
         return
     if as_json:
         print_json(report.to_json())
     else:
-        click.echo(report.to_markdown(), nl=False)
+        echo(report.to_markdown(), nl=False)
 
 
 async def _read(directory: Path) -> Report:

@@ -7,6 +7,8 @@ import re
 
 import click
 
+from agentlightning.cli import echo
+
 
 @click.command("runner")
 @click.argument("agent")
@@ -53,9 +55,9 @@ def command(
         opened = create_store(store, run=run)
         try:
             whose = f"run {opened.run_id} of {re.sub('(?<=://)[^/@]*@', '', store)}"  # no password at the terminal
-            click.echo(f"Connecting to {whose}")
+            echo(f"Connecting to {whose}")
             await opened.statistics()  # fails here, before processes are started, if the store is unreachable
-            click.echo(f"Running {agent} for {whose}: {n_runners} x {max_concurrency} rollouts at once.")
+            echo(f"Running {agent} for {whose}: {n_runners} x {max_concurrency} rollouts at once.")
             target = JobTarget.of_this_process(store, None, opened.run_id)  # they find the token too
             await Supervisor(RunnerProcesses(job, target), opened, n_runners).run()
         finally:

@@ -12,6 +12,7 @@ from typing import IO, Final
 import click
 
 from agentlightning import semconv
+from agentlightning.cli import echo
 from agentlightning.errors import ConfigError
 from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
@@ -51,7 +52,7 @@ async def _trace(url: str, run: str | None, arguments: list[str]) -> int:
         await store.close()
     where = "" if url == "sqlite:///agl.db" else f" --store {url}"
     where += "" if run is None else f" --run {run}"
-    click.echo(f"{calls} model calls recorded: agl rollouts show {rollout.rollout_id}{where}", err=True)
+    echo(f"{calls} model calls recorded: agl rollouts show {rollout.rollout_id}{where}", err=True)
     return code
 
 

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import click
 
+from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, LightningError, PluginError
 from agentlightning.logging import setup_logging
 from agentlightning.run.directory import RECORD_NAME, make_directory, read_record
@@ -76,7 +77,7 @@ def command(
     if dry_run:
         from agentlightning_plugins.commands.train.check import check_run
 
-        if not check_run(checked, parts, click.echo):
+        if not check_run(checked, parts, echo):
             raise SystemExit(2)
         return
     check_setup(checked, parts)  # before there is a directory
@@ -113,16 +114,16 @@ def schema_command() -> None:
     """Print the JSON schema of the configuration, for editors."""
     from agentlightning_plugins.commands.train.schema import config_schema
 
-    click.echo(json.dumps(config_schema(), indent=2))
+    echo(json.dumps(config_schema(), indent=2))
 
 
 def _print_config(checked: Any, document: Any) -> None:
     """Prints the configuration, and the settings that the algorithm resolves, if any, as a second document."""
     from agentlightning_plugins.commands.configuration.assembly import compose_algorithm
 
-    click.echo(_dump(document.values), nl=False)
+    echo(_dump(document.values), nl=False)
     if (composed := compose_algorithm(checked, document)) is not None:
-        click.echo(f"---  # the algorithm's resolved settings\n{_dump(composed)}", nl=False)
+        echo(f"---  # the algorithm's resolved settings\n{_dump(composed)}", nl=False)
 
 
 def _show_runner_command(trainer: Any, store: str | None, config: Path) -> None:
@@ -130,9 +131,7 @@ def _show_runner_command(trainer: Any, store: str | None, config: Path) -> None:
     strategy = trainer.strategy
     url = store or f"http://{strategy.server_host}:{strategy.server_port}"
     run = "" if trainer.store.run_id == DEFAULT_RUN_ID else f" --run {trainer.store.run_id}"
-    click.echo(
-        f"this process runs no agents; start runners with:\n\n    agl runner {config} --store {url}{run}\n", err=True
-    )
+    echo(f"this process runs no agents; start runners with:\n\n    agl runner {config} --store {url}{run}\n", err=True)
 
 
 def _fit(trainer: Any, parts: Any, directory: Path) -> None:
@@ -141,7 +140,7 @@ def _fit(trainer: Any, parts: Any, directory: Path) -> None:
     try:
         run = fit(trainer, parts)
     except (KeyboardInterrupt, SystemExit) as stop:
-        click.echo(f"\nstopped; continue with:\n\n    agl train --resume {directory}\n", err=True)
+        echo(f"\nstopped; continue with:\n\n    agl train --resume {directory}\n", err=True)
         raise SystemExit(130 if isinstance(stop, KeyboardInterrupt) else stop.code) from None
     except (ConfigError, PluginError):
         raise
@@ -149,9 +148,9 @@ def _fit(trainer: Any, parts: Any, directory: Path) -> None:
         traceback.print_exc()
         raise SystemExit(1) from error
     if run.status == "failed":
-        click.echo(f"failed: no rollout of {directory} succeeded; agl report {directory} lists the errors", err=True)
+        echo(f"failed: no rollout of {directory} succeeded; agl report {directory} lists the errors", err=True)
         raise SystemExit(1)
-    click.echo(f"done: {directory}", err=True)
+    echo(f"done: {directory}", err=True)
 
 
 def _enter(directory: Path) -> Path:

@@ -83,5 +83,6 @@ def _read_key(headers: Mapping[str, str]) -> str | None:
     """Returns the API key of a request of OpenAI's, Anthropic's or Azure's clients."""
     bearer = headers.get("Authorization")
     if bearer is not None:
-        return bearer.removeprefix("Bearer ")
+        scheme, _, key = bearer.partition(" ")
+        return key.strip() if scheme.lower() == "bearer" else bearer
     return headers.get("x-api-key") or headers.get("api-key")

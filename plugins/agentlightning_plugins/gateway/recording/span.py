@@ -17,7 +17,7 @@ from typing import Any, Final
 from agentlightning import semconv
 from agentlightning.frozen import FrozenList
 from agentlightning.types import Span, TraceStatus
-from agentlightning_plugins.gateway.dialects.dialect import MALFORMED, Choice, Completion, Dialect
+from agentlightning_plugins.gateway.dialects.dialect import MALFORMED, Choice, Dialect
 from agentlightning_plugins.gateway.dialects.json_text import dump_json
 from agentlightning_plugins.gateway.limits.usage import BACKEND, COST, TOKENS
 from agentlightning_plugins.gateway.recording.call import Call, used_tokens
@@ -77,7 +77,7 @@ def call_to_span(call: Call) -> Span:
         attributes["error.type"] = str(call.http_status or "_OTHER")
         status = TraceStatus(status_code="ERROR", description=call.error[:_MAX_DESCRIPTION])
     _add_input(dialect, body, attributes)
-    _add_output(call.completion, attributes)
+    _add_output(call, attributes)
     return Span.from_attributes(
         attributes=attributes,
         rollout_id=rollout_id,
@@ -102,7 +102,8 @@ def _add_input(dialect: Dialect, body: Mapping[str, Any], attributes: dict[str, 
         attributes[semconv.GEN_AI_TOOL_DEFINITIONS] = dump_json(tools).decode()
 
 
-def _add_output(completion: Completion, attributes: dict[str, Any]) -> None:
+def _add_output(call: Call, attributes: dict[str, Any]) -> None:
+    completion = call.completion
     choices = sorted(completion.choices.items())
     first = completion.choices.get(0) or Choice()
     prompt_token_ids = completion.prompt_token_ids or first.prompt_token_ids
@@ -131,7 +132,10 @@ def _add_output(completion: Completion, attributes: dict[str, Any]) -> None:
     attributes.update((name, value) for name, value in known.items() if value is not None)
     if choices:
         attributes[semconv.GEN_AI_FINISH_REASONS] = [choice.finish_reason or "" for _, choice in choices]
-        attributes[semconv.GEN_AI_OUTPUT_MESSAGES] = dump_json([choice.to_message() for _, choice in choices]).decode()
+        text = dump_json([choice.to_message() for _, choice in choices])
+        if call.backend is not None:
+            text = call.backend.redact_answer(text)  # a stream may have the key in pieces
+        attributes[semconv.GEN_AI_OUTPUT_MESSAGES] = text.decode()
 
 
 def _freeze_numbers(values: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import click
 
+from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def compact_command(url: str) -> None:
             await store.close()
 
     before, after = asyncio.run(compact())
-    click.echo(f"{hide_password(url)}: {before / 1e6:.1f} MB before, {after / 1e6:.1f} MB now")
+    echo(f"{hide_password(url)}: {before / 1e6:.1f} MB before, {after / 1e6:.1f} MB now")
 
 
 class _Tokens:
@@ -210,13 +211,13 @@ async def _serve(
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, stop.set)
             lifetime = "" if store.capabilities["durable"] else " (not durable: lost when this process ends)"
-            click.echo(f"Serving {hide_password(backend)}{lifetime} at {server.endpoint}")
+            echo(f"Serving {hide_password(backend)}{lifetime} at {server.endpoint}")
             following = loop.create_task(tokens.follow(server))
             await stop.wait()
             following.cancel()
             for number in (signal.SIGINT, signal.SIGTERM):  # a second signal ends the process at once
                 loop.remove_signal_handler(number)
-            click.echo("Stopping: finishing requests in flight, refusing new ones.")
+            echo("Stopping: finishing requests in flight, refusing new ones.")
     finally:
         closing = loop.create_task(store.close())
         done, _ = await asyncio.wait({closing}, timeout=_CLOSE_S)

@@ -11,6 +11,8 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Final, Literal
 
+from agentlightning.logging import PrintableFormatter
+
 REQUEST_ID_HEADER: Final = "x-request-id"
 request_id: Final[ContextVar[str]] = ContextVar("request_id", default="")
 """The id of the request that is being answered; empty if its client gave none."""
@@ -39,7 +41,7 @@ def setup_server_log(level: str, style: Literal["text", "json"], *, access: bool
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(_add_request_id)
-    handler.setFormatter(JsonFormatter() if style == "json" else logging.Formatter(_TEXT))
+    handler.setFormatter(JsonFormatter() if style == "json" else PrintableFormatter(_TEXT))
     logger = logging.getLogger("agentlightning")
     logger.handlers[:] = [handler]
     logger.propagate = False

@@ -74,14 +74,14 @@ MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
 
 
 def open_file(path: Path, busy_timeout_s: float) -> None:
-    """Creates or migrates the file if needed. Only its user may read a new one; SQLite's own files beside it follow it.
+    """Creates or migrates the file if needed. Only its user may read a new one and its new folder.
 
     Raises:
         ConfigError: it is not a store, or is of a newer version; it is not changed.
         StoreError: it cannot be opened or written.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         size = path.stat().st_size

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agentlightning.event import AttemptFinished, Event, ResourcesPublished, RolloutFinished, RunFinished, StepFinished
+from agentlightning.logging import printable
 from agentlightning.types import Run
 
 _SHOWN = ("reward", "val_reward", "success_rate", "tokens_per_s", "seconds")
@@ -120,6 +121,7 @@ class ConsoleTracker:
         return f"about {_duration((now - began) * (1 - progress) / (progress - first))} left"
 
     def _say(self, text: Text) -> None:
+        text.plain = printable(text.plain)
         # A pipe or a file has no width: lines are not wrapped there.
         self._console.print(text, soft_wrap=not self._console.is_terminal)
 

@@ -20,6 +20,7 @@ from agentlightning.run.attempt_token import AttemptToken
 from agentlightning.store.check import RUN_ID, check_run_id
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import DEFAULT_RUN_ID
+from agentlightning_plugins.http_connections import Connections
 from agentlightning_plugins.http_request import answer_expect
 from agentlightning_plugins.stores.http import log
 from agentlightning_plugins.stores.http.message import (
@@ -41,7 +42,6 @@ from agentlightning_plugins.stores.http.server.body import (
     make_reader,
     read_query,
 )
-from agentlightning_plugins.stores.http.server.connections import Connections
 from agentlightning_plugins.stores.http.server.events import EventStreams
 from agentlightning_plugins.stores.http.server.metrics import CONTENT_TYPE, ServerMetrics
 from agentlightning_plugins.stores.http.server.pages import Pages

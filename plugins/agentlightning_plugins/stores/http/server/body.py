@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -93,7 +92,7 @@ def _wrap_bare(content: Any) -> Any:
 
 async def run_if_large(body: bytes, work: Callable[[], T]) -> T:
     """Runs work on a body: in a thread if the body is large, so that other requests are answered meanwhile."""
-    return work() if len(body) < LARGE_BODY_BYTES else await asyncio.to_thread(work)
+    return work() if len(body) < LARGE_BODY_BYTES else await http_request.in_thread(work)
 
 
 async def _read_nothing(request: web.Request, limits: Limits) -> dict[str, Any]:

@@ -6,7 +6,6 @@ is 400, and ``partial_success`` counts the spans that were refused.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import functools
 import itertools
@@ -91,7 +90,7 @@ async def export_spans(
         RefusedError: a span belongs to another attempt than the token; none is stored.
     """
     convert: Callable[[], list[Span | str]] = functools.partial(list, _convert(request, token))
-    converted = await asyncio.to_thread(convert) if request.ByteSize() > LARGE_BODY_BYTES else convert()
+    converted = await http_request.in_thread(convert) if request.ByteSize() > LARGE_BODY_BYTES else convert()
     spans = [item for item in converted if isinstance(item, Span)]
     reasons = [item for item in converted if isinstance(item, str)]
     if token is not None:

@@ -13,14 +13,13 @@ from aiohttp import web
 
 from agentlightning.errors import ConfigError, ConflictError
 from agentlightning.store.protocol import LightningStore
+from agentlightning_plugins.http_connections import Connections
 from agentlightning_plugins.http_request import SERVER_SETTINGS, RequestLog, is_loopback
 from agentlightning_plugins.stores.http.message import check_token
 from agentlightning_plugins.stores.http.server.application import OTLP_PATH, StoreApplication
-from agentlightning_plugins.stores.http.server.connections import Connections, report_accept_errors
 from agentlightning_plugins.stores.http.server.pages import Pages
 
 _FINISH_REQUESTS_S: Final = 6.0
-_BACKLOG: Final = 128
 _KEEPALIVE_S: Final = 75.0
 """Longer than clients keep idle connections, so that the client closes them."""
 
@@ -148,7 +147,6 @@ class LightningStoreServer:
 
     async def _serve(self, listening: concurrent.futures.Future[int], stopping: asyncio.Event) -> None:
         loop = asyncio.get_running_loop()
-        report_accept_errors(loop)
         served = self._served = StoreApplication(self._store, self._tokens, self._pages)
         runner = web.AppRunner(
             served.application,
@@ -160,19 +158,14 @@ class LightningStoreServer:
             shutdown_timeout=_FINISH_REQUESTS_S,
         )
         await runner.setup()
-        assert runner.server is not None
-        served.connections = Connections(runner.server)
-        listener: asyncio.Server | None = None
+        connections = served.connections = Connections(runner.server)
         try:
-            listener = await loop.create_server(served.connections, self.host, self.port, backlog=_BACKLOG)
-            listening.set_result(listener.sockets[0].getsockname()[1])
+            listening.set_result((await connections.listen(self.host, self.port))[1])
             await stopping.wait()
         except OSError as error:
             listening.set_exception(self._cannot_listen(error))
         finally:
-            if listener is not None:
-                listener.close()  # accepts no new connections
-            served.connections.close()
+            connections.close()
             abort_timer = loop.call_later(_FINISH_REQUESTS_S, _abort_connections, runner)
             await served.stop(_FINISH_REQUESTS_S)
             await runner.cleanup()

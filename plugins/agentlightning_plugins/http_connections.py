@@ -19,6 +19,8 @@ MAX_UNKNOWN: Final = 512
 """Connections without an admitted request."""
 MAX_UNKNOWN_OF_CLIENT: Final = 256
 """Those of one address."""
+GRACE_S: Final = 1.0
+"""Younger connections are closed only if there are no file descriptors left: many clients may connect at once."""
 _RESERVED_FILES: Final = 128
 """File descriptors for the database and other files."""
 
@@ -27,25 +29,32 @@ class Connections:
     """Hands new connections to the HTTP server once they send something, and closes some where there are too many.
 
     A connection is unknown until a request on it is admitted. Where a client, or all together, have too many unknown
-    ones, the oldest is closed. Call the methods in the event loop of the server.
+    ones, the oldest is closed. Call the methods in the event loop of the server, which must have no other use.
     """
 
-    def __init__(self, make_handler: Callable[[], asyncio.Protocol]) -> None:
+    def __init__(self, make_handler: Callable[[], asyncio.Protocol] | None) -> None:
         """Reads the limit of open files of this process.
 
         Args:
-            make_handler: makes the HTTP protocol of a connection.
+            make_handler: makes the HTTP protocol of a connection, such as ``aiohttp.web.Server``.
         """
+        assert make_handler is not None  # a runner of aiohttp has none before its setup
         self._make_handler = make_handler
+        self._listener: asyncio.Server | None = None
         self._unknown: dict[asyncio.BaseTransport, _Arrival] = {}
         self._admitted: set[asyncio.BaseTransport] = set()
         self._most = max(_RESERVED_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _RESERVED_FILES)
         self._tidy_at = _RESERVED_FILES
-        self._log = SlowLog()
+        self._log = _SlowLog()
 
-    def __call__(self) -> asyncio.Protocol:
-        """Makes the protocol of a new connection, for ``loop.create_server``."""
-        return _Arrival(self)
+    async def listen(self, host: str, port: int, *, backlog: int = 128) -> tuple[str, int]:
+        """Accepts connections, and returns the address; raises OSError if it is not available."""
+        loop = asyncio.get_running_loop()
+        _report_accept_errors(loop)
+        # Given a host and a port, asyncio makes the sockets itself and disables Nagle's algorithm.
+        self._listener = await loop.create_server(lambda: _Arrival(self), host, port, backlog=backlog)
+        address, bound, *_ = self._listener.sockets[0].getsockname()
+        return address, bound
 
     def admit(self, transport: asyncio.BaseTransport | None) -> None:
         """Makes the connection of an admitted request a known one."""
@@ -68,8 +77,10 @@ class Connections:
                 )
         theirs = [other for other, known in self._unknown.items() if known.address == address]
         if len(theirs) >= MAX_UNKNOWN_OF_CLIENT or len(self._unknown) >= MAX_UNKNOWN:
-            self.expire(theirs[0] if len(theirs) >= MAX_UNKNOWN_OF_CLIENT else next(iter(self._unknown)))
-            self._log.warning("%s has many connections without a valid request; the oldest are closed", address)
+            oldest = theirs[0] if len(theirs) >= MAX_UNKNOWN_OF_CLIENT else next(iter(self._unknown))
+            if self._unknown[oldest].since < time.monotonic() - GRACE_S:
+                self.expire(oldest)
+                self._log.warning("%s has many connections without a valid request; the oldest are closed", address)
         if not transport.is_closing():
             self._unknown[transport] = arrival
 
@@ -95,7 +106,9 @@ class Connections:
         self._unknown = {transport: known for transport, known in self._unknown.items() if not transport.is_closing()}
 
     def close(self) -> None:
-        """Closes the connections that have sent nothing; the HTTP server closes the others."""
+        """Stops listening and closes the connections that have sent nothing; the HTTP server closes the others."""
+        if self._listener is not None:
+            self._listener.close()
         for transport, arrival in list(self._unknown.items()):
             arrival.timer.cancel()
             if not arrival.has_sent:
@@ -112,6 +125,7 @@ class _Arrival(asyncio.Protocol):
         self._connections = connections
         self.address = ""
         self.has_sent = False
+        self.since = time.monotonic()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -135,7 +149,7 @@ class _Arrival(asyncio.Protocol):
         self.timer = loop.call_later(seconds, self._connections.expire, self.transport)
 
 
-class SlowLog:
+class _SlowLog:
     """Logs at most one message a second, with the number of those that it left out."""
 
     def __init__(self) -> None:
@@ -151,9 +165,9 @@ class SlowLog:
         self._next, self._left_out = time.monotonic() + 1.0, 0
 
 
-def report_accept_errors(loop: asyncio.AbstractEventLoop) -> None:
+def _report_accept_errors(loop: asyncio.AbstractEventLoop) -> None:
     """Makes a loop log once a second that no connection can be accepted, instead of once for each of the backlog."""
-    slowly = SlowLog()
+    slowly = _SlowLog()
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
