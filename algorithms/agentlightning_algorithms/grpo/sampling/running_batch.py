@@ -136,13 +136,13 @@ class RunningBatch(Generic[R]):
             for k in range(1, len(lengths)):
                 saved = (len(lengths) - k) * (lengths[0] - lengths[k])
                 best = max(best, (saved, bank, lengths[k]), key=lambda found: found[0])
-        _, bank, width = best
-        if bank is None:
+        _, source, width = best
+        if source is None:
             return False
-        short = [row for row in bank.rows if whole_blocks(row.cached + 1) <= width]
-        long = [row for row in bank.rows if whole_blocks(row.cached + 1) > width]
-        moving = short if len(short) * width < len(long) * bank.width else long
-        _move(bank, moving, self._open())
+        short = [row for row in source.rows if whole_blocks(row.cached + 1) <= width]
+        long = [row for row in source.rows if whole_blocks(row.cached + 1) > width]
+        moving = short if len(short) * width < len(long) * source.width else long
+        _move(source, moving, self._open())
         return True
 
     def _open(self) -> Bank[R]:
