@@ -59,7 +59,7 @@ def soft_overlong(episode: Episode, settings: GRPOSettings) -> float | None:
         return episode.reward
     longest = max((len(triplet.response.get("token_ids") or ()) for triplet in episode.triplets), default=0)
     margin = max(1.0, limit / 5)
-    return episode.reward - min(1.0, max(0.0, (longest - (limit - margin)) / margin))
+    return float(episode.reward - min(1.0, max(0.0, (longest - (limit - margin)) / margin)))
 
 
 def pass_at_k(episodes: Sequence[Episode], threshold: float = 1.0) -> dict[str, float]:

@@ -203,12 +203,13 @@ class Updater:
             ValueError: as :func:`check_rows`.
         """
         check_rows(rows, self.policy.max_length)
-        if isinstance(objective, str):
-            objective = get_manager().get("policy_loss", objective)
+        found: Objective | None = (
+            get_manager().get("policy_loss", objective) if isinstance(objective, str) else objective
+        )
         step, added = self._open_step
         before = float(step.totals.get("loss", torch.zeros(())))
         prepared = self._prepare(rows)
-        self._add_gradient(prepared, step, objective or self._objective)
+        self._add_gradient(prepared, step, found or self._objective)
         added += prepared
         return {"loss": float(step.totals.get("loss", torch.zeros(()))) - before, "rows": float(len(rows))}
 
