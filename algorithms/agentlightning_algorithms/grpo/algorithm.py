@@ -20,9 +20,10 @@ from typing import Any, ClassVar
 
 from agentlightning.algorithm.algorithm import Algorithm
 from agentlightning.errors import ConfigError
-from agentlightning.types import Dataset, RolloutMode
-from agentlightning_algorithms.grpo.model.checkpoint import atomic_directory, recover_directory
-from agentlightning_algorithms.grpo.session import Batch, Session, open_session
+from agentlightning.types import Dataset
+from agentlightning_algorithms.grpo.model.checkpoint import recover_directory
+from agentlightning_algorithms.grpo.opening import open_session
+from agentlightning_algorithms.grpo.session import Batch, Session
 from agentlightning_algorithms.grpo.setting import GRPOSettings
 from agentlightning_algorithms.grpo.training_files import keep_weights, write_record
 
@@ -84,10 +85,10 @@ class GRPO(GRPOSettings, Algorithm):
         await session.publish()
         reached = False
         if session.step == 0:
-            metrics = await self._evaluate(session, val, "val")
-            await session.report({**metrics, **await self._evaluate(session, self.test_dataset, "test")})
+            metrics = await session.evaluate(val, "val")
+            await session.report({**metrics, **await session.evaluate(self.test_dataset, "test")})
         elif self.target_reward is not None:  # the run may have been stopped after it reached its target
-            reached = self._reached(await self._evaluate(session, val, "val"))
+            reached = self._reached(await session.evaluate(val, "val"))
         prefetched: asyncio.Task[Batch] | None = None
         checkpoint_s: float | None = None  # of the last checkpoint
         try:
@@ -107,10 +108,10 @@ class GRPO(GRPOSettings, Algorithm):
                 metrics |= {"wait_s": waited_s, "publish_s": now - published, "seconds": now - started}
                 last = session.step == self.steps
                 if last or (self.eval_every and session.step % self.eval_every == 0):
-                    metrics |= await self._evaluate(session, val, "val")
+                    metrics |= await session.evaluate(val, "val")
                     reached = self._reached(metrics)
                 if last or reached:
-                    metrics |= await self._evaluate(session, self.test_dataset, "test")
+                    metrics |= await session.evaluate(self.test_dataset, "test")
                 if checkpoint_s is not None:
                     metrics["checkpoint_s"] = checkpoint_s
                 metrics["progress"] = 1.0 if reached else (session.step - started_at) / (self.steps - started_at)
@@ -131,20 +132,3 @@ class GRPO(GRPOSettings, Algorithm):
 
     def _reached(self, metrics: Mapping[str, float]) -> bool:
         return self.target_reward is not None and metrics.get("val_reward", -math.inf) >= self.target_reward
-
-    async def _evaluate(self, session: Session, dataset: Dataset[Any] | None, mode: RolloutMode) -> dict[str, float]:
-        """Evaluates the newest weights, and saves those with the best validation reward as ``best``."""
-        if dataset is None or not len(dataset):
-            return {}
-        metrics = await session.evaluate(dataset, mode)
-        reward = metrics.get(f"{mode}_reward")  # missing if every rollout failed and failed_reward is None
-        if mode == "val" and reward is not None and (session.best_reward is None or reward > session.best_reward):
-            session.best_reward = reward
-            if self.context.directory is not None:
-                await asyncio.to_thread(_save_best, session, self.context.directory)
-        return metrics
-
-
-def _save_best(session: Session, directory: Path) -> None:
-    with atomic_directory(directory / "best") as scratch:
-        session.updater.policy.save(scratch, merge=False)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from agentlightning.plugin.hookspecs import Component, hookimpl
+from agentlightning.plugin.hookspecs import Component, ComponentKind, hookimpl
 
 if TYPE_CHECKING:
     import click
@@ -24,6 +24,22 @@ _ESTIMATORS = {
     "reinforce_plus_plus_baseline": "difference from the mean of the group, whitened over the batch",
     "opo": "difference from the mean weighted by length",
 }
+_PARTS: Mapping[ComponentKind, Mapping[str, str]] = {
+    "aggregation": {
+        "token-mean": "learning.loss:token_mean",
+        "token-sum": "learning.loss:token_sum",
+        "seq-mean-token-sum": "learning.loss:seq_mean_token_sum",
+        "seq-mean-token-sum-norm": "learning.loss:seq_mean_token_sum_norm",
+        "seq-mean-token-mean": "learning.loss:seq_mean_token_mean",
+        "rollout-mean": "learning.loss:rollout_mean",
+    },
+    "schedule": {name: f"learning.schedule:{name}" for name in ("constant", "linear", "cosine")},
+    "task_sampler": {"shuffled": "choice:shuffled", "undecided": "choice:undecided"},
+    "rollout_filter": {"everything": "choice:everything", "finished": "choice:finished"},
+    "reward_shaping": {"unchanged": "choice:unchanged", "soft_overlong": "choice:soft_overlong"},
+    "training_metrics": {"pass_at_k": "choice:pass_at_k"},
+}
+"""Further parts of a training, by kind and name."""
 
 
 @hookimpl
@@ -54,6 +70,11 @@ def components() -> Iterable[Component]:
         *(
             Component("advantage", name, f"agentlightning_algorithms.advantage:{name}", summary=summary)
             for name, summary in _ESTIMATORS.items()
+        ),
+        *(
+            Component(kind, name, f"{package}.{target}", "grpo", f"{kind.replace('_', ' ')} of grpo")
+            for kind, parts in _PARTS.items()
+            for name, target in parts.items()
         ),
     ]
 

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import logging
-import random
 import resource
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from agentlightning.adapter.adapter import TraceAdapter
-from agentlightning.algorithm.context import Gateway, RunContext, serve_models
-from agentlightning.errors import ConfigError
+from agentlightning.algorithm.context import Gateway, RunContext
 from agentlightning.plugin.registry import get_manager
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import Dataset, EnqueueRolloutRequest, RolloutConfig, RolloutMode, Triplet
-from agentlightning_algorithms.grpo.learning.episode import Episode, describe_episodes, gather_episodes
+from agentlightning_algorithms.grpo.choice import pass_at_k
+from agentlightning_algorithms.grpo.learning.episode import Episode, count_staleness, describe_episodes, gather_episodes
 from agentlightning_algorithms.grpo.learning.experience import (
     build_experience,
     find_flat_groups,
@@ -34,10 +31,10 @@ from agentlightning_algorithms.grpo.learning.experience import (
 from agentlightning_algorithms.grpo.learning.monitor import TrainingMonitor
 from agentlightning_algorithms.grpo.learning.record import training_spans
 from agentlightning_algorithms.grpo.learning.updater import Updater
-from agentlightning_algorithms.grpo.model.policy import load_policy
-from agentlightning_algorithms.grpo.setting import GRPOSettings, UpdateSettings, agent_sampling, distribution
+from agentlightning_algorithms.grpo.model.checkpoint import atomic_directory
+from agentlightning_algorithms.grpo.setting import GRPOSettings, agent_sampling
 from agentlightning_algorithms.grpo.training_row import TrainingRow
-from agentlightning_algorithms.policy_backend import PolicyBackend, PolicySetup, publish_weights
+from agentlightning_algorithms.policy_backend import PolicyBackend, publish_weights
 from agentlightning_algorithms.rollout_result import RewardCheck
 from agentlightning_plugins.training_records.record import LEDGER_SPAN, LedgerEntry
 
@@ -49,7 +46,8 @@ _BACKEND_CHECK_S = 2.0
 _KEPT_STEPS = 4
 """Of a store that is lost with its process."""
 _EVALUATED = ("reward", "success_rate", "failure_rate")
-"""Metrics of evaluations, beside the rewards by source."""
+"""Metrics of evaluations, beside those by name."""
+_EVALUATED_BY_NAME = ("reward/", "rewards/", "pass@")
 
 
 @dataclass(frozen=True)
@@ -89,6 +87,8 @@ class Session:
     train_resources: str = ""
     eval_resources: str = ""
     sampler_totals: Mapping[str, float] = field(default_factory=dict)
+    task_rewards: dict[int, float] = field(default_factory=dict)
+    """Newest mean reward of each task of the training set, by index."""
     rollout_ids: dict[int, list[str]] = field(default_factory=dict)
     """Rollouts that have not been deleted, by step."""
     opened_at: float = 0.0
@@ -97,12 +97,13 @@ class Session:
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps beside the updater's state."""
         own = {"step": self.step, "position": self.position, "best_reward": self.best_reward}
-        return {**own, "watch": self.monitor.state()}
+        return {**own, "watch": self.monitor.state(), "task_rewards": self.task_rewards}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restores what :meth:`state` returned."""
         self.step, self.position, self.best_reward = state["step"], state["position"], state["best_reward"]
         self.monitor.restore(state["watch"])
+        self.task_rewards = dict(state.get("task_rewards", {}))
         self.reward_check.is_passed = self.step > 0
 
     async def publish(self) -> None:
@@ -124,18 +125,21 @@ class Session:
         resources = {**(self.context.initial_resources or {}), self.settings.resource_name: llm}
         return (await self.store.update_resources(resources_id, resources)).resources_id
 
-    async def collect(self, train: Dataset[Any], step: int, position: int) -> Batch:
-        """Rolls out the tasks of a step from ``position`` on, and further tasks to replace groups without spread."""
+    async def collect(self, train: Dataset[Any], step: int, position: int, *, first_round: int = 0) -> Batch:
+        """Rolls out the tasks of a step from ``position`` on, and further tasks to replace groups without spread.
+
+        Rounds of one step that have the same number have the same rollouts.
+        """
         started, version, settings = time.monotonic(), self.step, self.settings
         resources_id = self.train_resources
         episodes: list[Episode] = []
         useful = rounds = 0
-        for refill in range(settings.refill_rounds + 1):
+        for refill in range(first_round, first_round + settings.refill_rounds + 1):
             wanted = settings.tasks_per_step - useful
-            if refill and wanted <= 0:
+            if wanted <= 0:
                 break
-            rounds = refill
-            tasks = draw_tasks(train, wanted, position, self.updater.settings.seed)
+            rounds = refill - first_round
+            tasks = self._choose_tasks(train, wanted, position)
             position += wanted
             requests = [
                 EnqueueRolloutRequest(
@@ -154,12 +158,35 @@ class Session:
             ]
             found = await self._roll_out(requests, "train", resources_id)
             episodes += found
-            scored_R = score_episodes(found, settings.failed_reward)
+            scored_R = score_episodes(self.shape(found), settings.failed_reward)
             useful += len({episode.group for episode, _ in scored_R}) - len(find_flat_groups(scored_R))
+        self._remember_rewards(episodes)
         metrics = await self._sampler_metrics()
         if settings.refill_rounds:
             metrics["refills"] = float(rounds)
         return Batch(episodes, version, position, time.monotonic() - started, metrics)
+
+    def _choose_tasks(self, train: Dataset[Any], count: int, position: int) -> list[tuple[int, Any]]:
+        choose = get_manager().get("task_sampler", self.settings.task_sampler)
+        seed = self.updater.settings.seed
+        chosen = choose(len(train), count, position, seed=seed, rewards=self.task_rewards)
+        return [(index, train[index]) for index in chosen]
+
+    def _remember_rewards(self, episodes: Sequence[Episode]) -> None:
+        rewards: dict[int, list[float]] = {}
+        for episode in episodes:
+            reward = episode.reward_or(self.settings.failed_reward)
+            if reward is not None:
+                rewards.setdefault(int((episode.rollout.metadata or {})["task_id"]), []).append(reward)
+        self.task_rewards |= {index: sum(values) / len(values) for index, values in rewards.items()}
+
+    def shape(self, episodes: Sequence[Episode]) -> list[Episode]:
+        """Returns the episodes to train on, with the rewards to train with."""
+        shape = get_manager().get("reward_shaping", self.settings.reward_shaping)
+        choose = get_manager().get("rollout_filter", self.settings.rollout_filter)
+        kept = choose(episodes, self.settings)
+        shaped = [(episode, shape(episode, self.settings)) for episode in kept]
+        return [e if reward == e.reward else replace(e, reward=reward) for e, reward in shaped]
 
     async def _sampler_metrics(self) -> dict[str, float]:
         """Returns what the policy backend counted since the last step, evaluation included."""
@@ -172,7 +199,7 @@ class Session:
         updater = self.updater
         experience = await asyncio.to_thread(
             build_experience,
-            batch.episodes,
+            self.shape(batch.episodes),
             self.settings,
             max_length=updater.policy.max_length,
             decode=self._decode,
@@ -199,7 +226,8 @@ class Session:
         tokens = sum(len(triplet.response.get("token_ids") or ()) for e in batch.episodes for triplet in e.triplets)
         train_s = metrics.pop("seconds")
         return {
-            **self._describe(batch.episodes),
+            **self.describe(batch.episodes),
+            **count_staleness(batch.episodes, self.step - 1),
             **batch.metrics,
             **experience.metrics,
             **metrics,
@@ -215,6 +243,11 @@ class Session:
             **_measure_memory(self.settings.device),
         }
 
+    async def advance(self, position: int) -> None:
+        """Counts an update whose tasks end at ``position``, and deletes rollouts of old steps."""
+        self.step, self.position = self.updater.updates, position
+        await self._delete_old_rollouts()
+
     async def _delete_old_rollouts(self) -> None:
         keep = self.settings.keep_steps
         if keep is None:
@@ -226,30 +259,48 @@ class Session:
                 logger.info("rollouts older than %d steps are deleted from the store; keep_steps: 0 keeps them", keep)
             await self.store.delete_rollouts(self.rollout_ids.pop(step))
 
-    async def evaluate(self, dataset: Dataset[Any], mode: RolloutMode) -> dict[str, float]:
-        """Runs every task once with the sampling parameters of evaluation."""
+    async def evaluate(self, dataset: Dataset[Any] | None, mode: RolloutMode) -> dict[str, float]:
+        """Runs every task with the sampling parameters of evaluation; keeps the best in validation as ``best``."""
+        if dataset is None or not len(dataset):
+            return {}
         started = time.monotonic()
         requests = [
             EnqueueRolloutRequest(
                 input=dataset[index],
-                rollout_id=self.context.rollout_id(mode, self.step, index),
-                metadata={"step": self.step, "task_id": index, "seed": self._seed(mode, self.step, index)},
+                rollout_id=self.context.rollout_id(mode, self.step, index, *again),
+                metadata={"step": self.step, "task_id": index, "seed": self._seed(mode, self.step, index, *again)},
             )
             for index in range(len(dataset))
+            for again in [(), *((repetition,) for repetition in range(1, self.settings.eval_rollouts))]
         ]
         episodes = await self._roll_out(requests, mode, self.eval_resources)
-        found = self._describe(episodes)
-        kept = {name: found[name] for name in found if name in _EVALUATED or name.startswith("reward/")}
+        found = self.describe(episodes)
+        reward = found.get("reward")  # missing if every rollout failed and failed_reward is None
+        if mode == "val" and reward is not None and (self.best_reward is None or reward > self.best_reward):
+            self.best_reward = reward
+            if self.context.directory is not None:
+                await asyncio.to_thread(self._save_best, self.context.directory)
+        if self.settings.eval_rollouts > 1:
+            found |= pass_at_k(episodes, self.settings.success_threshold)
+        kept = {name: found[name] for name in found if name in _EVALUATED or name.startswith(_EVALUATED_BY_NAME)}
         return {**{f"{mode}_{name}": value for name, value in kept.items()}, f"{mode}_s": time.monotonic() - started}
+
+    def _save_best(self, directory: Path) -> None:
+        with atomic_directory(directory / "best") as scratch:
+            self.updater.policy.save(scratch, merge=False)
 
     def _seed(self, *place: object) -> int:
         """Returns the seed that the gateway derives the seeds of a rollout's calls from."""
         digest = hashlib.blake2b("/".join(map(str, (self.updater.settings.seed, *place))).encode(), digest_size=8)
         return int.from_bytes(digest.digest(), "big") >> 11
 
-    def _describe(self, episodes: Sequence[Episode]) -> dict[str, float]:
+    def describe(self, episodes: Sequence[Episode]) -> dict[str, float]:
+        """Returns rewards, lengths and durations of episodes."""
         threshold, failed_reward = self.settings.success_threshold, self.settings.failed_reward
-        return describe_episodes(episodes, success_threshold=threshold, failed_reward=failed_reward)
+        found = describe_episodes(episodes, success_threshold=threshold, failed_reward=failed_reward)
+        for name in self.settings.extra_metrics:
+            found |= get_manager().get("training_metrics", name)(episodes)
+        return found
 
     async def report(self, metrics: Mapping[str, float]) -> None:
         """Records the metrics of a step and logs the warnings that they give rise to."""
@@ -287,92 +338,6 @@ class Session:
     def _kl_penalty(self, rows: Sequence[TrainingRow]) -> list[list[float]]:
         coefficient = self.updater.settings.kl_coefficient
         return [[coefficient * value for value in values] for values in self.updater.reference_kl(rows)]
-
-
-async def open_session(
-    stack: contextlib.AsyncExitStack,
-    context: RunContext,
-    adapter: TraceAdapter[Sequence[Triplet]],
-    settings: GRPOSettings,
-    update: UpdateSettings,
-    resume_from: Path | None,
-) -> Session:
-    """Starts the policy backend, loads the model and finds or starts the gateway; ``stack`` stops what was started.
-
-    ``resume_from`` is the checkpoint to continue from. The seed of the run is ``update.seed``.
-
-    Raises:
-        ConfigError: no such model, or a checkpoint of another one.
-    """
-    store = context.store
-    if store is None:
-        raise ConfigError("grpo has no store; run it through a Trainer")
-    if settings.train_threads is not None:
-        torch.set_num_threads(settings.train_threads)
-    directory = context.directory
-    if directory is None:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agl-grpo-")))
-    directory.mkdir(parents=True, exist_ok=True)
-    backend = cast(PolicyBackend, get_manager().create("policy_backend", settings.backend))
-    setup = PolicySetup(
-        model=settings.model,
-        model_name=MODEL_NAMES["train"],
-        directory=directory,
-        dtype=settings.dtype,
-        device=settings.device,
-        threads=settings.sample_threads,
-        max_batch_size=settings.max_batch_size,
-        seed=update.seed,
-    )
-    stack.push_async_callback(backend.stop)
-    # Both import torch and read the weights.
-    updater, _ = await asyncio.gather(asyncio.to_thread(_load_updater, settings, update), backend.start(setup))
-    gateway = context.llm_proxy
-    if gateway is None:
-        gateway = cast(Gateway, get_manager().get("gateway", "gateway")(store=store))
-        await gateway.start()
-        stack.push_async_callback(gateway.stop)
-    serve_models(gateway, model_entries(backend.model_entry, settings))
-    monitor = TrainingMonitor(is_exact=settings.dtype == "float32")
-    session = Session(settings, context, store, adapter, gateway, backend, updater, directory, monitor)
-    if resume_from is not None:
-        session.restore(updater.load(resume_from))
-    return session
-
-
-def model_entries(entry: Mapping[str, Any], settings: GRPOSettings) -> list[dict[str, Any]]:
-    """Returns the entries of the gateway's model list, for training and for evaluation."""
-    entries = []
-    for use, sampling in (("train", settings.sampling or {}), ("eval", settings.eval_sampling or {})):
-        key = "sampling_parameters" if (settings.sampling or {})["force"] else "sampling_defaults"
-        own = {"model_name": MODEL_NAMES[use], "seed_calls": True, key: distribution(sampling)}
-        entries.append({**entry, **own})
-    return entries
-
-
-def _load_updater(settings: GRPOSettings, update: UpdateSettings) -> Updater:
-    dtype = "float32" if settings.lora is None else settings.dtype
-    policy = load_policy(settings.model, dtype=dtype, device=settings.device)
-    if settings.lora is not None:
-        from agentlightning_algorithms.grpo.model.lora import add_lora  # peft takes seconds to import
-
-        torch.manual_seed(update.seed)
-        add_lora(policy.model, settings.lora)
-    return Updater(policy, update, autocast=settings.dtype != "float32")
-
-
-def draw_tasks(dataset: Dataset[Any], count: int, position: int, seed: int) -> list[tuple[int, Any]]:
-    """Returns index and task for ``count`` places, from ``position`` on, in an endless sequence of shuffled epochs."""
-    size = len(dataset)
-    orders: dict[int, list[int]] = {}
-    chosen = []
-    for place in range(position, position + count):
-        epoch, offset = divmod(place, size)
-        if epoch not in orders:
-            orders[epoch] = random.Random(f"{seed}-{epoch}").sample(range(size), size)
-        index = orders[epoch][offset]
-        chosen.append((index, dataset[index]))
-    return chosen
 
 
 def _measure_memory(device: str) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final, Literal
@@ -13,6 +12,7 @@ from agentlightning.errors import ConfigError, suggest
 from agentlightning.plugin.registry import get_manager
 from agentlightning.plugin.settings import require_least
 from agentlightning_algorithms.advantage import STD_FLOOR
+from agentlightning_algorithms.grpo.lora_setting import LoraSettings as LoraSettings
 from agentlightning_algorithms.grpo.training_row import Distribution
 from agentlightning_algorithms.trained_model.checkpoint import find_model
 
@@ -43,21 +43,23 @@ class UpdateSettings:
 
     Attributes:
         lr: AdamW's peak learning rate; ``betas`` and ``weight_decay`` are AdamW's too.
-        schedule: decay of the learning rate from ``lr`` to ``lr * final_lr_fraction``, by updates, not optimizer steps.
-        total_updates: updates the schedule spans; required for ``linear`` and ``cosine``.
+        schedule: a component of that kind: ``constant``, ``linear`` or ``cosine`` decay of the learning rate from
+            ``lr`` to ``lr * final_lr_fraction``, by updates, not optimizer steps.
+        total_updates: updates the schedule spans; required for all but ``constant``.
         warmup_updates: updates in which the learning rate rises linearly to ``lr``.
         max_grad_norm: gradients are clipped to this norm.
         epochs: passes over the rows of one update.
         minibatches: optimizer steps per epoch, whatever the number of rows, which depends on the number of turns.
         max_tokens_per_microbatch: bound on memory, padding included; changes the result only by rounding.
-        gradient_checkpointing: recompute activations in the backward pass: less memory, about a third more time.
+        gradient_checkpointing: recompute activations in the backward pass: less memory, about a third more time. None:
+            for models of at least 500 million weights that support it.
         objective: a component of the kind ``policy_loss``: ``ppo``, ``gspo``, ``cispo``, or that of a plugin; see
             ``clipped_surrogate``, ``sequence_surrogate`` and ``clipped_weight_surrogate`` in
             :mod:`~agentlightning_algorithms.grpo.learning.loss`.
         clip_low: the ratio is clipped at ``1 - clip_low``. GSPO needs a thousandth of PPO's value.
         clip_high: the ratio is clipped at ``1 + clip_high``.
         dual_clip: bound on the loss of a token with negative advantage, in units of the advantage; ``ppo`` only.
-        aggregation: see :func:`~agentlightning_algorithms.grpo.learning.loss.aggregate`.
+        aggregation: a component of that kind; see :func:`~agentlightning_algorithms.grpo.learning.loss.aggregate`.
         horizon: for ``seq-mean-token-sum-norm``, the constant length that sums are divided by.
         temperature: that of sampling.
         old_logprobs: the denominator of the ratio. ``sampler``: as recorded when sampling, which is exact and free.
@@ -84,7 +86,7 @@ class UpdateSettings:
     lr: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.0
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: str = "constant"
     total_updates: int | None = None
     warmup_updates: int = 0
     final_lr_fraction: float = 0.1
@@ -92,12 +94,12 @@ class UpdateSettings:
     epochs: int = 1
     minibatches: int = 1
     max_tokens_per_microbatch: int = 8192
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | None = None
     objective: str = "ppo"
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = 3.0
-    aggregation: Aggregation = "token-mean"
+    aggregation: str = "token-mean"
     horizon: int | None = None
     temperature: float = 1.0
     old_logprobs: Literal["sampler", "trainer"] = "sampler"
@@ -118,6 +120,7 @@ class UpdateSettings:
         for name in ("lr", "max_grad_norm", "temperature", "epochs", "minibatches", "max_tokens_per_microbatch"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}; it must be above 0.")
+        get_manager().get("schedule", self.schedule)
         names = ("weight_decay", "warmup_updates", "final_lr_fraction", "clip_low", "clip_high", "kl_coefficient")
         require_least(0, **{name: getattr(self, name) for name in names})
         if self.dual_clip is not None and self.dual_clip <= 1:
@@ -149,28 +152,8 @@ class UpdateSettings:
             return self.lr
         decaying = max(1, self.total_updates - 1 - self.warmup_updates)
         progress = min(1.0, (update - self.warmup_updates) / decaying)
-        share = 1.0 - progress if self.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+        share = float(get_manager().get("schedule", self.schedule)(progress))
         return self.lr * (self.final_lr_fraction + (1.0 - self.final_lr_fraction) * share)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraSettings:
-    """Train low-rank adapters instead of the weights (Hu et al. 2021, arXiv:2106.09685).
-
-    Attributes:
-        rank: rank of the adapters.
-        alpha: adapters are scaled by alpha / rank; a learning rate about ten times that of full training is usual.
-        target_modules: names of the linear layers to adapt; ``all-linear``: all but the output layer.
-    """
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
-
-    rank: int = 16
-    alpha: float = 32.0
-    target_modules: str | list[str] = "all-linear"
-
-    def __post_init__(self) -> None:
-        require_least(1, rank=self.rank)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -220,9 +203,17 @@ class GRPOSettings(ExperienceSettings):
             DAPO, arXiv:2503.14476).
         staleness: 0: sampling and training alternate. 1: the next step's rollouts run while this step trains, with
             weights that are one update old.
+        task_sampler: a component of the kind ``task_sampler``, which chooses the tasks of a step: ``shuffled`` epochs,
+            or ``undecided``, those that neither always nor never succeed.
+        reward_shaping: a component of that kind, which changes the rewards that are trained with: ``unchanged`` or
+            ``soft_overlong``. Metrics of rewards are those before it.
+        rollout_filter: a component of that kind, which chooses the rollouts to train on: ``everything`` or
+            ``finished``.
+        extra_metrics: components of the kind ``training_metrics``, such as ``pass_at_k``.
         success_threshold: a reward of at least this counts as a success.
         rollout_timeout_s: a rollout that takes longer is stopped and counts as failed.
         eval_every: steps between evaluations on the validation set; 0: only before the first and after the last step.
+        eval_rollouts: rollouts of each task in an evaluation; with several, ``val_pass@k`` is a metric.
         eval_sampling: sampling parameters in evaluation, forced likewise; default: ``sampling`` at temperature 0.
         target_reward: stop once the mean validation reward reaches this.
         test_dataset: evaluated before the first and after the last step; never used for model selection.
@@ -256,9 +247,14 @@ class GRPOSettings(ExperienceSettings):
     backend: str | Mapping[str, Any] = "transformers"
     refill_rounds: int = 0
     staleness: Literal[0, 1] = 0
+    task_sampler: str = "shuffled"
+    reward_shaping: str = "unchanged"
+    rollout_filter: str = "everything"
+    extra_metrics: Sequence[str] = ()
     success_threshold: float = 1.0
     rollout_timeout_s: float = 300.0
     eval_every: int = 10
+    eval_rollouts: int = 1
     eval_sampling: Mapping[str, Any] | None = None
     target_reward: float | None = None
     test_dataset: Sequence[Any] | None = None
@@ -281,6 +277,7 @@ class GRPOSettings(ExperienceSettings):
 
     def __post_init__(self) -> None:
         require_least(1, steps=self.steps, tasks_per_step=self.tasks_per_step, checkpoint_every=self.checkpoint_every)
+        require_least(1, eval_rollouts=self.eval_rollouts)
         require_least(0, eval_every=self.eval_every, refill_rounds=self.refill_rounds, keep_steps=self.keep_steps or 0)
         require_least(0, keep_weights_every=self.keep_weights_every)
         if self.rollouts_per_task < 2:
@@ -288,6 +285,11 @@ class GRPOSettings(ExperienceSettings):
         if self.staleness not in (0, 1):
             raise ConfigError(f"staleness = {self.staleness}: 0 (synchronous) or 1 (one step off) is allowed")
         get_manager().get("advantage", self.estimator)
+        get_manager().get("task_sampler", self.task_sampler)
+        get_manager().get("reward_shaping", self.reward_shaping)
+        get_manager().get("rollout_filter", self.rollout_filter)
+        for name in self.extra_metrics:
+            get_manager().get("training_metrics", name)
         self.model = find_model(self.model)
         given = self.sampling or {}
         self.sampling = {"force": True, "temperature": 1.0, **given}
@@ -295,6 +297,8 @@ class GRPOSettings(ExperienceSettings):
         _check_sampling("sampling", self.sampling)
         _check_training_sampling(flatten(self.sampling))
         _check_sampling("eval_sampling", self.eval_sampling)
+        if self.eval_rollouts > 1 and not self.eval_sampling["temperature"]:
+            raise ConfigError(f"eval_rollouts = {self.eval_rollouts} needs a temperature above 0 in eval_sampling.")
         if "transformers" in (self.backend, isinstance(self.backend, Mapping) and self.backend.get("name")):
             _refuse_distortions("eval_sampling", flatten(self.eval_sampling), "which the backend transformers lacks")
         update = self.update or UpdateSettings()

@@ -39,6 +39,12 @@ ComponentKind: TypeAlias = Literal[
     "policy_backend",
     "policy_loss",
     "advantage",
+    "aggregation",
+    "schedule",
+    "task_sampler",
+    "rollout_filter",
+    "reward_shaping",
+    "training_metrics",
     "report",
     "pages",
 ]

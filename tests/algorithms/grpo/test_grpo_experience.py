@@ -4,17 +4,17 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 import agentlightning as agl
 from agentlightning.types import Attempt, AttemptFailure
 from agentlightning_algorithms.grpo.algorithm import GRPO
-from agentlightning_algorithms.grpo.learning.episode import Episode, describe_episodes, read_episode
+from agentlightning_algorithms.grpo.choice import finished, pass_at_k, shuffled, soft_overlong, undecided
+from agentlightning_algorithms.grpo.learning.episode import Episode, count_staleness, describe_episodes, read_episode
 from agentlightning_algorithms.grpo.learning.experience import Experience, build_experience
 from agentlightning_algorithms.grpo.learning.record import training_spans
-from agentlightning_algorithms.grpo.session import draw_tasks
 from agentlightning_algorithms.grpo.setting import ExperienceSettings, UpdateSettings
 from agentlightning_algorithms.grpo.training_row import Distribution, TrainingRow
 
@@ -265,14 +265,61 @@ def test_each_row_is_recorded_by_a_span_in_its_own_attempt() -> None:
 
 
 def test_tasks_are_drawn_without_repetition_and_as_a_function_of_the_position() -> None:
-    dataset = list(range(10, 18))
-    drawn = [task for step in range(4) for _, task in draw_tasks(dataset, 2, 2 * step, seed=1)]
-    assert sorted(drawn) == dataset
-    assert draw_tasks(dataset, 2, 6, seed=1) == draw_tasks(dataset, 2, 6, seed=1)
-    assert draw_tasks(dataset, 8, 0, seed=1) != draw_tasks(dataset, 8, 0, seed=2)
-    across_epochs = [task for _, task in draw_tasks(dataset, 12, 0, seed=1)]
+    drawn = [task for step in range(4) for task in shuffled(8, 2, 2 * step, seed=1, rewards={})]
+    assert sorted(drawn) == list(range(8))
+    assert shuffled(8, 2, 6, seed=1, rewards={}) == shuffled(8, 2, 6, seed=1, rewards={})
+    assert shuffled(8, 8, 0, seed=1, rewards={}) != shuffled(8, 8, 0, seed=2, rewards={})
+    across_epochs = shuffled(8, 12, 0, seed=1, rewards={})
     assert Counter(across_epochs).total() == 12
     assert max(Counter(across_epochs).values()) == 2
+
+
+def test_undecided_tasks_are_drawn_before_those_that_always_or_never_succeed() -> None:
+    rewards = {0: 1.0, 1: 0.0, 2: 0.4, 3: 0.9}
+    assert set(undecided(8, 4, 0, seed=3, rewards=rewards)) <= {2, 4, 5, 6, 7}
+    assert set(undecided(8, 5, 0, seed=3, rewards=rewards)) == {2, 4, 5, 6, 7}
+    assert len(undecided(2, 5, 0, seed=3, rewards={})) == 5
+
+
+def test_answers_near_the_limit_lose_reward_and_cut_off_ones_are_filtered() -> None:
+    settings = GRPO(model="nowhere", sampling={"max_tokens": 100})
+    lengths = (50, 80, 90, 100)
+    episodes = [Episode(rollout("g", n), 1.0, [triplet(3, n)]) for n in lengths]
+    assert [soft_overlong(episode, settings) for episode in episodes] == pytest.approx([1.0, 1.0, 0.5, 0.0])
+    cut = triplet().model_copy(update={"metadata": {"finish_reason": "length"}})
+    mixed = [episodes[0], Episode(rollout("g", 1), 1.0, [cut]), Episode(rollout("g", 2), None)]
+    assert list(finished(mixed, settings)) == [episodes[0]]
+
+
+def test_named_rewards_and_the_age_of_weights_are_metrics() -> None:
+    spans = []
+    for values in ([("win", 0.0), ("fast", 0.5)], [("win", 1.0), ("fast", 0.2)]):
+        attributes = {
+            f"{agl.semconv.REWARD}.{i}.{key}": given
+            for i, pair in enumerate(values)
+            for key, given in zip(("name", "value"), pair, strict=True)
+        }
+        spans.append(
+            agl.Span.from_attributes(attributes=attributes, rollout_id="ro-g0", attempt_id="at-g0", name="reward")
+        )
+
+    class NoCalls:
+        def adapt_attempt(self, *_: Any) -> list[agl.Triplet]:
+            return []
+
+    named = read_episode(rollout("g", 0), spans, cast(Any, NoCalls()))
+    assert dict(named.rewards) == {"win": 1.0, "fast": 0.2}
+    found = describe_episodes([named, Episode(rollout("g", 1), 0.5, rewards={"win": 0.0})])
+    assert (found["rewards/win"], found["rewards/fast"]) == (0.5, 0.2)
+    calls = [triplet().model_copy(update={"metadata": {"weight_version": version}}) for version in (3, 3, 2)]
+    assert count_staleness([Episode(rollout("g", 0), 1.0, calls)], 3) == {"staleness/0": 2.0, "staleness/1": 1.0}
+
+
+def test_pass_at_k_is_the_chance_that_one_of_k_rollouts_succeeds() -> None:
+    rewards = {"a": [1, 0, 0, 0], "b": [0, 0, 0, 0], "c": [1, 1, 1, 1]}
+    episodes = [Episode(rollout(g, i), float(r)) for g, found in rewards.items() for i, r in enumerate(found)]
+    expected = {"pass@1": (0.25 + 0 + 1) / 3, "pass@2": (0.5 + 0 + 1) / 3, "pass@4": 2 / 3}
+    assert pass_at_k(episodes) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -282,6 +329,7 @@ def test_tasks_are_drawn_without_repetition_and_as_a_function_of_the_position() 
         ({"tasks_per_step": 0}, "tasks_per_step = 0"),
         ({"steps": 0}, "steps = 0: at least 1"),
         ({"eval_every": -1}, "eval_every = -1"),
+        ({"eval_rollouts": 4}, "eval_rollouts = 4 needs a temperature above 0 in eval_sampling"),
         ({"staleness": 2}, "staleness = 2"),
         ({"sampling": {"temprature": 0.7}}, "sampling has no key 'temprature'. Did you mean 'temperature'"),
         ({"eval_sampling": {"max_token": 3}}, "eval_sampling has no key 'max_token'. Did you mean 'max_tokens'"),

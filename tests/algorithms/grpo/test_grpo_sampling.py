@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 import agentlightning as agl
+from agentlightning import Component, hookimpl
+from agentlightning.plugin.registry import get_manager
 from agentlightning_plugins.demo.agent import calculator_agent
 from agentlightning_plugins.demo.task import make_problems
 from tests.algorithms.grpo.grpo_program import settings
@@ -30,6 +33,73 @@ def test_rollouts_of_old_steps_are_deleted_from_a_store_in_memory(tmp_path: Path
     left = {(rollout.mode, (rollout.metadata or {})["step"]) for rollout in rollouts}
     assert left == {("train", 2), ("val", 2), ("val", 3)}
     assert len(asyncio.run(store.query_metrics()).items) == 4
+
+
+SEEN: dict[str, list[Any]] = {}
+
+
+def last_first(size: int, count: int, position: int, *, seed: int, rewards: Any) -> list[int]:
+    SEEN.setdefault("rewards", []).append(dict(rewards))
+    return [(-1 - place) % size for place in range(position, position + count)]
+
+
+def halved(episode: Any, settings: Any) -> float | None:
+    return None if episode.reward is None else episode.reward / 2
+
+
+def without_last(episodes: Any, settings: Any) -> Any:
+    kept = [e for e in episodes if e.rollout.metadata["repetition"] < 3]
+    SEEN.setdefault("kept", []).append((len(episodes), len(kept)))
+    return kept
+
+
+def longest(episodes: Any) -> dict[str, float]:
+    return {"turns_max": float(max(len(e.triplets) for e in episodes))}
+
+
+def last_rows(length_B: Any, weight_B: Any, rollout_length_B: Any, horizon: int) -> Any:
+    SEEN.setdefault("aggregated", []).append(len(length_B))
+    return weight_B, length_B.sum() * 2
+
+
+def quarter(progress: float) -> float:
+    return 0.25
+
+
+PARTS = {
+    "task_sampler": last_first, "reward_shaping": halved, "rollout_filter": without_last, "training_metrics": longest,
+    "aggregation": last_rows, "schedule": quarter,
+}  # fmt: skip
+
+
+def test_a_plugin_replaces_every_part_of_a_training(tmp_path: Path) -> None:
+    offers = [Component(cast(Any, kind), f.__name__, f"{__name__}:{f.__name__}") for kind, f in PARTS.items()]
+    manager, plugin = get_manager(), SimpleNamespace(components=hookimpl(lambda: offers))
+    manager.register(plugin, "test-parts")
+    try:
+        store = train(
+            tmp_path, calculator_agent, task_sampler="last_first", reward_shaping="halved", eval_every=2,
+            eval_rollouts=2, eval_sampling={"temperature": 1.0},
+            rollout_filter="without_last", extra_metrics=["longest", "pass_at_k"], keep_flat_groups=True,
+            update={"lr": 1e-4, "aggregation": "last_rows", "schedule": "quarter", "final_lr_fraction": 0.0},
+        )  # fmt: skip
+    finally:
+        manager._pluggy.unregister(plugin)
+        del manager.plugins["test-parts"]
+        for kind, part in PARTS.items():
+            del manager._offers[cast(Any, kind), part.__name__]
+    rollouts = asyncio.run(store.query_rollouts()).items
+    drawn = [(r.metadata or {})["task_id"] for r in rollouts if r.mode == "train"]
+    assert set(drawn) == {7, 6, 5, 4, 3, 2}
+    assert [set(rewards) for rewards in SEEN["rewards"]] == [set(), {7, 6, 5}]
+    assert set(SEEN["kept"]) == {(12, 9)}
+    assert SEEN["aggregated"]
+    steps = [step.values for step in asyncio.run(store.query_metrics()).items if "rows" in step.values]
+    assert [step["lr"] for step in steps] == pytest.approx([0.25e-4] * 2)
+    last = asyncio.run(store.query_metrics()).items[-1].values
+    assert 1.0 >= last["val_pass@2"] >= last["val_pass@1"] >= 0.0
+    assert len({r.rollout_id for r in rollouts if r.mode == "val" and (r.metadata or {})["step"] == 2}) == 8
+    assert all(step["turns_max"] >= 1 and step["pass@4"] >= step["pass@1"] for step in steps)
 
 
 def train(

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agentlightning.errors import ConfigError, PluginError
 from agentlightning.plugin.registry import get_manager
@@ -305,6 +306,52 @@ def test_lora_trains_only_its_adapters_and_resumes_bit_identically(tiny_model: P
     add_lora(other.model, LoraSettings(rank=8))
     with pytest.raises(ConfigError, match="resume with the same lora settings"):
         Updater(other, options).load(tmp_path / "step-2")
+
+
+@pytest.mark.parametrize(("size", "expected"), [(10**3, True), (10**9, False)])
+def test_large_models_recompute_activations_by_default(
+    tiny_policy: Policy, monkeypatch: pytest.MonkeyPatch, size: int, expected: bool
+) -> None:
+    monkeypatch.setattr("agentlightning_algorithms.grpo.learning.updater._LARGE", size)
+    Updater(tiny_policy)
+    layers = [m for m in tiny_policy.model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    assert layers
+    assert {bool(layer.gradient_checkpointing and layer.training) for layer in layers} == {expected}
+
+
+def test_gradients_add_up_until_the_optimizer_step(tiny_policy: Policy, tiny_model: Path) -> None:
+    rows = make_rows(tiny_policy, 4)
+    other = load_policy(tiny_model)
+    options = UpdateSettings(lr=1e-3, aggregation="token-sum")
+    parts, whole = Updater(tiny_policy, options), Updater(other, options)
+    reported = [parts.forward_backward(part)["loss"] for part in (rows[:2], rows[2:])]
+    at_once = whole.forward_backward(rows)["loss"]
+    for one, two in zip(tiny_policy.model.parameters(), other.model.parameters(), strict=True):
+        assert one.grad is not None
+        assert two.grad is not None
+        torch.testing.assert_close(one.grad, two.grad, atol=1e-5, rtol=1e-4)
+    metrics = parts.optim_step()
+    assert sum(reported) == pytest.approx(at_once, abs=1e-4)
+    assert metrics["loss"] == pytest.approx(at_once, abs=1e-4)
+    assert metrics["grad_norm"] == pytest.approx(whole.optim_step()["grad_norm"], rel=1e-4)
+    assert (parts.updates, metrics["rows"], metrics["optimizer_steps"]) == (1, 4.0, 1.0)
+    assert parts.optim_step()["optimizer_steps"] == 0.0  # nothing was added since
+
+
+def test_a_loss_of_the_caller_replaces_the_objective(tiny_policy: Policy) -> None:
+    rows = make_rows(tiny_policy, 2)
+    updater = Updater(tiny_policy)
+    found = updater.forward_backward(rows, "cross_entropy")["loss"]
+    ones = [replace(row, advantage=1.0) for row in rows]
+    count = sum(row.n_sampled for row in rows)
+    by_hand = [
+        -a * v for row in rows for a, v in zip(row.advantages, tiny_policy.score([row])[0], strict=True)
+    ]  # fmt: skip
+    assert found == pytest.approx(sum(by_hand) / count, abs=1e-4)
+    likelihood = Updater(tiny_policy).forward_backward(ones, "cross_entropy")["loss"]
+    assert likelihood == pytest.approx(-sum(sum(s) for s in tiny_policy.score(ones)) / count, abs=1e-4)
+    with pytest.raises(PluginError, match="crossentropy"):
+        updater.forward_backward(rows, "crossentropy")
 
 
 def read_example() -> dict[str, Any]:

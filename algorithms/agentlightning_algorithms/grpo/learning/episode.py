@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from agentlightning import semconv
 from agentlightning.adapter.adapter import TraceAdapter
 from agentlightning.errors import AdapterError
-from agentlightning.reward import find_final_reward
+from agentlightning.reward import find_final_reward, find_reward_spans, get_rewards_from_span
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, EnqueueRolloutRequest, Rollout, Span, Triplet
 from agentlightning_algorithms.grpo.training_row import Distribution
@@ -32,6 +32,9 @@ class Episode:
     """Type of the error that it failed with."""
     distributions: Mapping[str, Distribution] = field(default_factory=dict)
     """The distribution of each call, by response id, as far as the gateway recorded it."""
+
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Named dimensions of its rewards; the last value of each counts."""
 
     @property
     def outcome(self) -> tuple[float | None, str | None]:
@@ -121,7 +124,9 @@ def read_episode(rollout: Rollout, spans: Sequence[Span], adapter: TraceAdapter[
         return Episode(rollout, reward, error="AdapterError")
     if triplets is None:
         return Episode(rollout, None, error="SpansDropped")
-    return Episode(rollout, reward, triplets, error, _read_distributions(spans))
+    named = [named for span in find_reward_spans(spans) for named in get_rewards_from_span(span)]
+    rewards = {name: value for name, value in named if name != "primary"}
+    return Episode(rollout, reward, triplets, error, _read_distributions(spans), rewards)
 
 
 def _read_distributions(spans: Sequence[Span]) -> dict[str, Distribution]:
@@ -160,6 +165,10 @@ def describe_episodes(
     for episode, reward in counted:
         if episode.source is not None:
             sources.setdefault(episode.source, []).append(reward)
+    named: dict[str, list[float]] = {}
+    for episode in episodes:
+        for name, value in episode.rewards.items():
+            named.setdefault(name, []).append(value)
     return {
         **({"reward": _mean(rewards_R), "reward_std": statistics.pstdev(rewards_R)} if rewards_R else {}),
         "success_rate": _mean([float(e.reward is not None and e.reward >= success_threshold) for e in episodes]),
@@ -174,9 +183,17 @@ def describe_episodes(
         "responses_cut_off": cut_off / len(calls) if calls else 0.0,
         "queue_wait_s": _mean(waits),
         "queue_wait_max_s": max(waits, default=0.0),
+        **{f"rewards/{name}": _mean(values) for name, values in sorted(named.items())},
         **{f"reward/{source}": _mean(values) for source, values in sorted(sources.items())},
         **{f"errors/{name}": float(count) for name, count in errors.items()},
     }
+
+
+def count_staleness(episodes: Sequence[Episode], version: int) -> dict[str, float]:
+    """Returns how many calls were sampled by weights of ``version``, one before it, and so on."""
+    versions = [call.metadata.get("weight_version") for episode in episodes for call in episode.triplets]
+    counts = Counter(version - found for found in versions if isinstance(found, int))
+    return {f"staleness/{age}": float(count) for age, count in sorted(counts.items())}
 
 
 def _spread(name: str, values: Sequence[float]) -> dict[str, float]:

@@ -10,12 +10,14 @@ Log-probabilities are natural. The numbers and gradients equal verl 0.9.1's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from agentlightning_algorithms.grpo.setting import Aggregation, KlEstimator, UpdateSettings
+from agentlightning.plugin.registry import get_manager
+from agentlightning_algorithms.grpo.setting import KlEstimator, UpdateSettings
 
 # Bounds on log-ratios and on k3 that keep exp() finite; verl's values.
 _MAX_LOG_RATIO = 20.0
@@ -180,9 +182,63 @@ def kl_penalty(logprob_BT: Tensor, reference_logprob_BT: Tensor, estimator: KlEs
     return (difference_BT.exp() - difference_BT - 1.0).clamp(-_MAX_K3, _MAX_K3)
 
 
+class Aggregated(NamedTuple):
+    """The result of a component of the kind ``aggregation``: the loss is sum(factor_B * sum of the row) / divisor."""
+
+    factor_B: Tensor
+    divisor: Tensor
+    """The divisors of the parts of a batch add up to that of the whole, except for token-sum."""
+
+
+def token_mean(length_B: Tensor, weight_B: Tensor, rollout_length_B: Tensor | None, horizon: int) -> Aggregated:
+    """The component ``token-mean``."""
+    return Aggregated(weight_B, (weight_B * length_B).sum())
+
+
+def token_sum(length_B: Tensor, weight_B: Tensor, rollout_length_B: Tensor | None, horizon: int) -> Aggregated:
+    """The component ``token-sum``."""
+    return Aggregated(weight_B, torch.ones_like(length_B.sum()))
+
+
+def seq_mean_token_sum(length_B: Tensor, weight_B: Tensor, rollout_length_B: Tensor | None, horizon: int) -> Aggregated:
+    """The component ``seq-mean-token-sum``."""
+    return Aggregated(weight_B, (weight_B * (length_B > 0)).sum())
+
+
+def seq_mean_token_sum_norm(
+    length_B: Tensor, weight_B: Tensor, rollout_length_B: Tensor | None, horizon: int
+) -> Aggregated:
+    """The component ``seq-mean-token-sum-norm``."""
+    return Aggregated(weight_B, (weight_B * (length_B > 0)).sum() * horizon)
+
+
+def seq_mean_token_mean(
+    length_B: Tensor, weight_B: Tensor, rollout_length_B: Tensor | None, horizon: int
+) -> Aggregated:
+    """The component ``seq-mean-token-mean``."""
+    return Aggregated(weight_B / length_B.clamp(min=1.0), (weight_B * (length_B > 0)).sum())
+
+
+def rollout_mean(length_B: Tensor, weight_B: Tensor, rollout_length_B: Tensor | None, horizon: int) -> Aggregated:
+    """The component ``rollout-mean``."""
+    if rollout_length_B is None:
+        raise ValueError("rollout-mean needs rollout_length_B, the tokens of each row's rollout.")
+    factor_B = weight_B / rollout_length_B.clamp(min=1e-9)
+    return Aggregated(factor_B, (factor_B * length_B).sum())
+
+
+def _aggregated(
+    mask_BT: Tensor, aggregation: str, weight_B: Tensor | None, rollout_length_B: Tensor | None, horizon: int
+) -> Aggregated:
+    length_B = mask_BT.sum(-1)
+    weight_B = torch.ones_like(length_B) if weight_B is None else weight_B
+    component: Callable[..., tuple[Tensor, Tensor]] = get_manager().get("aggregation", aggregation)
+    return Aggregated(*component(length_B, weight_B, rollout_length_B, horizon))
+
+
 def loss_normalizer(
     mask_BT: Tensor,
-    aggregation: Aggregation,
+    aggregation: str,
     weight_B: Tensor | None = None,
     *,
     rollout_length_B: Tensor | None = None,
@@ -190,32 +246,22 @@ def loss_normalizer(
 ) -> Tensor:
     """Returns the divisor of :func:`aggregate`, which takes the same arguments.
 
-    Tokens (token-mean), non-empty rows (seq-mean-*; times ``horizon``), rollouts (rollout-mean) or 1 (token-sum). The
-    divisors of the parts of a batch add up to that of the whole, except for token-sum.
+    Tokens (token-mean), non-empty rows (seq-mean-*; times ``horizon``), rollouts (rollout-mean) or 1 (token-sum).
     """
-    length_B = mask_BT.sum(-1)
-    weight_B = torch.ones_like(length_B) if weight_B is None else weight_B
-    if aggregation == "token-sum":
-        return torch.ones_like(length_B.sum())
-    if aggregation == "token-mean":
-        return (weight_B * length_B).sum()
-    if aggregation == "rollout-mean":
-        return (weight_B * length_B / _given(rollout_length_B).clamp(min=1e-9)).sum()
-    rows = (weight_B * (length_B > 0)).sum()
-    return rows * horizon if aggregation == "seq-mean-token-sum-norm" else rows
+    return _aggregated(mask_BT, aggregation, weight_B, rollout_length_B, horizon).divisor
 
 
 def aggregate(
     value_BT: Tensor,
     mask_BT: Tensor,
-    aggregation: Aggregation = "token-mean",
+    aggregation: str = "token-mean",
     *,
     weight_B: Tensor | None = None,
     normalizer: Tensor | float | None = None,
     rollout_length_B: Tensor | None = None,
     horizon: int = 1,
 ) -> Tensor:
-    """Reduces per-token values to one number.
+    """Reduces per-token values to one number, by a component of the kind ``aggregation``.
 
     - ``token-mean``: mean over all tokens of the batch; long answers weigh more (DAPO, arXiv:2503.14476).
     - ``token-sum``: sum over all tokens.
@@ -237,19 +283,5 @@ def aggregate(
         rollout_length_B: for rollout-mean, the tokens that count in all rows of each row's rollout, copies included.
         horizon: for seq-mean-token-sum-norm, such as the maximum number of tokens of a response.
     """
-    if normalizer is None:
-        normalizer = loss_normalizer(mask_BT, aggregation, weight_B, rollout_length_B=rollout_length_B, horizon=horizon)
-    row_B = (value_BT * mask_BT).sum(-1)
-    if aggregation == "seq-mean-token-mean":
-        row_B = row_B / mask_BT.sum(-1).clamp(min=1.0)
-    elif aggregation == "rollout-mean":
-        row_B = row_B / _given(rollout_length_B).clamp(min=1e-9)
-    if weight_B is not None:
-        row_B = row_B * weight_B
-    return row_B.sum() / normalizer
-
-
-def _given(rollout_length_B: Tensor | None) -> Tensor:
-    if rollout_length_B is None:
-        raise ValueError("rollout-mean needs rollout_length_B, the tokens of each row's rollout.")
-    return rollout_length_B
+    factor_B, divisor = _aggregated(mask_BT, aggregation, weight_B, rollout_length_B, horizon)
+    return ((value_BT * mask_BT).sum(-1) * factor_B).sum() / (divisor if normalizer is None else normalizer)

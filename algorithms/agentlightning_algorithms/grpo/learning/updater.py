@@ -41,7 +41,12 @@ from agentlightning_algorithms.grpo.training_row import TrainingRow, check_rows
 
 logger = logging.getLogger("agentlightning")
 
+Objective = Callable[..., Surrogate]
+"""A component of the kind ``policy_loss``."""
+
 _STATE_FILE = "updater.pt"
+_LARGE = 500_000_000
+"""Weights from which activations are recomputed by default."""
 
 
 class Updater:
@@ -58,9 +63,10 @@ class Updater:
         self.settings = settings = settings or UpdateSettings()
         if settings.schedule != "constant" and settings.total_updates is None:
             raise ConfigError(f"schedule = {settings.schedule!r} needs total_updates, the number of updates it spans.")
-        self._objective: Callable[..., Surrogate] = get_manager().get("policy_loss", settings.objective)
+        self._objective: Objective = get_manager().get("policy_loss", settings.objective)
         self.updates = 0  # made so far
         self.uses: list[RowUse] = []  # of the rows of the last update
+        self._open_step: tuple[StepMetrics, list[PreparedRow]] = StepMetrics(), []  # added, but not yet applied
         self._autocast = autocast
         self._parameters = [p for p in policy.model.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(
@@ -68,7 +74,10 @@ class Updater:
         )
         self._order = torch.Generator().manual_seed(settings.seed)
         self.reference = Reference(self._parameters, settings.reference_decay) if settings.kl_coefficient else None
-        if settings.gradient_checkpointing:
+        checkpointing = settings.gradient_checkpointing
+        if checkpointing is None:
+            checkpointing = policy.model.num_parameters() >= _LARGE and bool(_checkpointing_layers(policy))
+        if checkpointing:
             _enable_gradient_checkpointing(policy)
 
     def update(self, rows: Sequence[TrainingRow]) -> dict[str, float]:
@@ -93,9 +102,7 @@ class Updater:
         start = time.perf_counter()
         settings = self.settings
         check_rows(rows, self.policy.max_length)
-        lr = settings.lr_at(self.updates)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
+        lr = self._set_lr()
         metrics = UpdateMetrics()
         prepared = self._prepare(rows)
         for epoch in range(settings.epochs):
@@ -188,14 +195,62 @@ class Updater:
             for k in range(count)
         ]
 
+    def forward_backward(
+        self, rows: Sequence[TrainingRow], objective: str | Objective | None = None
+    ) -> Mapping[str, float]:
+        """Adds the gradient of the loss of ``rows``, without an optimizer step; returns ``loss`` and ``rows``.
+
+        ``objective`` is a function like a component of the kind ``policy_loss``, or the name of one; default: that of
+        the settings.
+
+        Raises:
+            PluginError: an ``objective`` that no plugin offers.
+            ValueError: as :func:`check_rows`.
+        """
+        check_rows(rows, self.policy.max_length)
+        found: Objective | None = (
+            get_manager().get("policy_loss", objective) if isinstance(objective, str) else objective
+        )
+        step, added = self._open_step
+        before = float(step.totals.get("loss", torch.zeros(())))
+        prepared = self._prepare(rows)
+        self._add_gradient(prepared, step, found or self._objective)
+        added += prepared
+        return {"loss": float(step.totals.get("loss", torch.zeros(()))) - before, "rows": float(len(rows))}
+
+    def optim_step(self) -> dict[str, float]:
+        """Makes an optimizer step with the gradients added since the last one, and counts as an update.
+
+        Returns metrics like :meth:`update`. Without a gradient, the weights stay as they are.
+        """
+        (step, rows), self._open_step = self._open_step, (StepMetrics(), [])
+        metrics, start = UpdateMetrics(), time.perf_counter()
+        lr = self._set_lr()
+        self._apply_gradient(rows, step, metrics)
+        self.updates += 1
+        if self.reference is not None:
+            self.reference.follow()
+        return {**metrics.report(time.perf_counter() - start), "lr": lr, "rows": float(len(rows))}
+
     def _step(self, rows: Sequence[PreparedRow], metrics: UpdateMetrics, *, measure_gap: bool) -> None:
-        """Accumulates the gradient of one minibatch over micro-batches, and makes an optimizer step."""
-        normalizer = self._normalizer(rows)
+        """Makes an optimizer step on one minibatch."""
+        step = StepMetrics()
+        self._add_gradient(rows, step, self._objective, measure_gap=measure_gap)
+        self._apply_gradient(rows, step, metrics)
+
+    def _add_gradient(
+        self, rows: Sequence[PreparedRow], step: StepMetrics, objective: Objective, *, measure_gap: bool = False
+    ) -> None:
+        """Adds the gradient of one minibatch, over micro-batches."""
+        normalizer = self._normalizer(rows) if rows else 0.0
         if normalizer == 0:
             return
-        step = StepMetrics()
         for indices in batch_by_tokens([row.row.n_tokens for row in rows], self.settings.max_tokens_per_microbatch):
-            self._accumulate([rows[i] for i in indices], normalizer, step, measure_gap=measure_gap)
+            self._accumulate([rows[i] for i in indices], normalizer, step, objective, measure_gap=measure_gap)
+
+    def _apply_gradient(self, rows: Sequence[PreparedRow], step: StepMetrics, metrics: UpdateMetrics) -> None:
+        if not step.totals:
+            return
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self.settings.max_grad_norm, foreach=True))
         loss = float(step.totals.pop("loss"))
         if math.isfinite(loss) and math.isfinite(grad_norm):
@@ -211,8 +266,20 @@ class Updater:
             )  # fmt: skip
         self._optimizer.zero_grad(set_to_none=True)
 
+    def _set_lr(self) -> float:
+        lr = self.settings.lr_at(self.updates)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        return lr
+
     def _accumulate(
-        self, rows: Sequence[PreparedRow], normalizer: float, step: StepMetrics, *, measure_gap: bool
+        self,
+        rows: Sequence[PreparedRow],
+        normalizer: float,
+        step: StepMetrics,
+        objective: Objective,
+        *,
+        measure_gap: bool,
     ) -> None:
         """Adds one micro-batch's share of the minibatch's gradient and metrics."""
         settings, device = self.settings, self.policy.device
@@ -234,7 +301,7 @@ class Updater:
             )
         if rows[0].first_T is None:
             self._keep_logprobs(rows, logprob_BT.detach(), sampled_BT)
-        surrogate = self._objective(logprob_BT, old_BT, advantage_BT, mask_BT, settings)
+        surrogate = objective(logprob_BT, old_BT, advantage_BT, mask_BT, settings)
         loss_BT = surrogate.loss_BT
         counted_BT = mask_BT * weight_B[:, None]
         if settings.importance_weights is not None:
@@ -312,12 +379,16 @@ def _group_parameters(parameters: Sequence[nn.Parameter], weight_decay: float) -
     return [group for group in groups if group["params"]]
 
 
+def _checkpointing_layers(policy: Policy) -> list[GradientCheckpointingLayer]:
+    return [module for module in policy.model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
 def _enable_gradient_checkpointing(policy: Policy) -> None:
     """Enables recomputation of activations, which transformers does in training mode only, and keeps dropout off."""
     model: Any = policy.model
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
-    layers = [module for module in policy.model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = _checkpointing_layers(policy)
     if not layers:
         raise ConfigError(f"gradient_checkpointing: {type(policy.model).__name__} has no layers that support it.")
     for layer in layers:

@@ -1,0 +1,101 @@
+"""``examples/raft``: an algorithm written with ``TrainingSession``."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from examples.raft import raft as example
+from safetensors.torch import load_file
+
+import agentlightning as agl
+from agentlightning.plugin.registry import get_manager
+from agentlightning_algorithms.grpo.learning.loss import Surrogate
+from agentlightning_algorithms.grpo.training_session import Sample, TrainingSession
+from agentlightning_plugins.demo.agent import calculator_agent
+from agentlightning_plugins.demo.task import make_problems
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def train(directory: Path, algorithm: Any, steps: int, *, resume: bool = False, **more: Any) -> list[dict[str, float]]:
+    """Metrics of each step, the evaluation before the first included."""
+    store = agl.create_store(f"sqlite:///{directory.parent}/{directory.name}.db")
+    example.settings = dataclasses.replace(example.settings, steps=steps, **more)
+    trainer = agl.Trainer(algorithm=algorithm, store=store, trackers=[], run_dir=directory, resume=resume, seed=0)
+    assert trainer.fit(calculator_agent, make_problems("train", 256), make_problems("val", 32)).status == "succeeded"
+
+    async def read() -> list[dict[str, float]]:
+        try:
+            return [dict(step.values) for step in (await store.query_metrics()).items]
+        finally:
+            await store.close()
+
+    return asyncio.run(read())
+
+
+@pytest.fixture(autouse=True)
+def restored_settings() -> Any:
+    before = example.settings
+    yield
+    example.settings = before
+
+
+def test_raft_takes_at_most_40_lines_and_learns(tmp_path: Path) -> None:
+    assert len(inspect.getsource(example).splitlines()) <= 40
+    metrics = train(tmp_path / "run", example.raft, example.settings.steps)
+    rewards = [step["val_reward"] for step in metrics if "val_reward" in step]
+    assert len(rewards) == 3
+    assert rewards[-1] > rewards[0] + 0.05
+    assert all(step["chosen"] > 0 for step in metrics[1:])
+    assert (tmp_path / "run" / "best" / "model.safetensors").is_file()
+
+
+def test_a_stopped_training_continues_as_if_it_had_not_been_stopped(tmp_path: Path) -> None:
+    small = {"tasks_per_step": 4, "eval_every": 0}
+    whole = train(tmp_path / "whole", example.raft, 3, **small)
+    train(tmp_path / "parts", example.raft, 2, **small)
+    parts = train(tmp_path / "parts", example.raft, 3, resume=True, **small)
+    rewards = [[step["reward"] for step in steps if "reward" in step] for steps in (whole, parts)]
+    assert len(rewards[0]) == 3
+    assert rewards[0] == rewards[1]
+    ends = [load_file(tmp_path / name / "checkpoint" / "model.safetensors") for name in ("whole", "parts")]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def test_samples_can_be_trained_on_with_a_loss_of_the_algorithm(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "What is 2 + 3?"}]
+    samples: list[Sample] = []
+    likelihoods: list[float] = []
+
+    def loss(logprob_BT: Any, old_BT: Any, advantage_BT: Any, mask_BT: Any, settings: Any) -> Surrogate:
+        likelihoods.append(float((logprob_BT * mask_BT).sum()))
+        return Surrogate(-logprob_BT * advantage_BT, logprob_BT.detach() - old_BT, *[torch.zeros_like(mask_BT)] * 2)
+
+    @agl.algo
+    async def imitate(context: Any, train_dataset: Any, val_dataset: Any) -> None:
+        async with TrainingSession.open(context, example.settings, train_dataset, val_dataset) as session:
+            async for _ in session.steps():
+                if not samples:
+                    samples.extend(await session.sample(messages, n=4, max_tokens=8))
+                for half in (samples[:2], samples[2:]):  # gradients add up until the step
+                    await session.forward_backward([sample.row(1.0) for sample in half], loss)
+                await session.optim_step()
+            assert {sample.weight_version for sample in samples} == {0}
+            assert (await session.sample(messages))[0].weight_version == 3
+
+    train(tmp_path / "run", imitate, 3, eval_every=0)
+    assert len(samples) == 4
+    assert all(len(sample.token_ids) == len(sample.logprobs) for sample in samples)
+    assert sum(likelihoods[4:]) > sum(likelihoods[:2])
+    assert sum(likelihoods[:2]) == pytest.approx(sum(sum(s.logprobs) for s in samples), abs=1e-3)
+
+
+def test_an_unknown_loss_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(agl.PluginError, match="cross_entropy"):
+        get_manager().get("policy_loss", "crossentropy")
