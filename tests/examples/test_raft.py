@@ -74,7 +74,7 @@ def test_samples_can_be_trained_on_with_a_loss_of_the_algorithm(tmp_path: Path) 
     likelihoods: list[float] = []
 
     def loss(logprob_BT: Any, old_BT: Any, advantage_BT: Any, mask_BT: Any, settings: Any) -> Surrogate:
-        likelihoods.append(float((logprob_BT * mask_BT).sum()))
+        likelihoods.append(float((logprob_BT.detach() * mask_BT).sum()))
         return Surrogate(-logprob_BT * advantage_BT, logprob_BT.detach() - old_BT, *[torch.zeros_like(mask_BT)] * 2)
 
     @agl.algo
