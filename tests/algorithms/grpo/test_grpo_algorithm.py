@@ -35,7 +35,7 @@ N_TASKS = 8
 
 
 def unreliable_agent(task: dict[str, Any], llm: agl.LLM) -> Any:
-    """The demo's agent, which fails on three of four tasks, each in another way. With seed 5, each step has a fourth."""
+    """The demo's agent, which fails on three of four tasks, each in its way. With seed 5, each step has a fourth."""
     calculator_agent(task, llm)
     if task["index"] % 4 == 0:
         raise LookupError("the tool is down")
