@@ -69,11 +69,11 @@ def test_it_finds_the_best_prompt_and_has_the_results_of_apo(server: ScriptedOpe
     assert last["model_calls"] == len(server.requests)
 
 
-def test_without_rewards_in_the_first_validation_the_run_ends_with_the_reason(server: ScriptedOpenAI) -> None:
+def test_without_rewards_the_run_ends_with_the_reason(server: ScriptedOpenAI) -> None:
     def unrewarded(task: Any, prompt: agl.PromptTemplate) -> None:
         """An agent without rewards."""
 
-    with pytest.raises(agl.LightningError, match="none of the first 6 rollouts has a reward"):
+    with pytest.raises(agl.LightningError, match="none of the first 9 rollouts has a reward"):
         train(make(server), unrewarded)
     assert server.requests == []
 

@@ -41,11 +41,11 @@ CONFIG = {
 UNTRUSTED = (
     "ab compare doctor eval replay report train resources-list resources-show resources-export rollouts-list "
     "rollouts-show rollouts-cancel rollouts-retry rollouts-delete rollouts-export runs-list runs-show spans-list "
-    "spans-show spans-export workers-list workers-show workers-export workers-end resources-promote resources-rollback"
+    "spans-show spans-export ledger tokens workers-list workers-show workers-export workers-end resources-promote resources-rollback"
 ).split()
 OTHERS = (
-    "completion config-schema demo export gateway-pause gateway-resume gateway-status legacy new-agent new-plugin "
-    "plugins resources-follow rollouts-follow spans-follow workers-follow runner store trace"
+    "completion config-schema dashboard demo export gateway-pause gateway-resume gateway-status legacy new-agent new-plugin "
+    "plugins resources-follow rollouts-follow spans-follow workers-follow runner serve store-compact trace"
 ).split()
 """They print nothing of agents, or what the tested ones print, by the same functions."""
 
@@ -127,6 +127,8 @@ def test_no_text_of_an_agent_reaches_the_terminal_as_an_escape(folder: Path) -> 
         agl_here("workers", "show", f"w{EVIL}", *form)
         agl_here("runs", "list", *form, shows=False)
         agl_here("ab", "a", "b", *form, shows=False)
+        agl_here("ledger", *form, shows=False)
+        agl_here("tokens", rollout_id, *form, shows=False)
     agl_here("runs", "show", EVIL)
     agl_here("rollouts", "cancel", EVIL)
     agl_here("rollouts", "retry", EVIL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import sys
 from pathlib import Path
@@ -25,6 +26,8 @@ class Said(NamedTuple):
 def run_here(folder: Path, *arguments: str, module: str = "my_agents") -> Said:
     """Runs a command in ``folder``; ``module``, the user's, is imported afresh."""
     out, err, code = io.StringIO(), io.StringIO(), 0
+    logger = logging.getLogger("agentlightning")  # restored, because fixtures of a module may call this too
+    handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         patch.chdir(folder)
         patch.setattr(sys, "argv", ["agl", *arguments])
@@ -38,4 +41,6 @@ def run_here(folder: Path, *arguments: str, module: str = "my_agents") -> Said:
             code = int(end.code or 0)
         finally:
             sys.modules.pop(module, None)
+            logger.handlers[:], logger.propagate = handlers, propagate
+            logger.setLevel(level)
     return Said(code, out.getvalue(), err.getvalue())
