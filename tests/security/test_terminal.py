@@ -41,11 +41,12 @@ CONFIG = {
 UNTRUSTED = (
     "ab compare doctor eval replay report train resources-list resources-show resources-export rollouts-list "
     "rollouts-show rollouts-cancel rollouts-retry rollouts-delete rollouts-export runs-list runs-show spans-list "
-    "spans-show spans-export ledger tokens workers-list workers-show workers-export workers-end resources-promote resources-rollback"
+    "spans-show spans-export ledger tokens workers-list workers-show workers-export workers-end resources-promote "
+    "resources-rollback"
 ).split()
 OTHERS = (
-    "completion config-schema dashboard demo export gateway-pause gateway-resume gateway-status legacy new-agent new-plugin "
-    "plugins resources-follow rollouts-follow spans-follow workers-follow runner serve store-compact trace"
+    "completion config-schema dashboard demo export gateway-pause gateway-resume gateway-status legacy new-agent "
+    "new-plugin plugins resources-follow rollouts-follow spans-follow workers-follow runner serve store-compact trace"
 ).split()
 """They print nothing of agents, or what the tested ones print, by the same functions."""
 
