@@ -9,6 +9,7 @@ endif
 # `make demo TORCH='torch==2.13.0 --index-url <index of CPU builds>'`.
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
+# A test that fails is run once more, and then named.
 RERUN := --reruns 1 --rerun-show-tracebacks
 # uv reads no pip configuration; this much it should know.
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
@@ -48,9 +49,8 @@ define environment
 	@touch $(1)/.complete-$(HASH)
 endef
 
-# $(call pytest,options): what tests/conftest.py assigns to each environment. What fails is run once more, and then named.
-define pytest
-	@$(BIN)/python -m pytest $(RERUN) $(1) $(PYTEST_ARGS)
+# $(call others,options): the tests of the other environments, as tests/conftest.py assigns them.
+define others
 	@$(NEWEST)/bin/python -m pytest --environment newest $(RERUN) $(1) $(PYTEST_ARGS)
 	@$(VERL)/bin/python -m pytest --environment verl $(RERUN) $(1) $(PYTEST_ARGS)
 	@$(OLDEST)/bin/python -m pytest --environment oldest $(RERUN) $(1) $(PYTEST_ARGS)
@@ -66,7 +66,9 @@ test: $(ENVIRONMENTS)  ## everything that must hold: lint, types, tests
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/mypy --no-error-summary $(SOURCES)
-	$(call pytest)
+	@$(BIN)/python -m pytest $(RERUN) -n 2 --dist loadfile -m 'not serial and not soak' $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest $(RERUN) -m 'serial and not soak' $(PYTEST_ARGS)
+	$(call others)
 
 lint: $(MAIN)/.complete-$(HASH)  ## ruff and mypy only
 	@$(BIN)/ruff check .
@@ -78,7 +80,8 @@ format: $(MAIN)/.complete-$(HASH)  ## rewrite the sources in the house style
 	@$(BIN)/ruff format .
 
 soak: $(ENVIRONMENTS)  ## the tests that take minutes
-	$(call pytest,-m soak)
+	@$(BIN)/python -m pytest $(RERUN) -m soak $(PYTEST_ARGS)
+	$(call others,-m soak)
 
 bench: $(MAIN)/.complete-$(HASH)  ## benchmarks, as ratios against a baseline of the same run
 	@set -e; for script in tests/benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script; done

@@ -74,7 +74,7 @@ def run(example: str, variant: str, seed: int, directory: Path, options: Sequenc
     document = read_with_overrides(folder / "train.yaml", overrides)
     config = read_config(document)
     parts = load_parts(config, document)
-    parts.components["algorithm"].test_dataset = load_attribute(f"{folder / 'problems.py'}:test")()[:tests]
+    parts.components["algorithm"].test_dataset = load_attribute(f"examples.{example}.problems:test")()[:tests]
     started, is_resumed = time.monotonic(), (directory / "run.json").exists()
     with measured_cpu() as seconds:
         fit(make_trainer(config, parts, directory, resume=is_resumed), parts)

@@ -93,14 +93,25 @@ def imitate(
     steps: int,
     batch_size: int = 32,
     learning_rate: float = 3e-3,
+    answers_only: bool = False,
 ) -> None:
-    """Trains the model in place on demonstrations; every token has a label, those of the questions too."""
+    """Trains the model in place on demonstrations.
+
+    Every token has a label, those of the questions too, or with ``answers_only`` those of the assistant's turns: then
+    the model does not learn which words follow each other in questions, and copies names that it has never seen.
+    """
+    turns = torch.tensor(tokenizer.convert_tokens_to_ids(list(TURNS)))
+    assistant = turns[2]
     optimizer = torch.optim.AdamW(model.parameters(), learning_rate, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps, pct_start=0.05)
     for step in range(steps):
         texts = tokenizer.apply_chat_template([demonstrate() for _ in range(batch_size)], tokenize=False)
         batch = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
         labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
+        if answers_only:
+            starts = torch.isin(batch.input_ids, turns)
+            turn = (starts * torch.arange(starts.shape[1])).cummax(1).values
+            labels = labels.masked_fill(starts | (batch.input_ids.gather(1, turn) != assistant), -100)
         loss = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=labels).loss
         optimizer.zero_grad()
         loss.backward()

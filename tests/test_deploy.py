@@ -85,6 +85,9 @@ async def test_runners_are_scaled_by_a_metric_that_the_store_exports() -> None:
     assert rule["metricsQuery"].startswith(f"max by (run) ({rule['seriesQuery']}{{")
     deployed = {each["metadata"]["name"] for _, each in documents() if each.get("kind") == "Deployment"}
     assert scaler["spec"]["scaleTargetRef"]["name"] in deployed
+    (keda,) = [each["spec"] for _, each in documents() if each.get("kind") == "ScaledObject"]
+    assert keda["scaleTargetRef"]["name"] in deployed
+    assert keda["triggers"][0]["metadata"]["query"] == f'max({rule["seriesQuery"]}{{run="{run}"}})'
 
 
 def test_nginx_accepts_the_example(tmp_path: Path) -> None:
@@ -95,6 +98,15 @@ def test_nginx_accepts_the_example(tmp_path: Path) -> None:
     command = [find_nginx(), "-t", "-c", configuration, "-p", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert "syntax is ok" in done.stderr, done.stderr
+
+
+def test_files_that_were_only_read_say_so() -> None:
+    unused = [DEPLOY / "Dockerfile", DEPLOY / "compose.yaml", *(DEPLOY / "kubernetes").iterdir()]
+    unused += (DEPLOY / "prometheus").iterdir()
+    for path in unused:
+        assert re.search(
+            r"^# Not (built|started|applied|loaded) .*docs/operations.md", path.read_text(), re.MULTILINE
+        ), path
 
 
 def test_pods_run_without_root_and_probes_use_the_probe_paths() -> None:

@@ -6,10 +6,11 @@ import asyncio
 import importlib.metadata
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
-import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -199,6 +200,58 @@ def test_each_extra_works_alone(extra: str, tmp_path: Path, wheel: Path) -> None
     smoke_test(python, extra, tmp_path)
 
 
+RAY_PROGRAM = """
+import asyncio
+import importlib.util
+import agentlightning as agl
+
+def agent(task):
+    import guest, sent_module
+    return guest.NUMBER + sent_module.NUMBER
+
+assert not importlib.util.find_spec("guest"), "the actors' package is in the environment of the trainer"
+store = agl.InMemoryLightningStore()
+environment = {"working_dir": "sent", "pip": ["WHEEL"]}
+trainer = agl.Trainer(store=store, strategy={"name": "ray", "runtime_env": environment}, n_runners=2, trackers=[])
+assert trainer.dev(agent, ["a", "b"]).status == "succeeded"
+
+async def rewards():
+    return [
+        attempt.reward
+        for rollout in await store.query_rollouts()
+        for attempt in await store.query_attempts(rollout.rollout_id)
+    ]
+
+assert set(asyncio.run(rewards())) == {42.0}, asyncio.run(rewards())
+"""
+
+
+def make_tiny_wheel(folder: Path) -> Path:
+    """A wheel of one module without requirements."""
+    path = folder / "guest-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("guest.py", "NUMBER = 40.0\n")
+        archive.writestr("guest-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: guest\nVersion: 1.0\n")
+        archive.writestr(
+            "guest-1.0.dist-info/WHEEL",
+            "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
+        archive.writestr("guest-1.0.dist-info/RECORD", "")
+    return path
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_actors_of_ray_have_a_folder_and_a_package_that_the_trainer_has_not(tmp_path: Path, wheel: Path) -> None:
+    python = make_environment(tmp_path / "cluster", wheel, "ray")
+    run(python, "-m", "ensurepip")
+    run(python, "-m", "pip", "install", "--quiet", "virtualenv")  # Ray needs it for `pip`
+    (tmp_path / "sent").mkdir()
+    (tmp_path / "sent" / "sent_module.py").write_text("NUMBER = 2.0\n")
+    (tmp_path / "program.py").write_text(RAY_PROGRAM.replace("WHEEL", str(make_tiny_wheel(tmp_path))))
+    run(python, "program.py", cwd=tmp_path)
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 def test_every_interpreter_of_this_machine_runs_the_package(tmp_path: Path, wheel: Path) -> None:
@@ -218,9 +271,12 @@ def test_every_interpreter_of_this_machine_runs_the_package(tmp_path: Path, whee
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
-def test_pip_resolves_all_extras_from_a_clean_cache_within_three_minutes(tmp_path: Path, wheel: Path) -> None:
+def test_pip_resolves_all_extras_from_a_clean_cache_in_three_minutes_of_cpu_time(tmp_path: Path, wheel: Path) -> None:
     run(sys.executable, "-m", "venv", tmp_path / "clean")
     python = tmp_path / "clean" / "bin" / "python"
-    started = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    run(python, "-m", "pip", "install", "--quiet", "--upgrade", "pip")  # that of an old Python backtracks for long
     run(python, "-m", "pip", "install", "--dry-run", "--no-cache-dir", "--quiet", f"lightning[all] @ {wheel.as_uri()}")
-    assert time.monotonic() - started < 180  # with the download of metadata
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # A resolver that backtracks computes; the download and other work of the machine do not count.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 180

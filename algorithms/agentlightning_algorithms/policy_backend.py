@@ -6,13 +6,13 @@ settings that users write after its name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from agentlightning.algorithm.context import Gateway
-from agentlightning.errors import LightningError
+from agentlightning.errors import ConfigError, LightningError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +28,8 @@ class PolicySetup:
         threads: torch threads; None: torch's default.
         max_batch_size: calls sampled at once.
         seed: of calls without a seed of their own.
+        swap_in_flight: new weights need not wait for running calls, which then mix versions; each choice of such an
+            answer states the version of each token (``weight_versions``). A backend may ignore it.
     """
 
     model: str
@@ -38,6 +40,7 @@ class PolicySetup:
     threads: int | None = None
     max_batch_size: int = 64
     seed: int | None = None
+    swap_in_flight: bool = False
 
 
 class PolicyBackend(Protocol):
@@ -48,8 +51,9 @@ class PolicyBackend(Protocol):
     """
 
     tells_versions: bool
-    """Whether each answer carries the version of the weights that sampled all of it (``weight_version``). If not, the
-    gateway holds calls back while the weights change, and records the version."""
+    """Whether each answer carries the version of the weights that sampled its first token (``weight_version``) and,
+    where others sampled the rest, of each token. If not, the gateway holds calls back while the weights change, and
+    records the version."""
 
     @property
     def model_entry(self) -> Mapping[str, Any]:
@@ -89,10 +93,31 @@ class PolicyBackend(Protocol):
         ...
 
 
+@runtime_checkable
+class AdapterBackend(Protocol):
+    """A policy backend that serves several LoRA adapters over its model; the ``model`` of a request names one."""
+
+    async def load_adapter(self, name: str, path: Path, version: int) -> None:
+        """Adds the adapter ``name`` or replaces its weights, as :meth:`PolicyBackend.load_weights`; others stay.
+
+        Raises:
+            ConfigError: an adapter of another model, or a server that serves no adapters.
+            LightningError: the server does not answer.
+        """
+        ...
+
+
 async def publish_weights(
-    backend: PolicyBackend, gateway: Gateway, path: Path, version: int, *, drain_timeout_s: float = 600.0
+    backend: PolicyBackend,
+    gateway: Gateway,
+    weights: Path | Mapping[str, Path],
+    version: int,
+    *,
+    drain_timeout_s: float = 600.0,
 ) -> None:
     """Replaces a policy's weights so that no answer mixes two versions and each is recorded with its own.
+
+    ``weights`` is their directory; of several policies, that of each adapter by its name.
 
     Raises:
         ConfigError: weights of another model.
@@ -100,7 +125,7 @@ async def publish_weights(
             ``drain_timeout_s``.
     """
     if backend.tells_versions:
-        await backend.load_weights(path, version)
+        await _load(backend, weights, version)
         return
     await gateway.pause()
     loaded: int | None = None
@@ -110,7 +135,37 @@ async def publish_weights(
                 f"calls to the model were still running after {drain_timeout_s:g} s, so its weights could not be "
                 "replaced; limit max_tokens in sampling, or rollout_timeout_s."
             )
-        await backend.load_weights(path, version)
+        await _load(backend, weights, version)
         loaded = version
     finally:
         await gateway.resume(loaded)
+
+
+def serve_models(gateway: Gateway, entries: Sequence[Mapping[str, Any]]) -> None:
+    """Replaces the backends of the models in ``entries``; other models stay."""
+
+    def name(entry: Mapping[str, Any]) -> Any:
+        return entry.get("model_name", entry.get("model"))
+
+    own = {name(entry) for entry in entries}
+    others = [entry for entry in gateway.model_list if name(entry) not in own]
+    gateway.update_model_list([dict(entry) for entry in (*entries, *others)])
+
+
+async def load_adapter(backend: PolicyBackend, name: str, path: Path, version: int) -> None:
+    """Makes a backend serve an adapter; a ConfigError if it serves none."""
+    if not isinstance(backend, AdapterBackend):
+        raise ConfigError(
+            f"the policy backend {type(backend).__name__} serves no LoRA adapters, so it cannot sample several "
+            "policies; use the backend transformers or vllm, or train one policy."
+        )
+    await backend.load_adapter(name, path, version)
+
+
+async def _load(backend: PolicyBackend, weights: Path | Mapping[str, Path], version: int) -> None:
+    if isinstance(weights, Path):
+        await backend.load_weights(weights, version)
+        return
+    adapters = dict(weights)
+    for name, path in adapters.items():
+        await load_adapter(backend, name, path, version)

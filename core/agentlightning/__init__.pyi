@@ -40,7 +40,6 @@ from agentlightning.litagent import llm_rollout as llm_rollout
 from agentlightning.litagent import prompt_rollout as prompt_rollout
 from agentlightning.litagent import rollout as rollout
 from agentlightning.litagent import wrap as wrap
-from agentlightning.logging import setup_logging as setup_logging
 from agentlightning.plugin.hookspecs import Component as Component
 from agentlightning.plugin.hookspecs import hookimpl as hookimpl
 from agentlightning.resources import LLM as LLM
@@ -94,5 +93,6 @@ from agentlightning_algorithms.evaluation.evaluate import evaluate as evaluate
 from agentlightning_algorithms.live_resources import LiveResources as LiveResources
 from agentlightning_plugins.agents.command.agent import CommandAgent as CommandAgent
 from agentlightning_plugins.gateway.proxy import LLMProxy as LLMProxy
+from agentlightning_plugins.log_setup import setup_logging as setup_logging
 from agentlightning_plugins.statistics.comparison import Comparison as Comparison
 from agentlightning_plugins.statistics.comparison import compare_rollouts as compare_rollouts

@@ -16,7 +16,6 @@ from typing import Any, Final, ParamSpec, TypeVar, overload
 from agentlightning import semconv
 from agentlightning.errors import ConfigError
 from agentlightning.tracer.attribute import exception_attributes, flatten, to_json
-from agentlightning.tracer.dummy import start_detached_span
 from agentlightning.tracer.operation import Operation
 from agentlightning.tracer.tracer import get_active_tracer
 from agentlightning.types import Span, TraceStatus
@@ -25,7 +24,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 logger = logging.getLogger("agentlightning")
 
-_PRIMARY: Final = "primary"
 _warned_untraced: Final = threading.Event()
 
 
@@ -56,7 +54,7 @@ def emit_reward(
             raise ConfigError(f"primary_key = {primary_key!r}: give the name of the main reward, one of: {known}")
         values = {primary_key: values.pop(primary_key), **values}
     else:
-        values = {primary_key or _PRIMARY: _to_number(reward, "reward")}
+        values = {primary_key or "primary": _to_number(reward, "reward")}
     content: dict[str, Any] = {}
     for i, (name, value) in enumerate(values.items()):
         content[f"{semconv.REWARD}.{i}.name"] = name
@@ -114,13 +112,8 @@ def operation(
             op.set_input(query)
             op.set_output(results)
 
-    Supports functions and generators, sync and async. Outside a rollout nothing is recorded.
-
-    Args:
-        fn: the function to decorate.
-        name: default is the function's.
-        propagate: False records nothing.
-        attributes: of every span.
+    Supports functions and generators, sync and async. Outside a rollout, or with ``propagate=False``, nothing is
+    recorded. The name is the function's by default; ``attributes`` are added to every span.
     """
     described = Operation(name, propagate, attributes)
     return described if fn is None else described(fn)
@@ -140,7 +133,7 @@ def _emit(
     if propagate and not _warned_untraced.is_set():
         _warned_untraced.set()
         logger.warning("%s was emitted outside a rollout, so it is not recorded (warned once)", name)
-    return start_detached_span(name, content).end(status)
+    return Span.from_attributes(name=name, attributes=content, status=status)
 
 
 def _to_number(value: Any, what: str) -> float:

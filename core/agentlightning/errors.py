@@ -1,17 +1,4 @@
-"""The errors that Lightning raises.
-
-    LightningError
-      PluginError      (LookupError)              a plugin or component is missing, broken or ambiguous
-        PluginImportError (ImportError)           a component or one of its packages cannot be imported
-      ConfigError      (ValueError)               an invalid key, value or argument
-      StoreError
-        NotFoundError  (LookupError, ValueError)  an id that the store does not know
-        ConflictError  (RuntimeError)             a transition that the lifecycle forbids, or a lost race
-      AdapterError     (ValueError)               spans that cannot become training data
-      RolloutError     (RuntimeError)             one rollout failed: stored on its attempt, never stops the run
-
-Every error is also the builtin that a user would expect, and pickles with its message.
-"""
+"""The errors that Lightning raises. Each is also the builtin that a user would expect, and pickles with its message."""
 
 from __future__ import annotations
 
@@ -52,7 +39,7 @@ class NotFoundError(StoreError, LookupError, ValueError):
 
 
 class ConflictError(StoreError, RuntimeError):
-    """A transition that the lifecycle forbids; nothing was changed."""
+    """A transition that the lifecycle forbids, or a lost race; nothing was changed."""
 
 
 class AdapterError(LightningError, ValueError):
@@ -81,15 +68,12 @@ def format_error(error: BaseException) -> str:
     return "".join(shown.format())[-16000:]
 
 
-_LIBRARY_FRAMES = 3
-"""The frames shown of a traceback without user code."""
-
-
 def _cut(stack: list[FrameSummary]) -> None:
-    """Removes the frames before the first one of the user's code."""
-    names = [frame.filename for frame in stack]
-    own = (place for place, name in enumerate(names) if not _is_ours(name) and not _is_library(name))
-    del stack[: next(own, max(0, len(stack) - _LIBRARY_FRAMES))]
+    """Removes the frames before the first one of the user's code; all but three if there is none."""
+    own = (
+        place for place, frame in enumerate(stack) if not _is_ours(frame.filename) and not _is_library(frame.filename)
+    )
+    del stack[: next(own, max(0, len(stack) - 3))]
 
 
 def _is_ours(filename: str) -> bool:
@@ -98,10 +82,8 @@ def _is_ours(filename: str) -> bool:
 
 
 def _is_library(filename: str) -> bool:
-    if filename.startswith("<frozen"):
-        return True
     installed = {"site-packages", "dist-packages"} & set(Path(filename).parts)
-    return bool(installed) or filename.startswith(str(Path(os.__file__).parent))
+    return bool(installed) or filename.startswith(("<frozen", str(Path(os.__file__).parent)))
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

@@ -7,7 +7,7 @@ stream. ``store.subscribe``, trackers, plugins and the dashboard read it.
 import time
 from typing import Annotated, Final, Literal, TypeAlias, get_args
 
-from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic import Field
 
 from agentlightning.types import (
     DEFAULT_RUN_ID,
@@ -114,6 +114,3 @@ Event: TypeAlias = Annotated[
 ]
 
 EVENT_KINDS: Final[tuple[str, ...]] = tuple(kind.model_fields["kind"].default for kind in get_args(get_args(Event)[0]))
-
-event_adapter: TypeAdapter[Event] = TypeAdapter(Event, config=ConfigDict(defer_build=True))
-"""Reads an event back from JSON."""

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, NoReturn, TypeAlias
+from typing import Any, Final, NoReturn, Self, TypeAlias
 
 from agentlightning.errors import ConfigError
 
 MAX_DEPTH: Final = 100
-_MAX_TEXT: Final = 4000
-"""Characters kept of the ``repr`` of a value that is not JSON."""
+_MAX_TEXT: Final = 4000  # characters kept of the ``repr`` of a value that is not JSON
 _MIN_INT: Final = -(2**63)
 _MAX_INT: Final = 2**63 - 1
 
@@ -27,35 +26,33 @@ def _refuse(self: object, *args: object, **kwargs: object) -> NoReturn:
     raise TypeError("records are immutable; take a copy with agentlightning.frozen.thaw(value) and change that")
 
 
-class FrozenDict(dict[str, Any]):
+class _Frozen:
+    __slots__ = ()
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+
+class FrozenDict(_Frozen, dict[str, Any]):
     """A dict that raises TypeError on every change."""
 
     __slots__ = ()
     __setitem__ = __delitem__ = __ior__ = _refuse
     clear = pop = popitem = setdefault = update = _refuse
 
-    def __copy__(self) -> FrozenDict:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> FrozenDict:
-        return self
-
     def __reduce__(self) -> tuple[Any, ...]:
         return FrozenDict, (dict(self),)
 
 
-class FrozenList(list[Any]):
+class FrozenList(_Frozen, list[Any]):
     """A list that raises TypeError on every change."""
 
     __slots__ = ()
     __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
     append = clear = extend = insert = pop = remove = reverse = sort = _refuse
-
-    def __copy__(self) -> FrozenList:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> FrozenList:
-        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         return FrozenList, (list(self),)
@@ -69,34 +66,21 @@ Repair: TypeAlias = Callable[[Any, int], Any]
 
 
 class _NotJsonError(Exception):
-    """A value that is not JSON. Its place is completed by each container that the error passes."""
-
-    def __init__(self, reason: str, child: object = None) -> None:
-        self.reason = reason
-        self.child = child
-        self.place = ""
-
-    def locate(self, container: object, items: Iterable[tuple[Any, object]], form: str) -> None:
-        for key, item in items:
-            if item is self.child:
-                self.place = form.format(key) + self.place
-                break
-        self.child = container
+    """Holds the reason, and the value that is not JSON."""
 
 
 def freeze(value: Any, name: str = "value") -> Any:
     """Returns an immutable copy of JSON data; frozen data comes back as it is.
 
-    Tuples become lists, scalars of numpy and torch plain numbers. ``name`` is what the error calls the value.
-
-    Raises:
-        ConfigError: a part of it is not JSON; the message says where and what to do.
+    Tuples become lists, scalars of numpy and torch plain numbers. If a part is not JSON, it raises ConfigError that
+    says where, calling the value ``name``, and what to do.
     """
     try:
         return _freeze(value, 0, _refuse_value)
     except _NotJsonError as error:
-        place = name + error.place
-        raise ConfigError(f"{place if len(place) <= 200 else place[:200] + '...'}{error.reason}") from None
+        reason, culprit = error.args
+        place = _find(culprit, value, name, 0) or name
+        raise ConfigError(f"{place if len(place) <= 200 else place[:200] + '...'}{reason}") from None
 
 
 def freeze_attributes(attributes: Any) -> Any:
@@ -138,24 +122,16 @@ def _freeze(value: Any, depth: int, repair: Repair) -> Any:
     elif depth > MAX_DEPTH:
         pass
     elif isinstance(value, (dict, Mapping)):
-        try:
-            return FrozenDict(
-                {
-                    key if type(key) is str and key.isascii() else _freeze_key(key, repair): (
-                        item if type(item) is str and item.isascii() else _freeze(item, depth + 1, repair)
-                    )
-                    for key, item in value.items()
-                }
-            )
-        except _NotJsonError as error:
-            error.locate(value, value.items(), ".{}")
-            raise
+        return FrozenDict(
+            {
+                key if type(key) is str and key.isascii() else _freeze_key(key, value, repair): (
+                    item if type(item) is str and item.isascii() else _freeze(item, depth + 1, repair)
+                )
+                for key, item in value.items()
+            }
+        )
     elif isinstance(value, (list, tuple)):
-        try:
-            return FrozenList(value if _is_flat(value) else [_freeze(item, depth + 1, repair) for item in value])
-        except _NotJsonError as error:
-            error.locate(value, enumerate(value), "[{}]")
-            raise
+        return FrozenList(value if _is_flat(value) else [_freeze(item, depth + 1, repair) for item in value])
     elif (plain := _to_builtin(value)) is not value:
         try:
             return _freeze(plain, depth, _refuse_value)
@@ -178,11 +154,24 @@ def _is_flat(values: list[Any] | tuple[Any, ...]) -> bool:
     return kinds <= _FROZEN_TYPES
 
 
-def _freeze_key(key: object, repair: Repair) -> str:
+def _find(culprit: object, value: Any, place: str, depth: int) -> str | None:
+    """Returns the place of an object in JSON data, such as ``metadata.tags[0]``."""
+    if value is culprit:
+        return place
+    items: Iterable[tuple[str, Any]] = ()
+    if isinstance(value, (dict, Mapping)):
+        items = ((f"{place}.{key}", item) for key, item in value.items())
+    elif isinstance(value, (list, tuple)):
+        items = ((f"{place}[{position}]", item) for position, item in enumerate(value))
+    found = (_find(culprit, item, inner, depth + 1) for inner, item in items if depth <= MAX_DEPTH)
+    return next(filter(None, found), None)
+
+
+def _freeze_key(key: object, owner: object, repair: Repair) -> str:
     if isinstance(key, str) and _is_unicode(key):
         return str.__str__(key)
     if repair is _refuse_value:
-        raise _NotJsonError(f" has the key {key!r:.100}; the keys of a JSON object are strings of valid Unicode")
+        raise _NotJsonError(f" has the key {key!r:.100}; the keys of a JSON object are strings of valid Unicode", owner)
     return valid_text(str(key))
 
 

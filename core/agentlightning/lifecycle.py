@@ -1,11 +1,4 @@
-"""The lifecycle of rollouts and attempts, as a table and pure functions.
-
-    rollout  queuing -> preparing | cancelled            requeuing -> preparing | cancelled
-             preparing -> running | succeeded | failed | requeuing | cancelled
-             running -> succeeded | failed | requeuing | cancelled
-             failed | cancelled -> preparing by a new attempt; -> requeuing by an explicit retry
-             succeeded: final
-    attempt  preparing -> running | succeeded | failed | timeout | unresponsive ;  running -> the same ends
+"""The lifecycle of rollouts and attempts, as tables and pure functions.
 
 The functions do no I/O, take the time as ``now`` and return new records. A transition that is not in the table raises
 ConflictError.
@@ -34,22 +27,17 @@ ROLLOUT_TRANSITIONS: Final[Mapping[RolloutStatus, frozenset[RolloutStatus]]] = {
     "requeuing": frozenset({"preparing", "cancelled"}),
     "preparing": frozenset({"running", "succeeded", "failed", "requeuing", "cancelled"}),
     "running": frozenset({"succeeded", "failed", "requeuing", "cancelled"}),
-    "failed": frozenset(),
+    "failed": frozenset(),  # ``begin_attempt`` and ``retry`` take rollouts that failed or were cancelled
     "cancelled": frozenset(),
     "succeeded": frozenset(),
 }
 _ATTEMPT_ENDS: Final[frozenset[AttemptStatus]] = frozenset({"succeeded", "failed", "timeout", "unresponsive"})
-ATTEMPT_TRANSITIONS: Final[Mapping[AttemptStatus, frozenset[AttemptStatus]]] = {
+_ATTEMPT_TRANSITIONS: Final[Mapping[AttemptStatus, frozenset[AttemptStatus]]] = {
     "preparing": _ATTEMPT_ENDS | {"running"},
     "running": _ATTEMPT_ENDS,
-    "succeeded": frozenset(),
-    "failed": frozenset(),
-    "timeout": frozenset(),
-    "unresponsive": frozenset(),
 }
 
-LOST_CLAIM: Final = "LostClaim"
-"""The error type of an attempt whose worker died before the attempt's first span."""
+LOST_CLAIM: Final = "LostClaim"  # the error type of an attempt whose worker died before its first span
 MAX_LOST_CLAIMS: Final = 5
 """A rollout fails when so many workers have died before its first span: its task probably ends their processes."""
 
@@ -114,7 +102,7 @@ def move_attempt(
         return Outcome(rollout, attempt)
     if attempt.status not in LIVE_ATTEMPT and status in _ATTEMPT_ENDS:
         return Outcome(rollout, attempt.model_copy(update={"late_status": status}))
-    _check(f"attempt {attempt.attempt_id}", attempt.status, status, ATTEMPT_TRANSITIONS[attempt.status])
+    _check(f"attempt {attempt.attempt_id}", attempt.status, status, _ATTEMPT_TRANSITIONS.get(attempt.status, ()))
     attempt = attempt.model_copy(
         update={
             "status": status,
@@ -233,11 +221,7 @@ def last_heartbeat(worker: Worker | None, attempt: Attempt) -> float | None:
 
 
 def assign_work(worker: Worker, now: float) -> Worker:
-    """The record of a worker that takes an attempt, which is a sign of life.
-
-    Raises:
-        ConflictError: the worker was reported dead.
-    """
+    """A worker that takes an attempt, which is a sign of life; raises ConflictError if it was reported dead."""
     if worker.ended_at is not None:
         raise ConflictError(
             f"worker {worker.worker_id!r} was reported dead by end_worker and gets no more work; "

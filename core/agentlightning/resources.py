@@ -6,14 +6,13 @@ set of resources.
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import string
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal, Protocol, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, field_serializer, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, field_validator
 
 from agentlightning.errors import ConfigError, suggest
 from agentlightning.frozen import FrozenDict
@@ -120,7 +119,6 @@ class TemplateEngine(Protocol):
 
     def render(self, template: str, values: Mapping[str, Any]) -> str:
         """Returns the text; raises ConfigError for a wrong template or a missing value."""
-        ...
 
 
 class PromptTemplate(Resource):
@@ -129,7 +127,7 @@ class PromptTemplate(Resource):
     resource_type: Literal["prompt_template"] = "prompt_template"
     template: str
     engine: str = "f-string"
-    """``f-string``, ``jinja`` (sandboxed), or the name of a component of kind ``template_engine``, such as ``poml``."""
+    """``f-string``, or the name of a component of kind ``template_engine``, such as ``jinja`` (sandboxed)."""
 
     def __init__(self, template: str, engine: str = "f-string", **data: Any) -> None:
         super().__init__(**{"template": template, "engine": engine, **data})
@@ -137,34 +135,25 @@ class PromptTemplate(Resource):
     @field_validator("engine")
     @classmethod
     def _check_engine(cls, engine: str) -> str:
-        if engine in ("f-string", "jinja"):
+        if engine == "f-string":
             return engine
         from agentlightning.plugin.registry import get_manager
 
-        known = ["f-string", "jinja", *get_manager().components("template_engine")]
+        known = ["f-string", *get_manager().components("template_engine")]
         if engine not in known:
             raise ConfigError(f"unknown template engine {engine!r}.{suggest(engine, known)} Known: {', '.join(known)}")
         return engine
 
     def format(self, **values: Any) -> str:
-        """Fills the placeholders.
-
-        Raises:
-            ConfigError: a placeholder without a value, or a forbidden or invalid expression.
-            PluginError: the engine is not installed.
-        """
+        """Fills the placeholders; raises ConfigError for a missing value or an invalid or forbidden expression."""
         if self.engine == "f-string":
             try:
                 return _ValuesOnlyFormatter().vformat(self.template, (), values)
             except ConfigError:
                 raise
             except ValueError as error:
-                what = f"prompt template cannot be formatted: {error}. Write {{{{ for a literal brace"
-                raise ConfigError(what) from error
-        if self.engine == "jinja":
-            from agentlightning.jinja import render
-
-            return render(self.template, values)
+                message = f"prompt template cannot be formatted: {error}. Write {{{{ for a literal brace"
+                raise ConfigError(message) from error
         from agentlightning.plugin.registry import get_manager
 
         engine: TemplateEngine = get_manager().create("template_engine", self.engine)
@@ -177,19 +166,17 @@ def _read_resource(value: Any) -> Any:
     if isinstance(value, str):
         return PromptTemplate(value)
     if isinstance(value, Mapping) and isinstance(name := value.get("resource_type"), str):
-        return (Resource.by_type.get(name) or _find_resource_class(name)).model_validate(value)
+        cls = Resource.by_type.get(name)
+        if cls is None:
+            from agentlightning.plugin.registry import get_manager
+
+            offered = get_manager().components("resource")
+            if name not in offered:
+                known = ", ".join(sorted({*Resource.by_type, *offered}))
+                raise ValueError(f"unknown resource_type {name!r}; known: {known}")
+            cls = get_manager().get("resource", name)
+        return cls.model_validate(value)
     raise ValueError(f"a resource is a Resource, a str (a prompt) or a mapping with resource_type, not {value!r}")
-
-
-def _find_resource_class(name: str) -> type[Resource]:
-    from agentlightning.plugin.registry import get_manager
-
-    offered = get_manager().components("resource")
-    if name not in offered:
-        known = ", ".join(sorted({*Resource.by_type, *offered}))
-        raise ValueError(f"unknown resource_type {name!r}; known: {known}")
-    found: type[Resource] = get_manager().get("resource", name)
-    return found
 
 
 AnyResource: TypeAlias = Annotated[SerializeAsAny[Resource], BeforeValidator(_read_resource)]
@@ -212,20 +199,12 @@ class ResourcesUpdate(Record):
         """Names this version, such as ``rs-1@3``, as a ``resources_id``; without ``@3`` it means the newest."""
         return f"{self.resources_id}@{self.version}"
 
-    @field_serializer("resources")
-    def _dump(self, resources: dict[str, Resource]) -> dict[str, Any]:
-        return {name: resource.model_dump(mode="json") for name, resource in resources.items()}
-
 
 _VERSION_ID: Final = re.compile(r"(.+)@([1-9][0-9]{0,17})", re.DOTALL)
 
 
 def split_version_id(resources_id: str, version: int | None = None) -> tuple[str, int | None]:
-    """Splits an id such as ``rs-1@3`` into the id and the version; the version None means the newest.
-
-    Raises:
-        ConfigError: ``version`` is given and differs from the one in the id.
-    """
+    """Splits an id such as ``rs-1@3``; version None is the newest. Raises ConfigError if two versions are given."""
     match = _VERSION_ID.fullmatch(resources_id)
     if match is None:
         return resources_id, version
@@ -236,11 +215,7 @@ def split_version_id(resources_id: str, version: int | None = None) -> tuple[str
 
 
 def read_resources(resources: Mapping[str, Resource | str | Mapping[str, Any]]) -> dict[str, Resource]:
-    """Converts resources as users give them: resources, plain strings and their JSON form.
-
-    Raises:
-        ConfigError: a value that is none of these, or an unknown ``resource_type``.
-    """
+    """Converts resources as users give them: resources, strings or JSON; raises ConfigError for other values."""
     result: dict[str, Resource] = {}
     for name, value in resources.items():
         try:
@@ -270,20 +245,11 @@ def with_attempt_key(resources: Mapping[str, Resource], key: str) -> dict[str, R
     }
 
 
-@functools.cache
-def _secret_fields(kind: type[Resource]) -> tuple[str, ...]:
-    return tuple(name for name in kind.model_fields if SECRET_NAME.search(name))
-
-
 def resolve_secrets(resources: Mapping[str, Resource]) -> Mapping[str, Resource]:
-    """Replaces ``${NAME}`` in the secret fields of resources by the environment variable.
-
-    Raises:
-        ConfigError: the variable is not set in this process.
-    """
+    """Replaces ``${NAME}`` in secret fields by that environment variable; raises ConfigError if it is not set."""
     resolved = dict(resources)
     for name, resource in resources.items():
-        for field in _secret_fields(type(resource)):
+        for field in filter(SECRET_NAME.search, type(resource).model_fields):
             value = getattr(resource, field)
             if isinstance(value, str) and (match := _REFERENCE.fullmatch(value)):
                 if match[1] not in os.environ:

@@ -73,9 +73,7 @@ def find_reward_spans(spans: Iterable[Span]) -> list[Span]:
 def find_final_reward(spans: Iterable[Span], rollout: Rollout | None = None) -> float | None:
     """Returns the final reward of an attempt: the primary reward of its last reward span.
 
-    Args:
-        spans: of one attempt, in the order of their arrival, as the store returns them.
-        rollout: a reward that is stored on its latest attempt takes precedence over the spans.
+    ``spans`` are in the order of their arrival. A reward stored on the latest attempt of ``rollout`` takes precedence.
     """
     if isinstance(rollout, AttemptedRollout) and rollout.attempt.reward is not None:
         return rollout.attempt.reward

@@ -25,7 +25,7 @@ from agentlightning.resources import Resource, resolve_secrets, with_attempt_key
 from agentlightning.reward import find_final_reward
 from agentlightning.run.agent_call import call_agent, find_resources
 from agentlightning.run.heartbeat import Heartbeats
-from agentlightning.run.stop_event import STOP_CHECK_S, StopEvent, is_set, until_set
+from agentlightning.run.stop_event import STOP_CHECK_S, StopEvent, until_set
 from agentlightning.run.thread import EscapedError, install_group_executor
 from agentlightning.store.protocol import LightningStore
 from agentlightning.tracer.tracer import Trace, Tracer
@@ -75,12 +75,7 @@ class Runner(ABC, Generic[T]):
 
     @abstractmethod
     def run_context(
-        self,
-        *,
-        agent: Any,
-        store: LightningStore,
-        hooks: Sequence[Hook] | None = None,
-        worker_id: str | None = None,
+        self, *, agent: Any, store: LightningStore, hooks: Sequence[Hook] | None = None, worker_id: str | None = None
     ) -> contextlib.AbstractContextManager[Runner[T]]:
         """Gives the runner its agent, anything that ``agl.wrap`` takes, and its store while the context is open."""
 
@@ -157,12 +152,7 @@ class LitAgentRunner(Runner[T]):
 
     @contextlib.contextmanager
     def run_context(
-        self,
-        *,
-        agent: Any,
-        store: LightningStore,
-        hooks: Sequence[Hook] | None = None,
-        worker_id: str | None = None,
+        self, *, agent: Any, store: LightningStore, hooks: Sequence[Hook] | None = None, worker_id: str | None = None
     ) -> Iterator[LitAgentRunner[T]]:
         self._agent, self._store, self._hooks = wrap(agent), store, hooks or ()
         self.worker_id = worker_id or f"{socket.gethostname()}-{os.getpid()}-{os.urandom(3).hex()}"
@@ -183,7 +173,7 @@ class LitAgentRunner(Runner[T]):
         self._start_background_tasks()
         runs_alone = False
         try:
-            while left > 0 and not is_set(event) and not self.is_worn_out:
+            while left > 0 and (event is None or not event.is_set()) and not self.is_worn_out:
                 n_free = (0 if self._running else 1) if runs_alone else self.max_concurrency - len(self._running)
                 limit = int(min(n_free, _CLAIM_AT_ONCE, left))
                 if limit < 1:
@@ -191,14 +181,12 @@ class LitAgentRunner(Runner[T]):
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self._slot_freed.wait(), STOP_CHECK_S)
                     continue
-                claimed = await until_set(
-                    store.dequeue_many_rollouts(limit=limit, worker_id=self.worker_id, timeout=self.poll_interval),
-                    event,
-                )
-                suspects = [rollout for rollout in claimed or () if await self._is_suspect(rollout)]
+                claim = store.dequeue_many_rollouts(limit=limit, worker_id=self.worker_id, timeout=self.poll_interval)
+                claimed = await until_set(claim, event) or ()
+                suspects = [rollout for rollout in claimed if await self._is_suspect(rollout)]
                 runs_alone = bool(suspects)
-                for rollout in claimed or ():
-                    if rollout in suspects and (self._running or len(claimed or ()) > 1):
+                for rollout in claimed:
+                    if rollout in suspects and (self._running or len(claimed) > 1):
                         with contextlib.suppress(NotFoundError, ConflictError):  # it was ended or deleted meanwhile
                             await store.release_attempt(rollout.rollout_id, rollout.attempt.attempt_id)
                     else:

@@ -22,8 +22,7 @@ SPAN_EXCEPTION: Final = "agentlightning.exception"
 SPAN_OPERATION: Final = "agentlightning.operation"
 SPAN_REWARD: Final = "agentlightning.reward"
 SPAN_VIRTUAL: Final = "agentlightning.virtual"  # made without a tracer
-SPAN_ROLLOUT: Final = "agentlightning.rollout"
-"""The root of an attempt's trace."""
+SPAN_ROLLOUT: Final = "agentlightning.rollout"  # the root of an attempt's trace
 
 # Attributes of the resource.
 ROLLOUT_ID: Final = "agentlightning.rollout_id"
@@ -31,12 +30,10 @@ ATTEMPT_ID: Final = "agentlightning.attempt_id"
 SPAN_SEQUENCE_ID: Final = "agentlightning.span_sequence_id"
 TRACER_NAME: Final = "agentlightning.tracer.name"
 
-REWARD: Final = "agentlightning.reward"
-"""``.{i}.name`` and ``.{i}.value``; the first is the primary reward."""
+REWARD: Final = "agentlightning.reward"  # ``.{i}.name`` and ``.{i}.value``; the first is the primary reward
 LINK: Final = "agentlightning.link"
 """``.{i}.key_match`` and ``.{i}.value_match``: refers to the span that has this attribute with this value."""
-TAG: Final = "agentlightning.tag"
-"""``.{i}``"""
+TAG: Final = "agentlightning.tag"  # ``.{i}``
 MESSAGE_BODY: Final = "agentlightning.message.body"
 OBJECT_TYPE: Final = "agentlightning.object.type"
 OBJECT_LITERAL: Final = "agentlightning.object.literal"
@@ -50,8 +47,7 @@ GEN_AI_OPERATION_NAME: Final = "gen_ai.operation.name"
 GEN_AI_PROVIDER_NAME: Final = "gen_ai.provider.name"
 GEN_AI_REQUEST_MODEL: Final = "gen_ai.request.model"
 GEN_AI_RESPONSE_MODEL: Final = "gen_ai.response.model"
-GEN_AI_RESPONSE_ID: Final = "gen_ai.response.id"
-"""Joins a client's span and the gateway's."""
+GEN_AI_RESPONSE_ID: Final = "gen_ai.response.id"  # joins a client's span and the gateway's
 GEN_AI_FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
 GEN_AI_TIME_TO_FIRST_CHUNK: Final = "gen_ai.response.time_to_first_chunk"
 """Seconds from the request to the first chunk of a streamed answer."""
@@ -64,12 +60,10 @@ GEN_AI_SYSTEM_INSTRUCTIONS: Final = "gen_ai.system_instructions"
 GEN_AI_TOOL_DEFINITIONS: Final = "gen_ai.tool.definitions"
 PROMPT_TOKEN_IDS: Final = "prompt_token_ids"
 RESPONSE_TOKEN_IDS: Final = "response_token_ids"
-LOGPROBS: Final = "logprobs"
-"""One for each of ``response_token_ids``."""
-CHOICE: Final = "agentlightning.choice"
-"""With n > 1: ``.{i}.response_token_ids`` and ``.{i}.logprobs`` of choice i > 0."""
-WEIGHT_VERSION: Final = "agentlightning.weight_version"
-"""Version of the weights that generated the answer."""
+LOGPROBS: Final = "logprobs"  # one for each of ``response_token_ids``
+CHOICE: Final = "agentlightning.choice"  # with n > 1: ``.{i}.response_token_ids`` and ``.{i}.logprobs`` of choice i > 0
+WEIGHT_VERSION: Final = "agentlightning.weight_version"  # of the weights that generated the answer, or its first token
+WEIGHT_VERSIONS: Final = "agentlightning.weight_versions"  # one per token, if the weights changed during the answer
 GATEWAY_COMPLETE: Final = "agentlightning.gateway.complete"
 """Set by the gateway: whether the whole answer passed it. Incomplete answers must not be trained on."""
 CACHED_SUFFIX: Final = " (cached)"  # of the name of the gateway's span, if its cache answered the call
@@ -195,7 +189,7 @@ def read_tools(span: Span) -> list[Message]:
     tools = _parse(attributes.get(GEN_AI_TOOL_DEFINITIONS))
     if not isinstance(tools, list):
         tools = [
-            {"type": "function", **{key: _parse_or_keep(value) for key, value in tool.items() if value is not None}}
+            {"type": "function", **{key: _parse(value, value) for key, value in tool.items() if value is not None}}
             for prefix in ("llm.request.functions", "gen_ai.request.functions")
             for tool in _indexed(attributes, prefix)
         ] or [_parse(tool["tool"]["json_schema"]) for tool in _indexed(attributes, "llm.tools") if "tool" in tool]
@@ -377,7 +371,7 @@ def _raw_output(span: Span) -> Mapping[str, Any]:
     return parsed if isinstance(parsed, dict) else {}
 
 
-def _parse(text: Any) -> Any:
+def _parse(text: Any, default: Any = None) -> Any:
     if not isinstance(text, str):
         return text
     try:
@@ -386,12 +380,7 @@ def _parse(text: Any) -> Any:
         try:
             return json.loads(text)  # takes NaN and lone surrogates
         except ValueError:
-            return None
-
-
-def _parse_or_keep(value: Any) -> Any:
-    parsed = _parse(value)
-    return value if parsed is None else parsed
+            return default
 
 
 def _text_of(value: Any) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,11 +19,11 @@ from agentlightning.errors import ConfigError
 from agentlightning.execution import ExecutionStrategy
 from agentlightning.frozen import FrozenDict
 from agentlightning.job import DEFAULT_CONCURRENCY, LitAgentRunnerJob, Spec, TrainerJob, component
-from agentlightning.litagent import LitAgent, RewardFunction, wrap
+from agentlightning.litagent import LitAgent, RewardSpec, wrap
 from agentlightning.plugin.registry import get_manager
 from agentlightning.plugin.settings import require_least
 from agentlightning.resources import Resource, read_resources
-from agentlightning.run.directory import RunDirectory
+from agentlightning.run.directory import open_directory
 from agentlightning.run.thread import run_beside_loop
 from agentlightning.run.tracker import Tracker
 from agentlightning.runner import Hook, LitAgentRunner, Runner
@@ -83,7 +84,8 @@ class Trainer:
             run_dir: directory for store, metrics, checkpoints and report, used by one run only; default is none. Its
                 name is the run's, also in a shared store.
             resume: continue the interrupted or killed run in ``run_dir``.
-            max_concurrency: concurrent rollouts in each runner; default 16.
+            max_concurrency: concurrent rollouts in each runner; default is what the algorithm proposes (``grpo``: 64
+                over all runners), else 16.
             seed: for algorithms without a seed of their own; a resumed run keeps its seed.
 
         Raises:
@@ -115,8 +117,10 @@ class Trainer:
         self.hooks: Sequence[Hook] = [hooks] if isinstance(hooks, Hook) else list(hooks or ())
         self.resume = resume
         self.seed = seed
-        self.max_concurrency = DEFAULT_CONCURRENCY if max_concurrency is None else max_concurrency
         self.strategy = self._choose_strategy(strategy, port)
+        at_once = None if self.algorithm is None else self.algorithm.rollouts_at_once
+        default_concurrency = DEFAULT_CONCURRENCY if at_once is None else math.ceil(at_once / self.strategy.n_runners)
+        self.max_concurrency = default_concurrency if max_concurrency is None else max_concurrency
         self.run_config: Mapping[str, Any] = {}
         """Stored in the run's record as its configuration, besides the algorithm."""
         if trackers is None:
@@ -135,7 +139,7 @@ class Trainer:
         train_dataset: Dataset[Any] | None = None,
         val_dataset: Dataset[Any] | None = None,
         *,
-        reward: RewardFunction | None = None,
+        reward: RewardSpec | None = None,
     ) -> Run:
         """Trains until the algorithm is done.
 
@@ -143,7 +147,8 @@ class Trainer:
             agent: a function, decorated or plain, a LitAgent, or an object of a framework that a plugin supports.
             train_dataset: tasks to learn from: a sequence, or a DataFrame, whose rows become dicts.
             val_dataset: tasks to evaluate with.
-            reward: ``reward(task, output, rollout)``, for agents that do not emit their reward themselves.
+            reward: ``reward(task, output, rollout)``, or a component such as ``judge``, for agents that do not emit
+                their reward themselves.
 
         Returns:
             The run, with its final status.
@@ -164,13 +169,9 @@ class Trainer:
         train_dataset: Dataset[Any] | None = None,
         val_dataset: Dataset[Any] | None = None,
         *,
-        reward: RewardFunction | None = None,
+        reward: RewardSpec | None = None,
     ) -> Run:
-        """A dry run: the same wiring with a FastAlgorithm, ``baseline`` unless the trainer has another.
-
-        Raises:
-            ConfigError: the trainer's algorithm is not a fast one.
-        """
+        """A dry run: ``fit`` with a FastAlgorithm, by default ``baseline``; raises ConfigError for any other."""
         algorithm = self.algorithm if self.algorithm is not None else get_manager().create("algorithm", "baseline")
         if not isinstance(algorithm, FastAlgorithm):
             raise ConfigError(
@@ -227,9 +228,8 @@ class Trainer:
             algorithm.check_setup(context)
         with contextlib.ExitStack() as stack:
             if self.run_dir is not None:
-                opened = RunDirectory.open(self.run_dir, resume=self.resume, seed=self.seed)
-                directory = stack.enter_context(contextlib.closing(opened))
-                context.key, context.seed = directory.key, directory.seed
+                record = stack.enter_context(open_directory(self.run_dir, resume=self.resume, seed=self.seed))
+                context.key, context.seed = record["key"], record.get("seed", 0)
             store = self._open_store(context)
             if context.store is None:
                 stack.callback(lambda: asyncio.run(store.close()))

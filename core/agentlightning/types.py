@@ -35,8 +35,7 @@ RolloutMode: TypeAlias = Literal["train", "val", "test"]
 RunStatus: TypeAlias = Literal["running", "succeeded", "failed", "interrupted"]
 FilterLogic: TypeAlias = Literal["and", "or"]
 SortOrder: TypeAlias = Literal["asc", "desc"]
-MAX_INT: Final = 2**63 - 1
-"""The largest integer that every store can hold."""
+MAX_INT: Final = 2**63 - 1  # the largest integer that every store can hold
 Int64: TypeAlias = Annotated[int, Field(ge=-MAX_INT - 1, le=MAX_INT)]
 TaskInput: TypeAlias = Any
 """One task of a dataset: the agent's first argument."""
@@ -57,16 +56,13 @@ class Unset(Enum):
 UNSET: Final = Unset.UNSET
 
 
-def new_rollout_id() -> str:
-    return "ro-" + os.urandom(8).hex()
+def _new_id(prefix: str) -> str:
+    return prefix + os.urandom(8).hex()
 
 
-def new_attempt_id() -> str:
-    return "at-" + os.urandom(8).hex()
-
-
-def new_resources_id() -> str:
-    return "rs-" + os.urandom(8).hex()
+new_rollout_id: Final = functools.partial(_new_id, "ro-")
+new_attempt_id: Final = functools.partial(_new_id, "at-")
+new_resources_id: Final = functools.partial(_new_id, "rs-")
 
 
 def _freeze_list(values: list[Any]) -> FrozenList:
@@ -231,26 +227,6 @@ class EnqueueRolloutRequest(Record):
     metadata: JsonObject | None = None
     rollout_id: str | None = Field(default=None, min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._:-]+$")
     """Chosen by the client; enqueueing it again returns the existing rollout."""
-
-    @classmethod
-    def make(
-        cls,
-        input: TaskInput,
-        mode: RolloutMode | None,
-        resources_id: str | None,
-        config: RolloutConfig | None,
-        metadata: Mapping[str, Any] | None,
-        rollout_id: str | None = None,
-    ) -> "EnqueueRolloutRequest":
-        """Makes a request from the arguments of ``enqueue_rollout``; raises ConfigError where they are not JSON."""
-        return cls(
-            input=freeze(input, "input"),
-            mode=mode,
-            resources_id=resources_id,
-            config=config,
-            metadata=freeze(metadata, "metadata"),
-            rollout_id=rollout_id,
-        )
 
 
 class Worker(Record):
@@ -517,17 +493,12 @@ if TYPE_CHECKING:
     from agentlightning.resources import ResourcesUpdate as ResourcesUpdate
     from agentlightning.runner import Hook as Hook
 
-_ELSEWHERE: Final = {
-    **dict.fromkeys("LLM NamedResources PromptTemplate ProxyLLM Resource ResourcesUpdate".split(), "resources"),
-    "Hook": "runner",
-}
-"""The modules of names that are importable from here too; they import this module."""
-
 
 def __getattr__(name: str) -> Any:
-    if name not in _ELSEWHERE:
+    """Finds names that are importable from here too; their modules import this one."""
+    if name not in ("Hook", "LLM", "NamedResources", "PromptTemplate", "ProxyLLM", "Resource", "ResourcesUpdate"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"agentlightning.{_ELSEWHERE[name]}"), name)
+    return getattr(importlib.import_module(f"agentlightning.{'runner' if name == 'Hook' else 'resources'}"), name)
 
 
 RolloutRawResult: TypeAlias = float | int | Sequence[Span] | Sequence[ReadableSpan] | None

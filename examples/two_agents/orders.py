@@ -1,14 +1,12 @@
 """Two agents that fill orders: a translator encodes an order, and a clerk fetches what the code means.
 
-An order is a colour and a shape, such as ``red ring``. The translator does not know the code; its only feedback is
-whether the order was filled.
+An order is a colour and a shape, such as ``red ring``. The only feedback is whether the order was filled.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from typing import Any
 
 from openai import OpenAI
 
@@ -18,11 +16,11 @@ COLOURS = ("red", "blue", "green")
 SHAPES = ("ring", "cube", "cone")
 COLOUR_CODES = ("ba", "do", "fe")
 SHAPE_CODES = ("ku", "la", "me")
-MEANING = {**dict(zip(COLOUR_CODES, COLOURS[::-1], strict=True)), **dict(zip(SHAPE_CODES, SHAPES[::-1], strict=True))}
-"""The meaning of each code word to the clerk."""
+COLOUR_OF = dict(zip(COLOUR_CODES, COLOURS[::-1], strict=True))
+"""The colour that each code means to the clerk; the translator does not know it."""
+CODE_OF = dict(zip(SHAPES, SHAPE_CODES[::-1], strict=True))
+"""The translator's code for each shape; the clerk does not know it."""
 
-CLERK = "clerk"
-"""The name of the clerk's model at the gateway."""
 CLIENT = OpenAI(api_key="unused", base_url="http://unused", max_retries=0)
 
 
@@ -37,19 +35,16 @@ def split_orders() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     return seen, unseen
 
 
-def fill_order(task: Mapping[str, str], llm: agl.LLM) -> float:
+def fill_order(task: Mapping[str, str], translator: agl.LLM, clerk: agl.LLM) -> float:
     """Fills one order; the reward is 1 if the clerk fetched what was ordered, else 0."""
+    code = ask(translator, task["order"])
+    return float(ask(clerk, code) == task["order"])
+
+
+def ask(llm: agl.LLM, text: str) -> str:
+    """Calls the policy of one agent."""
     client = CLIENT.with_options(base_url=llm.get_base_url(), api_key=llm.api_key or "unused")
-    code = ask("translator", client, llm.model, task["order"], llm.sampling_parameters)
-    fetched = ask("clerk", client, CLERK, code, {"temperature": 0.0, "max_tokens": 4})
-    return float(fetched == task["order"])
-
-
-def ask(agent: str, client: OpenAI, model: str, text: str, sampling: Mapping[str, Any]) -> str:
-    """Calls the model of an agent; the call is recorded under the agent's name."""
-    attributes: Any = {"agent.name": agent}
-    with agl.operation(name=agent, **attributes):
-        completion = client.chat.completions.create(
-            model=model, messages=[{"role": "user", "content": text}], **sampling
-        )
+    completion = client.chat.completions.create(
+        model=llm.model, messages=[{"role": "user", "content": text}], **llm.sampling_parameters
+    )
     return completion.choices[0].message.content or ""

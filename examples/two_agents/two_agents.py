@@ -1,30 +1,26 @@
-"""Trains one agent of two, in about a minute on a CPU and without a download.
+"""Trains two agents of one workflow, each with its own weights, in about a minute on a CPU and without a download.
 
     python examples/two_agents/two_agents.py --out runs/two_agents
 
-The translator (see orders.py) is trained; the clerk has another model that does not change. The gateway serves both and
-records their tokens; ``agent_match`` selects the agent whose calls are trained on. The script makes both models: the
-clerk learns the code, the translator only that an answer is a word for the colour and a word for the shape. It must
-find the right words from rewards.
+The translator and the clerk (see orders.py) are two LoRA adapters over one model, which the script makes: it knows the
+form of both agents' answers, the translator's code for shapes, and what the clerk understands by codes of colours. What
+is missing, the translator must learn about colours and the clerk about shapes, both from the same rewards: if only one
+of them learned, no more than a third of the orders would be filled.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from orders import CLERK, COLOUR_CODES, COLOURS, MEANING, SHAPE_CODES, SHAPES, fill_order, split_orders
+from orders import CODE_OF, COLOUR_CODES, COLOUR_OF, COLOURS, SHAPE_CODES, SHAPES, fill_order, split_orders
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import agentlightning as agl
-from agentlightning_algorithms.grpo.backend.transformers import TransformersBackend
-from agentlightning_algorithms.policy_backend import PolicySetup
 
 SPECIAL = ("<pad>", "<end>", "<user>", "<assistant>")
 CHAT_TEMPLATE = (
@@ -33,12 +29,11 @@ CHAT_TEMPLATE = (
 )
 WARM_UP_STEPS = 300
 BATCH = 64
-Example = Callable[[random.Random], tuple[str, str]]
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer with one token per word."""
-    words = {word: i for i, word in enumerate((*SPECIAL, *COLOURS, *SHAPES, *MEANING))}
+    words = {word: i for i, word in enumerate((*SPECIAL, *COLOURS, *SHAPES, *COLOUR_CODES, *SHAPE_CODES))}
     backend = Tokenizer(models.WordLevel(vocab=words, unk_token="<pad>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.add_special_tokens(list(SPECIAL))
@@ -47,7 +42,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def make_model(directory: Path, example: Example, seed: int) -> None:
+def make_model(directory: Path, seed: int) -> None:
     """Trains and saves a small transformer that imitates examples of a request and an answer of as many words."""
     torch.manual_seed(seed)
     rng = random.Random(seed)
@@ -70,7 +65,7 @@ def make_model(directory: Path, example: Example, seed: int) -> None:
     )
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
     for _ in range(WARM_UP_STEPS):
-        pairs = [example(rng) for _ in range(BATCH)]
+        pairs = [example(rng) for example in (translation, delivery) for _ in range(BATCH // 2)]
         texts = [f"<user> {said} <end> <assistant> {answer} <end>" for said, answer in pairs]
         input_ids = tokenizer(texts, return_tensors="pt").input_ids
         labels = input_ids.clone()
@@ -83,54 +78,48 @@ def make_model(directory: Path, example: Example, seed: int) -> None:
     tokenizer.save_pretrained(directory)
 
 
-def code_example(rng: random.Random) -> tuple[str, str]:
-    """An example for the clerk: any two code words and their meaning."""
-    code = rng.choices(list(MEANING), k=2)
-    return " ".join(code), " ".join(MEANING[word] for word in code)
+def translation(rng: random.Random) -> tuple[str, str]:
+    """An order and an answer of the translator: any code for the colour, and the code of the shape."""
+    shape = rng.choice(SHAPES)
+    return f"{rng.choice(COLOURS)} {shape}", f"{rng.choice(COLOUR_CODES)} {CODE_OF[shape]}"
 
 
-def form_example(rng: random.Random) -> tuple[str, str]:
-    """An example for the translator: any word for the colour and any word for the shape."""
-    return f"{rng.choice(COLOURS)} {rng.choice(SHAPES)}", f"{rng.choice(COLOUR_CODES)} {rng.choice(SHAPE_CODES)}"
+def delivery(rng: random.Random) -> tuple[str, str]:
+    """A code and an answer of the clerk: the colour that it understands, and any shape."""
+    code = rng.choice(COLOUR_CODES)
+    return f"{code} {rng.choice(SHAPE_CODES)}", f"{COLOUR_OF[code]} {rng.choice(SHAPES)}"
 
 
 def train(directory: Path, *, seed: int, steps: int) -> dict[str, float]:
-    """Makes both models and trains the translator in ``directory``.
+    """Makes the model and trains both agents in ``directory``.
 
     Returns:
         Mean greedy rewards: ``before`` and ``after`` on test orders, ``trained`` on training orders.
     """
     torch.set_num_threads(1)
-    make_model(directory / "translator", form_example, seed)
-    make_model(directory / "clerk", code_example, seed)
+    make_model(directory / "base", seed)
     seen, unseen = split_orders()
-    clerk = TransformersBackend()
-    setup = PolicySetup(model=str(directory / "clerk"), model_name=CLERK, directory=directory / "clerk", threads=1)
-    asyncio.run(clerk.start(setup))
-    try:
-        agl.Trainer(
-            algorithm={
-                "name": "grpo",
-                "model": str(directory / "translator"),
-                "steps": steps,
-                "tasks_per_step": 6,
-                "rollouts_per_task": 16,
-                "sampling": {"temperature": 1.0, "max_tokens": 4},
-                "eval_every": 5,
-                "target_reward": 1.0,
-                "test_dataset": unseen,
-                "train_threads": 1,
-                "seed": seed,
-                "update": {"lr": 1e-3, "betas": (0.9, 0.99), "schedule": "linear", "minibatches": 8},
-            },
-            adapter={"name": "triplet", "agent_match": "^translator$"},
-            llm_proxy=agl.LLMProxy(model_list=[dict(clerk.model_entry)]),
-            trackers=["console", "jsonl"],
-            run_dir=directory / "run",
-            max_concurrency=64,
-        ).fit(fill_order, seen, seen)
-    finally:
-        asyncio.run(clerk.stop())
+    agl.Trainer(
+        algorithm={
+            "name": "grpo",
+            "model": str(directory / "base"),
+            "policies": {"translator": {}, "clerk": {}},
+            "lora": {"rank": 8},
+            "steps": steps,
+            "tasks_per_step": 6,
+            "rollouts_per_task": 16,
+            "sampling": {"temperature": 1.0, "max_tokens": 4},
+            "eval_every": 5,
+            "target_reward": 1.0,
+            "test_dataset": unseen,
+            "train_threads": 1,
+            "seed": seed,
+            "update": {"lr": 2e-3, "betas": (0.9, 0.99), "schedule": "linear", "minibatches": 8},
+        },
+        trackers=["console", "jsonl"],
+        run_dir=directory / "run",
+        max_concurrency=64,
+    ).fit(fill_order, seen, seen)
     lines = (directory / "run" / "metrics.jsonl").read_text().splitlines()
     first, *_, last = [entry for entry in map(json.loads, lines) if "test_reward" in entry]
     return {"before": first["test_reward"], "after": last["test_reward"], "trained": last["val_reward"]}
@@ -139,7 +128,7 @@ def train(directory: Path, *, seed: int, steps: int) -> dict[str, float]:
 def main() -> None:
     """Trains and prints the rewards."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="directory of the models and the run; must not exist")
+    parser.add_argument("--out", type=Path, required=True, help="directory of the model and the run; must not exist")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()

@@ -1,11 +1,14 @@
 """Reads requests of clients that are not trusted: bodies and JSON with limits, and which clients are of this machine.
 
-Servers that use it pass ``SERVER_SETTINGS`` to aiohttp, so that aiohttp inflates nothing and reads no refused body.
+Servers that use it pass ``SERVER_SETTINGS`` to aiohttp, so that aiohttp inflates nothing and reads no refused body. A
+process that only serves also calls ``return_freed_memory``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import functools
 import ipaddress
 import logging
@@ -34,6 +37,9 @@ _QUOTE: Final = ord('"')
 _THREAD_BYTES: Final = 256 * 1024
 """From this size on, a body is parsed in a thread: about a millisecond of work."""
 _THREADS: Final = ThreadPoolExecutor(2, thread_name_prefix="agl-bodies")
+_MALLOC_SETTINGS: Final = {-1: 8 * 2**20, -3: 512 * 1024, -8: 2}
+"""M_TRIM_THRESHOLD, M_MMAP_THRESHOLD and M_ARENA_MAX of glibc. asyncio reads 256 KiB at once, less than the second."""
+_TRIM_AFTER_S: Final = 1.0
 P = ParamSpec("P")
 T = TypeVar("T")
 _OUTSIDE_STRINGS: Final = re.compile(rb'[^"\[{,]*+')
@@ -65,6 +71,44 @@ class RequestLog(logging.Logger):
             super().handle(record)
 
 
+class _Allocator:
+    """The allocator of the C library, which may keep freed memory for the process."""
+
+    def __init__(self) -> None:
+        self._trim: Callable[[int], int] | None = None
+        self._is_due = False
+
+    def configure(self) -> None:
+        with contextlib.suppress(AttributeError):  # of another C library than glibc
+            library = ctypes.CDLL(None)
+            for parameter, value in _MALLOC_SETTINGS.items():
+                library.mallopt(parameter, value)
+            self._trim = library.malloc_trim
+
+    def trim_soon(self) -> None:
+        """Returns memory that will have been freed in a second; several calls within it count once."""
+        if self._trim is not None and not self._is_due:
+            self._is_due = True
+            loop = asyncio.get_running_loop()
+            loop.call_later(_TRIM_AFTER_S, lambda: loop.run_in_executor(_THREADS, self._trim_now))
+
+    def _trim_now(self) -> None:
+        self._is_due = False
+        assert self._trim is not None
+        self._trim(0)
+
+
+_ALLOCATOR: Final = _Allocator()
+
+
+def return_freed_memory() -> None:
+    """Returns the memory of large bodies to the system soon after their requests, in a process that only serves.
+
+    By default glibc keeps blocks of up to 32 MiB once it has freed one of this size, in several pools.
+    """
+    _ALLOCATOR.configure()
+
+
 async def answer_expect(request: web.Request) -> None:
     """The ``expect_handler`` of routes: unlike aiohttp's, it survives a header that is not UTF-8."""
     if request.headers.get("Expect", "").lower() != "100-continue":
@@ -93,8 +137,11 @@ async def read_body(request: web.BaseRequest, limit: int, inflated_limit: int) -
     while piece := await request.content.readany():
         size += len(piece)
         if size > limit:
+            _ALLOCATOR.trim_soon()
             raise _too_large(limit)
         pieces.append(piece)
+    if size > _THREAD_BYTES or encoding:
+        _ALLOCATOR.trim_soon()
     body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
     if encoding not in _ENCODINGS or not body:
         return body

@@ -11,6 +11,8 @@ from typing import Any, TypeAlias
 
 from wrapt import FunctionWrapper, register_post_import_hook  # type: ignore[import-untyped] # wrapt has no types
 
+from agentlightning.errors import LightningError
+
 logger = logging.getLogger("agentlightning")
 
 Undo: TypeAlias = Callable[[], object]
@@ -38,6 +40,8 @@ class OnImport:
                 return
             try:
                 self._undo = self._instrument()
+            except LightningError as error:
+                logger.warning("%s is not traced: %s", self._module, error)
             except Exception as error:  # isolation point: a library that cannot be traced must still be importable
                 logger.warning("%s is not traced: %s: %s", self._module, type(error).__name__, error, exc_info=error)
 

@@ -32,11 +32,14 @@ def has_weights(path: str) -> bool:
 class FakeVLLM:
     """Used with ``async with``; ``asked`` lists the requests in order."""
 
-    def __init__(self, *, dev_mode: bool = True, processed: bool = True, token_ids: bool = True) -> None:
+    def __init__(
+        self, *, dev_mode: bool = True, processed: bool = True, token_ids: bool = True, lora: bool = True
+    ) -> None:
         self.asked: list[tuple[str, Any]] = []
         self.paused = False
         self.endpoint = ""
         self.api_key: str | None = None
+        self.adapters: dict[str, str] = {}
         self._processed, self._token_ids = processed, token_ids
         app = web.Application(middlewares=[self._listen])
         app.router.add_get("/v1/models", self._models)
@@ -47,6 +50,9 @@ class FakeVLLM:
             app.router.add_post("/pause", self._pause)
             app.router.add_post("/resume", self._resume)
             app.router.add_post("/collective_rpc", self._collective_rpc)
+        if lora:
+            app.router.add_post("/v1/load_lora_adapter", self._load_lora_adapter)
+            app.router.add_post("/v1/unload_lora_adapter", self._unload_lora_adapter)
         self._runner = web.AppRunner(app)
 
     async def __aenter__(self) -> FakeVLLM:
@@ -117,3 +123,20 @@ class FakeVLLM:
             error = {**WIRE["error"]["error"], "message": WIRE["error"]["error"]["message"].format(path=path)}
             return web.json_response({"error": error}, status=500)
         return web.json_response(WIRE["collective_rpc"])
+
+    async def _load_lora_adapter(self, request: web.Request) -> web.Response:
+        body = json.loads(await request.read())
+        assert self.paused
+        name, path = body["lora_name"], body["lora_path"]
+        if name in self.adapters or not (Path(path) / "adapter_config.json").is_file():
+            error = {"message": f"The lora adapter {name!r} has already been loaded, or is missing.", "code": 400}
+            return web.json_response({"error": error}, status=400)
+        self.adapters[name] = path
+        return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def _unload_lora_adapter(self, request: web.Request) -> web.Response:
+        name = json.loads(await request.read())["lora_name"]
+        if self.adapters.pop(name, None) is None:
+            error = {"message": f"The lora adapter '{name}' cannot be found.", "type": "NotFoundError", "code": 404}
+            return web.json_response({"error": error}, status=404)
+        return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")

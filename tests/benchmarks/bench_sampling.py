@@ -3,13 +3,17 @@
 1. Tokens a second of 64 requests at once, with replies of 64 tokens, against one request at a time, over HTTP.
 2. The same 64 requests in this process, without HTTP: our running batch against transformers' continuous batching
    (paged attention, log-probabilities on), in tokens per second of CPU; on a GPU, of wall time.
-3. Conversations of 6 turns, 16 at a time, each turn adding 64 tokens: seconds with the prefix cache against seconds
+3. Replies of 32 tokens to prompts of 1,024 tokens: groups of 8 for 4 prompts, and 32 prompts that differ in their last
+   32 tokens; against ``generate`` of transformers with a batch of all of them, in the same unit.
+4. Conversations of 6 turns, 16 at a time, each turn adding 64 tokens: seconds with the prefix cache against seconds
    without it, and the share of prompt tokens that were not run again.
 
 Rounds are interleaved and medians are printed. The model has random weights and never ends by itself, so that every
-reply has its full length. On a GPU: ``--device cuda:0 --dtype bfloat16 --hidden 1024 --layers 24``.
+reply has its full length. On a GPU: ``--device cuda:0 --dtype bfloat16 --hidden 1024 --layers 24``. ``--only prompts``
+prints part 3 alone.
 
-Target (issue 8): 64 at once reach at least 5 times the tokens a second of one at a time.
+Targets (issues 8 and 16): 64 at once reach at least 5 times the tokens a second of one at a time; with shared prompts,
+at least 3 times those of ``generate``.
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ REPLY_TOKENS = 64
 CONCURRENT = 64
 VOCABULARY = 8192
 TURNS, CONVERSATIONS, TURN_TOKENS = 6, 16, 64
+SHARED_TOKENS, OWN_TOKENS, GROUPS, REPETITIONS, SHORT_REPLY = 1024, 32, 4, 8, 32
 
 
 def save_model(directory: Path, hidden: int, layers: int) -> int:
@@ -141,9 +146,62 @@ def compare_with_transformers(folder: str, rounds: int, device: str, dtype: str)
     return statistics.median(speeds[0][1:]), statistics.median(speeds[1][1:])
 
 
-async def main(rounds: int, hidden: int, layers: int, device: str, dtype: str) -> None:
+def compare_with_generate(folder: str, rounds: int, device: str, dtype: str) -> dict[str, tuple[float, float]]:
+    """Tokens per second of our sampler, and of ``generate``, by the way in which prompts share tokens."""
+    torch.set_num_threads(1)
+    clock = time.process_time if device == "cpu" else time.perf_counter
+    rng = random.Random(0)
+    sampler = Sampler(load_policy(folder, dtype=dtype, device=device), max_batch_size=GROUPS * REPETITIONS, seed=0)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").to(device)
+
+    def draw(count: int) -> list[int]:
+        return [rng.randrange(VOCABULARY) for _ in range(count)]
+
+    def groups() -> list[list[int]]:
+        return [prompt for prompt in (draw(SHARED_TOKENS) for _ in range(GROUPS)) for _ in range(REPETITIONS)]
+
+    def prefix() -> list[list[int]]:
+        shared = draw(SHARED_TOKENS - OWN_TOKENS)
+        return [shared + draw(OWN_TOKENS) for _ in range(GROUPS * REPETITIONS)]
+
+    def ours(prompts: list[list[int]]) -> None:
+        params = SamplingParams(max_tokens=SHORT_REPLY)
+        replies = [future.result().token_ids for future in [sampler.submit(prompt, params) for prompt in prompts]]
+        assert all(len(reply) == SHORT_REPLY for reply in replies)
+
+    def theirs(prompts: list[list[int]]) -> None:
+        ids = torch.tensor(prompts, device=device)
+        mask = torch.ones_like(ids)
+        with torch.inference_mode():
+            model.generate(ids, attention_mask=mask, max_new_tokens=SHORT_REPLY, do_sample=True, pad_token_id=0)
+
+    speeds = {}
+    for name, make in (("equal prompts", groups), ("equal prefix", prefix)):
+        seconds: list[list[float]] = [[], []]
+        for _ in range(rounds + 1):  # the first round warms up; each has prompts that no cache knows
+            prompts = make()
+            for run, found in zip((ours, theirs), seconds, strict=True):
+                started = clock()
+                run(prompts)
+                found.append(clock() - started)
+        n_tokens = GROUPS * REPETITIONS * SHORT_REPLY
+        speeds[name] = n_tokens / statistics.median(seconds[0][1:]), n_tokens / statistics.median(seconds[1][1:])
+    sampler.close()
+    return speeds
+
+
+def print_shared_prompts(folder: str, rounds: int, device: str, dtype: str) -> None:
+    unit = "tokens/s of CPU" if device == "cpu" else "tokens/s"
+    for name, (mine, theirs) in compare_with_generate(folder, rounds, device, dtype).items():
+        print(f"{name:<15} {mine:9.0f} {unit}, generate {theirs:.0f}   {mine / theirs:.1f} times")
+
+
+async def main(rounds: int, hidden: int, layers: int, device: str, dtype: str, only: str | None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         size = save_model(Path(folder), hidden, layers)
+        if only == "prompts":
+            print_shared_prompts(folder, rounds, device, dtype)
+            return
         servers = [TransformersBackend(prefix_cache_mb=mb) for mb in (512, 0)]
         setup = PolicySetup(
             model=folder, model_name="policy", directory=Path(folder), dtype=dtype, device=device, threads=1, seed=0
@@ -170,6 +228,7 @@ async def main(rounds: int, hidden: int, layers: int, device: str, dtype: str) -
         unit = "tokens/s of CPU" if device == "cpu" else "tokens/s"
         print(f"running batch, in process       {mine:9.0f} {unit}   {mine / theirs:.1f} times")
         print(f"transformers' continuous batch  {theirs:9.0f} {unit}")
+        print_shared_prompts(folder, rounds, device, dtype)
         with_cache, without = (statistics.median(seconds for seconds, _ in talk[1:]) for talk in talks)
         reused = statistics.median(share for _, share in talks[0][1:])
         print(f"{TURNS} turns without prefix cache {without:7.2f} s")
@@ -184,5 +243,6 @@ if __name__ == "__main__":
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--device", default="cpu", help="such as cpu or cuda:0")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--only", choices=["prompts"])
     options = parser.parse_args()
-    asyncio.run(main(options.rounds, options.hidden, options.layers, options.device, options.dtype))
+    asyncio.run(main(options.rounds, options.hidden, options.layers, options.device, options.dtype, options.only))

@@ -296,10 +296,15 @@ def test_any_other_result_is_an_error_that_shows_it(result: Any) -> None:
         check_result(result)
 
 
-@pytest.mark.parametrize("reward", [lambda task, output: 1.0, "exact_match", 1.0])
+@pytest.mark.parametrize("reward", [lambda task, output: 1.0, 1.0])
 def test_a_reward_function_that_cannot_be_called_is_refused_at_once(reward: Any) -> None:
     with pytest.raises(agl.ConfigError, match=r"\(task, output, rollout\)"):
         agl.wrap(lambda task: task, reward=reward)
+
+
+def test_a_reward_name_that_no_plugin_offers_is_refused_with_the_names_there_are() -> None:
+    with pytest.raises(agl.PluginError, match=r"no reward named 'exact_match'. Installed: judge"):
+        agl.wrap(lambda task: task, reward="exact_match")
 
 
 @pytest.mark.parametrize("value", ["good", [1.0], {"reward": 1.0}])

@@ -152,7 +152,7 @@ class StaysActive(Planted):
     @contextlib.asynccontextmanager
     async def trace_context(self, name: str | None = None, **ids: Any) -> AsyncIterator[Trace]:
         async with super().trace_context(name, **ids) as trace:
-            active = tracer_module.get_active()
+            active = tracer_module.get_active_trace()
             yield trace
         tracer_module._active.set(active)
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from agentlightning import cli
 from agentlightning.errors import ConfigError, PluginError
 from agentlightning.plugin.hookspecs import Component, hookimpl
-from agentlightning.plugin.registry import PluginManager, get_manager
+from agentlightning.plugin.registry import PluginManager
+from agentlightning_plugins.commands.plugins import command as plugins_command
 from tests.source import run_python
 
 
@@ -148,8 +148,8 @@ def test_a_component_that_two_plugins_offer_is_printed_once(
 ) -> None:
     manager.register(offering(Component("algorithm", "tuned", f"{__name__}:Tuned")), "theirs")
     assert manager.get("algorithm", "tuned").__name__ == "Tuned"
-    monkeypatch.setattr(cli, "get_manager", lambda: manager)
-    printed = CliRunner().invoke(cli.cli, ["plugins"]).output
+    monkeypatch.setattr(plugins_command, "get_manager", lambda: manager)
+    printed = CliRunner().invoke(plugins_command.command).output
     assert printed.count("tuned") == 1
 
 
@@ -183,11 +183,23 @@ def test_a_missing_extra_is_found_without_importing(monkeypatch: pytest.MonkeyPa
             raise importlib.metadata.PackageNotFoundError(name)
         return "1"
 
-    manager = get_manager()
+    manager = PluginManager()
     monkeypatch.setattr(importlib.metadata, "version", version)
     assert manager.missing_requirements("algorithm", "grpo") == ["torch"]
     with pytest.raises(PluginError, match=r"'grpo' needs torch\. Install with: pip install 'lightning\[grpo\]'"):
         manager.get("algorithm", "grpo")
+
+
+def test_the_extra_of_a_component_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = PluginManager()
+    found = manager.get("algorithm", "grpo")
+    looked_up: list[str] = []
+    monkeypatch.setattr(importlib.metadata, "version", looked_up.append)
+    assert manager.missing_requirements("algorithm", "grpo") == []
+    assert looked_up  # the extra is not empty
+    looked_up.clear()
+    assert manager.get("algorithm", "grpo") is found
+    assert looked_up == []
 
 
 def test_agl_plugins_prints_what_is_there() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import subprocess
 import sys
@@ -11,23 +10,24 @@ from pathlib import Path
 import pytest
 
 import agentlightning as agl
-from agentlightning.run.directory import RunDirectory, read_record
+from agentlightning.run.directory import open_directory, read_record
 
 
 def test_a_resumed_run_keeps_its_key_and_seed_and_says_when_it_was_resumed(tmp_path: Path) -> None:
-    with contextlib.closing(RunDirectory.open(tmp_path / "run", seed=7)) as begun:
-        key = begun.key
-    with contextlib.closing(RunDirectory.open(tmp_path / "run", resume=True)) as resumed:
-        assert (resumed.key, resumed.seed) == (key, 7)
+    with open_directory(tmp_path / "run", seed=7) as begun:
+        key = begun["key"]
+    with open_directory(tmp_path / "run", resume=True) as resumed:
+        assert (resumed["key"], resumed["seed"]) == (key, 7)
     record = read_record(tmp_path / "run")
     assert len(record["resumed_at"]) == 1
     assert record["versions"]["pydantic"] == importlib.metadata.version("pydantic")
 
 
 def test_a_directory_belongs_to_one_run(tmp_path: Path) -> None:
-    RunDirectory.open(tmp_path / "run").close()
-    with pytest.raises(agl.ConfigError, match="holds a run already"):
-        RunDirectory.open(tmp_path / "run")
+    with open_directory(tmp_path / "run"):
+        pass
+    with pytest.raises(agl.ConfigError, match="holds a run already"), open_directory(tmp_path / "run"):
+        pass
 
 
 def test_a_directory_belongs_to_one_process_until_that_one_ends(tmp_path: Path) -> None:
@@ -36,10 +36,10 @@ def test_a_directory_belongs_to_one_process_until_that_one_ends(tmp_path: Path) 
             sys.executable,
             "-c",
             "import sys, pathlib\n"
-            "from agentlightning.run.directory import RunDirectory\n"
-            "held = RunDirectory.open(pathlib.Path(sys.argv[1]))\n"
-            "print('held', flush=True)\n"
-            "sys.stdin.read()\n",
+            "from agentlightning.run.directory import open_directory\n"
+            "with open_directory(pathlib.Path(sys.argv[1])):\n"
+            "    print('held', flush=True)\n"
+            "    sys.stdin.read()\n",
             str(tmp_path / "run"),
         ],
         stdin=subprocess.PIPE,
@@ -48,27 +48,37 @@ def test_a_directory_belongs_to_one_process_until_that_one_ends(tmp_path: Path) 
     )
     assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
-    with pytest.raises(agl.ConfigError, match=rf"another process \(pid {holder.pid}\) works in"):
-        RunDirectory.open(tmp_path / "run", resume=True)
+    with (
+        pytest.raises(agl.ConfigError, match=rf"another process \(pid {holder.pid}\) works in"),
+        open_directory(tmp_path / "run", resume=True),
+    ):
+        pass
     holder.kill()
     holder.communicate()
-    RunDirectory.open(tmp_path / "run", resume=True).close()
+    with open_directory(tmp_path / "run", resume=True):
+        pass
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
 def test_a_damaged_record_is_refused_and_left_as_it_is(tmp_path: Path, content: str) -> None:
     (tmp_path / "run.json").write_text(content)
-    with pytest.raises(agl.ConfigError, match="not the record of a run"):
-        RunDirectory.open(tmp_path, resume=True)
+    with pytest.raises(agl.ConfigError, match="not the record of a run"), open_directory(tmp_path, resume=True):
+        pass
     assert (tmp_path / "run.json").read_text() == content
 
 
 def test_nothing_to_resume_and_a_file_in_the_way_are_said(tmp_path: Path) -> None:
-    with pytest.raises(agl.ConfigError, match=r"no run to resume: .*run\.json is missing"):
-        RunDirectory.open(tmp_path / "new", resume=True)
+    with (
+        pytest.raises(agl.ConfigError, match=r"no run to resume: .*run\.json is missing"),
+        open_directory(tmp_path / "new", resume=True),
+    ):
+        pass
     (tmp_path / "file").touch()
-    with pytest.raises(agl.ConfigError, match="cannot be the directory of a run: File exists"):
-        RunDirectory.open(tmp_path / "file")
+    with (
+        pytest.raises(agl.ConfigError, match="cannot be the directory of a run: File exists"),
+        open_directory(tmp_path / "file"),
+    ):
+        pass
 
 
 def test_a_place_in_a_run_has_one_rollout_id_in_every_life_of_the_run() -> None:

@@ -18,6 +18,8 @@ from agentlightning.tracer import DummyTracer
 from agentlightning.types import AttemptedRollout, Span
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 
+pytestmark = pytest.mark.serial
+
 
 class FaultyStore(InMemoryLightningStore):
     """The memory store, with scripted faults in ``add_many_spans``."""

@@ -25,6 +25,7 @@ from agentlightning.tracer import DummyTracer, OtelTracer, Tracer, get_active_tr
 from agentlightning.types import AttemptedRollout, Span
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 from agentlightning_plugins.tracers.opentelemetry.pipeline import pipeline
+from tests.source import run_python
 
 PIPELINE = pipeline
 
@@ -110,6 +111,27 @@ def test_a_missing_langchain_handler_is_a_clear_error() -> None:
 def test_importing_the_facade_does_not_import_opentelemetry() -> None:
     code = "import sys, agentlightning.tracer as t; t.DummyTracer, t.Tracer; assert 'opentelemetry' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+FORKING_PROGRAM = """
+import os, signal, time
+from agentlightning_plugins.tracers.opentelemetry.pipeline import pipeline
+from concurrent.futures import ThreadPoolExecutor
+
+child = os.fork()
+if child == 0:
+    os._exit(0)
+deadline = time.monotonic() + 20
+while os.waitpid(child, os.WNOHANG) == (0, 0):
+    if time.monotonic() > deadline:
+        os.kill(child, signal.SIGKILL)
+        raise TimeoutError("the child does not return from os.fork()")
+    time.sleep(0.02)
+"""
+
+
+def test_a_traced_process_can_fork_when_thread_pools_are_used_later() -> None:
+    run_python("-c", FORKING_PROGRAM)
 
 
 # What is OpenTelemetry's.

@@ -374,6 +374,20 @@ def test_runners_that_a_given_strategy_does_not_have_are_said(caplog: pytest.Log
     assert caplog.messages == ["n_runners = 4 has no effect: the given strategy has 2"]
 
 
+def test_the_default_concurrency_is_what_the_algorithm_proposes_shared_among_the_runners() -> None:
+    class Sampling(agl.Algorithm):
+        rollouts_at_once = 64
+
+    def concurrency(**settings: Any) -> int:
+        return agl.Trainer(trackers=[], **settings).max_concurrency
+
+    assert concurrency() == concurrency(algorithm=agl.Algorithm()) == 16
+    assert concurrency(algorithm=Sampling()) == 64
+    assert concurrency(algorithm=Sampling(), n_runners=3) == 22
+    assert concurrency(algorithm=Sampling(), strategy=agl.SharedMemoryExecutionStrategy(n_runners=2)) == 32
+    assert concurrency(algorithm=Sampling(), n_runners=2, max_concurrency=5) == 5
+
+
 def test_ctrl_c_cancels_the_algorithm_and_ends_the_run_as_interrupted(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(

@@ -67,7 +67,7 @@ def make_autogen_agent() -> Any:
     from autogen_agentchat.agents import AssistantAgent
     from autogen_ext.models.openai import OpenAIChatCompletionClient
 
-    model = OpenAIChatCompletionClient(model="gpt-5", api_key="any", base_url=NOWHERE, max_retries=0)
+    model = OpenAIChatCompletionClient(model="gpt-4o", api_key="any", base_url=NOWHERE, max_retries=0)
     return AssistantAgent(AGENT_NAME, model, tools=[add], system_message=INSTRUCTIONS, max_tool_iterations=3)
 
 

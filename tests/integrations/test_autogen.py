@@ -41,7 +41,7 @@ class TestAutoGen(AgentConformance):
 
 
 def make_model(**more: Any) -> OpenAIChatCompletionClient:
-    return OpenAIChatCompletionClient(model="gpt-5", api_key="any", base_url=NOWHERE, max_retries=0, **more)
+    return OpenAIChatCompletionClient(model="gpt-4o", api_key="any", base_url=NOWHERE, max_retries=0, **more)
 
 
 def make_writer() -> AssistantAgent:

@@ -3,10 +3,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import importlib.metadata
 import inspect
 import json
 import subprocess
 import sys
+import warnings
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -85,6 +87,19 @@ async def test_a_call_is_recorded_as_a_span_with_messages_and_usage(tracer: Otel
     assert span.parent_id == trace.spans[-1].span_id
 
 
+async def test_a_usage_without_details_is_recorded_without_an_error_in_the_instrumentation(
+    tracer: OtelTracer, client: AsyncOpenAI, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("DEBUG", logger="opentelemetry"):
+        async with tracer.trace_context() as trace:
+            completion = await client.chat.completions.create(model="m", messages=ASK)
+    assert completion.usage is not None
+    assert completion.usage.prompt_tokens_details is None
+    (span,) = calls_in(trace.spans)
+    assert span.attributes["gen_ai.usage.output_tokens"] == completion.usage.completion_tokens
+    assert "failed to trace" not in caplog.text
+
+
 async def test_a_streamed_call_is_a_span_too(tracer: OtelTracer, client: AsyncOpenAI) -> None:
     async with tracer.trace_context() as trace:
         stream = await client.chat.completions.create(model="m", messages=ASK, stream=True)
@@ -93,6 +108,20 @@ async def test_a_streamed_call_is_a_span_too(tracer: OtelTracer, client: AsyncOp
     assert text == "answer to 1+2?"
     assert semconv.read_output_messages(span) == [{"role": "assistant", "content": text}]
     assert semconv.read_response_id(span) is not None
+
+
+async def test_a_call_with_a_parsed_answer_is_a_span_and_gives_no_warning(tracer: OtelTracer) -> None:
+    async with (
+        ScriptedOpenAI([Answer('{"value": 3}')]) as server,
+        AsyncOpenAI(base_url=server.endpoint, api_key="any") as client,
+        tracer.trace_context() as trace,
+    ):
+        with warnings.catch_warnings(record=True) as warned:
+            completion = await client.chat.completions.parse(model="m", messages=ASK, response_format=Sum)
+    assert completion.choices[0].message.parsed == Sum(value=3)
+    assert warned == []
+    (span,) = calls_in(trace.spans)
+    assert semconv.read_output_messages(span) == [{"role": "assistant", "content": '{"value": 3}'}]
 
 
 async def test_a_call_of_the_sync_client_in_a_thread_is_a_span_too(tracer: OtelTracer, server: ScriptedOpenAI) -> None:
@@ -105,6 +134,28 @@ async def test_a_call_of_the_sync_client_in_a_thread_is_a_span_too(tracer: OtelT
     (span,) = calls_in(trace.spans)
     assert semconv.read_input_messages(span) == ASK
     assert span.parent_id == trace.spans[-1].span_id
+
+
+async def test_tracing_a_call_of_the_sync_client_starts_no_event_loop(
+    tracer: OtelTracer, server: ScriptedOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+    new_event_loop = asyncio.new_event_loop
+
+    def start() -> asyncio.AbstractEventLoop:
+        started.append("loop")
+        return new_event_loop()
+
+    monkeypatch.setattr(asyncio.events, "new_event_loop", start)
+
+    def ask() -> None:
+        with OpenAI(base_url=server.endpoint, api_key="any") as client:
+            client.chat.completions.create(model="m", messages=ASK, tools=[ADD])
+
+    async with tracer.trace_context() as trace:
+        await run_in_thread(ask, name="agent")
+    (span,) = calls_in(trace.spans)
+    assert (semconv.read_input_messages(span), semconv.read_tools(span), started) == (ASK, [ADD], [])
 
 
 async def test_an_image_does_not_remove_the_prompt(tracer: OtelTracer, client: AsyncOpenAI) -> None:
@@ -279,6 +330,23 @@ class TestResponses:
         )
         assert response.output_parsed == Sum(value=5)
         self.check(response.id, spans)
+
+    async def test_the_instrumentation_remembers_a_bounded_number_of_responses(
+        self, tracer: OtelTracer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from opentelemetry.instrumentation.openai.v1 import responses_wrappers
+
+        monkeypatch.setattr(openai_integration, "_MAX_RESPONSES", 2)
+
+        async def ask(client: AsyncOpenAI) -> Any:
+            for number in range(4):
+                response = await client.responses.create(model="m", input=ASK)
+                kept = responses_wrappers.responses.pop(response.id)
+                responses_wrappers.responses[f"{number}"] = kept
+
+        _, spans = await self.calls(tracer, ask)
+        assert len(spans) == 4
+        assert list(responses_wrappers.responses) == ["2", "3"]
 
     async def test_a_response_of_the_sync_client_is_a_span(self, tracer: OtelTracer) -> None:
         def ask(endpoint: Any) -> Any:
@@ -475,7 +543,7 @@ assert undone.get_finished_spans() == ()
     await asyncio.to_thread(subprocess.run, [sys.executable, "-c", code], check=True)
 
 
-async def test_a_failure_of_the_instrumentation_does_not_break_importing_openai() -> None:
+async def test_versions_of_opentelemetry_that_do_not_work_together_are_named_and_openai_can_be_imported() -> None:
     code = """
 import logging, sys
 logging.basicConfig()
@@ -488,7 +556,11 @@ assert openai.OpenAI
     done = await asyncio.to_thread(
         subprocess.run, [sys.executable, "-c", code], check=True, stderr=subprocess.PIPE, text=True
     )
-    assert "openai is not traced" in done.stderr
+    (line,) = done.stderr.splitlines()
+    names = ("opentelemetry-instrumentation-openai", "opentelemetry-api")
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in names]
+    assert "openai is not traced: {} and {} do not work together".format(*versions) in line
+    assert line.endswith("pip install --upgrade {} {}".format(*names))
 
 
 async def test_spans_go_to_the_provider_that_was_given(server: ScriptedOpenAI) -> None:

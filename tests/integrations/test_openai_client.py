@@ -13,7 +13,7 @@ import agentlightning as agl
 from agentlightning_integrations.framework.openai_client import sync_client
 from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
 
-pytestmark = pytest.mark.environment("main", "newest")
+pytestmark = pytest.mark.environment("main", "newest", "oldest")
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -11,6 +11,7 @@ import openai
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
+from pydantic import BaseModel
 
 import agentlightning as agl
 from agentlightning import semconv
@@ -88,6 +89,25 @@ async def test_a_served_store_takes_what_a_client_sends(tmp_path: Any) -> None:
         assert agl.find_final_reward(await client.query_spans(rollout.rollout_id)) == 0.5
         await client.close()
     await store.close()
+
+
+async def test_each_answer_of_the_responses_api_is_recorded_also_when_it_is_parsed() -> None:
+    class Sum(BaseModel):
+        value: int
+
+    tracer = agl.OtelTracer()
+    tracer.init()
+    async with (
+        ScriptedOpenAI(lambda request: Answer('{"value": 5}')) as model,
+        openai.AsyncOpenAI(base_url=model.endpoint, api_key="any") as client,
+        tracer.trace_context() as trace,
+    ):
+        await client.responses.create(model="m", input="2 + 3?")
+        parsed = await client.responses.parse(model="m", input="2 + 3?", text_format=Sum)
+    tracer.teardown()
+    assert parsed.output_parsed == Sum(value=5)
+    calls = [span for span in trace.spans if semconv.is_llm_call(span)]
+    assert [semconv.read_output_messages(call)[0]["content"] for call in calls] == ['{"value": 5}'] * 2
 
 
 def test_the_command_line_works() -> None:

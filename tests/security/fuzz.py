@@ -8,6 +8,7 @@ import gzip
 import json
 import random
 import re
+import statistics
 import time
 import zlib
 from collections.abc import Mapping, Sequence
@@ -44,7 +45,17 @@ class Findings:
     bad: list[str] = field(default_factory=list)
     """Requests with answers that no request may get."""
     health_s: list[float] = field(default_factory=list)
-    memory_growth: int = 0
+    resident: list[int] = field(default_factory=list)
+    """Resident memory of the server in bytes, at even intervals."""
+
+    @property
+    def memory_growth(self) -> float:
+        """How much resident memory grew from the first quarter of the time to the last one, in bytes, by their medians.
+
+        Medians, because a request of many MiB that is being answered does not count.
+        """
+        quarter = len(self.resident) // 4
+        return statistics.median(self.resident[-quarter:]) - statistics.median(self.resident[:quarter])
 
 
 async def fuzz(grammar: Grammar, pid: int, seconds: float, seed: int, *, clients: int = 6) -> Findings:
@@ -66,6 +77,7 @@ async def fuzz(grammar: Grammar, pid: int, seconds: float, seed: int, *, clients
             asked = time.monotonic()
             status = await send(grammar.port, b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
             findings.health_s.append(time.monotonic() - asked)
+            findings.resident.append(resident_bytes(pid))
             if status != 200:
                 findings.bad.append(f"{status} for /health")
             with contextlib.suppress(TimeoutError):
@@ -73,14 +85,12 @@ async def fuzz(grammar: Grammar, pid: int, seconds: float, seed: int, *, clients
 
     for request in heavy_requests(grammar):  # the allocator keeps some of what it once needed
         await asyncio.gather(*(send(grammar.port, request) for _ in range(clients)))
-    before = resident_bytes(pid)
     end = time.monotonic() + seconds
     watcher = asyncio.create_task(watch())
     attackers = [asyncio.create_task(attack()) for _ in range(clients)]
     await asyncio.gather(*attackers)
     done.set()
     await watcher
-    findings.memory_growth = resident_bytes(pid) - before
     return findings
 
 

@@ -20,6 +20,8 @@ from tests.algorithms.tiny_model import save_tiny_model
 from tests.security.gateway_process import port_of, process, text_of
 from tests.security.store_process import AGL, TOKEN, StoreProcess, running_store
 
+pytestmark = pytest.mark.serial
+
 FILES = 1024
 LIMIT = [f"--nofile={FILES}:{FILES}"]
 IDLE = 1100
@@ -83,7 +85,7 @@ async def test_idle_connections_lock_no_client_out_of_a_gateway(tmp_path: Path) 
         arguments = ["--store", served.endpoint, "--token", TOKEN, "--port", "0", "--model", "m=http://127.0.0.1:9/v1"]
         command = ["-m", "agentlightning", "gateway", *arguments]
         async with process(log, *command, wrapper=["prlimit", *LIMIT]) as gateway:
-            port = await port_of(gateway, log, r"http://127\.0\.0\.1:(\d+)")
+            port = await port_of(gateway, log, r"Serving .* at http://127\.0\.0\.1:(\d+)")
             await _check_idle_connections(port, log, "/status", TOKEN)
 
 

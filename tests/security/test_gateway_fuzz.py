@@ -17,6 +17,8 @@ from tests.http_site import serving
 from tests.security.fuzz import MIB, Findings, Grammar, fuzz
 from tests.security.gateway_process import port_of, process, text_of
 
+pytestmark = pytest.mark.serial
+
 TOKEN = "the-token-of-this-store"
 HELLO = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": None, "tool_calls": []}]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
@@ -48,7 +50,7 @@ GATEWAY_BODIES: list[dict[str, Any]] = [
 ]
 DURATION = [
     pytest.param(8.0, id="short"),
-    pytest.param(600.0, id="long", marks=[pytest.mark.soak, pytest.mark.timeout(1200)]),
+    pytest.param(1200.0, id="long", marks=[pytest.mark.soak, pytest.mark.timeout(2400)]),
 ]
 
 
@@ -70,11 +72,14 @@ async def answer(request: web.Request) -> web.Response:
     return web.json_response({"id": "x", "model": "m", "choices": [choice], "usage": usage})
 
 
-def check(findings: Findings, seed: int) -> None:
+def check(findings: Findings, seed: int, seconds: float) -> None:
     shown = f"seed {seed}: {findings.statuses}"
     assert findings.bad == [], shown
     assert {200, 400, 404, 413, 415} <= findings.statuses.keys(), shown
-    assert findings.memory_growth < 100 * MIB, f"{shown}: it grew by {findings.memory_growth / MIB:.0f} MiB"
+    limit = (
+        100 if seconds > 60 else 160
+    ) * MIB  # in its first seconds a process grows to what concurrent requests need
+    assert findings.memory_growth < limit, f"{shown}: it grew by {findings.memory_growth / MIB:.0f} MiB"
     health_s = sorted(findings.health_s)
     assert len(health_s) > 10
     late = health_s[int(len(health_s) * 0.95)]
@@ -93,7 +98,7 @@ async def test_the_gateway_withstands_random_requests(seconds: float, tmp_path: 
             log = tmp_path / "log"
             arguments = ["--model", f"m={models}/v1", "--store", served.endpoint, "--token", TOKEN, "--port", "0"]
             async with process(log, "-m", "agentlightning", "gateway", *arguments) as gateway:
-                port = await port_of(gateway, log, r"http://127\.0\.0\.1:(\d+)")
+                port = await port_of(gateway, log, r"Serving .* at http://127\.0\.0\.1:(\d+)")
                 rollout = await store.start_rollout({})
                 ids = rollout.rollout_id, rollout.attempt.attempt_id
                 own = f"/rollout/{ids[0]}/attempt/{ids[1]}"
@@ -122,6 +127,6 @@ async def test_the_gateway_withstands_random_requests(seconds: float, tmp_path: 
     finally:
         await served.stop()
         await store.close()
-    check(findings, seed)
+    check(findings, seed, seconds)
     assert 401 in findings.statuses
     assert 403 in findings.statuses

@@ -9,11 +9,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from agentlightning.run import attempt_token
 from agentlightning_plugins.stores.http.server import LightningStoreServer
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 from tests.security.fuzz import MIB, send
 from tests.security.gateway_process import port_of, process
+
+pytestmark = pytest.mark.serial
 
 TOKEN = "the-token-of-this-store"
 PATH = "/v1/chat/completions"
@@ -69,7 +73,7 @@ async def test_a_hostile_request_costs_little_and_without_a_key_almost_nothing(t
     arguments = ["--config", str(config), "--store", served.endpoint, "--token", TOKEN, "--port", "0"]
     try:
         async with process(log, "-m", "agentlightning", "gateway", *arguments) as gateway:
-            port = await port_of(gateway, log, r"http://127\.0\.0\.1:(\d+)")
+            port = await port_of(gateway, log, r"Serving .* at http://127\.0\.0\.1:(\d+)")
             rollout = await store.start_rollout({})
             ids = rollout.rollout_id, rollout.attempt.attempt_id
             token = attempt_token.mint(attempt_token.derive_secret(TOKEN), *ids, time.time() + 600)

@@ -13,13 +13,15 @@ from tests.security.fuzz import Grammar, fuzz
 from tests.security.gateway_process import port_of, process, text_of
 from tests.security.test_gateway_fuzz import BODIES, DURATION, check
 
+pytestmark = pytest.mark.serial
+
 
 @pytest.mark.parametrize("seconds", DURATION)
 async def test_the_policy_server_withstands_random_requests(seconds: float, tmp_path: Path) -> None:
     seed = secrets.randbits(32)
     save_tiny_model(tmp_path / "model")
     log = tmp_path / "log"
-    arguments = ["--model", str(tmp_path / "model"), "--model-name", "m", "--threads", "1"]
+    arguments = ["--model", str(tmp_path / "model"), "--model-name", "m", "--threads", "1", "--prefix-cache-mb", "16"]
     async with process(log, "-m", "agentlightning_algorithms.grpo.server", *arguments) as server:
         port = await port_of(server, log, r'"port": (\d+)')
         found = re.search(r'"key": "([^"]+)"', text_of(log))
@@ -30,5 +32,5 @@ async def test_the_policy_server_withstands_random_requests(seconds: float, tmp_
         findings = await fuzz(grammar, server.pid, seconds, seed, clients=4)
         assert server.returncode is None, text_of(log)
         assert "Traceback" not in text_of(log), text_of(log)[:4000]
-    check(findings, seed)
+    check(findings, seed, seconds)
     assert 401 in findings.statuses

@@ -13,6 +13,8 @@ import pytest
 
 from tests.security.store_process import AGL, TOKEN, StoreProcess, running_store
 
+pytestmark = pytest.mark.serial
+
 MIB = 2**20
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
 
@@ -76,7 +78,7 @@ def _fuzz_with_every_token(folder: Path, options: list[str], backend: str, slowe
             sent = [_fuzz(store, folder, shown, options) for shown in (TOKEN, token, None, "agl-forged.token")]
         finally:
             health.end()
-        assert min(sent) > 20, sent
+        assert min(sent) > 5, sent
         assert health.failures == []
         times_s = sorted(health.times_s)
         assert times_s[len(times_s) * 99 // 100] < slowest_health_s, times_s[-10:]

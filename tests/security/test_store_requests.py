@@ -13,6 +13,8 @@ import pytest
 
 from tests.security.store_process import AGL, TOKEN, StoreProcess, running_store
 
+pytestmark = pytest.mark.serial
+
 MIB = 2**20
 SPAN = {"trace_id": "1" * 32, "span_id": "2" * 16, "name": "call"}
 PROTOBUF = "content-type: application/x-protobuf\r\n"

@@ -42,7 +42,7 @@ UNTRUSTED = (
     "ab compare doctor eval replay report train resources-list resources-show resources-export rollouts-list "
     "rollouts-show rollouts-cancel rollouts-retry rollouts-delete rollouts-export runs-list runs-show spans-list "
     "spans-show spans-export ledger tokens workers-list workers-show workers-export workers-end resources-promote "
-    "resources-rollback"
+    "resources-rollback top"
 ).split()
 OTHERS = (
     "completion config-schema dashboard demo export gateway-pause gateway-resume gateway-status legacy new-agent "
@@ -130,6 +130,7 @@ def test_no_text_of_an_agent_reaches_the_terminal_as_an_escape(folder: Path) -> 
         agl_here("ab", "a", "b", *form, shows=False)
         agl_here("ledger", *form, shows=False)
         agl_here("tokens", rollout_id, *form, shows=False)
+        agl_here("top", "--once", *form)
     agl_here("runs", "show", EVIL)
     agl_here("rollouts", "cancel", EVIL)
     agl_here("rollouts", "retry", EVIL)

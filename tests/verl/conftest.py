@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -128,7 +128,7 @@ def has_begun(directory: Path, step: int) -> bool:
     async def look() -> bool:
         store = agl.create_store(f"sqlite:///{directory}.db")
         try:
-            rollouts = await store.query_rollouts(metadata={"step": step})
+            rollouts = await store.query_rollouts(metadata={"step": step - 1})
             return any(rollout.mode == "train" for rollout in rollouts)
         finally:
             await store.close()
@@ -155,7 +155,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Training:
             "actor_rollout_ref.rollout.n": 4,
             "actor_rollout_ref.actor.ppo_mini_batch_size": 2,
         },
-        val=[task("tool", "say x", 2), task("crash", "say y")],
+        val=[{**task("tool", "say x", 2), "source": "easy"}, {**task("crash", "say y"), "source": "hard"}],
     )
     log = directory.with_suffix(".log")
     process = start([first], log)
@@ -173,9 +173,18 @@ def trained(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Training:
 
 
 @pytest.fixture(scope="session")
+def variants_of_rewards(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, Training]:
+    """One real step of PPO and one of REINFORCE++."""
+    return run_variants(tmp_path_factory.mktemp("verl-rewards"), model, ("ppo", "reinforce"))
+
+
+@pytest.fixture(scope="session")
 def variants(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, Training]:
-    """One real step of each other estimator; three of LoRA, the first of which has nothing to train on."""
-    base = tmp_path_factory.mktemp("verl-variants")
+    """One real step of other settings; three of LoRA, the first of which has nothing to train on."""
+    return run_variants(tmp_path_factory.mktemp("verl-variants"), model, ("rloo", "credit", "lora"))
+
+
+def run_variants(base: Path, model: Path, names: Sequence[str]) -> dict[str, Training]:
     tools = [task("tool", "say a", 3), task("tool", "say b"), task("tool", "say c"), task("tool", "say d")]
     nothing = [task("nothing", "say e"), task("nothing", "say f")]
     configs: dict[str, dict[str, Any]] = {
@@ -213,7 +222,8 @@ def variants(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str,
             adapter={"name": "triplet", "credit": "discounted"} if name == "credit" else None,
         )
         for name, config in configs.items()
+        if name in names
     ]
     log = base / "variants.log"
     run(jobs, log)
-    return {name: read(base / name, log) for name in configs}
+    return {name: read(base / name, log) for name in names}

@@ -36,7 +36,8 @@ def test_calls_that_continue_each_others_tokens_become_one_row() -> None:
     (row,) = build_rows(CHAIN, kind="trajectory", max_prompt=9, max_response=9).rows
     assert (row.prompt_ids, row.response_ids, row.response_mask) == ([1, 2], [3, 4, 5, 6], [1, 1, 0, 1])
     assert row.response_logprobs == [-0.5, -0.5, 0.0, -0.5]
-    assert (row.weight_versions, row.rewards) == ([0, 1], [0.5, None])
+    assert ([call.weight_version for call in row.calls], row.rewards) == ([0, 1], [0.5, None])
+    assert [row.response_ids[call.start : call.end] for call in row.calls] == [[3, 4], [6]]
 
 
 def test_each_transition_becomes_a_row() -> None:
@@ -55,6 +56,8 @@ def test_a_row_that_is_too_long_is_cut_after_a_sampled_token() -> None:
     (row,) = built.rows
     assert (row.response_ids, row.response_mask, row.response_logprobs) == ([3, 4], [1, 1], [-0.5, -0.5])
     assert built.dropped == {"response_cut": 1}
+    assert [(call.name, call.start, call.end) for call in row.calls] == [("[1, 2]", 0, 2)]
+    assert built.left_out == {"[1, 2, 3, 4, 5]": "too_long"}
 
 
 def test_calls_without_tokens_or_logprobs_are_counted() -> None:
@@ -64,6 +67,7 @@ def test_calls_without_tokens_or_logprobs_are_counted() -> None:
         built = build_rows([call([], []), bare], kind=kind, max_prompt=9, max_response=9)  # type: ignore[arg-type] # names of kinds
         assert (built.rows, built.calls) == ([], 2)
         assert built.dropped == {"no_tokens": 1, "no_logprobs": 1}
+        assert sorted(built.left_out.values()) == ["no_logprobs", "no_tokens"]
 
 
 def test_a_response_of_observations_only_is_cut_to_nothing() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from verl_agent import TIMEOUT_S
 import agentlightning as agl
 from agentlightning import semconv
 from agentlightning_algorithms.advantage import Scored, compute_advantages, read_credit
+from agentlightning_plugins.training_records.record import LEDGER_SPAN, ROW_SPAN, LedgerEntry, TrainedRow
 
 if TYPE_CHECKING:
     from conftest import Training
@@ -71,10 +72,11 @@ def test_weights_change_and_each_version_is_published(trained: Training) -> None
             for span in trained.spans[rollout.rollout_id]:
                 version = span.attributes.get("agentlightning.weight_version")
                 if version is not None:
-                    versions[rollout.metadata["step"]].add(version)
+                    versions[rollout.metadata["step"] + 1].add(version)
     assert {step: versions[step] for step in STEPS} == {step: {step - 1} for step in STEPS}
     pinned = [
-        {r.resources_id for r in trained.rollouts if r.mode == "train" and r.metadata["step"] == step} for step in STEPS
+        {r.resources_id for r in trained.rollouts if r.mode == "train" and r.metadata["step"] == step - 1}
+        for step in STEPS
     ]
     assert all(a.isdisjoint(b) for a, b in pairwise(pinned))
     assert all(trained.metrics[step]["actor/grad_norm"] > 0 for step in STEPS)
@@ -198,7 +200,7 @@ def test_validation_runs_the_whole_set_with_its_own_sampling(trained: Training) 
     answers = [
         tuple(span.attributes["response_token_ids"])
         for rollout in trained.rollouts
-        if rollout.mode == "train" and rollout.metadata["task_id"] == 1 and rollout.metadata["step"] == 1
+        if rollout.mode == "train" and rollout.metadata["task_id"] == 1 and rollout.metadata["step"] == 0
         for span in trained.spans[rollout.rollout_id]
         if "response_token_ids" in span.attributes
     ]
@@ -213,7 +215,7 @@ def test_a_killed_run_continues_from_its_checkpoint(trained: Training) -> None:
     assert "step    1" not in after
     assert "step    3" in after
     tasks = {
-        step: {r.metadata["task_id"] for r in trained.rollouts if r.mode == "train" and r.metadata["step"] == step}
+        step: {r.metadata["task_id"] for r in trained.rollouts if r.mode == "train" and r.metadata["step"] == step - 1}
         for step in STEPS
     }
     assert tasks == {1: {0, 1, 2, 3}, 2: {4, 5, 6, 7}, 3: {0, 1, 2, 3}}, "no task is skipped or repeated"
@@ -231,10 +233,80 @@ def test_metrics_describe_the_rollouts(trained: Training) -> None:
         assert trained.metrics[step]["drift"] == 0.0
 
 
-@pytest.mark.soak  # five more runs of verl
-@pytest.mark.parametrize("name", ["ppo", "rloo", "reinforce"])
-def test_other_estimators_take_a_real_step(variants: dict[str, Training], name: str) -> None:
-    training = variants[name]
+def records_of(training: Training, name: str, step: int) -> list[Any]:
+    """The spans of a step's training records."""
+    spans = [span for spans in training.spans.values() for span in spans if span.name == name]
+    return [span for span in spans if span.attributes["agentlightning.training.step"] == step]
+
+
+def test_the_ledger_of_each_step_accounts_for_all_of_its_rollouts(trained: Training) -> None:
+    for step in STEPS:
+        entries = {span.rollout_id: LedgerEntry.from_span(span) for span in records_of(trained, LEDGER_SPAN, step)}
+        tasks: dict[str, int] = {
+            r.rollout_id: r.metadata["task_id"]
+            for r in trained.rollouts
+            if r.mode == "train" and r.metadata["step"] == step - 1 and r.status in ("succeeded", "failed")
+        }
+        assert entries.keys() <= tasks.keys()
+        assert len(entries) == 16, "4 tasks, 4 rollouts of each: all of the batch"
+        counts = Counter(entry.outcome for entry in entries.values())
+        reported = {name: value for name, value in trained.metrics[step].items() if name.startswith("outcome/")}
+        assert reported == {f"outcome/{name}": count for name, count in counts.items()}
+        by_task: dict[int, set[str]] = defaultdict(set)
+        for name, entry in entries.items():
+            by_task[tasks[name]].add(entry.outcome)
+            assert (entry.outcome == "trained") == ("trained" in entry.calls.values())
+        assert "trained" in by_task[0 if step != 2 else 4]
+        assert by_task[6 if step == 2 else 3] == ({"no_calls"} if step == 2 else {"too_long"})
+
+
+def test_each_trained_row_is_recorded_as_verl_trained_on_it(trained: Training) -> None:
+    def show(mask: Any, advantages: Any, logprobs: Any) -> tuple[list[int], list[float], list[float]]:
+        kept = [round(value, 4) for value, is_kept in zip(logprobs, mask, strict=True) if is_kept]
+        return mask, [round(value, 4) for value in advantages], kept
+
+    for step in STEPS:
+        rows = [TrainedRow.from_span(span) for span in records_of(trained, ROW_SPAN, step)]
+        recorded = sorted(show(row.mask, row.advantages, row.logprobs) for row in rows)
+        expected = []
+        for sessions in by_group(rows_of(trained, step)).values():
+            group = [row for session in sessions.values() for row in session]
+            if any(any(row["advantages"]) for row in group):  # a row at the mean of its group is trained on at 0.0
+                expected += [show(row["response_mask"], row["advantages"], row["rollout_log_probs"]) for row in group]
+        assert recorded == sorted(expected)
+        assert rows
+        for row in rows:
+            assert row.trainer_logprobs is not None
+            pairs = zip(row.trainer_logprobs, row.logprobs, row.mask, strict=True)
+            assert all(theirs == pytest.approx(ours, abs=1e-4) for theirs, ours, kept in pairs if kept)
+            assert {call.weight_version for call in row.calls} == {step - 1}
+            assert set(row.texts) == {*row.prompt_ids, *row.response_ids}
+
+
+def test_recording_costs_at_most_three_hundredths_of_a_step(trained: Training) -> None:
+    shares = [trained.metrics[step]["record_s"] / trained.metrics[step]["timing_s/step"] for step in STEPS]
+    assert max(shares) <= 0.03, shares
+
+
+def test_metrics_tell_data_sources_and_turns_apart(trained: Training) -> None:
+    assert {"val_reward/easy", "val_reward/hard"} <= set(trained.metrics[2])
+    metrics = trained.metrics[1]
+    assert metrics["turn/1/calls"] > metrics["turn/2/calls"] >= metrics["turn/3/calls"] == 4
+    assert metrics["turn/2/prompt_length"] > metrics["turn/1/response_length"] > 0
+    assert 0 <= metrics["turn/3/cut_off"] <= 1
+
+
+@pytest.mark.parametrize("name", ["ppo", "reinforce"])
+def test_ppo_and_reinforce_take_a_real_step(variants_of_rewards: dict[str, Training], name: str) -> None:
+    check_step(variants_of_rewards[name], name)
+
+
+@pytest.mark.soak  # three more runs of verl
+def test_rloo_takes_a_real_step(variants: dict[str, Training]) -> None:
+    check_step(variants["rloo"], "rloo")
+
+
+def check_step(training: Training, name: str) -> None:
     metrics = training.metrics[1]
     assert metrics["optimizer_steps"] == 2
     assert metrics["actor/grad_norm"] > 0
@@ -243,24 +315,27 @@ def test_other_estimators_take_a_real_step(variants: dict[str, Training], name: 
     assert any(first_advantage(row) for row in rows_of(training, 1))
 
 
-@pytest.mark.soak  # five more runs of verl
-def test_ppo_trains_its_critic_too(variants: dict[str, Training]) -> None:
-    metrics = variants["ppo"].metrics[1]
+def test_ppo_trains_its_critic_too_and_each_token_has_an_advantage_of_its_own(
+    variants_of_rewards: dict[str, Training],
+) -> None:
+    training = variants_of_rewards["ppo"]
+    metrics = training.metrics[1]
     assert metrics["critic/grad_norm"] > 0
     assert math.isfinite(metrics["critic/vf_loss"])
+    rows = [TrainedRow.from_span(span) for span in records_of(training, ROW_SPAN, 1)]
+    assert any(len({value for value in row.advantages if value}) > len(row.calls) for row in rows)
 
 
-@pytest.mark.soak  # five more runs of verl
-def test_rejections_reach_the_loss_in_bypass_mode(variants: dict[str, Training]) -> None:
-    assert "actor/rollout_corr/rollout_rs_masked_fraction" in variants["reinforce"].metrics[1]
+def test_rejections_reach_the_loss_in_bypass_mode(variants_of_rewards: dict[str, Training]) -> None:
+    assert "actor/rollout_corr/rollout_rs_masked_fraction" in variants_of_rewards["reinforce"].metrics[1]
 
 
-@pytest.mark.soak  # five more runs of verl
+@pytest.mark.soak  # three more runs of verl
 def test_a_reference_model_adds_a_kl_loss(variants: dict[str, Training]) -> None:
     assert "actor/kl_loss" in variants["rloo"].metrics[1]
 
 
-@pytest.mark.soak  # five more runs of verl
+@pytest.mark.soak  # three more runs of verl
 def test_rloo_compares_rollouts_and_not_their_rows(variants: dict[str, Training]) -> None:
     groups = by_group(rows_of(variants["rloo"], 1))
     assert any(len(session) > 1 for sessions in groups.values() for session in sessions.values())
@@ -272,7 +347,7 @@ def test_rloo_compares_rollouts_and_not_their_rows(variants: dict[str, Training]
                 assert first_advantage(row) == pytest.approx(rewards[name] - sum(others) / len(others), abs=1e-6)
 
 
-@pytest.mark.soak  # five more runs of verl
+@pytest.mark.soak  # three more runs of verl
 def test_a_credit_rule_gives_the_calls_of_joined_rows_the_advantages_of_grpo(variants: dict[str, Training]) -> None:
     training = variants["credit"]
     adapter = agl.TraceToTriplet(credit="discounted")
@@ -293,13 +368,13 @@ def test_a_credit_rule_gives_the_calls_of_joined_rows_the_advantages_of_grpo(var
     assert any(len(values) > 1 for values in per_row), "the calls of one row have different advantages"
 
 
-@pytest.mark.soak  # five more runs of verl
+@pytest.mark.soak  # three more runs of verl
 def test_transitions_give_a_row_for_every_call(variants: dict[str, Training]) -> None:
     metrics = variants["rloo"].metrics[1]
     assert metrics["rows"] == metrics["calls"] == 3 * (3 + 1)
 
 
-@pytest.mark.soak  # five more runs of verl
+@pytest.mark.soak  # three more runs of verl
 def test_a_batch_with_nothing_to_train_on_is_skipped_and_the_next_is_trained_on(variants: dict[str, Training]) -> None:
     metrics = variants["lora"].metrics
     assert [metrics[step]["skipped"] for step in STEPS] == [1, 0, 0]
@@ -307,14 +382,14 @@ def test_a_batch_with_nothing_to_train_on_is_skipped_and_the_next_is_trained_on(
     assert [metrics[step]["optimizer_steps"] for step in STEPS] == [0, 2, 2]
 
 
-@pytest.mark.soak  # five more runs of verl
+@pytest.mark.soak  # three more runs of verl
 def test_adapters_are_merged_into_the_samplers_weights_without_rounding(variants: dict[str, Training]) -> None:
     metrics = variants["lora"].metrics
     assert all(metrics[step]["actor/grad_norm"] > 0 for step in (2, 3))
     assert all(metrics[step]["training/rollout_probs_diff_max"] < 1e-5 for step in (2, 3))
 
 
-@pytest.mark.soak  # five more runs of verl
+@pytest.mark.soak  # three more runs of verl
 def test_the_kl_to_the_model_without_its_adapter_is_subtracted_from_the_reward(variants: dict[str, Training]) -> None:
     metrics = variants["lora"].metrics
     assert metrics[2]["actor/reward_kl_penalty"] == pytest.approx(0.0, abs=1e-6)

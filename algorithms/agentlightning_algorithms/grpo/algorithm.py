@@ -8,7 +8,6 @@ reach it through the gateway, which records tokens and log-probabilities.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import math
@@ -21,11 +20,14 @@ from typing import Any, ClassVar
 from agentlightning.algorithm.algorithm import Algorithm
 from agentlightning.errors import ConfigError
 from agentlightning.types import Dataset
+from agentlightning_algorithms.grpo.batches import make_batches
+from agentlightning_algorithms.grpo.checkpoint_clock import CheckpointClock
+from agentlightning_algorithms.grpo.checkpoint_writer import CheckpointWriter
 from agentlightning_algorithms.grpo.model.checkpoint import recover_directory
 from agentlightning_algorithms.grpo.opening import open_session
-from agentlightning_algorithms.grpo.session import Batch, Session
+from agentlightning_algorithms.grpo.session import Session
 from agentlightning_algorithms.grpo.setting import GRPOSettings
-from agentlightning_algorithms.grpo.training_files import keep_weights, write_record
+from agentlightning_algorithms.grpo.training_files import write_record
 
 logger = logging.getLogger("agentlightning")
 
@@ -42,6 +44,7 @@ class GRPO(GRPOSettings, Algorithm):
     """
 
     default_adapter: ClassVar[str | None] = "triplet"
+    rollouts_at_once: ClassVar[int | None] = 64  # the policy server's running batch
 
     _session: Session | None = None
     _resuming = False
@@ -53,7 +56,7 @@ class GRPO(GRPOSettings, Algorithm):
         It can be read at any time, by ``load_state`` and, as a model, by ``from_pretrained``.
         """
         if self._session is not None:
-            self._session.updater.save(directory / "checkpoint", self._session.state())
+            self._session.save(directory / "checkpoint")
 
     def load_state(self, directory: Path) -> None:
         """Makes ``run`` continue from ``directory/checkpoint``, or start over where there is no checkpoint yet."""
@@ -89,19 +92,20 @@ class GRPO(GRPOSettings, Algorithm):
             await session.report({**metrics, **await session.evaluate(self.test_dataset, "test")})
         elif self.target_reward is not None:  # the run may have been stopped after it reached its target
             reached = self._reached(await session.evaluate(val, "val"))
-        prefetched: asyncio.Task[Batch] | None = None
-        checkpoint_s: float | None = None  # of the last checkpoint
+        batches, clock = make_batches(session, train), CheckpointClock(self.checkpoint_every)
+        writer = self._writer(session)
+        has_ended = False
         try:
             while session.step < self.steps and not reached:
                 started = time.monotonic()
-                batch = await (prefetched or session.collect(train, session.step, session.position))
+                batch = await batches.take()
                 waited_s = time.monotonic() - started
-                prefetched = None
-                if self.staleness and session.step + 1 < self.steps:
-                    prefetched = asyncio.create_task(session.collect(train, session.step + 1, batch.position))
+                await batches.begin_next(batch)
+                writing = time.monotonic()
+                await writer.wait()  # before the weights change
+                checkpoint_wait_s = time.monotonic() - writing
                 metrics = await session.learn(batch)
-                if prefetched is not None:
-                    await asyncio.wait([prefetched])  # all of its rollouts use one version of the weights
+                await batches.settle()
                 published = time.monotonic()
                 await session.publish()
                 now = time.monotonic()
@@ -112,23 +116,20 @@ class GRPO(GRPOSettings, Algorithm):
                     reached = self._reached(metrics)
                 if last or reached:
                     metrics |= await session.evaluate(self.test_dataset, "test")
-                if checkpoint_s is not None:
-                    metrics["checkpoint_s"] = checkpoint_s
+                if writer.seconds is not None:
+                    metrics |= {"checkpoint_s": writer.seconds, "checkpoint_wait_s": checkpoint_wait_s}
                 metrics["progress"] = 1.0 if reached else (session.step - started_at) / (self.steps - started_at)
                 await session.report(metrics)
-                keep = self.keep_weights_every and session.step % self.keep_weights_every == 0
-                if keep and self.context.directory is not None:
-                    policy = session.updater.policy
-                    await asyncio.to_thread(keep_weights, self.context.directory, policy, session.step)
-                checkpoint_due = last or reached or session.step % self.checkpoint_every == 0
-                if checkpoint_due and self.context.directory is not None:
-                    saving = time.monotonic()
-                    await asyncio.to_thread(self.save_state, self.context.directory)
-                    checkpoint_s = time.monotonic() - saving
+                is_due = clock.is_due(session.step) or last or reached
+                await writer.begin(session.state() if is_due else None, session.step)
+            has_ended = True
         finally:
-            if prefetched is not None:
-                prefetched.cancel()
-                await asyncio.gather(prefetched, return_exceptions=True)
+            await batches.close(has_ended=has_ended)
+            await writer.wait()
+
+    def _writer(self, session: Session) -> CheckpointWriter:
+        keep = {"keep_every": self.keep_weights_every, "keep_last": self.keep_weights_last}
+        return CheckpointWriter(session.policies, self.context.directory, **keep)
 
     def _reached(self, metrics: Mapping[str, float]) -> bool:
         return self.target_reward is not None and metrics.get("val_reward", -math.inf) >= self.target_reward

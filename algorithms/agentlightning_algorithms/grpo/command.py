@@ -20,7 +20,7 @@ import click
 from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, LightningError
 from agentlightning_algorithms.grpo.model_card import write_model_card
-from agentlightning_algorithms.trained_model.checkpoint import find_checkpoint, has_adapters, readable
+from agentlightning_algorithms.trained_model.checkpoint import find_checkpoint, has_adapters, list_policies, readable
 from agentlightning_algorithms.trained_model.serving import ServedModel, open_model, serve_model
 
 _CHECK_S: Final = 1.0
@@ -38,7 +38,10 @@ _CHECKPOINT = click.option(
 @click.option("--merge", is_flag=True, help="With LoRA: write the whole model, not only the adapters.")
 @_CHECKPOINT
 def export(run_dir: Path, out: Path, merge: bool, checkpoint: str | None) -> None:
-    """Write the model that a run trained to OUT, with a model card, for from_pretrained and for model servers."""
+    """Write the model that a run trained to OUT, with a model card, for from_pretrained and for model servers.
+
+    Of a run that trained several policies, each is written to OUT/NAME.
+    """
     from agentlightning.plugin.registry import get_manager
 
     get_manager().get("algorithm", "grpo")  # raises an error with the install command if the extra is missing
@@ -49,8 +52,9 @@ def export(run_dir: Path, out: Path, merge: bool, checkpoint: str | None) -> Non
 def export_model(run: Path, out: Path, *, merge: bool = False, checkpoint: str | None = None) -> Path:
     """Writes the model of a run, finished or not, to a new directory, and returns the directory that was read.
 
-    ``merge`` writes the whole model instead of LoRA adapters. ``checkpoint`` is ``best`` on the validation set,
-    ``latest`` or a step; None: the best, or the latest if nothing was evaluated.
+    Several policies are written to folders of their names. ``merge`` writes the whole model instead of LoRA adapters.
+    ``checkpoint`` is ``best`` on the validation set, ``latest`` or a step; None: the best, or the latest if nothing was
+    evaluated.
 
     Raises:
         ConfigError: no such model in the run, or ``out`` exists.
@@ -61,21 +65,29 @@ def export_model(run: Path, out: Path, *, merge: bool = False, checkpoint: str |
     if out.exists():
         raise ConfigError(f"{out} exists; give a directory that does not")
     with readable(source) as model, atomic_directory(out) as scratch:
-        if merge and has_adapters(model):
-            from agentlightning_algorithms.grpo.model.policy import load_policy  # transformers
+        policies = list_policies(model) or {"": model}
+        for policy, folder in policies.items():
+            target = scratch / policy
+            if merge and has_adapters(folder):
+                from agentlightning_algorithms.grpo.model.policy import load_policy  # transformers
 
-            load_policy(model).save(scratch, merge=True)
-        else:
-            shutil.copytree(model, scratch, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.pt"))
-        write_model_card(scratch, run, name)
+                load_policy(folder).save(target, merge=True)
+            else:
+                shutil.copytree(folder, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.pt"))
+            write_model_card(target, run, name)
     return source
 
 
 @click.command("serve")
 @click.argument("source", metavar="RUN|MODEL")
 @_CHECKPOINT
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to bind; requests need no key.")
+@click.option(
+    "--host", default="127.0.0.1", show_default=True, help="Address to bind; one beyond loopback needs --api-key."
+)
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0: any free port.")
+@click.option(
+    "--api-key", envvar="AGL_API_KEY", show_envvar=True, help="Key that requests must send; not for --command."
+)
 @click.option("--name", default="policy", show_default=True, help="Name of the model in requests.")
 @click.option("--device", help="Such as cpu or cuda:0; default is that of the training.")
 @click.option("--dtype", help="float32, bfloat16 or float16; default is that of the training.")
@@ -87,6 +99,7 @@ def serve(
     checkpoint: str | None,
     host: str,
     port: int,
+    api_key: str | None,
     name: str,
     device: str | None,
     dtype: str | None,
@@ -101,7 +114,9 @@ def serve(
         sys.exit(_serve_with_command(source, checkpoint, own, {"name": name, "host": host, "port": str(port)}))
     with (
         _stopping() as stopped,
-        serve_model(source, checkpoint, name=name, device=device, dtype=dtype, host=host, port=port) as served,
+        serve_model(
+            source, checkpoint, name=name, device=device, dtype=dtype, host=host, port=port, api_key=api_key
+        ) as served,
     ):
         echo(_describe(served))
         while not stopped.wait(_CHECK_S):
@@ -109,10 +124,13 @@ def serve(
 
 
 def _describe(served: ServedModel) -> str:
-    body = f'{{"model": "{served.model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    key = '-H "Authorization: Bearer $AGL_API_KEY" ' if "api_key" in served.backend.model_entry else ""
+    models = served.policies or [served.model]
+    body = f'{{"model": "{models[0]}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    names = f"model{'s' * (len(models) > 1)} {', '.join(models)}"
     return (
-        f"Serving {served.source} at {served.endpoint} as the model {served.model}. Try it:\n\n"
-        f"    curl {served.endpoint}/chat/completions -H 'Content-Type: application/json' -d '{body}'\n"
+        f"Serving {served.source} at {served.endpoint} as the {names}. Try it:\n\n"
+        f"    curl {served.endpoint}/chat/completions -H 'Content-Type: application/json' {key}-d '{body}'\n"
     )
 
 
@@ -120,6 +138,11 @@ def _serve_with_command(source: str, checkpoint: str | None, command: str, value
     """Runs the user's model server on a whole model until it ends or this process is stopped."""
     with contextlib.ExitStack() as stack:
         shown, model = stack.enter_context(open_model(source, checkpoint))
+        if isinstance(model, Path) and (policies := list_policies(model)):
+            raise ConfigError(
+                f"--command: {shown} has several policies ({', '.join(policies)}); write them with `agl export "
+                f"{source} DIR`, and give DIR/NAME to your server as LoRA adapters, as in vllm serve --lora-modules"
+            )
         if isinstance(model, Path) and has_adapters(model):
             model = stack.enter_context(_merged(model))
         words = shlex.split(command)

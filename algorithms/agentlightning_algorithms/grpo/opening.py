@@ -12,16 +12,15 @@ from typing import Any, cast
 import torch
 
 from agentlightning.adapter.adapter import TraceAdapter
-from agentlightning.algorithm.context import Gateway, RunContext, serve_models
+from agentlightning.algorithm.context import Gateway, RunContext
 from agentlightning.errors import ConfigError
 from agentlightning.plugin.registry import get_manager
 from agentlightning.types import Triplet
-from agentlightning_algorithms.grpo.learning.monitor import TrainingMonitor
-from agentlightning_algorithms.grpo.learning.updater import Updater
-from agentlightning_algorithms.grpo.model.policy import load_policy
-from agentlightning_algorithms.grpo.session import MODEL_NAMES, Session
+from agentlightning_algorithms.grpo.learning.teacher import Teacher
+from agentlightning_algorithms.grpo.session import Session
 from agentlightning_algorithms.grpo.setting import GRPOSettings, UpdateSettings, distribution
-from agentlightning_algorithms.policy_backend import PolicyBackend, PolicySetup
+from agentlightning_algorithms.grpo.trained_policy import MODEL_NAMES, PolicySet
+from agentlightning_algorithms.policy_backend import PolicyBackend, PolicySetup, serve_models
 
 
 async def open_session(
@@ -58,39 +57,33 @@ async def open_session(
         threads=settings.sample_threads,
         max_batch_size=settings.max_batch_size,
         seed=update.seed,
+        swap_in_flight=settings.is_asynchronous,
     )
     stack.push_async_callback(backend.stop)
     # Both import torch and read the weights.
-    updater, _ = await asyncio.gather(asyncio.to_thread(_load_updater, settings, update), backend.start(setup))
+    policies, _ = await asyncio.gather(asyncio.to_thread(PolicySet.load, settings, update), backend.start(setup))
     gateway = context.llm_proxy
     if gateway is None:
         gateway = cast(Gateway, get_manager().get("gateway", "gateway")(store=store))
         await gateway.start()
         stack.push_async_callback(gateway.stop)
-    serve_models(gateway, model_entries(backend.model_entry, settings))
-    monitor = TrainingMonitor(is_exact=settings.dtype == "float32")
-    session = Session(settings, context, store, adapter, gateway, backend, updater, directory, monitor)
+    serve_models(gateway, model_entries(backend.model_entry, settings, policies))
+    session = Session(settings, context, store, adapter, gateway, backend, policies, directory)
+    if settings.teacher is not None:
+        student = policies.first.updater.policy
+        session.teacher = await asyncio.to_thread(Teacher.load, settings.teacher, student, dtype=settings.dtype)
     if resume_from is not None:
-        session.restore(updater.load(resume_from))
+        session.restore(resume_from)
     return session
 
 
-def model_entries(entry: Mapping[str, Any], settings: GRPOSettings) -> list[dict[str, Any]]:
-    """Returns the entries of the gateway's model list, for training and for evaluation."""
+def model_entries(entry: Mapping[str, Any], settings: GRPOSettings, policies: PolicySet) -> list[dict[str, Any]]:
+    """Returns the entries of the gateway's model list: each policy for training and for evaluation."""
     entries = []
-    for use, sampling in (("train", settings.sampling or {}), ("eval", settings.eval_sampling or {})):
-        key = "sampling_parameters" if (settings.sampling or {})["force"] else "sampling_defaults"
-        own = {"model_name": MODEL_NAMES[use], "seed_calls": True, key: distribution(sampling)}
-        entries.append({**entry, **own})
+    for policy in policies:
+        served = {"model": policy.name} if policy.name else {}
+        for use, sampling in (("train", settings.sampling or {}), ("eval", settings.eval_sampling or {})):
+            key = "sampling_parameters" if (settings.sampling or {})["force"] else "sampling_defaults"
+            own = {"model_name": policy.model_names[use], "seed_calls": True, key: distribution(sampling)}
+            entries.append({**entry, **served, **own})
     return entries
-
-
-def _load_updater(settings: GRPOSettings, update: UpdateSettings) -> Updater:
-    dtype = "float32" if settings.lora is None else settings.dtype
-    policy = load_policy(settings.model, dtype=dtype, device=settings.device)
-    if settings.lora is not None:
-        from agentlightning_algorithms.grpo.model.lora import add_lora  # peft takes seconds to import
-
-        torch.manual_seed(update.seed)
-        add_lora(policy.model, settings.lora)
-    return Updater(policy, update, autocast=settings.dtype != "float32")

@@ -1,4 +1,4 @@
-"""The algorithms ``grpo`` and ``sft``, policy backends, ``agl export`` and ``agl serve``."""
+"""The algorithms ``grpo``, ``sft`` and ``dpo``, policy backends, ``agl export`` and ``agl serve``."""
 
 from __future__ import annotations
 
@@ -48,8 +48,9 @@ def components() -> Iterable[Component]:
     return [
         Component("algorithm", "grpo", f"{package}.algorithm:GRPO", "grpo", "trains weights on one machine"),
         Component(
-            "algorithm", "sft", f"{package}.sft.algorithm:SFT", "grpo", "fine-tunes weights on good rollouts or a file"
+            "algorithm", "sft", f"{package}.offline.sft:SFT", "grpo", "fine-tunes weights on good rollouts or a file"
         ),
+        Component("algorithm", "dpo", f"{package}.offline.dpo:DPO", "grpo", "trains weights on pairs of rollouts"),
         Component(
             "policy_backend",
             "transformers",

@@ -5,16 +5,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import resource
-import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from agentlightning.adapter.adapter import TraceAdapter
 from agentlightning.algorithm.context import Gateway, RunContext
@@ -23,26 +19,21 @@ from agentlightning.store.protocol import LightningStore
 from agentlightning.types import Dataset, EnqueueRolloutRequest, RolloutConfig, RolloutMode, Triplet
 from agentlightning_algorithms.grpo.choice import pass_at_k
 from agentlightning_algorithms.grpo.learning.episode import Episode, count_staleness, describe_episodes, gather_episodes
-from agentlightning_algorithms.grpo.learning.experience import (
-    build_experience,
-    find_flat_groups,
-    score_episodes,
-)
-from agentlightning_algorithms.grpo.learning.monitor import TrainingMonitor
+from agentlightning_algorithms.grpo.learning.experience import find_flat_groups, score_episodes
+from agentlightning_algorithms.grpo.learning.metrics import join_metrics, measure_memory
 from agentlightning_algorithms.grpo.learning.record import training_spans
+from agentlightning_algorithms.grpo.learning.teacher import Teacher
 from agentlightning_algorithms.grpo.learning.updater import Updater
 from agentlightning_algorithms.grpo.model.checkpoint import atomic_directory
 from agentlightning_algorithms.grpo.setting import GRPOSettings, agent_sampling
-from agentlightning_algorithms.grpo.training_row import TrainingRow
+from agentlightning_algorithms.grpo.trained_policy import PolicySet, join_experience
 from agentlightning_algorithms.policy_backend import PolicyBackend, publish_weights
 from agentlightning_algorithms.rollout_result import RewardCheck
 from agentlightning_plugins.training_records.record import LEDGER_SPAN, LedgerEntry
 
 logger = logging.getLogger("agentlightning")
 
-MODEL_NAMES = {"train": "policy", "eval": "policy-val"}
-"""Names under which agents call the trained model: the gateway forces other sampling parameters on each."""
-_BACKEND_CHECK_S = 2.0
+BACKEND_CHECK_S = 2.0
 _KEPT_STEPS = 4
 """Of a store that is lost with its process."""
 _EVALUATED = ("reward", "success_rate", "failure_rate")
@@ -73,9 +64,8 @@ class Session:
     adapter: TraceAdapter[Sequence[Triplet]]
     gateway: Gateway
     backend: PolicyBackend
-    updater: Updater
+    policies: PolicySet
     directory: Path
-    monitor: TrainingMonitor
     step: int = 0
     """Updates made so far; also the version of the weights."""
     position: int = 0
@@ -91,38 +81,66 @@ class Session:
     """Newest mean reward of each task of the training set, by index."""
     rollout_ids: dict[int, list[str]] = field(default_factory=dict)
     """Rollouts that have not been deleted, by step."""
+    teacher: Teacher | None = None
     opened_at: float = 0.0
     """When this process first published the model."""
+    published_at: dict[int, float] = field(default_factory=dict)
+    """By version of the weights, when this process published them."""
+    open_groups: list[tuple[int, int, int]] = field(default_factory=list)
+    """Groups of rollouts that no step has used yet: number, index of the task, step in which it was begun."""
 
-    def state(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps beside the updater's state."""
-        own = {"step": self.step, "position": self.position, "best_reward": self.best_reward}
-        return {**own, "watch": self.monitor.state(), "task_rewards": self.task_rewards}
+    @property
+    def updater(self) -> Updater:
+        """That of the first policy; all have made as many updates."""
+        return self.policies.first.updater
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores what :meth:`state` returned."""
+    def state(self) -> dict[str, dict[str, Any]]:
+        """Returns what a checkpoint keeps, by the name of the policy."""
+        own = {
+            **{name: getattr(self, name) for name in ("step", "position", "best_reward")},
+            "task_rewards": dict(self.task_rewards),
+            "open_groups": list(self.open_groups),
+        }
+        return {p.name: p.updater.state({**own, "watch": p.monitor.state()}) for p in self.policies}
+
+    def save(self, directory: Path) -> None:
+        """Writes a checkpoint, atomically."""
+        self.policies.write(directory, self.state())
+
+    def restore(self, directory: Path) -> None:
+        """Restores what :meth:`save` wrote; a ConfigError if there is no checkpoint, or one of other policies."""
+        state = self.policies.read(directory)
         self.step, self.position, self.best_reward = state["step"], state["position"], state["best_reward"]
-        self.monitor.restore(state["watch"])
         self.task_rewards = dict(state.get("task_rewards", {}))
+        self.open_groups = [tuple(group) for group in state.get("open_groups", ())]
         self.reward_check.is_passed = self.step > 0
 
     async def publish(self) -> None:
         """Puts the newest weights into the policy backend, and publishes the resources that refer to them.
 
         Resource ids are a function of run and step. A resumed run publishes them again with the model's new address,
-        for the rollouts that were left in the queue.
+        for the rollouts that were left in the queue. Where a rollout may outlive its step, the id for training is the
+        same in all steps.
         """
         path = self.directory / "weights" / f"{self.step % 2}"
-        await asyncio.to_thread(self.updater.policy.save, path)
-        await publish_weights(self.backend, self.gateway, path, self.step)
+        weights = await asyncio.to_thread(self.policies.publish, path)
+        await publish_weights(self.backend, self.gateway, weights, self.step)
         self.eval_resources = await self._publish_resources("eval", self.settings.eval_sampling or {})
         self.train_resources = await self._publish_resources("train", self.settings.sampling or {})
-        self.opened_at = self.opened_at or time.time()
+        self.published_at[self.step] = self.store.now()
+        self.opened_at = self.opened_at or self.published_at[self.step]
 
     async def _publish_resources(self, use: str, sampling: Mapping[str, Any]) -> str:
-        resources_id = "rs-" + self.context.rollout_id("resources", use, self.step).removeprefix("ro-")
-        llm = self.gateway.as_resource(model=MODEL_NAMES[use], sampling_parameters=agent_sampling(sampling))
-        resources = {**(self.context.initial_resources or {}), self.settings.resource_name: llm}
+        step = "any" if use == "train" and self.settings.is_asynchronous else self.step
+        resources_id = "rs-" + self.context.rollout_id("resources", use, step).removeprefix("ro-")
+        parameters = agent_sampling(sampling)
+        llms = {
+            policy.resource_name: self.gateway.as_resource(
+                model=policy.model_names[use], sampling_parameters=parameters
+            )
+            for policy in self.policies
+        }
+        resources = {**(self.context.initial_resources or {}), **llms}
         return (await self.store.update_resources(resources_id, resources)).resources_id
 
     async def collect(self, train: Dataset[Any], step: int, position: int, *, first_round: int = 0) -> Batch:
@@ -131,6 +149,7 @@ class Session:
         Rounds of one step that have the same number have the same rollouts.
         """
         started, version, settings = time.monotonic(), self.step, self.settings
+        busy_before_s = (await self.backend.statistics()).get("busy_s", 0.0)
         resources_id = self.train_resources
         episodes: list[Episode] = []
         useful = rounds = 0
@@ -139,40 +158,55 @@ class Session:
             if wanted <= 0:
                 break
             rounds = refill - first_round
-            tasks = self._choose_tasks(train, wanted, position)
+            tasks = self.choose_tasks(train, wanted, position)
             position += wanted
             requests = [
-                EnqueueRolloutRequest(
-                    input=task,
-                    rollout_id=self.context.rollout_id("train", step, refill, place, repetition),
-                    metadata={
-                        "step": step,
-                        "task_id": index,
-                        "group": f"{step}-{refill}-{place}",
-                        "repetition": repetition,
-                        "seed": self._seed("train", step, refill, place, repetition),
-                    },
-                )
+                request
                 for place, (index, task) in enumerate(tasks)
-                for repetition in range(settings.rollouts_per_task)
+                for request in self.group_requests(index, task, step, step, refill, place)
             ]
             found = await self._roll_out(requests, "train", resources_id)
             episodes += found
             scored_R = score_episodes(self.shape(found), settings.failed_reward)
             useful += len({episode.group for episode, _ in scored_R}) - len(find_flat_groups(scored_R))
-        self._remember_rewards(episodes)
-        metrics = await self._sampler_metrics()
+        self.remember_rewards(episodes)
+        seconds = time.monotonic() - started
+        metrics = await self.sampler_metrics()
+        if "sampler/busy_s" in metrics:
+            busy_s = self.sampler_totals["busy_s"] - busy_before_s
+            metrics["sampler/idle_fraction"] = max(0.0, 1.0 - busy_s / seconds)
         if settings.refill_rounds:
             metrics["refills"] = float(rounds)
-        return Batch(episodes, version, position, time.monotonic() - started, metrics)
+        return Batch(episodes, version, position, seconds, metrics)
 
-    def _choose_tasks(self, train: Dataset[Any], count: int, position: int) -> list[tuple[int, Any]]:
+    def group_requests(self, index: int, task: Any, step: int, *place: int) -> list[EnqueueRolloutRequest]:
+        """Returns the requests of a group; ``place`` identifies it in the run."""
+        group = "-".join(map(str, place))
+        return [
+            EnqueueRolloutRequest(
+                input=task,
+                rollout_id=self.context.rollout_id("train", *place, repetition),
+                metadata={
+                    "step": step,
+                    "task_id": index,
+                    "group": group,
+                    "repetition": repetition,
+                    "seed": self._seed("train", *place, repetition),
+                    **({"asynchronous": True} if self.settings.is_asynchronous else {}),
+                },
+            )
+            for repetition in range(self.settings.rollouts_per_task)
+        ]
+
+    def choose_tasks(self, train: Dataset[Any], count: int, position: int) -> list[tuple[int, Any]]:
+        """Returns the next tasks of the training set, with their indices."""
         choose = get_manager().get("task_sampler", self.settings.task_sampler)
         seed = self.updater.settings.seed
         chosen = choose(len(train), count, position, seed=seed, rewards=self.task_rewards)
         return [(index, train[index]) for index in chosen]
 
-    def _remember_rewards(self, episodes: Sequence[Episode]) -> None:
+    def remember_rewards(self, episodes: Sequence[Episode]) -> None:
+        """Keeps the mean reward of each task, for task samplers."""
         rewards: dict[int, list[float]] = {}
         for episode in episodes:
             reward = episode.reward_or(self.settings.failed_reward)
@@ -188,7 +222,7 @@ class Session:
         shaped = [(episode, shape(episode, self.settings)) for episode in kept]
         return [e if reward == e.reward else replace(e, reward=reward) for e, reward in shaped]
 
-    async def _sampler_metrics(self) -> dict[str, float]:
+    async def sampler_metrics(self) -> dict[str, float]:
         """Returns what the policy backend counted since the last step, evaluation included."""
         before, self.sampler_totals = self.sampler_totals, await self.backend.statistics()
         return {f"sampler/{name}": total - before.get(name, 0.0) for name, total in self.sampler_totals.items()}
@@ -196,42 +230,39 @@ class Session:
     async def learn(self, batch: Batch) -> dict[str, float]:
         """Updates the weights once and returns the metrics of the step."""
         started = time.monotonic()
-        updater = self.updater
-        experience = await asyncio.to_thread(
-            build_experience,
-            self.shape(batch.episodes),
-            self.settings,
-            max_length=updater.policy.max_length,
-            decode=self._decode,
-            penalty=self._kl_penalty if updater.reference is not None and updater.settings.kl_in == "reward" else None,
-            oldest_version=self.step - self.settings.staleness,
-            distribution=self.settings.distribution,
-        )
-        metrics = await asyncio.to_thread(updater.update, experience.rows)
-        self.step, self.position = updater.updates, batch.position
+        episodes, oldest = self.shape(batch.episodes), self.step - self.settings.staleness
+        metrics: dict[str, float] = {}
+        updates, parts = [], []
+        for policy in self.policies:
+            experience, found = await asyncio.to_thread(policy.learn, episodes, self.settings, self.teacher, oldest)
+            parts.append((experience, policy.updater.uses))
+            updates.append(found)
+            metrics |= {f"{policy.prefix}{name}": value for name, value in found.items() if name != "seconds"}
+        joined = join_metrics(updates)
+        train_s = joined.pop("seconds")
+        self.step, self.position = self.updater.updates, batch.position
         recorded_from = time.monotonic()
+        whole, uses = join_experience(parts)
         records = await asyncio.to_thread(
             training_spans,
-            experience,
+            whole,
             self.step,
             episodes=batch.episodes,
-            uses=updater.uses,
+            uses=uses,
             failed_reward=self.settings.failed_reward,
-            decode=self._decode,
+            decode=self.policies.first.decode,
         )
         await self.store.add_many_spans(records)
         outcomes = Counter(LedgerEntry.from_span(span).outcome for span in records if span.name == LEDGER_SPAN)
         record_s = time.monotonic() - recorded_from
         await self._delete_old_rollouts()
         tokens = sum(len(triplet.response.get("token_ids") or ()) for e in batch.episodes for triplet in e.triplets)
-        train_s = metrics.pop("seconds")
         return {
+            **joined,
             **self.describe(batch.episodes),
             **count_staleness(batch.episodes, self.step - 1),
             **batch.metrics,
-            **experience.metrics,
             **metrics,
-            **({"train_tokens_per_s": metrics["tokens_per_s"]} if "tokens_per_s" in metrics else {}),
             "tokens_per_s": tokens / max(batch.seconds, 1e-9),
             "sampled_tokens": float(tokens),
             "staleness": float(self.step - 1 - batch.version),
@@ -240,7 +271,7 @@ class Session:
             "prepare_s": time.monotonic() - started - train_s - record_s,
             "record_s": record_s,
             **{f"outcome/{name}": float(count) for name, count in outcomes.items()},
-            **_measure_memory(self.settings.device),
+            **measure_memory(self.settings.device),
         }
 
     async def advance(self, position: int) -> None:
@@ -287,7 +318,7 @@ class Session:
 
     def _save_best(self, directory: Path) -> None:
         with atomic_directory(directory / "best") as scratch:
-            self.updater.policy.save(scratch, merge=False)
+            self.policies.save(scratch)
 
     def _seed(self, *place: object) -> int:
         """Returns the seed that the gateway derives the seeds of a rollout's calls from."""
@@ -304,47 +335,49 @@ class Session:
 
     async def report(self, metrics: Mapping[str, float]) -> None:
         """Records the metrics of a step and logs the warnings that they give rise to."""
-        for warning in self.monitor.observe(metrics) if self.step else ():
+        hint = self.policies.first.monitor.idle_hint(metrics)
+        if hint is not None:
+            logger.info("step %d: %s", self.step, hint)
+        for warning in self.policies.observe(metrics) if self.step else ():
             logger.warning("step %d: %s", self.step, warning)
-        await self.store.add_metrics(self.step, {**metrics, "warnings": float(self.monitor.active)})
+        active = sum(policy.monitor.active for policy in self.policies)
+        await self.store.add_metrics(self.step, {**metrics, "warnings": float(active)})
 
-    async def _roll_out(
+    async def enqueue(
         self, requests: Sequence[EnqueueRolloutRequest], mode: RolloutMode, resources_id: str
-    ) -> list[Episode]:
+    ) -> list[str]:
+        """Queues rollouts, and returns their ids; those that the store already has are not run again."""
         config = RolloutConfig(
             timeout_seconds=self.settings.rollout_timeout_s, max_attempts=2, retry_condition=["unresponsive"]
         )
         common = {"mode": mode, "resources_id": resources_id, "config": config}
         requests = [request.model_copy(update=common) for request in requests]
-        if mode != "test":
-            self.rollout_ids.setdefault(self.step, []).extend(str(request.rollout_id) for request in requests)
+        return [rollout.rollout_id for rollout in await self.store.enqueue_many_rollouts(requests)]
+
+    async def gather(self, rollout_ids: Sequence[str]) -> list[Episode]:
+        """Waits until rollouts have ended, and reads them."""
         began_before = self.opened_at if self.resumed else None
-        gathering = asyncio.create_task(
-            gather_episodes(self.store, self.adapter, requests, self.gateway.flush, retry_before=began_before)
-        )
+        flush = self.gateway.flush
+        found = await gather_episodes(self.store, self.adapter, rollout_ids, flush, retry_before=began_before)
+        return [*self.policies.select(found)]
+
+    def count_rollouts(self, rollout_ids: Sequence[str]) -> None:
+        """Counts rollouts to the current step, by which they are deleted later."""
+        self.rollout_ids.setdefault(self.step, []).extend(rollout_ids)
+
+    async def _roll_out(
+        self, requests: Sequence[EnqueueRolloutRequest], mode: RolloutMode, resources_id: str
+    ) -> list[Episode]:
+        if mode != "test":
+            self.count_rollouts([str(request.rollout_id) for request in requests])
+        rollout_ids = await self.enqueue(requests, mode, resources_id)
+        gathering = asyncio.create_task(self.gather(rollout_ids))
         try:
             while not gathering.done():
                 self.backend.check()  # agents only see connection errors, and only after retries
-                await asyncio.wait([gathering], timeout=_BACKEND_CHECK_S)
+                await asyncio.wait([gathering], timeout=BACKEND_CHECK_S)
         finally:
             gathering.cancel()
         episodes = await gathering
         self.reward_check.add(episode.outcome for episode in episodes)
         return episodes
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return str(self.updater.policy.tokenizer.decode(list(ids)))
-
-    def _kl_penalty(self, rows: Sequence[TrainingRow]) -> list[list[float]]:
-        coefficient = self.updater.settings.kl_coefficient
-        return [[coefficient * value for value in values] for values in self.updater.reference_kl(rows)]
-
-
-def _measure_memory(device: str) -> dict[str, float]:
-    """Returns peak memory in GB: of this process, and of the GPU since the last step."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    memory = {"memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9}
-    if device.startswith("cuda"):
-        memory["gpu_memory_gb"] = torch.cuda.max_memory_allocated(device) / 1e9
-        torch.cuda.reset_peak_memory_stats(device)
-    return memory

@@ -1,27 +1,27 @@
-"""Settings of ``grpo``, of its weight updates and of LoRA, with their checks."""
+"""Settings of ``grpo``, with their checks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final, Literal
-
-from pydantic import ConfigDict
+from typing import Any, Final, Literal
 
 from agentlightning.errors import ConfigError, suggest
 from agentlightning.plugin.registry import get_manager
 from agentlightning.plugin.settings import require_least
 from agentlightning_algorithms.advantage import STD_FLOOR
+from agentlightning_algorithms.grpo.checkpoint_clock import CheckpointClock
 from agentlightning_algorithms.grpo.lora_setting import LoraSettings as LoraSettings
+from agentlightning_algorithms.grpo.policy_setting import PolicySettings as PolicySettings
+from agentlightning_algorithms.grpo.policy_setting import complete_policies
+from agentlightning_algorithms.grpo.teacher_setting import TeacherSettings as TeacherSettings
 from agentlightning_algorithms.grpo.training_row import Distribution
+from agentlightning_algorithms.grpo.update_setting import Aggregation as Aggregation
+from agentlightning_algorithms.grpo.update_setting import KlEstimator as KlEstimator
+from agentlightning_algorithms.grpo.update_setting import MaskLevel as MaskLevel
+from agentlightning_algorithms.grpo.update_setting import UpdateSettings as UpdateSettings
+from agentlightning_algorithms.grpo.update_setting import WeightLevel as WeightLevel
 from agentlightning_algorithms.trained_model.checkpoint import find_model
-
-Aggregation = Literal[
-    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "rollout-mean"
-]
-KlEstimator = Literal["k1", "k2", "k3"]
-WeightLevel = Literal["token", "sequence"]
-MaskLevel = Literal["token", "sequence", "sequence-mean"]
 
 SAMPLING_KEYS: Final = (
     "force", "temperature", "top_p", "top_k", "max_tokens", "max_completion_tokens", "stop", "seed", "n", "min_p",
@@ -35,125 +35,6 @@ _NEUTRAL: Final[Mapping[str, Any]] = {
     "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": None,
 }  # fmt: skip
 """The parameters that decide the distribution of tokens, at the values at which they do nothing."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateSettings:
-    """Settings of the weight updates (``Updater``). docs/grpo.md cites the paper of each.
-
-    Attributes:
-        lr: AdamW's peak learning rate; ``betas`` and ``weight_decay`` are AdamW's too.
-        schedule: a component of that kind: ``constant``, ``linear`` or ``cosine`` decay of the learning rate from
-            ``lr`` to ``lr * final_lr_fraction``, by updates, not optimizer steps.
-        total_updates: updates the schedule spans; required for all but ``constant``.
-        warmup_updates: updates in which the learning rate rises linearly to ``lr``.
-        max_grad_norm: gradients are clipped to this norm.
-        epochs: passes over the rows of one update.
-        minibatches: optimizer steps per epoch, whatever the number of rows, which depends on the number of turns.
-        max_tokens_per_microbatch: bound on memory, padding included; changes the result only by rounding.
-        gradient_checkpointing: recompute activations in the backward pass: less memory, about a third more time. None:
-            for models of at least 500 million weights that support it.
-        objective: a component of the kind ``policy_loss``: ``ppo``, ``gspo``, ``cispo``, or that of a plugin; see
-            ``clipped_surrogate``, ``sequence_surrogate`` and ``clipped_weight_surrogate`` in
-            :mod:`~agentlightning_algorithms.grpo.learning.loss`.
-        clip_low: the ratio is clipped at ``1 - clip_low``. GSPO needs a thousandth of PPO's value.
-        clip_high: the ratio is clipped at ``1 + clip_high``.
-        dual_clip: bound on the loss of a token with negative advantage, in units of the advantage; ``ppo`` only.
-        aggregation: a component of that kind; see :func:`~agentlightning_algorithms.grpo.learning.loss.aggregate`.
-        horizon: for ``seq-mean-token-sum-norm``, the constant length that sums are divided by.
-        temperature: that of sampling.
-        old_logprobs: the denominator of the ratio. ``sampler``: as recorded when sampling, which is exact and free.
-            ``trainer``: recomputed before the first step, for samplers whose numerics differ; costs a forward pass.
-        importance_weights: multiply losses by trainer/sampler ratios of a ``token`` or a ``sequence``; needs
-            ``old_logprobs = trainer``. See :mod:`~agentlightning_algorithms.grpo.learning.correction`.
-        importance_upper: larger weights are truncated to this.
-        importance_lower: weights below this or above ``importance_upper`` become 0 (IcePop); None: truncate.
-        trust_mask: exclude tokens or rows whose ratio is outside [``trust_lower``, ``trust_upper``]; needs
-            ``old_logprobs = trainer``.
-        kl_coefficient: of the divergence from the reference; 0: there is no reference.
-        kl_estimator: see :func:`~agentlightning_algorithms.grpo.learning.loss.kl_penalty`.
-        kl_in: ``loss``: added to the loss of each token (arXiv:2402.03300); ``reward``: subtracted from the reward of
-            the rollout (Ziegler et al. 2019, arXiv:1909.08593).
-        reference_decay: decay per update of a moving average of the weights that serves as reference; None: the
-            reference is the initial model.
-        entropy_coefficient: of the entropy bonus (Mnih et al. 2016, arXiv:1602.01783).
-        seed: of the order of rows.
-    """
-
-    # Settings from a file are checked by pydantic: an unknown key is an error.
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
-
-    lr: float = 1e-6
-    betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = 0.0
-    schedule: str = "constant"
-    total_updates: int | None = None
-    warmup_updates: int = 0
-    final_lr_fraction: float = 0.1
-    max_grad_norm: float = 1.0
-    epochs: int = 1
-    minibatches: int = 1
-    max_tokens_per_microbatch: int = 8192
-    gradient_checkpointing: bool | None = None
-    objective: str = "ppo"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = 3.0
-    aggregation: str = "token-mean"
-    horizon: int | None = None
-    temperature: float = 1.0
-    old_logprobs: Literal["sampler", "trainer"] = "sampler"
-    importance_weights: WeightLevel | None = None
-    importance_upper: float = 2.0
-    importance_lower: float | None = None
-    trust_mask: MaskLevel | None = None
-    trust_lower: float = 0.5
-    trust_upper: float = 2.0
-    kl_coefficient: float = 0.0
-    kl_estimator: KlEstimator = "k3"
-    kl_in: Literal["loss", "reward"] = "loss"
-    reference_decay: float | None = None
-    entropy_coefficient: float = 0.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("lr", "max_grad_norm", "temperature", "epochs", "minibatches", "max_tokens_per_microbatch"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} = {getattr(self, name)}; it must be above 0.")
-        get_manager().get("schedule", self.schedule)
-        names = ("weight_decay", "warmup_updates", "final_lr_fraction", "clip_low", "clip_high", "kl_coefficient")
-        require_least(0, **{name: getattr(self, name) for name in names})
-        if self.dual_clip is not None and self.dual_clip <= 1:
-            raise ConfigError(f"dual_clip = {self.dual_clip}; it must be above 1, or None for no bound.")
-        if self.aggregation == "seq-mean-token-sum-norm" and not (self.horizon and self.horizon > 0):
-            raise ConfigError(f"horizon = {self.horizon}; aggregation = {self.aggregation!r} needs one above 0.")
-        if self.reference_decay is not None and not 0 <= self.reference_decay <= 1:
-            raise ConfigError(f"reference_decay = {self.reference_decay}; it must be from 0 to 1, or None.")
-        if self.objective == "gspo" and max(self.clip_low, self.clip_high) > 0.1:
-            raise ConfigError(
-                f"clip_low = {self.clip_low}, clip_high = {self.clip_high}: with objective = 'gspo' the ratio of a "
-                "whole row hardly differs from 1; the paper uses 3e-4 and 4e-4, and at most 0.1 is accepted."
-            )
-        if (self.importance_weights or self.trust_mask) and self.old_logprobs != "trainer":
-            name = "importance_weights" if self.importance_weights else "trust_mask"
-            raise ConfigError(
-                f"{name} = {getattr(self, name)!r} compares sampler and trainer: set old_logprobs: trainer."
-            )
-        for low, high in (("importance_lower", "importance_upper"), ("trust_lower", "trust_upper")):
-            bounds = (getattr(self, low) or 0.0, getattr(self, high))
-            if not 0 <= bounds[0] < bounds[1]:
-                raise ConfigError(f"{low} = {bounds[0]}, {high} = {bounds[1]}; 0 <= {low} < {high} is needed.")
-
-    def lr_at(self, update: int) -> float:
-        """Returns the learning rate of the ``update``-th update, counted from 0."""
-        if update < self.warmup_updates:
-            return self.lr * (update + 1) / self.warmup_updates
-        if self.schedule == "constant" or self.total_updates is None:
-            return self.lr
-        decaying = max(1, self.total_updates - 1 - self.warmup_updates)
-        progress = min(1.0, (update - self.warmup_updates) / decaying)
-        share = float(get_manager().get("schedule", self.schedule)(progress))
-        return self.lr * (self.final_lr_fraction + (1.0 - self.final_lr_fraction) * share)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -197,12 +78,18 @@ class GRPOSettings(ExperienceSettings):
         update: learning rate, clipping, minibatches and so on. Its schedule spans ``steps``; its temperature and seed
             are taken from ``sampling`` and from the run.
         lora: train low-rank adapters; None: all weights.
+        policies: several policies by name, each a LoRA adapter over ``model`` with its own optimizer; agents receive
+            each as the resource of its name, and a call trains the policy that sampled it. None: one policy, the
+            resource ``resource_name``.
+        teacher: a second model to distil from; groups without spread are then trained on, too.
         backend: what samples agents' calls: ``transformers``, a process started by the training; ``vllm``, a server
             that is already running; or ``{"name": ..., **settings}``.
         refill_rounds: how many times a step draws further tasks to replace groups without spread (dynamic sampling,
             DAPO, arXiv:2503.14476).
         staleness: 0: sampling and training alternate. 1: the next step's rollouts run while this step trains, with
-            weights that are one update old.
+            weights that are one update old. k from 2 on: the rollouts of up to k later steps run as well, running
+            calls go on with new weights, and a step takes the first complete groups; groups that are begun, or have
+            calls sampled, more than k updates ago are dropped.
         task_sampler: a component of the kind ``task_sampler``, which chooses the tasks of a step: ``shuffled`` epochs,
             or ``undecided``, those that neither always nor never succeed.
         reward_shaping: a component of that kind, which changes the rewards that are trained with: ``unchanged`` or
@@ -217,8 +104,10 @@ class GRPOSettings(ExperienceSettings):
         eval_sampling: sampling parameters in evaluation, forced likewise; default: ``sampling`` at temperature 0.
         target_reward: stop once the mean validation reward reaches this.
         test_dataset: evaluated before the first and after the last step; never used for model selection.
-        checkpoint_every: steps between checkpoints in the run's directory.
+        checkpoint_every: steps between checkpoints in the run's directory, or the time, such as ``5m``. They are
+            written while the next rollouts run.
         keep_weights_every: the weights of every such step stay in ``steps/<step>`` of the run's directory; 0: of none.
+        keep_weights_last: the weights of so many of the newest checkpoints stay there, too.
         keep_steps: rollouts of training and validation that are older than this many steps are deleted, with their
             spans and tokens, which take about 160 kB per model call. 0: all are kept. None: 4 in a store that is lost
             with its process, and all in a durable one.
@@ -244,9 +133,11 @@ class GRPOSettings(ExperienceSettings):
     sampling: Mapping[str, Any] | None = None
     update: UpdateSettings | None = None
     lora: LoraSettings | None = None
+    policies: Mapping[str, PolicySettings | None] | None = None
+    teacher: TeacherSettings | None = None
     backend: str | Mapping[str, Any] = "transformers"
     refill_rounds: int = 0
-    staleness: Literal[0, 1] = 0
+    staleness: int = 0
     task_sampler: str = "shuffled"
     reward_shaping: str = "unchanged"
     rollout_filter: str = "everything"
@@ -258,8 +149,9 @@ class GRPOSettings(ExperienceSettings):
     eval_sampling: Mapping[str, Any] | None = None
     target_reward: float | None = None
     test_dataset: Sequence[Any] | None = None
-    checkpoint_every: int = 1
+    checkpoint_every: int | str = 1
     keep_weights_every: int = 0
+    keep_weights_last: int = 0
     keep_steps: int | None = None
     resource_name: str = "llm"
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -270,20 +162,27 @@ class GRPOSettings(ExperienceSettings):
     seed: int | None = None
 
     @property
+    def is_asynchronous(self) -> bool:
+        """Whether rollouts may go on while the weights change."""
+        return self.staleness > 1
+
+    @property
     def distribution(self) -> Distribution | None:
         """The distribution of all calls in training; None: each call has its own."""
         sampling = self.sampling or {}
         return Distribution(float(sampling["temperature"])) if sampling["force"] else None
 
     def __post_init__(self) -> None:
-        require_least(1, steps=self.steps, tasks_per_step=self.tasks_per_step, checkpoint_every=self.checkpoint_every)
+        require_least(1, steps=self.steps, tasks_per_step=self.tasks_per_step)
+        CheckpointClock(self.checkpoint_every)
         require_least(1, eval_rollouts=self.eval_rollouts)
         require_least(0, eval_every=self.eval_every, refill_rounds=self.refill_rounds, keep_steps=self.keep_steps or 0)
-        require_least(0, keep_weights_every=self.keep_weights_every)
-        if self.rollouts_per_task < 2:
+        require_least(0, staleness=self.staleness)
+        require_least(0, keep_weights_every=self.keep_weights_every, keep_weights_last=self.keep_weights_last)
+        learns_from_rewards = self.teacher is None or self.teacher.reward_coefficient > 0
+        self.keep_flat_groups = self.keep_flat_groups or self.teacher is not None
+        if self.rollouts_per_task < 2 and learns_from_rewards:
             raise ConfigError(f"rollouts_per_task = {self.rollouts_per_task}: a group needs at least 2 to compare")
-        if self.staleness not in (0, 1):
-            raise ConfigError(f"staleness = {self.staleness}: 0 (synchronous) or 1 (one step off) is allowed")
         get_manager().get("advantage", self.estimator)
         get_manager().get("task_sampler", self.task_sampler)
         get_manager().get("reward_shaping", self.reward_shaping)
@@ -296,20 +195,26 @@ class GRPOSettings(ExperienceSettings):
         self.eval_sampling = {**given, "temperature": 0.0, **(self.eval_sampling or {})}
         _check_sampling("sampling", self.sampling)
         _check_training_sampling(flatten(self.sampling))
+        if self.teacher is not None:
+            self.teacher.check_sampling(self.sampling)
         _check_sampling("eval_sampling", self.eval_sampling)
         if self.eval_rollouts > 1 and not self.eval_sampling["temperature"]:
             raise ConfigError(f"eval_rollouts = {self.eval_rollouts} needs a temperature above 0 in eval_sampling.")
         if "transformers" in (self.backend, isinstance(self.backend, Mapping) and self.backend.get("name")):
             _refuse_distortions("eval_sampling", flatten(self.eval_sampling), "which the backend transformers lacks")
         update = self.update or UpdateSettings()
-        if self.staleness and update.old_logprobs == "trainer" and update.importance_weights is None:
-            raise ConfigError(
-                "staleness = 1 with old_logprobs = 'trainer': nothing corrects for the older weights that sampled; set "
-                "update.importance_weights, or old_logprobs: sampler, whose ratio does"
-            )
-        self.update = replace(
-            update, temperature=float(self.sampling["temperature"]), total_updates=update.total_updates or self.steps
-        )
+        total = update.total_updates or self.steps
+        self.update = replace(update, temperature=float(self.sampling["temperature"]), total_updates=total)
+        updates: list[UpdateSettings | None] = [self.update]
+        if self.policies is not None:
+            self.policies = policies = complete_policies(self.policies, self.lora, self.update)
+            updates += [policy.update for policy in policies.values()]
+        for own in updates:
+            if self.staleness and own is not None and own.old_logprobs == "trainer" and own.importance_weights is None:
+                raise ConfigError(
+                    f"staleness = {self.staleness} with old_logprobs = 'trainer': nothing corrects for the older "
+                    "weights that sampled; set update.importance_weights, or old_logprobs: sampler, whose ratio does"
+                )
 
 
 def flatten(sampling: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The files of a training that outlive it: its record, and the weights of single steps."""
+"""The record of a training, which outlives it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ from collections.abc import Sized
 from dataclasses import fields
 from pathlib import Path
 
-from agentlightning_algorithms.grpo.model.checkpoint import atomic_directory
-from agentlightning_algorithms.grpo.model.policy import Policy
 from agentlightning_algorithms.grpo.setting import GRPOSettings, agent_sampling
-from agentlightning_algorithms.trained_model.checkpoint import STEPS
 from agentlightning_algorithms.trained_model.record import TrainingRecord
 
 
@@ -28,9 +25,3 @@ def write_record(directory: Path, settings: GRPOSettings, train: Sized, val: Siz
         val_tasks=0 if val is None else len(val),
         settings=shown,
     ).write(directory)
-
-
-def keep_weights(directory: Path, policy: Policy, step: int) -> None:
-    """Writes the weights of a step (or LoRA adapters) to ``steps/<step>``."""
-    with atomic_directory(directory / STEPS / str(step)) as scratch:
-        policy.save(scratch, merge=False)

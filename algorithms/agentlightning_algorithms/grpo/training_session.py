@@ -15,6 +15,7 @@ from agentlightning.algorithm.context import RunContext
 from agentlightning.errors import ConfigError, LightningError
 from agentlightning.plugin.registry import get_manager
 from agentlightning.types import Dataset, RolloutMode
+from agentlightning_algorithms.grpo.checkpoint_clock import CheckpointClock
 from agentlightning_algorithms.grpo.learning.episode import Episode
 from agentlightning_algorithms.grpo.learning.updater import Objective
 from agentlightning_algorithms.grpo.model.checkpoint import recover_directory
@@ -72,6 +73,8 @@ class TrainingSession:
         Raises:
             ConfigError: no such model, or a checkpoint of another one.
         """
+        if settings.policies:
+            raise ConfigError("TrainingSession trains one policy; leave policies out, or use the algorithm grpo")
         adapter = context.adapter or get_manager().create("adapter", "triplet")
         directory = context.directory
         checkpoint = None if directory is None else recover_directory(directory / "checkpoint")
@@ -97,7 +100,7 @@ class TrainingSession:
         """
         settings = self.settings
         await self.publish()
-        reached = False
+        reached, clock = False, CheckpointClock(settings.checkpoint_every)
         if self.step == 0:
             self.log(await self.evaluate())
             await self._report()
@@ -116,7 +119,7 @@ class TrainingSession:
                 {"seconds": time.monotonic() - started, "progress": 1.0 if reached else self.step / settings.steps}
             )
             await self._report()
-            if last or reached or self.step % settings.checkpoint_every == 0:
+            if clock.is_due(self.step) or last or reached:
                 await self.checkpoint()
 
     def log(self, metrics: Mapping[str, float]) -> None:
@@ -214,7 +217,7 @@ class TrainingSession:
         """Writes everything that a resumed run needs to the run's directory, atomically; without one, does nothing."""
         if self._context.directory is not None:
             path = self._context.directory / "checkpoint"
-            await asyncio.to_thread(self._core.updater.save, path, self._core.state())
+            await asyncio.to_thread(self._core.save, path)
 
     async def _report(self) -> None:
         metrics, self._metrics = self._metrics, {}

@@ -61,6 +61,18 @@ def has_adapters(model: Path) -> bool:
     return (model / _ADAPTER).is_file()
 
 
+def list_policies(model: Path) -> dict[str, Path]:
+    """Returns the LoRA adapters of a run that trained several policies, by name; of any other model none."""
+    if has_adapters(model) or not model.is_dir():
+        return {}
+    return {folder.name: folder for folder in sorted(model.iterdir()) if has_adapters(folder)}
+
+
+def read_base(adapters: Path) -> str:
+    """Returns the model that LoRA adapters belong to: a directory or hub name."""
+    return str(json.loads((adapters / _ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"])
+
+
 def find_model(model: str) -> str:
     """Returns a directory or hub name of a model; of a run's directory, the model that the run trained.
 
@@ -75,6 +87,11 @@ def find_model(model: str) -> str:
                 "of a run"
             )
         _, trained = find_checkpoint(path, None)
+        if several := list_policies(trained):
+            raise ConfigError(
+                f"model = {model!r}: that run trained several policies; write one of them as a whole model with `agl "
+                f"export {model} DIR --merge`, and give DIR/{next(iter(several))}"
+            )
         if has_adapters(trained):
             raise ConfigError(
                 f"model = {model!r}: that run trained LoRA adapters; write the whole model with `agl export {model} "

@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from agentlightning.plugin.registry import get_manager
 from agentlightning.resources import LLM, Resource
-from agentlightning_algorithms.policy_backend import PolicyBackend, PolicySetup
-from agentlightning_algorithms.trained_model.checkpoint import find_checkpoint, list_checkpoints, readable
+from agentlightning_algorithms.policy_backend import PolicyBackend, PolicySetup, load_adapter
+from agentlightning_algorithms.trained_model.checkpoint import (
+    find_checkpoint,
+    list_checkpoints,
+    list_policies,
+    read_base,
+    readable,
+)
 from agentlightning_algorithms.trained_model.record import TrainingRecord, read_training
 
 
@@ -28,14 +34,20 @@ class ServedModel:
     backend: PolicyBackend
     record: TrainingRecord | None
     """Of the run that trained it."""
+    policies: Sequence[str] = ()
+    """Names of the policies, models and resources of a run that trained several."""
 
     def resources(self) -> dict[str, Resource]:
-        """Returns the resource by which agents of the run receive the model."""
+        """Returns the resources by which agents of the run receive the model, or each of its policies."""
         if self.record is None:
             return {}
         sampling = dict(self.record.sampling)
-        llm = LLM(endpoint=self.endpoint, model=self.model, api_key="none", sampling_parameters=sampling)
-        return {self.record.resource_name: llm}
+        key = str(self.backend.model_entry.get("api_key", "none"))
+        models = {name: name for name in self.policies} or {self.record.resource_name: self.model}
+        return {
+            name: LLM(endpoint=self.endpoint, model=model, api_key=key, sampling_parameters=sampling)
+            for name, model in models.items()
+        }
 
 
 @contextlib.contextmanager
@@ -86,8 +98,9 @@ def serve_model(
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agl-serve-")))
         spec = {"name": "transformers", **settings}
         backend = cast(PolicyBackend, get_manager().create("policy_backend", spec))
+        policies = list_policies(Path(model))
         setup = PolicySetup(
-            model=str(model),
+            model=read_base(next(iter(policies.values()))) if policies else str(model),
             model_name=name,
             directory=logs,
             device=device or (record.device if record else "cpu"),
@@ -96,5 +109,7 @@ def serve_model(
         )
         stack.callback(lambda: asyncio.run(backend.stop()))
         asyncio.run(backend.start(setup))
+        for policy, path in policies.items():
+            asyncio.run(load_adapter(backend, policy, path, 0))
         endpoint = str(backend.model_entry["endpoint"])
-        yield ServedModel(shown, endpoint, name, backend, record)
+        yield ServedModel(shown, endpoint, name, backend, record, tuple(policies))

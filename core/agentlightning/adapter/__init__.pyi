@@ -3,7 +3,6 @@
 from agentlightning.adapter.adapter import Adapter as Adapter
 from agentlightning.adapter.adapter import TraceAdapter as TraceAdapter
 from agentlightning.adapter.matching import RewardMatchPolicy as RewardMatchPolicy
-from agentlightning.adapter.triplet import LlmProxyTraceToTriplet as LlmProxyTraceToTriplet
 from agentlightning.adapter.triplet import TracerTraceToTriplet as TracerTraceToTriplet
 from agentlightning.adapter.triplet import TraceToTriplet as TraceToTriplet
 from agentlightning_plugins.adapters.transition.adapter import TraceToTransitions as TraceToTransitions
@@ -12,6 +11,7 @@ from agentlightning_plugins.adapters.transition.adapter import triplets_to_trans
 from agentlightning_plugins.chat_history.adapter import TraceToMessages as TraceToMessages
 from agentlightning_plugins.credit.rule import CreditRule as CreditRule
 from agentlightning_plugins.credit.rule import Step as Step
+from agentlightning_plugins.gateway.adapter import LlmProxyTraceToTriplet as LlmProxyTraceToTriplet
 from agentlightning_plugins.trajectories.trajectory import TraceToTrajectories as TraceToTrajectories
 from agentlightning_plugins.trajectories.trajectory import Trajectories as Trajectories
 from agentlightning_plugins.trajectories.trajectory import Trajectory as Trajectory

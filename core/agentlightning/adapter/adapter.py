@@ -26,14 +26,7 @@ class TraceAdapter(Adapter[Sequence[Span], To]):
     """Converts the spans of one attempt, in the order of their arrival, to the training data of an algorithm."""
 
     def adapt_attempt(self, attempt: Attempt, spans: Sequence[Span]) -> To | None:
-        """Converts the spans of a finished attempt.
-
-        Returns:
-            None, with a warning, when some of its spans were lost, because the rest would be misleading.
-
-        Raises:
-            AdapterError: as ``adapt``.
-        """
+        """Converts the spans of a finished attempt; None, with a warning, if some were lost: the rest would mislead."""
         if not attempt.spans_dropped:
             return self.adapt(spans)
         logger.warning(

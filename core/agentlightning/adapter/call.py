@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from agentlightning import semconv
-from agentlightning.adapter.tree import Node
+from agentlightning.adapter.tree import Node, enclosed_by_one
 from agentlightning.types import Span
 
 
@@ -55,10 +54,7 @@ def find_calls(nodes: Sequence[Node], is_call: Callable[[Span], bool]) -> list[C
         nodes: parents before their children.
         is_call: selects the spans of calls. A gateway's span that it rejects still gives its tokens to a client's.
     """
-    calls: list[Call] = []
-    of_client: dict[str, Call] = {}
-    by_response: dict[str, list[Call]] = {}
-    _add_clients(nodes, is_call, calls, of_client, by_response)
+    calls, of_client, by_response = _find_client_calls(nodes, is_call)
     gateways = [node for node in nodes if semconv.is_gateway_call(node.span)]
     gateways.sort(key=lambda node: (not node.span.attributes[semconv.GATEWAY_COMPLETE], node.start))  # complete first
     for node in gateways:
@@ -86,21 +82,16 @@ def _join_frames(calls: list[Call]) -> list[Call]:
     AgentOps records OpenAI Agents like that: the generation span under the agent has no answer, and the client's span,
     which has it, is a child of the root. If two frames enclose a call, or one encloses two calls, nothing is joined.
     """
-    ends: list[tuple[float, int]] = []  # of the frames that started so far, in order
-    enclosed: dict[int, list[int]] = {}
-    for position, call in enumerate(calls):
-        if _is_frame(call):
-            bisect.insort(ends, (call.anchor.end, position))
-        elif len(ends) - bisect.bisect_left(ends, (call.anchor.end, -1)) == 1:
-            enclosed.setdefault(ends[-1][1], []).append(position)
-    gone = set()
-    for frame, positions in enclosed.items():
-        if len(positions) == 1 and _is_misplaced(calls[positions[0]], calls[frame]):
-            found = calls[positions[0]]
-            found.nodes = [*calls[frame].nodes, *found.nodes]
-            found.anchor = calls[frame].anchor
-            gone.add(frame)
-    return [call for position, call in enumerate(calls) if position not in gone] if gone else calls
+    frames = {call.anchor: call for call in calls if _is_frame(call)}
+    others = {call.anchor: call for call in calls if call.anchor not in frames}
+    gone: set[Call] = set()
+    for frame, enclosed in enclosed_by_one(list(frames), list(others)).items():
+        call = others[enclosed[0]]
+        if len(enclosed) == 1 and _is_misplaced(call, frame):
+            gone.add(frames[frame])
+            call.nodes = [*frames[frame].nodes, *call.nodes]
+            call.anchor = frame
+    return [call for call in calls if call not in gone]
 
 
 def _is_frame(call: Call) -> bool:
@@ -111,9 +102,9 @@ def _is_frame(call: Call) -> bool:
     )
 
 
-def _is_misplaced(call: Call, frame: Call) -> bool:
+def _is_misplaced(call: Call, frame: Node) -> bool:
     """Whether the call's recorded parent is a proper ancestor of the frame's parent."""
-    above = frame.anchor.parent
+    above = frame.parent
     if above is not None and above is call.anchor.parent:
         return call.anchor.span.parent_id != above.span.span_id  # ``build_tree`` has put it there
     while above is not None:
@@ -123,13 +114,13 @@ def _is_misplaced(call: Call, frame: Call) -> bool:
     return False
 
 
-def _add_clients(
-    nodes: Sequence[Node],
-    is_call: Callable[[Span], bool],
-    calls: list[Call],
-    of_client: dict[str, Call],
-    by_response: dict[str, list[Call]],
-) -> None:
+def _find_client_calls(
+    nodes: Sequence[Node], is_call: Callable[[Span], bool]
+) -> tuple[list[Call], dict[str, Call], dict[str, list[Call]]]:
+    """Returns the calls that clients recorded: all, by the id of each span, and by the id of the response."""
+    calls: list[Call] = []
+    of_client: dict[str, Call] = {}
+    by_response: dict[str, list[Call]] = {}
     enclosing: dict[Node, Call | None] = {}
     through_gateway = {node.span.parent_id for node in nodes if semconv.is_gateway_call(node.span)}
     for node in nodes:
@@ -152,6 +143,7 @@ def _add_clients(
                 call.response_id = response_id
                 by_response.setdefault(response_id, []).append(call)
         enclosing[node] = call
+    return calls, of_client, by_response
 
 
 def _agree(one: str | None, other: str | None) -> bool:

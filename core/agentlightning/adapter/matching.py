@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any
@@ -39,13 +40,13 @@ def match_rewards(
             reward is added to the nearest call before it.
         settled_at: the position of a call or a reward in the trace; default is the time.
     """
-    settled_at = settled_at or _time
+    settled_at = settled_at or (lambda item: item.settled_at if isinstance(item, Call) else item.start)
     rewards: dict[Call, float] = {}
-    by_link: dict[str, dict[Any, dict[Call, None]]] = {}
+    index = functools.cache(functools.partial(_index, calls))
     unlinked: list[Node] = []
     for node in nodes:
         if is_reward_span(node.span):
-            linked = _find_linked(node, calls, by_link, settled_at)
+            linked = _find_linked(node, index, settled_at)
             if linked is None:
                 unlinked.append(node)
             else:
@@ -68,22 +69,12 @@ def match_rewards(
     return rewards
 
 
-def _time(item: Call | Node) -> float:
-    return item.settled_at if isinstance(item, Call) else item.start
-
-
 def _find_linked(
-    reward: Node,
-    calls: Sequence[Call],
-    by_link: dict[str, dict[Any, dict[Call, None]]],
-    settled_at: Callable[[Call | Node], float],
+    reward: Node, index: Callable[[str], dict[Any, dict[Call, None]]], settled_at: Callable[[Call | Node], float]
 ) -> Call | None:
     """Returns the call with all linked attributes; of several, the last one before the reward."""
     links = semconv.read_links(reward.span)
-    for key, _ in links:
-        if key not in by_link:
-            by_link[key] = _index(calls, key)
-    linked = sorted((by_link[key].get(_hashable(value), {}) for key, value in links), key=len)
+    linked = sorted((index(key).get(_hashable(value), {}) for key, value in links), key=len)
     found = [call for call in linked[0] if all(call in others for others in linked[1:])] if linked else []
     if len(found) > 1:
         found = [call for call in found if settled_at(call) <= settled_at(reward)]

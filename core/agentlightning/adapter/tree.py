@@ -7,10 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentlightning import semconv
-from agentlightning.adapter.agent import read_agent_name
 from agentlightning.errors import AdapterError
 from agentlightning.reward import is_reward_span
 from agentlightning.types import Span
+
+_AGENT_NAMES = (
+    "agent.name",  # OpenAI Agents, AgentOps
+    "gen_ai.agent.name",  # OpenTelemetry
+    "recipient_agent_type",  # AutoGen
+    "langchain.chain.type",  # LangGraph
+    "executor.id",  # Agent Framework
+)
+"""Attributes with the name of an agent."""
 
 
 @dataclass(slots=True, eq=False)
@@ -122,23 +130,23 @@ def _adopt_siblings(nodes: Sequence[Node]) -> None:
         while waiting:
             parent, movable = waiting.pop()
             agents = [child for child in children.get(parent, ()) if _is_agent(child)]
-            for agent, moved in _enclosed_by_one(agents, movable).items():
+            for agent, moved in enclosed_by_one(agents, movable).items():
                 for each in moved:
                     each.parent = agent
                 waiting.append((agent, moved))  # which may have agents of its own
 
 
-def _enclosed_by_one(agents: Sequence[Node], movable: Sequence[Node]) -> dict[Node, list[Node]]:
-    """Returns the nodes that exactly one agent encloses, by agent; both sequences are in the order of their starts."""
+def enclosed_by_one(outer: Sequence[Node], inner: Sequence[Node]) -> dict[Node, list[Node]]:
+    """Returns the inner nodes whose time exactly one outer one encloses, by this; both in the order of their starts."""
     found: dict[Node, list[Node]] = {}
-    ends: list[tuple[float, int]] = []  # of the agents that started so far, in order
+    ends: list[tuple[float, int]] = []  # of the outer nodes that started so far, in order
     started = 0
-    for node in movable if agents else ():
-        while started < len(agents) and agents[started].start <= node.start:
-            bisect.insort(ends, (agents[started].end, started))
+    for node in inner if outer else ():
+        while started < len(outer) and outer[started].start <= node.start:
+            bisect.insort(ends, (outer[started].end, started))
             started += 1
         if len(ends) - bisect.bisect_left(ends, (node.end, -1)) == 1:
-            found.setdefault(agents[ends[-1][1]], []).append(node)
+            found.setdefault(outer[ends[-1][1]], []).append(node)
     return found
 
 
@@ -161,10 +169,22 @@ def _in_order(nodes: Sequence[Node]) -> list[Node]:
         if parent is not None:
             node.agent_name = node.agent_name or parent.agent_name
             node.is_in_reward = parent.is_in_reward
-        node.is_in_reward = node.is_in_reward or _computes_reward(node.span)
+        computes_reward = is_reward_span(node.span) or node.span.attributes.get(semconv.OPERATION_NAME) == "reward"
+        node.is_in_reward = node.is_in_reward or computes_reward
         stack.extend(reversed(children.get(node, ())))
     return ordered
 
 
-def _computes_reward(span: Span) -> bool:
-    return is_reward_span(span) or span.attributes.get(semconv.OPERATION_NAME) == "reward"
+def read_agent_name(span: Span) -> str | None:
+    """Returns the name of the agent that a span belongs to, or None if the span does not name one."""
+    attributes = span.attributes
+    for key in _AGENT_NAMES:
+        if attributes.get(key):
+            return str(attributes[key])
+    if attributes.get("agentops.span.kind") == "agent" and attributes.get("operation.name"):
+        return str(attributes["operation.name"])
+    if attributes.get("openinference.span.kind") == "AGENT":
+        return span.name
+    if attributes.get("lc_name") and not semconv.is_llm_call(span):  # LangChain names its models like that too
+        return str(attributes["lc_name"])
+    return None

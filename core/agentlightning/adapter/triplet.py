@@ -6,7 +6,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, Final, TypeAlias, TypeVar
 
 from agentlightning import semconv
 from agentlightning.adapter.adapter import TraceAdapter
@@ -25,35 +25,14 @@ BROKE_OFF: Final = "broke off at the gateway"
 """The reason why an incomplete call gives no triplet."""
 
 
-@runtime_checkable
-class CreditAssigner(Protocol):
-    """Divides the reward of an attempt among its calls. ``CreditRule`` is the base class of implementations."""
-
-    def apply(
-        self,
-        nodes: Sequence[Node],
-        calls: Sequence[Call],
-        triplets: Sequence[Sequence[Triplet]],
-        rewards: Mapping[Call, float],
-        final_reward: float | None,
-    ) -> list[list[Triplet]]:
-        """Returns the triplets of each call with their rewards."""
-        ...
-
-
-CreditSpec: TypeAlias = CreditAssigner | str | Mapping[str, object]
-"""A credit rule, its registered name, or ``{"name": ..., **settings}``."""
+CreditSpec: TypeAlias = Any
+"""A ``CreditRule``, its registered name, or ``{"name": ..., **settings}``."""
 
 
 def load_credit_rule(spec: CreditSpec) -> Any:
-    """Makes a credit rule from its name.
-
-    Raises:
-        PluginError: no plugin offers it.
-        ConfigError: a wrong setting, or not a rule.
-    """
+    """Makes a credit rule from its name; raises PluginError or ConfigError if it cannot be made or is not a rule."""
     rule = get_manager().create("credit", spec) if isinstance(spec, (str, Mapping)) else spec
-    if not isinstance(rule, CreditAssigner):
+    if not callable(getattr(rule, "apply", None)):
         raise ConfigError(f"credit = {rule!r} is not a CreditRule; give one, or a name that `agl plugins` lists")
     return rule
 
@@ -65,8 +44,8 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
     with ``"logprobs"`` if they are known; ``raw_content`` is a list of chat messages. Tokens and log-probabilities are
     the gateway's; the lists are empty if they were not recorded. ``metadata`` has ``response_id``, ``agent_name``,
     ``model``, ``finish_reason``, ``weight_version``, ``complete`` (True: the whole answer passed the gateway),
-    ``span_id`` and ``choice`` (of n answers), or None for unknown values. Calls without a complete answer give no
-    triplet.
+    ``span_id`` and ``choice`` (of n answers), or None for unknown values. If the weights changed during an answer,
+    ``weight_versions`` has that of each token. Calls without a complete answer give no triplet.
 
     ``reward`` is what the agent emitted about this call; ``find_final_reward`` of the same spans gives the reward of
     the attempt. With a ``credit`` rule, ``reward`` is what the rule assigns to the call, and ``metadata["credit"]``
@@ -109,7 +88,7 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
         except ValueError:
             allowed = ", ".join(RewardMatchPolicy)
             raise ConfigError(f"reward_match = {reward_match!r}; it is one of: {allowed}") from None
-        self.credit: CreditAssigner | None = None if credit is None else load_credit_rule(credit)
+        self.credit = None if credit is None else load_credit_rule(credit)
         self._warned: set[str] = set()
         """Reasons for missing triplets that were logged as warnings; each is logged as a warning once."""
 
@@ -141,7 +120,8 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
         if left_out:
             why = "its model calls were left out: " + "; ".join(f"{n} {reason}" for reason, n in left_out.items())
         attempt = f"attempt {spans[0].attempt_id} of rollout {spans[0].rollout_id}"
-        failure = _find_failure(spans)
+        roots = (span for span in spans if span.name == semconv.SPAN_ROLLOUT and span.status.status_code == "ERROR")
+        failure = next((root.status.description or "no reason given" for root in roots), None)
         if failure is not None:  # it explains what is missing, and is recorded on the attempt
             logger.info("%s failed (%s) and gives no triplets: %s", attempt, failure, why)
         elif why in self._warned:
@@ -193,51 +173,6 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
 TracerTraceToTriplet = TraceToTriplet
 
 
-class LlmProxyTraceToTriplet(TraceToTriplet):
-    """Makes triplets of the gateway's spans only, in the order of their ``sequence_id``.
-
-    The gateway and the agent may run on machines whose clocks differ. So rewards are matched by the times of the
-    clients' spans if every call has one, which the agent's machine recorded like the rewards, else by ``sequence_id``.
-    """
-
-    def __init__(
-        self,
-        reward_match: RewardMatchPolicy = RewardMatchPolicy.FIRST_OCCURRENCE,
-        *,
-        credit: CreditSpec | None = None,
-    ) -> None:
-        super().__init__(reward_match=reward_match, credit=credit)
-
-    def _select(self, nodes: Sequence[Node]) -> tuple[list[Call], Counter[str]]:
-        calls, left_out = super()._select(nodes)
-        return sorted(calls, key=lambda call: call.anchor.span.sequence_id), left_out
-
-    def _choose_clock(self, calls: Sequence[Call]) -> Callable[[Call | Node], float]:
-        if all(_find_client(call) is not None for call in calls):
-            return _time_of_client
-        return _arrival
-
-    def _is_call(self, span: Span) -> bool:
-        return semconv.is_gateway_call(span)
-
-
-def _find_client(call: Call) -> Node | None:
-    """Returns the client's span of a call that is anchored at the gateway's, if the trace has it."""
-    client = call.anchor.parent
-    if client is None or client.span.span_id != call.anchor.span.parent_id:
-        return None
-    return client if semconv.is_llm_call(client.span) and not semconv.is_gateway_call(client.span) else None
-
-
-def _time_of_client(item: Call | Node) -> float:
-    client = _find_client(item) if isinstance(item, Call) else None
-    return item.start if isinstance(item, Node) else (client or item.anchor).end
-
-
-def _arrival(item: Call | Node) -> float:
-    return item.span.sequence_id if isinstance(item, Node) else item.anchor.span.sequence_id
-
-
 def _to_triplets(call: Call, reward: float | None) -> Iterator[Triplet]:
     spans = [node.span for node in reversed(call.nodes)]  # the gateway's span, the most complete one, comes first
 
@@ -268,12 +203,18 @@ def _to_triplets(call: Call, reward: float | None) -> Iterator[Triplet]:
                 "server must return one logprob for each sampled token"
             )
         response = {"token_ids": response_ids, "raw_content": answers[choice : choice + 1]}
+        mixed = spans[0].attributes.get(f"{semconv.CHOICE}.{choice}." * bool(choice) + semconv.WEIGHT_VERSIONS)
         finish_reason = finish_reasons[choice] if choice < len(finish_reasons) else None
         yield Triplet(
             prompt={"token_ids": prompt_ids, "raw_content": messages, "image_urls": image_urls},
             response=response if logprobs is None else {**response, "logprobs": logprobs},
             reward=reward,
-            metadata={**metadata, "finish_reason": finish_reason, "choice": choice},
+            metadata={
+                **metadata,
+                "finish_reason": finish_reason,
+                "choice": choice,
+                **({"weight_versions": list(mixed)} if mixed else {}),
+            },
         )
 
 
@@ -282,11 +223,3 @@ def _compile(name: str, pattern: str | None) -> re.Pattern[str] | None:
         return None if pattern is None else re.compile(pattern)
     except re.error as error:
         raise ConfigError(f"{name} = {pattern!r} is not a regular expression: {error}") from error
-
-
-def _find_failure(spans: Sequence[Span]) -> str | None:
-    """Returns the agent's error from the root span of its trace, if any."""
-    for span in spans:
-        if span.name == semconv.SPAN_ROLLOUT and span.status.status_code == "ERROR":
-            return span.status.description or "no reason given"
-    return None

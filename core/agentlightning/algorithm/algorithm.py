@@ -33,6 +33,9 @@ class Algorithm:
     continues_from_latest: ClassVar[bool] = False
     """Whether every run starts from the latest resources of its store; if so, initial ones are for an empty store."""
 
+    rollouts_at_once: ClassVar[int | None] = None
+    """How many rollouts all runners together should run at once unless the user says otherwise; None: 16 in each."""
+
     _context: RunContext | None = None
 
     def run(
@@ -48,11 +51,8 @@ class Algorithm:
     def check_setup(self, context: RunContext) -> Sequence[LLM]:
         """Checks a run before it creates anything; a context without a store means a new, empty one.
 
-        Returns:
-            The endpoints that the algorithm itself calls, which ``agl train --dry-run`` tests.
-
-        Raises:
-            ConfigError: something is missing or does not fit.
+        Raises ConfigError if something is missing or does not fit. Returns the endpoints that the algorithm itself
+        calls, which ``agl train --dry-run`` tests.
         """
         return ()
 

@@ -25,36 +25,28 @@ class Gateway(Protocol):
 
     async def start(self) -> None:
         """Starts serving; does nothing if it is serving."""
-        ...
 
     async def stop(self) -> None:
         """Stores what it recorded, then stops serving."""
-        ...
 
     async def flush(self) -> None:
         """Waits until every call answered so far is in the store."""
-        ...
 
     async def pause(self) -> None:
         """Holds new calls back while weights change; calls in flight continue."""
-        ...
 
     async def drain(self, timeout: float | None = None) -> bool:
         """Waits until no call is in flight; returns False after ``timeout`` seconds."""
-        ...
 
     async def resume(self, weight_version: int | None = None) -> None:
         """Lets calls continue and records them with this version of the weights."""
-        ...
 
     @property
     def model_list(self) -> Sequence[Mapping[str, Any]]:
         """The served models and backends, as ``update_model_list`` takes them."""
-        ...
 
     def update_model_list(self, model_list: list[dict[str, Any]]) -> None:
         """Replaces the served models and backends."""
-        ...
 
     def as_resource(
         self,
@@ -64,18 +56,6 @@ class Gateway(Protocol):
         sampling_parameters: Mapping[str, Any] | None = None,
     ) -> Resource:
         """Returns the resource with which agents call it."""
-        ...
-
-
-def serve_models(gateway: Gateway, entries: Sequence[Mapping[str, Any]]) -> None:
-    """Replaces the backends of the models in ``entries``; other models stay."""
-
-    def name(entry: Mapping[str, Any]) -> Any:
-        return entry.get("model_name", entry.get("model"))
-
-    own = {name(entry) for entry in entries}
-    others = [entry for entry in gateway.model_list if name(entry) not in own]
-    gateway.update_model_list([dict(entry) for entry in (*entries, *others)])
 
 
 def model_resources(gateway: Gateway) -> dict[str, Resource]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable
-from typing import Final, Literal, Protocol, TypeAlias
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Final, Literal, TypeAlias
 
 from agentlightning.run.stop_event import StopEvent
 from agentlightning.store.protocol import LightningStore
@@ -13,22 +13,11 @@ RUNNERS_FAILED: Final = "the runners failed"
 """A strategy cancels the algorithm with this message (``task.cancel(RUNNERS_FAILED)``) when no runner is left."""
 
 Role: TypeAlias = Literal["both", "algorithm", "runner"]
-
-
-class AlgorithmJob(Protocol):
-    """The algorithm's half of a run. Pickled (cloudpickle) if it runs in a process of its own."""
-
-    async def __call__(self, store: LightningStore) -> None:
-        """Returns when the algorithm is done; cancelling it saves what can be saved."""
-        ...
-
-
-class RunnerJob(Protocol):
-    """A runner's half of a run. Pickled (cloudpickle) if it runs in a process of its own."""
-
-    def __call__(self, store: LightningStore, worker_id: str, stop: StopEvent) -> Awaitable[bool]:
-        """Runs rollouts until ``stop`` is set, then drains. Returns False when its process should be replaced."""
-        ...
+# The halves of a run. They are pickled (cloudpickle) where they run in a process of their own.
+AlgorithmJob: TypeAlias = Callable[[LightningStore], Coroutine[Any, Any, None]]
+"""Returns when the algorithm is done; cancelling it saves what can be saved."""
+RunnerJob: TypeAlias = Callable[[LightningStore, str, StopEvent], Awaitable[bool]]
+"""Runs rollouts as the named worker until the event is set, then drains. False: its process should be replaced."""
 
 
 class ExecutionStrategy(ABC):

@@ -18,6 +18,8 @@ _METHODS: Final = tuple(
 )
 RewardFunction: TypeAlias = Callable[[Any, Any, Rollout], float | Awaitable[float]]
 """``reward(task, output, rollout)``: rates the output of the agent."""
+RewardSpec: TypeAlias = RewardFunction | str | Mapping[str, Any]
+"""A reward function, or the name of a component of the kind ``reward``, alone or with settings."""
 
 
 running_in: ContextVar[Any] = ContextVar("agentlightning_runner")
@@ -139,16 +141,14 @@ def _check_method(cls: type, name: str) -> None:
 
 
 def check_result(result: Any) -> RolloutRawResult:
-    """Returns the result of an agent as None, a number or a list of spans.
-
-    Raises:
-        RolloutError: it is none of these.
-    """
+    """Returns the result of an agent: None, a number or a list of spans; raises RolloutError for anything else."""
     if result is None or (isinstance(result, (int, float)) and not isinstance(result, bool)):
         return result
     if isinstance(result, bool) or (hasattr(result, "item") and not hasattr(result, "__len__")):  # a numpy/torch scalar
         return float(result)
-    if isinstance(result, (list, tuple)) and all(isinstance(span, _span_types()) for span in result):
+    sdk = sys.modules.get("opentelemetry.sdk.trace")  # a span of it exists only where it is imported
+    span_types = (Span,) if sdk is None else (Span, sdk.ReadableSpan)
+    if isinstance(result, (list, tuple)) and all(isinstance(span, span_types) for span in result):
         return list(result)
     raise RolloutError(
         f"the agent returned {str(result)[:200]!r} ({type(result).__name__}); return None, a number (the final reward) "
@@ -165,8 +165,3 @@ def to_spans(returned: Sequence[Any], rollout: AttemptedRollout) -> list[Span]:
         else Span.from_opentelemetry(span, rollout_id, attempt_id)
         for span in returned
     ]
-
-
-def _span_types() -> tuple[type, ...]:
-    sdk = sys.modules.get("opentelemetry.sdk.trace")  # a span of it exists only where it is imported
-    return (Span,) if sdk is None else (Span, sdk.ReadableSpan)

@@ -8,7 +8,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast, get_args, get_type_hints, overload
+from typing import Any, Protocol, cast, get_args, get_type_hints, overload
 
 from agentlightning.errors import ConfigError
 from agentlightning.litagent.agent import LitAgent
@@ -30,14 +30,9 @@ class FunctionalLitAgent(LitAgent[Any]):
     """A function as an agent. Calling it calls the function."""
 
     def __init__(self, function: Callable[..., Any], *, strip_proxy: bool = True) -> None:
-        """Reads the function's signature.
+        """Reads the function's signature; raises ConfigError if a parameter cannot be filled.
 
-        Args:
-            function: its first parameter is the task; the others are injected by name and type.
-            strip_proxy: give the function endpoints of its own attempt, so that its calls are attributed.
-
-        Raises:
-            ConfigError: no parameter for the task, or one that cannot be filled.
+        ``strip_proxy`` gives the function endpoints of its own attempt, so that its calls are attributed.
         """
         functools.update_wrapper(self, function)
         self._function = function
@@ -58,11 +53,7 @@ class FunctionalLitAgent(LitAgent[Any]):
 
             if module not in cloudpickle.list_registry_pickle_by_value():
                 return _import_agent, (module, name)
-        return type(self)._by_value, (self._function, self._strip_proxy)
-
-    @classmethod
-    def _by_value(cls, function: Callable[..., Any], strip_proxy: bool) -> FunctionalLitAgent:
-        return cls(function, strip_proxy=strip_proxy)
+        return functools.partial(type(self), strip_proxy=self._strip_proxy), (self._function,)
 
     def is_async(self) -> bool:
         return self._is_async
@@ -182,53 +173,44 @@ def _import_agent(module: str, qualname: str) -> Any:
     return found if isinstance(found, LitAgent) else FunctionalLitAgent(cast(Callable[..., Any], found))
 
 
-@overload
-def rollout(function: Callable[..., Any]) -> FunctionalLitAgent: ...
-@overload
-def rollout(*, strip_proxy: bool = True) -> Callable[[Callable[..., Any]], FunctionalLitAgent]: ...
-def rollout(
-    function: Callable[..., Any] | None = None, *, strip_proxy: bool = True
-) -> FunctionalLitAgent | Callable[[Callable[..., Any]], FunctionalLitAgent]:
-    """Makes an agent of a function, sync or async, which stays callable.
+class _Decorator(Protocol):
+    @overload
+    def __call__(self, function: Callable[..., Any], /) -> FunctionalLitAgent: ...
+    @overload
+    def __call__(self, *, strip_proxy: bool = True) -> Callable[[Callable[..., Any]], FunctionalLitAgent]: ...
+
+
+def _typed(function: Any) -> _Decorator:
+    return cast(_Decorator, function)
+
+
+@_typed
+def rollout(function: Callable[..., Any] | None = None, *, strip_proxy: bool = True) -> Any:
+    """Makes an agent of a function, sync or async, which stays callable; raises ConfigError if it cannot be filled.
 
     The first parameter is the task. ``rollout`` gets the rollout, ``resources`` all resources; any other parameter gets
     the resource of its name, else the only resource of the type that its annotation or name (``llm``,
     ``prompt_template``) implies.
-
-    Raises:
-        ConfigError: a signature that cannot be filled.
     """
-    if function is None:
-        return functools.partial(FunctionalLitAgent, strip_proxy=strip_proxy)
-    return FunctionalLitAgent(function, strip_proxy=strip_proxy)
+    return _decorate(function, strip_proxy)
 
 
-@overload
-def llm_rollout(function: Callable[..., Any]) -> FunctionalLitAgent: ...
-@overload
-def llm_rollout(*, strip_proxy: bool = True) -> Callable[[Callable[..., Any]], FunctionalLitAgent]: ...
-def llm_rollout(
-    function: Callable[..., Any] | None = None, *, strip_proxy: bool = True
-) -> FunctionalLitAgent | Callable[[Callable[..., Any]], FunctionalLitAgent]:
+@_typed
+def llm_rollout(function: Callable[..., Any] | None = None, *, strip_proxy: bool = True) -> Any:
     """``rollout`` for functions of (task, llm) or (task, llm, rollout); raises ConfigError without ``llm``."""
-    decorate = functools.partial(_decorate, required="llm", decorator="llm_rollout", strip_proxy=strip_proxy)
-    return decorate if function is None else decorate(function)
+    return _decorate(function, strip_proxy, "llm_rollout", "llm")
 
 
-@overload
-def prompt_rollout(function: Callable[..., Any]) -> FunctionalLitAgent: ...
-@overload
-def prompt_rollout() -> Callable[[Callable[..., Any]], FunctionalLitAgent]: ...
-def prompt_rollout(
-    function: Callable[..., Any] | None = None,
-) -> FunctionalLitAgent | Callable[[Callable[..., Any]], FunctionalLitAgent]:
+@_typed
+def prompt_rollout(function: Callable[..., Any] | None = None, *, strip_proxy: bool = True) -> Any:
     """``rollout`` for functions of (task, prompt_template) or (task, prompt_template, rollout)."""
-    decorate = functools.partial(_decorate, required="prompt_template", decorator="prompt_rollout", strip_proxy=True)
-    return decorate if function is None else decorate(function)
+    return _decorate(function, strip_proxy, "prompt_rollout", "prompt_template")
 
 
-def _decorate(function: Callable[..., Any], *, required: str, decorator: str, strip_proxy: bool) -> FunctionalLitAgent:
-    if required not in inspect.signature(function).parameters:
+def _decorate(function: Any, strip_proxy: bool, decorator: str = "", required: str | None = None) -> Any:
+    if function is None:
+        return functools.partial(_decorate, strip_proxy=strip_proxy, decorator=decorator, required=required)
+    if required is not None and required not in inspect.signature(function).parameters:
         what = f"@{decorator} needs a parameter {required!r}; {function.__qualname__} has none"
         raise ConfigError(f"{what}. Use @rollout instead")
     return FunctionalLitAgent(function, strip_proxy=strip_proxy)

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from agentlightning.errors import ConfigError, RolloutError
-from agentlightning.litagent.agent import LitAgent, RewardFunction, check_agent, check_result
+from agentlightning.litagent.agent import LitAgent, RewardFunction, RewardSpec, check_agent, check_result
 from agentlightning.litagent.function import FunctionalLitAgent
 from agentlightning.plugin.hookspecs import WrapOptions
 from agentlightning.plugin.registry import get_manager
@@ -28,18 +28,18 @@ class RewardedAgent(LitAgent[Any]):
     _task_to_input: Callable[[Any], Any] | None
 
     def __init__(
-        self,
-        agent: LitAgent[Any],
-        reward: RewardFunction | None = None,
-        task_to_input: Callable[[Any], Any] | None = None,
+        self, agent: LitAgent[Any], reward: RewardSpec | None = None, task_to_input: Callable[[Any], Any] | None = None
     ) -> None:
         if isinstance(agent, RewardedAgent):  # the last setting wins
             reward, task_to_input = reward or agent._reward, task_to_input or agent._task_to_input
             agent = agent.agent
-        if reward is not None:
-            _check_reward_function(reward)
+        function: RewardFunction | None = (
+            get_manager().create("reward", reward) if isinstance(reward, (str, Mapping)) else reward
+        )
+        if function is not None:
+            _check_reward_function(function)
         self.agent = agent
-        self._reward = reward
+        self._reward = function
         self._task_to_input = task_to_input
 
     def is_async(self) -> bool:
@@ -102,7 +102,7 @@ async def _awaited(value: Awaitable[float]) -> float:
 
 def wrap(
     agent: Any,
-    reward: RewardFunction | None = None,
+    reward: RewardSpec | None = None,
     task_to_input: Callable[[Any], Any] | None = None,
     prompts: Prompts | None = None,
 ) -> LitAgent[Any]:
@@ -111,8 +111,9 @@ def wrap(
     Args:
         agent: a LitAgent, a decorated or plain function, a callable object, or an object of a framework that a plugin
             supports.
-        reward: rates an output. Without it a function returns or emits its reward itself, and the output of a
-            framework's object is dropped.
+        reward: rates an output: a function, or the name of a component of the kind ``reward``, alone or with settings,
+            such as ``{"name": "judge", "rubric": "..."}``. Without it a function returns or emits its reward itself,
+            and the output of a framework's object is dropped.
         task_to_input: converts a task to the agent's input; default is the task.
         prompts: the texts of a framework's object to tune, by path, such as ``writer.instructions``; an error for an
             unknown path lists the known ones. A value is the initial text, or (one word) the name of the resource that

@@ -20,35 +20,13 @@ if TYPE_CHECKING:
 hookspec: Final = pluggy.HookspecMarker("agentlightning")
 hookimpl: Final = pluggy.HookimplMarker("agentlightning")
 
-ComponentKind: TypeAlias = Literal[
-    "store",
-    "server",
-    "tracer",
-    "adapter",
-    "algorithm",
-    "strategy",
-    "tracker",
-    "resource",
-    "template_engine",
-    "gateway",
-    "agent",
-    "dialect",
-    "provider",
-    "credit",
-    "handler",
-    "policy_backend",
-    "policy_loss",
-    "advantage",
-    "aggregation",
-    "schedule",
-    "task_sampler",
-    "rollout_filter",
-    "reward_shaping",
-    "training_metrics",
-    "report",
-    "pages",
-]
-COMPONENT_KINDS: Final[tuple[str, ...]] = get_args(ComponentKind)
+_RunKind: TypeAlias = Literal["store", "server", "tracer", "adapter", "algorithm", "strategy", "tracker"]
+_CallKind: TypeAlias = Literal["resource", "template_engine", "gateway", "agent", "dialect", "provider"]
+_LearningKind: TypeAlias = Literal["credit", "reward", "handler", "policy_backend", "policy_loss", "advantage"]
+_BatchKind: TypeAlias = Literal["aggregation", "schedule", "task_sampler", "rollout_filter", "reward_shaping"]
+_ReportKind: TypeAlias = Literal["training_metrics", "report", "pages"]
+ComponentKind: TypeAlias = _RunKind | _CallKind | _LearningKind | _BatchKind | _ReportKind
+COMPONENT_KINDS: Final[tuple[str, ...]] = tuple(kind for group in get_args(ComponentKind) for kind in get_args(group))
 
 
 @dataclass(frozen=True, slots=True)

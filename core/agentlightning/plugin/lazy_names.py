@@ -15,12 +15,9 @@ _IMPORT = re.compile(r"^from ([\w.]+) import \(?\s*(\w+) as \2\b", re.MULTILINE)
 def lazy_names(package: str, file: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
     """Makes ``__all__``, ``__getattr__`` and ``__dir__`` of a package from its stub file, the only list of its names.
 
-    Each line of the stub is ``from module import Name as Name``. A name whose module belongs to a plugin is looked up
-    among the installed components, so that the error for a missing extra contains the command that installs it.
-
-    Args:
-        package: the package's ``__name__``.
-        file: the package's ``__file__``; the stub is in the same folder.
+    Each line of the stub, in the folder of ``file``, is ``from module import Name as Name``. A name whose module
+    belongs to a plugin is looked up among the installed components, so that the error for a missing extra contains the
+    command that installs it.
     """
     stub = Path(file).with_suffix(".pyi").read_text(encoding="utf-8")
     modules = {name: module for module, name in _IMPORT.findall(stub)}
@@ -28,18 +25,16 @@ def lazy_names(package: str, file: str) -> tuple[list[str], Callable[[str], Any]
     def __getattr__(name: str) -> Any:
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = _import_name(package, modules[name], name)
+        module = modules[name]
+        if module == package:
+            value: Any = importlib.import_module(f"{module}.{name}")
+        elif module.partition(".")[0] == "agentlightning":
+            value = getattr(importlib.import_module(module), name)
+        else:
+            from agentlightning.plugin.registry import get_manager
+
+            value = get_manager().get_target(f"{module}:{name}")
         setattr(sys.modules[package], name, value)
         return value
 
     return sorted(modules), __getattr__, lambda: sorted({*vars(sys.modules[package]), *modules})
-
-
-def _import_name(package: str, module: str, name: str) -> Any:
-    if module == package:
-        return importlib.import_module(f"{module}.{name}")
-    if module.partition(".")[0] == "agentlightning":
-        return getattr(importlib.import_module(module), name)
-    from agentlightning.plugin.registry import get_manager
-
-    return get_manager().get_target(f"{module}:{name}")

@@ -60,6 +60,8 @@ class PluginManager:
         self._pluggy = pluggy.PluginManager(GROUP)
         self._pluggy.add_hookspecs(hookspecs)
         self._offers: dict[tuple[str, str], list[tuple[Plugin, Component]]] = {}
+        self._complete: set[tuple[str, str]] = set()
+        """The components whose extras were found installed; reading distributions takes milliseconds."""
         if entry_points is None:
             entry_points = importlib.metadata.entry_points(group=GROUP)
         for entry_point in sorted(entry_points, key=lambda point: point.name):
@@ -71,11 +73,7 @@ class PluginManager:
         return self._pluggy.hook
 
     def register(self, module: ModuleType | object, name: str) -> Plugin:
-        """Adds a plugin object, for tests and notebooks.
-
-        Raises:
-            PluginError: a hook is misspelt or async, or the name is taken.
-        """
+        """Adds a plugin object, for tests and notebooks; raises PluginError for a wrong hook or a taken name."""
         plugin = Plugin(name, "registered by hand", getattr(module, "__name__", repr(module)))
         self._add(plugin, module)
         return plugin
@@ -132,11 +130,7 @@ class PluginManager:
         return _import_target(component.target, f"the {kind} {name!r} of plugin {plugin.name} ({plugin.origin})")
 
     def get_target(self, target: str) -> Any:
-        """Imports ``"module:attribute"``; a missing extra matters only if the module needs it to be imported.
-
-        Raises:
-            PluginImportError: it cannot be imported; the message says what to install, if that is why.
-        """
+        """Imports ``"module:attribute"``; raises PluginImportError, which names a missing extra if it is the cause."""
         try:
             return _import_target(target, f"the name {target.rpartition(':')[2]!r}")
         except PluginImportError:
@@ -150,19 +144,19 @@ class PluginManager:
                 self._require_extra(cast(ComponentKind, kind), name)
 
     def _require_extra(self, kind: ComponentKind, name: str) -> None:
+        if (kind, name) in self._complete:
+            return
         missing = self.missing_requirements(kind, name)
         if missing:
             command = self.install_command(kind, name)
             raise PluginImportError(f"the {kind} {name!r} needs {', '.join(missing)}. Install with: {command}")
+        self._complete.add((kind, name))
 
     def create(self, kind: ComponentKind, spec: str | type | Mapping[str, Any]) -> Any:
         """Makes a component from its name, the path of its class, the class, or ``{"name": any of these, **settings}``.
 
         A function that returns the component may take the place of the class. Release 0.3 wrote ``type`` for ``name``.
-
-        Raises:
-            PluginError: as ``get``.
-            ConfigError: an unknown setting, or one of the wrong type.
+        Raises PluginError as ``get``, and ConfigError for an unknown setting or one of the wrong type.
         """
         cls, settings = self.check(kind, spec)
         return cls(**settings)

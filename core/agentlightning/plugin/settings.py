@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from typing import Any, get_args, get_type_hints
 
 from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
@@ -19,37 +19,17 @@ def require_least(least: float, **settings: float | None) -> None:
         raise ConfigError(f"{', '.join(wrong)}: at least {least:g} is needed")
 
 
-def read_flag(variable: str, default: bool) -> bool:
-    """Reads a boolean from an environment variable; an unset or empty one means ``default``.
-
-    Raises:
-        ConfigError: neither 1, true, yes or on, nor 0, false, no or off.
-    """
-    text = os.environ.get(variable, "").strip().lower()
-    if text in ("1", "true", "yes", "on"):
-        return True
-    if text and text not in ("0", "false", "no", "off"):
-        raise ConfigError(f"{variable} = {text!r}: one of 1, true, yes, on, or 0, false, no, off is needed")
-    return default and not text
-
-
 def bind_settings(target: type[Any], settings: Mapping[str, Any], owner: str) -> dict[str, Any]:
     """Checks settings from a configuration against ``target``'s constructor, converting simple types.
 
-    Args:
-        target: the class that will be called with the result.
-        settings: keyword arguments by name.
-        owner: the target's name in error messages, such as ``algorithm 'grpo'``.
-
-    Raises:
-        ConfigError: an unknown key, a missing one, or a value of the wrong type.
+    An unknown key, a missing one or a value of the wrong type raises ConfigError, which calls the target ``owner``.
     """
     parameters = {
         name: parameter
         for name, parameter in inspect.signature(target).parameters.items()
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     }
-    hints = get_type_hints(target.__init__)
+    hints = setting_types(target)
     bound: dict[str, Any] = {}
     for name, value in settings.items():
         try:
@@ -66,6 +46,12 @@ def bind_settings(target: type[Any], settings: Mapping[str, Any], owner: str) ->
     if missing:
         raise ConfigError(f"{owner} needs the setting{'s' * (len(missing) > 1)} {', '.join(missing)}.")
     return bound
+
+
+def setting_types(target: type[Any]) -> dict[str, Any]:
+    """Returns the types of a component's settings by name."""
+    # The annotations of a dataclass belong to the modules of its bases; those of its constructor do not say to which.
+    return get_type_hints(target if is_dataclass(target) else target.__init__)
 
 
 def _check(value: Any, annotation: Any, where: str) -> Any:

@@ -24,9 +24,7 @@ async def call_agent(
 ) -> Any:
     """Returns the agent's result. Threads that do not stop when the call is cancelled are added to ``abandoned``.
 
-    Raises:
-        EscapedError: the agent raised an exception that is no ``Exception``, or a cancellation without being cancelled.
-        Exception: any other error of the agent.
+    An error of the agent that is not an ``Exception``, or a cancellation without being cancelled, raises EscapedError.
     """
     training = rollout.mode == "train"
     own = asyncio.current_task()

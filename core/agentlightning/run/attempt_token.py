@@ -15,8 +15,7 @@ from typing import Final, NamedTuple
 PREFIX: Final = "agl-"
 DEFAULT_LIFETIME_S: Final = 24 * 3600.0
 """For attempts without a timeout. The gateway also refuses ended attempts, and the store marks their spans as late."""
-_SLACK_S: Final = 3600.0
-"""Added to an attempt's timeout, for clock differences and attempts that start late."""
+_SLACK_S: Final = 3600.0  # added to an attempt's timeout, for clock differences and attempts that start late
 _PROCESS_SECRET: Final = secrets.token_bytes(32)
 
 
@@ -50,11 +49,7 @@ def issue(
 
 
 def read(secret: bytes, token: str, now: float) -> AttemptToken:
-    """Checks a token and returns its content.
-
-    Raises:
-        ValueError: it has another form, a wrong signature, or has expired. The message does not quote the token.
-    """
+    """Checks a token and returns its content; raises ValueError, without quoting the token, if it is not valid."""
     payload, _, signature = token.removeprefix(PREFIX).partition(".")
     is_signed = hmac.compare_digest(_sign(secret, payload).encode(), signature.encode())
     if not token.startswith(PREFIX) or not is_signed:

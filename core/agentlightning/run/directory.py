@@ -10,9 +10,9 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 from agentlightning.errors import ConfigError
 from agentlightning.version import __version__
@@ -21,63 +21,43 @@ RECORD_NAME: Final = "run.json"
 _LOCK_NAME: Final = ".lock"
 
 
-class RunDirectory:
-    """A directory that belongs to one run and, while it is open, to one process.
+@contextlib.contextmanager
+def open_directory(path: Path, *, resume: bool = False, seed: int = 0) -> Iterator[dict[str, Any]]:
+    """Creates the directory of a new run, or opens that of a run to resume, for this process only; yields its record.
 
-    ``run.json`` holds ``key`` (from which the ids of its rollouts are made), ``created_at`` and ``resumed_at`` (Unix
-    times), ``seed``, ``versions``, and ``arguments`` and ``working_directory`` of the command that started it.
+    The record, ``run.json``, holds ``key`` (from which the ids of its rollouts are made), ``created_at`` and
+    ``resumed_at`` (Unix times), ``seed``, ``versions``, and ``arguments`` and ``working_directory`` of the command that
+    started it. Raises ConfigError if it cannot be created, holds another run or none to resume, or another process uses
+    it.
     """
-
-    def __init__(self, path: Path, record: Mapping[str, Any], lock: IO[str]) -> None:
-        self.path = path
-        self.record = record
-        self.key: str = record["key"]
-        self.seed: int = record.get("seed", 0)
-        self._lock = lock
-
-    @classmethod
-    def open(cls, path: Path, *, resume: bool = False, seed: int = 0) -> RunDirectory:
-        """Creates the directory of a new run with this seed, or opens that of a run to resume.
-
-        Raises:
-            ConfigError: it cannot be created, holds another run or none to resume, or another process uses it.
-        """
-        file = path / RECORD_NAME
-        if resume and not file.is_file():
-            raise ConfigError(f"{path} holds no run to resume: {file} is missing")
-        make_directory(path)
+    file = path / RECORD_NAME
+    if resume and not file.is_file():
+        raise ConfigError(f"{path} holds no run to resume: {file} is missing")
+    make_directory(path)
+    try:
+        lock = (path / _LOCK_NAME).open("a+")
+    except OSError as error:
+        raise _unusable(path, error) from error
+    with lock:
+        lock.seek(0)
         try:
-            lock = (path / _LOCK_NAME).open("a+")
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise _unusable(path, error) from error
-        with contextlib.ExitStack() as stack:
-            stack.callback(lock.close)
-            lock.seek(0)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                holder = lock.read().strip() or "unknown"
-                raise ConfigError(
-                    f"another process (pid {holder}) works in {path}; stop it, or use another directory"
-                ) from error
-            lock.truncate()
-            lock.write(str(os.getpid()))
-            lock.flush()
-            record = _resume(file) if resume else _begin(file, seed)
-            stack.pop_all()
-        return cls(path, record, lock)
-
-    def close(self) -> None:
-        """Releases the lock."""
-        self._lock.close()
+            holder = lock.read().strip() or "unknown"
+            message = f"another process (pid {holder}) works in {path}; stop it, or use another directory"
+            raise ConfigError(message) from error
+        lock.truncate()
+        lock.write(str(os.getpid()))
+        lock.flush()
+        record = read_record(path) if resume else _new_record(path, seed)
+        if resume:
+            record.setdefault("resumed_at", []).append(time.time())
+        _write(file, record)
+        yield record
 
 
 def make_directory(path: Path) -> bool:
-    """Creates a directory for a run, which only its user may read, with parents; returns whether it is new.
-
-    Raises:
-        ConfigError: it cannot be created.
-    """
+    """Creates a run's directory, readable by its user only; returns whether it is new; ConfigError if it cannot."""
     try:
         path.mkdir(mode=0o700, parents=True)
     except OSError as error:
@@ -92,11 +72,7 @@ def _unusable(path: Path, error: OSError) -> ConfigError:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Returns the content of ``run.json`` in a run's directory.
-
-    Raises:
-        ConfigError: it is missing or damaged.
-    """
+    """Returns the content of ``run.json`` in a run's directory; raises ConfigError if it is missing or damaged."""
     file = path / RECORD_NAME
     try:
         record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -110,10 +86,10 @@ def read_record(path: Path) -> dict[str, Any]:
     return record
 
 
-def _begin(file: Path, seed: int) -> dict[str, Any]:
-    if file.exists():
-        raise ConfigError(f"{file.parent} holds a run already; resume it, or use another directory")
-    record = {
+def _new_record(path: Path, seed: int) -> dict[str, Any]:
+    if (path / RECORD_NAME).exists():
+        raise ConfigError(f"{path} holds a run already; resume it, or use another directory")
+    return {
         "key": os.urandom(16).hex(),
         "created_at": time.time(),
         "resumed_at": [],
@@ -122,15 +98,6 @@ def _begin(file: Path, seed: int) -> dict[str, Any]:
         "arguments": sys.argv,
         "working_directory": str(Path.cwd()),
     }
-    _write(file, record)
-    return record
-
-
-def _resume(file: Path) -> dict[str, Any]:
-    record = read_record(file.parent)
-    record.setdefault("resumed_at", []).append(time.time())
-    _write(file, record)
-    return record
 
 
 def _find_versions() -> dict[str, str]:

@@ -88,10 +88,11 @@ class Heartbeats:
                     return
             elif now - self._pinged_at >= max(_REPORT_AFTER_S, 2 * self._reported_s):
                 self._reported_s = now - self._pinged_at
+                task = asyncio.current_task(self.loop)
                 logger.warning(
                     "%s has blocked the event loop of worker %s for %.0f s, at %s; all rollouts of this runner wait. "
                     "Await something, use asyncio.to_thread, or make the agent a plain function",
-                    self._find_task(),
+                    "a callback" if task is None else f"the agent of {task.get_name()}",
                     self._worker_id,
                     self._reported_s,
                     self._find_line(),
@@ -105,14 +106,9 @@ class Heartbeats:
             blocked_s = time.monotonic() - pinged_at
             logger.warning("the event loop of worker %s was blocked for %.0f s", self._worker_id, blocked_s)
 
-    def _find_task(self) -> str:
-        task = asyncio.current_task(self.loop)
-        return "a callback" if task is None else f"the agent of {task.get_name()}"
-
     def _find_line(self) -> str:
         frame = sys._current_frames().get(self._loop_thread)
         if frame is None:
             return "an unknown line"
-        code = frame.f_code
-        line = linecache.getline(code.co_filename, frame.f_lineno).strip()
-        return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}: {line}"
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}: {line}"

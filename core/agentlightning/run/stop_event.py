@@ -7,8 +7,7 @@ from collections.abc import Awaitable
 from typing import Final, Protocol, TypeVar
 
 T = TypeVar("T")
-STOP_CHECK_S: Final = 0.1
-"""Polling interval for stop events, which may belong to another thread."""
+STOP_CHECK_S: Final = 0.1  # polling interval for stop events, which may belong to another thread
 
 
 class StopEvent(Protocol):
@@ -17,17 +16,12 @@ class StopEvent(Protocol):
     def is_set(self) -> bool: ...
 
 
-def is_set(event: StopEvent | None) -> bool:
-    """Whether there is an event, and it is set."""
-    return event is not None and event.is_set()
-
-
 async def until_set(work: Awaitable[T], event: StopEvent | None) -> T | None:
     """Awaits ``work``, or cancels it and returns None soon after ``event`` is set."""
     task = asyncio.ensure_future(work)
     try:
         while not task.done():
-            if is_set(event):
+            if event is not None and event.is_set():
                 task.cancel()
                 event = None  # cancel only once: a second time would interrupt its cleanup
             await asyncio.wait([task], timeout=None if event is None else STOP_CHECK_S)

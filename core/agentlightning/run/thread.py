@@ -13,10 +13,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeVar
 
+from agentlightning.store.waiting import running_loop
+
 T = TypeVar("T")
 
-_MAX_THREADS: Final = 32
-"""Per group; the maximum of a default executor of the standard library."""
+_MAX_THREADS: Final = 32  # per group; the maximum of a default executor of the standard library
 
 
 class ThreadStopped(BaseException):
@@ -31,6 +32,16 @@ class EscapedError(RuntimeError):
         self.original = original
 
 
+def _breaks_loop(error: BaseException) -> bool:
+    """Whether raising the error in a task of an event loop would end the loop, or wake no waiter."""
+    return isinstance(error, (StopIteration, KeyboardInterrupt, SystemExit))
+
+
+def _is_unusual(error: BaseException) -> bool:
+    """Whether an error of an agent could be taken for the end of the runner's own task."""
+    return isinstance(error, StopIteration) or not isinstance(error, (Exception, ThreadStopped))
+
+
 class ThreadGroup:
     """The threads that work for one caller only, so that they can be stopped together with it.
 
@@ -38,7 +49,10 @@ class ThreadGroup:
     most frameworks run synchronous tools and graph nodes. A call that hangs occupies a thread of its own caller only.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "agent-call", escapes: Callable[[BaseException], bool] = _breaks_loop) -> None:
+        """Makes a group without threads; an error that ``escapes`` is raised in the caller as EscapedError."""
+        self._name = name
+        self._escapes = escapes
         self._lock = threading.Lock()
         self._waiting: deque[tuple[concurrent.futures.Future[Any], Callable[[], Any]]] = deque()
         self._threads: set[threading.Thread] = set()
@@ -54,7 +68,7 @@ class ThreadGroup:
             self._waiting.append((future, function))
             if len(self._threads) == _MAX_THREADS:
                 return future
-            thread = threading.Thread(target=self._work, name="agent-call", daemon=True)
+            thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._threads.add(thread)
         contextvars.Context().run(thread.start)  # each call brings its own context
         return future
@@ -75,7 +89,7 @@ class ThreadGroup:
             while (call := self._next()) is not None:
                 future, function = call
                 if future.set_running_or_notify_cancel():
-                    _set_outcome(future, function, _breaks_loop)
+                    _set_outcome(future, function, self._escapes)
 
     def _next(self) -> tuple[concurrent.futures.Future[Any], Callable[[], Any]] | None:
         with self._lock:
@@ -110,11 +124,7 @@ class _GroupExecutor(concurrent.futures.ThreadPoolExecutor):
 
 @contextlib.contextmanager
 def thread_group(on_abandoned: Callable[[list[threading.Thread]], None]) -> Iterator[None]:
-    """Gives the block and its tasks a thread group, which is stopped if the block raises.
-
-    Args:
-        on_abandoned: called with the threads that were busy when the group was stopped.
-    """
+    """Gives the block and its tasks a thread group; if the block raises, stops it and passes on its busy threads."""
     group = ThreadGroup()
     token = _group.set(group)
     try:
@@ -140,35 +150,22 @@ async def run_in_thread(
     """Runs a function in a new daemon thread, with the caller's context variables.
 
     A thread instead of a pool: one that never returns blocks neither a slot nor the exit of the process. When the
-    caller is cancelled, ThreadStopped is raised in the thread at its next bytecode; until then it is abandoned.
-
-    Args:
-        function: what to run.
-        name: of the thread.
-        on_abandoned: called with the thread if the caller is cancelled while it is busy.
+    caller is cancelled, ThreadStopped is raised in the thread at its next bytecode, and ``on_abandoned`` gets the
+    thread.
     """
-    future: concurrent.futures.Future[T] = concurrent.futures.Future()
-    future.set_running_or_notify_cancel()
-    thread = _start(future, functools.partial(contextvars.copy_context().run, function), name)
+    group = ThreadGroup(name, _is_unusual)
     try:
-        return await asyncio.wrap_future(future)
+        return await asyncio.wrap_future(group.submit(functools.partial(contextvars.copy_context().run, function)))
     except asyncio.CancelledError:
-        if thread.is_alive():
-            _raise_in(thread, ThreadStopped)
+        for thread in group.stop():
             if on_abandoned is not None:
                 on_abandoned(thread)
         raise
 
 
-class _Interruption:
-    """How to stop the function that ``run_beside_loop`` runs in a thread."""
-
-    stop: Callable[[], object] | None = None
-
-
-_interruption: contextvars.ContextVar[_Interruption | None] = contextvars.ContextVar(
+_interruption: contextvars.ContextVar[list[Callable[[], object]] | None] = contextvars.ContextVar(
     "agentlightning_interruption", default=None
-)
+)  # the last one stops the function that ``run_beside_loop`` runs in a thread
 
 
 def stop_on_interrupt(stop: Callable[[], object]) -> None:
@@ -178,7 +175,7 @@ def stop_on_interrupt(stop: Callable[[], object]) -> None:
     """
     interruption = _interruption.get()
     if interruption is not None:
-        interruption.stop = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, stop)
+        interruption.append(functools.partial(asyncio.get_running_loop().call_soon_threadsafe, stop))
 
 
 def run_beside_loop(function: Callable[[], T]) -> T:
@@ -186,59 +183,29 @@ def run_beside_loop(function: Callable[[], T]) -> T:
 
     A Ctrl-C is forwarded to the thread as ``stop_on_interrupt`` configured.
     """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        is_running = False
-    else:
-        is_running = True
-    if not is_running:  # outside the handler, so that errors of the function do not show the RuntimeError
+    if running_loop() is None:
         return function()
     future: concurrent.futures.Future[T] = concurrent.futures.Future()
-    interruption = _Interruption()
+    interruption: list[Callable[[], object]] = []
     context = contextvars.copy_context()
     context.run(_interruption.set, interruption)
-    thread = _start(future, functools.partial(context.run, function), "beside-the-loop", escapes=lambda _: False)
+    work = functools.partial(_set_outcome, future, functools.partial(context.run, function), lambda _: False)
+    thread = threading.Thread(target=work, name="beside-the-loop", daemon=True)
+    thread.start()
     try:
         return future.result()
     except KeyboardInterrupt:
         try:
-            if interruption.stop is None:
+            if not interruption:
                 _raise_in(thread, KeyboardInterrupt)
             else:
                 with contextlib.suppress(RuntimeError):  # the loop is closed
-                    interruption.stop()
+                    interruption[-1]()
             thread.join()
         except KeyboardInterrupt:
             _raise_in(thread, KeyboardInterrupt)
             thread.join()
         raise
-
-
-def _breaks_loop(error: BaseException) -> bool:
-    """Whether raising the error in a task of an event loop would end the loop, or wake no waiter."""
-    return isinstance(error, (StopIteration, KeyboardInterrupt, SystemExit))
-
-
-def _is_unusual(error: BaseException) -> bool:
-    """Whether an error of an agent could be taken for the end of the runner's own task."""
-    return isinstance(error, StopIteration) or not isinstance(error, (Exception, ThreadStopped))
-
-
-def _start(
-    future: concurrent.futures.Future[T],
-    function: Callable[[], T],
-    name: str,
-    *,
-    escapes: Callable[[BaseException], bool] = _is_unusual,
-) -> threading.Thread:
-    def work() -> None:
-        with contextlib.suppress(ThreadStopped):  # it may be raised after the function has returned
-            _set_outcome(future, function, escapes)
-
-    thread = threading.Thread(target=work, name=name, daemon=True)
-    thread.start()
-    return thread
 
 
 def _set_outcome(

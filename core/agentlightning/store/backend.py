@@ -33,18 +33,13 @@ KEYS: dict[type[Record], tuple[str, ...]] = {
 """The fields that identify a record of each kind."""
 
 
-def _make_key_reader(fields: tuple[str, ...]) -> Callable[[Record], Key]:
-    if len(fields) > 1:
-        return attrgetter(*fields)
-    return lambda record: (getattr(record, fields[0]),)
-
-
-_KEY_READERS = {kind: _make_key_reader(fields) for kind, fields in KEYS.items()}
+_KEY_READERS = {kind: attrgetter(*fields) for kind, fields in KEYS.items()}
 
 
 def key_of(record: Record) -> Key:
     """The key of a record: the values of its identifying fields, in order."""
-    return _KEY_READERS[type(record)](record)
+    key = _KEY_READERS[type(record)](record)
+    return key if type(key) is tuple else (key,)
 
 
 class Row(NamedTuple, Generic[R]):
@@ -141,66 +136,37 @@ class Backend(Protocol):
 
     def now(self) -> float:
         """Unix time by a clock that all processes with this database open share; leases and deadlines use it."""
-        ...
 
     async def commit(self, writes: Sequence[Write], guards: Sequence[Guard] = (), events: Sequence[Event] = ()) -> bool:
-        """Applies all writes in one transaction, then hands ``events`` to every watcher.
-
-        Returns:
-            False, with nothing written, when a guard does not hold.
-        """
-        ...
+        """Applies all writes in one transaction, then hands ``events`` to every watcher; False if a guard fails."""
 
     async def claim(self, run_id: str, limit: int, decide: Claim) -> Sequence[Rollout]:
         """Locks up to ``limit`` queuing or requeuing rollouts of a run, oldest entry into the queue first.
 
         Whatever ``decide`` says about them is written in the same transaction. No rollout is handed to two callers. A
-        rollout enters the queue when a ``Put`` makes its status queuing or requeuing from anything else.
-
-        Returns:
-            The locked rollouts as they were before. When there is none, ``decide`` is not called.
+        rollout enters the queue when a ``Put`` makes its status queuing or requeuing from anything else. Returns the
+        locked rollouts as they were before; when there is none, ``decide`` is not called.
         """
-        ...
 
     async def select(self, query: Query[R]) -> Page[R]:
         """Reads committed records."""
-        ...
 
     async def append_spans(self, spans: Sequence[Span], now: float) -> Sequence[Span | None]:
-        """Appends spans to attempts, all or none.
+        """Appends spans to attempts, all or none; NotFoundError if an attempt is not stored.
 
-        A span whose key is stored already (or stands earlier in ``spans``) is left out. ``sequence_id`` 0 is
-        replaced by the attempt's next number; greater numbers move its counter forward. Live attempts (preparing,
-        running) get ``last_heartbeat_time = now`` without a new revision.
-
-        Returns:
-            For each span the stored one, or None if it was left out.
-
-        Raises:
-            NotFoundError: a span names an attempt that is not stored.
+        A span whose key is stored already (or stands earlier in ``spans``) is left out: None instead of the stored
+        span. ``sequence_id`` 0 is replaced by the attempt's next number; greater numbers move its counter forward. Live
+        attempts (preparing, running) get ``last_heartbeat_time = now`` without a new revision.
         """
-        ...
 
     async def next_sequence_ids(self, attempts: Sequence[tuple[str, str]]) -> Sequence[int]:
-        """Takes the next span number of each (rollout_id, attempt_id); strictly increasing for each attempt.
-
-        Raises:
-            NotFoundError: an attempt that is not stored.
-        """
-        ...
+        """Takes the next, greater span number of each (rollout_id, attempt_id); NotFoundError if one is not stored."""
 
     async def count(self) -> dict[str, int]:
         """The numbers of stored rollouts, attempts, spans, resources and workers, by these names, at constant cost."""
-        ...
 
     def watch(self, listener: Listener) -> Callable[[], None]:
-        """Calls ``listener`` with the events of each commit, in commit order, from any thread; it must not block.
-
-        Returns:
-            A function that stops it.
-        """
-        ...
+        """Calls ``listener``, which must not block, with the events of each commit, in order; returns what stops it."""
 
     async def close(self) -> None:
         """Releases what the backend holds; calling it twice is harmless."""
-        ...

@@ -15,27 +15,18 @@ from agentlightning.types import MAX_INT, MAX_SEQUENCE_ID, Record, Span
 
 C = TypeVar("C", bound=str)
 
-RUN_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,200}")
-"""Run ids are parts of URLs, headers and file names."""
+RUN_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,200}")  # run ids are parts of URLs, headers and file names
 
 
 def check_run_id(run_id: Any) -> str:
-    """Returns ``run_id`` if it has 1 to 200 allowed characters.
-
-    Raises:
-        ConfigError: it has not.
-    """
+    """Returns ``run_id``; raises ConfigError unless it has 1 to 200 of the allowed characters."""
     if not isinstance(run_id, str) or not RUN_ID.fullmatch(run_id):
         raise ConfigError(f"run_id={run_id!r:.220}: 1 to 200 of the characters A-Z a-z 0-9 . _ : - are allowed")
     return run_id
 
 
 def check_int(name: str, value: Any, minimum: int) -> int:
-    """Returns ``value`` if it is an integer of 64 bits and at least ``minimum``.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Returns ``value``; raises ConfigError unless it is an integer of 64 bits and at least ``minimum``."""
     if not isinstance(value, int) or not minimum <= value <= MAX_INT:
         least = "-1 (all), 0" if minimum == -1 else minimum
         raise ConfigError(f"{name}={value!r:.50}; it can be an integer of 64 bits: {least} or more")
@@ -43,11 +34,7 @@ def check_int(name: str, value: Any, minimum: int) -> int:
 
 
 def check_choice(name: str, value: C, choices: Sequence[C]) -> C:
-    """Returns ``value`` if it is one of the choices.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Returns ``value``; raises ConfigError unless it is one of the choices."""
     if value not in choices:
         raise ConfigError(
             f"{name}={value!r} is unknown.{suggest(str(value), map(str, choices))} "
@@ -57,20 +44,14 @@ def check_choice(name: str, value: C, choices: Sequence[C]) -> C:
 
 
 def check_fields(kind: type[Record], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The new values of some fields of a record, as their types have them.
-
-    Raises:
-        ConfigError: a value that its field does not allow.
-    """
-    try:
-        return {name: _field(kind, name).validate_python(value) for name, value in values.items()}
-    except ValidationError:
-        for name, value in values.items():
-            try:
-                _field(kind, name).validate_python(value)
-            except ValidationError as error:
-                raise ConfigError(f"{name}={value!r:.200}: {error.errors()[0]['msg']}") from None
-        raise
+    """Converts new values of some fields of a record to the fields' types; raises ConfigError for a wrong one."""
+    checked = {}
+    for name, value in values.items():
+        try:
+            checked[name] = _field(kind, name).validate_python(value)
+        except ValidationError as error:
+            raise ConfigError(f"{name}={value!r:.200}: {error.errors()[0]['msg']}") from None
+    return checked
 
 
 @cache
@@ -80,11 +61,7 @@ def _field(kind: type[Record], name: str) -> TypeAdapter[Any]:
 
 
 def check_span(span: Span) -> None:
-    """Checks what stores compare and index, because hot paths make spans without validation.
-
-    Raises:
-        ConfigError: a value of the wrong type or out of range.
-    """
+    """Raises ConfigError for wrong values that stores compare or index: hot paths make spans without validation."""
     number = span.sequence_id
     if type(number) is not int or not 0 <= number <= MAX_SEQUENCE_ID:
         raise ConfigError(f"sequence_id={number!r:.50} of span {span.span_id!r:.50}; it can be 0 to {MAX_SEQUENCE_ID}")

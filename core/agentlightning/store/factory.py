@@ -6,13 +6,13 @@ from agentlightning.errors import ConfigError, PluginError
 from agentlightning.plugin.registry import get_manager
 from agentlightning.store.engine import BackendStore
 from agentlightning.store.protocol import LightningStore
-from agentlightning.store.retention import Retention
+from agentlightning.store.retention import RetentionPolicy
 from agentlightning.store.url import hide_password
 from agentlightning.types import DEFAULT_RUN_ID
 
 
 def create_store(
-    url: str, *, run: str | None = None, token: str | None = None, retention: Retention | None = None
+    url: str, *, run: str | None = None, token: str | None = None, retention: RetentionPolicy | None = None
 ) -> LightningStore:
     """Opens the store that a URL names, scoped to a run.
 
@@ -24,7 +24,7 @@ def create_store(
             (of several servers of one store: ``http://a:4747,http://b:4747``).
         run: the run whose queue and latest resources the store sees; None is the run ``default``.
         token: for served stores only.
-        retention: which ended rollouts are kept; None keeps all. Not for served stores: their server decides.
+        retention: a ``Retention``; None keeps all rollouts. Not for served stores: their server decides.
 
     Raises:
         ConfigError: not a URL, or one that the store does not understand.

@@ -27,14 +27,10 @@ def make_query(
     start_before: float | None = None,
     **filters: Any,
 ) -> Query[R]:
-    """Makes a query from arguments of a query method, after checking them.
+    """Makes a query from arguments of a query method; raises ConfigError, or TypeError for an unknown filter.
 
     ``scope`` and the times always hold. ``filter_logic`` joins the ``filters``: a field, or ``<field>_in`` or
     ``<field>_contains``, with its value; None leaves a filter out.
-
-    Raises:
-        ConfigError: an unknown sort field, order or logic, a negative limit or offset, or a cursor that does not fit.
-        TypeError: an unknown filter.
     """
     always = list(scope)
     if start_after is not None:
@@ -79,6 +75,8 @@ def _read_filter(kind: type[Record], name: str, value: Any) -> Condition | None:
         if isinstance(value, str):
             raise ConfigError(f"{name}={value!r} is a str; give a list of values")
         value = tuple(value)
+        for each in value if field == "status" else ():
+            check_choice(name, each, get_args(kind.model_fields[field].annotation))
     return Condition(field, cast(Operator, operator), value)
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypedDict
 
 from agentlightning.errors import NotFoundError
 from agentlightning.event import Event
+from agentlightning.frozen import freeze
 from agentlightning.resources import Resource, ResourcesUpdate
 from agentlightning.types import (
     UNSET,
@@ -75,9 +76,9 @@ class LightningStore(ABC):
     def capabilities(self) -> StoreCapabilities:
         """The optional capabilities of this store."""
 
-    @abstractmethod
     def otlp_traces_endpoint(self) -> str | None:
         """URL that takes OTLP/HTTP traces, or None when the store is not served."""
+        return None
 
     @abstractmethod
     async def statistics(self) -> dict[str, float]:
@@ -111,16 +112,21 @@ class LightningStore(ABC):
         rollout_id: str | None = None,
     ) -> Rollout:
         """Queues one rollout, as ``enqueue_many_rollouts``; ``resources_id=None`` pins the newest snapshot."""
-        request = EnqueueRolloutRequest.make(input, mode, resources_id, config, metadata, rollout_id)
+        request = EnqueueRolloutRequest(
+            input=freeze(input, "input"),
+            mode=mode,
+            resources_id=resources_id,
+            config=config,
+            metadata=freeze(metadata, "metadata"),
+            rollout_id=rollout_id,
+        )
         return (await self.enqueue_many_rollouts([request]))[0]
 
     @abstractmethod
     async def enqueue_many_rollouts(self, requests: Sequence[EnqueueRolloutRequest]) -> Sequence[Rollout]:
         """Queues rollouts in order, all or none; a known ``rollout_id`` returns the stored rollout.
 
-        Raises:
-            NotFoundError: an unknown ``resources_id``; nothing is queued.
-            ConflictError: a known ``rollout_id`` belongs to another run; nothing is queued.
+        Raises NotFoundError for an unknown ``resources_id``, ConflictError for a ``rollout_id`` of another run.
         """
 
     async def dequeue_rollout(self, worker_id: str | None = None, *, timeout: float = 0) -> AttemptedRollout | None:
@@ -183,15 +189,13 @@ class LightningStore(ABC):
     ) -> Rollout:
         """Changes the given fields. A status that ends the rollout or queues it again ends its live attempt too."""
 
-    @abstractmethod
     async def cancel_rollout(self, rollout_id: str) -> Rollout:
         """Ends a rollout that has not finished; its runner stops the agent.
 
-        The live attempt ends as failed with an error of type ``Cancelled``. Cancelling twice is harmless.
-
-        Raises:
-            ConflictError: the rollout has succeeded or failed.
+        The live attempt ends as failed with an error of type ``Cancelled``. Cancelling twice is harmless; a rollout
+        that has succeeded or failed raises ConflictError.
         """
+        return await self.update_rollout(rollout_id, status="cancelled")
 
     @abstractmethod
     async def retry_rollout(self, rollout_id: str) -> Rollout:
@@ -223,11 +227,8 @@ class LightningStore(ABC):
     async def wait_for_rollouts(self, rollout_ids: Sequence[str], timeout: float | None = None) -> Sequence[Rollout]:
         """Returns those that ended within ``timeout`` (None: waits for all), in the order of ``rollout_ids``.
 
-        An id that was given twice is returned twice. If a rollout is retried before the others have ended, its next end
-        is awaited. Closing the store ends the wait with those that ended.
-
-        Raises:
-            NotFoundError: an id is unknown.
+        An id that was given twice is returned twice, an unknown one raises NotFoundError. If a rollout is retried
+        before the others have ended, its next end is awaited. Closing the store ends the wait with those that ended.
         """
 
     # --- attempts ---
@@ -266,20 +267,15 @@ class LightningStore(ABC):
 
         An ended attempt keeps its status: a later result goes to ``late_status``, and an error that comes with it is
         kept only where the attempt has none. Giving a live attempt another worker moves its lease to that worker.
-
-        Raises:
-            NotFoundError: an unknown rollout or attempt.
-            ConflictError: the lifecycle refuses the status; nothing was changed.
+        Raises ConflictError, and changes nothing, if the lifecycle refuses the status.
         """
 
     @abstractmethod
     async def release_attempt(self, rollout_id: str, attempt_id: str) -> Rollout:
         """Returns a claim that its worker has not started; the rollout is queued again at once.
 
-        The attempt ends as unresponsive with an error of type ``Released``. Releasing an ended attempt is harmless.
-
-        Raises:
-            ConflictError: it is running.
+        The attempt ends as unresponsive with an error of type ``Released``. Releasing an ended attempt is harmless; one
+        that is running raises ConflictError.
         """
 
     # --- spans ---
@@ -291,11 +287,7 @@ class LightningStore(ABC):
 
     @abstractmethod
     async def add_many_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
-        """Stores spans in order, all or none, leaving out those that are stored already.
-
-        Raises:
-            NotFoundError: one names an unknown rollout or attempt; nothing is stored.
-        """
+        """Stores spans in order, leaving out stored ones; NotFoundError (and none stored) if an attempt is unknown."""
 
     async def add_otel_span(
         self, rollout_id: str, attempt_id: str, readable_span: ReadableSpan, sequence_id: int | None = None
@@ -317,6 +309,7 @@ class LightningStore(ABC):
         rollout_id: str | None,
         attempt_id: str | Literal["latest"] | None = None,
         *,
+        rollout_id_in: Sequence[str] | None = None,
         trace_id: str | None = None,
         trace_id_contains: str | None = None,
         span_id: str | None = None,
@@ -335,10 +328,10 @@ class LightningStore(ABC):
         start_before: float | None = None,
         cursor: str | None = None,
     ) -> PaginatedResult[Span]:
-        """Finds spans of one rollout, or (``rollout_id=None``) across the rollouts of a run.
+        """Finds spans of one rollout, or (``rollout_id=None``) across the rollouts of a run or those of a list.
 
-        ``filter_logic`` joins the filters on trace, span, parent and name; rollout, attempt, run and times must hold in
-        any case. Sequence numbers do not order the spans of different attempts: across rollouts, and with a cursor,
+        ``filter_logic`` joins ``rollout_id_in`` and the filters on trace, span, parent and name; all others must hold.
+        Sequence numbers do not order the spans of different attempts: across rollouts, and with a cursor,
         ``sort_by="sequence_id"`` therefore means the order in which the spans were stored.
         """
 
@@ -352,8 +345,8 @@ class LightningStore(ABC):
     async def update_resources(self, resources_id: str, resources: Mapping[str, Resource | str]) -> ResourcesUpdate:
         """Publishes the next version of a snapshot (version 1 of a new one), which becomes the latest.
 
-        Raises:
-            ConfigError: an empty id or that of a version, a value that is not a resource, or another run's snapshot.
+        Raises ConfigError for an empty id, that of a version, another run's snapshot, or a value that is not a
+        resource.
         """
 
     @abstractmethod
@@ -367,10 +360,8 @@ class LightningStore(ABC):
     async def promote(self, resources_id: str, version: int | None = None) -> ResourcesUpdate:
         """Makes a snapshot, at a version or at its newest, the latest resources of this run, unless it already is.
 
-        It is published again: as the next version of the snapshot, or as a new snapshot if it is another run's.
-
-        Raises:
-            NotFoundError: there is no such snapshot or version.
+        It is published again: as the next version of the snapshot, or as a new snapshot if it is another run's. Raises
+        NotFoundError if there is none.
         """
         chosen = await self.get_resources_by_id(resources_id, version)
         if chosen is None:
@@ -384,11 +375,7 @@ class LightningStore(ABC):
         return await self.update_resources(chosen.resources_id, chosen.resources)
 
     async def rollback(self, resources_id: str, version: int) -> ResourcesUpdate:
-        """Publishes an earlier version of a snapshot again, as its next version and the latest resources.
-
-        Raises:
-            NotFoundError: there is no such version.
-        """
+        """Publishes an earlier version as the next one and the latest resources; NotFoundError if there is none."""
         earlier = await self.get_resources_by_id(resources_id, version)
         if earlier is None:
             raise NotFoundError(f"no version {version!r} of resources {resources_id!r} in this store")
@@ -447,13 +434,10 @@ class LightningStore(ABC):
 
     @abstractmethod
     async def end_worker(self, worker_id: str) -> int:
-        """Marks a worker as dead: its live attempts end now, as they would when their leases ran out.
+        """Marks a worker as dead: its live attempts end now, as they would when their leases ran out; returns how many.
 
         It gets no more work under this id: claiming raises ConflictError. If it is alive after all, its results are
         kept as late ones.
-
-        Returns:
-            How many attempts ended; 0 for an unknown worker.
         """
 
     # --- runs, metrics, events ---
@@ -475,11 +459,7 @@ class LightningStore(ABC):
 
     @abstractmethod
     async def update_run(self, run_id: str, status: RunStatus) -> Run:
-        """Sets the status of a run. An interrupted or failed run may be running again when it is resumed.
-
-        Raises:
-            NotFoundError: an unknown run.
-        """
+        """Sets the status of a run, back to running when it is resumed; raises NotFoundError for an unknown run."""
 
     @abstractmethod
     async def query_runs(self, *, limit: int = -1, offset: int = 0) -> PaginatedResult[Run]:
@@ -497,7 +477,5 @@ class LightningStore(ABC):
     def subscribe(self, kinds: Sequence[str] | None = None) -> AsyncIterator[Event]:
         """Yields the events of this run from the first ``anext`` on, until the iterator or the store is closed.
 
-        Raises:
-            ConfigError: an unknown kind.
-            StoreError: the reader is too slow and events were dropped.
+        Raises ConfigError for an unknown kind, and StoreError if the reader is too slow and events were dropped.
         """

@@ -1,60 +1,29 @@
-"""Deletes rollouts that have ended: on request, or by a policy."""
+"""Deletes rollouts that have ended, and workers of the past."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, TypeAlias
 
-from agentlightning.errors import ConfigError
 from agentlightning.store.backend import Backend, Condition, Delete, Guard, Query, Row, key_of
 from agentlightning.store.check import check_choice, check_int
 from agentlightning.types import ENDED_ROLLOUT, LIVE_ATTEMPT, Attempt, Rollout, RolloutStatus, Worker
 
-_BATCH: Final = 100
-"""Rollouts in one commit, which deletes their spans too and makes other writers wait."""
-
-
-WORKER_AGE_S: Final = 86_400.0
-"""Workers without a sign of life for this long are deleted."""
-
-
-@dataclass(frozen=True, slots=True)
-class Retention:
-    """Rules for keeping ended rollouts with their attempts and spans.
-
-    The process that owns the store deletes the others, in the order of enqueueing. Rollouts that are queued or running
-    are never deleted.
-    """
-
-    max_age_s: float | None = None
-    """Rollouts that ended longer ago are deleted."""
-    max_rollouts: int | None = None
-    """The oldest are deleted while the database holds more rollouts, whatever their run and status."""
-
-    def __post_init__(self) -> None:
-        for name in ("max_age_s", "max_rollouts"):
-            value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise ConfigError(f"{name}={value}; it can be 0 or more, or None for no limit")
-
-    async def enforce(self, backend: Backend, now: float) -> int:
-        """Deletes the rollouts that the policy does not keep; returns how many."""
-        deleted = 0
-        if self.max_age_s is not None:
-            deleted += await _delete(backend, _ended(ENDED_ROLLOUT), now - self.max_age_s, math.inf)
-        if self.max_rollouts is not None:
-            excess = (await backend.count())["rollouts"] - self.max_rollouts
-            deleted += await _delete(backend, _ended(ENDED_ROLLOUT), math.inf, excess)
-        return deleted
+_BATCH: Final = 100  # rollouts in one commit, which deletes their spans too and makes other writers wait
+ENDED: Final = Condition("status", "in", tuple(sorted(ENDED_ROLLOUT)))
+RetentionPolicy: TypeAlias = Callable[[Backend, float], Awaitable[int]]
+"""Deletes what need not be kept at this Unix time, and returns how many rollouts."""
+WORKER_AGE_S: Final = 86_400.0  # workers without a sign of life for this long are deleted
 
 
 async def delete_old_workers(backend: Backend, now: float) -> int:
     """Deletes the workers that have no live attempt and gave no sign of life for a day; returns how many."""
-    old = [row for row in (await backend.select(Query(Worker))).rows if _last_seen(row.record) < now - WORKER_AGE_S]
-    if not old:
-        return 0
+    old = []
+    for row in (await backend.select(Query(Worker))).rows:
+        seen = (row.record.last_heartbeat_time, row.record.last_dequeue_time, row.record.ended_at)
+        if max(time or 0.0 for time in seen) < now - WORKER_AGE_S:
+            old.append(row)
     theirs = Condition("worker_id", "in", tuple(row.record.worker_id for row in old))
     live = Condition("status", "in", tuple(sorted(LIVE_ATTEMPT)))
     busy = {row.record.worker_id for row in (await backend.select(Query(Attempt, (theirs, live)))).rows}
@@ -64,10 +33,6 @@ async def delete_old_workers(backend: Backend, now: float) -> int:
         if row.record.worker_id not in busy:
             deleted += await backend.commit([Delete(Worker, key)], [Guard(Worker, key, row.revision)])
     return deleted
-
-
-def _last_seen(worker: Worker) -> float:
-    return max(time or 0.0 for time in (worker.last_heartbeat_time, worker.last_dequeue_time, worker.ended_at))
 
 
 async def delete_ended(
@@ -83,19 +48,16 @@ async def delete_ended(
         check_choice("status_in", status, sorted(ENDED_ROLLOUT))
     if keep is not None:
         check_int("keep", keep, 0)
-    where = (Condition("run_id", "eq", run_id), *_ended(ENDED_ROLLOUT if status_in is None else status_in))
+    ended = ENDED if status_in is None else Condition("status", "in", tuple(status_in))
+    where = (Condition("run_id", "eq", run_id), ended)
     at_most = math.inf
     if keep is not None:
         page = await backend.select(Query(Rollout, where, limit=0, count=True))
         at_most = (page.total or 0) - keep
-    return await _delete(backend, where, math.inf if ended_before is None else ended_before, at_most)
+    return await delete_in_order(backend, where, math.inf if ended_before is None else ended_before, at_most)
 
 
-def _ended(statuses: Collection[str]) -> tuple[Condition]:
-    return (Condition("status", "in", tuple(sorted(set(statuses)))),)
-
-
-async def _delete(backend: Backend, where: tuple[Condition, ...], ended_before: float, at_most: float) -> int:
+async def delete_in_order(backend: Backend, where: tuple[Condition, ...], ended_before: float, at_most: float) -> int:
     """Deletes rollouts in the order of enqueueing.
 
     It stops at the first page that is too young, so a policy that finds nothing to delete has a constant cost.

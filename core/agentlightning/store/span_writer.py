@@ -15,8 +15,7 @@ from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from agentlightning.errors import NotFoundError, StoreError
 from agentlightning.store.protocol import LightningStore
-from agentlightning.store.span_size import estimate_bytes
-from agentlightning.store.waiting import Signal, deadline_after
+from agentlightning.store.waiting import Signal, deadline_after, running_loop
 from agentlightning.types import Span
 
 logger = logging.getLogger("agentlightning")
@@ -39,21 +38,17 @@ class _Item(NamedTuple):
     span: Span
     size: int
 
-    @property
-    def attempt(self) -> AttemptKey:
-        return self.span.rollout_id, self.span.attempt_id
-
 
 @dataclass(slots=True)
 class _Lane:
-    """The spans of an attempt whose write failed. They wait for another try, and later ones behind them."""
+    """The spans of an attempt that are not stored yet, in the order of ``put``; never empty."""
 
-    items: list[_Item]
-    failed_at: float
-    """``time.monotonic()`` of the first failure."""
-    retry_at: float
-    failures: int = 1
-    """In a row."""
+    items: deque[_Item]
+    failed_at: float | None = None
+    """``time.monotonic()`` of the first failed write. Until one succeeds, the spans are written by themselves."""
+    failures: int = 0
+    """Of writes by themselves, in a row."""
+    retry_at: float = 0.0
 
 
 class SpanWriter:
@@ -93,14 +88,9 @@ class SpanWriter:
         self._max_delay_s = max_delay_s
         self._give_up_s = give_up_s
         self._changed = threading.Condition(threading.Lock())
-        self._queue: deque[_Item] = deque()
         self._bytes = 0
         self._last_put = 0
-        self._last_written = 0
-        """The number of the last item that was stored, dropped or moved to a lane."""
         self._lanes: dict[AttemptKey, _Lane] = {}
-        """By attempt; changed by the thread only."""
-        self._pending: Counter[AttemptKey] = Counter()
         self._dropped: Counter[AttemptKey] = Counter()
         self._reported: dict[AttemptKey, int] = {}
         self._waiters: list[tuple[int, AttemptKey | None, Signal]] = []
@@ -129,29 +119,32 @@ class SpanWriter:
     def put(self, span: Span) -> bool:
         """Takes a span, from any thread. Returns False if it was dropped."""
         key = (span.rollout_id, span.attempt_id)
-        size = estimate_bytes(span)
+        size = _estimate_bytes(span)
         with self._changed:
             if self._is_closed or self._bytes + size > self._max_bytes:
                 self._dropped[key] += 1
                 return False
-            number = self._last_put + 1
-            # An agent's thread can be stopped at any bytecode: the item carries its number, so that no count can shift.
-            self._queue.append(_Item(number, span, size))
-            self._last_put = number
+            # An agent's thread can be stopped at any bytecode: numbers and lanes stay consistent.
+            self._last_put += 1
+            item = _Item(self._last_put, span, size)
+            if (lane := self._lanes.get(key)) is not None:
+                lane.items.append(item)
+            else:
+                self._lanes[key] = _Lane(deque([item]))
             self._bytes += size
-            self._pending[key] += 1
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="agl-spans", daemon=True)
                 contextvars.Context().run(thread.start)  # not in the trace of the first attempt
                 self._thread = thread
-            elif self._is_idle or len(self._queue) == self._max_batch:
+            elif self._is_idle:
                 self._changed.notify()
         return True
 
     @property
     def queued(self) -> int:
         """How many spans are neither stored nor dropped yet."""
-        return self._last_put - self._last_written + sum(len(lane.items) for lane in list(self._lanes.values()))
+        with self._changed:
+            return sum(len(lane.items) for lane in self._lanes.values())
 
     @property
     def lost(self) -> int:
@@ -168,7 +161,7 @@ class SpanWriter:
         """How many spans of an attempt are not in the store: dropped, or still queued."""
         key = (rollout_id, attempt_id)
         with self._changed:
-            return self._dropped[key] + self._pending[key]
+            return self._dropped[key] + (len(self._lanes[key].items) if key in self._lanes else 0)
 
     def bind_loop(self) -> None:
         """Makes the running event loop the one that a store that is not thread-safe is called on."""
@@ -187,7 +180,7 @@ class SpanWriter:
         self.bind_loop()
         with self._changed:
             key = None if rollout_id is None or attempt_id is None else (rollout_id, attempt_id)
-            is_done = not self.queued if key is None else not self._pending[key]
+            is_done = not self._lanes if key is None else key not in self._lanes
             if not is_done:
                 settled = Signal()
                 self._waiters.append((self._last_put, key, settled))
@@ -206,156 +199,120 @@ class SpanWriter:
             thread = self._thread
         if thread is None:
             return
-        if self._store_loop is None or self._store_loop is not _running_loop():  # the thread would wait for this loop
+        if self._store_loop is None or self._store_loop is not running_loop():  # the thread would wait for this loop
             thread.join(timeout_s)
         if thread.is_alive():
-            with self._changed:
-                self._queue.clear()
-                left = self.queued
-            logger.warning("%d spans had not reached the store when its writer was closed", left)
+            logger.warning("%d spans had not reached the store when its writer was closed", self.queued)
 
     def _run(self) -> None:
         with asyncio.Runner() as runner:  # one loop, so that the store can keep its connections
-            while (batch := self._next_batch()) is not None:
-                runner.run(self._deliver(batch))
+            while self._wait_for_spans():
+                runner.run(self._deliver())
 
-    def _next_batch(self) -> list[_Item] | None:
-        """Waits for spans and takes the oldest; none if a lane is due; None when it is closed and all is done."""
+    def _wait_for_spans(self) -> bool:
+        """Waits until there is something to write; returns False when it is closed and everything is done."""
         with self._changed:
+            now = time.monotonic()
+            waits_s = [max(0.0, lane.retry_at - now) for lane in self._lanes.values() if lane.failed_at is not None]
             self._is_idle = True
-            due_at = min((lane.retry_at for lane in self._lanes.values()), default=None)
-            wait_s = None if due_at is None else max(0.0, due_at - time.monotonic())
-            self._changed.wait_for(lambda: self._queue or self._is_closed, wait_s)
+            self._changed.wait_for(lambda: self._is_closed or self._count_fresh(), min(waits_s, default=None))
             self._is_idle = False
-            if self._queue:
+            if self._count_fresh():
                 self._changed.wait_for(
-                    lambda: len(self._queue) >= self._max_batch or self._waiters or self._is_closed, self._max_delay_s
+                    lambda: self._is_closed or self._waiters or self._count_fresh() >= self._max_batch,
+                    self._max_delay_s,
                 )
-            elif self._is_closed and not self._lanes:
-                return None
-            return [self._queue.popleft() for _ in range(self._batch_length(self._queue))]
+            return bool(self._lanes) or not self._is_closed
 
-    def _batch_length(self, items: Iterable[_Item]) -> int:
-        """How many of the first items one write takes: those that begin within the limit of bytes."""
-        length = size = 0
-        for item in itertools.islice(items, self._max_batch):
+    def _count_fresh(self) -> int:
+        """How many spans wait for their first write."""
+        return sum(len(lane.items) for lane in self._lanes.values() if lane.failed_at is None)
+
+    def _take(self, lanes: Iterable[_Lane]) -> list[_Item]:
+        """Returns the first spans of lanes, as many as one write takes: those that begin within the limit of bytes."""
+        batch: list[_Item] = []
+        size = 0
+        for item in itertools.islice(itertools.chain.from_iterable(lane.items for lane in lanes), self._max_batch):
             if size >= _BATCH_BYTES:
                 break
-            length += 1
+            batch.append(item)
             size += item.size
-        return length
+        return batch
 
-    async def _deliver(self, batch: list[_Item]) -> None:
-        """Stores spans, puts them into lanes or drops them; then tries the lanes that are due."""
-        fresh: dict[AttemptKey, list[_Item]] = {}
-        for item in batch:
-            lane = self._lanes.get(item.attempt)
-            (fresh.setdefault(item.attempt, []) if lane is None else lane.items).append(item)
-        error = await self._add([item for item in batch if item.attempt in fresh])
-        if error is None:
-            self._settle(item for item in batch if item.attempt in fresh)
-        else:
-            shared = error if len(fresh) == 1 else None
-            await asyncio.gather(*(self._open_lane(key, own, shared) for key, own in fresh.items()))
-        if batch:
-            self._last_written = batch[-1].number
-            self._wake()
-        now = time.monotonic()
-        due = [key for key, lane in self._lanes.items() if lane.retry_at <= now or self._is_closed]
-        await asyncio.gather(*map(self._retry, due))
-
-    async def _open_lane(self, key: AttemptKey, items: list[_Item], error: Exception | None) -> None:
-        """Stores the spans of one attempt after a batch failed, or opens a lane for them.
-
-        ``error`` is the one that they failed with, None if they were not alone in the batch.
-        """
-        error = error or await self._add(items)
-        if error is None:
-            self._settle(items)
-            return
-        left = items if _is_transient(error) else await self._add_apart(items, error)
-        if self._is_closed:
-            self._drop(left, error)
-        elif left:
+    async def _deliver(self) -> None:
+        """Writes spans of all attempts together; those of an attempt whose write failed by themselves, when due."""
+        with self._changed:
             now = time.monotonic()
-            self._lanes[key] = _Lane(left, now, now + _FIRST_PAUSE_S)
+            fresh = [lane for lane in self._lanes.values() if lane.failed_at is None]
+            batch = self._take(sorted(fresh, key=lambda lane: lane.items[0].number))
+            due = [
+                (lane, self._take([lane]))
+                for lane in self._lanes.values()
+                if lane.failed_at is not None and (lane.retry_at <= now or self._is_closed)
+            ]
+        if batch and await self._add(batch) is not None:
+            with self._changed:
+                for item in batch:
+                    self._lanes[_key_of(item)].failed_at = now
+        await asyncio.gather(*(self._retry(lane, items) for lane, items in due))
 
-    async def _retry(self, key: AttemptKey) -> None:
-        """Tries the first spans of a lane again; closes the lane if it is empty then."""
-        lane = self._lanes[key]
-        count = self._batch_length(lane.items)
-        items, rest = lane.items[:count], lane.items[count:]
+    async def _retry(self, lane: _Lane, items: list[_Item]) -> None:
+        """Writes the first spans of a lane, after a failure."""
         error = await self._add(items)
         if error is None:
-            self._settle(items)
-            lane.items, lane.failures = rest, 0
-        else:
-            lane.failures += 1
-            is_last = self._is_closed or time.monotonic() - lane.failed_at >= self._give_up_s
-            if is_last or not _is_transient(error) or lane.failures >= _FAILURES_UNTIL_APART:
-                lane.items = await self._add_apart(items, error) + rest
-            if is_last:
-                self._drop(lane.items, error)
-                lane.items = []
-        pause_s = min(_FIRST_PAUSE_S * 2 ** (lane.failures - 1), _LONGEST_PAUSE_S)
-        lane.retry_at = time.monotonic() + pause_s if lane.failures else 0.0
-        if not lane.items:
-            del self._lanes[key]
-        self._wake()
+            lane.failed_at, lane.failures = None, 0
+            return
+        lane.failures += 1
+        is_last = self._is_closed or time.monotonic() - (lane.failed_at or 0.0) >= self._give_up_s
+        if is_last or not _is_transient(error) or lane.failures >= _FAILURES_UNTIL_APART:
+            await self._add_apart(items, error)
+        if is_last:
+            with self._changed:
+                left = list(lane.items)
+            self._drop(left, error)
+        lane.retry_at = time.monotonic() + min(_FIRST_PAUSE_S * 2 ** (lane.failures - 1), _LONGEST_PAUSE_S)
 
-    async def _add_apart(self, items: list[_Item], error: Exception) -> list[_Item]:
+    async def _add_apart(self, items: list[_Item], error: Exception) -> None:
         """Stores spans of an attempt one by one, and drops those that the store refuses.
 
-        Returns those that may be stored later: it ends after two failures in a row, because the store is the cause.
+        It ends after two failures in a row that may pass, because the store is the cause.
         """
-        left: list[_Item] = []
         failures = 0
-        for position, item in enumerate(items):
+        for item in items:
             failure = error if len(items) == 1 else await self._add([item])
-            if failure is None:
-                self._settle([item])
-                failures = 0
-            elif not _is_transient(failure):
+            failures = failures + 1 if failure is not None and _is_transient(failure) else 0
+            if failure is not None and not failures:
                 self._drop([item], failure)
-                failures = 0
-            else:
-                left.append(item)
-                failures += 1
             if failures == 2:
-                return left + items[position + 1 :]
-        return left
+                return
 
     def _drop(self, items: list[_Item], error: Exception) -> None:
         if not items:
             return
-        key = items[0].attempt
+        key = _key_of(items[0])
         with self._changed:
             self._dropped[key] += len(items)
         logger.warning("%d spans of attempt %s of rollout %s are lost: %s", len(items), key[1], key[0], error)
         self._settle(items)
 
     def _settle(self, items: Iterable[_Item]) -> None:
+        """Removes spans that were stored or dropped, and wakes the flushes that waited for them."""
         with self._changed:
             for item in items:
+                lane = self._lanes[_key_of(item)]
+                lane.items.remove(item)  # mostly the first
                 self._bytes -= item.size
-                self._pending[item.attempt] -= 1
-                if not self._pending[item.attempt]:
-                    del self._pending[item.attempt]
-
-    def _wake(self) -> None:
-        """Wakes the flushes whose spans are stored or dropped."""
-        with self._changed:
+                if not lane.items:
+                    del self._lanes[_key_of(item)]
             done = [waiter for waiter in self._waiters if self._is_settled(waiter[0], waiter[1])]
             self._waiters = [waiter for waiter in self._waiters if waiter not in done]
         for _, _, signal in done:
             signal.set()
 
     def _is_settled(self, number: int, key: AttemptKey | None) -> bool:
-        """Whether the spans of an attempt, or of all, are settled up to a number."""
-        if self._last_written < number:
-            return False
+        """Whether the spans of an attempt, or of all, are stored or dropped up to a number."""
         lanes = self._lanes.values() if key is None else filter(None, [self._lanes.get(key)])
-        return all(lane.items[0].number > number for lane in lanes if lane.items)
+        return all(lane.items[0].number > number for lane in lanes)
 
     async def _report_losses(self) -> None:
         with self._changed:
@@ -373,19 +330,22 @@ class SpanWriter:
     async def _call(self, call: Coroutine[Any, Any, T]) -> T:
         """Awaits a call of the store, on its own event loop if it is bound to one."""
         loop = self._store_loop
-        if loop is None or loop is _running_loop():
+        if loop is None or loop is running_loop():
             return await call
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, loop))
 
     async def _add(self, items: Sequence[_Item]) -> Exception | None:
         """Stores spans; returns the error if they could not be stored."""
-        if not items:
-            return None
         try:
             await self._call(self.store.add_many_spans([item.span for item in items]))
         except Exception as error:  # isolation point: an error of the store must not end the thread
             return error
+        self._settle(items)
         return None
+
+
+def _key_of(item: _Item) -> AttemptKey:
+    return item.span.rollout_id, item.span.attempt_id
 
 
 def _is_transient(error: Exception) -> bool:
@@ -393,8 +353,21 @@ def _is_transient(error: Exception) -> bool:
     return isinstance(error, (StoreError, OSError)) and not isinstance(error, NotFoundError)
 
 
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
+def _estimate_bytes(span: Span) -> int:
+    """Roughly how much memory a span takes: exact enough for a bound, and much cheaper than serializing it."""
+    size = 500 + sum(200 + _estimate_value(event.attributes) for event in span.events)
+    for name, value in span.attributes.items():
+        size += len(name) + (len(value) if type(value) is str else _estimate_value(value))
+    return size
+
+
+def _estimate_value(value: object) -> int:
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    if isinstance(value, (list, tuple)):
+        if value and isinstance(value[0], (int, float)):
+            return 8 * len(value)
+        return sum(8 + _estimate_value(item) for item in value)
+    if isinstance(value, dict):
+        return sum(len(str(key)) + _estimate_value(item) for key, item in value.items())
+    return 8

@@ -11,7 +11,7 @@ import contextlib
 import math
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 
 from agentlightning.errors import ConfigError, StoreError
@@ -21,16 +21,20 @@ MAX_UNREAD_EVENTS = 100_000
 
 
 def deadline_after(timeout_s: float | None) -> float:
-    """The value of ``time.monotonic()`` at which a timeout ends; None never ends.
-
-    Raises:
-        ConfigError: a negative timeout, or not a number.
-    """
+    """The ``time.monotonic()`` at which a timeout ends; None never ends, and a wrong number raises ConfigError."""
     if timeout_s is None:
         return math.inf
     if not timeout_s >= 0:  # also refuses NaN
         raise ConfigError(f"timeout={timeout_s}; it is a number of seconds, 0 or more")
     return time.monotonic() + timeout_s
+
+
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """The event loop that runs in this thread, if one does."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
 
 
 class Signal:
@@ -61,19 +65,12 @@ class Signal:
 
     async def wait(self, deadline: float = math.inf) -> bool:
         """Waits until it is set or ``time.monotonic()`` reaches ``deadline``; returns whether it is set."""
-        while not self.is_set:
-            remaining_s = deadline - time.monotonic()
-            if remaining_s <= 0:
-                return False
-            self._future = self._loop.create_future()
-            timer = None if remaining_s == math.inf else self._loop.call_later(min(remaining_s, 86_400), self._wake)
-            try:
-                await self._future
-            finally:
-                self._future = None
-                if timer is not None:
-                    timer.cancel()
-        return True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None if deadline == math.inf else deadline - time.monotonic()):
+                while not self.is_set:
+                    self._future = self._loop.create_future()
+                    await self._future
+        return self.is_set
 
 
 class Countdown(Signal):
@@ -107,26 +104,13 @@ class Subscription(Signal):
             self.unread.append(event)
         self.set()
 
-    def take(self) -> Event:
-        """Removes the oldest unread event.
-
-        Raises:
-            StoreError: events were dropped because the subscriber is too slow.
-        """
-        if not self.unread and self.has_overflowed:
-            raise StoreError(
-                f"this subscriber left more than {MAX_UNREAD_EVENTS} events unread and has lost some; "
-                "read them faster, or subscribe to fewer kinds"
-            )
-        return self.unread.popleft()
-
 
 class Waiters:
     """All waits on one database: for rollouts in a queue, for ends and for events. Safe to use from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._queues: dict[str, OrderedDict[Signal, None]] = {}
+        self._queues: defaultdict[str, OrderedDict[Signal, None]] = defaultdict(OrderedDict)
         self._countdowns: dict[str, dict[Countdown, None]] = {}
         self._subscriptions: dict[Subscription, None] = {}
         self.closed = False
@@ -155,39 +139,27 @@ class Waiters:
         """
         signal = Signal()
         with self._lock:
-            self._queues.setdefault(run_id, OrderedDict())[signal] = None
+            self._queues[run_id][signal] = None
         return signal
 
     def rejoin_queue(self, run_id: str, signal: Signal) -> None:
         """Returns to the head of the line, before another try to claim."""
         with self._lock:
             signal.is_set = False
-            line = self._queues.setdefault(run_id, OrderedDict())
-            line[signal] = None
-            line.move_to_end(signal, last=False)
+            self._queues[run_id][signal] = None
+            self._queues[run_id].move_to_end(signal, last=False)
 
     def leave_queue(self, run_id: str, signal: Signal) -> None:
-        next_in_line: list[Signal] = []
         with self._lock:
-            line = self._queues.get(run_id)
-            if line is not None:
-                line.pop(signal, None)
-                if not line:
-                    del self._queues[run_id]
-            if signal.is_set:
-                next_in_line = self._pop_queue(run_id)
+            self._queues[run_id].pop(signal, None)
+            next_in_line = self._pop_queue(run_id) if signal.is_set else []
         for waiting in next_in_line:
             waiting.set()
 
     def _pop_queue(self, run_id: str) -> list[Signal]:
         """Removes the head of a line, if there is a line. The caller holds the lock."""
-        line = self._queues.get(run_id)
-        if line is None:
-            return []
-        signal, _ = line.popitem(last=False)
-        if not line:
-            del self._queues[run_id]
-        return [signal]
+        line = self._queues[run_id]
+        return [line.popitem(last=False)[0]] if line else []
 
     def add(self, countdown: Countdown) -> None:
         with self._lock:
@@ -206,15 +178,23 @@ class Waiters:
                         del self._countdowns[rollout_id]
 
     async def events(self, run_id: str, kinds: Collection[str] | None) -> AsyncIterator[Event]:
-        """Yields the events of a run from now on, until the iterator or this object is closed."""
+        """Yields the events of a run from now on, until the iterator or this object is closed.
+
+        Raises StoreError if the subscriber is too slow and events were dropped.
+        """
         subscription = Subscription(run_id, kinds)
         with self._lock:
             self._subscriptions[subscription] = None
         try:
             while True:
                 subscription.is_set = False
-                while subscription.unread or subscription.has_overflowed:
-                    yield subscription.take()
+                while subscription.unread:
+                    yield subscription.unread.popleft()
+                if subscription.has_overflowed:
+                    raise StoreError(
+                        f"this subscriber left more than {MAX_UNREAD_EVENTS} events unread and has lost some; "
+                        "read them faster, or subscribe to fewer kinds"
+                    )
                 if self.closed:
                     return
                 await subscription.wait()

@@ -12,14 +12,12 @@ from typing import Any, Final, ParamSpec, TypeVar, cast
 from agentlightning import semconv
 from agentlightning.errors import ConfigError
 from agentlightning.tracer.attribute import flatten, to_json
-from agentlightning.tracer.dummy import start_detached_span
 from agentlightning.tracer.tracer import OpenSpan, get_active_tracer, running
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_MAX_ITEMS: Final = 1000
-"""Recorded items of a generator."""
+_MAX_ITEMS: Final = 1000  # recorded items of a generator
 
 
 class Operation:
@@ -30,13 +28,16 @@ class Operation:
         self._propagate = propagate
         self._attributes = flatten(attributes)
         self._span: OpenSpan | None = None
-        self._running: contextlib.AbstractContextManager[OpenSpan] | None = None
+        self._is_started = False
+        self._running: contextlib.AbstractContextManager[OpenSpan | None] | None = None
 
     def __enter__(self) -> Operation:
         if self._running is not None:
             raise ConfigError("this operation is already running; create one for each `with`")
-        self._running = running(self._start(self._name or "operation") or start_detached_span(semconv.SPAN_OPERATION))
-        self._span = self._running.__enter__()
+        self._span = self._start(self._name or "operation")
+        self._running = contextlib.nullcontext() if self._span is None else running(self._span)
+        self._running.__enter__()
+        self._is_started = True
         return self
 
     def __exit__(
@@ -56,9 +57,10 @@ class Operation:
         self._set(semconv.OPERATION_OUTPUT, value)
 
     def _set(self, key: str, value: Any) -> None:
-        if self._span is None:
+        if not self._is_started:
             raise ConfigError("the operation has not started; use it as `with operation(...) as op:`")
-        self._span.set_attributes({key: to_json(value)})
+        if self._span is not None:
+            self._span.set_attributes({key: to_json(value)})
 
     def _start(self, name: str) -> OpenSpan | None:
         tracer = get_active_tracer() if self._propagate else None
@@ -139,10 +141,6 @@ def _follow(generator: Generator[Any, Any, Any], span: OpenSpan) -> Generator[An
             items[len(items) : _MAX_ITEMS] = [item]
             try:
                 resume = functools.partial(generator.send, (yield item))
-            except GeneratorExit:
-                with span.active():
-                    generator.close()
-                raise
             except BaseException as error:  # thrown in by the consumer: the generator decides
                 resume = functools.partial(generator.throw, error)
 
@@ -160,10 +158,6 @@ async def _follow_async(generator: AsyncGenerator[Any, Any], span: OpenSpan) -> 
             items[len(items) : _MAX_ITEMS] = [item]
             try:
                 resume = functools.partial(generator.asend, (yield item))
-            except GeneratorExit:
-                with span.active():
-                    await generator.aclose()
-                raise
             except BaseException as error:  # thrown in by the consumer: the generator decides
                 resume = functools.partial(generator.athrow, error)
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any, Final, NamedTuple
+from typing import Any
 
 from agentlightning import semconv
 from agentlightning.errors import ConfigError, PluginError
@@ -23,6 +22,7 @@ class Trace:
         """Starts a trace; the ids are empty outside rollouts, and without a writer the spans are kept here only."""
         self.rollout_id = rollout_id
         self.attempt_id = attempt_id
+        self.tracer: Tracer | None = None
         self._writer = writer
         self._spans: list[Span] = []
         self._is_open = True
@@ -85,38 +85,25 @@ class OpenSpan(ABC):
         """Ends the span, now or at ``end_time``, and returns it."""
 
 
-class Active(NamedTuple):
-    """The tracer and trace of a caller."""
-
-    tracer: Tracer
-    trace: Trace
-
-
-_active: ContextVar[Active | None] = ContextVar("agentlightning_active_trace", default=None)
+_active: ContextVar[Trace | None] = ContextVar("agentlightning_active_trace", default=None)
 _last_trace: ContextVar[Trace | None] = ContextVar("agentlightning_last_trace", default=None)
 
 
 def get_active_tracer() -> Tracer | None:
     """Returns the tracer whose ``trace_context`` the caller runs in, also in threads and tasks with its context."""
-    active = _active.get()
-    return None if active is None else active.tracer
+    trace = _active.get()
+    return None if trace is None else trace.tracer
 
 
 def get_active_trace() -> Trace | None:
     """Returns the trace that the caller runs in."""
-    active = _active.get()
-    return None if active is None else active.trace
-
-
-def get_active() -> Active | None:
-    """Returns tracer and trace of the caller, for ``activate`` elsewhere."""
     return _active.get()
 
 
 @contextlib.contextmanager
-def activate(active: Active | None) -> Iterator[None]:
+def activate(trace: Trace | None) -> Iterator[None]:
     """Runs the block in that trace, or (None) in no trace."""
-    token = _active.set(active)
+    token = _active.set(trace)
     try:
         yield
     finally:
@@ -162,16 +149,9 @@ class Tracer(ABC):
     ) -> AsyncIterator[Trace]:
         """Opens the trace of one attempt; everything inside belongs to it, including tasks and threads.
 
-        Leaving it ends the root span, with the exception if there is one, and waits until the spans are stored.
-
-        Args:
-            name: of the root span.
-            rollout_id: with ``attempt_id``, the owner of the spans. Without them the spans stay in the trace.
-            attempt_id: see ``rollout_id``.
-            store: receives the spans; default is the store of ``init_worker``.
-
-        Raises:
-            ConfigError: one id was given without the other.
+        Leaving it ends the root span, which has ``name``, with the exception if there is one, and waits until the spans
+        are in ``store``, by default that of ``init_worker``. Without ids the spans stay in the trace; one id alone
+        raises ConfigError.
         """
         if bool(rollout_id) != bool(attempt_id):
             raise ConfigError(f"give rollout_id and attempt_id together, got {rollout_id!r} and {attempt_id!r}")
@@ -180,9 +160,10 @@ class Tracer(ABC):
             if writer is not None:
                 writer.bind_loop()
             trace = Trace(rollout_id or "", attempt_id or "", writer)
+            trace.tracer = self
             _last_trace.set(trace)
             try:
-                with activate(Active(self, trace)), self.root_context(trace, name or semconv.SPAN_ROLLOUT):
+                with activate(trace), self.root_context(trace, name or semconv.SPAN_ROLLOUT):
                     yield trace
             finally:
                 await trace.deliver(self.delivery_timeout_s)
@@ -213,11 +194,7 @@ class Tracer(ABC):
         return running(self.start_span(name, is_root=True))
 
     def get_langchain_handler(self) -> Any:
-        """Returns a LangChain callback handler that records to the active trace.
-
-        Raises:
-            PluginError: no installed plugin has one.
-        """
+        """Returns a LangChain callback handler for the active trace; PluginError if no installed plugin has one."""
         raise PluginError("there is no LangChain handler: no installed plugin integrates LangChain (see `agl plugins`)")
 
     @abstractmethod
@@ -236,8 +213,7 @@ class Tracer(ABC):
 
     @property
     def _writers(self) -> dict[int | str, SpanWriter | None]:
-        with _writers_lock:
-            writers: dict[int | str, SpanWriter | None] = self.__dict__.setdefault("_writers_by_worker", {})
+        writers: dict[int | str, SpanWriter | None] = self.__dict__.setdefault("_writers_by_worker", {})
         return writers
 
     def _writer(self, store: LightningStore | None, stack: contextlib.ExitStack) -> SpanWriter | None:
@@ -246,9 +222,6 @@ class Tracer(ABC):
         writer = SpanWriter.shared(store)
         stack.callback(writer.release)
         return writer
-
-
-_writers_lock: Final = threading.Lock()
 
 
 @contextlib.contextmanager

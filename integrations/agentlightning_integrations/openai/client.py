@@ -6,15 +6,20 @@ A client can also be used as an agent, which makes one call for each task.
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.metadata
 import inspect
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from openai import AsyncOpenAI, OpenAI
-from wrapt import wrap_function_wrapper  # type: ignore[import-untyped] # wrapt has no types
+from pydantic import BaseModel
+from wrapt import ObjectProxy, wrap_function_wrapper  # type: ignore[import-untyped] # wrapt has no types
 
+from agentlightning.errors import PluginImportError
 from agentlightning.plugin.hookspecs import WrapOptions
 from agentlightning.resources import LLM
 from agentlightning_integrations.framework.agent import FrameworkAgent
@@ -23,6 +28,7 @@ from agentlightning_integrations.framework.task import read_input
 from agentlightning_plugins.instrumentation import Patches, instrument_and_restore
 
 logger = logging.getLogger("agentlightning")
+_MAX_RESPONSES: Final = 1000
 
 
 def wrap_agent(agent: Any, options: WrapOptions) -> OpenAIClientAgent | None:
@@ -71,12 +77,23 @@ def _call(client: Any, task: Any, llm: LLM | None, instructions: str | None) -> 
 
 
 def instrument(tracer_provider: Any) -> Callable[[], object]:
-    """Has a provider record the calls of the client; returns what undoes it."""
-    from opentelemetry.instrumentation.openai import OpenAIInstrumentor
-    from opentelemetry.instrumentation.openai.shared.config import Config
-    from opentelemetry.metrics import NoOpMeterProvider
+    """Has a provider record the calls of the client; returns what undoes it.
 
-    streams = Patches()
+    Raises:
+        PluginImportError: the instrumentation needs another version of OpenTelemetry.
+    """
+    try:
+        from opentelemetry.instrumentation.openai import OpenAIInstrumentor
+        from opentelemetry.instrumentation.openai.shared.config import Config
+        from opentelemetry.metrics import NoOpMeterProvider
+    except ImportError as error:  # 0.48.0 and 0.48.1 import a module that opentelemetry-api 1.44 has removed
+        installed = ("opentelemetry-instrumentation-openai", "opentelemetry-api")
+        both = " and ".join(f"{name} {importlib.metadata.version(name)}" for name in installed)
+        raise PluginImportError(
+            f"{both} do not work together ({error}). Install with: pip install --upgrade {' '.join(installed)}"
+        ) from error
+
+    patches = Patches()
     settings = {name: value for name, value in vars(Config).items() if not name.startswith("_")}
 
     def restore_settings() -> None:
@@ -95,21 +112,80 @@ def instrument(tracer_provider: Any) -> Callable[[], object]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of pydantic, about the instrumentation
             instrumentor.instrument(tracer_provider=tracer_provider, meter_provider=NoOpMeterProvider())
-            from opentelemetry.instrumentation.openai.v1.responses_wrappers import ResponseStream
+            from opentelemetry.instrumentation.openai.v1 import responses_wrappers
 
+            patches.replace(responses_wrappers, "responses", _RecentResponses())
+            _wrap_parse(tracer_provider)
         for module, method, wrapper in _COPIES:
             for name in (method, f"Async{method}"):
                 with contextlib.suppress(ImportError, AttributeError):  # this version of openai does not have it
                     wrap_function_wrapper(f"openai.resources.{module}", name, _record_parsed)
                     wrap_function_wrapper(f"openai.resources.{module}", name, wrapper)
-        streams.wrap(ResponseStream, "_ensure_cleanup", _finish_stream)
+        patches.wrap(responses_wrappers.ResponseStream, "_ensure_cleanup", _finish_stream)
+        _make_cheap(patches)
 
     def end() -> None:
         instrumentor.uninstrument()  # misses some methods, and removes wrappers of other code around ours
-        streams.undo()
+        patches.undo()
         restore_settings()
 
     return instrument_and_restore("openai.resources", begin, end)
+
+
+class _RecentResponses(dict[str, Any]):
+    """Keeps the last responses for the instrumentation, because a program may retrieve one again.
+
+    Its own dict grows with each response. Older versions fail if what they remember has no tools, and pydantic warns
+    about parsed answers.
+    """
+
+    def __setitem__(self, response_id: str, data: Any) -> None:
+        data.tools = data.tools or []
+        blocks = (data.output_blocks or {}).items()
+        data.output_blocks = {
+            key: block.model_dump(warnings=False) if hasattr(block, "model_dump") else block for key, block in blocks
+        }
+        super().__setitem__(response_id, data)
+        with contextlib.suppress(KeyError, StopIteration, RuntimeError):  # another thread was faster
+            if len(self) > _MAX_RESPONSES:
+                del self[next(iter(self))]
+
+
+def _wrap_parse(tracer_provider: Any) -> None:
+    """Has ``responses.parse`` recorded, which older versions of the instrumentation leave out."""
+    from openai.resources import responses as resources
+    from opentelemetry import trace as otel
+    from opentelemetry.instrumentation.openai.v1 import responses_wrappers as wrappers
+
+    tracer = otel.get_tracer("opentelemetry.instrumentation.openai.v1", tracer_provider=tracer_provider)
+    kinds = (
+        (resources.Responses, wrappers.responses_get_or_create_wrapper),
+        (resources.AsyncResponses, wrappers.async_responses_get_or_create_wrapper),
+    )
+    for cls, make_wrapper in kinds:
+        if not isinstance(vars(cls)["parse"], ObjectProxy):
+            wrap_function_wrapper(cls, "parse", make_wrapper(tracer))
+
+
+def _make_cheap(patches: Patches) -> None:
+    """Replaces helpers of the instrumentation that take as long as a call of the client itself, or that warn.
+
+    It starts an event loop, with sockets, for each synchronous call, and parses the version of ``openai`` many times;
+    pydantic warns about each parsed answer that it reads.
+    """
+    from opentelemetry.instrumentation.openai import shared, utils
+
+    cheap: dict[Any, Any] = {utils.run_async: _result_of}
+    for name in ("is_openai_v1", "is_reasoning_supported"):
+        if (function := getattr(utils, name, None)) is not None:
+            cheap[function] = functools.cache(function)
+    if (to_dict := getattr(shared, "model_as_dict", None)) is not None:
+        cheap[to_dict] = functools.partial(_to_dict, to_dict)
+    package = utils.__name__.rpartition(".")[0]
+    for module in [module for name, module in list(sys.modules.items()) if name.startswith(package)]:
+        for name, value in list(vars(module).items()):
+            if inspect.isfunction(value) and value in cheap:
+                patches.replace(module, name, cheap[value])
 
 
 def _record_parsed(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -145,12 +221,21 @@ def _record_parsed(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs
     return call() if is_async else record_parse(made)
 
 
+def _to_dict(original: Callable[[Any], Any], model: Any) -> Any:
+    if not isinstance(model, BaseModel):
+        return original(model)
+    content = model.model_dump(warnings=False)
+    if isinstance(usage := content.get("usage"), dict):  # the instrumentation fails on details that are None
+        content["usage"] = {name: value for name, value in usage.items() if value is not None}
+    return content
+
+
 async def _returning(value: Any) -> Any:
     return value
 
 
 def _result_of(coroutine: Any) -> Any:
-    """Returns the result of a coroutine that does not wait for anything."""
+    """Returns the result of a coroutine that does not wait for anything; the instrumentation waits only for uploads."""
     try:
         coroutine.send(None)
     except StopIteration as end:
@@ -166,20 +251,23 @@ def _finish_stream(wrapped: Callable[..., Any], stream: Any, args: Any, kwargs: 
 
 
 def _copy_headers(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Gives each call its own headers: callers share one dict among threads, and may pass None.
-
-    Drops arguments marked as not given, because the instrumentation would log a warning about them.
-    """
-    kwargs = {name: value for name, value in kwargs.items() if type(value).__name__ not in ("Omit", "NotGiven")}
+    """Gives each call its own headers: callers share one dict among threads, and may pass None."""
+    kwargs = _drop_not_given(kwargs)
     kwargs["extra_headers"] = dict(kwargs.get("extra_headers") or {})
     return wrapped(*args, **kwargs)
 
 
 def _copy_input(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Gives each call its own input."""
+    kwargs = _drop_not_given(kwargs)
     if isinstance(kwargs.get("input"), list):
-        kwargs = {**kwargs, "input": [dict(item) if isinstance(item, dict) else item for item in kwargs["input"]]}
+        kwargs["input"] = [dict(item) if isinstance(item, dict) else item for item in kwargs["input"]]
     return wrapped(*args, **kwargs)
+
+
+def _drop_not_given(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Leaves out arguments marked as not given: the instrumentation logs a warning about them, or fails."""
+    return {name: value for name, value in kwargs.items() if type(value).__name__ not in ("Omit", "NotGiven")}
 
 
 _COPIES: Final = (

@@ -1,4 +1,4 @@
-"""The adapters ``triplet``, ``llm-proxy-triplet`` and ``messages``."""
+"""The adapters ``triplet`` and ``messages``."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from agentlightning.plugin.hookspecs import Component, hookimpl
 
 @hookimpl
 def components() -> list[Component]:
-    triplet, message = "agentlightning.adapter.triplet", "agentlightning_plugins.chat_history.adapter"
-    gateway = "the same, of what the gateway saw"
+    triplet, messages = (
+        "agentlightning.adapter.triplet:TraceToTriplet",
+        "agentlightning_plugins.chat_history.adapter:TraceToMessages",
+    )
     return [
-        Component("adapter", "triplet", f"{triplet}:TraceToTriplet", summary="prompt, response, reward"),
-        Component("adapter", "llm-proxy-triplet", f"{triplet}:LlmProxyTraceToTriplet", summary=gateway),
-        Component("adapter", "messages", f"{message}:TraceToMessages", summary="chat histories with tools"),
+        Component("adapter", "triplet", triplet, summary="prompt, response, reward"),
+        Component("adapter", "messages", messages, summary="chat histories with tools"),
     ]

@@ -34,7 +34,13 @@ def histogram(
     finite = [float(value) for value in values if math.isfinite(value)]
     if not finite:
         return no_data(width, height, title)
-    edges = find_ticks(min(finite), max(finite), bins)
+    is_whole = all(value == int(value) for value in finite) and max(finite) - min(finite) < 2 * bins
+    if is_whole:  # a bar for each number
+        count = int(max(finite) - min(finite)) + 1
+        margin = max(0, 5 - count) // 2  # few bars are not drawn as wide blocks
+        edges = [min(finite) - margin - 0.5 + place for place in range(count + 2 * margin + 1)]
+    else:
+        edges = find_ticks(min(finite), max(finite), bins)
     counts = [0] * (len(edges) - 1)
     size = (edges[-1] - edges[0]) / len(counts)
     for value in finite:
@@ -42,11 +48,13 @@ def histogram(
     y_ticks = [tick for tick in find_ticks(0, max(counts), 4) if tick == int(tick)]
     area = Area(46, 12, width - 14, height - (40 if x_label else 24), edges[0], edges[-1], 0, max(y_ticks[-1], *counts))
     x_ticks = [tick for tick in find_ticks(edges[0], edges[-1], width // 90) if edges[0] <= tick <= edges[-1]]
+    if is_whole:
+        x_ticks = [tick for tick in x_ticks if tick == int(tick) and min(finite) <= tick <= max(finite)]
     parts = axes(area, x_ticks, y_ticks, x_label, "")
     for low, high, count in zip(edges, edges[1:], counts, strict=False):
         if not count:
             continue
-        shown = f"{number(low)} to {number(high)}: {count}"
+        shown = f"{number(low + 0.5) if is_whole else f'{number(low)} to {number(high)}'}: {count}"
         left, right, top = area.x(low), area.x(high), area.y(count)
         bar = Markup('<rect x="{}" y="{}" width="{:.1f}" height="{:.1f}" fill="{}"><title>{}</title></rect>').format(
             left + 0.5, top, max(1.0, right - left - 1), area.bottom - top, COLOURS[0], text(shown)

@@ -60,6 +60,7 @@ def line_chart(
     x_label: str = "",
     y_label: str = "",
     y_range: tuple[float, float] | None = None,
+    has_legend: bool = True,
     width: int = 480,
     height: int = 260,
 ) -> Markup:
@@ -71,6 +72,7 @@ def line_chart(
         x_label: written below the axis.
         y_label: written above the axis.
         y_range: values that the axis shows at least; None: those of the points.
+        has_legend: name the series below the axis.
         width: of the picture's coordinates; it scales with the page.
         height: of the picture's coordinates.
     """
@@ -85,8 +87,8 @@ def line_chart(
     if low == high:
         low, high = low - 0.5, high + 0.5
     names = [shorten(each.name, _MAX_NAME) for each in drawn]
-    rows = _legend_rows(names, width - 24)
-    legend_height = 18 * (max(rows, default=(0, 0.0))[0] + 1)
+    rows = _legend_rows(names, width - 24) if has_legend else []
+    legend_height = 18 * (max(rows)[0] + 1) if rows else 0
     left = 14 + _LETTER * max(len(number(value)) for value in y_ticks)
     bottom = height - 24 - legend_height - (16 if x_label else 0)
     area = Area(left, 24 if y_label else 12, width - 14, bottom, low, high, y_ticks[0], y_ticks[-1])
@@ -96,6 +98,8 @@ def line_chart(
     for place, each in enumerate(drawn):
         colour = COLOURS[(place if each.colour is None else each.colour) % len(COLOURS)]
         parts += _draw_series(each, colour, area)
+        if not rows:
+            continue
         row, x = rows[place]
         y = height - legend_height + 18 * row + 10
         parts.append(Markup('<circle cx="{:.1f}" cy="{:.1f}" r="4.5" fill="{}"/>').format(x + 5, y - 4, colour))

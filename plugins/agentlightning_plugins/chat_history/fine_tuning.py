@@ -30,6 +30,13 @@ class FineTuningExample(BaseModel):
         return {name: value for name, value in dump(self).items() if value is not None}
 
 
+class PreferencePair(BaseModel):
+    """The conversations of two rollouts of one task; the chosen one has the higher reward."""
+
+    chosen: list[FineTuningExample]
+    rejected: list[FineTuningExample]
+
+
 async def select_examples(
     store: LightningStore, min_reward: float | None = None, best_of: int | None = None
 ) -> AsyncIterator[FineTuningExample]:
@@ -42,7 +49,32 @@ async def select_examples(
         min_reward: rollouts with a smaller reward, or none, are left out; None: those without a reward only.
         best_of: the number of rollouts of each task that are kept, those with the highest reward; None: all.
     """
-    adapter = TraceToMessages()
+    for rollouts in await _rank_rollouts(store, min_reward):
+        for _, rollout in rollouts[:best_of]:
+            for example in await _read_conversations(store, rollout):
+                yield example
+
+
+async def select_pairs(
+    store: LightningStore, min_gap: float = 0.0, pairs_per_task: int | None = 1
+) -> AsyncIterator[PreferencePair]:
+    """Yields pairs of rollouts of one task: the best with the worst, the second best with the second worst, and so on.
+
+    Args:
+        store: where the rollouts are recorded; those that succeeded count.
+        min_gap: the rewards of a pair differ by at least this, and by more than 0.
+        pairs_per_task: the maximum number; None: as many as there are.
+    """
+    for rollouts in await _rank_rollouts(store, None):
+        for (more, chosen), (less, rejected) in list(zip(rollouts, reversed(rollouts), strict=True))[:pairs_per_task]:
+            if more > less and more - less >= min_gap:
+                yield PreferencePair(
+                    chosen=await _read_conversations(store, chosen), rejected=await _read_conversations(store, rejected)
+                )
+
+
+async def _rank_rollouts(store: LightningStore, min_reward: float | None) -> list[list[tuple[float, Rollout]]]:
+    """Returns the rollouts of each task that succeeded, with their rewards, the highest first."""
     by_task: dict[str, list[tuple[float, Rollout]]] = {}
     for rollout in (await store.query_rollouts(status_in=["succeeded"])).items:
         reward = await read_final_reward(store, rollout)
@@ -52,13 +84,18 @@ async def select_examples(
             logger.warning("rollout %s lost spans and is excluded", rollout.rollout_id)
             continue
         by_task.setdefault(repr(rollout.input), []).append((reward, rollout))
-    for rollouts in by_task.values():
-        for _, rollout in sorted(rollouts, key=lambda each: -each[0])[:best_of]:
-            spans = (await store.query_spans(rollout.rollout_id, "latest")).items
-            for history in drop_prefixes(adapter.adapt(spans)):
-                messages = [_clean(message) for message in history["messages"]]
-                tools = [dict(tool) for tool in history.get("tools") or ()]
-                yield FineTuningExample(messages=messages, tools=thaw(tools) or None)
+    return [sorted(rollouts, key=lambda each: -each[0]) for rollouts in by_task.values()]
+
+
+async def _read_conversations(store: LightningStore, rollout: Rollout) -> list[FineTuningExample]:
+    spans = (await store.query_spans(rollout.rollout_id, "latest")).items
+    return [
+        FineTuningExample(
+            messages=[_clean(message) for message in history["messages"]],
+            tools=thaw([dict(tool) for tool in history.get("tools") or ()]) or None,
+        )
+        for history in drop_prefixes(TraceToMessages().adapt(spans))
+    ]
 
 
 def _clean(message: dict[str, Any]) -> dict[str, Any]:

@@ -14,8 +14,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import click
 from pydantic import BaseModel
 
-from agentlightning.cli import echo, print_table
+from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, NotFoundError, StoreError
+from agentlightning.logging import printable
 from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import PaginatedResult
@@ -245,3 +246,24 @@ def _to_cell(name: str, value: Any) -> Any:
     if value is None or isinstance(value, str) or _column_type(name) != "string":
         return value
     return json.dumps(value, ensure_ascii=False)
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Prints rows in columns. Only the last column is folded, and only at a terminal; no text is cut."""
+    from rich.cells import cell_len
+    from rich.console import Console
+    from rich.table import Table
+
+    lines = [["" if cell is None else printable(str(cell)) for cell in row] for row in rows]
+    *widths, last = (max(map(cell_len, cells)) for cells in zip(columns, *lines, strict=True))
+    left = sum(width + 2 for width in widths)
+    console = Console(highlight=False, markup=False)
+    if console.is_terminal:
+        last = min(last, max(24, console.width - left - 2))
+    console.width = left + last + 2  # rich before 14.2 pads the last column too
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    for column, width in zip(columns, (*widths, last), strict=True):
+        table.add_column(column, overflow="fold", width=width)
+    for line in lines:
+        table.add_row(*line)
+    console.print(table)

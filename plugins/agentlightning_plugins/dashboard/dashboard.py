@@ -19,6 +19,7 @@ from agentlightning_plugins.dashboard.rendering import HEADERS, Renderer
 from agentlightning_plugins.dashboard.table import ACTIONS, PAGES
 from agentlightning_plugins.dashboard.views.export import read_labelled
 from agentlightning_plugins.http_request import RequestError, read_body
+from agentlightning_plugins.monitoring.runs import find_newest_runs, find_run
 
 logger = logging.getLogger("agentlightning")
 _Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -117,15 +118,23 @@ class Dashboard:
     def _visit(self, request: web.Request) -> Visit:
         return Visit(self._store, request.match_info, request.query)
 
+    async def _open(self, request: web.Request) -> Visit:
+        """Returns the visit of a page; NotFoundError names the runs if the one in the path is unknown."""
+        visit = self._visit(request)
+        if "run_id" in visit.names and visit.run_id != self._store.run_id and await find_run(visit.run_store) is None:
+            known = ", ".join(run.run_id for run in await find_newest_runs(self._store)) or "none yet"
+            raise NotFoundError(f"this store has no run {visit.run_id!r}; its newest runs: {known}")
+        return visit
+
     def _json_handler(self, page: Page) -> _Handler:
         async def answer(request: web.Request) -> web.StreamResponse:
-            return _json(await page.view(self._visit(request)))
+            return _json(await page.view(await self._open(request)))
 
         return answer
 
     def _page_handler(self, page: Page) -> _Handler:
         async def answer(request: web.Request) -> web.StreamResponse:
-            data = await page.view(self._visit(request))
+            data = await page.view(await self._open(request))
             return self._html(page.template, request, page, data=data)
 
         return answer

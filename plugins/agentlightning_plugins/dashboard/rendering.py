@@ -59,7 +59,9 @@ class Renderer:
             "describe_row": describe_row,
             "reward_chart": charts.reward_chart,
             "metric_chart": charts.metric_chart,
+            "ledger_histogram": charts.ledger_histogram,
             "compare_chart": charts.compare_chart,
+            "distribution_histogram": charts.distribution_histogram,
         }
         environment.globals.update(functions)
         parts: Any = environment.get_template("parts.html.jinja").module

@@ -44,13 +44,17 @@ def show_number(value: float | None, digits: int = 3) -> str:
         return "–"
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
-    return f"{value:,.{digits}f}" if 1 <= abs(value) < 1e6 else f"{value:.{digits}g}"
+    if not 1 <= abs(value) < 1e6:
+        return f"{value:.{digits}g}"
+    return f"{value:,.{max(0, digits + 1 - len(str(int(abs(value)))))}f}"
 
 
 def show_span(seconds: float | None) -> str:
     """A duration, such as ``340 ms`` or ``2 h 05 min``."""
     if seconds is None:
         return "–"
+    if 0 < seconds < 0.001:
+        return "< 1 ms"
     if seconds < 1:
         return f"{seconds * 1000:.3g} ms"
     if seconds < 60:

@@ -70,7 +70,6 @@ def run_demo(directory: Path, *, seed: int, steps: int | None = None, resume: bo
         },
         run_dir=directory,
         resume=resume,
-        max_concurrency=64,
         seed=settings["seed"],
     )
     try:

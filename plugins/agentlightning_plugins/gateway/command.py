@@ -15,8 +15,9 @@ from urllib.request import Request, urlopen
 
 import click
 
-from agentlightning.cli import echo, print_table
+from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, StoreError
+from agentlightning_plugins.commands.terminal import print_table
 from agentlightning_plugins.gateway.operator_key import read_key, write_key
 
 if TYPE_CHECKING:
@@ -183,6 +184,7 @@ async def _serve(settings: dict[str, Any], url: str, token: str | None, read_mod
     from agentlightning.store.factory import create_store
     from agentlightning_plugins.garbage_collection import relax_collector
     from agentlightning_plugins.gateway.proxy import LLMProxy
+    from agentlightning_plugins.http_request import return_freed_memory
 
     def reload() -> None:
         try:
@@ -193,6 +195,7 @@ async def _serve(settings: dict[str, Any], url: str, token: str | None, read_mod
             echo("The models were read again.")
 
     relax_collector()
+    return_freed_memory()
     async with contextlib.AsyncExitStack() as stack:
         store = create_store(url, token=token if url.startswith("http") else None)
         stack.push_async_callback(store.close)

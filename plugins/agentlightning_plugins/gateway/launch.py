@@ -25,6 +25,7 @@ from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.garbage_collection import relax_collector
 from agentlightning_plugins.gateway.server import GatewayServer
 from agentlightning_plugins.gateway.settings import Settings
+from agentlightning_plugins.http_request import return_freed_memory
 
 logger = logging.getLogger("agentlightning")
 _EXIT_S: Final = 5.0
@@ -146,6 +147,7 @@ def main() -> None:
     sys.path += [entry for entry in path if entry not in sys.path]
     store, settings = connection.recv()
     relax_collector()
+    return_freed_memory()
     asyncio.run(_serve(connection, store, settings))
 
 

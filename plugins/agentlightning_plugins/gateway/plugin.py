@@ -1,4 +1,4 @@
-"""The gateway, the dialects and providers it supports, and ``agl gateway``."""
+"""The gateway, the dialects and providers it supports, the adapter of its spans, and ``agl gateway``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 _COMPONENTS: Final[tuple[tuple[ComponentKind, str, str, str], ...]] = (
     ("gateway", "gateway", "proxy:LLMProxy", "OpenAI-compatible, records every call"),
+    ("adapter", "llm-proxy-triplet", "adapter:LlmProxyTraceToTriplet", "the same, of what the gateway saw"),
     ("dialect", "openai-chat", "dialects.openai:ChatCompletions", "Chat Completions"),
     ("dialect", "openai-completions", "dialects.openai:Completions", "Completions"),
     ("dialect", "openai-embeddings", "dialects.openai:Embeddings", "Embeddings"),

@@ -49,6 +49,7 @@ _TAIL_S: Final = 0.1
 _DISCONNECTED: Final = "the agent disconnected before the answer was complete"
 _DISCONNECTED_STATUS: Final = 499  # as in nginx; for the metrics only
 _FINAL_WRITE_S: Final = 1.0  # how long the last error event of a stream may take
+_STORE_WAIT_S: Final = 1.0  # how long an answer may wait until its call is stored
 _PAUSED_RETRY_S: Final = 5
 
 
@@ -220,7 +221,9 @@ class GatewayServer:
             outcome = self._cache.find(call, backends) if self._cache is not None else None
             outcome = outcome or await self._upstream.send(call, backends, request.headers)
             if isinstance(outcome, Reply):
-                return self._relay(call, outcome, version)
+                response = self._relay(call, outcome, version)
+                await self._store_call(call)
+                return response
             async with outcome:
                 return await self._relay_stream(in_flight, outcome, request, version)
         finally:
@@ -309,6 +312,7 @@ class GatewayServer:
             if call.completion.weight_version is None:
                 call.completion.weight_version = version
             self._finish(call, 200 if call.is_complete else 502)
+            await self._store_call(call)
             await _end_stream(request, response, last, limit_s)
             if not upstream.content.at_eof():  # read the rest, so that the connection can be used again
                 with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
@@ -347,6 +351,15 @@ class GatewayServer:
         self._writer.put(call_to_span(call))
         if call.is_complete and call.model not in self._warned:
             self._check_token_ids(call)
+
+    async def _store_call(self, call: Call) -> None:
+        """Waits until a finished call is in a durable store, or the store takes too long.
+
+        The agent gets the end of its answer afterwards, so a rollout that has succeeded has all of its calls, even if
+        this process is killed.
+        """
+        if call.attempt is not None and self._store.capabilities["durable"]:
+            await self._writer.flush(*call.attempt, timeout_s=_STORE_WAIT_S)
 
     def _check_token_ids(self, call: Call) -> None:
         if all(choice.token_ids is not None for choice in call.completion.choices.values()):

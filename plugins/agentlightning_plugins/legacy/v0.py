@@ -222,7 +222,7 @@ class AgentLightningServer:
         resources = {} if update is None else dict(update.resources)
         if rollout is not None:
             ids = rollout.rollout_id, rollout.attempt.attempt_id
-            key = attempt_token.issue(self.store.token, *ids, self.task_timeout_seconds)
+            key = attempt_token.issue(self.store.token, *ids, self.store.now(), self.task_timeout_seconds)
             resources = scope_to_attempt(with_attempt_key(resources, key), rollout)
         content = {name: resource.model_dump(mode="json") for name, resource in resources.items()}
         time = 0.0 if update is None else update.create_time

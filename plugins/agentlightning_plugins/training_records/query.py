@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -14,7 +13,6 @@ from agentlightning_plugins.training_records.record import LEDGER_SPAN, ROW_SPAN
 
 T = TypeVar("T")
 _PAGE: Final = 500
-_PARALLEL: Final = 16
 
 
 async def read_rows(store: LightningStore, rollout_id: str) -> list[TrainedRow]:
@@ -40,17 +38,15 @@ async def read_ledger(store: LightningStore, step: int | None = None) -> list[Le
         if rollout.mode == "train"
     ]
     spans: list[Span] = []
+    if step is not None and any((rollout.metadata or {}).get("asynchronous") for rollout in rollouts):
+        # Rollouts of an asynchronous training are trained on in a later step than the one that began them.
+        return [entry for entry in await read_ledger(store) if entry.step == step]
     if step is None:
         spans = [span async for span in _every(store.query_spans, None, name=LEDGER_SPAN)]
     else:
-        slots = asyncio.Semaphore(_PARALLEL)
-
-        async def read(rollout_id: str) -> list[Span]:
-            async with slots:
-                return list(await store.query_spans(rollout_id, name=LEDGER_SPAN))
-
-        for found in await asyncio.gather(*(read(rollout.rollout_id) for rollout in rollouts)):
-            spans += found
+        ids = [rollout.rollout_id for rollout in rollouts]
+        for start in range(0, len(ids), _PAGE):
+            spans += await store.query_spans(None, rollout_id_in=ids[start : start + _PAGE], name=LEDGER_SPAN)
     entries = {span.rollout_id: LedgerEntry.from_span(span) for span in spans}
     return [entries.get(rollout.rollout_id) or _missing(rollout) for rollout in rollouts]
 

@@ -46,7 +46,7 @@ Outcome: TypeAlias = Literal[
 ``too_long``: more tokens than the model has positions. ``stale``: sampled by weights that are too old. ``cut_off``: its
 reply ended at the token limit. ``mismatch``: sampler and trainer disagree on every token. ``not_finite``: the loss or
 the gradient of its minibatch was not finite. ``cancelled``, ``unfinished``: it did not end by itself, or runs.
-``not_recorded``: the algorithm keeps no records.
+``not_recorded``: its step was interrupted before it was recorded, or the algorithm keeps no records.
 """
 
 _PREFIX: Final = "agentlightning.training."
@@ -84,6 +84,9 @@ class TrainedRow:
             of both log-probabilities is an error only where it is 0.
         outcome: ``trained``, ``mismatch`` or ``not_finite``.
         texts: the text of each token, by its id; empty where it is not known.
+        token_advantages: one per token of ``response_ids``, where those of one call differ, such as with a critic.
+        token_versions: of the weights that sampled each token of ``response_ids``, None where it was given; None as a
+            whole if each call has one version.
     """
 
     rollout_id: str
@@ -99,10 +102,14 @@ class TrainedRow:
     minibatch: int = 0
     outcome: Outcome = "trained"
     texts: Mapping[int, str] = field(default_factory=dict)
+    token_advantages: Sequence[float] | None = None
+    token_versions: Sequence[int | None] | None = None
 
     @property
     def advantages(self) -> list[float]:
         """One per token of ``response_ids``; 0 where the token was not trained on."""
+        if self.token_advantages is not None:
+            return [value if kept else 0.0 for value, kept in zip(self.token_advantages, self.mask, strict=True)]
         values = [0.0] * len(self.response_ids)
         for call in self.calls:
             values[call.start : call.end] = [call.advantage] * (call.end - call.start)
@@ -120,6 +127,7 @@ class TrainedRow:
             "logprobs": _finite(self.logprobs),
             "trainer_logprobs": None if self.trainer_logprobs is None else _finite(self.trainer_logprobs),
             "advantages": self.advantages,
+            "token_versions": None if self.token_versions is None else list(self.token_versions),
             "prompt": [self.texts.get(token) for token in self.prompt_ids],
             "response": [self.texts.get(token) for token in self.response_ids],
         }
@@ -149,8 +157,12 @@ class TrainedRow:
         if self.trainer_logprobs is not None:  # half precision is enough for a difference
             pairs = zip(self.trainer_logprobs, self.logprobs, self.mask, strict=True)
             values["gap"] = _pack("e", [theirs - ours if kept else 0.0 for theirs, ours, kept in pairs])
+        if self.token_advantages is not None:
+            values["token_advantages"] = _pack("e", self.advantages)
         if self.texts:
             values["texts"] = [self.texts.get(token, "") for token in sorted({*self.prompt_ids, *self.response_ids})]
+        if self.token_versions is not None:
+            values["token_versions"] = _pack("i", [-1 if found is None else found for found in self.token_versions])
         versions = [call.weight_version for call in self.calls]
         if None not in versions:
             values["weight_versions"] = versions
@@ -169,10 +181,12 @@ class TrainedRow:
             logprobs = _unpack("f", values["logprobs"])
             mask = [place % 2 == 0 for place, length in enumerate(values["mask"]) for _ in range(length)]
             gap = _unpack("e", values["gap"]) if "gap" in values else None
+            drawn_by = _unpack("i", values["token_versions"]) if "token_versions" in values else None
             versions = values.get("weight_versions") or [None] * len(values["response_ids"])
             fields = ("response_ids", "starts", "ends", "advantages")
             calls = zip(*(values[name] for name in fields), versions, strict=True)
-            if not len(ids) - n_prompt == len(logprobs) == len(mask):
+            by_token = _unpack("e", values["token_advantages"]) if "token_advantages" in values else None
+            if not len(ids) - n_prompt == len(logprobs) == len(mask) == len(mask if by_token is None else by_token):
                 raise ValueError("its arrays differ in length")
             return cls(
                 rollout_id=span.rollout_id,
@@ -188,6 +202,8 @@ class TrainedRow:
                 minibatch=values.get("minibatch", 0),
                 outcome=values.get("outcome", "trained"),
                 texts=dict(zip(sorted(set(ids)), values["texts"], strict=True)) if "texts" in values else {},
+                token_advantages=by_token,
+                token_versions=drawn_by and [None if found < 0 else found for found in drawn_by],
             )
         except (KeyError, TypeError, ValueError, struct.error) as error:
             raise ValueError(f"span {span.span_id} of {span.rollout_id} is not a readable record: {error!r}") from error
@@ -207,6 +223,8 @@ class LedgerEntry:
     """As the algorithm compared it."""
     calls: Mapping[str, Outcome] = field(default_factory=dict)
     """By response id, in the order of the calls; empty where they are not known."""
+    tokens: int | None = None
+    """Sampled in all calls, as far as it is known."""
 
     def to_json(self) -> dict[str, Any]:
         """Converts to plain JSON values."""
@@ -217,8 +235,7 @@ class LedgerEntry:
         calls = self.calls
         values: dict[str, Any] = {"step": self.step, "group": self.group, "outcome": self.outcome}
         values |= {"response_ids": list(calls), "outcomes": list(calls.values())}
-        if self.reward is not None:
-            values["reward"] = self.reward
+        values |= {name: value for name in ("reward", "tokens") if (value := getattr(self, name)) is not None}
         return _make_span(LEDGER_SPAN, self.rollout_id, self.attempt_id, values, "rollout")
 
     @classmethod
@@ -234,6 +251,7 @@ class LedgerEntry:
             outcome=values.get("outcome", "not_recorded"),
             reward=values.get("reward"),
             calls=calls,
+            tokens=values.get("tokens"),
         )
 
 

@@ -1,4 +1,4 @@
-"""A small training on disk, for tests that kill it: ``python -m tests.algorithms.grpo.grpo_program RUN_DIR STEPS``.
+"""A small training on disk, for tests that kill it; arguments: RUN_DIR STEPS [STALENESS].
 
 The first start begins the run, every further one resumes it.
 """
@@ -31,13 +31,14 @@ def settings(steps: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def main(directory: Path, steps: int) -> None:
+def main(directory: Path, steps: int, staleness: int = 0) -> None:
     resume = (directory / "run.json").is_file()
     store = agl.create_store(f"sqlite:///{directory}/../{directory.name}.db")
-    trainer = agl.Trainer(algorithm=settings(steps), store=store, trackers=[], run_dir=directory, resume=resume)
+    algorithm = settings(steps, staleness=staleness)
+    trainer = agl.Trainer(algorithm=algorithm, store=store, trackers=[], run_dir=directory, resume=resume)
     trainer.fit(calculator_agent, make_problems("train", 8), make_problems("val", 4))
     asyncio.run(store.close())
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

@@ -11,12 +11,11 @@ import pytest
 from openai import AsyncOpenAI
 
 import agentlightning as agl
-from agentlightning.algorithm.context import serve_models
 from agentlightning.errors import ConfigError, LightningError
 from agentlightning.plugin.registry import PluginManager
 from agentlightning_algorithms.grpo.backend.transformers import TransformersBackend
 from agentlightning_algorithms.grpo.backend.vllm import VLLMBackend
-from agentlightning_algorithms.policy_backend import PolicyBackend, PolicySetup, publish_weights
+from agentlightning_algorithms.policy_backend import PolicyBackend, PolicySetup, publish_weights, serve_models
 from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
 from tests.algorithms.vllm_server import WIRE, FakeVLLM
 

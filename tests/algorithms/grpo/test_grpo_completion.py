@@ -28,7 +28,7 @@ def completions(tiny_policy: Policy) -> Completions:
 
 
 def chat(**fields: Any) -> ChatRequest:
-    return parse_request(ChatRequest, {"messages": HELLO, **fields}, "policy")
+    return parse_request(ChatRequest, {"messages": HELLO, **fields}, ["policy"])
 
 
 def generation(completions: Completions, text: str) -> Generation:
@@ -154,6 +154,13 @@ def test_tools_are_hidden_from_the_model_when_the_choice_is_none(completions: Co
         ({"messages": []}, "messages", "at least 1 item"),
         ({"messages": [{"content": "x"}]}, "messages.0.role", "has no role"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages.0.content", "must be a string"),
+        ({"messages": [{"role": "user", "tool_calls": 1.5}]}, "messages.0.tool_calls", "must be a list of calls"),
+        (
+            {"messages": [{"role": "user", "tool_calls": [{"function": 1}]}]},
+            "messages.0.tool_calls",
+            "must be a list of calls",
+        ),
+        ({"messages": [{"role": "user", "tool_calls": ["x"]}]}, "messages.0.tool_calls", "must be a list of calls"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content", "only text"),
         ({"messages": [{"role": "refused", "content": ""}]}, "messages", "no such role"),
         ({"temperature": -1}, "temperature", "greater than or equal to 0"),
@@ -188,7 +195,7 @@ def test_an_unknown_model_is_not_found() -> None:
 
 def test_a_body_that_is_no_object_is_refused() -> None:
     with pytest.raises(RequestError, match="body: Input should be a valid dictionary"):
-        parse_request(ChatRequest, ["{"], "policy")
+        parse_request(ChatRequest, ["{"], ["policy"])
 
 
 def test_token_ids_outside_the_vocabulary_are_refused(completions: Completions) -> None:

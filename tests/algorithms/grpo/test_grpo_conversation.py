@@ -64,8 +64,10 @@ def test_the_same_text_in_other_tokens_is_counted_as_token_drift(
     conversations: Conversations, tiny_policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = conversations.prompt([ASK], None)
-    known = answer(conversations, first, {"role": "assistant", "content": "three"}, "three")
     encode = tiny_policy.tokenizer.encode
+    response = [*encode("three", add_special_tokens=False), END]
+    conversations.remember(first, {"role": "assistant", "content": "three"}, response)
+    known = [*first.token_ids, *response]
 
     def merge(text: str, **options: Any) -> list[int]:  # a tokenizer that would have used one token for "three"
         return [7] if text == "three" else encode(text, **options)  # type: ignore[no-any-return]  # ids are ints
@@ -148,7 +150,7 @@ def test_other_tools_make_another_conversation(conversations: Conversations) -> 
 
 
 def test_memory_is_bounded_by_evicting_the_least_recently_used(tiny_policy: Policy) -> None:
-    conversations = Conversations(tiny_policy.tokenizer, tiny_policy.stop_ids, max_tokens=200)
+    conversations = Conversations(tiny_policy.tokenizer, tiny_policy.stop_ids, max_bytes=3000)
     message = {"role": "assistant", "content": "x" * 20}
     questions = [{"role": "user", "content": f"{i}"} for i in range(10)]
     for question in questions:
@@ -156,3 +158,68 @@ def test_memory_is_bounded_by_evicting_the_least_recently_used(tiny_policy: Poli
     continued = [conversations.prompt([q, message, q], None).continued > 0 for q in questions]
     assert continued == sorted(continued)
     assert 1 <= sum(continued) < 6
+
+
+def test_the_rollouts_of_a_group_share_the_rendering_and_tokenization_of_their_prompt(
+    conversations: Conversations, tiny_policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    for name in ("apply_chat_template", "encode"):
+        function = getattr(tiny_policy.tokenizer, name)
+
+        def count(*args: Any, name: str = name, function: Any = function, **settings: Any) -> Any:
+            made.append(name)
+            return function(*args, **settings)
+
+        monkeypatch.setattr(tiny_policy.tokenizer, name, count)
+    prompts = [conversations.prompt([ASK], [TOOL]) for _ in range(8)]
+    assert made == ["apply_chat_template", "encode"]
+    prompts[0].token_ids.append(END)  # a prompt belongs to its request
+    assert prompts[1].token_ids == prompts[7].token_ids == conversations.prompt([ASK], [TOOL]).token_ids
+    assert conversations.counts["prompts_new"] == 9
+
+
+def test_a_tool_whose_fields_come_in_another_order_is_rendered_in_that_order(conversations: Conversations) -> None:
+    function: Any = TOOL["function"]
+    turned = {"type": "function", "function": dict(reversed(function.items()))}
+    assert turned == TOOL
+    first, second = (conversations.prompt([ASK], [tool]).text for tool in (TOOL, turned))
+    assert json.dumps(function) in first
+    assert json.dumps(turned["function"]) in second
+
+
+def test_conversations_that_differ_only_in_the_ids_of_their_calls_are_rendered_once(
+    conversations: Conversations, tiny_policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    render, rendered = tiny_policy.tokenizer.apply_chat_template, []
+
+    def count(*args: Any, **settings: Any) -> Any:
+        rendered.append(args)
+        return render(*args, **settings)
+
+    monkeypatch.setattr(tiny_policy.tokenizer, "apply_chat_template", count)
+    first = conversations.prompt([ASK], [TOOL])
+    said = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    prompts = []
+    for number in range(8):
+        message = call('{"a":1}')
+        message["tool_calls"][0]["id"] = f"call_{number}"
+        answer(conversations, first, message, said)
+        result = {"role": "tool", "tool_call_id": f"call_{number}", "content": "3"}
+        prompts.append(conversations.prompt([ASK, sent(message), result], [TOOL]))
+    assert len(rendered) == 3  # the first prompt; the second, up to the answer and as a whole
+    assert len({prompt.text for prompt in prompts}) == 1
+    assert conversations.counts["prompts_continued"] == 8
+
+
+def test_a_template_that_writes_the_ids_of_calls_gets_those_of_the_agent(
+    conversations: Conversations, tiny_policy: Policy
+) -> None:
+    template = str(tiny_policy.tokenizer.chat_template)
+    ids = "{% for message in messages if message.tool_call_id %}[{{ message.tool_call_id }}]{% endfor %}"
+    tiny_policy.tokenizer.chat_template = ids + template
+    for number in range(2):
+        message = sent(call('{"a":1}'))
+        message["tool_calls"][0]["id"] = f"call_{number}"
+        result = {"role": "tool", "tool_call_id": f"call_{number}", "content": "3"}
+        assert conversations.prompt([ASK, message, result], [TOOL]).text.startswith(f"[call_{number}]")

@@ -74,3 +74,16 @@ def test_a_resumed_monitor_remembers_the_first_steps() -> None:
     resumed.restore(watch.state())
     assert len(resumed.observe({**HEALTHY, "entropy": 0.01})) == 1
     assert resumed.active == 1
+
+
+def test_a_policy_server_that_idles_while_rollouts_wait_gives_one_hint() -> None:
+    monitor = TrainingMonitor()
+    busy = {"sampler/idle_fraction": 0.2, "queue_wait_s": 9.0, "rollout_s": 1.0}
+    assert monitor.idle_hint(busy) is None
+    assert monitor.idle_hint({**busy, "sampler/idle_fraction": 0.8, "queue_wait_s": 0.5}) is None
+    assert monitor.idle_hint({"sampler/idle_fraction": 0.8}) is None
+    hint = monitor.idle_hint({**busy, "sampler/idle_fraction": 0.8})
+    assert hint is not None
+    assert "idle for 80% of the sampling while rollouts waited 9.0 s" in hint
+    assert "max_concurrency" in hint
+    assert monitor.idle_hint({**busy, "sampler/idle_fraction": 0.8}) is None

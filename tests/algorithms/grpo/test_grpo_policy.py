@@ -75,7 +75,7 @@ def test_batches_hold_every_item_once_and_keep_to_the_budget(lengths: list[int],
     for batch in batches:
         width = max(lengths[i] for i in batch)
         assert len(batch) == 1 or width * len(batch) <= max_tokens
-        assert sum(width - lengths[i] for i in batch) <= max(256, max_tokens // 8)
+        assert sum(width - lengths[i] for i in batch) <= max(256, width * len(batch) // 10)
 
 
 @pytest.mark.parametrize("scale", [1, 10, 100])
@@ -136,9 +136,10 @@ def test_scoring_a_few_tokens_at_a_time_gives_the_same_gradient(
 
 
 @pytest.mark.slow
-def test_an_update_at_a_large_vocabulary_keeps_few_logits_in_memory() -> None:
-    """1,024 sampled tokens at a vocabulary of 152k: each copy of all logits takes 0.6 GB, backward needs several."""
-    program = """
+@pytest.mark.parametrize(("n_rows", "limit_gb"), [(4, 0.7), pytest.param(32, 3.0, marks=pytest.mark.soak)])
+def test_an_update_at_a_large_vocabulary_keeps_few_logits_in_memory(n_rows: int, limit_gb: float) -> None:
+    """256 sampled tokens a row, 152k words: each copy of all logits takes 0.15 GB a row, backward needs several."""
+    program = f"""
         import resource, torch
         from types import SimpleNamespace
         from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -148,7 +149,7 @@ def test_an_update_at_a_large_vocabulary_keeps_few_logits_in_memory() -> None:
         size = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
         config = Qwen2Config(vocab_size=151_936, num_key_value_heads=1, max_position_embeddings=4096, **size)
         policy = Policy(Qwen2ForCausalLM(config), SimpleNamespace(eos_token_id=1))
-        rows = [TrainingRow([1], [2] * 256, [0.0] * 256, 1.0)] * 4
+        rows = [TrainingRow([1], [2] * 256, [0.0] * 256, 1.0)] * {n_rows}
 
         def peak():
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -159,7 +160,7 @@ def test_an_update_at_a_large_vocabulary_keeps_few_logits_in_memory() -> None:
         print(peak() - before)
         """
     output = run_python("-c", textwrap.dedent(program))
-    assert float(output) < 0.7  # GiB
+    assert float(output) < limit_gb
 
 
 def test_saved_policies_are_ordinary_transformers_models(tiny_policy: Policy, tmp_path: Path) -> None:

@@ -18,16 +18,17 @@ from safetensors.torch import load_file
 
 import agentlightning as agl
 from agentlightning_plugins.demo.training import CHECKPOINT
+from agentlightning_plugins.training_records.query import read_ledger
 from tests.algorithms.grpo import grpo_program
 
 REPO = Path(__file__).parents[3]
 STEPS = 3
 
 
-def start(directory: Path, log: Path) -> subprocess.Popen[bytes]:
+def start(directory: Path, log: Path, staleness: int = 0) -> subprocess.Popen[bytes]:
     with log.open("ab") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", "tests.algorithms.grpo.grpo_program", str(directory), str(STEPS)],
+            [sys.executable, "-m", "tests.algorithms.grpo.grpo_program", str(directory), str(STEPS), str(staleness)],
             cwd=REPO,
             env={**os.environ, "PYTHONPATH": os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])},
             stdout=output,
@@ -141,3 +142,39 @@ def test_a_killed_training_ends_like_an_uninterrupted_one(tmp_path: Path) -> Non
     )
     # Other batches round differently; other rows would differ as much as the initial weights.
     assert (killed - uninterrupted_weights).norm() < 0.02 * (uninterrupted_weights - begin).norm()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_killed_asynchronous_training_uses_each_rollout_once(tmp_path: Path) -> None:
+    directory, log = tmp_path / "run", tmp_path / "log"
+    process = start(directory, log, 2)
+    checkpoint = directory / "checkpoint" / "updater.pt"
+    wait_for(checkpoint.is_file, process, log)
+    kill(process)
+    before = asyncio.run(finished(directory))
+    state = torch.load(checkpoint, weights_only=True)["caller"]
+    assert state["step"] < STEPS
+    assert state["open_groups"], "rollouts of later steps have begun"
+
+    process = start(directory, log, 2)
+    assert process.wait(timeout=400) == 0, log.read_text()[-3000:]
+
+    async def check() -> None:
+        store = agl.create_store(f"sqlite:///{tmp_path}/run.db")
+        try:
+            rollouts = [each for each in (await store.query_rollouts()).items if each.mode == "train"]
+            entries = await read_ledger(store)
+        finally:
+            await store.close()
+        assert Counter(entry.rollout_id for entry in entries) == Counter(each.rollout_id for each in rollouts)
+        used = [entry for entry in entries if entry.outcome not in ("stale", "cancelled")]
+        assert Counter(entry.step for entry in used) == dict.fromkeys(range(1, STEPS + 1), 12)
+        assert {entry.outcome for entry in used} <= {"trained", "flat_group"}
+        ended = {each.rollout_id: (each.status, each.end_time) for each in rollouts}
+        for rollout_id, (status, end_time) in before.items():
+            if status == "succeeded" and rollout_id in ended:
+                assert ended[rollout_id] == (status, end_time)  # and was not run again
+
+    asyncio.run(check())
+    assert torch.load(checkpoint, weights_only=True)["updates"] == STEPS

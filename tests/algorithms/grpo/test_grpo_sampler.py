@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import random
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError, Future
@@ -17,7 +19,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from agentlightning.errors import ConfigError
 from agentlightning_algorithms.grpo.model.policy import Policy, load_policy
 from agentlightning_algorithms.grpo.sampling.draw import Generation, SamplingParams, Token, draw_tokens
+from agentlightning_algorithms.grpo.sampling.prefix_cache import PrefixCache
 from agentlightning_algorithms.grpo.sampling.sampler import Sampler
+from agentlightning_algorithms.grpo.sampling.slot_cache import BLOCK
 from agentlightning_algorithms.grpo.training_row import TrainingRow
 
 TOLERANCE = 1e-5
@@ -235,6 +239,46 @@ def test_a_swap_waits_for_the_rows_before_it_and_holds_for_those_after(
     assert largest_gap(moved, prompts[8:], collect(after), 1.0) <= TOLERANCE
 
 
+@pytest.mark.parametrize("batch_size", [5, 16])
+def test_a_swap_in_flight_waits_for_no_row_and_each_token_has_the_logprob_of_its_version(
+    tiny_policy: Policy, tiny_model: Path, tmp_path: Path, batch_size: int
+) -> None:
+    moved = moved_weights(tiny_model, tmp_path)
+    sampler = Sampler(tiny_policy, max_batch_size=batch_size, seed=0, swap_in_flight=True)
+    prompts = random_prompts(9)
+    sampled, swapping = threading.Event(), threading.Event()
+
+    def on_token(token: Token) -> None:
+        sampled.set()
+        if not swapping.is_set():
+            swapping.wait(60)  # the sampler's thread: no row goes on before the weights are read
+
+    params = SamplingParams(max_tokens=60)
+    running = [sampler.submit(prompt, params, on_token) for prompt in prompts]
+    assert sampled.wait(60)
+    waiting, deadline = sampler.waiting, time.monotonic() + 60
+    swap = sampler.load_weights(tmp_path, 7)
+    while sampler.waiting == waiting and time.monotonic() < deadline:  # the weights are being read
+        time.sleep(0.001)
+    swapping.set()
+    swap.result(timeout=60)
+    assert not all(future.done() for future in running)
+    generations = collect(running)
+    mixed = [g.weight_versions for g in generations if g.weight_versions]
+    assert mixed
+    assert all(versions == sorted(versions) and {*versions} == {0, 7} for versions in mixed)
+    assert sampler.statistics["swapped_rows"] == len(mixed)
+    sampler.close()
+    rows = [
+        TrainingRow(p, g.token_ids, [t.logprob for t in g.tokens], 0.0)
+        for p, g in zip(prompts, generations, strict=True)
+    ]
+    by_version = {0: load_policy(tiny_model).score(rows), 7: moved.score(rows)}
+    for i, generation in enumerate(generations):
+        for place, token in enumerate(generation.tokens):
+            assert abs(token.logprob - by_version[token.weight_version][i][place]) <= TOLERANCE
+
+
 def test_sampling_from_a_version_of_the_weights_does_not_depend_on_earlier_requests(
     tiny_policy: Policy, tiny_model: Path
 ) -> None:
@@ -349,6 +393,48 @@ def test_prompts_with_and_without_cached_prefix_share_a_batch(tiny_policy: Polic
     sampler.close()
     assert {g.cached_tokens for g in generations[:8]} >= {0, 16, 32, 48}
     assert largest_gap(tiny_policy, prompts * 2, generations, 1.0) <= TOLERANCE
+
+
+@contextlib.contextmanager
+def held(sampler: Sampler) -> Iterator[None]:
+    """Holds the sampler at a request of its own, so that those submitted meanwhile are admitted together."""
+    running, released = threading.Event(), threading.Event()
+
+    def hold(_: Token) -> None:
+        running.set()
+        assert released.wait(60)
+
+    request = sampler.submit([1], SamplingParams(max_tokens=1), hold)
+    assert running.wait(60)
+    yield
+    released.set()
+    collect([request])
+
+
+def test_a_prefix_that_waiting_prompts_share_is_run_once_and_changes_no_token(tiny_policy: Policy) -> None:
+    rng = random.Random(4)
+    system, *tasks = ([rng.randrange(256) for _ in range(n)] for n in (96, 96, 96, 96))
+    prompts = [[*system, *task, *[rng.randrange(256) for _ in range(8)]] for task in tasks for _ in range(4)] * 2
+    found: list[list[Generation]] = []
+    for prefix_cache_bytes in (0, 2**20):
+        sampler = Sampler(tiny_policy, max_batch_size=24, prefix_cache_bytes=prefix_cache_bytes)
+        with held(sampler):
+            futures = [sampler.submit(p, SamplingParams(max_tokens=12, seed=i)) for i, p in enumerate(prompts)]
+        found.append(collect(futures))
+        sampler.close()
+    alone, shared = found
+    assert [g.token_ids for g in shared] == [g.token_ids for g in alone]
+    assert largest_gap(tiny_policy, prompts, shared, 1.0) <= TOLERANCE
+    distinct = 12 * 8 + 96 + 3 * 96
+    assert sum(len(p) - g.cached_tokens for p, g in zip(prompts, shared, strict=True)) == distinct
+
+
+def test_prompts_whose_prefix_is_short_or_does_not_fit_the_pool_are_run_in_one_batch() -> None:
+    short, long = list(range(5 * BLOCK)), list(range(20 * BLOCK))
+    pairs = [[*short, 1], [*short, 2]], [[*long, 1], [*long, 2]]
+    assert PrefixCache(20 * BLOCK, 1).leaders(pairs[0]) == pairs[0], "too little to wait for"
+    assert PrefixCache(19 * BLOCK, 1).leaders(pairs[1]) == pairs[1], "too large"
+    assert PrefixCache(20 * BLOCK, 1).leaders([*pairs[1], long[:40]]) == pairs[1][:1]
 
 
 def test_new_weights_clear_the_prefix_cache(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 
 import agentlightning as agl
 from agentlightning import Component, hookimpl
 from agentlightning.plugin.registry import get_manager
+from agentlightning_algorithms.grpo.session import Session
 from agentlightning_plugins.demo.agent import calculator_agent
 from agentlightning_plugins.demo.task import make_problems
 from tests.algorithms.grpo.grpo_program import settings
@@ -33,6 +34,30 @@ def test_rollouts_of_old_steps_are_deleted_from_a_store_in_memory(tmp_path: Path
     left = {(rollout.mode, (rollout.metadata or {})["step"]) for rollout in rollouts}
     assert left == {("train", 2), ("val", 2), ("val", 3)}
     assert len(asyncio.run(store.query_metrics()).items) == 4
+
+
+@pytest.mark.parametrize(
+    ("keep_steps", "durable", "left"),
+    [(None, False, [4, 5, 6, 7]), (None, True, [*range(8)]), (0, False, [*range(8)]), (2, True, [6, 7])],
+)
+def test_a_store_that_is_lost_with_its_process_keeps_four_steps_by_default(
+    keep_steps: int | None, durable: bool, left: list[int]
+) -> None:
+    kept = [*range(8)]
+
+    class Store:
+        capabilities: ClassVar[Any] = {"durable": durable}
+
+        async def delete_rollouts(self, rollout_ids: list[str]) -> None:
+            for rollout_id in rollout_ids:
+                kept.remove(int(rollout_id))
+
+    by_step = {step: [str(step)] for step in range(8)}
+    session: Any = SimpleNamespace(
+        settings=SimpleNamespace(keep_steps=keep_steps), store=Store(), step=8, rollout_ids=by_step
+    )
+    asyncio.run(Session._delete_old_rollouts(session))
+    assert kept == left
 
 
 SEEN: dict[str, list[Any]] = {}

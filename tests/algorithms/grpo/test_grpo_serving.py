@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 import yaml
@@ -106,6 +107,31 @@ def test_the_weights_of_a_step_answer_the_openai_client(folder: Path) -> None:
                 assert answer.choices[0].message.content == generate(folder / "runs/tiny/steps/2", task["text"])
 
 
+def test_beyond_loopback_the_served_model_needs_a_key(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ["serve", "runs/tiny", "--host", "0.0.0.0", "--port", "0"]
+    said = run_here(folder, *command)
+    assert said.code == 2
+    assert "host = '0.0.0.0' lets other machines in; set an API key (--api-key, AGL_API_KEY)" in said.stderr
+    monkeypatch.setenv("AGL_API_KEY", "the-key")
+    with running(folder, *command[1:]) as line:
+        found = re.search(r":(\d+)/v1 ", line)
+        assert found, line
+        address = f"http://127.0.0.1:{found[1]}"
+        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+        url = f"{address}/v1/chat/completions"
+        assert httpx.post(url, json=body, headers={"Authorization": "Bearer the-key"}).status_code == 200
+        assert httpx.get(f"{address}/health").status_code == 200
+        wrong = [{}, {"Authorization": "Bearer another"}, {"Authorization": "the-key"}, {"X-Api-Key": "the-key"}]
+        for headers in wrong:
+            assert httpx.post(url, json=body, headers=headers).status_code == 401
+            assert httpx.get(f"{address}/v1/models", headers=headers).status_code == 401
+        right = {"Authorization": "Bearer the-key"}
+        assert httpx.get(f"{address}/statistics", headers=right).status_code == 401
+        assert httpx.post(f"{address}/weights", json={}, headers=right).status_code == 401, (
+            "only the trainer's key does"
+        )
+
+
 def test_eval_and_doctor_start_the_trained_model_themselves(folder: Path) -> None:
     said = run_here(folder, "eval", "config.yaml", "--resources", "runs/tiny", "--json")
     assert said.code == 0, said.stderr
@@ -120,14 +146,29 @@ def test_eval_and_doctor_start_the_trained_model_themselves(folder: Path) -> Non
 
 
 @pytest.mark.slow
-def test_compare_evaluates_the_trained_weights_on_the_test_tasks(folder: Path) -> None:
-    arguments = ("-a", "{name: grpo, steps: 1}", "--run-dir", "runs/compared", "--json")
-    said = run_here(folder, "compare", "config.yaml", *arguments)
+def test_compare_goes_on_from_trained_weights_and_serves_the_newest_for_the_test_tasks(folder: Path) -> None:
+    stages = "[{name: grpo, steps: 1}, {name: grpo, steps: 50}]"
+    first, second = (folder / "runs/compared/0-grpo-grpo-0" / name for name in ("1-grpo", "2-grpo"))
+
+    def expected(model: Path) -> float:
+        texts = [generate(model, task["text"]) for task in TASKS[1::2]]
+        return sum(len(set(text)) / max(1, len(text)) for text in texts) / 2
+
+    said = run_here(
+        folder, "compare", "config.yaml", "-a", stages,
+        "--budget", "26", "--run-dir", "runs/compared", "--json",
+    )  # fmt: skip
     assert said.code == 0, said.stderr
-    texts = [generate(folder / "runs/compared/0-grpo-0/best", task["text"]) for task in TASKS[1::2]]
     (row,) = json.loads(said.stdout)
-    assert row["reward"] == pytest.approx(sum(len(set(text)) / max(1, len(text)) for text in texts) / 2)
+    assert json.loads((second / "training.json").read_text())["base"] == "runs/compared/0-grpo-grpo-0/1-grpo/best"
+    weights = [
+        folder / place / "model.safetensors" for place in (first / "best", second / "best", second / "checkpoint")
+    ]
+    assert weights[0].read_bytes() == weights[1].read_bytes(), "the second begins with the weights of the first"
+    assert weights[1].read_bytes() != weights[2].read_bytes(), "it was stopped after a step, before a validation"
+    assert row["reward"] == pytest.approx(expected(second / "checkpoint"))
     assert row["missing"] == 0
+    assert 26 < row["rollouts"] <= 32
 
 
 def test_another_server_gets_the_directory_of_the_model(folder: Path) -> None:

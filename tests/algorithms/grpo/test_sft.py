@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,13 @@ import pytest
 import agentlightning as agl
 from agentlightning.plugin.registry import get_manager
 from agentlightning_algorithms.grpo.model.policy import Policy, load_policy
-from agentlightning_algorithms.grpo.sft.example import make_rows, read_examples
+from agentlightning_algorithms.grpo.offline.example import make_rows, read_examples
 from agentlightning_plugins.chat_history.fine_tuning import FineTuningExample
+from agentlightning_plugins.demo.agent import calculate, calculator_agent
+from agentlightning_plugins.demo.task import make_problems
+from agentlightning_plugins.demo.training import CHECKPOINT
 from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest
+from tests.algorithms.grpo.grpo_program import settings
 from tests.algorithms.prompt_lab import Server
 
 QUESTION, ANSWER = "What do you say?", "moo"
@@ -101,6 +106,44 @@ def test_the_best_rollouts_of_each_task_are_learned(tmp_path: Path, tiny_model: 
     assert (step["conversations"], step["rows"]) == (2.0, 2.0)
 
 
+def solve(request: RecordedRequest) -> Answer:
+    """Solves the problems of the demo: calls the calculator, then answers with its result."""
+    messages = request.body["messages"]
+    if messages[-1]["role"] == "tool":
+        return Answer(messages[-1]["content"])
+    question = messages[1]["content"]
+    first, second = re.findall(r"\d+", question)
+    answer = next(each["answer"] for each in make_problems("train", 48) if each["question"] == question)
+    expressions = [f"{first} {sign} {second}" for sign in "+-*/"]
+    expression = next(e for e in expressions if calculate(json.dumps({"expression": e})) == str(answer))
+    return Answer(tool_calls=[("calculator", {"expression": expression})])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_warm_start_begins_with_a_higher_reward_than_the_base_model(tmp_path: Path) -> None:
+    recorded, warm = tmp_path / "recorded", tmp_path / "warm"
+    problems, held_out = make_problems("train", 48), make_problems("val", 24)
+    with Server(solve) as server:
+        trainer = agl.Trainer(
+            algorithm="baseline", strategy="shm", trackers=[], run_dir=recorded,
+            initial_resources={"llm": agl.LLM(endpoint=server.endpoint, model="m")},
+        )  # fmt: skip
+        assert trainer.fit(calculator_agent, problems, []).status == "succeeded"
+    tune(warm, CHECKPOINT, recorded, min_reward=1.0, epochs=8, lr=3e-3)
+
+    def reward_at_step_0(model: Path) -> float:
+        store = agl.create_store("memory://")
+        algorithm = settings(1, model=str(model), tasks_per_step=1, eval_every=0)
+        agl.Trainer(algorithm=algorithm, store=store, strategy="shm", trackers=[]).fit(
+            calculator_agent, problems, held_out
+        )
+        return asyncio.run(store.query_metrics()).items[0].values["val_reward"]
+
+    base, started = reward_at_step_0(CHECKPOINT), reward_at_step_0(warm)
+    assert started >= base + 0.2, f"{base:.2f} before and {started:.2f} after fine-tuning"
+
+
 def test_a_row_has_the_prompt_that_the_model_gets_and_ends_with_the_turn(tiny_policy: Policy) -> None:
     tool_call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     messages = [
@@ -126,7 +169,7 @@ def test_a_row_has_the_prompt_that_the_model_gets_and_ends_with_the_turn(tiny_po
         ({"source": "nowhere"}, "give a .jsonl file, the directory of a run, or a store's URL"),
         ({"source": "good.jsonl", "best_of": 2}, "min_reward and best_of select rollouts"),
         ({"source": "missing.jsonl"}, "missing.jsonl' cannot be read"),
-        ({"source": "bad.jsonl"}, "bad.jsonl:1 is not a conversation"),
+        ({"source": "bad.jsonl"}, "bad.jsonl:1 is not of the form"),
     ],
 )
 def test_a_source_that_cannot_be_used_is_an_error(

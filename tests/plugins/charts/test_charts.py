@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from xml.etree.ElementTree import Element
@@ -91,6 +92,11 @@ def test_ticks_are_round_and_enclose_the_values(low: float, high: float) -> None
     assert ticks[0] <= low <= high <= ticks[-1]
     assert 2 <= len(ticks) <= 8
     assert ticks == sorted(set(ticks))
+
+
+def test_a_histogram_of_few_whole_numbers_has_a_bar_for_each() -> None:
+    chart = histogram([1, 1, 2, 4], title="t")
+    assert re.findall(r"<title>(\d+: \d+)</title>", chart) == ["1: 2", "2: 1", "4: 1"]
 
 
 def test_a_histogram_counts_every_finite_value_once() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,19 +37,36 @@ from agentlightning import Component, hookimpl
 import agentlightning as agl
 
 class Learner(agl.Algorithm):
-    def __init__(self, *, seed: int = 0, wasteful: bool = False):
-        self.seed, self.wasteful = seed, wasteful
+    def __init__(self, *, seed: int = 0, wasteful: bool = False, trains_weights: bool = False):
+        self.seed, self.wasteful, self.trains_weights = seed, wasteful, trains_weights
 
     async def run(self, train_dataset=None, val_dataset=None):
         store = self.get_store()
+        if self.trains_weights:
+            (self.context.directory / "training.json").write_text('{"algorithm": "learner", "base": "tiny"}')
         await store.add_resources({"prompt": "good {n}"})
         while self.wasteful:
             rollout = await store.enqueue_rollout(train_dataset[0], mode="train")
             await store.wait_for_rollouts([rollout.rollout_id])
 
+class Prepender(agl.Algorithm):
+    def __init__(self, *, text: str, rollouts: int = 0):
+        self.text, self.rollouts = text, rollouts
+
+    async def run(self, train_dataset=None, val_dataset=None):
+        store = self.get_store()
+        for _ in range(self.rollouts):
+            rollout = await store.enqueue_rollout(train_dataset[0], mode="train")
+            await store.wait_for_rollouts([rollout.rollout_id])
+        found = (await store.get_latest_resources()).resources["prompt"]
+        await store.add_resources({"prompt": self.text + found.template})
+
 @hookimpl
 def components():
-    return [Component("algorithm", "learner", "learner_plugin:Learner")]
+    return [
+        Component("algorithm", "learner", "learner_plugin:Learner"),
+        Component("algorithm", "prepender", "learner_plugin:Prepender"),
+    ]
 """
 
 
@@ -168,6 +186,40 @@ def test_compare_uses_the_settings_of_the_configuration_and_labels_variants(fold
     labels = [row["algorithm"] for row in rows]
     assert labels == ["learner (wasteful=True)", "learner (wasteful=False)", "baseline"]
     assert [row["rollouts"] > 10 for row in rows[:2]] == [True, False], "the first wastes, as configured"
+
+
+def test_algorithms_of_a_list_begin_with_what_the_one_before_learned_and_share_the_budget(folder: Path) -> None:
+    chain = "[{name: prepender, text: od, rollouts: 5}, {name: prepender, text: go, rollouts: 6}]"
+    wasteful = "[learner, {name: learner, wasteful: true}]"
+    said = run(
+        folder, "compare", "config.yaml", "store=memory://", "-a", chain, "-a", "{name: prepender, text: od}",
+        "-a", "[{name: prepender, text: good, rollouts: 5}, learner]", "-a", wasteful,
+        "-a", "[]", "--budget", "12", "--run-dir", "compared", "--json",
+    )  # fmt: skip
+    rows = {row["algorithm"]: row for row in said}
+    assert [row["reward"] for row in said] == [1.0, 0.0, 1.0, 1.0, 0.0]
+    assert [row["rollouts"] for row in said][:3] == [11.0, 0.0, 5.0]
+    assert 12 < said[3]["rollouts"] < 30
+    assert said[0]["prompts"] == [{"prompt": "good" + "bad {n}"}]
+    assert rows["no training"]["prompts"] == [{"prompt": "bad {n}"}]
+    assert rows["no training"]["rollouts"] == 0
+    assert "prepender (text=od), then prepender" not in rows, "labels show the settings that differ"
+    page = (folder / "compared" / "report.html").read_text()
+    for shown in ("no training", "goodbad {n}", "<td>1.000</td>", "4 test tasks"):
+        assert shown in page, shown
+    links = re.findall(r'href="([^"]+)"', page)
+    assert "0-prepender-prepender-0/1-prepender/report.html" in links
+    assert all((folder / "compared" / link).is_file() for link in links)
+    wrong = run(folder, "compare", "config.yaml", "-a", "[learner, 3]", "--run-dir", "never", code=2)
+    assert "a name, a mapping with a name, or a list of these is needed" in wrong
+    assert not (folder / "never").exists()
+
+
+def test_a_training_that_the_budget_stops_before_it_saved_weights_has_learned_nothing(folder: Path) -> None:
+    stopped = "{name: learner, wasteful: true, trains_weights: true}"
+    (row,) = run(folder, "compare", "config.yaml", "-a", stopped, "--budget", "3", "--json")
+    assert row["reward"] == 0.0
+    assert row["prompts"] == [{"prompt": "bad {n}"}]
 
 
 def test_eval_and_compare_are_gates_against_regressions(folder: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import struct
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,13 @@ from click.testing import CliRunner
 
 import agentlightning as agl
 from agentlightning.cli import cli
+from agentlightning.errors import ConfigError
 from agentlightning.plugin.registry import PluginManager
-from agentlightning_plugins.commands.report.html import visible, write_html
+from agentlightning_plugins.charts import png
+from agentlightning_plugins.charts.line import Point, Series, line_chart
+from agentlightning_plugins.charts.png import to_png
+from agentlightning_plugins.commands.report.command import command
+from agentlightning_plugins.commands.report.html import visible, write_html, write_png
 from agentlightning_plugins.training_records.record import LedgerEntry
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\x1b[31m\u202egnp.exe\u200b{{7*7}}%s&amp;"
@@ -124,3 +131,47 @@ def test_a_prompt_search_shows_its_best_prompt_with_the_difference(tmp_path: Pat
     assert '<span class="added">+Be short.</span>' in page
     assert "+0.750" in page
     assert "too long" in page
+    names = ("Scores of the candidates", "Task rewards of the seed", "Task rewards of the best candidate")
+    drawn = [page.split(f"<h3>{name}</h3>")[1].split("</svg>")[0] for name in names]
+    bars = [re.findall(r"<title>([^<]*): (\d+)</title></rect>", chart) for chart in drawn]
+    assert [count for _, count in bars[0]] == ["1", "1"]
+    assert bars[1:] == [[("0", "3"), ("1", "1")], [("1", "4")]]
+
+
+async def test_the_curve_is_written_as_a_picture(run: tuple[agl.LightningStore, Path], tmp_path: Path) -> None:
+    store, _ = run
+    picture = await write_png(store, tmp_path / "curve.png")
+    data = picture.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    assert struct.unpack(">II", data[16:24]) == (1080, 540)
+
+
+def test_a_picture_without_its_letters_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    chart = line_chart([Series("reward", [Point(0, 0.0), Point(1, 1.0)])], title="t")
+    assert to_png(chart)
+    monkeypatch.setattr(png, "_FONTS", "No Such Font")
+    with pytest.raises(ConfigError, match="writing PNG needs one of the fonts No Such Font"):
+        to_png(chart)
+
+
+async def test_without_the_library_the_error_names_the_extra(
+    run: tuple[agl.LightningStore, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "resvg_py", None)
+    with pytest.raises(ConfigError, match=r"needs resvg-py. Install with: pip install 'lightning\[png\]'"):
+        await write_png(run[0], tmp_path / "curve.png")
+    assert not (tmp_path / "curve.png").exists()
+
+
+def test_the_command_writes_page_and_picture(tmp_path: Path) -> None:
+    async def fill() -> None:
+        store = agl.create_store(f"sqlite:///{tmp_path}/store.db")
+        await store.add_metrics(1, {"reward": 0.5})
+        await store.close()
+
+    asyncio.run(fill())
+    (tmp_path / "run.json").write_text(json.dumps({"key": "k", "seed": 0}))
+    page, picture = tmp_path / "a.html", tmp_path / "a.png"
+    said = CliRunner().invoke(command, [str(tmp_path), "--html", str(page), "--png", str(picture)])
+    assert said.output == f"{page}\n{picture}\n"
+    assert picture.read_bytes()[:4] == b"\x89PNG"

@@ -17,6 +17,7 @@ from agentlightning.types import (
     RolloutConfig,
     RolloutMode,
     Span,
+    TraceStatus,
 )
 from agentlightning_algorithms.prompt_search.candidate import Candidate
 from agentlightning_plugins.training_records.record import LedgerEntry, Outcome, TrainedCall, TrainedRow
@@ -101,7 +102,8 @@ async def _record_training(run: LightningStore, step: int) -> None:
             outcome: Outcome = "flat_group" if place == 3 else "trained"
             calls = {f"resp-{ids[0]}-{number}": outcome for number in (1, 2)}
             group = str((rollout.metadata or {})["group"])
-            entry = LedgerEntry(*ids, step, group, outcome, rollout.attempt.reward, calls)
+            length = 30 + 9 * place + 4 * repetition
+            entry = LedgerEntry(*ids, step, group, outcome, rollout.attempt.reward, calls, length)
             row = TrainedRow(
                 *ids,
                 step=step,
@@ -221,6 +223,9 @@ def _spans(rollout_id: str, attempt_id: str, question: str, reward: float, answe
             "prompt_token_ids": list(range(12)),
             "response_token_ids": list(range(8)),
             "logprobs": [-0.1] * 8,
+            "agentlightning.gateway.complete": True,
+            "agentlightning.gateway.backend": f"http://gpu-{number}:8000/v1",
+            "agentlightning.gateway.cost": 0.0002,
         }
         return Span.from_attributes(
             **common,
@@ -309,18 +314,32 @@ async def _be_hostile(run: LightningStore) -> str:
     await run.add_many_spans(
         [row.to_span(), LedgerEntry(*place, 1, HOSTILE, "trained", 0.0, {HOSTILE: "stale"}).to_span()]
     )
+    failed_call = {
+        "gen_ai.operation.name": "chat", "gen_ai.request.model": HOSTILE, "agentlightning.gateway.complete": False,
+        "agentlightning.gateway.backend": HOSTILE,
+    }  # fmt: skip
     hostile = run.with_run("hostile")
     await hostile.create_run(HOSTILE, run_id="hostile", config={"algorithm": HOSTILE, HOSTILE: HOSTILE})
     await hostile.add_metrics(1, {HOSTILE: 1.0, "reward": 0.5, f"outcome/{HOSTILE}": 1.0})
     await hostile.enqueue_rollout(HOSTILE, mode="train", metadata={"step": 0, "group": HOSTILE})
     await hostile.add_resources({HOSTILE: PromptTemplate(HOSTILE.replace("{", "{{").replace("}", "}}"))})
     await hostile.update_worker(f"worker {HOSTILE}", {HOSTILE: HOSTILE})
+    waiting = (await hostile.query_rollouts())[0].rollout_id
+    attempt = (await hostile.start_attempt(waiting)).attempt
+    await hostile.add_span(
+        Span.from_attributes(
+            rollout_id=waiting, attempt_id=attempt.attempt_id, name="chat", attributes=failed_call, start_time=1.0,
+            end_time=2.0, status=TraceStatus(status_code="ERROR", description=HOSTILE),
+        )
+    )  # fmt: skip
     return name
 
 
 async def search_prompts(run: LightningStore) -> None:
     """The candidates of a prompt search: a seed, two edits of it and an edit of one of these."""
-    seed = Candidate.of({"prompt": PromptTemplate("Answer: {question}")}, full_score=0.4)
+    seed = Candidate.of(
+        {"prompt": PromptTemplate("Answer: {question}")}, full_score=0.4, task_scores=(0.0, 1.0, 0.0, 1.0, 0.0)
+    )
     brief = Candidate.of(
         {"prompt": PromptTemplate("Answer with a number: {question}")},
         seed,
@@ -334,11 +353,14 @@ async def search_prompts(run: LightningStore) -> None:
         brief,
         round=2,
         full_score=0.9,
+        task_scores=(1.0, 1.0, 0.5, 1.0, 1.0),
         critique=f"Units are still there. {HOSTILE}",
     )
     for candidate in (seed, brief, long, best):
         name = f"rs-{candidate.candidate_id}"
-        await run.update_resources(name, {"prompt": candidate.prompt(), "prompt_candidate": candidate})
+        unscored = {"parent_id": None, "full_score": None, "batch_score": None, "critique": None, "task_scores": ()}
+        for each in (candidate.model_copy(update=unscored), candidate):  # as a search does
+            await run.update_resources(name, {"prompt": candidate.prompt(), "prompt_candidate": each})
 
 
 async def _publish_prompts(run: LightningStore) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
+from pathlib import Path
 from urllib.parse import quote
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Page
 
-from tests.plugins.dashboard.conftest import TOKEN, Served, sign_in
+from tests.plugins.dashboard.conftest import TOKEN, Served, serve, sign_in
 from tests.plugins.dashboard.filling import HOSTILE, RUN
 
 PATHS = [
@@ -27,6 +29,7 @@ PATHS = [
     f"/runs/{RUN}/group?name=39-0-3",
     f"/runs/{RUN}/resources",
     f"/runs/{RUN}/resources/rs-prompts@3",
+    "/runs/math-baseline/resources",
     f"/compare?a=math-baseline&b={RUN}",
     "/fleet",
 ]
@@ -58,6 +61,56 @@ def test_a_page_is_accessible_and_fits_in_both_widths_and_colour_schemes(page: P
         assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
+@pytest.mark.parametrize(
+    "path",
+    [f"/runs/{RUN}", f"/compare?a=math-baseline&b={RUN}", f"/runs/{RUN}/ledger", "/runs/math-baseline/resources"],
+)
+def test_a_chart_on_a_phone_fits_without_scrolling_and_can_be_read(page: Page, path: str) -> None:
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.goto(path)
+    charts = page.locator("main svg.chart:visible")
+    assert charts.count() >= 2
+    for chart in charts.all():
+        right, letters = chart.evaluate(
+            """chart => [
+                Math.max(...[chart, ...chart.querySelectorAll("text")].map(e => e.getBoundingClientRect().right)),
+                12 * chart.getBoundingClientRect().width / chart.viewBox.baseVal.width,
+            ]"""
+        )
+        assert right <= 390
+        assert letters >= 9, "pixels"
+        for parent in ("..", "../.."):
+            assert chart.locator(parent).evaluate("each => each.scrollWidth <= each.clientWidth")
+
+
+@pytest.mark.parametrize("path", [f"/runs/{RUN}", f"/runs/{RUN}/rollouts", f"/runs/{RUN}/ledger"])
+def test_a_generated_id_takes_one_line_of_a_table_on_a_phone(page: Page, path: str) -> None:
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.goto(path)
+    link = page.locator("td.id a").first
+    link.evaluate("each => { each.textContent = 'ro-0123456789abcdef' }")
+    assert link.evaluate("each => each.getClientRects().length") == 1
+    right, end = link.evaluate("each => [each, each.closest('td')].map(e => e.getBoundingClientRect().right)")
+    assert right <= end
+
+
+def test_a_prompt_search_shows_how_scores_and_task_rewards_are_distributed(page: Page) -> None:
+    page.goto("/runs/math-baseline/resources")
+    assert page.locator("#distributions figcaption").all_inner_texts() == [
+        "Scores of the candidates 4 values",
+        "Task rewards of the seed 5 values",
+        "Task rewards of the best candidate 5 values",
+    ]
+    bars = page.locator("#distributions svg").last.locator("rect title").all_text_contents()
+    assert sum(int(bar.rpartition(": ")[2]) for bar in bars) == 5
+    data = page.request.get("/runs/math-baseline/resources.json").json()
+    shown = data["distributions"]
+    assert sorted(shown[0]["values"]) == [0.4, 0.5, 0.6, 0.9]
+    assert shown[2]["values"] == [1.0, 1.0, 0.5, 1.0, 1.0]
+    page.goto(f"/runs/math-baseline/resources/{data['candidates'][0]['version_id']}")
+    assert page.locator("main figcaption").all_inner_texts() == ["Task rewards 5 values"]
+
+
 @pytest.mark.parametrize("path", HOSTILE_PATHS)
 def test_hostile_content_is_shown_as_text(page: Page, path: str) -> None:
     page.goto(path)
@@ -67,6 +120,29 @@ def test_hostile_content_is_shown_as_text(page: Page, path: str) -> None:
     assert page.title() != "owned"
     assert not set(text) & set("\x1b\u202e\u202c\u200b")
     assert "49" not in page.locator("h1").inner_text()
+
+
+def test_the_fleet_shows_each_backend_with_health_latency_tokens_and_cost(page: Page) -> None:
+    page.goto("/fleet")
+    backend = page.locator("#backends article").filter(has_text="http://gpu-2:8000/v1")
+    text = backend.inner_text()
+    assert "qwen3-4b" in text
+    assert backend.locator(".status").inner_text() == "ok"
+    (shown,) = [each for each in page.request.get("/fleet.json").json()["backends"] if "gpu-2" in each["endpoint"]]
+    assert shown["latency_s"] == pytest.approx(2.1)
+    assert (shown["failed"], shown["output_tokens"]) == (0, 24 * shown["calls"])
+    assert shown["cost"] == pytest.approx(0.0002 * shown["calls"])
+    lines = text.splitlines()
+    figures = dict(pairwise(lines))  # how many calls are read depends on the load of the machine
+    assert figures["latency, median"] == "2.1 s"
+    assert int(figures["output tokens"].replace(",", "")) == 24 * int(figures["calls"])
+    assert float(figures["cost"]) == pytest.approx(0.0002 * int(figures["calls"]))
+
+
+def test_a_hostile_backend_is_shown_as_text(page: Page) -> None:
+    page.goto("/fleet")
+    text = page.locator("#backends article").filter(has=page.locator(".status-failing")).inner_text()
+    assert text.count("<script>document.title") == 3, "model, endpoint and error"
 
 
 def test_hostile_content_reaches_the_json_twin_unchanged(page: Page) -> None:
@@ -83,9 +159,10 @@ def test_a_page_shows_the_beginning_of_ten_megabytes_and_its_twin_all(page: Page
     assert len(answer["shown"]["conversations"][0]["messages"][-1]["text"]) == 10_000_000
 
 
-@pytest.mark.parametrize("path", [path for path in PATHS if "?" not in path])
+@pytest.mark.parametrize("path", PATHS)
 def test_every_page_has_a_json_twin(page: Page, path: str) -> None:
-    answer = page.request.get("/index.json" if path == "/" else f"{path}.json")
+    where, _, query = path.partition("?")
+    answer = page.request.get(f"{'/index' if where == '/' else where}.json?{query}")
     assert answer.ok
     assert answer.json()
 
@@ -164,11 +241,11 @@ def test_keys_move_through_the_list_and_from_rollout_to_rollout(page: Page, serv
 
 def test_a_point_of_the_curve_leads_to_the_rollouts_of_its_step(page: Page) -> None:
     page.goto(f"/runs/{RUN}")
-    page.locator("#reward svg a[href*='ledger?step=40']").first.dispatch_event("click")
+    page.locator("#reward .wide-only a[href*='ledger?step=40']").dispatch_event("click")
     page.wait_for_url("**/ledger?step=40")
     assert page.locator("[data-rows] tbody tr").count() == 16
     page.goto(f"/runs/{RUN}")
-    assert page.locator("#reward svg a[href*='mode=val&step=40']").count() == 1
+    assert page.locator("#reward .wide-only a[href*='mode=val&step=40']").count() == 1
 
 
 def test_a_rollout_shows_conversation_tools_attempts_error_and_spans(page: Page) -> None:
@@ -209,6 +286,32 @@ def test_the_ledger_leads_to_the_tokens_and_to_the_group(page: Page) -> None:
     assert (refused.status, "logprob, trainer, gap" in refused.text()) == (422, True)
 
 
+def test_the_histograms_of_a_step_show_reward_tokens_and_calls_and_lead_to_rollouts(page: Page) -> None:
+    page.goto(f"/runs/{RUN}/ledger")
+    charts = page.locator("section.charts figure")
+    assert [charts.nth(place).locator("figcaption").inner_text().split(" rollouts")[0] for place in range(3)] == [
+        "Reward",
+        "Sampled tokens",
+        "Model calls",
+    ]
+    assert charts.nth(2).locator("rect title").all_text_contents() == ["2: 16"]
+    bar = charts.nth(0).locator("a").last
+    count = (bar.get_attribute("aria-label") or "").removeprefix("1: ")
+    bar.click()
+    page.wait_for_url("**/rollouts?mode=train&step=39&min=0.5&max=1.5")
+    assert page.locator("table.rows tbody tr").count() == int(count)
+
+
+def test_a_model_call_of_the_waterfall_leads_to_its_tokens(page: Page) -> None:
+    page.goto(f"/runs/{RUN}/rollouts/ro-step39-0-0")
+    spans = page.locator(".waterfall details")
+    assert [name for name in spans.locator(".span-name").all_text_contents() if "training" in name] == []
+    spans.filter(has_text="chat qwen3-4b").last.locator("summary").click()
+    page.get_by_role("link", name="Tokens of this call").last.click()
+    page.wait_for_url("**/tokens#call-resp-ro-step39-0-0-2")
+    assert page.locator("[id='call-resp-ro-step39-0-0-2']").is_visible()
+
+
 def test_actions_label_retry_and_cancel_and_the_labelled_can_be_exported(page: Page, served: Served) -> None:
     page.goto(f"/runs/{RUN}/rollouts/ro-step38-1-1")
     page.get_by_label("Note").fill("misread the question")
@@ -246,6 +349,13 @@ def test_the_lineage_of_a_prompt_search_is_a_tree_with_the_difference_from_the_p
     best.get_by_role("link").click()
     page.wait_for_url("**/resources/rs-*")
     assert page.locator("ins").first.inner_text().strip() == "only"
+    candidate = page.locator("section.card", has_text="Critique of the parent")
+    text = candidate.inner_text()
+    assert "0.9" in text
+    assert "0.6" in text
+    assert "Units are still there. <script>document.title" in text
+    assert not set(text) & set("\x1b\u202e\u200b")
+    assert candidate.locator("ins, del, img, script").count() == 0
 
 
 def test_a_comparison_names_the_tasks_that_flipped_with_a_p_value(page: Page) -> None:
@@ -272,12 +382,26 @@ def test_a_page_that_is_open_shows_what_happens(page: Page, served: Served) -> N
     other.close()
 
 
+def test_every_page_shows_its_contents_without_javascript_and_read_only(browser: Browser, served: Served) -> None:
+    with serve(Path(served.store.removeprefix("sqlite:///")).parent, "dashboard", served.store, "--read-only") as url:
+        context = browser.new_context(base_url=url, java_script_enabled=False)
+        page = context.new_page()
+        sign_in(page, url)
+        for path in PATHS:
+            answer = page.goto(path)
+            assert answer is not None
+            assert answer.ok
+            assert len(page.locator("main").inner_text()) > 100
+            assert page.locator("main form[method=post]").count() == 0
+        context.close()
+
+
 def test_pages_work_without_javascript(browser: Browser, served: Served) -> None:
     context: BrowserContext = browser.new_context(base_url=served.url, java_script_enabled=False)
     page = context.new_page()
     sign_in(page, served.url)
     page.goto(f"/runs/{RUN}")
-    assert page.locator("#reward svg.chart").count() == 1
+    assert page.locator("#reward svg.chart:visible").count() == 1
     page.get_by_role("navigation", name="Run").get_by_role("link", name="Rollouts").click()
     page.get_by_label("Status").select_option("failed")
     page.get_by_role("button", name="Filter").click()

@@ -8,6 +8,7 @@ import re
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -18,6 +19,7 @@ from agentlightning.store.protocol import LightningStore
 from agentlightning.types import EnqueueRolloutRequest
 from agentlightning_plugins.dashboard.dashboard import Dashboard
 from agentlightning_plugins.dashboard.views.rollouts import select
+from agentlightning_plugins.dashboard.views.tasks import compare_tasks
 from tests.plugins.dashboard.conftest import serve
 
 
@@ -55,7 +57,39 @@ async def test_a_filter_without_an_index_goes_on_where_the_page_before_ended() -
     assert (await select(store, {"step": "3"}))["total"] == len(range(3, 500, 7))
 
 
-async def test_an_unknown_filter_value_is_named_with_those_allowed() -> None:
+async def test_a_search_does_not_begin_a_chunk_that_would_end_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = InMemoryLightningStore()
+    await _fill(store, 1000)
+    asked, query_rollouts = [], InMemoryLightningStore.query_rollouts
+
+    async def slow_query(self: InMemoryLightningStore, **options: Any) -> Any:
+        asked.append(options)
+        await asyncio.sleep(0.05)
+        return await query_rollouts(self, **options)
+
+    monkeypatch.setattr(InMemoryLightningStore, "query_rollouts", slow_query)
+    found = await select(store, {"text": "nowhere"})
+    # Of 0.12 s, counting takes 0.05 s and the first chunk as long, so that a second one would end too late.
+    assert (found["searched"], found["next"], len(asked)) == (200, 800, 2)
+
+
+async def test_runs_without_a_validation_are_compared_by_their_newest_rollouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    query_rollouts = InMemoryLightningStore.query_rollouts
+
+    async def query(self: InMemoryLightningStore, **conditions: Any) -> Any:
+        asked.append(conditions)
+        return await query_rollouts(self, **conditions)
+
+    store = InMemoryLightningStore()
+    await _fill(store, 3)
+    monkeypatch.setattr(InMemoryLightningStore, "query_rollouts", query)
+    assert await compare_tasks([(store, ()), (store, ())]) is None
+    assert [conditions.get("metadata") for conditions in asked] == [None, None]  # no database has an index for None
+    assert all(conditions["limit"] <= 400 for conditions in asked)
+
+
+async def test_an_unknown_filter_value_run_or_rollout_is_named() -> None:
     store = InMemoryLightningStore()
     async with (
         LightningStoreServer(store, port=0, pages=[Dashboard(store)]) as server,
@@ -66,6 +100,11 @@ async def test_an_unknown_filter_value_is_named_with_those_allowed() -> None:
             assert "succeeded" in (await answer.json())["message"]
         async with client.get(f"{server.endpoint}/runs/default/rollouts/nothing") as answer:
             assert answer.status == 404
+        for page in ("", "/rollouts", "/ledger", "/resources"):
+            async with client.get(f"{server.endpoint}/runs/nothing{page}") as answer:
+                assert (answer.status, "Not found" in await answer.text()) == (404, True)
+        async with client.get(f"{server.endpoint}/runs/nothing.json") as answer:
+            assert (await answer.json())["message"] == "this store has no run 'nothing'; its newest runs: none yet"
 
 
 async def test_without_a_token_only_programs_and_pages_of_this_machine_are_answered() -> None:

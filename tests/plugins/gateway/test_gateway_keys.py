@@ -20,7 +20,7 @@ import agentlightning as agl
 from agentlightning.resources import LLM
 from agentlightning.run import attempt_token
 from agentlightning.runner import LitAgentRunner
-from agentlightning.tracer.dummy import DummyTracer
+from agentlightning.tracer import DummyTracer
 from agentlightning.types import AttemptedRollout
 from agentlightning_plugins.gateway.access.authentication import Authenticator
 from agentlightning_plugins.gateway.proxy import LLMProxy

@@ -1,15 +1,21 @@
-"""The gateway in a process of its own, which reaches its store over HTTP."""
+"""The gateway in a process of its own, which reaches its store over HTTP, and a gateway whose process is killed."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from openai import AsyncOpenAI
 
+import agentlightning as agl
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning_plugins.gateway.proxy import LLMProxy
 from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
@@ -57,6 +63,49 @@ async def test_a_gateway_process_records_into_a_served_store_and_its_death_is_re
             await reached.close()
             await served.stop()
             await store.close()
+
+
+KILLED = """
+import asyncio, os, signal, sys, urllib.request
+import agentlightning as agl
+
+async def main(url, endpoint, body):
+    store = agl.create_store(url)
+    proxy = agl.LLMProxy(store=store, model_list=[{"model": "m", "endpoint": endpoint, "api_key": "any"}])
+    await proxy.start()
+    rollout = await store.start_rollout({"task": 1})
+    base = proxy.as_resource(rollout.rollout_id, rollout.attempt.attempt_id).endpoint
+    request = urllib.request.Request(base + "/chat/completions", body.encode(), {"content-type": "application/json"})
+
+    def call():
+        with urllib.request.urlopen(request) as answer:
+            assert b"one" in answer.read()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    await asyncio.to_thread(call)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answered_call_is_in_a_durable_store_when_the_process_is_killed(tmp_path: Path, stream: bool) -> None:
+    url = f"sqlite:///{tmp_path}/store.db"
+    body = {"model": "m", "messages": HELLO, "stream": stream}
+    async with ScriptedOpenAI([Answer("one")]) as server:
+        command = [sys.executable, "-c", KILLED, url, server.endpoint, json.dumps(body)]
+        environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+        process = await asyncio.create_subprocess_exec(*command, stderr=subprocess.PIPE, env=environment)
+        _, errors = await process.communicate()
+    assert process.returncode == -signal.SIGKILL, errors.decode()
+    store = agl.create_store(url)
+    try:
+        (rollout,) = (await store.query_rollouts()).items
+        (span,) = await store.query_spans(rollout.rollout_id)
+        assert span.attributes["agentlightning.gateway.complete"]
+        assert span.attributes["response_token_ids"]
+    finally:
+        await store.close()
 
 
 async def test_a_gateway_process_refuses_a_store_in_memory() -> None:

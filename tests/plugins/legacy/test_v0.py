@@ -17,6 +17,7 @@ import aiohttp
 import pytest
 
 import agentlightning as agl
+from agentlightning.run import attempt_token
 from agentlightning_plugins.legacy.v0 import AgentLightningServer, RolloutLegacy
 
 ALGORITHM = """
@@ -140,6 +141,26 @@ async def test_an_old_algorithm_queues_tasks_and_gets_reports() -> None:
         assert (call.prompt["token_ids"], call.response["token_ids"], call.reward) == ([1, 2], [3], 0.5)
         with pytest.raises(urllib.error.HTTPError):
             await ask(f"{server.endpoint}/rollout", report)  # a rollout ends once
+    finally:
+        await server.stop()
+        await server.store.close()
+
+
+async def test_the_key_of_a_claimed_task_is_valid_until_the_task_times_out() -> None:
+    server = AgentLightningServer(port=0, task_timeout_seconds=60)
+    await server.start()
+    try:
+        await server.update_resources(
+            {"main_llm": agl.ProxyLLM(endpoint="http://gateway/v1", model="m", api_key="agentlightning")}
+        )
+        rollout_id = await server.queue_task("hi")
+        task = (await ask(f"{server.endpoint}/task"))["task"]
+        answer = await ask(f"{server.endpoint}/resources/{task['resources_id']}")
+        secret, now = attempt_token.derive_secret(server.store.token), server.store.now()
+        key = answer["resources"]["main_llm"]["api_key"]
+        assert attempt_token.read(secret, key, now).rollout_id == rollout_id
+        with pytest.raises(ValueError, match="expired"):
+            attempt_token.read(secret, key, now + 2 * 3600)
     finally:
         await server.stop()
         await server.store.close()

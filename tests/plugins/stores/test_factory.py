@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from agentlightning.errors import ConfigError, PluginError
+from agentlightning.store import Retention
 from agentlightning.store.factory import create_store
-from agentlightning.store.retention import Retention
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 
 

@@ -27,7 +27,7 @@ from agentlightning_plugins.stores.http.server import LightningStoreServer
 from agentlightning_plugins.stores.sqlite.store import SqliteLightningStore
 from tests.port import reserve_port
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.serial, pytest.mark.timeout(300)]
 
 RUNNER = """
     import asyncio, os, sys

@@ -7,7 +7,6 @@ import contextlib
 import gc
 import io
 import multiprocessing
-import os
 import pickle
 import signal
 import socket
@@ -16,7 +15,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ import pytest
 
 from agentlightning.errors import ConfigError, ConflictError, NotFoundError, StoreError
 from agentlightning.event import RolloutEnqueued
+from agentlightning.resources import ResourcesUpdate
 from agentlightning.store.backend import Put
 from agentlightning.store.protocol import LightningStore
 from agentlightning.testing.store import StoreConformance
@@ -263,6 +263,63 @@ async def test_a_cached_version_costs_no_request(store: LightningStore) -> None:
     with pytest.raises(StoreError, match="agl store"):
         await client.get_resources_by_id(update.resources_id)
     await client.close()
+
+
+async def test_rollouts_that_begin_with_a_new_version_at_once_cost_one_request(
+    served: InMemoryLightningStore, client: LightningStoreClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update = await served.add_resources({"prompt": "Say {word}"})
+    asked = 0
+    answer = served.get_resources_by_id
+
+    async def count(resources_id: str, version: int | None = None) -> ResourcesUpdate | None:
+        nonlocal asked
+        asked += 1
+        return await answer(resources_id, version)
+
+    monkeypatch.setattr(served, "get_resources_by_id", count)
+    found = await asyncio.gather(*(client.get_resources_by_id(update.version_id) for _ in range(64)))
+    assert found == [update] * 64
+    assert asked == 1
+    assert await asyncio.to_thread(asyncio.run, client.get_resources_by_id("rs-unknown@1")) is None
+
+
+async def test_callers_of_one_turn_of_the_loop_share_a_read_of_the_newest_resources_and_later_ones_do_not(
+    served: InMemoryLightningStore, client: LightningStoreClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = await served.update_resources("rs-1", {"prompt": "one"})
+    answer = served.get_resources_by_id
+    read, published = threading.Event(), threading.Event()
+    asked: list[str] = []
+
+    async def hold_first(resources_id: str, version: int | None = None) -> ResourcesUpdate | None:
+        asked.append(resources_id)
+        found = await answer(resources_id, version)
+        if len(asked) == 1:
+            read.set()
+            await asyncio.to_thread(published.wait, 30)
+        return found
+
+    monkeypatch.setattr(served, "get_resources_by_id", hold_first)
+    callers = asyncio.gather(*(client.get_resources_by_id("rs-1") for _ in range(8)))
+    await asyncio.to_thread(read.wait)
+    second = await served.update_resources("rs-1", {"prompt": "two"})
+    later = asyncio.create_task(client.get_resources_by_id("rs-1"))
+    assert await later == second
+    published.set()
+    assert await callers == [first] * 8
+    assert asked == ["rs-1", "rs-1"]
+    cancelled = [asyncio.ensure_future(client.get_resources_by_id("rs-1")) for _ in range(2)]
+    await asyncio.sleep(0)
+    cancelled[0].cancel()
+    assert await cancelled[1] == second
+    doomed = asyncio.ensure_future(client.get_resources_by_id("rs-1"))
+    await asyncio.sleep(0)
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:  # as when the loop shuts down
+        task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await doomed
+    assert await client.get_resources_by_id("rs-1") == second
 
 
 async def test_the_client_knows_the_capabilities_of_the_served_store(client: LightningStoreClient) -> None:
@@ -564,34 +621,40 @@ async def test_a_client_works_in_a_spawned_process(server: LightningStoreServer,
     assert pickle.loads(pickle.dumps(client)).run_id == "some-run"
 
 
-async def test_a_client_works_in_a_forked_process(server: LightningStoreServer, store: LightningStore) -> None:
-    client = LightningStoreClient(server.endpoint)
+FORKING_PROGRAM = """
+import asyncio, os, sys, threading
+from agentlightning.store import LightningStoreClient
+
+def enqueue(client):
+    async def run():
+        await client.enqueue_rollout("from elsewhere")
+        await client.close()
+    asyncio.run(run())
+    os._exit(0)
+
+async def main():
+    client = LightningStoreClient(sys.argv[1])
     await client.statistics()  # opens a connection that the child must not share
-    process = multiprocessing.get_context("fork").Process(
-        target=lambda: _in_a_fresh_thread(lambda: _enqueue_elsewhere(client))
-    )
-    process.start()
-    await asyncio.to_thread(process.join, 4.5)  # less than it would wait for the parent's connections to close
-    assert process.exitcode == 0
+    child = os.fork()
+    if child == 0:  # its only thread still believes that it runs the parent's event loop
+        thread = threading.Thread(target=enqueue, args=(client,))
+        thread.start()
+        thread.join()
+        os._exit(1)
+    # In less time than it would take the parent's connections to close.
+    _, status = await asyncio.wait_for(asyncio.to_thread(os.waitpid, child, 0), 4.5)
+    assert status == 0, status
     assert (await client.statistics())["rollouts"] == 1
     await client.close()
 
+asyncio.run(main())
+"""
 
-def _in_a_fresh_thread(work: Callable[[], None]) -> None:
-    """In a fork the calling thread still believes that it runs the parent's event loop."""
-    failures: list[BaseException] = []
 
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            failures.append(error)
-            raise
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    os._exit(len(failures))
+async def test_a_client_works_in_a_forked_process(server: LightningStoreServer, store: LightningStore) -> None:
+    """The parent is a process of its own, because one with threads should not fork."""
+    await asyncio.to_thread(run_python, "-c", FORKING_PROGRAM, server.endpoint)
+    assert [rollout.input for rollout in await store.query_rollouts()] == ["from elsewhere"]
 
 
 @contextlib.contextmanager

@@ -47,8 +47,11 @@ async def test_claims_and_events_go_on_when_a_server_is_killed(database: str) ->
                     servers[0].send_signal(signal.SIGKILL)
                     await servers[0].wait()
 
-        workers = [work(pickle.loads(pickle.dumps(client)), f"worker {number}") for number in range(3)]
-        await asyncio.gather(*workers)
+        names = [f"worker {number}" for number in range(3)]
+        await asyncio.gather(*(work(pickle.loads(pickle.dumps(client)), name) for name in names))
+        for name in names:  # a claim whose answer was lost with the server is its worker's until that ends
+            await client.end_worker(name)
+        await work(client, "another worker")
         rollouts = await client.wait_for_rollouts([rollout.rollout_id for rollout in queued], timeout=60)
         assert [rollout.status for rollout in rollouts] == ["succeeded"] * 40
         last = await client.start_rollout("after the failure")

@@ -16,9 +16,9 @@ import pytest
 
 from agentlightning.errors import NotFoundError
 from agentlightning.event import Event, RolloutEnqueued
+from agentlightning.store import Retention
 from agentlightning.store.backend import Condition, Guard, Operator, Page, Put, Query, Write
 from agentlightning.store.engine import BackendStore
-from agentlightning.store.retention import Retention
 from agentlightning.testing.store import StoreConformance
 from agentlightning.testing.store.actions import make_span
 from agentlightning.types import AttemptedRollout, EnqueueRolloutRequest, Record, Rollout
@@ -62,7 +62,7 @@ OPERATIONS: dict[str, Operation] = {
     "group": lambda store, _: store.query_rollouts(metadata={"group": 3}),
     "heartbeat": lambda store, _: store.update_worker("worker-1"),
     "statistics": lambda store, _: store.statistics(),
-    "nothing to delete": lambda store, _: KEEP_ALL.enforce(store._database.backend, 1.0),
+    "nothing to delete": lambda store, _: KEEP_ALL(store._database.backend, 1.0),
 }
 
 
@@ -103,7 +103,6 @@ async def test_a_million_spans_stream_through_in_bounded_memory() -> None:
     """Ten thousand rollouts with a hundred spans each, of which the owner keeps five hundred."""
     store = InMemoryLightningStore()
     watchdog = store._watchdog
-    assert watchdog is not None
     store.retain(Retention(max_rollouts=500))
     sizes: list[int] = []
     for number in range(10_000):

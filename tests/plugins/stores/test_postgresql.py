@@ -17,8 +17,8 @@ import pytest
 
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning.event import Event, RolloutEnqueued
+from agentlightning.store import Retention
 from agentlightning.store.backend import Guard, Put, Query
-from agentlightning.store.retention import Retention
 from agentlightning.testing.store import DurableStoreConformance, StoreConformance, actions
 from agentlightning.testing.store.actions import claim, finish, make_span
 from agentlightning.testing.store.model import Reopen
@@ -649,29 +649,42 @@ async def test_a_migration_is_done_wholly_or_not_at_all(database: str, monkeypat
     await connection.close()
 
 
-@pytest.mark.parametrize("version", [1, 2, 3])
+@pytest.mark.parametrize("version", [1, 3, 4])
 async def test_a_database_of_an_older_version_goes_on_with_what_is_in_it(database: str, version: int) -> None:
-    store = PostgresLightningStore(database)
-    await store.enqueue_rollout("kept")
-    await store.close()
     connection = await asyncpg.connect(database)
-    await connection.execute("ALTER TABLE agl.schema_version DROP COLUMN oldest_writer")
-    await connection.execute("ALTER TABLE agl.event DROP COLUMN xid")
-    await connection.execute("ALTER TABLE agl.tally DROP COLUMN slot, ADD PRIMARY KEY (name, run_id, status)")
-    await connection.execute("CREATE FUNCTION agl.claim(queues text[]) RETURNS void LANGUAGE sql AS ''")
-    if version > 1:
-        await connection.execute("CREATE TYPE agl.step AS (item int); CREATE TYPE agl.new_span AS (span_id text)")
-    steps = "text[]" if version == 1 else "agl.step[]"
-    await connection.execute(f"CREATE FUNCTION agl.write(me bigint, steps {steps}) RETURNS void LANGUAGE sql AS ''")
-    await connection.execute("UPDATE agl.schema_version SET version = $1", version)
-    await connection.close()
+    await connection.execute((Path(__file__).parent / f"postgresql_v{version}.sql").read_text(encoding="utf-8"))
     store = PostgresLightningStore(database)
+    assert await connection.fetchval("SELECT version FROM agl.schema_version") == len(schema.MIGRATIONS)
+    assert [(rollout.input, rollout.status) for rollout in await store.query_rollouts()] == [
+        ({"question": "2 + 2"}, "succeeded"),
+        ("fails", "failed"),
+        ("waiting", "queuing"),
+    ]
+    ended = await store.query_rollouts(status_in=["succeeded", "failed"], sort_by="end_time", sort_order="desc")
+    assert [rollout.status for rollout in ended] == ["failed", "succeeded"]
+    (first,) = await store.query_rollouts(metadata={"step": 1})
+    assert [span.attributes for span in await store.query_spans(first.rollout_id)] == [{"n": 0}, {"n": 1}]
+    assert [attempt.status for attempt in await store.query_attempts(first.rollout_id)] == ["succeeded"]
+    assert [(run.name, run.config) for run in await store.query_runs()] == [("first", {"algorithm": {"name": "apo"}})]
+    assert [metrics.values for metrics in await store.query_metrics()] == [{"reward": 0.5}]
+    latest = await store.get_latest_resources()
+    assert latest is not None
+    assert latest.version == 2
+    assert [worker.worker_id for worker in await store.query_workers()] == ["worker-1", "worker-2"]
+
     await store.enqueue_rollout("new")
-    assert [rollout.input for rollout in await store.dequeue_many_rollouts(limit=9)] == ["kept", "new"]
-    assert (await store.statistics())["rollouts"] == 2
+    claimed = await store.dequeue_many_rollouts(limit=9)
+    assert [rollout.input for rollout in claimed] == ["waiting", "new"]
+    await store.add_span(make_span(claimed[0]))
+    for rollout in claimed:
+        await store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status="succeeded")
+    statistics = await store.statistics()
+    assert [statistics[name] for name in ("rollouts", "attempts", "spans", "resources")] == [4, 4, 3, 2]
     await store.close()
-    connection = await asyncpg.connect(database)
-    assert await connection.fetchval("SELECT count(*) FROM pg_proc WHERE pronamespace = 'agl'::regnamespace") == 0
+    functions = (
+        "SELECT count(*) FROM pg_proc WHERE pronamespace = 'agl'::regnamespace AND proname IN ('write', 'claim')"
+    )
+    assert await connection.fetchval(functions) == 0
     await connection.close()
 
 
@@ -810,7 +823,7 @@ async def count_pages(url: str, stored: int) -> dict[str, int]:
         "statistics": lambda: store.statistics(),
         "how many": lambda: store.query_rollouts(status_in=["succeeded", "failed"], limit=0),
         "scrape": metrics.render,
-        "nothing to delete": lambda: keep_all.enforce(store._database.backend, 1.0),
+        "nothing to delete": lambda: keep_all(store._database.backend, 1.0),
         "finish": lambda: finish(store, claimed),
     }
     for operation in operations.values():  # what is done first is planned first, which reads the catalogue

@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning.event import RolloutEnqueued
+from agentlightning.store import Retention
 from agentlightning.store.backend import Put
-from agentlightning.store.retention import Retention
 from agentlightning.testing.store import DurableStoreConformance
 from agentlightning.testing.store.actions import claim, finish, make_span
 from agentlightning.testing.store.model import Reopen
@@ -194,6 +194,26 @@ async def test_a_migration_is_done_wholly_or_not_at_all(tmp_path: Path, monkeypa
     connection.close()
 
 
+async def test_a_program_of_the_version_before_writes_on_after_a_migration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "store.db"
+    newest = schema.MIGRATIONS
+    monkeypatch.setattr(schema, "MIGRATIONS", newest[:-1])
+    old = SqliteLightningStore(path)
+    await old.enqueue_rollout("before", metadata={"task_id": 1})
+    monkeypatch.setattr(schema, "MIGRATIONS", newest)
+    new = SqliteLightningStore(path)
+    await old.enqueue_rollout("after", metadata={"task_id": 1})
+    found = await new.query_rollouts(metadata={"task_id": 1})
+    assert [rollout.input for rollout in found] == ["before", "after"]
+    assert len(await new.dequeue_many_rollouts(limit=9)) == 2
+    assert {rollout.status for rollout in await old.query_rollouts()} == {"preparing"}
+    await old.close()
+    await new.close()
+    check_integrity(path)
+
+
 def read_schema(path: Path) -> list[tuple[object, ...]]:
     with sqlite3.connect(path) as connection:
         found = connection.execute("SELECT sql FROM sqlite_master").fetchall()
@@ -256,6 +276,26 @@ async def test_who_slept_through_events_is_told_what_matters(
     await there.close()
 
 
+def test_a_connection_to_what_is_no_database_is_closed(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    path.write_bytes(b"not a database " * 100)
+    with pytest.raises(sqlite3.DatabaseError) as caught:
+        schema.connect(path, 1.0)
+    connection = caught.traceback[-1].frame.f_locals["connection"]
+    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+        connection.execute("SELECT 1")
+
+
+async def test_a_store_that_is_forgotten_in_one_of_its_own_threads_is_closed(tmp_path: Path) -> None:
+    backend = SqliteBackend(tmp_path / "store.db")
+    await backend.count()
+    readers, idle = backend._pool, backend._idle
+    await asyncio.wrap_future(readers.submit(backend.stop))
+    assert not idle
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        readers.submit(backend.stop)
+
+
 # --- cost ---
 
 
@@ -313,16 +353,16 @@ async def count_steps(path: Path, stored: int) -> dict[str, int]:
         "statistics": lambda: store.statistics(),
         "how many": lambda: store.query_rollouts(status_in=["succeeded", "failed"], limit=0),
         "scrape": metrics.render,
-        "nothing to delete": lambda: keep_all.enforce(store._database.backend, 1.0),
+        "nothing to delete": lambda: keep_all(store._database.backend, 1.0),
         "finish": lambda: finish(store, claimed),
     }
     for rollout in await store.dequeue_many_rollouts(limit=9):
         raise AssertionError(f"{rollout.rollout_id} was not queued")
     claimed = await claim(store)
     steps = {}
+    for connection in connections:  # once: SQLite deadlocks if a thread sets it while another runs a statement with it
+        connection.set_progress_handler(step, 10)
     for name, operation in operations.items():
-        for connection in connections:
-            connection.set_progress_handler(step, 10)
         count = 0
         await operation()
         steps[name] = count * 10

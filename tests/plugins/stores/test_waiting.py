@@ -14,7 +14,7 @@ from agentlightning.frozen import FrozenDict
 from agentlightning.store import waiting
 from agentlightning.store.backend import Claim
 from agentlightning.store.engine import BackendStore
-from agentlightning.store.waiting import Countdown, Signal, Subscription, Waiters
+from agentlightning.store.waiting import Countdown, Signal, Waiters
 from agentlightning.types import AttemptedRollout, Rollout
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore, MemoryBackend
 
@@ -81,12 +81,14 @@ async def test_a_countdown_is_set_at_the_last_end_and_is_removed() -> None:
 
 async def test_a_subscriber_that_is_too_slow_gets_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "MAX_UNREAD_EVENTS", 2)
-    subscription = Subscription("default", None)
-    for step in range(3):
-        subscription.put(StepFinished(step=step, values=FrozenDict()))
-    assert [subscription.take().time > 0 for _ in range(2)] == [True, True]
+    waiters = Waiters()
+    events = waiters.events("default", None)
+    first = asyncio.ensure_future(anext(events))
+    await asyncio.sleep(0)  # it subscribes
+    waiters.publish([StepFinished(step=step, values=FrozenDict()) for step in range(3)])
+    assert [event.step for event in (await first, await anext(events)) if isinstance(event, StepFinished)] == [0, 1]
     with pytest.raises(StoreError, match="read them faster"):
-        subscription.take()
+        await anext(events)
 
 
 async def test_closing_a_store_ends_all_waits() -> None:

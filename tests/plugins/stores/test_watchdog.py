@@ -15,9 +15,10 @@ import pytest
 
 from agentlightning.errors import ConfigError
 from agentlightning.event import Event
+from agentlightning.store import Retention
 from agentlightning.store.backend import Page, Put, Query
 from agentlightning.store.engine import BackendStore, watchdog
-from agentlightning.store.retention import WORKER_AGE_S, Retention, delete_old_workers
+from agentlightning.store.retention import WORKER_AGE_S, delete_old_workers
 from agentlightning.types import Attempt, AttemptedRollout, EnqueueRolloutRequest, Record, RolloutConfig, Span, Worker
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore, MemoryBackend
 from tests.source import run_python
@@ -199,7 +200,7 @@ async def test_a_policy_that_finds_nothing_to_delete_reads_one_page(stored: int)
     for claimed in await store.dequeue_many_rollouts(limit=stored):
         await store.update_attempt(claimed.rollout_id, "latest", status="succeeded")
     read.clear()
-    assert await Retention(max_age_s=60, max_rollouts=stored).enforce(backend, time.time()) == 0
+    assert await Retention(max_age_s=60, max_rollouts=stored)(backend, time.time()) == 0
     assert sum(read) <= 100
     with pytest.raises(ConfigError, match="watchdog_interval_s"):
         store.retain(Retention(max_rollouts=1))

@@ -21,6 +21,8 @@ import agentlightning as agl
 from tests.plugins.strategies.chaos_agent import N_TASKS, undisturbed
 from tests.port import reserve_port
 
+pytestmark = pytest.mark.serial
+
 AGENT = Path(__file__).with_name("chaos_agent.py")
 
 

@@ -91,6 +91,32 @@ def test_actors_have_an_environment_of_their_own_and_print_here(
     assert "reading the colour" in capfd.readouterr().out
 
 
+_SENT_PROGRAM = """
+import pathlib, agentlightning as agl
+def agent(task):
+    import ray_helper
+    return ray_helper.read()
+store = agl.create_store("sqlite:///FOLDER/store.db")
+strategy = {"name": "ray", "address": ADDRESS, "runtime_env": {"working_dir": "FOLDER/sent", "env_vars": {"PLUS": "2"}}}
+agl.Trainer(algorithm="baseline", store=store, trackers=[], strategy=strategy).fit(agent, [1])
+"""
+
+
+@pytest.mark.slow
+def test_a_local_folder_is_sent_to_the_actors(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "sent").mkdir()
+    (tmp_path / "sent" / "answer.txt").write_text("40")
+    (tmp_path / "sent" / "ray_helper.py").write_text(
+        "import os, pathlib\ndef read():\n"
+        "    return float(pathlib.Path('answer.txt').read_text()) + float(os.environ['PLUS'])\n"
+    )
+    script = tmp_path / "program.py"
+    script.write_text(_SENT_PROGRAM.replace("ADDRESS", repr(cluster.address)).replace("FOLDER", str(tmp_path)))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert {result[3] for result in results(agl.create_store(f"sqlite:///{tmp_path}/store.db"))} == {42.0}
+
+
 @pytest.mark.slow
 def test_an_agent_that_no_actor_can_load_ends_the_run_at_once_with_one_sentence(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -156,6 +182,68 @@ def test_killing_a_node_mid_run_loses_nothing(tmp_path: Path) -> None:
     assert {result[2] for result in found} == {"succeeded"}
     starts = [name.split("-")[0] for name in begun()]
     assert len(starts) > len(set(starts)) == 40  # some ran on the node that was lost, and again
+
+
+def napping_agent(task: dict[str, Any]) -> float:
+    node_id = ray.get_runtime_context().get_node_id()
+    (Path(task["folder"]) / f"{task['number']}-{node_id}-{os.getpid()}").touch()
+    time.sleep(0.2)
+    return float(task["number"])
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_each_rollout_counts_once_while_both_nodes_are_killed_and_replaced_in_turn(tmp_path: Path) -> None:
+    size, losses = 100, 6
+    lost: list[str] = []
+
+    def begun() -> list[tuple[int, str]]:
+        names = [path.name.split("-") for path in tmp_path.iterdir()]
+        return [(int(number), node_id) for number, node_id, _ in names]
+
+    with ray_cluster(0, 2, 2) as cluster:
+        nodes = list(cluster.worker_nodes)
+
+        @agl.algo
+        async def algorithm(store: agl.LightningStore) -> None:
+            config = RolloutConfig(max_attempts=9, retry_condition=["unresponsive"])
+            first, deadline = 0, time.monotonic() + 600
+            while len(lost) < losses and time.monotonic() < deadline:
+                tasks = [{"number": number, "folder": str(tmp_path)} for number in range(first, first + size)]
+                requests = [EnqueueRolloutRequest(input=task, config=config) for task in tasks]
+                queued = await store.enqueue_many_rollouts(requests)
+                ids = [rollout.rollout_id for rollout in queued]
+                waiting = asyncio.create_task(store.wait_for_rollouts(ids, timeout=120))
+                victim = nodes[0]
+                while not waiting.done():
+                    await asyncio.sleep(0.05)
+                    if any(number >= first and node_id == victim.node_id for number, node_id in begun()):
+                        await asyncio.to_thread(cluster.remove_node, victim, allow_graceful=False)
+                        lost.append(victim.node_id)
+                        # Ray's nodes register a signal handler, so only the main thread can add one.
+                        nodes[:] = [nodes[1], cluster.add_node(num_cpus=2)]
+                        break
+                assert len(await waiting) == size
+                first += size
+
+        trainer_store = agl.InMemoryLightningStore(lease_s=600.0)  # only Ray tells of the loss in time
+        trainer = agl.Trainer(
+            algorithm=algorithm,
+            store=trainer_store,
+            tracer="dummy",
+            strategy={"name": "ray", "address": cluster.address},
+            n_runners=3,
+            max_concurrency=4,
+            trackers=[],
+        )
+        assert trainer.fit(napping_agent).status == "succeeded"
+    found = results(trainer_store)
+    starts = begun()
+    assert len(set(lost)) == losses
+    assert {node_id for _, node_id in starts} >= set(lost)
+    assert {result[2] for result in found} == {"succeeded"}
+    assert sorted(result[3] for result in found) == [float(number) for number in range(len(found))]
+    assert len(starts) > len({number for number, _ in starts}) == len(found)  # those of lost nodes ran again
 
 
 _STOPPED_PROGRAM = """
@@ -225,6 +313,16 @@ def test_settings_that_cannot_be_are_refused() -> None:
         make(strategy={"name": "ray", "resources_per_runner": {"gpus": 1}})
     with pytest.raises(agl.ConfigError, match="set server_host"):
         make(strategy={"name": "ray", "address": "ray://head:10001"})
+
+
+@pytest.mark.slow
+def test_a_local_folder_is_refused_in_a_program_that_has_joined_a_cluster(cluster: Cluster, tmp_path: Path) -> None:
+    ray.init(address=cluster.address)
+    try:
+        with pytest.raises(agl.ConfigError, match="give them to ray.init.*working_dir.*in this program"):
+            fit(squaring_agent, {"name": "ray", "runtime_env": {"working_dir": str(tmp_path)}})
+    finally:
+        ray.shutdown()
 
 
 def test_a_cluster_that_is_not_there_is_named_at_once() -> None:

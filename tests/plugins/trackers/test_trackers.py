@@ -25,12 +25,15 @@ import agentlightning as agl
 from agentlightning.event import AttemptFinished, RolloutFinished, RunFinished, StepFinished
 from agentlightning.types import Run
 from agentlightning_plugins.trackers.console import tracker as console_tracker
+from agentlightning_plugins.trackers.sample import make_row
 
 REWARDS = [0.25, 0.5, 1.0]
 
 
 @agl.algo
 async def climbing(store: agl.LightningStore) -> None:
+    rollout = await store.enqueue_rollout("one task")
+    await store.wait_for_rollouts([rollout.rollout_id])
     for step, reward in enumerate(REWARDS, 1):
         await store.add_metrics(step, {"reward": reward, "loss/policy": -reward})
 
@@ -69,6 +72,14 @@ def test_wandb_stores_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
             values = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
             logged.append((values["_step"], values["reward"]))
     assert logged == list(enumerate(REWARDS, 1))
+    (table,) = (tmp_path / "run").glob("wandb/offline-run-*/files/media/table/samples_1_*.table.json")
+    assert_sample(json.loads(table.read_text()))
+
+
+def assert_sample(table: dict[str, Any]) -> None:
+    """The table has the only rollout."""
+    [sample] = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+    assert (sample["task"], sample["status"], sample["reward"]) == ("one task", "succeeded", 1.0)
 
 
 def leveldb_records(data: bytes, block_offset: int) -> Iterator[bytes]:
@@ -105,6 +116,8 @@ def test_mlflow_stores_metrics_parameters_and_status(tmp_path: Path, monkeypatch
     assert [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "reward")] == list(
         enumerate(REWARDS, 1)
     )
+    assert [item.path for item in client.list_artifacts(run.info.run_id, "samples")] == ["samples/1.json"]
+    assert_sample(json.loads(Path(client.download_artifacts(run.info.run_id, "samples/1.json")).read_text()))
 
 
 @pytest.mark.slow
@@ -116,15 +129,73 @@ def test_trackio_stores_metrics_in_its_database(tmp_path: Path) -> None:
         "from tests.plugins.trackers.test_trackers import track\n"
         f"import pathlib; track([{{'name': 'trackio', 'project': 'test'}}], pathlib.Path({str(tmp_path / 'run')!r}))\n"
     )
-    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "PYTHONPATH": str(Path(__file__).parents[3])}
+    path = os.pathsep.join([str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "PYTHONPATH": path}
     done = subprocess.run(
         [sys.executable, str(script)], check=False, env=environment, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
     (database,) = (tmp_path / "trackio").glob("*.db")
     with sqlite3.connect(database) as connection:
-        rows = connection.execute("select step, metrics from metrics order by step").fetchall()
-    assert [(step, json.loads(metrics)["reward"]) for step, metrics in rows] == list(enumerate(REWARDS, 1))
+        rows = [
+            (step, json.loads(metrics))
+            for step, metrics in connection.execute("select step, metrics from metrics order by step, id")
+        ]
+    assert [(step, metrics["reward"]) for step, metrics in rows if "reward" in metrics] == list(enumerate(REWARDS, 1))
+    [(step, table)] = [(step, metrics["samples"]) for step, metrics in rows if "samples" in metrics]
+    assert step == 1
+    assert "one task" in json.dumps(table)
+
+
+class Showing:
+    """A tracker that takes samples."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def start(self, run: agl.Run, directory: Path | None) -> None:
+        pass
+
+    def on_event(self, event: Any) -> None:
+        if event.kind == "step_finished":
+            self.calls.append(event.step)
+
+    def on_samples(self, step: int, samples: Any) -> None:
+        self.calls.append((step, [make_row(*sample) for sample in samples]))
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_tracker_gets_the_last_rollouts_of_a_step_with_their_last_model_call() -> None:
+    showing = Showing()
+
+    def agent(task: int) -> float:
+        for text in ("first", "last"):
+            attributes = {
+                "gen_ai.operation.name": "chat",
+                "gen_ai.input.messages": json.dumps([{"role": "user", "parts": [{"type": "text", "content": text}]}]),
+                "gen_ai.output.messages": json.dumps(
+                    [{"role": "assistant", "parts": [{"type": "text", "content": f"{text} answer"}]}]
+                ),
+            }
+            with agl.operation(name="chat", **attributes):
+                pass
+        return task / 10
+
+    @agl.algo
+    async def training(store: agl.LightningStore) -> None:
+        for step, tasks in ((1, range(10)), (2, range(0)), (3, range(10, 12))):
+            rollouts = [await store.enqueue_rollout(task, mode="train") for task in tasks]
+            await store.wait_for_rollouts([rollout.rollout_id for rollout in rollouts])
+            await store.add_metrics(step, {"reward": 1.0})
+
+    agl.Trainer(algorithm=training, strategy="shm", trackers=[showing]).fit(agent)
+    assert [call if isinstance(call, int) else call[0] for call in showing.calls] == [1, 1, 2, 3, 3]
+    first, second = (call[1] for call in showing.calls if not isinstance(call, int))
+    assert (len(first), len(second)) == (8, 2)
+    sample = next(sample for sample in second if sample.task == "11")
+    assert sample[1:] == ("train", "succeeded", 1.1, "11", "last", "last answer")
 
 
 class Slow:

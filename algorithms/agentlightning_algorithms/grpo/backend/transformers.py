@@ -16,8 +16,10 @@ import aiohttp
 
 from agentlightning.errors import ConfigError, LightningError
 from agentlightning.plugin.settings import require_least
+from agentlightning_algorithms.grpo.server import API_KEY_VARIABLE
 from agentlightning_algorithms.grpo.weights_digest import digest_weights
 from agentlightning_algorithms.policy_backend import PolicySetup
+from agentlightning_plugins.http_request import is_loopback
 
 _LOG_TAIL_BYTES = 4000
 _STOP_TIMEOUT_S = 10.0
@@ -34,6 +36,7 @@ class TransformersBackend:
         *,
         host: str = "127.0.0.1",
         port: int = 0,
+        api_key: str | None = None,
         max_length: int | None = None,
         prefix_cache_mb: int = 512,
         kv_cache_mb: int = 4096,
@@ -41,12 +44,16 @@ class TransformersBackend:
     ) -> None:
         """Takes the address, whose port 0 is any free one, and how long loading may take.
 
+        ``api_key`` is the key that completions require; an address beyond loopback needs one.
         ``max_length`` is the maximum of a prompt and its response together, by default the model's;
         ``prefix_cache_mb`` is the memory for keys and values of earlier prompts, ``kv_cache_mb`` for those of the
         running calls; calls that do not fit wait.
         """
         require_least(0, prefix_cache_mb=prefix_cache_mb)
         require_least(1, kv_cache_mb=kv_cache_mb)
+        if not api_key and not is_loopback(host):
+            advice = "set an API key (--api-key, AGL_API_KEY), or listen on 127.0.0.1"
+            raise ConfigError(f"host = {host!r} lets other machines in; {advice}")
         self._options = {
             "port": port,
             "max_length": max_length,
@@ -55,12 +62,13 @@ class TransformersBackend:
         }
         self._ready_timeout_s = ready_timeout_s
         self._host = host
+        self._api_key = api_key
         self._setup: PolicySetup | None = None
         self._endpoint: str | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._key = ""
-        self._published: tuple[int, str] | None = None
-        """Version and digest of the newest weights."""
+        self._published: dict[str, tuple[int, str]] = {}
+        """Version and digest of the newest weights, by the name of the model or adapter."""
 
     @property
     def endpoint(self) -> str:
@@ -72,7 +80,8 @@ class TransformersBackend:
     @property
     def model_entry(self) -> Mapping[str, Any]:
         """The entry in the gateway's model list."""
-        return {"model": self._started().model_name, "endpoint": self.endpoint}
+        key = {"api_key": self._api_key} if self._api_key else {}
+        return {"model": self._started().model_name, "endpoint": self.endpoint, **key}
 
     @property
     def running(self) -> bool:
@@ -106,12 +115,16 @@ class TransformersBackend:
 
     async def load_weights(self, path: Path, version: int) -> None:
         """Replaces the weights between batches; if they do not fit, the server keeps the current ones."""
+        await self.load_adapter(self._started().model_name, path, version)
+
+    async def load_adapter(self, name: str, path: Path, version: int) -> None:
+        """Adds the adapter ``name``, or replaces its weights between batches."""
         digest = await asyncio.to_thread(digest_weights, path)
-        body = {"path": str(Path.cwd() / path), "version": version, "digest": digest}
+        body = {"model": name, "path": str(Path.cwd() / path), "version": version, "digest": digest}
         status, answer = await self._request("POST", "/weights", body)
         if status != 200:
             raise ConfigError(f"the policy server refused weights version {version}: {answer['error']['message']}")
-        self._published = version, digest
+        self._published[name] = version, digest
 
     async def statistics(self) -> Mapping[str, float]:
         """Returns totals since the start: those of ``Sampler.statistics`` and of ``Conversations.counts``.
@@ -119,15 +132,17 @@ class TransformersBackend:
         Raises:
             LightningError: the server serves other weights than those that were loaded last.
         """
-        if self._published is not None:
+        if self._published:
             _, state = await self._request("GET", "/health")
-            served = state["weight_version"], state["weights_digest"]
-            if served != self._published:
-                raise LightningError(
-                    f"the policy server serves weights version {served[0]} with digest {served[1]}, but version "
-                    f"{self._published[0]} with digest {self._published[1]} was published: another program replaced "
-                    "them, so the samples since then cannot be trained on."
-                )
+            for name, published in self._published.items():
+                found = state["models"].get(name, {})
+                served = found.get("weight_version"), found.get("weights_digest")
+                if served != published:
+                    raise LightningError(
+                        f"the policy server serves weights version {served[0]} of {name} with digest {served[1]}, but "
+                        f"version {published[0]} with digest {published[1]} was published: another program replaced "
+                        "them, so the samples since then cannot be trained on."
+                    )
         _, answer = await self._request("GET", "/statistics")
         return {name: float(value) for name, value in answer.items()}
 
@@ -142,7 +157,9 @@ class TransformersBackend:
         del options["directory"]
         command = [sys.executable, "-P", "-m", "agentlightning_algorithms.grpo.server", "--exit-with-parent"]
         for name, value in options.items():
-            if value is not None:
+            if value is True:
+                command.append(f"--{name.replace('_', '-')}")
+            elif value is not None and value is not False:
                 command += [f"--{name.replace('_', '-')}", str(value)]
         setup.directory.mkdir(parents=True, exist_ok=True)
         with self._log_path.open("ab") as log:
@@ -153,7 +170,7 @@ class TransformersBackend:
                 stderr=log,
                 start_new_session=True,  # Ctrl-C reaches the trainer only, which then stops the server
                 # Spinning threads slow a busy machine down tenfold.
-                env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
+                env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ, API_KEY_VARIABLE: self._api_key or ""},
             )
 
     async def _request(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:

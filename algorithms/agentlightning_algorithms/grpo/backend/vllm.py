@@ -9,13 +9,15 @@ The trainer writes new weights to a directory that the server also sees, and the
     POST /resume
 
 These paths exist in development mode only, and any client that reaches them can replace the model: run the server on
-loopback or in a private network.
+loopback or in a private network. Several policies are LoRA adapters, which a server with ``--enable-lora`` and
+VLLM_ALLOW_RUNTIME_LORA_UPDATING=True loads by ``POST /v1/load_lora_adapter`` while it is paused.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,8 @@ class VLLMBackend:
         self._api_key = api_key
         self._reload_timeout_s = reload_timeout_s
         self._model_name = ""
+        self._served: set[str] = set()
+        """Names of models and adapters."""
 
     @property
     def model_entry(self) -> Mapping[str, Any]:
@@ -71,6 +75,7 @@ class VLLMBackend:
                 f"the vLLM server at {self.endpoint} has no model {served!r} (status {status}, models: "
                 f"{', '.join(names) or 'none'}); start it with --served-model-name {served}, or set served_model."
             )
+        self._served = set(names)
         status, _ = await self._request("GET", "/is_paused")
         if status != 200:
             raise ConfigError(
@@ -84,16 +89,29 @@ class VLLMBackend:
         """Makes the paused server reload its weights; it does not store the version."""
         kwargs = {"weights_path": str(Path.cwd() / path), "is_checkpoint_format": True}
         body = {"method": "reload_weights", "kwargs": kwargs}
-        try:
-            await self._command("/pause?mode=wait")
+        async with self._paused():
             status, answer = await self._request("POST", "/collective_rpc", body)
             if status != 200:
                 raise ConfigError(
                     f"the vLLM server refused weights version {version} (status {status}): {_error_text(answer)}. It "
                     f"must see {kwargs['weights_path']} under the same path."
                 )
-        finally:
-            await self._command("/resume")
+
+    async def load_adapter(self, name: str, path: Path, version: int) -> None:
+        """Makes the paused server load an adapter under a name, in place of an earlier one of that name."""
+        body = {"lora_name": name, "lora_path": str(Path.cwd() / path)}
+        async with self._paused():
+            if name in self._served:
+                await self._request("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+            status, answer = await self._request("POST", "/v1/load_lora_adapter", body)
+            if status != 200:
+                raise ConfigError(
+                    f"the vLLM server refused the adapter {name}, version {version} (status {status}): "
+                    f"{_error_text(answer)}. It must see {body['lora_path']} under the same path; start it with "
+                    "--enable-lora, --max-loras of at least the number of policies, --max-lora-rank of at least their "
+                    "rank, and the environment variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=True."
+                )
+        self._served.add(name)
 
     def check(self) -> None:
         """Does nothing: this process does not own the server, and failing calls report it."""
@@ -125,6 +143,15 @@ class VLLMBackend:
                 "the vLLM server returns log-probabilities from before the temperature is applied "
                 f"({found[0]:.4f} at 1 and at 2); start it with --logprobs-mode processed_logprobs."
             )
+
+    @contextlib.asynccontextmanager
+    async def _paused(self) -> AsyncIterator[None]:
+        """Ends running calls and drops cached prefixes; holds further calls back until the block ends."""
+        try:
+            await self._command("/pause?mode=wait")
+            yield
+        finally:
+            await self._command("/resume")
 
     async def _command(self, path: str) -> None:
         status, answer = await self._request("POST", path)

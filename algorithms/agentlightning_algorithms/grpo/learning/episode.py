@@ -14,7 +14,7 @@ from agentlightning.adapter.adapter import TraceAdapter
 from agentlightning.errors import AdapterError
 from agentlightning.reward import find_final_reward, find_reward_spans, get_rewards_from_span
 from agentlightning.store.protocol import LightningStore
-from agentlightning.types import AttemptedRollout, EnqueueRolloutRequest, Rollout, Span, Triplet
+from agentlightning.types import AttemptedRollout, Rollout, Span, Triplet
 from agentlightning_algorithms.grpo.training_row import Distribution
 
 logger = logging.getLogger("agentlightning")
@@ -35,6 +35,8 @@ class Episode:
 
     rewards: Mapping[str, float] = field(default_factory=dict)
     """Named dimensions of its rewards; the last value of each counts."""
+    call_seconds: Sequence[float] = ()
+    """Durations of its model calls, as the gateway saw them."""
 
     @property
     def outcome(self) -> tuple[float | None, str | None]:
@@ -67,6 +69,12 @@ class Episode:
         return None if attempt is None or attempt.end_time is None else max(0.0, attempt.end_time - attempt.start_time)
 
     @property
+    def oldest_version(self) -> int | None:
+        """The oldest version of the weights that sampled its calls; None if it is not known."""
+        versions = [call.metadata.get("weight_version") for call in self.triplets]
+        return min((version for version in versions if isinstance(version, int)), default=None)
+
+    @property
     def queue_wait_s(self) -> float | None:
         """Time in the queue before a runner took it."""
         rollout = self.rollout
@@ -78,17 +86,16 @@ class Episode:
 async def gather_episodes(
     store: LightningStore,
     adapter: TraceAdapter[Sequence[Triplet]],
-    requests: Sequence[EnqueueRolloutRequest],
+    rollout_ids: Sequence[str],
     flush: Callable[[], Awaitable[None]],
     *,
     retry_before: float | None = None,
 ) -> list[Episode]:
-    """Enqueues rollouts, waits until all have finished, and reads their spans after ``flush``.
+    """Waits until rollouts have finished, and reads their spans after ``flush``.
 
-    Rollouts that the store already has are not run again, except those that failed in an attempt begun before
-    ``retry_before``: while the run was down, no server answered their calls.
+    Those that failed in an attempt begun before ``retry_before`` are run again: while the run was down, no server
+    answered their calls.
     """
-    rollout_ids = [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
     ended = await store.wait_for_rollouts(rollout_ids)
     if retry_before is not None:
         again = [
@@ -126,12 +133,14 @@ def read_episode(rollout: Rollout, spans: Sequence[Span], adapter: TraceAdapter[
         return Episode(rollout, None, error="SpansDropped")
     named = [named for span in find_reward_spans(spans) for named in get_rewards_from_span(span)]
     rewards = {name: value for name, value in named if name != "primary"}
-    return Episode(rollout, reward, triplets, error, _read_distributions(spans), rewards)
+    calls = [span for span in spans if semconv.is_gateway_call(span)]
+    seconds = [call.end_time - call.start_time for call in calls if call.start_time and call.end_time]
+    return Episode(rollout, reward, triplets, error, _read_distributions(calls), rewards, seconds)
 
 
-def _read_distributions(spans: Sequence[Span]) -> dict[str, Distribution]:
+def _read_distributions(calls: Sequence[Span]) -> dict[str, Distribution]:
     found = {}
-    for span in filter(semconv.is_gateway_call, spans):
+    for span in calls:
         attributes = span.attributes
         temperature, top_p, top_k = (attributes.get(f"gen_ai.request.{name}") for name in Distribution._fields)
         response_id = str(attributes.get(semconv.GEN_AI_RESPONSE_ID))
@@ -154,13 +163,8 @@ def describe_episodes(
     counted = [(episode, r) for episode in episodes if (r := episode.reward_or(failed_reward)) is not None]
     rewards_R = [reward for _, reward in counted]
     errors = Counter(episode.error for episode in episodes if episode.error)
-    turns = [len(episode.triplets) for episode in episodes]
     seconds = [spent for episode in episodes if (spent := episode.seconds) is not None]
     waits = [wait for episode in episodes if (wait := episode.queue_wait_s) is not None]
-    calls = [triplet for episode in episodes for triplet in episode.triplets]
-    lengths = [len(ids) for triplet in calls if (ids := triplet.response.get("token_ids"))]
-    prompts = [len(ids) for triplet in calls if (ids := triplet.prompt.get("token_ids"))]
-    cut_off = sum(triplet.metadata.get("finish_reason") == "length" for triplet in calls)
     sources: dict[str, list[float]] = {}
     for episode, reward in counted:
         if episode.source is not None:
@@ -175,12 +179,9 @@ def describe_episodes(
         "failure_rate": _mean([float(episode.reward is None) for episode in episodes]),
         "rollouts": float(len(episodes)),
         "rollouts_without_reward": float(sum(episode.reward is None for episode in episodes)),
-        "calls_per_rollout": _mean(turns),
-        "calls_per_rollout_max": float(max(turns, default=0)),
-        **_spread("prompt_length", prompts),
-        **_spread("response_length", lengths),
+        **describe_calls(episodes),
+        **_spread("call_s", [spent for episode in episodes for spent in episode.call_seconds]),
         **_spread("rollout_s", seconds),
-        "responses_cut_off": cut_off / len(calls) if calls else 0.0,
         "queue_wait_s": _mean(waits),
         "queue_wait_max_s": max(waits, default=0.0),
         **{f"rewards/{name}": _mean(values) for name, values in sorted(named.items())},
@@ -189,10 +190,23 @@ def describe_episodes(
     }
 
 
+def describe_calls(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Returns the number of calls of a rollout, and their lengths."""
+    calls = [triplet for episode in episodes for triplet in episode.triplets]
+    cut_off = sum(triplet.metadata.get("finish_reason") == "length" for triplet in calls)
+    return {
+        **_spread("calls_per_rollout", [len(episode.triplets) for episode in episodes]),
+        **_spread("prompt_length", [len(ids) for call in calls if (ids := call.prompt.get("token_ids"))]),
+        **_spread("response_length", [len(ids) for call in calls if (ids := call.response.get("token_ids"))]),
+        "responses_cut_off": cut_off / len(calls) if calls else 0.0,
+    }
+
+
 def count_staleness(episodes: Sequence[Episode], version: int) -> dict[str, float]:
     """Returns how many calls were sampled by weights of ``version``, one before it, and so on."""
     versions = [call.metadata.get("weight_version") for episode in episodes for call in episode.triplets]
-    counts = Counter(version - found for found in versions if isinstance(found, int))
+    # A resumed run may use calls of weights that it has not made again.
+    counts = Counter(max(0, version - found) for found in versions if isinstance(found, int))
     return {f"staleness/{age}": float(count) for age, count in sorted(counts.items())}
 
 

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import resource
+import statistics
+import sys
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+
+_OF_ROLLOUTS = ("groups", "rollouts_left_out", "rollouts_filled")
+"""Counts of rollouts and their groups, which are the same for each policy of a run."""
+_SUMMED = ("calls", "drift/", "rows", "response_tokens", "optimizer_steps", "skipped_steps", "seconds")
+"""Beginnings of the names of what several policies have together."""
 
 
 class StepMetrics:
@@ -71,3 +80,36 @@ class UpdateMetrics:
             "skipped_steps": float(self.skipped_steps),
             "seconds": seconds,
         }
+
+
+def measure_memory(device: str) -> dict[str, float]:
+    """Returns peak memory in GB: of this process, and of the GPU since the last step."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    memory = {"memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9}
+    if device.startswith("cuda"):
+        memory["gpu_memory_gb"] = torch.cuda.max_memory_allocated(device) / 1e9
+        torch.cuda.reset_peak_memory_stats(device)
+    return memory
+
+
+def join_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the metrics of several policies, each updated once, as those of one update.
+
+    Counts and seconds are added and extremes kept. Anything else is a mean, weighted by the response tokens of each
+    policy, or a speed by its seconds.
+    """
+    joined = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        having = [part for part in parts if name in part]
+        values = [part[name] for part in having]
+        if name in _OF_ROLLOUTS or name.endswith("_max"):
+            joined[name] = max(values)
+        elif name.endswith("_min"):
+            joined[name] = min(values)
+        elif name.startswith(_SUMMED):
+            joined[name] = sum(values)
+        else:
+            weight = "seconds" if name.endswith("_per_s") else "response_tokens"
+            weights = [part.get(weight, 0.0) for part in having]
+            joined[name] = statistics.fmean(values, weights if any(weights) else None)
+    return joined

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -9,6 +10,8 @@ _BASE_STEPS: Final = 3
 """Later steps are compared with the mean of the first ones."""
 _MAX_GAP: Final = {True: 1e-3, False: 1.0}
 """Largest difference of log-probabilities that rounding explains: in float32, and in other precisions."""
+_IDLE: Final = 0.5
+"""Share of the sampling during which the policy server had nothing to do that is worth a hint."""
 _SOLVED: Final = 0.9
 """Success rate above which low entropy means that the task has been learned."""
 
@@ -22,6 +25,7 @@ class TrainingMonitor:
         self._first: dict[str, list[float]] = {}
         self._best_val: tuple[float, float] | None = None
         self._active: set[str] = set()
+        self._has_hinted = False
 
     @property
     def active(self) -> int:
@@ -46,6 +50,17 @@ class TrainingMonitor:
         begun = [text for name, text in found.items() if name not in self._active]
         self._active = set(found) | kept
         return begun
+
+    def idle_hint(self, metrics: Mapping[str, float]) -> str | None:
+        """Returns, once, how to use a policy server that idles while rollouts wait for a runner."""
+        idle, queued_s = metrics.get("sampler/idle_fraction", 0.0), metrics.get("queue_wait_s", 0.0)
+        if self._has_hinted or idle <= _IDLE or queued_s <= metrics.get("rollout_s", math.inf):
+            return None
+        self._has_hinted = True
+        return (
+            f"the policy server was idle for {idle:.0%} of the sampling while rollouts waited {queued_s:.1f} s for a "
+            "runner: raise max_concurrency if agents wait for tools, or n_runners if they compute and cores are free"
+        )
 
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps."""

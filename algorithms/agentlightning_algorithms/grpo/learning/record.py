@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
-from agentlightning.types import AttemptedRollout, Span, Triplet
+from agentlightning.types import AttemptedRollout, Span
 from agentlightning_algorithms.grpo.learning.episode import Episode
 from agentlightning_algorithms.grpo.learning.experience import Experience
 from agentlightning_algorithms.grpo.learning.prepared_row import RowUse
 from agentlightning_algorithms.grpo.training_row import TrainingRow
+from agentlightning_plugins.training_records.account import (
+    RolloutOutcome,
+    TokenTexts,
+    call_keys,
+    count_sampled,
+    explain_unused,
+    read_id,
+    read_version,
+)
 from agentlightning_plugins.training_records.record import LedgerEntry, Outcome, TrainedCall, TrainedRow
-from agentlightning_plugins.trajectories.trajectory import Decode
-
-_UNUSABLE: dict[str, Outcome] = {"SpansDropped": "spans_dropped", "AdapterError": "unreadable_spans"}
+from agentlightning_plugins.trajectories.trajectory import Decode, Turn
 
 
 def training_spans(
@@ -37,7 +43,7 @@ def training_spans(
     """
     spans = []
     outcomes = dict(experience.left_out)
-    texts: dict[int, str] = {}
+    texts = TokenTexts(decode)
     known: Sequence[RowUse | None] = uses or [None] * len(experience.rows)
     for row, (episode, kept), use in zip(experience.rows, experience.sources, known, strict=True):
         outcome: Outcome = "trained" if use is None else use.outcome
@@ -54,13 +60,15 @@ def training_spans(
                 logprobs=row.logprobs,
                 trainer_logprobs=None if use is None else _spread(use.logprobs, row),
                 calls=[
-                    TrainedCall(_response_id(turn.triplet), turn.start, turn.end, value, _weight_version(turn.triplet))
+                    TrainedCall(read_id(turn.triplet), turn.start, turn.end, value, read_version(turn.triplet))
                     for turn, value in kept
                 ],
                 reward=episode.reward_or(failed_reward),
                 minibatch=0 if use is None else use.minibatch,
                 outcome=outcome,
-                texts=_decode(row, texts, decode) if decode is not None else {},
+                texts=texts.read(row.prompt_ids, row.response_ids),
+                token_advantages=_token_advantages(row, [turn for turn, _ in kept]),
+                token_versions=_token_versions(row, [turn for turn, _ in kept]),
             )
             spans.append(record.to_span())
     for episode in episodes:
@@ -71,33 +79,18 @@ def training_spans(
 
 def _account(episode: Episode, step: int, outcomes: dict[int, Outcome], failed_reward: float | None) -> LedgerEntry:
     assert isinstance(episode.rollout, AttemptedRollout)
-    attempt, reward = episode.rollout.attempt, episode.reward_or(failed_reward)
-    has_failed = episode.rollout.status != "succeeded"
-    whole: Outcome | None = _UNUSABLE.get(episode.error)
-    if whole is None and reward is None:
-        whole = "failed" if has_failed else "no_reward"
-    if whole is None and not episode.triplets:
-        whole = "failed" if has_failed else "no_calls"
-    calls: dict[str, Outcome] = {}
-    for place, call in enumerate(episode.triplets):
-        calls[_response_id(call) or f"call {place}"] = whole or outcomes.get(id(call)) or _unusable_call(call)
-    counts = Counter(calls.values())
-    outcome = whole or ("trained" if counts["trained"] else counts.most_common(1)[0][0])
-    return LedgerEntry(attempt.rollout_id, attempt.attempt_id, step, episode.group, outcome, reward, calls)
-
-
-def _unusable_call(call: Triplet) -> Outcome:
-    """Returns why a call became part of no trajectory."""
-    if not call.prompt.get("token_ids") or not call.response.get("token_ids"):
-        return "no_tokens"
-    return "repeated" if call.response.get("logprobs") else "no_logprobs"
-
-
-def _decode(row: TrainingRow, known: dict[int, str], decode: Decode) -> dict[int, str]:
-    """Returns the text of each token of a row."""
-    tokens = {*row.prompt_ids, *row.response_ids}
-    known.update((token, decode([token])) for token in tokens - known.keys())
-    return {token: known[token] for token in tokens}
+    attempt = episode.rollout.attempt
+    rollout = RolloutOutcome(
+        attempt.rollout_id,
+        attempt.attempt_id,
+        episode.group,
+        episode.reward_or(failed_reward),
+        episode.error,
+        has_failed=episode.rollout.status != "succeeded",
+        tokens=count_sampled(episode.triplets),
+    )
+    calls = zip(call_keys(episode.triplets), episode.triplets, strict=True)
+    return rollout.to_entry(step, {key: outcomes.get(id(call)) or explain_unused(call) for key, call in calls})
 
 
 def _spread(logprobs: Sequence[float] | None, row: TrainingRow) -> list[float] | None:
@@ -108,10 +101,20 @@ def _spread(logprobs: Sequence[float] | None, row: TrainingRow) -> list[float] |
     return [next(values) if kept else own for kept, own in zip(row.mask, row.logprobs, strict=True)]
 
 
-def _response_id(call: Triplet) -> str:
-    return str(call.metadata.get("response_id") or "")
+def _token_advantages(row: TrainingRow, turns: Sequence[Turn]) -> Sequence[float] | None:
+    """Returns the advantage of each response token, if those of one call differ, as with a teacher."""
+    own = row.advantage
+    if not isinstance(own, Sequence) or all(len(set(own[turn.start : turn.end])) == 1 for turn in turns):
+        return None
+    return own
 
 
-def _weight_version(call: Triplet) -> int | None:
-    version = call.metadata.get("weight_version")
-    return version if isinstance(version, int) else None
+def _token_versions(row: TrainingRow, turns: Sequence[Turn]) -> list[int | None] | None:
+    """Returns the version of the weights of each response token, if a call mixes versions."""
+    if not any(turn.triplet.metadata.get("weight_versions") for turn in turns):
+        return None
+    versions: list[int | None] = [None] * len(row.response_ids)
+    for turn in turns:
+        own = turn.triplet.metadata.get("weight_versions") or [read_version(turn.triplet)] * (turn.end - turn.start)
+        versions[turn.start : turn.end] = own
+    return versions

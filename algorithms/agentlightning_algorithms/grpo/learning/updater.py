@@ -20,12 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agentlightning.errors import ConfigError
 from agentlightning.plugin.registry import get_manager
-from agentlightning_algorithms.grpo.learning.loss import (
-    Surrogate,
-    aggregate,
-    kl_penalty,
-    loss_normalizer,
-)
+from agentlightning_algorithms.grpo.learning.loss import Surrogate, aggregate, kl_penalty, loss_normalizer
 from agentlightning_algorithms.grpo.learning.metrics import StepMetrics, UpdateMetrics
 from agentlightning_algorithms.grpo.learning.prepared_row import PreparedRow, RowUse, describe_correction, prepare_rows
 from agentlightning_algorithms.grpo.model.checkpoint import (
@@ -138,21 +133,28 @@ class Updater:
         return divergences
 
     def save(self, directory: Path, caller: Mapping[str, Any] | None = None) -> None:
-        """Writes a checkpoint atomically: model (or LoRA adapters), tokenizer, optimizer, step and random state.
+        """Writes a checkpoint of :meth:`state`, atomically."""
+        with atomic_directory(directory) as scratch:
+            self.write(scratch, self.state(caller))
+
+    def state(self, caller: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Returns optimizer, step and random state; its tensors are the optimizer's, not copies.
 
         ``caller`` is further state of plain values, which :meth:`load` returns.
         """
-        with atomic_directory(directory) as scratch:
-            self.policy.save(scratch, merge=False)
-            state = {
-                "updates": self.updates,
-                "optimizer": self._optimizer.state_dict(),
-                "order": self._order.get_state(),
-                "reference": None if self.reference is None else self.reference.state(),
-                "random": random_state(),
-                "caller": dict(caller or {}),
-            }
-            torch.save(state, scratch / _STATE_FILE)
+        return {
+            "updates": self.updates,
+            "optimizer": self._optimizer.state_dict(),
+            "order": self._order.get_state(),
+            "reference": None if self.reference is None else self.reference.state(),
+            "random": random_state(),
+            "caller": dict(caller or {}),
+        }
+
+    def write(self, directory: Path, state: Mapping[str, Any]) -> None:
+        """Writes model (or LoRA adapters), tokenizer and ``state``; they may not change until it returns."""
+        self.policy.save(directory, merge=False)
+        torch.save(dict(state), directory / _STATE_FILE)
 
     def load(self, directory: Path) -> dict[str, Any]:
         """Restores what :meth:`save` wrote, the process's random generators included, and returns ``caller``.
@@ -165,7 +167,7 @@ class Updater:
         if not file.is_file():
             raise ConfigError(f"no checkpoint in {str(directory)!r}: {_STATE_FILE} is missing.")
         state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-        self.policy.load_trained(directory)
+        self.policy.load_weights(directory)
         if self.reference is not None and state.get("reference") is not None:
             self.reference.restore(state["reference"])
         self._optimizer.load_state_dict(state["optimizer"])
@@ -178,7 +180,7 @@ class Updater:
         settings = self.settings
         old: Sequence[Sequence[float]] = [row.logprobs for row in rows]
         if settings.old_logprobs == "trainer" and rows:
-            old = self._score(rows)
+            old = self.score(rows)
         with_reference = self.reference is not None and settings.kl_in == "loss"
         return prepare_rows(rows, old, self._score_reference(rows) if with_reference else None, settings)
 
@@ -355,7 +357,8 @@ class Updater:
         )
         return float(normalizer)
 
-    def _score(self, rows: Sequence[TrainingRow]) -> list[list[float]]:
+    def score(self, rows: Sequence[TrainingRow]) -> list[list[float]]:
+        """Returns the log-probability of every response token under the current weights; 0 where it was given."""
         settings = self.settings
         with self._precision():
             return self.policy.score(rows, settings.temperature, max_tokens=settings.max_tokens_per_microbatch)
@@ -363,7 +366,7 @@ class Updater:
     def _score_reference(self, rows: Sequence[TrainingRow]) -> list[list[float]]:
         assert self.reference is not None
         with self.reference.in_place():
-            return self._score(rows)
+            return self.score(rows)
 
     def _precision(self) -> AbstractContextManager[object]:
         return torch.autocast(self.policy.device.type, torch.bfloat16) if self._autocast else nullcontext()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
@@ -14,6 +16,8 @@ from torch import Tensor, nn
 
 from agentlightning.errors import ConfigError
 from agentlightning_algorithms.grpo.setting import LoraSettings
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
 
 _ADAPTER_FILE = "adapter_model.safetensors"
 
@@ -51,15 +55,6 @@ def add_lora(model: nn.Module, settings: LoraSettings) -> None:
             parameter.data = parameter.data.float()
 
 
-def read_lora(model: nn.Module, directory: Path) -> None:
-    """Adds adapters of the shape of those saved in ``directory``, and loads their values."""
-    config = LoraConfig.from_pretrained(str(directory))
-    config.inference_mode = False
-    cast(Any, model).add_adapter(config)
-    model.eval()
-    load_adapter(model, directory)
-
-
 def merge_state(model: nn.Module) -> dict[str, Tensor]:
     """Returns the weights of an equivalent model without adapters; does not change ``model``.
 
@@ -77,8 +72,8 @@ def merge_state(model: nn.Module) -> dict[str, Tensor]:
     return {name.replace(".base_layer.", "."): value for name, value in state.items() if ".lora_" not in name}
 
 
-def load_adapter(model: nn.Module, directory: Path) -> None:
-    """Replaces the model's adapters with those saved in ``directory``.
+def read_adapter(model: nn.Module, directory: Path) -> dict[str, Tensor]:
+    """Reads the adapters saved in ``directory``, without changing the model's.
 
     Raises:
         ConfigError: there are none, or they have another shape.
@@ -91,4 +86,33 @@ def load_adapter(model: nn.Module, directory: Path) -> None:
     stripped = {name.removeprefix("base_model.model."): value for name, value in loaded.items()}
     if own != {name: tuple(value.shape) for name, value in stripped.items()}:
         raise ConfigError(f"{file} has adapters of another shape; resume with the same lora settings.")
-    set_peft_model_state_dict(cast(Any, model), stripped)
+    return stripped
+
+
+def copy_adapter(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Replaces the model's adapters with those that :func:`read_adapter` returned."""
+    set_peft_model_state_dict(cast(Any, model), dict(weights))
+
+
+def share_weights(model: ModelT) -> ModelT:
+    """Returns a model with the same weights in the same memory, to which adapters can be added apart."""
+    tensors = (*model.parameters(), *model.buffers())
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+def add_saved_adapter(model: nn.Module, directory: Path) -> None:
+    """Adds adapters of the kind saved in ``directory``, untrained, to a transformers model.
+
+    Raises:
+        ConfigError: there are none, or no layer of the model matches them.
+    """
+    try:
+        config = LoraConfig.from_pretrained(str(directory))
+        cast(Any, model).add_adapter(config)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{str(directory)!r} has no LoRA adapters for this model: {error}") from error
+    model.eval()
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # in the precision in which they are trained
+            parameter.data = parameter.data.float()
+        parameter.requires_grad_(False)

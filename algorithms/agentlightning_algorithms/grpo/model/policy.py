@@ -170,21 +170,16 @@ class Policy:
             model.save_pretrained(directory, state_dict=state)
         self.tokenizer.save_pretrained(str(directory))
 
-    def load_trained(self, directory: Path) -> None:
-        """Loads what ``save(merge=False)`` wrote; a ConfigError if that is of another model or other settings."""
-        if self.has_lora:
-            from agentlightning_algorithms.grpo.model.lora import load_adapter  # as above
-
-            load_adapter(self.model, directory)
-        else:
-            self.load_weights(directory)
-
     def read_weights(self, directory: Path) -> dict[str, Tensor]:
-        """Reads the weights in ``directory`` without changing the model's.
+        """Reads the weights in ``directory``, of a model with LoRA only the adapters, without changing the model's.
 
         Raises:
-            ConfigError: no safetensors there, or those of another model.
+            ConfigError: no safetensors there, or those of another model or of other settings of LoRA.
         """
+        if self.has_lora:
+            from agentlightning_algorithms.grpo.model.lora import read_adapter  # as above
+
+            return read_adapter(self.model, directory)
         files = sorted(directory.glob("*.safetensors"))
         if not files:
             raise ConfigError(f"no *.safetensors in {str(directory)!r}; give a directory written by save_pretrained.")
@@ -208,6 +203,11 @@ class Policy:
 
     def copy_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Replaces the weights with those that :meth:`read_weights` returned."""
+        if self.has_lora:
+            from agentlightning_algorithms.grpo.model.lora import copy_adapter  # as above
+
+            copy_adapter(self.model, weights)
+            return
         own = self.model.state_dict()
         with torch.no_grad():
             for name, value in weights.items():
@@ -216,6 +216,21 @@ class Policy:
     def load_weights(self, directory: Path) -> None:
         """Replaces the weights with those in ``directory``; changes nothing if :meth:`read_weights` raises."""
         self.copy_weights(self.read_weights(directory))
+
+
+def open_adapter(base: Policy, directory: Path) -> Policy:
+    """Returns a policy of the same weights, in the same memory, and of LoRA adapters like those in ``directory``.
+
+    The adapters are not loaded yet.
+
+    Raises:
+        ConfigError: no adapters there, or those of another model.
+    """
+    from agentlightning_algorithms.grpo.model.lora import add_saved_adapter, share_weights  # peft
+
+    model = share_weights(base.model)
+    add_saved_adapter(model, directory)
+    return Policy(model, base.tokenizer)
 
 
 def load_policy(path: str | Path, *, dtype: str = "float32", device: str = "cpu") -> Policy:
@@ -242,18 +257,17 @@ def load_policy(path: str | Path, *, dtype: str = "float32", device: str = "cpu"
 def batch_by_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Splits items into batches of similar length: at most ``max_tokens`` tokens each, padding included.
 
-    A batch has at most 256 tokens of padding, which cost as much as another batch of a small model, or an eighth of
-    ``max_tokens``, so that batches of long items are filled too.
+    At most a tenth of a batch is padding, or 256 tokens, which cost as much as another batch of a small model.
 
     Returns:
         Indices into ``lengths``, the longest items first. An item longer than ``max_tokens`` gets its own batch.
     """
     batches: list[list[int]] = []
-    max_padding = max(256, max_tokens // 8)
     width = padding = 0
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         padding += width - lengths[i]
-        if not batches or padding > max_padding or (len(batches[-1]) + 1) * width > max_tokens:
+        size = (len(batches[-1]) + 1) * width if batches else 0
+        if not batches or padding > max(256, size // 10) or size > max_tokens:
             batches.append([])
             width, padding = lengths[i], 0
         batches[-1].append(i)

@@ -64,7 +64,14 @@ class Generation(NamedTuple):
 
     @property
     def weight_version(self) -> int:
+        """That of the first token, which is the oldest."""
         return self.tokens[0].weight_version
+
+    @property
+    def weight_versions(self) -> list[int] | None:
+        """Of each token, if they differ."""
+        first, last = self.tokens[0].weight_version, self.tokens[-1].weight_version
+        return None if first == last else [token.weight_version for token in self.tokens]
 
 
 class Draw(NamedTuple):

@@ -13,25 +13,30 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from agentlightning_algorithms.grpo.sampling.slot_cache import BLOCK, SlotCache
 
+S = TypeVar("S", bound=Sequence[int])
+_WORTH_WAITING = 256
+"""Repeated tokens that cost as much as another forward pass of a small model."""
+
 
 class PrefixCache:
-    """An LRU pool of blocks beside the caches of the running batch, of at most ``max_bytes``."""
+    """An LRU pool of blocks beside the caches of the running batch."""
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+    def __init__(self, max_bytes: int, position_bytes: int) -> None:
+        """Takes the most memory that the pool may use, and what keys and values of one position take in all layers."""
         self._blocks: OrderedDict[bytes, int] = OrderedDict()  # indices into the pool, least recently used first
         self._free: list[int] = []
         self._pool: list[tuple[Tensor, Tensor]] = []  # keys and values of each layer, [B, H, BLOCK, D]
-        self._capacity = 0
+        self._capacity = max_bytes // (BLOCK * position_bytes)
 
     def clear(self) -> None:
         """Drops all blocks; required when the weights change."""
@@ -47,6 +52,25 @@ class PrefixCache:
         self._touch(digests)
         return [self._blocks[digest] for digest in digests]
 
+    def leaders(self, sequences: Sequence[S]) -> list[S]:
+        """Returns the sequences to run first: one of those that begin with the same unknown block.
+
+        The others find its blocks in the cache afterwards. If that saves little, or the pool cannot hold the blocks,
+        all are to be run.
+        """
+        unknown = [[d for d in _digests(token_ids[:-1]) if d not in self._blocks] for token_ids in sequences]
+        if len(set().union(*unknown)) > self._capacity:
+            return list(sequences)
+        by_block: defaultdict[bytes | int, list[int]] = defaultdict(list)
+        for i, digests in enumerate(unknown):
+            by_block[digests[0] if digests else i].append(i)
+        chosen: list[int] = []
+        for members in by_block.values():
+            n_blocks = sum(len(unknown[i]) for i in members)
+            repeated = n_blocks - len(set().union(*(unknown[i] for i in members)))
+            chosen += members[:1] if BLOCK * repeated >= _WORTH_WAITING else members
+        return [sequences[i] for i in chosen]
+
     def restore(self, slots: SlotCache, found: Sequence[Sequence[int]], first: int) -> None:
         """Copies blocks into slots: those of row i into slot ``first + i``, from position 0 on."""
         places = [(first + row, at, index) for row, chain in enumerate(found) for at, index in enumerate(chain)]
@@ -59,7 +83,7 @@ class PrefixCache:
 
     def store(self, slots: SlotCache, rows: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Stores the whole blocks of sequences, given as slot and its tokens."""
-        if not self._max_bytes or not rows:
+        if not self._capacity or not rows:
             return
         self._open(slots)
         places: list[tuple[int, int, int]] = []
@@ -106,8 +130,6 @@ class PrefixCache:
         if not self._pool:
             layers = slots.blocks()
             self._pool = [(keys[:0, :, 0].clone(), values[:0, :, 0].clone()) for keys, values in layers]
-            block_bytes = sum(t[0, :, 0].numel() * t.element_size() for layer in layers for t in layer)
-            self._capacity = self._max_bytes // block_bytes
 
     def _columns(self, places: Sequence[tuple[int, int, int]]) -> tuple[Tensor, Tensor, Tensor]:
         columns = torch.tensor(places, device=self._pool[0][0].device).T

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from torch import Tensor
 
 from agentlightning_algorithms.grpo.sampling.draw import Generation, SamplingParams, Token
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
@@ -51,3 +55,12 @@ class Swap:
     def has_to_wait(self) -> bool:
         """False if it is cancelled or its weights could not be read."""
         return not self.future.cancelled() and (not self.weights.done() or self.weights.exception() is None)
+
+
+def settle(future: Future[T], outcome: T | Exception) -> None:
+    """Sets the result, or the error, of a future unless its owner has cancelled it."""
+    with contextlib.suppress(InvalidStateError):
+        if isinstance(outcome, Exception):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)

@@ -2,7 +2,9 @@
 
 One thread owns the model. Requests and weight swaps go through one queue, in order: a swap waits until every earlier
 row has ended, and later requests are sampled with the new weights, so that a response has one weight version. New
-weights are read from disk while the earlier rows finish.
+weights are read from disk while the earlier rows finish. With ``swap_in_flight`` a swap waits for no row: running rows
+go on with the new weights, after their keys and values have been computed again (AReaL, arXiv:2505.24298), so the
+log-probability of each token is exactly that of its weight version.
 
 A prompt that shares a prefix with a sequence sampled since the last swap reuses its keys and values. If the
 rows outgrow the memory for keys and values, the newest ones wait and are run again later, up to the token they had.
@@ -11,7 +13,6 @@ rows outgrow the memory for keys and values, the newest ones wait and are run ag
 from __future__ import annotations
 
 import atexit
-import contextlib
 import itertools
 import logging
 import queue
@@ -20,9 +21,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,17 +31,15 @@ from torch import Tensor
 from agentlightning_algorithms.grpo.model.policy import Policy, batch_by_tokens
 from agentlightning_algorithms.grpo.sampling.draw import FinishReason, Generation, SamplingParams, Token, draw_tokens
 from agentlightning_algorithms.grpo.sampling.prefix_cache import PrefixCache
-from agentlightning_algorithms.grpo.sampling.request import Request, Swap
+from agentlightning_algorithms.grpo.sampling.request import Request, Swap, settle
 from agentlightning_algorithms.grpo.sampling.running_batch import Bank, RunningBatch
 from agentlightning_algorithms.grpo.sampling.slot_cache import BLOCK, SlotCache, check_attention, position_bytes
 
 logger = logging.getLogger("agentlightning")
 
-T = TypeVar("T")
-
 _TOTALS = (
     "requests", "prompt_tokens", "reused_tokens", "sampled_tokens", "decode_steps", "decode_rows", "preempted", "swaps",
-    "busy_s",
+    "swapped_rows", "busy_s",
 )  # fmt: skip
 
 
@@ -57,6 +56,7 @@ class Sampler:
         kv_cache_bytes: int = 4096 * 2**20,
         seed: int | None = None,
         weight_version: int = 0,
+        swap_in_flight: bool = False,
     ) -> None:
         """Starts the thread.
 
@@ -70,6 +70,7 @@ class Sampler:
             seed: of requests without their own; with it, the same requests in the same order get the same responses.
                 The random numbers start over with every version of the weights.
             weight_version: of the initial weights.
+            swap_in_flight: swaps do not wait for running rows, which go on with the new weights.
 
         Raises:
             ConfigError: a model with layers that do not attend to the whole context.
@@ -80,6 +81,7 @@ class Sampler:
         self._max_batch_size = max_batch_size
         self._max_prefill_tokens = max_prefill_tokens
         self._seed = seed
+        self._swap_in_flight = swap_in_flight
         self._numbers = itertools.count(1)
         self._random = _generator(seed, weight_version)
         self._inbox: queue.SimpleQueue[Request | Swap | None] = queue.SimpleQueue()  # None: close
@@ -88,7 +90,7 @@ class Sampler:
         self._is_full = False  # from a preemption until a row leaves
         self._rows = self._new_batch()
         self._entering: list[Request] = []
-        self._prefixes = PrefixCache(prefix_cache_bytes)
+        self._prefixes = PrefixCache(prefix_cache_bytes, position_bytes(policy))
         self._totals = dict.fromkeys(_TOTALS, 0.0)
         self._reader = ThreadPoolExecutor(1, "agl-weights")
         self._thread = threading.Thread(target=self._run, name="agl-sampler", daemon=True)
@@ -115,7 +117,10 @@ class Sampler:
     def load_weights(self, path: Path, version: int) -> Future[None]:
         """Queues a swap to the weights in ``path``; if they do not fit, its future fails and nothing changes."""
         swap = Swap(self._reader.submit(self.policy.read_weights, path), version)
-        self._inbox.put(swap)
+        if self._swap_in_flight:  # rows run on until the weights are read
+            swap.weights.add_done_callback(lambda _: self._inbox.put(swap))
+        else:
+            self._inbox.put(swap)
         return swap.future
 
     def close(self) -> None:
@@ -180,7 +185,7 @@ class Sampler:
             failed = {*self._rows, *self._entering}
             logger.exception("sampling failed; %d requests get the error as their answer", len(failed))
             for request in failed:
-                _settle(request.future, error)
+                settle(request.future, error)
             self._rows, self._entering = self._new_batch(), []
             self._prefixes.clear()
         self._totals["busy_s"] += time.monotonic() - started
@@ -194,12 +199,17 @@ class Sampler:
                 return True
             if item is None:
                 return False
-            self._waiting.append(item)
+            if isinstance(item, Swap) and self._swap_in_flight:
+                self._waiting.appendleft(item)
+            else:
+                self._waiting.append(item)
 
     def _admit(self) -> None:
         """Takes items from the waiting queue: swaps when the batch is empty, requests while it has room."""
         admitted: list[Request] = []
         lengths: list[int] = []
+        if self._swap_in_flight and self._waiting and isinstance(self._waiting[0], Swap):
+            self._interrupt(self._waiting[0])
         while self._waiting and len(self._rows) + len(admitted) < self._max_batch_size:
             item = self._waiting[0]
             if isinstance(item, Swap) and (self._rows or admitted) and item.has_to_wait:
@@ -220,6 +230,17 @@ class Sampler:
         if admitted:
             self._prefill(admitted)
 
+    def _interrupt(self, swap: Swap) -> None:
+        """Puts all rows back into the queue, behind the swap at its head, unless that will not happen."""
+        if not swap.has_to_wait:
+            return
+        rows = sorted(self._rows, key=lambda request: request.number, reverse=True)
+        self._waiting.popleft()
+        self._waiting.extendleft([*rows, swap])
+        self._rows.remove(lambda request: True)
+        self._is_full = False
+        self._totals["swapped_rows"] += len(rows)
+
     def _preempt(self) -> None:
         """Puts the newest rows back into the queue until the others can have one more token each."""
         leaving: list[Request] = []
@@ -238,31 +259,35 @@ class Sampler:
             self.policy.copy_weights(swap.weights.result())
         # An isolation point: the caller gets the error, and sampling continues with the current weights.
         except Exception as error:
-            _settle(swap.future, error)
+            settle(swap.future, error)
             return
         self.weight_version = swap.version
         self._random = _generator(self._seed, swap.version)
         self._prefixes.clear()
         self._totals["swaps"] += 1
-        _settle(swap.future, None)
+        settle(swap.future, None)
 
     def _prefill(self, admitted: list[Request]) -> None:
-        """Runs each distinct sequence once, without its cached prefix, and draws the next token."""
+        """Runs each distinct sequence and each shared prefix once, and draws the next token."""
         self._entering = admitted
         by_sequence: dict[tuple[int, ...], list[Request]] = {}
         for request in admitted:
             by_sequence.setdefault(tuple(request.sequence), []).append(request)
-        known = [(self._prefixes.match(sequence), group) for sequence, group in by_sequence.items()]
+        while by_sequence:
+            self._prefill_groups([by_sequence.pop(each) for each in self._prefixes.leaders(list(by_sequence))])
+        self._entering = []
+        self._leave(lambda request: request.future.done())
+        self._rows.arrange()
+
+    def _prefill_groups(self, groups: Sequence[list[Request]]) -> None:
+        known = [(self._prefixes.match(group[0].sequence), group) for group in groups]
         for with_prefix in (False, True):
             chosen = [(blocks, group) for blocks, group in known if bool(blocks) == with_prefix]
             lengths = [len(group[0].sequence) - BLOCK * len(blocks) for blocks, group in chosen]
             for batch in batch_by_tokens(lengths, self._max_prefill_tokens):
                 self._prefill_batch([chosen[i][1] for i in batch], [chosen[i][0] for i in batch])
-        self._entering = []
         # Not earlier: storing may evict a prefix that another batch of this call begins with.
-        self._store_prefixes(set(map(id, admitted)))
-        self._leave(lambda request: request.future.done())
-        self._rows.arrange()
+        self._store_prefixes({id(group[0]) for _, group in known})
 
     def _prefill_batch(self, groups: Sequence[list[Request]], known: Sequence[list[int]]) -> None:
         """Runs one sequence per group in a slot of its own, and copies the result to the others of the group."""
@@ -327,7 +352,7 @@ class Sampler:
         ):
             if logprob != logprob:
                 message = f"the logits of weights version {self.weight_version} are not finite; load other weights."
-                _settle(request.future, FloatingPointError(message))
+                settle(request.future, FloatingPointError(message))
                 continue
             n = request.params.top_logprobs
             request.tokens.append(Token(token, logprob, likeliest[i][:n] if n else (), self.weight_version))
@@ -335,7 +360,7 @@ class Sampler:
                 request.on_token(request.tokens[-1])
             reason = self._finish_reason(request)
             if reason is not None:
-                _settle(request.future, Generation(request.tokens, reason, request.reused))
+                settle(request.future, Generation(request.tokens, reason, request.reused))
         self._totals["sampled_tokens"] += len(requests)
 
     def _finish_reason(self, request: Request) -> FinishReason | None:
@@ -373,11 +398,3 @@ class Sampler:
 def _generator(seed: int | None, weight_version: int) -> random.Random:
     """Returns the generator of requests without a seed while the weights have this version."""
     return random.Random() if seed is None else random.Random(f"{seed}/{weight_version}")
-
-
-def _settle(future: Future[T], outcome: T | Exception) -> None:
-    with contextlib.suppress(InvalidStateError):  # its owner has cancelled it
-        if isinstance(outcome, Exception):
-            future.set_exception(outcome)
-        else:
-            future.set_result(outcome)

@@ -4,10 +4,11 @@
 
     POST /v1/chat/completions, /v1/completions    GET /v1/models, /health, /statistics
     POST /weights {"path": DIR, "version": 7, "digest": "4f5a..."}     answers when the weights are in use
+    POST /weights {..., "model": "writer"}     adds the LoRA adapter in DIR as the model ``writer``, or replaces it
 
 When it is ready it prints one line of JSON, such as ``{"host": "127.0.0.1", "port": 41234, "key": "..."}``; everything
 else goes to stderr. ``/weights`` and ``/statistics`` require the key (``Authorization: Bearer``), which is new for each
-process.
+process. The environment variable AGL_POLICY_API_KEY, if set, is the key that all others except ``/health`` require.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ import os
 import secrets
 import signal
 import sys
+from functools import partial
 from typing import TextIO
 
 import torch
 from aiohttp import web
 
 from agentlightning.errors import ConfigError
-from agentlightning_algorithms.grpo.model.policy import load_policy
+from agentlightning_algorithms.grpo.model.policy import Policy, load_policy
 from agentlightning_algorithms.grpo.sampling.sampler import Sampler
+from agentlightning_algorithms.grpo.server import API_KEY_VARIABLE
 from agentlightning_algorithms.grpo.server.app import PolicyApp
 from agentlightning_plugins.http_connections import Connections
 from agentlightning_plugins.http_request import SERVER_SETTINGS, RequestLog, is_loopback
@@ -46,31 +49,36 @@ def main() -> int:
         torch.set_num_threads(options.threads)
     try:
         policy = load_policy(options.model, dtype=options.dtype, device=options.device)
-        sampler = Sampler(
+        key = secrets.token_urlsafe(32)
+        app = PolicyApp(
             policy,
-            max_batch_size=options.max_batch_size,
-            prefix_cache_bytes=options.prefix_cache_mb * 2**20,
-            kv_cache_bytes=options.kv_cache_mb * 2**20,
-            seed=options.seed,
-            weight_version=options.weight_version,
+            partial(_make_sampler, options),
+            model_name=options.model_name,
+            max_length=options.max_length,
+            key=key,
+            api_key=os.environ.pop(API_KEY_VARIABLE, None),
+            is_local=is_loopback(options.host),
         )
     except ConfigError as error:
         logger.error("%s", error)
         return 2
-    key = secrets.token_urlsafe(32)
-    app = PolicyApp(
-        policy,
-        sampler,
-        model_name=options.model_name,
-        max_length=options.max_length,
-        key=key,
-        is_local=is_loopback(options.host),
-    )
     try:
         asyncio.run(_serve(app, key, options, output))
     finally:
-        sampler.close()
+        app.close()
     return 0
+
+
+def _make_sampler(options: argparse.Namespace, policy: Policy) -> Sampler:
+    return Sampler(
+        policy,
+        max_batch_size=options.max_batch_size,
+        prefix_cache_bytes=options.prefix_cache_mb * 2**20,
+        kv_cache_bytes=options.kv_cache_mb * 2**20,
+        seed=options.seed,
+        weight_version=options.weight_version,
+        swap_in_flight=options.swap_in_flight,
+    )
 
 
 async def _serve(app: PolicyApp, key: str, options: argparse.Namespace, output: TextIO) -> None:
@@ -106,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", required=True, help="directory written by save_pretrained, or a hub name")
     add("--model-name", default="policy", help="name of the model in requests (default: policy)")
-    add("--host", default="127.0.0.1", help="address to bind; completions need no key")
+    add("--host", default="127.0.0.1", help="address to bind")
     add("--port", type=int, default=0, help="0: any free port")
     add("--dtype", default="float32", help="float32, bfloat16 or float16")
     add("--device", default="cpu", help="such as cpu or cuda:0")
@@ -117,6 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--threads", type=int, help="torch threads; 1 is fastest for tiny models")
     add("--seed", type=int, help="of requests without a seed of their own")
     add("--weight-version", type=int, default=0, help="version of the initial weights")
+    add("--swap-in-flight", action="store_true", help="new weights do not wait for running answers, which mix versions")
     add("--exit-with-parent", action="store_true", help="stop when standard input is closed")
     return parser
 

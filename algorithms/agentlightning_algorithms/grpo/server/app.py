@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import hmac
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from pydantic import BaseModel, ConfigDict
 
-from agentlightning_algorithms.grpo.model.policy import Policy
+from agentlightning_algorithms.grpo.model.policy import Policy, open_adapter
 from agentlightning_algorithms.grpo.sampling.draw import SamplingParams, Token
 from agentlightning_algorithms.grpo.sampling.sampler import Sampler
 from agentlightning_algorithms.grpo.server.completion import Answer, Completions
@@ -29,6 +31,7 @@ from agentlightning_algorithms.grpo.server.request import (
     parse_body,
     parse_request,
 )
+from agentlightning_algorithms.grpo.training_row import TrainingRow
 from agentlightning_algorithms.grpo.weights_digest import digest_weights
 from agentlightning_plugins.http_connections import Connections
 from agentlightning_plugins.http_request import RequestError as BodyError
@@ -51,37 +54,62 @@ class _WeightsRequest(BaseModel):
     version: int
     digest: str | None = None
     """Of the weights in ``path``; others are refused."""
+    model: str | None = None
+    """The model, or a LoRA adapter over it; an adapter that is not served yet is added. None: the model."""
+
+
+@dataclass
+class _Served:
+    """The model, or an adapter over it: a policy with a batch, caches and conversations of its own."""
+
+    sampler: Sampler
+    completions: Completions
+    digest: str | None = None
+    """Of the newest weights."""
 
 
 class PolicyApp:
-    """The endpoint's handlers over one sampler."""
+    """The endpoint's handlers over a model and the LoRA adapters that are added to it."""
 
     def __init__(
         self,
         policy: Policy,
-        sampler: Sampler,
+        make_sampler: Callable[[Policy], Sampler],
         *,
         model_name: str,
         key: str,
+        api_key: str | None = None,
         max_length: int | None = None,
         is_local: bool = True,
     ) -> None:
-        """Takes a policy and its sampler.
+        """Takes a policy, and a function that makes its sampler and that of each adapter.
 
-        ``key`` is required to replace the weights; ``max_length`` bounds the tokens of a prompt and its response
-        together; ``is_local`` refuses requests of web pages.
+        ``key`` is required to replace the weights, ``api_key``, unless it is None, for all else but ``/health``;
+        ``max_length`` bounds the tokens of a prompt and its response together; ``is_local`` refuses requests of web
+        pages.
         """
-        self._sampler = sampler
+        self._policy = policy
+        self._make_sampler = make_sampler
+        self._model_name = model_name
         self._key = f"Bearer {key}".encode()
+        self._api_key = f"Bearer {api_key}".encode() if api_key else None
         self._is_local = is_local
         self.connections: Connections | None = None
         """The limits of connections, once the server listens."""
-        self._digest: str | None = None
         self._swapping = asyncio.Lock()
-        self._completions = Completions(policy, model_name, min(max_length or policy.max_length, policy.max_length))
+        self._max_length = min(max_length or policy.max_length, policy.max_length)
+        self._served = {model_name: self._serve(policy, model_name)}
+
+    def close(self) -> None:
+        """Ends the samplers."""
+        for served in self._served.values():
+            served.sampler.close()
+
+    def _serve(self, policy: Policy, name: str) -> _Served:
+        return _Served(self._make_sampler(policy), Completions(policy, name, self._max_length))
 
     def build(self) -> web.Application:
-        """Returns the application; the caller serves it and closes the sampler."""
+        """Returns the application; the caller serves it, and then closes this object."""
         app = web.Application(middlewares=[_errors_as_json, self._check_client])
         routes: list[tuple[str, str, Handler]] = [
             ("POST", "/v1/chat/completions", partial(self._complete, ChatRequest)),
@@ -102,24 +130,46 @@ class PolicyApp:
 
     async def _complete(self, kind: type[ChatRequest | TextRequest], http: web.Request) -> web.StreamResponse:
         text = await read_body(http, _MAX_BODY_BYTES, _MAX_BODY_BYTES)
-        request = parse_request(kind, await parse_json(text), self._completions.model_name)
+        request = parse_request(kind, await parse_json(text), self._served)
+        served = self._served[request.model or self._model_name]
+        completions, sampler = served.completions, served.sampler
         if len(text) < _THREAD_BYTES:
-            prompt = self._completions.prompt(request)
+            prompt = completions.prompt(request)
         else:
-            prompt = await asyncio.to_thread(self._completions.prompt, request)
-        params = self._completions.sampling_params(request, len(prompt.token_ids))
-        answer = Answer(self._completions, request, prompt)
+            prompt = await asyncio.to_thread(completions.prompt, request)
+        params = completions.sampling_params(request, len(prompt.token_ids))
+        answer = Answer(completions, request, prompt)
         if request.stream:
-            async with contextlib.aclosing(self._stream(answer, prompt, params)) as stream:
+            if isinstance(request, TextRequest) and request.prompt_logprobs is not None:
+                raise RequestError("prompt_logprobs cannot be streamed; leave stream out.", param="prompt_logprobs")
+            async with contextlib.aclosing(self._stream(sampler, answer, prompt, params)) as stream:
                 return await _send_stream(http, stream)
         # A client that disconnects cancels this handler, and with it the futures: its rows leave the batch.
-        futures = [self._sampler.submit(prompt.token_ids, p) for p in params]
+        futures = [sampler.submit(prompt.token_ids, p) for p in params]
         generations = await asyncio.gather(*map(asyncio.wrap_future, futures))
         body = answer.whole(generations)
+        if isinstance(request, TextRequest) and request.prompt_logprobs is not None:
+            scored = await self._score_prompt(served, prompt.token_ids)
+            for choice in body["choices"]:
+                choice["prompt_logprobs"] = scored
         return _json(body, headers={"x-weight-version": str(body["weight_version"])})
 
+    async def _score_prompt(self, served: _Served, token_ids: Sequence[int]) -> list[Json | None]:
+        """Returns the log-probability of each token of a prompt at temperature 1, but the first, as vLLM does."""
+        if len(token_ids) == 1:
+            return [None]
+        row = TrainingRow(token_ids[:1], token_ids[1:], [0.0] * (len(token_ids) - 1), 0.0)
+        async with self._swapping:  # the weights do not change meanwhile
+            (scores,) = await asyncio.to_thread(served.sampler.policy.score, [row])
+        text = served.completions.token_text
+        told = [
+            {str(token): {"logprob": score, "rank": None, "decoded_token": text(token)["token"]}}
+            for token, score in zip(token_ids[1:], scores, strict=True)
+        ]
+        return [None, *told]
+
     async def _stream(
-        self, answer: Answer, prompt: Prompt, params: Sequence[SamplingParams]
+        self, sampler: Sampler, answer: Answer, prompt: Prompt, params: Sequence[SamplingParams]
     ) -> AsyncGenerator[list[Json]]:
         """Yields chunks as tokens are sampled; tokens sampled while a chunk is being sent share the next one."""
         loop = asyncio.get_running_loop()
@@ -132,7 +182,7 @@ class PolicyApp:
                 loop.call_soon_threadsafe(news.set)
 
         futures = [
-            asyncio.wrap_future(self._sampler.submit(prompt.token_ids, p, partial(on_token, index)))
+            asyncio.wrap_future(sampler.submit(prompt.token_ids, p, partial(on_token, index)))
             for index, p in enumerate(params)
         ]
         whole = asyncio.gather(*futures)
@@ -169,43 +219,64 @@ class PolicyApp:
             whole.cancel()  # takes the rows out of the batch if the client has disconnected
 
     async def _models(self, _: web.Request) -> web.Response:
-        about = {"id": self._completions.model_name, "max_model_len": self._completions.max_length}
-        model = {"object": "model", "created": 0, "owned_by": "agentlightning", **about}
-        return _json({"object": "list", "data": [model]})
+        about = {"object": "model", "created": 0, "owned_by": "agentlightning", "max_model_len": self._max_length}
+        return _json({"object": "list", "data": [{"id": name, **about} for name in self._served]})
 
     async def _health(self, _: web.Request) -> web.Response:
-        sampler = self._sampler
-        state: Json = {"weight_version": sampler.weight_version, "running": sampler.running, "waiting": sampler.waiting}
-        state["weights_digest"] = self._digest
-        status, code = ("ok", 200) if sampler.alive else ("broken", 503)
-        return _json({"status": status, **state}, status=code)
+        models = {
+            name: {"weight_version": served.sampler.weight_version, "weights_digest": served.digest}
+            for name, served in self._served.items()
+        }
+        samplers = [served.sampler for served in self._served.values()]
+        counts = {"running": sum(s.running for s in samplers), "waiting": sum(s.waiting for s in samplers)}
+        status, code = ("ok", 200) if all(sampler.alive for sampler in samplers) else ("broken", 503)
+        return _json({"status": status, **models[self._model_name], **counts, "models": models}, status=code)
 
     async def _statistics(self, _: web.Request) -> web.Response:
-        return _json({**self._sampler.statistics, **self._completions.conversations.counts})
+        totals: Counter[str] = Counter()
+        for served in self._served.values():
+            totals.update(served.sampler.statistics)
+            totals.update(served.completions.conversations.counts)
+        return _json(dict(totals))
 
     async def _weights(self, http: web.Request) -> web.Response:
         request = parse_body(_WeightsRequest, await parse_json(await read_body(http, _MAX_BODY_BYTES, _MAX_BODY_BYTES)))
-        path = Path(request.path)
+        name = request.model or self._model_name
         async with self._swapping:
             try:
-                digest = await asyncio.to_thread(digest_weights, path)
-                if request.digest not in (None, digest):
-                    raise ValueError(f"the weights in {request.path!r} have the digest {digest}, not {request.digest}")
-                await asyncio.wrap_future(self._sampler.load_weights(path, request.version))
+                digest = await self._load(name, Path(request.path), request)
             except (ValueError, OSError) as error:
                 raise RequestError(str(error), param="path", code="bad_weights") from error
-            self._digest = digest
-        return _json({"weight_version": request.version, "weights_digest": digest})
+        return _json({"model": name, "weight_version": request.version, "weights_digest": digest})
+
+    async def _load(self, name: str, path: Path, request: _WeightsRequest) -> str:
+        digest = await asyncio.to_thread(digest_weights, path)
+        if request.digest not in (None, digest):
+            raise ValueError(f"the weights in {request.path!r} have the digest {digest}, not {request.digest}")
+        if name == self._model_name and len(self._served) > 1:
+            raise ValueError(f"the weights of {name!r} are those of its adapters, too, and cannot change under them")
+        served = self._served.get(name)
+        with contextlib.ExitStack() as undo:
+            if served is None:
+                served = self._serve(await asyncio.to_thread(open_adapter, self._policy, path), name)
+                undo.callback(served.sampler.close)
+            await asyncio.wrap_future(served.sampler.load_weights(path, request.version))
+            undo.pop_all()
+        served.digest = digest
+        self._served[name] = served
+        return digest
 
     @web.middleware
     async def _check_client(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         headers = request.headers
         if self._is_local and not is_local_request(headers.get("Host", "localhost"), headers.get("Origin")):
             raise RequestError("this server answers programs on this machine only, not web pages.", status=403)
+        shown = headers.get("Authorization", "").encode(errors="surrogateescape")
         if request.path in _WITH_KEY:
-            shown = headers.get("Authorization", "").encode(errors="surrogateescape")
             if not hmac.compare_digest(shown, self._key):
                 raise RequestError(f"{request.path} requires the key that the server printed at its start.", status=401)
+        elif self._api_key and request.path != "/health" and not hmac.compare_digest(shown, self._api_key):
+            raise RequestError("this server requires its API key: Authorization: Bearer KEY.", status=401)
         if self.connections is not None and request.path != "/health":
             self.connections.admit(request.transport)
         return await handler(request)

@@ -1,9 +1,9 @@
 """OpenAI's chat and text completions: tokenizes requests and builds answers, whole or as a stream.
 
 As in vLLM (0.10.2 and later), ``return_token_ids`` adds ``prompt_token_ids`` and each choice's ``token_ids``. Our own
-fields are ``weight_version``, the version of the weights that sampled the answer, and, in
-``usage.prompt_tokens_details`` beside ``cached_tokens``, ``continued_tokens``: tokens of the prompt that were sampled
-earlier and not tokenized again.
+fields are ``weight_version``, the version of the weights that sampled the answer; ``weight_versions`` of a choice, that
+of each token, if the weights changed meanwhile; and, in ``usage.prompt_tokens_details`` beside ``cached_tokens``,
+``continued_tokens``: tokens of the prompt that were sampled earlier and not tokenized again.
 """
 
 from __future__ import annotations
@@ -124,8 +124,9 @@ class Answer:
             text: Json = {"message": reader.message()} if self._chat else {"text": reader.text}
             reason = self._finish_reason(index, generation)
             choices.append({**self._choice(index, generation.tokens), **text, "finish_reason": reason})
+            _add_versions(choices[-1], generation)
         self._remember(generations)
-        version = generations[0].weight_version
+        version = min(generation.weight_version for generation in generations)
         answer = {**self._head, "choices": choices, "usage": self._usage(generations), "weight_version": version}
         if self._request.return_token_ids and self._chat:
             answer["prompt_token_ids"] = self._prompt.token_ids
@@ -153,6 +154,7 @@ class Answer:
         """Returns the last chunk of a choice, with the text that was held back and the finish reason."""
         text, calls = self._readers[index].finish()
         choice: Json = {"index": index, "logprobs": None, "finish_reason": self._finish_reason(index, generation)}
+        _add_versions(choice, generation)
         return self._chunk([{**choice, **self._delta(index, text, calls)}])
 
     def close(self, generations: Sequence[Generation]) -> Iterator[Json]:
@@ -220,3 +222,9 @@ class Answer:
         if self._prompt.digest:
             for reader, generation in zip(self._readers, generations, strict=True):
                 self._completions.conversations.remember(self._prompt, reader.message(), generation.token_ids)
+
+
+def _add_versions(choice: Json, generation: Generation) -> None:
+    versions = generation.weight_versions
+    if versions is not None:
+        choice["weight_versions"] = versions

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import sys
 from array import array
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, Final, NamedTuple
@@ -20,6 +21,7 @@ import orjson
 from transformers import PreTrainedTokenizerBase
 
 from agentlightning_algorithms.grpo.server.reply import Json
+from agentlightning_algorithms.grpo.server.sized_cache import SizedCache
 
 COUNTS: Final = (
     "prompts_new", "prompts_continued", "prompts_unknown", "prompts_rewritten",
@@ -55,23 +57,37 @@ class _Answered(NamedTuple):
     n_prompt: int
 
 
+_DUMP: Final = orjson.OPT_NON_STR_KEYS
+_CALL: Final = "xQ7vK2"
+"""Begins ids in place of those of tool calls: 9 letters and digits, as some templates require."""
+_TEXT_CACHE_BYTES: Final = 16 * 2**20
+"""For rendered texts, and again for tokenized ones."""
+
+
 class Conversations:
     """An LRU cache of answered conversations, whatever the order of calls.
+
+    The rollouts of a group begin with the same messages, so rendered and tokenized texts are kept, too.
 
     Attributes:
         counts: see :data:`COUNTS`.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, stop_ids: frozenset[int], *, max_tokens: int = 4_000_000
+        self, tokenizer: PreTrainedTokenizerBase, stop_ids: frozenset[int], *, max_bytes: int = 32 * 2**20
     ) -> None:
-        """Takes the tokenizer, the tokens that end a response, and the capacity in tokens of 4 bytes each."""
+        """Takes the tokenizer, the tokens that end a response, and the memory for answers.
+
+        An answer takes about 8 bytes a token of its conversation.
+        """
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         self._tokenizer = tokenizer
         self._stop_texts = {token: str(tokenizer.decode([token])) for token in sorted(stop_ids)}
-        self._max_tokens = max_tokens
-        self._held = 0
-        self._answered: OrderedDict[bytes, _Answered] = OrderedDict()
+        self._answered: SizedCache[bytes, _Answered] = SizedCache(max_bytes)
+        self._rendered: SizedCache[bytes, str] = SizedCache(_TEXT_CACHE_BYTES)
+        self._writes_ids = False
+        """Whether the template has written the id of a tool call."""
+        self._encoded: SizedCache[tuple[str, bool], array[int]] = SizedCache(_TEXT_CACHE_BYTES)
 
     def prompt(self, messages: Sequence[Json], tools: Sequence[Json] | None) -> Prompt:
         """Tokenizes a conversation, reusing sampled tokens where it continues a known one.
@@ -85,7 +101,6 @@ class Conversations:
         for i in reversed(answers):
             known = self._answered.get(digests[i])
             if known is not None:
-                self._answered.move_to_end(digests[i])
                 token_ids = self._continue(known, self._render(messages[: i + 1], tools, generate=False), text)
                 if token_ids is not None:
                     self.counts["prompts_continued"] += 1
@@ -99,23 +114,19 @@ class Conversations:
     def remember(self, prompt: Prompt, message: Json, response_ids: Sequence[int]) -> None:
         """Stores an answer: the message that the agent will send back, and its tokens."""
         key = _digest(prompt.digest, message)
-        self._forget(key)
         token_ids = array("I", prompt.token_ids)
         token_ids.extend(response_ids)
-        self._answered[key] = _Answered(prompt.text, token_ids, len(prompt.token_ids))
-        self._held += len(token_ids)
-        while self._held > self._max_tokens:
-            self._forget(next(iter(self._answered)))
+        answered = _Answered(prompt.text, token_ids, len(prompt.token_ids))
+        self._answered.put(key, answered, sys.getsizeof(token_ids) + sys.getsizeof(prompt.text))
 
     def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
         """Tokenizes a text; ``special_tokens`` adds those that a tokenizer puts around a plain text."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special_tokens)
-        return ids
-
-    def _forget(self, key: bytes) -> None:
-        gone = self._answered.pop(key, None)
-        if gone is not None:
-            self._held -= len(gone.token_ids)
+        key = text, special_tokens
+        known = self._encoded.get(key)
+        if known is None:
+            known = array("I", self._tokenizer.encode(text, add_special_tokens=special_tokens))
+            self._encoded.put(key, known, sys.getsizeof(text) + sys.getsizeof(known))
+        return list(known)
 
     def _continue(self, known: _Answered, answered: str, text: str) -> list[int] | None:
         """Returns the known tokens and those of the rest, or None if the template rewrote the earlier part.
@@ -145,11 +156,41 @@ class Conversations:
             self.counts["drift_none" if self.encode(said) == sampled else "drift_tokens"] += 1
 
     def _render(self, messages: Sequence[Json], tools: Sequence[Json] | None, *, generate: bool) -> str:
-        tool_list: Any = list(tools) if tools else None
-        text = self._tokenizer.apply_chat_template(
-            list(messages), tools=tool_list, add_generation_prompt=generate, tokenize=False
-        )
-        return str(text)
+        # Ids of tool calls are random, and most templates do not write them. Without them, equal conversations share
+        # one text.
+        plain = messages if self._writes_ids else _rename_calls(messages)
+        # In the order of the client: templates write tools and arguments as they come.
+        key = hashlib.blake2b(orjson.dumps([plain, tools, generate], option=_DUMP), digest_size=16).digest()
+        text = self._rendered.get(key)
+        if text is None:
+            tool_list: Any = list(tools) if tools else None
+            text = str(
+                self._tokenizer.apply_chat_template(
+                    list(plain), tools=tool_list, add_generation_prompt=generate, tokenize=False
+                )
+            )
+            if not self._writes_ids and _CALL in text:
+                self._writes_ids = True
+                return self._render(messages, tools, generate=generate)
+            self._rendered.put(key, text, sys.getsizeof(text))
+        return text
+
+
+def _rename_calls(messages: Sequence[Json]) -> Sequence[Json]:
+    """Returns messages whose tool calls have ids by their order; what is not a call with an id stays as it is."""
+    names: dict[str, str] = {}
+    renamed = []
+    for message in messages:
+        calls, call_id = message.get("tool_calls"), message.get("tool_call_id")
+        if isinstance(calls, list):
+            ids = [call.get("id") if isinstance(call, dict) else None for call in calls]
+            names.update({each: f"{_CALL}{len(names) + i:03}" for i, each in enumerate(ids) if isinstance(each, str)})
+            pairs = zip(calls, ids, strict=True)
+            message = {**message, "tool_calls": [{**c, "id": names[i]} if isinstance(i, str) else c for c, i in pairs]}
+        if isinstance(call_id, str):
+            message = {**message, "tool_call_id": names.get(call_id, call_id)}
+        renamed.append(message)
+    return renamed
 
 
 def _digests(messages: Sequence[Json], tools: Sequence[Json] | None) -> list[bytes]:
@@ -176,4 +217,4 @@ def _read_function(call: Json) -> list[Any]:
 
 
 def _dump(value: object) -> bytes:
-    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
+    return orjson.dumps(value, option=_DUMP | orjson.OPT_SORT_KEYS)

@@ -51,9 +51,13 @@ class TextReader:
         return text if self._stopped else text + self._held
 
     def _decode(self) -> str:
+        if self._read == len(self._token_ids):
+            return ""
         # Decoders treat the first token differently, so the tokens before the new ones are decoded with them.
         known, both = (
             str(self._tokenizer.decode(self._token_ids[self._before : end], skip_special_tokens=True))
+            if end > self._before
+            else ""
             for end in (self._read, len(self._token_ids))
         )
         return both[len(known) :]

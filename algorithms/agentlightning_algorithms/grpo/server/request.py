@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -71,6 +71,7 @@ class TextRequest(CompletionRequest):
 
     prompt: str | list[int]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
     echo: bool | None = None
     best_of: int | None = None
     suffix: str | None = None
@@ -104,11 +105,11 @@ def parse_body(kind: type[BodyT], body: Any) -> BodyT:
         raise RequestError(f"{param or 'body'}: {first['msg']}", param=param) from None
 
 
-def parse_request(kind: type[RequestT], body: Any, model_name: str) -> RequestT:
+def parse_request(kind: type[RequestT], body: Any, models: Collection[str]) -> RequestT:
     """Validates the body of a completion request, its model and its unsupported fields."""
     request = parse_body(kind, body)
-    if request.model not in (None, model_name):
-        message = f"the model {request.model!r} does not exist; this server has {model_name!r}."
+    if request.model is not None and request.model not in models:
+        message = f"the model {request.model!r} does not exist; this server has {', '.join(map(repr, models))}."
         raise RequestError(message, status=404, param="model", code="model_not_found")
     for name, allowed in _NEUTRAL.items():
         value = getattr(request, name, None)
@@ -129,4 +130,14 @@ def read_message(index: int, message: Json) -> Json:
         content = "".join(map(str, texts))
     elif content is not None and not isinstance(content, str):
         raise RequestError("content must be a string or a list of parts.", param=f"messages.{index}.content")
+    if not _are_calls(message.get("tool_calls")):
+        raise RequestError("tool_calls must be a list of calls of functions.", param=f"messages.{index}.tool_calls")
     return restore_arguments({**message, "content": content or ""})
+
+
+def _are_calls(calls: Any) -> bool:
+    if calls is None:
+        return True
+    return isinstance(calls, list) and all(
+        isinstance(call, dict) and isinstance(call.get("function", {}), dict) for call in calls
+    )

@@ -77,6 +77,8 @@ def episode_to_outputs(episode: Episode, current: int) -> list[AgentLoopOutput]:
                 "reward_extra_info": {},  # required where a rollout has several rows
                 "rewards": row.rewards,
                 "credit": row.credit,
+                "calls": row.calls,
+                "record": episode.record,
                 "min_global_steps": oldest,
                 "max_global_steps": newest,
             },

@@ -13,6 +13,9 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 
 from agentlightning.types import Triplet
 from agentlightning_algorithms.advantage import Estimator, read_credit
+from agentlightning_plugins.training_records.account import call_keys, explain_unused, read_version
+from agentlightning_plugins.training_records.record import Outcome
+from agentlightning_plugins.trajectories.mismatch import Mismatch
 from agentlightning_plugins.trajectories.trajectory import build_trajectories
 
 RowKind: TypeAlias = Literal["transition", "trajectory"]
@@ -37,6 +40,17 @@ class CallCredit(NamedTuple):
     turn: str | int | None
 
 
+class RowCall(NamedTuple):
+    """One call of a row."""
+
+    name: str
+    """Its response id, or its place among the calls of the rollout."""
+    start: int
+    """``response_ids[start:end]`` are its tokens."""
+    end: int
+    weight_version: int | None
+
+
 @dataclass
 class BatchRow:
     """One sequence of tokens; response, mask and logprobs have the same length."""
@@ -45,10 +59,11 @@ class BatchRow:
     response_ids: list[int]
     response_mask: list[int]
     response_logprobs: list[float]
-    weight_versions: list[int] = field(default_factory=list)
-    """Of the weights that sampled each call."""
+    calls: list[RowCall] = field(default_factory=list)
+    """Those of which the row has tokens."""
     rewards: list[float | None] = field(default_factory=list)
-    """Rewards of each call: assigned by the adapter's credit rule, or else emitted by the agent."""
+    """Rewards of each call, also of one that was cut off: assigned by the adapter's credit rule, or else emitted by the
+    agent."""
     credit: list[CallCredit] = field(default_factory=list)
     """Of each call, where the adapter has a credit rule; empty: the calls get the advantage of their rollout."""
 
@@ -59,10 +74,12 @@ class BuiltRows:
 
     rows: list[BatchRow] = field(default_factory=list)
     calls: int = 0
+    left_out: dict[str, Outcome] = field(default_factory=dict)
+    """Why a call is in no row, by its name."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Calls and rows that cannot be trained on, by reason; a row that was cut to fit counts as ``response_cut``."""
-    mismatches: Counter[str] = field(default_factory=Counter)
-    """Calls that continue a conversation but not its tokens, by kind."""
+    mismatches: list[Mismatch] = field(default_factory=list)
+    """Calls that continue a conversation but not its tokens."""
 
 
 def build_rows(
@@ -79,24 +96,29 @@ def build_rows(
     A row with more than ``max_prompt`` tokens before the first response is dropped; one with more than ``max_prompt +
     max_response`` tokens is cut at the end.
     """
-    built = BuiltRows(calls=len(triplets))
+    names = {id(triplet): name for triplet, name in zip(triplets, call_keys(triplets), strict=True)}
+    built = BuiltRows(calls=len(triplets), left_out={names[id(each)]: explain_unused(each) for each in triplets})
     for part in [triplets] if kind == "trajectory" else [[triplet] for triplet in triplets]:
         found = build_trajectories(part)
         built.dropped.update(found.left_out)
         if kind == "trajectory":
-            built.mismatches.update(mismatch.kind for mismatch in found.mismatches)
+            built.mismatches += found.mismatches
         for trajectory in found.trajectories:
             start = trajectory.prompt_length
+            calls = [turn.triplet for turn in trajectory.turns]
+            built.left_out.update((names[id(call)], "too_long") for call in calls)
             if start > max_prompt:
                 built.dropped["prompt_too_long"] += 1
                 continue
-            calls = [turn.triplet for turn in trajectory.turns]
             row = BatchRow(
                 trajectory.ids[:start],
                 trajectory.ids[start:],
                 trajectory.mask[start:],
                 trajectory.logprobs[start:],
-                [int(v) for call in calls if (v := call.metadata.get("weight_version")) is not None],
+                [
+                    RowCall(names[id(turn.triplet)], turn.start - start, turn.end - start, read_version(turn.triplet))
+                    for turn in trajectory.turns
+                ],
                 [call.reward for call in calls],
                 [
                     CallCredit(turn.start - start, turn.end - start, *read_credit(turn.triplet, reward, failed_reward))
@@ -106,6 +128,8 @@ def build_rows(
             )
             if cut_row(row, max_prompt + max_response - start):
                 built.dropped["response_cut"] += 1
+            for row_call in row.calls:
+                built.left_out.pop(row_call.name, None)
             built.rows.append(row)
     return built
 
@@ -118,6 +142,7 @@ def cut_row(row: BatchRow, max_response: int) -> bool:
     while end > 0 and not row.response_mask[end - 1]:
         end -= 1
     del row.response_ids[end:], row.response_mask[end:], row.response_logprobs[end:]
+    row.calls = [call._replace(end=min(call.end, end)) for call in row.calls if call.start < end]
     return True
 
 
@@ -128,11 +153,15 @@ def placeholder_row(token_id: int = 0) -> BatchRow:
 
 def weight_range(rows: Sequence[BatchRow], fallback: int) -> tuple[int, int]:
     """The oldest and the newest weights that a rollout was sampled from."""
-    versions = [version for row in rows for version in row.weight_versions] or [fallback]
+    versions = _versions(rows) or [fallback]
     return min(versions), max(versions)
 
 
 def drift(rows: Sequence[BatchRow], current: int) -> float:
     """Mean number of versions that the weights of the calls were behind ``current``."""
-    versions = [version for row in rows for version in row.weight_versions]
+    versions = _versions(rows)
     return sum(current - version for version in versions) / len(versions) if versions else 0.0
+
+
+def _versions(rows: Sequence[BatchRow]) -> list[int]:
+    return [call.weight_version for row in rows for call in row.calls if call.weight_version is not None]

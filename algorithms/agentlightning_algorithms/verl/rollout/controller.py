@@ -12,15 +12,17 @@ import aiohttp
 
 from agentlightning import semconv
 from agentlightning.adapter.adapter import TraceAdapter
-from agentlightning.algorithm.context import Gateway, serve_models
+from agentlightning.algorithm.context import Gateway
 from agentlightning.errors import AdapterError, ConfigError
 from agentlightning.resources import Resource
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Dataset, EnqueueRolloutRequest, Triplet
+from agentlightning_algorithms.policy_backend import serve_models
 from agentlightning_algorithms.rollout_result import RolloutResult, cancel_rollouts, read_result, retry_lost
 from agentlightning_algorithms.verl.rollout.batch_row import BatchRow, build_rows, drift, placeholder_row
-from agentlightning_algorithms.verl.rollout.metrics import RolloutMetrics, RolloutStats
+from agentlightning_algorithms.verl.rollout.metrics import RolloutMetrics, RolloutStats, Turn
 from agentlightning_algorithms.verl.rollout.settings import RolloutSettings
+from agentlightning_plugins.training_records.account import count_sampled
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -46,6 +48,9 @@ class Episode:
     """At least one."""
     reward: float
     calls: int
+    record: dict[str, Any] = field(default_factory=dict)
+    """For its training record: ``rollout`` (arguments of ``RolloutOutcome``) and ``left_out`` (why calls are in
+    no row, by name)."""
 
 
 @dataclass
@@ -123,7 +128,7 @@ class RolloutController:
                 input=self.tasks[mode][index],
                 mode=mode,
                 resources_id=self._resources[mode],
-                metadata={"step": step, "task_id": index, "group": group},
+                metadata={"step": step - 1 if mode == "train" else step, "task_id": index, "group": group},
                 config=retry_lost(self.settings.rollout_timeout_s, max_attempts=2),
             )
             (queued,) = await self.store.enqueue_many_rollouts([request])
@@ -152,6 +157,11 @@ class RolloutController:
                 f"the adapter {type(self.adapter).__name__} makes {type(triplets[0]).__name__}, and verl trains on "
                 "triplets: leave the trainer's adapter out"
             )
+        if any(triplet.prompt.get("image_urls") for triplet in triplets or ()):
+            raise ConfigError(
+                f"rollout {rollout.rollout_id} sent images to the model, and verl's rows carry text only (no "
+                "multi_modal_data): use agents that send text"
+            )
         if triplets is None:
             error, reward, triplets = error or "SpansDropped", None, []
         data = self.config.data
@@ -167,6 +177,8 @@ class RolloutController:
         ended = began if rollout.end_time is None else rollout.end_time
         stats = RolloutStats(
             reward=settings.failed_reward if reward is None else reward,
+            source=_find_source(rollout.input),
+            turns=[_measure_turn(triplet) for triplet in triplets],
             has_reward=reward is not None,
             error=error,
             built=built,
@@ -180,7 +192,44 @@ class RolloutController:
             ],
         )
         self.metrics.add(mode, stats)
-        return Episode(built.rows or [placeholder_row()], stats.reward, built.calls)
+        if built.mismatches and self.metrics.is_first_mismatch(mode):
+            found = built.mismatches[0]
+            logger.info(
+                "%s: call %s continues call %s, but %s; %d of the rollout's %d calls begin a row of their own",
+                rollout.rollout_id,
+                found.response_id,
+                found.previous_response_id,
+                found.explanation,
+                len(built.mismatches),
+                built.calls,
+            )
+        outcome = {
+            "rollout_id": rollout.rollout_id,
+            "attempt_id": "" if attempt is None else attempt.attempt_id,
+            "group": str((rollout.metadata or {}).get("group", rollout.rollout_id)),
+            "reward": stats.reward,
+            "error": error,
+            "has_failed": rollout.status != "succeeded",
+            "tokens": count_sampled(triplets),
+        }
+        record = {"rollout": outcome, "left_out": built.left_out}
+        return Episode(built.rows or [placeholder_row()], stats.reward, built.calls, record)
+
+
+def _find_source(task: Any) -> str | None:
+    """The value of a task's key ``source``, or ``data_source`` as in verl's data sets."""
+    if not isinstance(task, Mapping):
+        return None
+    found = task.get("source", task.get("data_source"))
+    return None if found is None else str(found)
+
+
+def _measure_turn(triplet: Triplet) -> Turn:
+    return Turn(
+        len(triplet.prompt.get("token_ids") or ()),
+        len(triplet.response.get("token_ids") or ()),
+        triplet.metadata.get("finish_reason") == "length",
+    )
 
 
 async def cancel_open(store: LightningStore) -> None:

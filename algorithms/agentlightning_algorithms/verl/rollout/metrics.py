@@ -7,9 +7,22 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final, NamedTuple
 
 from agentlightning_algorithms.rollout_result import RewardCheck
 from agentlightning_algorithms.verl.rollout.batch_row import BuiltRows
+
+_MAX_TURNS: Final = 8
+"""Turns with metrics of their own; later ones count for the last."""
+
+
+class Turn(NamedTuple):
+    """The numbers of one model call of a rollout."""
+
+    prompt_length: int
+    """In tokens."""
+    response_length: int
+    is_cut_off: bool
 
 
 @dataclass(frozen=True)
@@ -28,6 +41,10 @@ class RolloutStats:
     run_s: float = 0.0
     call_s: Sequence[float] = ()
     """Duration of each call at the gateway, pauses for new weights included."""
+    turns: Sequence[Turn] = ()
+    """Its model calls, in order."""
+    source: str | None = None
+    """The data source of its task."""
 
 
 class RolloutMetrics:
@@ -38,11 +55,19 @@ class RolloutMetrics:
         self._stats: dict[str, list[RolloutStats]] = {}
         self._counts: Counter[str] = Counter()
         self._reward_check = RewardCheck()
+        self._has_mismatch: set[str] = set()
 
     def add(self, mode: str, stats: RolloutStats) -> None:
         """Adds a finished rollout."""
         with self._lock:
             self._stats.setdefault(mode, []).append(stats)
+
+    def is_first_mismatch(self, mode: str) -> bool:
+        """Whether this is the first call of a mode since ``take``; one rollout is enough for the log."""
+        with self._lock:
+            is_first = mode not in self._has_mismatch
+            self._has_mismatch.add(mode)
+            return is_first
 
     def count(self, name: str) -> None:
         """Counts another event."""
@@ -58,6 +83,7 @@ class RolloutMetrics:
         with self._lock:
             stats = self._stats.pop(mode, [])
             counts, self._counts = self._counts, Counter()
+            self._has_mismatch.discard(mode)
         if stats:
             outcomes = [(each.reward if each.has_reward else None, each.error or None) for each in stats]
             self._reward_check.add(outcomes)
@@ -98,10 +124,33 @@ def summarize(stats: Sequence[RolloutStats]) -> dict[str, float]:
         numbers["call_s"] = statistics.fmean(call_s)
         numbers["call_s_median"] = statistics.median(call_s)
         numbers["call_s_max"] = max(call_s)
+    sources: dict[str, list[float]] = {}
+    for each in stats:
+        if each.source is not None:
+            sources.setdefault(each.source, []).append(each.reward)
+    numbers.update({f"reward/{source}": statistics.fmean(found) for source, found in sorted(sources.items())})
+    numbers.update(_describe_turns(stats))
     for prefix, counts in (
         ("errors", Counter(each.error for each in stats if each.error)),
         ("dropped", sum((each.built.dropped for each in stats), Counter())),
-        ("mismatches", sum((each.built.mismatches for each in stats), Counter())),
+        ("mismatches", Counter(mismatch.kind for each in stats for mismatch in each.built.mismatches)),
     ):
         numbers.update({f"{prefix}/{name}": count for name, count in counts.items()})
     return {name: float(number) for name, number in numbers.items()}
+
+
+def _describe_turns(stats: Sequence[RolloutStats]) -> dict[str, float]:
+    """Returns calls, lengths and the share of cut-off answers by turn, counted from 1."""
+    by_turn: dict[int, list[Turn]] = {}
+    for each in stats:
+        for place, turn in enumerate(each.turns, 1):
+            by_turn.setdefault(min(place, _MAX_TURNS), []).append(turn)
+    numbers: dict[str, float] = {}
+    for place, turns in sorted(by_turn.items()):
+        numbers |= {
+            f"turn/{place}/calls": len(turns),
+            f"turn/{place}/prompt_length": statistics.fmean(turn.prompt_length for turn in turns),
+            f"turn/{place}/response_length": statistics.fmean(turn.response_length for turn in turns),
+            f"turn/{place}/cut_off": statistics.fmean(turn.is_cut_off for turn in turns),
+        }
+    return numbers

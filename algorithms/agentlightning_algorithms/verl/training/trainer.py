@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -22,6 +24,8 @@ from agentlightning_algorithms.verl.rollout.batch_row import CREDIT_ESTIMATORS, 
 from agentlightning_algorithms.verl.rollout.controller import RolloutController
 from agentlightning_algorithms.verl.training.advantage import OF_GROUPS, call_advantages, rollout_advantages
 from agentlightning_algorithms.verl.training.gpu_monitor import GPUMonitor
+from agentlightning_algorithms.verl.training.record import Recorder, read_rows
+from agentlightning_plugins.training_records.account import TokenTexts
 
 logger = logging.getLogger("agentlightning")
 
@@ -49,6 +53,9 @@ class _AgentTrainer:
         if self.use_critic:
             self.critic_wg = _WorkerGroup(self.critic_wg, "train_mini_batch", steps.critic_rows)
         self.steps = steps
+        self.recorder = Recorder(TokenTexts(self.tokenizer.decode))
+        self.outcomes: Counter[str] = Counter()
+        self.record_s = 0.0
 
     def on_sample_end(self: Any) -> None:
         self.controller.check()
@@ -63,11 +70,27 @@ class _AgentTrainer:
         """Trains on a batch; skips one with nothing to train on, which verl cannot process."""
         self.is_skipped = False
         try:
-            return super()._step_once(metrics, *args)  # type: ignore[misc] # as above
+            batch = super()._step_once(metrics, *args)  # type: ignore[misc] # as above
         except _NothingToTrainOn as nothing:
             self.is_skipped = True
             logger.warning("step %d is skipped: its rollouts have nothing to train on", self.global_steps)
-            return nothing.batch
+            batch = nothing.batch
+        self._record(batch)
+        return batch
+
+    def _record(self: Any, batch: Any) -> None:
+        """Writes the training records of a batch."""
+        started = time.monotonic()
+        actor = self.config.actor_rollout_ref.actor
+        has_other_loss = actor.use_kl_loss or actor.entropy_coeff != 0 or self.config.algorithm.use_kl_in_reward
+        recorded = self.recorder.make_spans(
+            read_rows(batch, is_skipped=self.is_skipped, has_trainer=not _bypasses(self.config)),
+            self.global_steps,
+            trains_flat_groups=bool(has_other_loss),
+        )
+        self.controller.call(self.controller.store.add_many_spans(recorded.spans))
+        self.outcomes += recorded.outcomes
+        self.record_s += time.monotonic() - started
 
     def _balance_batch(self: Any, batch: Any, metrics: dict[str, Any], **kwargs: Any) -> Any:
         masks = transfer_queue.kv_batch_get(batch.keys, batch.partition_id, ["response_mask"])["response_mask"]
@@ -130,6 +153,9 @@ class _AgentTrainer:
         metrics.update(self.controller.metrics.take("train"))
         metrics.update(self.gpu_monitor.take())
         metrics["optimizer_steps"], self.steps.taken = self.steps.taken, 0
+        metrics.update({f"outcome/{name}": count for name, count in self.outcomes.items()})
+        metrics["record_s"], self.record_s = self.record_s, 0.0
+        self.outcomes.clear()
         for name, tokens, phase in (
             ("sample_tokens_per_s", "sampled_tokens", "gen"),
             ("train_tokens_per_s", "perf/total_num_tokens", "update_actor"),
@@ -149,6 +175,12 @@ class _AgentTrainer:
 
     def _report(self: Any, metrics: Mapping[str, Any]) -> None:
         self.controller.call(self.controller.store.add_metrics(self.global_steps, finite_numbers(metrics)))
+
+
+def _bypasses(config: DictConfig) -> bool:
+    """Whether the trainer takes the sampler's log-probabilities for its own."""
+    correction = config.algorithm.get("rollout_correction", None)
+    return bool(correction and correction.get("bypass_mode", False))
 
 
 class SyncTrainer(_AgentTrainer, PPOTrainerSync):  # type: ignore[misc] # verl's classes are untyped

@@ -12,16 +12,7 @@ from agentlightning.store.backend import Put, Row
 from agentlightning.store.check import check_span
 from agentlightning.store.engine.change import Change
 from agentlightning.store.engine.database import Database, join
-from agentlightning.types import (
-    LIVE_ATTEMPT,
-    UNSET,
-    Attempt,
-    AttemptedRollout,
-    AttemptStatus,
-    Rollout,
-    Span,
-    Unset,
-)
+from agentlightning.types import LIVE_ATTEMPT, UNSET, Attempt, AttemptedRollout, AttemptStatus, Rollout, Span, Unset
 
 
 class Attempts:
@@ -80,8 +71,7 @@ class Attempts:
             stored, _ = await asyncio.gather(append, self._begin(*new[0]))
         else:
             stored = await append
-            for attempt in new:
-                await self._begin(*attempt)
+            await asyncio.gather(*[self._begin(*attempt) for attempt in new])
         return [span for span in stored if span is not None]
 
     async def take_sequence_ids(self, pairs: Sequence[tuple[str, str]]) -> Sequence[int]:

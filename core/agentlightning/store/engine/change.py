@@ -48,15 +48,6 @@ class Change(Generic[T]):
         self.writes.append(Delete(type(row.record), key))
         self.guards.append(Guard(type(row.record), key, row.revision))
 
-    def begin(self, rollout: Row[Rollout] | None, after: Outcome, now: float) -> None:
-        """Writes an attempt that begins, of a rollout that is stored or (None) new."""
-        if rollout is None:
-            self.writes.append(Put(after.rollout))
-        else:
-            self.replace(rollout, after.rollout)
-        self.writes.append(Put(after.attempt))
-        self.events.append(rollout_started(after, now))
-
     def move(self, rollout: Row[Rollout], attempt: Row[Attempt], after: Outcome, now: float) -> None:
         """Writes a transition of an attempt, and of its rollout, with the events.
 
@@ -67,13 +58,19 @@ class Change(Generic[T]):
             self.writes.append(Put(after.rollout))
         if after.attempt is not attempt.record:
             self.replace(attempt, after.attempt)
-        self.events += attempt_events(rollout.record, attempt.record, after.attempt, now)
+        if attempt.record.status in LIVE_ATTEMPT and after.attempt.status not in LIVE_ATTEMPT:
+            failure = after.attempt.error
+            ended = {"attempt_id": after.attempt.attempt_id, "status": after.attempt.status}
+            error = None if failure is None else f"{failure.type}: {failure.message}"
+            self.events.append(make_event(AttemptFinished, rollout.record, now, **ended, error=error))
         self.events += rollout_events(rollout.record, after.rollout, now)
 
     def revoke(self, rollout: Row[Rollout], attempt: Row[Attempt], after: Outcome, now: float) -> None:
         """As ``move``, for an end that the worker did not report, with the event that makes it stop."""
         self.move(rollout, attempt, after, now)
-        self.events.append(attempt_revoked(after, now))
+        ended = after.attempt
+        reason = ended.status if ended.status in ("timeout", "unresponsive") else "cancelled"
+        self.events.append(make_event(AttemptRevoked, after.rollout, now, attempt_id=ended.attempt_id, reason=reason))
 
 
 def make_event(kind: type[E], rollout: Rollout, now: float, **fields: Any) -> E:
@@ -93,17 +90,3 @@ def rollout_events(before: Rollout, after: Rollout, now: float) -> Iterator[Even
         yield make_event(RolloutFinished, after, now, status=after.status, mode=after.mode)
     elif after.status == "requeuing":
         yield make_event(RolloutEnqueued, after, now)
-
-
-def attempt_events(rollout: Rollout, before: Attempt, after: Attempt, now: float) -> Iterator[Event]:
-    """The event that the end of an attempt causes, if it ended."""
-    if before.status in LIVE_ATTEMPT and after.status not in LIVE_ATTEMPT:
-        error = f"{after.error.type}: {after.error.message}" if after.error is not None else None
-        yield make_event(AttemptFinished, rollout, now, attempt_id=after.attempt_id, status=after.status, error=error)
-
-
-def attempt_revoked(after: Outcome, now: float) -> Event:
-    """The event that makes the worker of an attempt stop because the store ended it."""
-    rollout, attempt = after
-    reason = attempt.status if attempt.status in ("timeout", "unresponsive") else "cancelled"
-    return make_event(AttemptRevoked, rollout, now, attempt_id=attempt.attempt_id, reason=reason)

@@ -20,8 +20,7 @@ T = TypeVar("T")
 R = TypeVar("R", bound=Record)
 
 LIVE: Final = Condition("status", "in", tuple(sorted(LIVE_ATTEMPT)))
-_MAX_RETRIES: Final = 50
-"""How often a commit is tried. Each failure means that another writer succeeded."""
+_MAX_RETRIES: Final = 50  # How often a commit is tried. Each failure means that another writer succeeded.
 _MAX_CACHED: Final = 100_000
 
 
@@ -41,11 +40,7 @@ class Database:
         return self.backend.now()
 
     async def commit(self, plan: Callable[[], Awaitable[Change[T]]]) -> T:
-        """Commits a planned change; plans it again from fresh records as long as other writers are faster.
-
-        Raises:
-            ConflictError: other writers were faster ``_MAX_RETRIES`` times; nothing was changed.
-        """
+        """Commits a planned change; plans it again while other writers are faster, in the end raises ConflictError."""
         for retry in range(_MAX_RETRIES):
             change = await plan()
             if not change.writes or await self.try_commit(change):
@@ -67,17 +62,10 @@ class Database:
         *,
         is_heartbeat: bool = False,
     ) -> T:
-        """As ``commit``, for a change of an attempt (or the "latest") of a rollout.
+        """As ``commit``, for a change of an attempt (or the "latest") of a rollout; NotFoundError if it is unknown.
 
-        Args:
-            rollout_id: the rollout.
-            attempt_id: the attempt.
-            plan: makes the change.
-            is_heartbeat: the change sets ``last_heartbeat_time``. Only then may it be planned from the cache: spans
-                renew the stored time without a new revision, and an older one must not replace it.
-
-        Raises:
-            NotFoundError: an unknown rollout or attempt.
+        ``is_heartbeat``: the change sets ``last_heartbeat_time``. Only then may it be planned from the cache: spans
+        renew the stored time without a new revision, and an older one must not replace it.
         """
         cached = self._live.pop((rollout_id, attempt_id), None)
         if cached is not None and is_heartbeat:
@@ -121,6 +109,10 @@ class Database:
         rows = await self.rows(Query(kind, where))
         return rows[0] if rows else None
 
+    async def record(self, kind: type[R], *key: str | int) -> R | None:
+        row = await self.row(kind, *key)
+        return None if row is None else row.record
+
     async def rollout(self, rollout_id: str) -> Row[Rollout]:
         row = await self.row(Rollout, rollout_id)
         if row is None:
@@ -128,13 +120,10 @@ class Database:
         return row
 
     async def attempt(self, rollout_id: str, attempt_id: str) -> tuple[Row[Rollout], Row[Attempt]]:
-        """A rollout and one of its attempts, or the "latest".
+        """A rollout and one of its attempts, or the "latest"; NotFoundError if one of them is unknown.
 
         A live attempt is always the latest: a commit that queues a rollout again or ends it also ends its live attempt,
         and only then can another begin.
-
-        Raises:
-            NotFoundError: an unknown rollout or attempt.
         """
         rollout = await self.rollout(rollout_id)
         if attempt_id == "latest":
@@ -163,8 +152,7 @@ class Database:
 
     async def worker(self, worker_id: str) -> Worker:
         """The record of a worker, or a new one."""
-        row = await self.row(Worker, worker_id)
-        return Worker(worker_id=worker_id) if row is None else row.record
+        return await self.record(Worker, worker_id) or Worker(worker_id=worker_id)
 
     async def with_attempts(self, rollouts: Iterable[Rollout]) -> list[Rollout]:
         """Adds to each rollout its latest attempt, where it has one."""
@@ -186,8 +174,7 @@ class Database:
         resources_id, version = split_version_id(resources_id, version)
         if version is None:
             return await self.newest_resources(resources_id=resources_id)
-        row = await self.row(ResourcesUpdate, resources_id, version)
-        return None if row is None else row.record
+        return await self.record(ResourcesUpdate, resources_id, version)
 
     async def check_resources(self, resources_id: str) -> None:
         if await self.resources(resources_id) is None:

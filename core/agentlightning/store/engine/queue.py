@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 from agentlightning.errors import ConflictError, NotFoundError
@@ -33,7 +33,7 @@ _DEFAULT_CONFIG: Final = RolloutConfig()
 class Queue:
     """Puts rollouts into the queues of runs and takes them out."""
 
-    def __init__(self, database: Database, waiters: Waiters, attempts: Attempts, watchdog: Watchdog | None) -> None:
+    def __init__(self, database: Database, waiters: Waiters, attempts: Attempts, watchdog: Watchdog) -> None:
         self._database = database
         self._waiters = waiters
         self._attempts = attempts
@@ -72,7 +72,8 @@ class Queue:
             pinned = await self._pin_resources(run_id, {request.resources_id})
             return await self._begin(None, _make_rollout(run_id, request, pinned, self._database.now()), 1, worker_id)
 
-        return await self._commit_begin(plan)
+        self._watchdog.start()
+        return await self._database.commit(plan)
 
     async def start_attempt(self, rollout_id: str, worker_id: str | None) -> AttemptedRollout:
         """Begins the next attempt of a rollout."""
@@ -83,7 +84,8 @@ class Queue:
             sequence_id = 1 if latest is None else latest.record.sequence_id + 1
             return await self._begin(rollout, rollout.record, sequence_id, worker_id)
 
-        return await self._commit_begin(plan)
+        self._watchdog.start()
+        return await self._database.commit(plan)
 
     async def claim(self, run_id: str, limit: int, worker_id: str | None, deadline: float) -> list[AttemptedRollout]:
         """Claims up to ``limit`` queued rollouts, waiting for the first until ``deadline`` (``time.monotonic()``)."""
@@ -142,7 +144,7 @@ class Queue:
         await self._database.backend.claim(run_id, limit, decide)
         for rollout, attempt in begun:
             self._database.cache(rollout, attempt)
-        if begun and self._watchdog is not None:
+        if begun:
             self._watchdog.start()
         return [join(rollout.record, attempt.record) for rollout, attempt in begun]
 
@@ -160,17 +162,15 @@ class Queue:
     ) -> Change[AttemptedRollout]:
         now = self._database.now()
         outcome = begin_attempt(rollout, new_attempt_id(), sequence_id, now, worker_id)
-        change = Change(join(*outcome))
-        change.begin(row, outcome, now)
+        change = Change(join(*outcome), events=[rollout_started(outcome, now)])
+        if row is None:
+            change.writes.append(Put(outcome.rollout))
+        else:
+            change.replace(row, outcome.rollout)
+        change.writes.append(Put(outcome.attempt))
         if worker_id is not None:
             change.writes.append(Put(assign_work(await self._database.worker(worker_id), now)))
         return change
-
-    async def _commit_begin(self, plan: Callable[[], Awaitable[Change[AttemptedRollout]]]) -> AttemptedRollout:
-        begun = await self._database.commit(plan)
-        if self._watchdog is not None:
-            self._watchdog.start()
-        return begun
 
     async def _find_known(self, run_id: str, rollout_ids: Collection[str]) -> dict[str, Rollout]:
         if not rollout_ids:
@@ -185,11 +185,7 @@ class Queue:
         return {row.record.rollout_id: row.record for row in rows}
 
     async def _pin_resources(self, run_id: str, wanted: Collection[str | None]) -> dict[str | None, str | None]:
-        """Maps each wanted ``resources_id`` to the one that is stored; None means the newest snapshot of the run.
-
-        Raises:
-            NotFoundError: an unknown id.
-        """
+        """Maps each ``resources_id`` to the one to store, None to the run's newest; NotFoundError if one is unknown."""
         pinned: dict[str | None, str | None] = {}
         for resources_id in wanted:
             if resources_id is not None:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from agentlightning.errors import ConflictError, NotFoundError
 from agentlightning.lifecycle import Outcome, move_attempt, move_rollout, retry
 from agentlightning.store.backend import Condition, Query
-from agentlightning.store.engine.change import Change, attempt_events, attempt_revoked, rollout_events
+from agentlightning.store.engine.change import Change, rollout_events
 from agentlightning.store.engine.database import Database, is_in
 from agentlightning.store.waiting import Countdown, Waiters
 from agentlightning.types import (
     ENDED_ROLLOUT,
     LIVE_ATTEMPT,
     UNSET,
+    Attempt,
     AttemptFailure,
-    AttemptStatus,
     Rollout,
     RolloutStatus,
     Unset,
@@ -36,57 +36,39 @@ class Rollouts:
     async def update(self, rollout_id: str, status: RolloutStatus | Unset, changes: Mapping[str, Any]) -> Rollout:
         """Sets the status and other fields. ``changes`` has frozen values."""
 
+        def transition(rollout: Rollout, now: float) -> Rollout:
+            changed = Rollout.model_validate({**dict(rollout), **changes}) if changes else rollout
+            return changed if status is UNSET else move_rollout(changed, status, now)
+
+        return await self._change(rollout_id, transition)
+
+    async def retry(self, rollout_id: str) -> Rollout:
+        return await self._change(rollout_id, lambda rollout, _: retry(rollout))
+
+    async def _change(self, rollout_id: str, transition: Callable[[Rollout, float], Rollout]) -> Rollout:
+        """Applies a function of the rollout and the time. If it ends or requeues the rollout, its attempt ends too."""
+
         async def plan() -> Change[Rollout]:
             row = await self._database.rollout(rollout_id)
             now = self._database.now()
-            before = after = row.record
-            if changes:
-                after = Rollout.model_validate({**dict(before), **changes})
-            if status is not UNSET:
-                after = move_rollout(after, status, now)
+            before, after = row.record, transition(row.record, now)
             change = Change(after)
             if after is before:
                 return change
-            change.replace(row, after)
+            attempt = None
             if before.status in _RUNNING and after.status not in _RUNNING:
-                await self._end_attempt(change, after, now)
-            change.events += rollout_events(before, after, now)
-            return change
-
-        return (await self._database.with_attempts([await self._database.commit(plan)]))[0]
-
-    async def _end_attempt(self, change: Change[Rollout], rollout: Rollout, now: float) -> None:
-        """Ends the live attempt of a rollout that is ended or queued again."""
-        attempt = await self._database.latest_attempt(rollout.rollout_id)
-        if attempt is None or attempt.record.status not in LIVE_ATTEMPT:
-            return
-        status: AttemptStatus = "succeeded" if rollout.status == "succeeded" else "failed"
-        error = None
-        if status == "failed":
-            message = f"the rollout was set to {rollout.status} during this attempt"
-            error = AttemptFailure(type=rollout.status.capitalize(), message=message)
-        ended = move_attempt(rollout, attempt.record, status, now, error=error).attempt
-        change.replace(attempt, ended)
-        change.events += attempt_events(rollout, attempt.record, ended, now)
-        change.events.append(attempt_revoked(Outcome(rollout, ended), now))
-
-    async def retry(self, rollout_id: str) -> Rollout:
-        async def plan() -> Change[Rollout]:
-            row = await self._database.rollout(rollout_id)
-            after = retry(row.record)
-            change = Change(after)
-            change.replace(row, after)
-            change.events += rollout_events(row.record, after, self._database.now())
+                attempt = await self._database.latest_attempt(rollout_id)
+            if attempt is not None and attempt.record.status in LIVE_ATTEMPT:
+                change.revoke(row, attempt, _end_attempt(after, attempt.record, now), now)
+            else:
+                change.replace(row, after)
+                change.events += rollout_events(before, after, now)
             return change
 
         return (await self._database.with_attempts([await self._database.commit(plan)]))[0]
 
     async def delete(self, rollout_ids: Sequence[str]) -> int:
-        """Deletes rollouts by id, all or none.
-
-        Raises:
-            ConflictError: one of them has not ended.
-        """
+        """Deletes rollouts by id, all or none; raises ConflictError if one of them has not ended."""
         wanted = tuple(dict.fromkeys(rollout_ids))
 
         async def plan() -> Change[int]:
@@ -133,3 +115,12 @@ class Rollouts:
     async def _find(self, rollout_ids: Sequence[str]) -> dict[str, Rollout]:
         rows = await self._database.rows(Query(Rollout, (is_in("rollout_id", rollout_ids),)))
         return {row.record.rollout_id: row.record for row in rows}
+
+
+def _end_attempt(rollout: Rollout, attempt: Attempt, now: float) -> Outcome:
+    """Ends the live attempt of a rollout that was ended or queued again."""
+    if rollout.status == "succeeded":
+        return move_attempt(rollout, attempt, "succeeded", now)
+    message = f"the rollout was set to {rollout.status} during this attempt"
+    error = AttemptFailure(type=rollout.status.capitalize(), message=message)
+    return move_attempt(rollout, attempt, "failed", now, error=error)

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any, Final, Literal, Self, TypeVar, cast, get_args
+from typing import Any, Literal, Self, TypeVar, cast, get_args
 
 from agentlightning.errors import ConfigError
 from agentlightning.event import EVENT_KINDS, Event
@@ -23,7 +23,7 @@ from agentlightning.store.engine.watchdog import Watchdog
 from agentlightning.store.engine.workers import Workers
 from agentlightning.store.filter import find, make_query
 from agentlightning.store.protocol import LightningStore, StoreCapabilities
-from agentlightning.store.retention import Retention, delete_ended
+from agentlightning.store.retention import RetentionPolicy, delete_ended
 from agentlightning.store.waiting import Waiters, deadline_after
 from agentlightning.types import (
     DEFAULT_RUN_ID,
@@ -45,13 +45,9 @@ from agentlightning.types import (
     TaskInput,
     Unset,
     Worker,
-    WorkerStatus,
 )
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-_ATTEMPT_STATUSES: Final[tuple[AttemptStatus, ...]] = get_args(AttemptStatus)
-_ROLLOUT_STATUSES: Final[tuple[RolloutStatus, ...]] = get_args(RolloutStatus)
 
 
 def implements(declared: F) -> Callable[[Callable[..., Any]], F]:
@@ -89,13 +85,13 @@ class BackendStore(LightningStore):
         self._database = database = Database(backend)
         self._waiters = Waiters()
         self._stop_watching = backend.watch(self._waiters.publish)
-        self._watchdog = None if watchdog_interval_s is None else Watchdog(database, lease_s, watchdog_interval_s)
+        self._watchdog = Watchdog(database, lease_s, watchdog_interval_s)
         self._attempts = Attempts(database)
         self._rollouts = Rollouts(database, self._waiters)
         self._workers = Workers(database, self._attempts, lease_s)
         self._runs = Runs(database)
         self._queue = Queue(database, self._waiters, self._attempts, self._watchdog)
-        if backend.durable and self._watchdog is not None:
+        if backend.durable:
             self._watchdog.start()
 
     def with_run(self, run_id: str) -> Self:
@@ -104,13 +100,9 @@ class BackendStore(LightningStore):
         view.__dict__.update(self.__dict__, run_id=run_id)
         return view
 
-    def retain(self, retention: Retention) -> None:
-        """Makes the watchdog delete ended rollouts, of every run, that a policy does not keep.
-
-        Raises:
-            ConfigError: this store has no watchdog.
-        """
-        if self._watchdog is None:
+    def retain(self, retention: RetentionPolicy) -> None:
+        """Makes the watchdog, which there must be, delete ended rollouts of every run that a policy does not keep."""
+        if self._watchdog.interval_s is None:
             raise ConfigError("watchdog_interval_s=None: this store has no watchdog; call retain on one that has")
         self._watchdog.retention = retention
         self._watchdog.start()
@@ -118,9 +110,6 @@ class BackendStore(LightningStore):
     @property
     def capabilities(self) -> StoreCapabilities:
         return {"thread_safe": True, "durable": self._database.backend.durable, "otlp_traces": False}
-
-    def otlp_traces_endpoint(self) -> str | None:
-        return None
 
     def now(self) -> float:
         return self._database.now()
@@ -132,8 +121,7 @@ class BackendStore(LightningStore):
     async def close(self) -> None:
         """Ends all waits, stops the watchdog and closes the database. Closing twice is harmless."""
         self._waiters.close()
-        if self._watchdog is not None:
-            await asyncio.to_thread(self._watchdog.stop)  # it may be in the middle of a scan
+        await asyncio.to_thread(self._watchdog.stop)  # it may be in the middle of a scan
         loop = asyncio.get_running_loop()
         if tasks := [task for task in tuple(self._queue.background) if task.get_loop() is loop]:
             await asyncio.wait(tasks)
@@ -151,7 +139,13 @@ class BackendStore(LightningStore):
         metadata: Mapping[str, Any] | None = None,
         worker_id: str | None = None,
     ) -> AttemptedRollout:
-        request = EnqueueRolloutRequest.make(input, mode, resources_id, config, metadata)
+        request = EnqueueRolloutRequest(
+            input=freeze(input, "input"),
+            mode=mode,
+            resources_id=resources_id,
+            config=config,
+            metadata=freeze(metadata, "metadata"),
+        )
         return await self._queue.start(self.run_id, request, worker_id)
 
     async def enqueue_many_rollouts(self, requests: Sequence[EnqueueRolloutRequest]) -> Sequence[Rollout]:
@@ -171,25 +165,22 @@ class BackendStore(LightningStore):
     async def query_rollouts(
         self,
         *,
-        status_in: Sequence[RolloutStatus] | None = None,
         metadata: Mapping[str, Any] | None = None,
         run_id: str | None = None,
         cursor: str | None = None,
         **filters: Any,
     ) -> PaginatedResult[Rollout]:
-        for status in status_in or ():
-            check_choice("status_in", status, _ROLLOUT_STATUSES)
         scope = [Condition("run_id", "eq", run_id if run_id is not None else self.run_id)]
         scope += [
             Condition(f"metadata.{key}", "eq", value) for key, value in freeze(metadata or {}, "metadata").items()
         ]
-        query = make_query(Rollout, scope, status_in=status_in, cursor=cursor, **filters)
+        query = make_query(Rollout, scope, cursor=cursor, **filters)
         page = await find(self._database.backend, query, cursor)
         return page.model_copy(update={"items": await self._database.with_attempts(page.items)})
 
     async def get_rollout_by_id(self, rollout_id: str) -> Rollout | None:
-        row = await self._database.row(Rollout, rollout_id)
-        return None if row is None else (await self._database.with_attempts([row.record]))[0]
+        rollout = await self._database.record(Rollout, rollout_id)
+        return None if rollout is None else (await self._database.with_attempts([rollout]))[0]
 
     async def update_rollout(
         self,
@@ -203,13 +194,10 @@ class BackendStore(LightningStore):
     ) -> Rollout:
         changes = _given(input=input, mode=mode, resources_id=resources_id, config=config, metadata=metadata)
         if status is not UNSET:
-            check_choice("status", status, _ROLLOUT_STATUSES)
+            check_choice("status", status, get_args(RolloutStatus))
         if isinstance(resources_id, str):
             await self._database.check_resources(resources_id)
         return await self._rollouts.update(rollout_id, status, changes)
-
-    async def cancel_rollout(self, rollout_id: str) -> Rollout:
-        return await self._rollouts.update(rollout_id, "cancelled", {})
 
     async def retry_rollout(self, rollout_id: str) -> Rollout:
         return await self._rollouts.retry(rollout_id)
@@ -255,7 +243,7 @@ class BackendStore(LightningStore):
         reward: float | Unset | None = UNSET,
     ) -> Attempt:
         if status is not UNSET:
-            check_choice("status", status, _ATTEMPT_STATUSES)
+            check_choice("status", status, get_args(AttemptStatus))
         changes = _given(
             worker_id=worker_id,
             last_heartbeat_time=last_heartbeat_time,
@@ -324,10 +312,8 @@ class BackendStore(LightningStore):
     # --- workers ---
 
     @implements(LightningStore.query_workers)
-    async def query_workers(self, *, status_in: Sequence[str] | None = None, **filters: Any) -> PaginatedResult[Worker]:
-        for status in status_in or ():
-            check_choice("status_in", status, get_args(WorkerStatus))
-        return await self._workers.query(make_query(Worker, status_in=status_in, **filters))
+    async def query_workers(self, **filters: Any) -> PaginatedResult[Worker]:
+        return await self._workers.query(make_query(Worker, **filters))
 
     async def get_worker_by_id(self, worker_id: str) -> Worker | None:
         return await self._workers.get(worker_id)
@@ -366,8 +352,7 @@ class BackendStore(LightningStore):
         return await self._runs.create(run)
 
     async def get_run_by_id(self, run_id: str) -> Run | None:
-        row = await self._database.row(Run, run_id)
-        return None if row is None else row.record
+        return await self._database.record(Run, run_id)
 
     async def update_run(self, run_id: str, status: RunStatus) -> Run:
         check_choice("status", status, get_args(RunStatus))

@@ -1,8 +1,4 @@
-"""The watchdog: ends overdue attempts in the background.
-
-Each process that opens a database runs one. Several over one database are harmless: each end is a guarded commit, so
-only one of them succeeds.
-"""
+"""The watchdog: ends overdue attempts in the background."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from agentlightning.lifecycle import end_overdue, last_heartbeat
 from agentlightning.store.backend import Condition, Query, Row
 from agentlightning.store.engine.change import Change
 from agentlightning.store.engine.database import LIVE, Database
-from agentlightning.store.retention import Retention, delete_old_workers
+from agentlightning.store.retention import RetentionPolicy, delete_old_workers
 from agentlightning.types import Attempt, Record, Rollout, Worker
 
 logger = logging.getLogger("agentlightning")
@@ -32,15 +28,16 @@ _WORKERS_INTERVAL_S: Final = 3600.0
 class Watchdog:
     """Enforces timeouts, unresponsiveness and leases of one database, in a daemon thread.
 
-    It reads the live attempts every ``interval_s``, so an attempt ends at most that late. The thread ends with ``stop``
-    or when the watchdog is garbage.
+    It reads the live attempts every ``interval_s``, so an attempt ends at most that late. Several processes may watch
+    one database, because each end is a guarded commit. The thread ends with ``stop`` or when the watchdog is garbage.
+    With ``interval_s=None`` it never starts.
     """
 
-    def __init__(self, database: Database, lease_s: float, interval_s: float) -> None:
-        self._database = database
+    def __init__(self, database: Database, lease_s: float, interval_s: float | None) -> None:
+        self.database = database
+        self.interval_s = interval_s
         self._lease_s = lease_s
-        self._interval_s = interval_s
-        self.retention: Retention | None = None
+        self.retention: RetentionPolicy | None = None
         self._retained_at = -math.inf
         self._workers_deleted_at = -math.inf
         self._lock = threading.Lock()
@@ -53,8 +50,8 @@ class Watchdog:
     def start(self) -> None:
         """Starts the thread; does nothing when it runs, and after ``stop``."""
         with self._lock:
-            if self._thread is None and not self._stopped.is_set():
-                arguments = (weakref.ref(self), self._stopped, self._interval_s, self._lease_s)
+            if self.interval_s is not None and self._thread is None and not self._stopped.is_set():
+                arguments = (weakref.ref(self), self._stopped, self.interval_s, self._lease_s)
                 self._thread = threading.Thread(target=_run, args=arguments, name="agl-watchdog", daemon=True)
                 self._thread.start()
 
@@ -66,13 +63,9 @@ class Watchdog:
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout=5.0)
 
-    def now(self) -> float:
-        """Unix time by the clock of the database."""
-        return self._database.now()
-
     async def scan(self, now: float) -> None:
         """Ends the attempts that are overdue."""
-        attempts = await self._database.rows(Query(Attempt, (LIVE,)))
+        attempts = await self.database.rows(Query(Attempt, (LIVE,)))
         if not attempts:
             return
         rollouts = await self._by_id(Rollout, "rollout_id", [row.record.rollout_id for row in attempts])
@@ -87,7 +80,13 @@ class Watchdog:
             except (StoreError, OSError):  # the database failed, for all attempts
                 raise
             except Exception as error:  # isolation point: a damaged record must not stop the checks of others
-                self._report_damaged(attempt.record, error)
+                if attempt.record.attempt_id not in self._damaged:
+                    self._damaged.add(attempt.record.attempt_id)
+                    logger.error(
+                        "the watchdog cannot check attempt %s of rollout %s, whose record is damaged (%s: %s); "
+                        "cancel the rollout or retry it",
+                        *(attempt.record.attempt_id, rollout.record.rollout_id, type(error).__name__, error),
+                    )
 
     async def _check(
         self, rollout: Row[Rollout], attempt: Row[Attempt], worker: Row[Worker] | None, now: float
@@ -99,37 +98,28 @@ class Watchdog:
             worker_seen=last_heartbeat(worker.record if worker is not None else None, attempt.record),
             lease_s=self._lease_s,
             is_worker_alive=worker is not None and now - (worker.record.last_heartbeat_time or 0) <= self._lease_s,
-            n_lost=await self._database.count_lost_claims(attempt.record),
+            n_lost=await self.database.count_lost_claims(attempt.record),
         )
         if outcome is not None:
             change = Change(None)
             change.revoke(rollout, attempt, outcome, now)
-            await self._database.try_commit(change)  # if it changed meanwhile, the next scan reads it again
-
-    def _report_damaged(self, attempt: Attempt, error: Exception) -> None:
-        if attempt.attempt_id not in self._damaged:
-            self._damaged.add(attempt.attempt_id)
-            logger.error(
-                "the watchdog cannot check attempt %s of rollout %s, whose record is damaged (%s: %s); "
-                "cancel the rollout or retry it",
-                *(attempt.attempt_id, attempt.rollout_id, type(error).__name__, error),
-            )
+            await self.database.try_commit(change)  # if it changed meanwhile, the next scan reads it again
 
     async def retain(self, now: float) -> None:
         """Deletes old workers every hour, and enforces the retention policy every ten seconds at most."""
         if now - self._workers_deleted_at >= _WORKERS_INTERVAL_S:
             self._workers_deleted_at = now
-            await delete_old_workers(self._database.backend, now)
-        if self.retention is not None and now - self._retained_at >= max(self._interval_s, _RETENTION_INTERVAL_S):
+            await delete_old_workers(self.database.backend, now)
+        if self.retention is not None and now - self._retained_at >= _RETENTION_INTERVAL_S:
             self._retained_at = now
-            deleted = await self.retention.enforce(self._database.backend, now)
+            deleted = await self.retention(self.database.backend, now)
             if deleted:
                 logger.info("%d rollouts were deleted: %s", deleted, self.retention)
 
     async def _by_id(self, kind: type[R], field: str, ids: Sequence[str]) -> dict[str, Row[R]]:
         if not ids:
             return {}
-        rows = await self._database.rows(Query(kind, (Condition(field, "in", tuple(set(ids))),)))
+        rows = await self.database.rows(Query(kind, (Condition(field, "in", tuple(set(ids))),)))
         return {getattr(row.record, field): row for row in rows}
 
 
@@ -142,7 +132,7 @@ def _run(reference: weakref.ref[Watchdog], stopped: threading.Event, interval_s:
             watchdog = reference()
             if watchdog is None:
                 return
-            now = watchdog.now()
+            now = watchdog.database.now()
             late_s, next_scan = now - next_scan, now + interval_s
             if late_s > max(5.0, 2 * interval_s):
                 # The machine or process was suspended, and perhaps the workers with it: wait for their heartbeats.

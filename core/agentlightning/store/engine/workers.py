@@ -49,8 +49,8 @@ class Workers:
         )
 
     async def get(self, worker_id: str) -> Worker | None:
-        row = await self._database.row(Worker, worker_id)
-        return None if row is None else self._describe(row.record, await self._database.live_attempts(worker_id))
+        worker = await self._database.record(Worker, worker_id)
+        return None if worker is None else self._describe(worker, await self._database.live_attempts(worker_id))
 
     async def beat(
         self, worker_id: str, changes: Mapping[str, Any], attempt_ids: Sequence[str] | Unset | None

@@ -12,7 +12,7 @@ import cloudpickle
 import pytest
 
 from agentlightning import semconv
-from agentlightning.adapter.agent import read_agent_name
+from agentlightning.adapter.tree import read_agent_name
 from agentlightning.adapter.triplet import TraceToTriplet
 from agentlightning.litagent import Prompts
 from agentlightning.reward import find_final_reward

@@ -160,3 +160,8 @@ class TracingTests:
                 break
         assert [span.name for span in spans] == [f"step {number}" for number in range(10)]
         assert [span.name for span in await store.query_spans(None, run_id="other")] == ["elsewhere"]
+        two = [claims[2].rollout_id, claims[0].rollout_id, elsewhere.rollout_id, "ro-unknown"]
+        names = [span.name for span in await store.query_spans(None, rollout_id_in=two)]
+        assert names == [f"step {number}" for number in (0, 2, 3, 5, 6, 8, 9)]
+        assert [span.name for span in await store.query_spans(None, rollout_id_in=two, name="step 5")] == ["step 5"]
+        assert list(await store.query_spans(None, rollout_id_in=[])) == []

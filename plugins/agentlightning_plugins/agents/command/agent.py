@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
@@ -16,7 +17,6 @@ from agentlightning.emitter import emit_reward
 from agentlightning.errors import ConfigError, RolloutError
 from agentlightning.litagent import LitAgent, RewardFunction
 from agentlightning.resources import NamedResources
-from agentlightning.tracer.dummy import start_detached_span
 from agentlightning.tracer.tracer import OpenSpan, get_active_trace, get_active_tracer, running
 from agentlightning.types import Rollout
 from agentlightning_plugins.agents.command.environment import build_environment
@@ -149,7 +149,7 @@ class CommandAgent(LitAgent[Any]):
         store = None if trace is None else trace.store
         env = build_environment(resources, rollout, folder, inherit=self._inherit_env, llm=self._llm, store=store)
         stdout, stderr = Tail(self._max_output_bytes), Tail(self._max_output_bytes)
-        with running(self._start_span(text)) as span:
+        with self._open_span(text) as span:
             env |= {"AGL_TASK": text} if self._task_via == "env" else {}
             env |= {**_trace_context(), **self._env}
             secrets = {env[name] for name in _SECRETS if len(env.get(name, "")) >= _MIN_SECRET_CHARS}
@@ -165,27 +165,29 @@ class CommandAgent(LitAgent[Any]):
                     kill_after_s=self._kill_after_s,
                 )
             finally:  # the output of a command that was stopped may tell why
-                span.set_attributes(
-                    {
-                        semconv.OPERATION_OUTPUT: _redact(stdout.text, secrets),
-                        "agentlightning.command.stderr": _redact(stderr.text, secrets),
-                        "agentlightning.command.dropped_bytes": stdout.dropped + stderr.dropped,
-                        **({} if exit_code is None else {"agentlightning.command.exit_code": exit_code}),
-                    }
-                )
+                recorded = {
+                    semconv.OPERATION_OUTPUT: _redact(stdout.text, secrets),
+                    "agentlightning.command.stderr": _redact(stderr.text, secrets),
+                    "agentlightning.command.dropped_bytes": stdout.dropped + stderr.dropped,
+                    **({} if exit_code is None else {"agentlightning.command.exit_code": exit_code}),
+                }
+                if span is not None:
+                    span.set_attributes(recorded)
             if exit_code not in ((0, 1) if self._reward == "exit_code" else (0,)):
                 raise RolloutError(self._explain(exit_code, _redact(stderr.text, secrets)))
         return stdout.text, exit_code
 
-    def _start_span(self, text: str) -> OpenSpan:
+    def _open_span(self, text: str) -> contextlib.AbstractContextManager[OpenSpan | None]:
+        """Opens the span of the command; outside a rollout there is none."""
         attributes = {
             semconv.GEN_AI_OPERATION_NAME: "invoke_agent",
             "gen_ai.agent.name": self.name,
             semconv.OPERATION_INPUT: text,
         }
         tracer = get_active_tracer()
-        start = start_detached_span if tracer is None else tracer.start_span
-        return start(f"invoke_agent {self.name}", attributes)
+        if tracer is None:
+            return contextlib.nullcontext()
+        return running(tracer.start_span(f"invoke_agent {self.name}", attributes))
 
     def _explain(self, exit_code: int, stderr: str) -> str:
         how = f"exited with code {exit_code}" if exit_code >= 0 else f"was ended by {_name_signal(-exit_code)}"

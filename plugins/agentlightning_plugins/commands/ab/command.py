@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-from agentlightning.cli import echo, print_table
+from agentlightning.cli import echo
 from agentlightning.store.protocol import LightningStore
-from agentlightning_plugins.commands.terminal import json_or_text, print_json, with_store
+from agentlightning_plugins.commands.terminal import json_or_text, print_json, print_table, with_store
 from agentlightning_plugins.statistics.comparison import compare_rollouts
 
 

@@ -179,14 +179,23 @@ def load_agent(spec: str | AgentConfig | CommandConfig) -> LitAgent[Any]:
     """
     if isinstance(spec, str):
         return wrap(load_attribute(spec))
-    reward: Any = spec.reward
-    if reward is not None and (":" in reward or isinstance(spec, AgentConfig)):  # else a source, such as stdout
-        reward = load_attribute(reward)
+    reward = _load_reward(spec)
     if isinstance(spec, CommandConfig):
         settings = {**expand(spec.model_extra or {}), "command": spec.command}
         return agl.CommandAgent(**bind_settings(agl.CommandAgent, settings, "a command agent"), reward=reward)
     task_to_input = None if spec.task_to_input is None else load_attribute(spec.task_to_input)
     return wrap(load_attribute(spec.target), reward, task_to_input, spec.prompts)
+
+
+def _load_reward(spec: AgentConfig | CommandConfig) -> Any:
+    """Returns a function, a component, or where a command writes its reward, such as ``stdout``."""
+    reward = spec.reward
+    if isinstance(reward, str):
+        if ":" in reward:
+            return load_attribute(reward)
+        if isinstance(spec, CommandConfig) and reward not in get_manager().components("reward"):
+            return reward
+    return None if reward is None else get_manager().create("reward", expand(reward))
 
 
 def is_config_file(argument: str) -> bool:

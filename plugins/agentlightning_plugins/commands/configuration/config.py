@@ -55,8 +55,9 @@ class AgentConfig(_Section):
 
     target: str
     """``module:attribute`` or ``file.py:attribute`` of a function, a LitAgent or a framework's object."""
-    reward: str | None = None
-    """``module:attribute`` of ``reward(task, output, rollout) -> float``, when the agent returns no reward."""
+    reward: ComponentSpec | None = None
+    """When the agent returns no reward: ``module:attribute`` of ``reward(task, output, rollout) -> float``, or a
+    component such as ``judge``."""
     task_to_input: str | None = None
     """``module:attribute`` of ``task_to_input(task)``, for framework objects."""
     prompts: PromptsSpec | None = None
@@ -71,9 +72,9 @@ class CommandConfig(_Section):
 
     command: list[str]
     """Program and arguments. Further settings are those of ``agl.CommandAgent``."""
-    reward: str | None = None
-    """``module:attribute`` of ``reward(task, output, rollout) -> float``, or where the command writes it: ``stdout``,
-    ``file`` or ``exit_code``."""
+    reward: ComponentSpec | None = None
+    """``module:attribute`` of ``reward(task, output, rollout) -> float``, a component such as ``judge``, or where the
+    command writes it: ``stdout``, ``file`` or ``exit_code``."""
 
 
 class DatasetConfig(_Section):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from agentlightning.errors import NotFoundError
 from agentlightning.resources import Resource
+from agentlightning_algorithms.trained_model.checkpoint import list_checkpoints
 from agentlightning_algorithms.trained_model.record import read_training
 from agentlightning_algorithms.trained_model.serving import serve_model
 from agentlightning_plugins.commands.terminal import open_store
@@ -37,8 +38,35 @@ def learned_resources(where: str | None) -> Iterator[dict[str, Resource]]:
         return
     # A run whose store was in memory or elsewhere has left the model only.
     learned = asyncio.run(_read_latest(where)) if (run / "store.db").is_file() else None
-    with serve_model(where) as served:
-        yield {**(learned or {}), **served.resources()}
+    with served_model(run) as models:
+        yield {**(learned or {}), **models}
+
+
+def saved_weights(run: Path) -> list[str] | None:
+    """The names of the checkpoints that a run saved; None if it does not train weights.
+
+    Raises:
+        ConfigError: its record is damaged.
+    """
+    return None if read_training(run) is None else list(list_checkpoints(run))
+
+
+@contextlib.contextmanager
+def served_model(run: Path | None, checkpoint: str | None = None) -> Iterator[dict[str, Resource]]:
+    """Yields the resources of the model whose weights a run trained, while it is served; nothing for None.
+
+    Args:
+        run: its directory.
+        checkpoint: ``best``, ``latest`` or a step; None: the first of best and latest.
+
+    Raises:
+        LightningError: the model cannot be served.
+    """
+    if run is None:
+        yield {}
+        return
+    with serve_model(str(run), checkpoint) as served:
+        yield served.resources()
 
 
 async def _read_latest(where: str) -> dict[str, Resource] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import sys
@@ -16,6 +17,10 @@ from agentlightning_plugins.commands.doctor.check import Check, broken, ok, one_
 
 _OURS = "lightning"
 _OWN_PLACE = "the two cannot share an environment: create a new one, and install this Lightning there from its checkout"
+_CLASHES = (
+    # The former import a module that the latter have removed. Neither declares it, and no bound of ours can.
+    (Requirement("opentelemetry-instrumentation-openai<0.48.2"), Requirement("opentelemetry-api>=1.44")),
+)
 
 
 def check_environment() -> Check:
@@ -23,7 +28,7 @@ def check_environment() -> Check:
     foreign = _find_foreign()
     if foreign is not None:
         return broken("environment", foreign, _OWN_PLACE)
-    wrong = list(_find_wrong_versions())
+    wrong = [*_find_wrong_versions(), *_find_clashes()]
     if wrong:
         return broken("environment", "; ".join(sorted(set(wrong))), "install the required versions")
     plugins = get_manager().plugins.values()
@@ -65,3 +70,13 @@ def _find_wrong_versions() -> Iterator[str]:
             continue
         if not requirement.specifier.contains(version, prereleases=True):
             yield f"{requirement.name} {version} is installed, but {requirement.specifier} is required"
+
+
+def _find_clashes() -> Iterator[str]:
+    """Yields each pair of installed versions that do not work together."""
+    for pair in _CLASHES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions = [importlib.metadata.version(requirement.name) for requirement in pair]
+            if all(r.specifier.contains(version, prereleases=True) for r, version in zip(pair, versions, strict=True)):
+                one, other = (f"{r.name} {version}" for r, version in zip(pair, versions, strict=True))
+                yield f"{one} does not work with {other}; upgrade both"

@@ -8,8 +8,8 @@ from typing import Any
 
 from agentlightning.algorithm.algorithm import Algorithm
 from agentlightning.algorithm.context import RunContext
-from agentlightning.event import ResourcesPublished, RolloutEnqueued
-from agentlightning.resources import LLM
+from agentlightning.event import RolloutEnqueued
+from agentlightning.resources import LLM, Resource
 from agentlightning.run.thread import run_in_thread
 from agentlightning.types import Dataset
 
@@ -26,12 +26,23 @@ class Budgeted(Algorithm):
         """
         self.algorithm = algorithm
         self.budget = budget
-        self.rollouts = 0
-        self.has_published = False
+        self._counted: set[str] = set()
+        self.was_stopped = False
+        self.resources: dict[str, Resource] = {}
+        """The latest of the run when the algorithm has ended."""
+
+    @property
+    def rollouts(self) -> int:
+        """Number of rollouts so far, those in mode ``test`` left out."""
+        return len(self._counted)
 
     @property
     def default_adapter(self) -> str | None:  # type: ignore[override] # the wrapped one's, known with the instance
         return self.algorithm.default_adapter
+
+    @property
+    def rollouts_at_once(self) -> int | None:  # type: ignore[override] # likewise
+        return self.algorithm.rollouts_at_once
 
     @property
     def context(self) -> RunContext:
@@ -54,9 +65,14 @@ class Budgeted(Algorithm):
         except asyncio.CancelledError:
             if self.budget is None or self.rollouts <= self.budget:
                 raise
+            self.was_stopped = True
         finally:
             counting.cancel()
             await asyncio.gather(counting, work, return_exceptions=True)
+        # The events of the last rollouts may come after the end; earlier rollouts may have been deleted.
+        self._counted |= {each.rollout_id for each in await self.get_store().query_rollouts() if each.mode != "test"}
+        latest = await self.get_store().get_latest_resources()
+        self.resources = {} if latest is None else dict(latest.resources)
 
     async def _work(self, train_dataset: Dataset[Any] | None, val_dataset: Dataset[Any] | None) -> None:
         algorithm = self.algorithm
@@ -67,10 +83,10 @@ class Budgeted(Algorithm):
 
     async def _count(self, work: asyncio.Future[None]) -> None:
         store = self.get_store()
-        async for event in store.subscribe(["rollout_enqueued", "resources_published"]):
-            self.has_published = self.has_published or isinstance(event, ResourcesPublished)
+        async for event in store.subscribe(["rollout_enqueued"]):
             if isinstance(event, RolloutEnqueued):
                 rollout = await store.get_rollout_by_id(event.rollout_id)
-                self.rollouts += rollout is None or rollout.mode != "test"
+                if rollout is None or rollout.mode != "test":
+                    self._counted.add(event.rollout_id)
                 if self.budget is not None and self.rollouts > self.budget:
                     work.cancel()

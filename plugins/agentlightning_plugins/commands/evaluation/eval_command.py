@@ -81,8 +81,10 @@ def command(
     if difference is not None and len(chosen) < 2:
         raise click.UsageError(f"--plan needs at least two tasks, but there is {len(chosen)}")
     settings = {"repetitions": repetitions, "success_threshold": success, "rollout_timeout_s": timeout_s}
-    with tempfile.TemporaryDirectory() as scratch:
-        score = evaluate(checked, parts, chosen, run_dir or Path(scratch) / "eval", settings, learned, as_json)
+    with tempfile.TemporaryDirectory() as scratch, failing_run(), learned_resources(learned) as found:
+        resources = {**(parts.resources or {}), **found}
+        own = dataclasses.replace(parts, resources=resources or None)
+        score = evaluate(checked, own, chosen, run_dir or Path(scratch) / "eval", settings, quiet=as_json)
     metrics = score.to_metrics()
     plans = [] if difference is None else plan(score, difference)
     if as_json:
@@ -99,9 +101,7 @@ def command(
         raise SystemExit(1)
 
 
-def evaluate(
-    config: Any, parts: Any, dataset: Any, directory: Path, settings: dict[str, Any], learned: str | None, quiet: bool
-) -> Any:
+def evaluate(config: Any, parts: Any, dataset: Any, directory: Path, settings: dict[str, Any], *, quiet: bool) -> Any:
     """Runs the algorithm ``evaluation`` and returns its score.
 
     Args:
@@ -110,8 +110,6 @@ def evaluate(
         dataset: the tasks.
         directory: the run's directory.
         settings: settings of the algorithm ``evaluation``.
-        learned: a run or store whose latest resources replace the configuration's. The model whose weights the run
-            trained is served meanwhile.
         quiet: do not print progress.
     """
     from agentlightning.plugin.registry import get_manager
@@ -120,10 +118,8 @@ def evaluate(
     components = {key: value for key, value in parts.components.items() if key not in ("algorithm", "trackers")}
     algorithm = get_manager().create("algorithm", {"name": "evaluation", **settings})
     components |= {"algorithm": algorithm, "trackers": [] if quiet else [{"name": "console", "brief": True}]}
-    with failing_run(), learned_resources(learned) as found:
-        resources = {**(parts.resources or {}), **found}
-        own = dataclasses.replace(parts, train=None, val=dataset, resources=resources or None, components=components)
-        fit(make_trainer(config, own, directory, resume=False), own)
+    own = dataclasses.replace(parts, train=None, val=dataset, components=components)
+    fit(make_trainer(config, own, directory, resume=False), own)
     return algorithm.score
 
 

@@ -10,10 +10,10 @@ from typing import Any, Final
 
 import click
 
-from agentlightning.cli import echo, print_table
+from agentlightning.cli import echo
 from agentlightning.errors import ConfigError
 from agentlightning.resources import PromptTemplate
-from agentlightning_plugins.commands.terminal import print_json
+from agentlightning_plugins.commands.terminal import print_json, print_table
 from agentlightning_plugins.statistics.comparison import Group, compare_groups
 
 _SIGNIFICANT: Final = 0.05
@@ -83,7 +83,7 @@ def _evaluate_prompts(
     Returns:
         A row for each text.
     """
-    from agentlightning_plugins.commands.evaluation.eval_command import evaluate
+    from agentlightning_plugins.commands.evaluation.eval_command import evaluate, failing_run
 
     prompts = [_read_prompt(text, parts) for text in texts]
     rows: list[dict[str, Any]] = []
@@ -93,7 +93,8 @@ def _evaluate_prompts(
         if not quiet:
             echo(f"== {label}: {place}", err=True)
         own = dataclasses.replace(parts, resources={**(parts.resources or {}), name: prompt})
-        score = evaluate(config, own, tasks, place, {"repetitions": repetitions}, None, quiet)
+        with failing_run():
+            score = evaluate(config, own, tasks, place, {"repetitions": repetitions}, quiet=quiet)
         group = Group(label, {f"task {index}": rewards for index, rewards in enumerate(score.rewards) if rewards})
         row = {"prompt": label, "reward": score.mean, "difference": None, "low": None, "high": None, "p": None}
         if first is None:

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import click
 
-from agentlightning.cli import echo, print_table
+from agentlightning.cli import echo
 from agentlightning.errors import StoreError
 from agentlightning.reward import find_final_reward
 from agentlightning.store.protocol import LightningStore
@@ -26,6 +26,7 @@ from agentlightning_plugins.commands.terminal import (
     print_json,
     print_page,
     print_result,
+    print_table,
     shorten,
     show_time,
     to_json,

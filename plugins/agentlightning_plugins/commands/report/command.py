@@ -19,13 +19,15 @@ from agentlightning_plugins.commands.terminal import json_option, print_json
 @click.command("report")
 @click.argument("directory", type=click.Path(path_type=Path), metavar="RUN_DIR")
 @click.option("--html", "page", type=click.Path(path_type=Path, dir_okay=False), help="Write one web page instead.")
+@click.option("--png", "picture", type=click.Path(path_type=Path, dir_okay=False), help="Write the curve of rewards.")
 @json_option
-def command(directory: Path, page: Path | None, as_json: bool) -> None:
+def command(directory: Path, page: Path | None, picture: Path | None, as_json: bool) -> None:
     """Print the report of the run in RUN_DIR: rollouts, metrics, errors and learned resources."""
-    if page is not None:
+    if page is not None or picture is not None:
         if as_json:
-            raise click.UsageError("--html writes a page and --json prints values; choose one of them")
-        echo(str(asyncio.run(_write_page(directory, page))))
+            raise click.UsageError("--html and --png write files and --json prints values; choose one of them")
+        for file in asyncio.run(_write_files(directory, page, picture)):
+            echo(str(file))
         return
     written = directory / REPORT_NAME
     try:
@@ -51,15 +53,20 @@ async def _read(directory: Path) -> Report:
         await store.close()
 
 
-async def _write_page(directory: Path, page: Path) -> Path:
-    from agentlightning_plugins.commands.report.html import write_html
+async def _write_files(directory: Path, page: Path | None, picture: Path | None) -> list[Path]:
+    from agentlightning_plugins.commands.report.html import write_html, write_png
 
     read_record(directory)
     store = _open_store(directory)
+    written = []
     try:
-        return await write_html(store, directory, page)
+        if page is not None:
+            written.append(await write_html(store, directory, page))
+        if picture is not None:
+            written.append(await write_png(store, picture))
+        return written
     except OSError as error:
-        raise ConfigError(f"{page} cannot be written: {error.strerror or error}") from error
+        raise ConfigError(f"{error.filename or directory} cannot be written: {error.strerror or error}") from error
     finally:
         await store.close()
 

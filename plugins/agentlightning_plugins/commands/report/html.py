@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -9,9 +10,12 @@ from typing import Any, Final
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import Metrics
 from agentlightning_plugins.charts.hidden import show_hidden
+from agentlightning_plugins.charts.histogram import histogram
 from agentlightning_plugins.charts.line import Point, Series, line_chart
+from agentlightning_plugins.charts.png import to_png
 from agentlightning_plugins.commands.report.comparison import compare_first_and_last, read_rewards
 from agentlightning_plugins.commands.report.report import Report, read_report
+from agentlightning_plugins.monitoring.candidates import list_distributions
 from agentlightning_plugins.statistics.interval import mean_interval
 from agentlightning_plugins.training_records.query import count_outcomes, read_ledger
 from agentlightning_plugins.training_records.record import LEDGER_SPAN
@@ -71,6 +75,10 @@ async def write_html(store: LightningStore, directory: Path, file: Path | None =
             for name, title, unit in _OTHERS
             if sum(name in entry.values for entry in metrics) > 1
         ],
+        distributions=[
+            (each["name"], histogram(each["values"], title=each["name"], x_label="reward", bins=12, width=360))
+            for each in list_distributions(report.candidates)
+        ],
         comparison=comparison,
         prompts=comparison.prompts,
         ledger=count_outcomes(await read_ledger(store)) if has_ledger else {},
@@ -79,6 +87,18 @@ async def write_html(store: LightningStore, directory: Path, file: Path | None =
     )
     file = file or directory / HTML_NAME
     file.write_text(page, encoding="utf-8", errors="replace")
+    return file
+
+
+async def write_png(store: LightningStore, file: Path) -> Path:
+    """Writes the curve of the rewards as a picture.
+
+    Raises:
+        ConfigError: resvg-py is not installed.
+        OSError: the file cannot be written.
+    """
+    picture = to_png(await _draw_rewards(store, (await store.query_metrics()).items))
+    await asyncio.to_thread(file.write_bytes, picture)
     return file
 
 

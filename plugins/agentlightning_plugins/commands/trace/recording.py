@@ -9,7 +9,7 @@ from typing import Self
 
 from agentlightning import semconv
 from agentlightning.plugin.registry import get_manager
-from agentlightning.tracer.tracer import Active, Trace, Tracer, activate
+from agentlightning.tracer.tracer import Trace, Tracer, activate
 from agentlightning.types import Span
 
 
@@ -31,7 +31,8 @@ def start_recording(path: str) -> None:
     """Traces this process from now on until it exits."""
     tracer: Tracer = get_manager().create("tracer", "otel")
     trace = FileTrace(path)
+    trace.tracer = tracer
     stack = contextlib.ExitStack()
-    stack.enter_context(activate(Active(tracer, trace)))
+    stack.enter_context(activate(trace))
     stack.enter_context(tracer.root_context(trace, semconv.SPAN_ROLLOUT))
     atexit.register(stack.close)

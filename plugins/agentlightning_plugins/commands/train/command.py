@@ -13,10 +13,10 @@ import click
 
 from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, LightningError, PluginError
-from agentlightning.logging import setup_logging
 from agentlightning.run.directory import RECORD_NAME, make_directory, read_record
 from agentlightning.types import DEFAULT_RUN_ID
 from agentlightning_plugins.commands.configuration.run_directory import CONFIG_NAME
+from agentlightning_plugins.log_setup import setup_logging
 
 EXIT_CODES: Final = """
 \b

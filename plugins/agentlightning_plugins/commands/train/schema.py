@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from typing import Any, get_type_hints
+from typing import Any
 
 from pydantic import TypeAdapter
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
@@ -12,6 +12,7 @@ from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 from agentlightning.errors import PluginError
 from agentlightning.plugin.hookspecs import ComponentKind
 from agentlightning.plugin.registry import get_manager
+from agentlightning.plugin.settings import setting_types
 from agentlightning_plugins.commands.configuration.config import COMPONENTS, TrainConfig
 
 
@@ -40,7 +41,7 @@ def _choices(kind: ComponentKind) -> Iterator[dict[str, Any]]:
 
 
 def _settings_schema(name: str, cls: type[Any]) -> dict[str, Any]:
-    hints = get_type_hints(cls.__init__)
+    hints = setting_types(cls)
     properties: dict[str, Any] = {"name": {"const": name}}
     required = ["name"]
     for parameter in inspect.signature(cls).parameters.values():

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import quote
 
 from agentlightning.errors import NotFoundError
 from agentlightning.resources import SECRET_NAME, PromptTemplate, ResourcesUpdate
+from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.dashboard.difference import find_difference
 from agentlightning_plugins.dashboard.page import Visit
+from agentlightning_plugins.monitoring.candidates import list_distributions
 
 _PAGE_SIZE: Final = 50
 _MAX_CANDIDATES: Final = 500
@@ -23,9 +25,12 @@ async def list_resources(visit: Visit) -> dict[str, Any]:
     """The newest versions of the resources of a run, and its candidates as a tree."""
     store = visit.run_store
     offset = int(visit.query.get("offset") or 0)
-    page = await store.query_resources(sort_by="update_time", sort_order="desc", limit=_PAGE_SIZE, offset=offset)
+    page = await store.query_resources(sort_order="desc", limit=_PAGE_SIZE, offset=offset)
     latest = await store.get_latest_resources()
-    updates = page.items if page.total <= _PAGE_SIZE else list(await store.query_resources(limit=_MAX_CANDIDATES))
+    updates: Sequence[ResourcesUpdate] = page.items
+    if page.total > _PAGE_SIZE and any(_CANDIDATE in update.resources for update in page):
+        updates = await _read_newest(store)
+    candidates = _find_candidates(updates)
     return {
         "versions": [
             {
@@ -40,7 +45,8 @@ async def list_resources(visit: Visit) -> dict[str, Any]:
         ],
         "total": page.total,
         "next": offset + _PAGE_SIZE if offset + _PAGE_SIZE < page.total else None,
-        "candidates": _find_candidates(updates),
+        "candidates": _make_trees(candidates),
+        "distributions": list_distributions(candidates),
     }
 
 
@@ -67,6 +73,7 @@ async def show_resources(visit: Visit) -> dict[str, Any]:
                 "type": value["resource_type"],
                 "text": value["text"],
                 "difference": find_difference(old[name]["text"], value["text"]) if name in old else None,
+                "candidate": _read_candidate(update, base) if name == _CANDIDATE else None,
             }
             for name, value in _describe(update).items()
         ],
@@ -83,11 +90,34 @@ async def _find_base(visit: Visit, update: ResourcesUpdate) -> str | None:
     candidate = update.resources.get(_CANDIDATE)
     parent = candidate.model_dump(mode="json").get("parent_id") if candidate is not None else None
     if parent:
-        for other in await visit.run_store.query_resources(limit=_MAX_CANDIDATES):
+        for other in sorted(await _read_newest(visit.run_store), key=_version, reverse=True):
             found = other.resources.get(_CANDIDATE)
             if found is not None and found.model_dump(mode="json").get("candidate_id") == parent:
                 return other.version_id
     return f"{update.resources_id}@{update.version - 1}" if update.version > 1 else None
+
+
+async def _read_newest(store: LightningStore) -> Sequence[ResourcesUpdate]:
+    return (await store.query_resources(sort_order="desc", limit=_MAX_CANDIDATES)).items
+
+
+def _version(update: ResourcesUpdate) -> int:
+    return update.version
+
+
+def _read_candidate(update: ResourcesUpdate, base: ResourcesUpdate | None) -> dict[str, Any]:
+    """The facts of a candidate, and the scores of the candidate that it is compared with."""
+    fields = update.resources[_CANDIDATE].model_dump(mode="json")
+    other = base.resources.get(_CANDIDATE) if base is not None else None
+    scores = {} if other is None else other.model_dump(mode="json")
+    parent = {f"parent_{name}": scores.get(name) for name in ("full_score", "batch_score")}
+    is_parent = scores.get("candidate_id") == fields.get("parent_id")
+    pairs = (("task rewards", fields), ("task rewards of the parent", scores if is_parent else {}))
+    return {
+        **{name: fields.get(name) for name in (*_SHOWN, "task_scores")},
+        **parent,
+        "distributions": [{"name": name, "values": of["task_scores"]} for name, of in pairs if of.get("task_scores")],
+    }
 
 
 def _describe(update: ResourcesUpdate) -> dict[str, dict[str, str]]:
@@ -108,17 +138,23 @@ def _describe(update: ResourcesUpdate) -> dict[str, dict[str, str]]:
     return described
 
 
-def _find_candidates(updates: list[ResourcesUpdate]) -> list[dict[str, Any]]:
-    """The candidates of a search as trees: each has its ``children``."""
+def _find_candidates(updates: Sequence[ResourcesUpdate]) -> list[dict[str, Any]]:
+    """The candidates of a search by round; a search adds scores in later versions."""
     found: dict[str, dict[str, Any]] = {}
-    for update in updates:
+    for update in sorted(updates, key=_version):
         candidate = update.resources.get(_CANDIDATE)
         if candidate is not None:
             fields: Mapping[str, Any] = candidate.model_dump(mode="json")
-            shown = {key: fields.get(key) for key in _SHOWN}
-            found[str(fields.get("candidate_id"))] = {**shown, "version_id": update.version_id, "children": []}
+            shown = {key: fields.get(key) for key in (*_SHOWN, "task_scores")}
+            found[str(fields.get("candidate_id"))] = {**shown, "version_id": update.version_id}
+    return sorted(found.values(), key=lambda candidate: candidate["round"] or 0)
+
+
+def _make_trees(candidates: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The candidates as trees: each has its ``children``."""
+    nodes: dict[str, dict[str, Any]] = {str(each["candidate_id"]): {**each, "children": []} for each in candidates}
     roots: list[dict[str, Any]] = []
-    for each in sorted(found.values(), key=lambda candidate: candidate["round"] or 0):
-        parent = found.get(str(each["parent_id"]))
+    for each in nodes.values():
+        parent = nodes.get(str(each["parent_id"]))
         (roots if parent is None or parent is each else parent["children"]).append(each)
     return roots

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Final
 
 from agentlightning import semconv
@@ -15,12 +15,15 @@ from agentlightning.types import ENDED_ROLLOUT, Attempt, Rollout, Span
 from agentlightning_plugins.chat_history.adapter import TraceToMessages, drop_prefixes
 from agentlightning_plugins.dashboard.page import Visit
 from agentlightning_plugins.dashboard.views.rollouts import LABEL, NOTE
+from agentlightning_plugins.training_records.query import read_entry
 from agentlightning_plugins.training_records.record import LEDGER_SPAN, ROW_SPAN
 
 _MAX_SPANS: Final = 5_000
 _MAX_ROWS: Final = 500
 """Spans in the waterfall; the JSON twin has all that were read."""
 _MAX_CONVERSATIONS: Final = 40
+_RECORDS: Final = (ROW_SPAN, LEDGER_SPAN)
+"""Spans that training adds later; the pages about training show them."""
 
 
 async def show_rollout(visit: Visit) -> dict[str, Any]:
@@ -59,6 +62,7 @@ async def _describe_attempt(visit: Visit, attempt: Attempt) -> dict[str, Any]:
     page = await visit.run_store.query_spans(attempt.rollout_id, attempt.attempt_id, limit=_MAX_SPANS)
     spans, nodes = page.items, build_tree(page.items, repair=True)
     conversations = read_conversations(spans)
+    entry = read_entry(spans)
     return {
         **attempt.model_dump(mode="json"),
         "rewards": [
@@ -67,9 +71,10 @@ async def _describe_attempt(visit: Visit, attempt: Attempt) -> dict[str, Any]:
         ],
         "conversations": conversations[-_MAX_CONVERSATIONS:],
         "conversation_count": len(conversations),
-        "spans": _describe_spans(nodes),
-        "span_total": page.total,
-        "is_recorded": any(span.name in (ROW_SPAN, LEDGER_SPAN) for span in spans),
+        "spans": _describe_spans([node for node in nodes if node.span.name not in _RECORDS], _trained_calls(spans)),
+        "span_total": page.total - sum(span.name in _RECORDS for span in spans),
+        "is_recorded": any(span.name in _RECORDS for span in spans),
+        "outcome": None if entry is None else entry.outcome,
         "tokens": _count_tokens(spans),
     }
 
@@ -127,7 +132,13 @@ def _pretty(arguments: Any) -> str:
     return json.dumps(thaw(arguments), indent=2, ensure_ascii=False, default=str)
 
 
-def _describe_spans(nodes: Sequence[Node]) -> list[dict[str, Any]]:
+def _trained_calls(spans: Sequence[Span]) -> frozenset[str]:
+    """The response ids of the calls that are in a trained row."""
+    rows = [span for span in spans if span.name == ROW_SPAN]
+    return frozenset(name for row in rows for name in row.attributes.get("agentlightning.training.response_ids") or ())
+
+
+def _describe_spans(nodes: Sequence[Node], trained: Collection[str]) -> list[dict[str, Any]]:
     """The rows of the waterfall: depth, and start and length as shares of the whole."""
     if not nodes:
         return []
@@ -143,6 +154,7 @@ def _describe_spans(nodes: Sequence[Node]) -> list[dict[str, Any]]:
                 "span_id": span.span_id,
                 "name": span.name,
                 "kind": _kind(span),
+                "trained": response_id if (response_id := semconv.read_response_id(span)) in trained else None,
                 "status": span.status.status_code,
                 "problem": span.status.description,
                 "depth": depths[span.span_id],
@@ -173,7 +185,8 @@ def _kind(span: Span) -> str:
 def _count_tokens(spans: Sequence[Span]) -> dict[str, int]:
     """Tokens of the model calls, by what the servers reported."""
     keys = {"input": semconv.GEN_AI_INPUT_TOKENS, "output": semconv.GEN_AI_OUTPUT_TOKENS}
-    counts = {
-        name: [span.attributes.get(key) for span in spans if semconv.is_llm_call(span)] for name, key in keys.items()
-    }
+    calls: dict[str, Span] = {}
+    for span in filter(semconv.is_llm_call, spans):  # agent and gateway both record a call, with the same response id
+        calls.setdefault(semconv.read_response_id(span) or span.span_id, span)
+    counts = {name: [span.attributes.get(key) for span in calls.values()] for name, key in keys.items()}
     return {name: sum(value for value in values if isinstance(value, int)) for name, values in counts.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, get_args
 
 from agentlightning.errors import ConfigError
@@ -15,7 +15,7 @@ from agentlightning_plugins.dashboard.page import Visit
 PAGE_SIZE: Final = 50
 _CHUNK: Final = 200
 _BUDGET_S: Final = 0.12
-"""How long one page searches where the store has no index; the next page goes on from there."""
+"""How long one page counts and searches where the store has no index; the next page goes on from there."""
 _INDEXED: Final = ("step", "task_id", "group")
 FILTERS: Final = ("status", "mode", "label", *_INDEXED, "min", "max", "meta", "text", "messages")
 LABEL: Final = "label"
@@ -65,6 +65,7 @@ async def select(store: LightningStore, query: Mapping[str, str], before: int | 
     _check("status", status, get_args(RolloutStatus))
     _check("mode", mode, (*get_args(RolloutMode), "none"))
     conditions: dict[str, Any] = {"status_in": [status] if status else None}
+    deadline = time.monotonic() + _BUDGET_S
     total = (await store.query_rollouts(limit=0, **conditions)).total
     indexed = {key: query[key] for key in _INDEXED if key in query}
     readers: tuple[Callable[[str], Any], ...] = (_number_or_text, str)
@@ -76,13 +77,14 @@ async def select(store: LightningStore, query: Mapping[str, str], before: int | 
     matches = _make_test(query)
     position = total if before is None else min(before, total)
     rows: list[dict[str, Any]] = []
-    searched, deadline = 0, time.monotonic() + _BUDGET_S
-    while position > 0 and len(rows) < PAGE_SIZE and (not searched or time.monotonic() < deadline):
+    searched, chunk_s = 0, 0.0
+    while position > 0 and len(rows) < PAGE_SIZE and (not searched or time.monotonic() + chunk_s < deadline):
+        started = time.monotonic()
         size = PAGE_SIZE if matches is None else min(_CHUNK, position)
-        page = await store.query_rollouts(sort_order="desc", offset=total - position, limit=size, **conditions)
-        if not page.items:
+        found = await _read(store, total, position, size, conditions)
+        if not found:
             break
-        for rollout in page.items:
+        for rollout in found:
             position -= 1
             searched += 1
             if (matches is None or matches(rollout)) and await _mentions(store, rollout, query):
@@ -91,6 +93,7 @@ async def select(store: LightningStore, query: Mapping[str, str], before: int | 
                     break
             if "messages" in query and time.monotonic() > deadline:
                 break
+        chunk_s = time.monotonic() - started
     return {
         "rollouts": rows,
         "total": total,
@@ -98,6 +101,16 @@ async def select(store: LightningStore, query: Mapping[str, str], before: int | 
         "is_exact": matches is None and "messages" not in query,
         "next": position if position > 0 else None,
     }
+
+
+async def _read(
+    store: LightningStore, total: int, position: int, size: int, conditions: Mapping[str, Any]
+) -> Sequence[Rollout]:
+    """Reads the rollouts that were queued before ``position`` others, the newest first, from the nearer end."""
+    if position < total / 2:
+        first = max(0, position - size)
+        return (await store.query_rollouts(offset=first, limit=position - first, **conditions)).items[::-1]
+    return (await store.query_rollouts(sort_order="desc", offset=total - position, limit=size, **conditions)).items
 
 
 def _check(name: str, value: str | None, allowed: tuple[str, ...]) -> None:

@@ -2,43 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any, Final, get_args
+from typing import Any, Final
 
-from agentlightning.store.protocol import LightningStore
-from agentlightning.types import RolloutStatus, Run
+from agentlightning.types import Run
 from agentlightning_plugins.dashboard.page import Visit
-from agentlightning_plugins.dashboard.views import metrics as numbers
 from agentlightning_plugins.dashboard.views.rollouts import describe_rollout
+from agentlightning_plugins.monitoring import metrics as numbers
+from agentlightning_plugins.monitoring.runs import count_rollouts, describe_run, find_run
 
 _RUNS_OF_PAGE: Final = 20
 _CURVE_STEPS: Final = 100
-_FIRST_CHARTS: Final = ("entropy", "response_length", "success_rate", "grad_norm", "logprob_gap_max", "tokens_per_s")
+_FIRST_CHARTS: Final = (
+    "best_score", "beam_score_mean", "tokens",
+    "entropy", "response_length", "success_rate", "grad_norm", "logprob_gap_max", "tokens_per_s",
+)  # fmt: skip
 _CHARTED: Final = frozenset({"reward", "val_reward", "test_reward", "train_reward"})
-
-
-async def count_rollouts(store: LightningStore) -> dict[str, int]:
-    """The number of rollouts of a run by status."""
-    statuses = get_args(RolloutStatus)
-    pages = await asyncio.gather(*(store.query_rollouts(status_in=[status], limit=0) for status in statuses))
-    return {status: page.total for status, page in zip(statuses, pages, strict=True)}
-
-
-async def find_run(store: LightningStore) -> Run | None:
-    """The run that a store sees; also one that was never created but has rollouts."""
-    run = await store.get_run_by_id(store.run_id)
-    if run is None and (await store.query_rollouts(limit=0)).total:
-        return Run(
-            run_id=store.run_id, name=store.run_id, created_at=(await store.query_rollouts(limit=1))[0].start_time
-        )
-    return run
-
-
-def describe_run(run: Run) -> dict[str, Any]:
-    """The fields of a run, and the name of its algorithm."""
-    algorithm = run.config.get("algorithm", "")
-    name = algorithm.get("name", "") if isinstance(algorithm, dict) else str(algorithm)
-    return {**run.model_dump(mode="json", exclude={"scores"}), "algorithm": name}
 
 
 async def list_runs(visit: Visit) -> dict[str, Any]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from agentlightning.store.protocol import LightningStore
-from agentlightning.types import AttemptedRollout, Metrics
+from agentlightning.types import AttemptedRollout, Metrics, Rollout
 from agentlightning_plugins.statistics.significance import paired_p_value
 
 _MAX_ROLLOUTS: Final = 400
@@ -44,7 +44,9 @@ async def compare_tasks(sides: Sequence[tuple[LightningStore, Sequence[Metrics]]
 async def _read_rewards(store: LightningStore, steps: Sequence[Metrics]) -> dict[str, tuple[list[float], str]]:
     """The rewards of each task and one of its rollouts, by the task as JSON."""
     step = next((each.step for each in reversed(steps) if "val_reward" in each.values), None)
-    found = await store.query_rollouts(metadata={"step": step}, sort_order="desc", limit=_MAX_ROLLOUTS)
+    found: Iterable[Rollout] = ()
+    if step is not None:
+        found = await store.query_rollouts(metadata={"step": step}, sort_order="desc", limit=_MAX_ROLLOUTS)
     if not any(rollout.mode == "val" for rollout in found):  # an algorithm that records no steps
         found = await store.query_rollouts(sort_order="desc", limit=_MAX_ROLLOUTS)
     rewards: dict[str, tuple[list[float], str]] = {}

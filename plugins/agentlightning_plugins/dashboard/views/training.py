@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from agentlightning.errors import ConfigError, NotFoundError
-from agentlightning.types import Rollout
+from agentlightning.types import AttemptedRollout, Rollout, Span
 from agentlightning_plugins.charts.heat import heat_level
 from agentlightning_plugins.dashboard.page import Visit
 from agentlightning_plugins.dashboard.views.rollout import find_rollout, read_conversations
@@ -45,7 +45,12 @@ async def show_ledger(visit: Visit) -> dict[str, Any]:
         "steps": steps[::-1],
         "step": wanted,
         "rollouts": [
-            {**each.to_json(), "is_flat": sizes[each.group] > 1 and len(rewards[each.group]) == 1} for each in entries
+            {
+                **each.to_json(),
+                "turns": len(each.calls),
+                "is_flat": sizes[each.group] > 1 and len(rewards[each.group]) == 1,
+            }
+            for each in entries
         ],
     }
 
@@ -63,7 +68,7 @@ async def show_group(visit: Visit) -> dict[str, Any]:
         rollouts = page.items or rollouts
     if not rollouts:
         raise NotFoundError(f"run {visit.run_id!r} has no rollouts of group {name!r}; they may have been deleted")
-    members = [await _describe_member(visit, rollout) for rollout in rollouts]
+    members = await _describe_members(visit, rollouts)
     rewards = [member["reward"] for member in members if member["reward"] is not None]
     return {
         "group": name,
@@ -74,8 +79,19 @@ async def show_group(visit: Visit) -> dict[str, Any]:
     }
 
 
-async def _describe_member(visit: Visit, rollout: Rollout) -> dict[str, Any]:
-    spans = (await visit.run_store.query_spans(rollout.rollout_id, "latest")).items
+async def _describe_members(visit: Visit, rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
+    spans: dict[str, list[Span]] = {rollout.rollout_id: [] for rollout in rollouts}
+    latest = {
+        rollout.rollout_id: rollout.attempt.attempt_id for rollout in rollouts if isinstance(rollout, AttemptedRollout)
+    }
+    found = await visit.run_store.query_spans(None, rollout_id_in=list(latest))
+    for span in sorted(found, key=lambda span: span.sequence_id):
+        if span.attempt_id == latest[span.rollout_id]:
+            spans[span.rollout_id].append(span)
+    return [_describe_member(rollout, spans[rollout.rollout_id]) for rollout in rollouts]
+
+
+def _describe_member(rollout: Rollout, spans: Sequence[Span]) -> dict[str, Any]:
     entry = read_entry(spans)
     conversations = read_conversations(spans)
     messages = conversations[-1]["messages"] if conversations else []

@@ -40,6 +40,8 @@ class Choice:
     """The sampled tokens, including the one that ended the answer; None if the backend did not return them."""
     logprobs: list[float] | None = None
     """Of the sampled tokens."""
+    weight_versions: list[int] | None = None
+    """Of the sampled tokens, if the weights changed while they were sampled."""
 
     def to_message(self) -> dict[str, Any]:
         """Returns this choice as a message of OpenTelemetry's ``gen_ai.output.messages``."""

@@ -223,6 +223,8 @@ def _take_choices(
         finish_reason = data.get("finish_reason")
         if finish_reason:
             choice.finish_reason = finish_reason
+            if "weight_versions" in data:  # ours: the weights changed during the answer
+                choice.weight_versions = [*data["weight_versions"]]
         if "prompt_token_ids" in data:
             choice.prompt_token_ids = choice.prompt_token_ids or _read_ids(data["prompt_token_ids"])
             if not wants_ids:

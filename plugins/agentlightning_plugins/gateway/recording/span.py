@@ -1,7 +1,8 @@
 """The span of a call.
 
 The attributes follow OpenTelemetry's ``gen_ai`` conventions. Training also needs ``prompt_token_ids``,
-``response_token_ids`` and ``logprobs`` (of the sampled tokens), ``agentlightning.weight_version``, and
+``response_token_ids`` and ``logprobs`` (of the sampled tokens), ``agentlightning.weight_version`` (and
+``agentlightning.weight_versions`` of the tokens, if the weights changed during the answer), and
 ``agentlightning.gateway.complete``; a call without the latter must not be trained on.
 
 With n > 1 the unprefixed token data are those of choice 0; choice i > 0 has
@@ -120,6 +121,7 @@ def _add_output(call: Call, attributes: dict[str, Any]) -> None:
         semconv.PROMPT_TOKEN_IDS: _freeze_numbers(prompt_token_ids),
         semconv.RESPONSE_TOKEN_IDS: _freeze_numbers(first.token_ids),
         semconv.LOGPROBS: _freeze_numbers(first.logprobs),
+        semconv.WEIGHT_VERSIONS: first.weight_versions,
     }
     for index, choice in choices:
         if index == 0:
@@ -127,6 +129,7 @@ def _add_output(call: Call, attributes: dict[str, Any]) -> None:
         prefix = f"{semconv.CHOICE}.{index}"
         known[f"{prefix}.{semconv.RESPONSE_TOKEN_IDS}"] = choice.token_ids
         known[f"{prefix}.{semconv.LOGPROBS}"] = choice.logprobs
+        known[f"{prefix}.{semconv.WEIGHT_VERSIONS}"] = choice.weight_versions
         if choice.prompt_token_ids != first.prompt_token_ids:
             known[f"{prefix}.{semconv.PROMPT_TOKEN_IDS}"] = choice.prompt_token_ids
     attributes.update((name, value) for name, value in known.items() if value is not None)

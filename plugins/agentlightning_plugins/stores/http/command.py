@@ -91,12 +91,14 @@ def command(
     """
     if context.invoked_subcommand is not None:
         return
-    from agentlightning.store.retention import Retention
     from agentlightning_plugins.garbage_collection import relax_collector
+    from agentlightning_plugins.http_request import return_freed_memory
     from agentlightning_plugins.stores.http.log import setup_server_log
+    from agentlightning_plugins.stores.retention import Retention
 
     setup_server_log(log_level, log_format, access=access_log)
     relax_collector()
+    return_freed_memory()
     _raise_file_limit()
     tokens = _Tokens(token, token_file)
     retention = None

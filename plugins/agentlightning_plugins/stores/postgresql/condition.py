@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Final
 
-from agentlightning.types import Attempt, Span
+from agentlightning.types import Attempt, Rollout, Span
 from agentlightning_plugins.stores.postgresql.operation import index_key
 from agentlightning_plugins.stores.sql.condition import COLUMNS, Dialect
 from agentlightning_plugins.stores.sql.plan import Planner
@@ -15,6 +15,7 @@ PLANNER: Final = Planner(
         prefix="agl.",
         columns={
             **COLUMNS,
+            Rollout: {**COLUMNS[Rollout], "end_time": "float"},
             Attempt: {**COLUMNS[Attempt], "status": "text"},
             Span: {**COLUMNS[Span], "name": "label", "trace_id": "label", "parent_id": "label"},
         },
@@ -22,6 +23,8 @@ PLANNER: Final = Planner(
         # The query is done first and its few positions are looked up: the planner need not guess how few they are.
         in_query="{} = ANY (ARRAY({}))",
         contains="strpos({}, ?) > 0",
+        contains_id="strpos(rollout_id, ?) > 0",
+        finds_ids_in_order=False,
         unindexed="({} || '')",
         live="live",
         make_list=list,

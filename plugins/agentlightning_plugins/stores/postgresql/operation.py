@@ -127,6 +127,7 @@ class Operation:
                     "run_id": _plain(record.run_id),
                     "status": record.status,
                     "start_time": record.start_time,
+                    "end_time": record.end_time,
                     "task_id": index_key(metadata.get("task_id")),
                     "group_id": index_key(metadata.get("group")),
                     "step": index_key(metadata.get("step")),

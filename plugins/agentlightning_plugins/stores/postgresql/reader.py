@@ -36,12 +36,14 @@ Read: TypeAlias = Lookup | Function
 def make_lookup(plan: Plan) -> Lookup | None:
     """The plan as a lookup; None if it has to be done alone."""
     sql, parameters = plan.sql, tuple(plan.parameters)
+    if "LIMIT" in sql.removesuffix(_CUT):
+        return None
     if sql.endswith(_CUT):
         *others, limit, offset = parameters
         limit_sql = "ALL" if limit is None else int(limit)
         sql, parameters = f"{sql.removesuffix(_CUT)} LIMIT {limit_sql} OFFSET {int(offset)}", tuple(others)
     is_plain = all(type(value) in _TYPES for value in parameters)
-    return Lookup(sql, parameters) if parameters and is_plain and sql.count("LIMIT") <= 1 else None
+    return Lookup(sql, parameters) if parameters and is_plain else None
 
 
 class Readers:

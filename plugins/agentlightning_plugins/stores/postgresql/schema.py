@@ -119,7 +119,31 @@ _FOURTH: Final = (
 )
 # The oldest version of Lightning, by the version of its schema, that may still write.
 _FIFTH: Final = ("ALTER TABLE agl.schema_version ADD COLUMN oldest_writer int NOT NULL DEFAULT 4",)
-MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (_FIRST, (), (), _FOURTH, _FIFTH)
+# Time and a part of the id are found in indexes that hold all it takes, so that no JSON is read. Where a server of an
+# older version ends a rollout, the trigger sets the time; it is not called for those that set it themselves.
+_SIXTH: Final = (
+    "ALTER TABLE agl.rollout ADD COLUMN end_time double precision",
+    r"""CREATE FUNCTION agl.read_end_time(record text) RETURNS double precision LANGUAGE plpgsql IMMUTABLE AS $$
+    BEGIN
+        RETURN replace(record, '\u0000', '\u0001')::json ->> 'end_time';  -- PostgreSQL's text has no NUL
+    EXCEPTION WHEN OTHERS THEN
+        RETURN NULL;
+    END $$""",
+    "UPDATE agl.rollout SET end_time = agl.read_end_time(record)",
+    """CREATE FUNCTION agl.set_end_time() RETURNS trigger LANGUAGE plpgsql AS $$
+    BEGIN
+        NEW.end_time = agl.read_end_time(NEW.record);
+        RETURN NEW;
+    END $$""",
+    """CREATE TRIGGER set_end_time BEFORE INSERT OR UPDATE ON agl.rollout FOR EACH ROW
+        WHEN ((NEW.end_time IS NULL) = (NEW.status IN ('succeeded', 'failed', 'cancelled')))
+        EXECUTE FUNCTION agl.set_end_time()""",
+    "CREATE INDEX rollout_start ON agl.rollout (run_id, start_time NULLS FIRST, position)",
+    "CREATE INDEX rollout_end ON agl.rollout (run_id, end_time NULLS FIRST, position)",
+    "CREATE UNIQUE INDEX rollout_id ON agl.rollout (rollout_id) INCLUDE (run_id, position)",
+    "ALTER TABLE agl.rollout DROP CONSTRAINT IF EXISTS rollout_rollout_id_key",
+)
+MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (_FIRST, (), (), _FOURTH, _FIFTH, _SIXTH)
 """The statements that make each version of the schema from the one before."""
 OLDEST_WRITER: Final = 4
 """The oldest version whose processes may write to the newest schema, so that servers can be upgraded in turn."""

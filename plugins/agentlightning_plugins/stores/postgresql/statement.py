@@ -18,7 +18,7 @@ rollouts AS MATERIALIZED (
         coalesce(seen.position, CASE WHEN action = 'put' THEN nextval('agl.rollout_position_seq') END) AS place
     FROM ROWS FROM (json_to_recordset($1::json) AS (
         rollout_id text, locks bool, wanted bigint, needed bool, action text, run_id text, status text,
-        start_time float8, task_id text, group_id text, step text, record text
+        start_time float8, end_time float8, task_id text, group_id text, step text, record text
     )) WITH ORDINALITY AS t
     LEFT JOIN agl.rollout seen ON seen.rollout_id = t.rollout_id
     LEFT JOIN LATERAL (
@@ -110,15 +110,15 @@ numbered AS MATERIALIZED (
 
 _CHANGE: Final = """
 updated_rollout AS (
-    UPDATE agl.rollout o SET status = n.status, start_time = n.start_time, task_id = n.task_id,
+    UPDATE agl.rollout o SET status = n.status, start_time = n.start_time, end_time = n.end_time, task_id = n.task_id,
         group_id = n.group_id, step = n.step, revision = o.revision + 1, record = n.record,
         queue_position = CASE WHEN n.status IN ('queuing', 'requeuing')
             THEN coalesce(n.queue_position, nextval('agl.queue')) END
     FROM rollouts n WHERE o.position = n.position AND action = 'put' AND (SELECT ok FROM go)
 ), inserted_rollout AS (
-    INSERT INTO agl.rollout (position, rollout_id, run_id, status, start_time, task_id, group_id, step,
+    INSERT INTO agl.rollout (position, rollout_id, run_id, status, start_time, end_time, task_id, group_id, step,
         queue_position, revision, record) OVERRIDING SYSTEM VALUE
-    SELECT place, rollout_id, run_id, status, start_time, task_id, group_id, step,
+    SELECT place, rollout_id, run_id, status, start_time, end_time, task_id, group_id, step,
         CASE WHEN status IN ('queuing', 'requeuing') THEN nextval('agl.queue') END, 1, record
     FROM rollouts WHERE action = 'put' AND seen IS NULL AND (SELECT ok FROM go) ORDER BY ordinality
 ), deleted_rollout AS (

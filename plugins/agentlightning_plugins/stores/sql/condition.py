@@ -41,7 +41,7 @@ COLUMNS: Final[Mapping[type[Record], Mapping[str, ColumnType]]] = {
 }
 """The columns that every database has beside the JSON of a record."""
 _INDEXED: Final = {"metadata.task_id": "task_id", "metadata.group": "group_id", "metadata.step": "step"}
-_NULLABLE: Final = frozenset({"worker_id", "last_heartbeat_time", "parent_id", "start_time", "mode"})
+_NULLABLE: Final = frozenset({"worker_id", "last_heartbeat_time", "parent_id", "start_time", "end_time", "mode"})
 
 
 class Test(NamedTuple):
@@ -66,8 +66,12 @@ class Dialect:
     in_query: str
     """A column ``{}`` is in the result of the query that is the second ``{}``."""
     contains: str
+    contains_id: str
+    """The id of a rollout contains ``?``; read from an index, because the JSON beside the ids is long."""
+    finds_ids_in_order: bool
+    """Whether ``contains_id`` finds rollouts in the order of their positions, so that a page ends the search."""
     unindexed: str
-    """An expression with the value of ``{}`` for which no index is used."""
+    """An expression with the value of the text ``{}`` for which no index is used."""
     live: str
     """Whether an attempt is preparing or running; there is an index of these."""
     make_list: Callable[[Sequence[Any]], Any]
@@ -78,6 +82,8 @@ class Dialect:
     """The parameter of LIMIT that means none."""
     expressions: Mapping[tuple[type[Record], str], str] = field(default_factory=dict)
     """Of ``columns`` that are read from the JSON."""
+    orders: Mapping[tuple[type[Record], str], str] = field(default_factory=dict)
+    """Of other fields that SQL can sort by."""
 
     def table(self, kind: type[Record]) -> str:
         return self.prefix + TABLES[kind]
@@ -106,17 +112,18 @@ class Dialect:
         values = list(value) if op == "in" else [value]
         if None in values:
             return None
-        if not indexed:
-            expression = self.unindexed.format(expression)
         if column in ("integer", "float"):
+            expression = expression if indexed else f"({expression} + 0)"
             return self._compare(expression, column == "integer", op, values)
+        expression = expression if indexed else self.unindexed.format(expression)
         texts = [item for item in values if isinstance(item, str)]
         if op in ("ge", "le") or not all(_is_plain(text, column) for text in texts):
             return None
         if not texts:
             return None if op == "contains" else _NEVER
         if op == "contains":
-            return Test(self.contains.format(expression), (texts[0],))
+            is_id = kind is Rollout and name == "rollout_id"
+            return Test(self.contains_id if is_id else self.contains.format(expression), (texts[0],))
         query = self._parents(kind) if name == "rollout_id" and kind in (Attempt, Span) else None
         if query is None:
             return self._equals(expression, texts)
@@ -127,7 +134,7 @@ class Dialect:
     def order_of(self, kind: type[Record], field: str) -> str | None:
         """An expression that SQL sorts by as Python would; None if there is none."""
         expression, column = self._expression(kind, field)
-        return None if column == "label" else expression
+        return self.orders.get((kind, field)) if column in (None, "label") else expression
 
     def _expression(self, kind: type[Record], field: str) -> tuple[str | None, ColumnType | None]:
         if field in self.columns[kind]:

@@ -16,6 +16,8 @@ from agentlightning_plugins.stores.sql.document import decode
 
 R = TypeVar("R", bound=Record)
 
+_FAR: Final = 1_000
+"""Rows to skip from which on their records are not read."""
 CURRENT: Final[dict[type[Record], str]] = {Attempt: "last_heartbeat_time", Span: "sequence_id"}
 """The field of which the column is current and the JSON may be old: it is set without writing the JSON again."""
 
@@ -80,17 +82,30 @@ class Planner:
         if not is_done:
             return Plan(sql, parameters, is_done=False)
         count = self._count(query, tests)
+        if count and not query.limit:
+            return Plan(*count)
         if query.limit < 0 and not query.offset:
             return Plan(sql, parameters, *count)._replace(where=where)
         status = next((condition for condition in query.where if condition.field == "status"), None)
-        can_merge = query.kind is Rollout and query.sort_by is None and _has_run(query)
+        can_merge = query.kind is Rollout and query.sort_by is None and _has_run(query) and not _is_searched(query)
+        limit = self._dialect.no_limit if query.limit < 0 else query.limit
         if can_merge and status is not None and len(choices(status)) > 1:
             sql, parameters = self._merge_statuses(query, status, order)
-        limit = self._dialect.no_limit if query.limit < 0 else query.limit
+        elif query.kind is Rollout and query.after is None:
+            found = order
+            is_sorted = self._dialect.finds_ids_in_order and any(map(_finds_id, query.where))
+            if _is_searched(query) and query.sort_by is None and not is_sorted:
+                # The index has another order. In that of positions, all records before the first match would be read.
+                found = "position + 0 DESC" if query.descending else "position + 0"
+            if found != order or query.offset >= _FAR:
+                sql = self._look_up_found(where, found, order)
+                return Plan(sql, [*parameters, limit, query.offset], *count)
         return Plan(f"{sql} LIMIT ? OFFSET ?", [*parameters, limit, query.offset], *count)
 
     def make_page(self, query: Query[R], rows: Sequence[Sequence[Any]], total: int | None) -> Page[R]:
         """Makes the page of a plan that SQL does completely."""
+        if query.count and not query.limit:
+            return Page([], int(rows[0][0] or 0), None)
         found = [self._row(query.kind, *values) for values in rows]
         if total is None and query.count:
             total = len(found)
@@ -147,6 +162,11 @@ class Planner:
             parameters += [*values, enough]
         return f"{' UNION ALL '.join(parts)} ORDER BY {order}", parameters
 
+    def _look_up_found(self, where: str, inner_order: str, order: str) -> str:
+        """Finds the positions of a page in an index, then the records: those that are skipped are not read."""
+        found = f"SELECT position FROM {self._dialect.table(Rollout)} {where}ORDER BY {inner_order} LIMIT ? OFFSET ?"
+        return f"{self._select[Rollout]}WHERE position IN ({found}) ORDER BY {order}"
+
     def _key_of(self, query: Query[R]) -> tuple[Any, ...] | None:
         """The key of a query that asks for one record by its key and nothing else."""
         fields = KEYS[query.kind]
@@ -173,6 +193,8 @@ class Planner:
             unindexed = ("run_id", "status")
         elif not _has_run(query):
             unindexed = ("status",)
+        elif _is_searched(query):  # the next page goes on from a position
+            unindexed = ("status",) if query.after is None else ("start_time",)
         tests = [translate(kind, condition, indexed=condition.field not in unindexed) for condition in query.where]
         known = [test for test in tests if test is not None]
         is_done = len(known) == len(tests)
@@ -216,10 +238,21 @@ def _has_run(query: Query[Any]) -> bool:
     return any(condition.field == "run_id" for condition in query.where)
 
 
+def _is_searched(query: Query[Any]) -> bool:
+    """Whether it looks for rollouts by time, or by a part of their ids."""
+    return query.kind is Rollout and any(
+        condition.field == "start_time" or _finds_id(condition) for condition in query.where
+    )
+
+
+def _finds_id(condition: Condition) -> bool:
+    return condition.field == "rollout_id" and condition.op == "contains"
+
+
 def _is_selective(kind: type[Record], condition: Condition) -> bool:
     """Whether an index finds the few records that satisfy a condition."""
     if condition.op not in ("eq", "in"):
-        return False
+        return kind is Rollout and _finds_id(condition)
     if kind is Rollout:
         return condition.field in ("rollout_id", "metadata.task_id", "metadata.group", "metadata.step")
     return kind in (Attempt, Span) and condition.field == "rollout_id"

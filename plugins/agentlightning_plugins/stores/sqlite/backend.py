@@ -7,7 +7,7 @@ import sqlite3
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -108,6 +108,7 @@ class SqliteBackend(DurableBackend):
 
 def _close(writer: Writer, pool: ThreadPoolExecutor, idle: deque[sqlite3.Connection]) -> None:
     writer.stop()
-    pool.shutdown()
+    with suppress(RuntimeError):  # garbage was collected in a thread of the pool, which cannot join itself
+        pool.shutdown()
     while idle:
         idle.pop().close()

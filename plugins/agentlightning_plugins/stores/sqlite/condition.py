@@ -41,6 +41,8 @@ PLANNER: Final = Planner(
         in_list="{} IN (SELECT value FROM json_each(?))",
         in_query="{} IN ({})",
         contains="instr({}, ?) > 0",
+        contains_id="position IN (SELECT position FROM rollout WHERE instr(rollout_id, ?) > 0)",
+        finds_ids_in_order=True,
         unindexed="+{}",
         live="live = 1",
         make_list=_make_list,
@@ -49,5 +51,7 @@ PLANNER: Final = Planner(
         expressions={
             (kind, name): f"json_extract(record, '$.{name}')" for kind, names in _JSON_TEXTS.items() for name in names
         },
+        # Only to sort by: SQLite's floats of decimal text are in the right order, but not all are Python's.
+        orders={(Rollout, "end_time"): "json_extract(record, '$.end_time')"},
     )
 )

@@ -69,6 +69,15 @@ MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
         # The events of the last commits, for the other processes that have the file open.
         "CREATE TABLE event (position INTEGER PRIMARY KEY AUTOINCREMENT, origin NOT NULL, events NOT NULL)",
     ),
+    (
+        "CREATE INDEX rollout_start ON rollout (run_id, start_time)",
+        "CREATE INDEX rollout_end ON rollout (run_id, json_extract(record, '$.end_time'))",
+    ),
+    (
+        # A task may have many rollouts: they are counted, and filtered by status, without reading their rows.
+        "DROP INDEX rollout_task",
+        "CREATE INDEX rollout_task ON rollout (task_id, position, run_id, status) WHERE task_id IS NOT NULL",
+    ),
 )
 """The statements that make each version of the file from the one before. A released one is never changed."""
 
@@ -115,10 +124,14 @@ def connect(path: Path, busy_timeout_s: float) -> sqlite3.Connection:
         check_same_thread=False,
         cached_statements=256,
     )
-    connection.execute("PRAGMA synchronous = FULL")  # a commit returns when the disk has it, not the operating system
-    connection.execute("PRAGMA temp_store = MEMORY")
-    connection.execute("PRAGMA cache_size = -32768")  # KiB
-    connection.execute("PRAGMA journal_size_limit = 67108864")
+    try:
+        connection.execute("PRAGMA synchronous = FULL")  # a commit returns when the disk has it, not the system
+        connection.execute("PRAGMA temp_store = MEMORY")
+        connection.execute("PRAGMA cache_size = -32768")  # KiB
+        connection.execute("PRAGMA journal_size_limit = 67108864")
+    except sqlite3.Error:
+        connection.close()
+        raise
     return connection
 
 

@@ -19,10 +19,22 @@ COLUMNS: Final[dict[type[Record], tuple[str, ...]]] = {
     Worker: ("worker_id",),
     Metrics: ("run_id", "step"),
 }
-"""The columns beside the JSON of a record.
+"""The columns beside the JSON of a record; those in ``FIXED`` come first.
 
 For an attempt's heartbeat and a span's number only the column is current: both are set without writing the JSON again.
 """
+
+
+FIXED: Final[dict[type[Record], int]] = {
+    Run: 1,
+    Rollout: 2,
+    Attempt: 2,
+    Span: 2,
+    ResourcesUpdate: 2,
+    Worker: 1,
+    Metrics: 2,
+}
+"""How many of the columns never change. SQLite would write their indexes again with each update."""
 
 
 def _insert(kind: type[Record]) -> str:
@@ -32,8 +44,8 @@ def _insert(kind: type[Record]) -> str:
 
 
 def _update(kind: type[Record]) -> str:
-    columns = ", ".join(f"{column} = ?" for column in COLUMNS[kind])
-    return f"UPDATE {TABLES[kind]} SET {columns}, revision = revision + 1, record = ? WHERE position = ?"
+    columns = "".join(f"{column} = ?, " for column in COLUMNS[kind][FIXED[kind] :])
+    return f"UPDATE {TABLES[kind]} SET {columns}revision = revision + 1, record = ? WHERE position = ?"
 
 
 INSERT: Final = {kind: _insert(kind) for kind in TABLES}

@@ -18,7 +18,7 @@ from agentlightning.store.backend import Claim, Delete, Guard, Key, Put, Row, Wr
 from agentlightning.types import LIVE_ATTEMPT, Attempt, Metrics, Record, Rollout, Run, Span, Worker
 from agentlightning_plugins.stores.sql.condition import TABLES
 from agentlightning_plugins.stores.sql.document import decode, encode, encode_events
-from agentlightning_plugins.stores.sqlite.statement import COLUMNS, FIND, INSERT, UPDATE
+from agentlightning_plugins.stores.sqlite.statement import COLUMNS, FIND, FIXED, INSERT, UPDATE
 
 _QUEUED: Final = frozenset({"queuing", "requeuing"})
 _PLURALS: Final[dict[type[Record], str]] = {
@@ -272,7 +272,7 @@ class Transaction:
             self._states[kind, key] = state._replace(position=position, revision=1)
             self._counts[count] += 1
         else:
-            self._execute(UPDATE[kind], (*columns, text, before.position))
+            self._execute(UPDATE[kind], (*columns[FIXED[kind] :], text, before.position))
             self._states[kind, key] = state._replace(position=before.position, revision=before.revision + 1)
             if before.status != state.status:
                 self._counts[count] += 1

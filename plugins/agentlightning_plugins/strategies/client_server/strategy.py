@@ -11,7 +11,7 @@ from typing import Literal, cast
 from agentlightning.errors import ConfigError
 from agentlightning.execution import AlgorithmJob, ExecutionStrategy, RunnerJob
 from agentlightning.execution.strategy import Role
-from agentlightning.plugin.settings import read_flag, require_least
+from agentlightning.plugin.settings import require_least
 from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.strategies.processes.agent_loop import run_with_agents
 from agentlightning_plugins.strategies.processes.child_process import ChildProcesses, RunnerProcesses
@@ -64,7 +64,7 @@ class ClientServerExecutionStrategy(ExecutionStrategy):
         self.server_host = server_host or os.environ.get("AGL_SERVER_HOST") or "127.0.0.1"
         port = server_port if server_port is not None else _port_from_environment()
         self.server_port = port if port is not None else (0 if role == "both" else 4747)
-        self.managed_store = read_flag("AGL_MANAGED_STORE", default=True) if managed_store is None else managed_store
+        self.managed_store = _read_flag("AGL_MANAGED_STORE", default=True) if managed_store is None else managed_store
 
     def execute(self, algorithm: AlgorithmJob, runner: RunnerJob, store: LightningStore) -> None:
         """See ``ExecutionStrategy``. SIGTERM shuts down like Ctrl-C, then raises SystemExit(143)."""
@@ -118,3 +118,17 @@ def _port_from_environment() -> int | None:
     if not text.isdigit() or int(text) > 65535:
         raise ConfigError(f"AGL_SERVER_PORT = {text!r}: a port number from 0 to 65535 is needed")
     return int(text)
+
+
+def _read_flag(variable: str, default: bool) -> bool:
+    """Reads a boolean from an environment variable; an unset or empty one means ``default``.
+
+    Raises:
+        ConfigError: neither 1, true, yes or on, nor 0, false, no or off.
+    """
+    text = os.environ.get(variable, "").strip().lower()
+    if text in ("1", "true", "yes", "on"):
+        return True
+    if text and text not in ("0", "false", "no", "off"):
+        raise ConfigError(f"{variable} = {text!r}: one of 1, true, yes, on, or 0, false, no, off is needed")
+    return default and not text

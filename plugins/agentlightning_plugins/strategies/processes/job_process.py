@@ -16,9 +16,9 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple
 
-from agentlightning.logging import setup_logging
 from agentlightning.run.stop_event import until_set
 from agentlightning_plugins.garbage_collection import relax_collector
+from agentlightning_plugins.log_setup import setup_logging
 
 if TYPE_CHECKING:
     from agentlightning.execution import AlgorithmJob, RunnerJob

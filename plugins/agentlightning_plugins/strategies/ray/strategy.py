@@ -46,6 +46,10 @@ _PATIENCE_S: Final = 20.0
 _RESOURCES: Final = ("num_cpus", "num_gpus", "memory", "resources", "accelerator_type", "label_selector")
 
 
+_FOLDERS: Final = ("working_dir", "py_modules")
+"""The entries of a ``runtime_env`` that may be folders of this machine."""
+
+
 class RayExecutionStrategy(ExecutionStrategy):
     """Runs each runner as a Ray actor with its own environment and resources.
 
@@ -72,7 +76,8 @@ class RayExecutionStrategy(ExecutionStrategy):
             resources_per_runner: ``num_cpus`` (default 1), ``num_gpus``, ``memory``, ``resources``,
                 ``accelerator_type``, ``label_selector`` as Ray's actors take them.
             runtime_env: Ray's, as ``{"env_vars": {...}, "working_dir": ..., "pip": [...]}``. Nodes receive only the
-                environment variables and files that are listed here.
+                environment variables and files that are listed here. ``working_dir`` and ``py_modules`` may be local
+                folders; in a program that has called ``ray.init``, that call has to name them.
             server_host: where this process serves the store to runners; default is 127.0.0.1 for a cluster of our
                 own, else this node's address in the cluster. Runners need a token: AGL_TOKEN, or a random one.
             server_port: default is a free one.
@@ -87,7 +92,9 @@ class RayExecutionStrategy(ExecutionStrategy):
         self.n_runners = n_runners
         self.address = address or os.environ.get("RAY_ADDRESS")
         self.resources_per_runner = {"num_cpus": 1, **wanted}
-        self.runtime_env = None if runtime_env is None else dict(runtime_env)
+        self.runtime_env = dict(runtime_env or {})
+        # Ray sends local folders to the nodes for a whole program only, not for single actors.
+        self.folders = {name: self.runtime_env.pop(name) for name in _FOLDERS if _is_local(self.runtime_env.get(name))}
         self.server_host = server_host
         self.server_port = server_port or 0
         if self.address is not None and "://" in self.address and server_host is None:
@@ -110,9 +117,14 @@ class RayExecutionStrategy(ExecutionStrategy):
     def _connected(self) -> Iterator[str]:
         """Joins or starts the cluster; yields the address on which to serve the store."""
         if ray.is_initialized():
+            if self.folders:
+                raise ConfigError(
+                    f"runtime_env has local folders, which Ray sends only for a whole program; give them to ray.init("
+                    f"runtime_env={self.folders}) in this program, or leave that call out"
+                )
             yield self.server_host or ray.util.get_node_ip_address()
             return
-        quiet: dict[str, Any] = {"logging_level": logging.ERROR}
+        quiet: dict[str, Any] = {"logging_level": logging.ERROR, "runtime_env": self.folders or None}
         if self.address in (None, "local"):
             # Enough CPUs for all runners, regardless of the number of cores, as with the other strategies.
             num_cpus = max(os.cpu_count() or 1, math.ceil(self.n_runners * self.resources_per_runner["num_cpus"]))
@@ -169,7 +181,7 @@ class RunnerActors:
         job: RunnerJob,
         target: JobTarget,
         resources: dict[str, Any],
-        runtime_env: dict[str, Any] | None,
+        runtime_env: dict[str, Any],
     ) -> None:
         self._target = target
         self._job = ray.put(dump_job(job))  # stored once for all runners
@@ -177,7 +189,7 @@ class RunnerActors:
         # The supervisor restarts actors, not Ray, because each start needs a new worker id.
         self._actor: Any = ray.remote(RunnerActor).options(
             **resources,
-            runtime_env=runtime_env,
+            runtime_env=runtime_env or None,
             max_restarts=0,
             max_concurrency=3,  # one for each method
             scheduling_strategy="SPREAD",  # so that a lost node takes few runners with it
@@ -212,6 +224,12 @@ class RunnerActors:
         if not (await asyncio.wait([ready], timeout=_PATIENCE_S))[0]:
             free = {name: count for name, count in ray.available_resources().items() if ":" not in name}
             logger.warning("%s waits to be scheduled: it needs %s; free: %s", worker_id, self._resources, free)
+
+
+def _is_local(value: object) -> bool:
+    """Whether an entry of a ``runtime_env`` names folders of this machine, and not URLs."""
+    paths = value if isinstance(value, list) else [value]
+    return any(not isinstance(path, str) or "://" not in path for path in paths if path is not None)
 
 
 def _knock(address: str | None) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from agentlightning.tracer.tracer import activate, get_active
+from agentlightning.tracer.tracer import activate, get_active_trace
 from agentlightning_plugins.instrumentation import OnImport, Patches, Undo
 from agentlightning_plugins.tracers.opentelemetry.child_context import VARIABLE, call_in_context
 
@@ -39,7 +39,7 @@ def propagate_context() -> list[Undo]:
 def current_traceparent() -> str | None:
     """W3C's ``traceparent`` of the caller's span; None outside attempts."""
     carrier: dict[str, str] = {}
-    if get_active() is not None:
+    if get_active_trace() is not None:
         _PROPAGATOR.inject(carrier)
     return carrier.get(_HEADER)
 
@@ -53,7 +53,7 @@ def _patch(module_name: str) -> Undo:
 
 def _submit_to_thread(wrapped: Callable[..., Any], pool: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Wraps ``ThreadPoolExecutor.submit(fn, *args, **kwargs)``."""
-    if get_active() is None:
+    if get_active_trace() is None:
         return wrapped(*args, **kwargs)
     return wrapped(contextvars.copy_context().run, *args, **kwargs)
 

@@ -5,6 +5,7 @@ It ignores the environment, so that no setting of it drops spans or truncates at
 
 from __future__ import annotations
 
+import concurrent.futures.thread  # noqa: F401 # a forked child resets its locks before a provider uses them
 import contextlib
 import functools
 import logging

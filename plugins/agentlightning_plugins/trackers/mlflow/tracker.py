@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
 from agentlightning.event import Event, RunFinished, StepFinished
+from agentlightning.run.tracker import Sample
 from agentlightning.types import Run
+from agentlightning_plugins.trackers.sample import SampleRow, make_row
 
 _STATUS = {"succeeded": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 
@@ -47,6 +50,12 @@ class MlflowTracker:
             self._client.log_batch(self._run_id, metrics=metrics)
         elif isinstance(event, RunFinished):
             self._client.set_terminated(self._run_id, status=_STATUS.get(event.status, "FINISHED"))
+
+    def on_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Writes rollouts of a step to ``samples/STEP.json``, in the form of MLflow's tables."""
+        if self._client is not None:
+            table = {"columns": list(SampleRow._fields), "data": [list(make_row(*sample)) for sample in samples]}
+            self._client.log_dict(self._run_id, table, f"samples/{step}.json")
 
     def close(self) -> None:
         """Does nothing: every call is sent immediately."""

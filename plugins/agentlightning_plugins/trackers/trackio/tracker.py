@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import trackio
 
 from agentlightning.event import Event, StepFinished
 from agentlightning.frozen import thaw
+from agentlightning.run.tracker import Sample
 from agentlightning.types import Run
+from agentlightning_plugins.trackers.sample import SampleRow, make_row
 
 
 class TrackioTracker:
@@ -28,6 +31,11 @@ class TrackioTracker:
     def on_event(self, event: Event) -> None:
         if isinstance(event, StepFinished):
             self._run.log(dict(event.values), step=event.step)
+
+    def on_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Logs rollouts of a step as the table ``samples``."""
+        table = trackio.Table(columns=list(SampleRow._fields), data=[list(make_row(*sample)) for sample in samples])
+        self._run.log({"samples": table}, step=step)
 
     def close(self) -> None:
         if self._run is not None:

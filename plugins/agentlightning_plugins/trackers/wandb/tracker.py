@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,7 +10,9 @@ import wandb
 
 from agentlightning.event import Event, RunFinished, StepFinished
 from agentlightning.frozen import thaw
+from agentlightning.run.tracker import Sample
 from agentlightning.types import Run
+from agentlightning_plugins.trackers.sample import SampleRow, make_row
 
 
 class WandbTracker:
@@ -44,6 +47,11 @@ class WandbTracker:
             self._run.log(dict(event.values), step=event.step)
         elif isinstance(event, RunFinished):
             self._run.summary["status"] = event.status
+
+    def on_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Logs rollouts of a step as the table ``samples``."""
+        table = wandb.Table(columns=list(SampleRow._fields), data=[list(make_row(*sample)) for sample in samples])
+        self._run.log({"samples": table}, step=step)
 
     def close(self) -> None:
         if self._run is not None:

@@ -9,9 +9,12 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 from urllib.parse import urlencode
+from weakref import WeakKeyDictionary
+
+from pydantic import ConfigDict, TypeAdapter
 
 from agentlightning.errors import NotFoundError, StoreError
-from agentlightning.event import Event, event_adapter
+from agentlightning.event import Event
 from agentlightning.resources import Resource, ResourcesUpdate, split_version_id
 from agentlightning.run import attempt_token
 from agentlightning.store.check import check_run_id, check_span
@@ -30,6 +33,7 @@ from agentlightning_plugins.stores.http.message import MAX_POLL_S
 from agentlightning_plugins.stores.http.methods import RemoteMethods
 from agentlightning_plugins.stores.http.route import Route, read_rollout
 
+_EVENT: Final[TypeAdapter[Event]] = TypeAdapter(Event, config=ConfigDict(defer_build=True))
 _RELEASE_S: Final = 2.0
 _CACHED_VERSIONS: Final = 64
 
@@ -62,6 +66,8 @@ class LightningStoreClient(RemoteMethods):
         self.run_id = check_run_id(run_id)
         self._connection = StoreConnection(url, token, retry_s)
         self._versions = _VersionCache()
+        self._reads: dict[tuple[asyncio.AbstractEventLoop, str], asyncio.Task[ResourcesUpdate | None]] = {}
+        """Reads of the newest version of a snapshot that are not sent yet."""
 
     @classmethod
     def from_url(cls, url: str, *, run_id: str, token: str | None) -> LightningStoreClient:
@@ -204,12 +210,31 @@ class LightningStoreClient(RemoteMethods):
         return self._versions.add(await super().update_resources(resources_id, resources))
 
     async def get_resources_by_id(self, resources_id: str, version: int | None = None) -> ResourcesUpdate | None:
-        """A snapshot at a version; versions never change, so a cached one costs no request."""
+        """A snapshot at a version; versions never change, so a cached one costs no request.
+
+        Many rollouts begin with a new version at once; the first one asks the server, and the others wait for it.
+        """
         resources_id, version = split_version_id(resources_id, version)
-        cached = None if version is None else self._versions.get(resources_id, version)
-        if cached is not None:
+        if version is None:
+            return await self._read_newest(resources_id)
+        if (cached := self._versions.get(resources_id, version)) is not None:
             return cached
-        return self._versions.add(await super().get_resources_by_id(resources_id, version))
+        async with self._versions.turn():
+            cached = self._versions.get(resources_id, version)
+            return cached or self._versions.add(await super().get_resources_by_id(resources_id, version))
+
+    async def _read_newest(self, resources_id: str) -> ResourcesUpdate | None:
+        """The newest version of a snapshot. Callers of one turn of the event loop share a request, sent after it."""
+        key = (asyncio.get_running_loop(), resources_id)
+
+        async def read() -> ResourcesUpdate | None:
+            del self._reads[key]  # later callers may mean a version that is published from now on
+            return self._versions.add(await RemoteMethods.get_resources_by_id(self, resources_id, None))
+
+        task = self._reads.get(key)
+        if task is None or task.done():  # cancelled before it began
+            task = self._reads[key] = asyncio.create_task(read())
+        return await asyncio.shield(task)
 
     async def get_latest_resources(self) -> ResourcesUpdate | None:
         return self._versions.add(await super().get_latest_resources())
@@ -223,7 +248,7 @@ class LightningStoreClient(RemoteMethods):
         """
         query = urlencode([("kinds", kind) for kind in kinds or ()])
         async for data in self._connection.events(f"/events?{query}", run_id=self.run_id):
-            yield event_adapter.validate_json(data)
+            yield _EVENT.validate_json(data)
 
 
 class _VersionCache:
@@ -232,6 +257,12 @@ class _VersionCache:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._versions: dict[tuple[str, int], ResourcesUpdate] = {}
+        self._turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
+
+    def turn(self) -> asyncio.Lock:
+        """The lock to hold while a version is read, one for each event loop."""
+        with self._lock:
+            return self._turns.setdefault(asyncio.get_running_loop(), asyncio.Lock())
 
     def get(self, resources_id: str, version: int) -> ResourcesUpdate | None:
         return self._versions.get((resources_id, version))

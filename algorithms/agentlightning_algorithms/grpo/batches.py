@@ -1,0 +1,237 @@
+"""The rollouts of each step of ``grpo``: those of its own tasks, or the first complete groups of a pool."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from agentlightning.errors import ConflictError
+from agentlightning.types import AttemptedRollout, Dataset
+from agentlightning_algorithms.grpo.learning.episode import Episode
+from agentlightning_algorithms.grpo.learning.experience import find_flat_groups, score_episodes
+from agentlightning_algorithms.grpo.session import BACKEND_CHECK_S, Batch, Session
+from agentlightning_plugins.training_records.record import LedgerEntry, Outcome
+
+
+class Batches(Protocol):
+    """Rolls out tasks for one step after another."""
+
+    async def take(self) -> Batch:
+        """Returns the finished rollouts of the next step."""
+        ...
+
+    async def begin_next(self, batch: Batch) -> None:
+        """Begins rollouts that run while ``batch`` is trained on."""
+        ...
+
+    async def settle(self) -> None:
+        """Waits, before the weights change, for rollouts that must not see it."""
+        ...
+
+    async def close(self, *, has_ended: bool) -> None:
+        """Stops waiting for rollouts; of a training that has ended, the remaining ones are cancelled."""
+        ...
+
+
+def make_batches(session: Session, train: Dataset[Any]) -> Batches:
+    """Returns the batches that the setting ``staleness`` asks for."""
+    return GroupPool(session, train) if session.settings.is_asynchronous else StepBatches(session, train)
+
+
+class StepBatches:
+    """The rollouts of one step at a time, sampled by one version of the weights; ``staleness`` 0 or 1."""
+
+    def __init__(self, session: Session, train: Dataset[Any]) -> None:
+        self._session = session
+        self._train = train
+        self._next: asyncio.Task[Batch] | None = None
+
+    async def take(self) -> Batch:
+        session, prefetched = self._session, self._next
+        self._next = None
+        return await (prefetched or session.collect(self._train, session.step, session.position))
+
+    async def begin_next(self, batch: Batch) -> None:
+        session = self._session
+        if session.settings.staleness and session.step + 1 < session.settings.steps:
+            self._next = asyncio.create_task(session.collect(self._train, session.step + 1, batch.position))
+
+    async def settle(self) -> None:
+        if self._next is not None:
+            await asyncio.wait([self._next])
+
+    async def close(self, *, has_ended: bool) -> None:
+        if self._next is not None:
+            self._next.cancel()
+            await asyncio.gather(self._next, return_exceptions=True)
+
+
+@dataclass(eq=False)
+class _Group:
+    """Rollouts of the same task that no step has used yet."""
+
+    number: int
+    task: int
+    """Index in the training set."""
+    step: int
+    """In which it was begun."""
+    rollout_ids: list[str] = field(default_factory=list)
+    gathering: asyncio.Task[list[Episode]] | None = None
+
+    @property
+    def episodes(self) -> list[Episode] | None:
+        """Its rollouts, once all have ended."""
+        return None if self.gathering is None or not self.gathering.done() else self.gathering.result()
+
+
+class GroupPool:
+    """Groups that run while the weights change; ``staleness`` of at least 2.
+
+    With k the staleness and B the tasks of a step, at most (k + 1) B groups are open, so that those of typical
+    duration are at most k updates old when a step uses them (AReaL, arXiv:2505.24298, equation 3). A step uses the
+    first B complete groups, the oldest first. Stragglers stay open; groups that would be older than k are dropped.
+    """
+
+    def __init__(self, session: Session, train: Dataset[Any]) -> None:
+        self._session = session
+        self._train = train
+        self._open = [_Group(*place) for place in session.open_groups]
+        numbers = [group.number for group in self._open]
+        self._next_number = max([session.position - 1, *numbers]) + 1
+        self._taken_at: float | None = None
+
+    async def take(self) -> Batch:
+        session, settings = self._session, self._session.settings
+        began = self._taken_at or time.monotonic()
+        size, remaining = settings.tasks_per_step, settings.steps - session.step
+        spare = settings.refill_rounds * size  # groups without spread that are replaced
+        taken: list[list[Episode]] = []
+        useful = flat = 0
+        dropped = await self._drop_stale()
+        while True:
+            for group in [group for group in self._open if group.episodes is not None]:
+                if useful == size:
+                    break
+                episodes = group.episodes or []
+                self._open.remove(group)
+                if any(episode.rollout.status == "cancelled" for episode in episodes):
+                    # By the user, or as stale after the checkpoint from which this run was resumed.
+                    await self._record([group], "cancelled")
+                    dropped += 1
+                    continue
+                session.count_rollouts(group.rollout_ids)
+                taken.append(episodes)
+                is_flat = bool(find_flat_groups(score_episodes(session.shape(episodes), settings.failed_reward)))
+                if is_flat and flat < spare:
+                    flat += 1
+                else:
+                    useful += 1
+            if useful == size:
+                break
+            await self._fill(min(remaining, settings.staleness + 1) * size - useful)
+            waiting = [group.gathering for group in self._open if group.gathering is not None]
+            session.backend.check()
+            await asyncio.wait(waiting, timeout=BACKEND_CHECK_S, return_when=asyncio.FIRST_COMPLETED)
+        episodes = [episode for group in taken for episode in group]
+        session.reward_check.add(episode.outcome for episode in episodes)
+        session.remember_rewards(episodes)
+        self._taken_at = time.monotonic()
+        versions = [version for episode in episodes if (version := episode.oldest_version) is not None]
+        metrics = {
+            **await session.sampler_metrics(),
+            "groups_open": float(len(self._open)),
+            "groups_dropped": float(dropped),
+            "calls_of_mixed_versions": float(
+                sum(bool(call.metadata.get("weight_versions")) for episode in episodes for call in episode.triplets)
+            ),
+        }
+        if spare:
+            metrics["refills"] = float(flat)
+        version = min([*versions, session.step])
+        return Batch(episodes, version, self._next_number, self._taken_at - began, metrics)
+
+    async def begin_next(self, batch: Batch) -> None:
+        settings = self._session.settings
+        remaining = settings.steps - self._session.step - 1
+        await self._fill(min(remaining, settings.staleness) * settings.tasks_per_step)
+
+    async def settle(self) -> None:
+        """Does nothing: running calls go on with the new weights."""
+
+    async def close(self, *, has_ended: bool) -> None:
+        await self._stop(self._open, has_ended=has_ended)
+
+    async def _fill(self, size: int) -> None:
+        """Begins groups until ``size`` are open, and waits for those that an interrupted run left open."""
+        session = self._session
+        count = max(0, size - len(self._open))
+        tasks = session.choose_tasks(self._train, count, self._next_number) if count else []
+        self._open += [_Group(self._next_number + i, index, session.step) for i, (index, _) in enumerate(tasks)]
+        self._next_number += count
+        begun = [group for group in self._open if group.gathering is None]
+        requests = [
+            session.group_requests(group.task, self._train[group.task], group.step, group.number) for group in begun
+        ]
+        if begun:
+            await session.enqueue([each for group in requests for each in group], "train", session.train_resources)
+        for group, own in zip(begun, requests, strict=True):
+            group.rollout_ids = [str(request.rollout_id) for request in own]
+            group.gathering = asyncio.create_task(session.gather(group.rollout_ids))
+        self._remember_open()
+
+    async def _drop_stale(self) -> int:
+        """Drops groups that are too old to train on; returns their number."""
+        session = self._session
+        oldest = session.step - session.settings.staleness
+        stale = [group for group in self._open if group.gathering is not None and await self._is_stale(group, oldest)]
+        if stale:
+            self._open = [group for group in self._open if group not in stale]
+            await self._stop(stale, has_ended=True)
+            await self._record(stale, "stale")
+            self._remember_open()
+        return len(stale)
+
+    async def _is_stale(self, group: _Group, oldest: int) -> bool:
+        """Whether a group has calls sampled by weights older than ``oldest``, or began under such weights."""
+        if group.step >= oldest:
+            return False
+        if group.episodes is not None:
+            versions = [version for episode in group.episodes if (version := episode.oldest_version) is not None]
+            return bool(versions) and min(versions) < oldest
+        # Those that an earlier process published are not known.
+        begun_before = min(at for version, at in self._session.published_at.items() if version >= oldest)
+        rollouts = [await self._session.store.get_rollout_by_id(rollout_id) for rollout_id in group.rollout_ids]
+        return any(isinstance(each, AttemptedRollout) and each.attempt.start_time < begun_before for each in rollouts)
+
+    async def _stop(self, groups: Sequence[_Group], *, has_ended: bool) -> None:
+        """Stops waiting for groups; if their run ``has_ended``, cancels their rollouts."""
+        waiting = [group.gathering for group in groups if group.gathering is not None]
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for rollout_id in _ids(groups) if has_ended else ():
+            with contextlib.suppress(ConflictError):  # it has ended
+                await self._session.store.cancel_rollout(rollout_id)
+
+    async def _record(self, groups: Sequence[_Group], outcome: Outcome) -> None:
+        """Enters the rollouts of dropped groups in the ledger."""
+        session = self._session
+        session.count_rollouts(list(_ids(groups)))
+        spans = []
+        for rollout_id in _ids(groups):
+            rollout = await session.store.get_rollout_by_id(rollout_id)
+            if isinstance(rollout, AttemptedRollout):
+                key = str((rollout.metadata or {}).get("group"))
+                spans.append(LedgerEntry(rollout_id, rollout.attempt.attempt_id, session.step + 1, key, outcome))
+        await session.store.add_many_spans([entry.to_span() for entry in spans])
+
+    def _remember_open(self) -> None:
+        self._session.open_groups = [(group.number, group.task, group.step) for group in self._open]
+
+
+def _ids(groups: Iterable[_Group]) -> Iterable[str]:
+    return (rollout_id for group in groups for rollout_id in group.rollout_ids)

@@ -1,0 +1,42 @@
+"""The setting ``checkpoint_every``."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Final
+
+from agentlightning.errors import ConfigError
+
+_UNITS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+class CheckpointClock:
+    """Tells when a checkpoint is due: every so many steps, or after a time such as ``5m``."""
+
+    def __init__(self, every: int | str) -> None:
+        """Takes steps, or a time in seconds, minutes or hours.
+
+        Raises:
+            ConfigError: neither.
+        """
+        found = re.fullmatch(r"([0-9.]+)\s*([smh])", every.strip()) if isinstance(every, str) else None
+        try:
+            self._steps = 0 if found else int(every)
+            self._seconds = float(found[1]) * _UNITS[found[2]] if found else 0.0
+        except ValueError:
+            self._steps, self._seconds = 0, 0.0
+        if self._steps < 1 and self._seconds <= 0:
+            raise ConfigError(
+                f"checkpoint_every = {every!r}; give a number of steps from 1 on, or a time such as '90s', '5m' or '1h'"
+            )
+        self._last = time.monotonic()
+
+    def is_due(self, step: int) -> bool:
+        """Whether a checkpoint is due after ``step``; a time starts over then."""
+        if self._steps:
+            return step % self._steps == 0
+        if time.monotonic() - self._last < self._seconds:
+            return False
+        self._last = time.monotonic()
+        return True

@@ -1,0 +1,132 @@
+"""A teacher behind a model server: log-probabilities of given tokens, by ``prompt_logprobs`` of vLLM's completions."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+import aiohttp
+import orjson
+
+from agentlightning.errors import ConfigError, LightningError
+from agentlightning_algorithms.grpo.model.policy import Policy
+from agentlightning_algorithms.grpo.teacher_setting import TeacherSettings
+from agentlightning_algorithms.grpo.training_row import TrainingRow
+
+_AT_ONCE: Final = 32
+"""Requests."""
+_PROBE: Final = 32
+"""Tokens whose texts are compared with those of the policy's tokenizer."""
+
+
+class ServedTeacher:
+    """Scores rows with the model of a server; each row is one request."""
+
+    def __init__(self, settings: TeacherSettings, max_length: int) -> None:
+        self.max_length = max_length
+        self._settings = settings
+        self._url = str(settings.endpoint).rstrip("/")
+
+    @classmethod
+    def connect(cls, settings: TeacherSettings, student: Policy) -> ServedTeacher:
+        """Finds the model at the endpoint, and checks that the server scores tokens and reads them as the policy does.
+
+        Raises:
+            ConfigError: no such model there, no ``prompt_logprobs``, or another vocabulary.
+            LightningError: the server does not answer.
+        """
+        teacher = cls(settings, student.max_length)
+        found = asyncio.run(teacher._find_model())
+        # The server insists on room for an answer of at least one token.
+        teacher.max_length = int(found.get("max_model_len") or student.max_length + 1) - 1
+        size = min(int(student.model.config.vocab_size), len(student.tokenizer))
+        probe = [size - 1, *((7 + 13 * i) % size for i in range(min(_PROBE, teacher.max_length - 1)))]
+        try:
+            (told,) = asyncio.run(teacher._ask_all([probe]))
+        except ConfigError:
+            raise
+        except LightningError as error:
+            raise ConfigError(
+                f"{error}. It was asked for tokens of the policy's tokenizer; a teacher scores the model's own tokens, "
+                "so both need the same one."
+            ) from error
+        texts = [
+            (entry[str(token)].get("decoded_token"), student.tokenizer.decode([token]))
+            for token, entry in zip(probe[1:], told[1:], strict=True)
+        ]
+        known = [pair for pair in texts if pair[0] is not None]
+        if sum(theirs != own for theirs, own in known) > len(known) / 2:  # half of a character may be shown otherwise
+            raise ConfigError(
+                f"teacher: the server at {teacher._url} reads tokens as other texts, such as {known[0][0]!r} for "
+                f"{known[0][1]!r}; a teacher scores the model's own tokens, so both need the same tokenizer."
+            )
+        return teacher
+
+    def score(
+        self, rows: Sequence[TrainingRow], temperature: float = 1.0, *, max_tokens: int = 8192
+    ) -> list[list[float]]:
+        """Returns the log-probability of every response token at temperature 1; 0 where it was given."""
+        assert temperature == 1, "TeacherSettings.check_sampling refuses others"
+        sequences = [[*row.prompt_ids, *row.response_ids] for row in rows]
+        scores = []
+        for row, tokens, told in zip(rows, sequences, asyncio.run(self._ask_all(sequences)), strict=True):
+            first = len(row.prompt_ids)
+            values = [float(told[i][str(tokens[i])]["logprob"]) for i in range(first, len(tokens))]
+            mask = row.mask or [1] * len(values)
+            scores.append([value if sampled else 0.0 for value, sampled in zip(values, mask, strict=True)])
+        return scores
+
+    async def _find_model(self) -> dict[str, Any]:
+        async with self._session() as session:
+            answer = await self._request(session, "GET", "/models")
+        models = {str(model["id"]): model for model in answer.get("data", ())}
+        if self._settings.model not in models:
+            raise ConfigError(
+                f"teacher: the server at {self._url} has no model {self._settings.model!r}; it has: "
+                f"{', '.join(models) or 'none'}"
+            )
+        return dict(models[self._settings.model])
+
+    async def _ask_all(self, sequences: Sequence[Sequence[int]]) -> list[list[dict[str, Any]]]:
+        """Returns, for each token of each sequence, what the server tells about it; nothing about the first one."""
+        limit = asyncio.Semaphore(_AT_ONCE)
+
+        async def ask(tokens: Sequence[int]) -> list[dict[str, Any]]:
+            body = {"model": self._settings.model, "prompt": list(tokens), "max_tokens": 1, "prompt_logprobs": 0}
+            async with limit:
+                answer = await self._request(session, "POST", "/completions", body)
+            choice = answer["choices"][0]
+            # vLLM's field of the choice; some servers that are compatible with it have it beside the choices.
+            told = choice.get("prompt_logprobs") or answer.get("prompt_logprobs")
+            if not told or len(told) != len(tokens):
+                raise ConfigError(
+                    f"teacher: the server at {self._url} returns no prompt_logprobs; use vLLM, or `agl serve`."
+                )
+            for token, entry in zip(tokens[1:], told[1:], strict=True):
+                if not math.isfinite(float(entry[str(token)]["logprob"])):
+                    raise LightningError(
+                        f"teacher: the server at {self._url} told a log-probability that is not finite"
+                    )
+            return [entry or {} for entry in told]
+
+        async with self._session() as session:
+            return await asyncio.gather(*map(ask, sequences))
+
+    def _session(self) -> aiohttp.ClientSession:
+        key = self._settings.api_key
+        timeout = aiohttp.ClientTimeout(total=self._settings.timeout_s)
+        return aiohttp.ClientSession(timeout=timeout, headers={"Authorization": f"Bearer {key}"} if key else {})
+
+    async def _request(self, session: aiohttp.ClientSession, method: str, path: str, body: Any = None) -> Any:
+        url = f"{self._url}{path}"
+        try:
+            async with session.request(method, url, json=body) as response:
+                text = await response.read()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise LightningError(f"teacher: {url} does not answer ({type(error).__name__}: {error})") from error
+        if response.status != 200:
+            said = text.decode(errors="replace")[:500]
+            raise LightningError(f"teacher: {url} answered {response.status}: {said}")
+        return orjson.loads(text)

@@ -1,0 +1,1 @@
+"""Algorithms that train weights without running the agent: ``sft`` and ``dpo``."""

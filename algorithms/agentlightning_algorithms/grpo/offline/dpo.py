@@ -1,0 +1,190 @@
+"""The algorithm ``dpo``: trains a model's weights on pairs of rollouts of one task, or of answers in a file."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Final, NamedTuple, get_args
+
+from pydantic import BaseModel
+
+from agentlightning.errors import ConfigError
+from agentlightning.plugin.settings import require_least
+from agentlightning_algorithms.grpo.learning.updater import Updater
+from agentlightning_algorithms.grpo.model.policy import Policy
+from agentlightning_algorithms.grpo.offline.example import make_rows, open_source, read_lines
+from agentlightning_algorithms.grpo.offline.preference import LossName, pair_loss
+from agentlightning_algorithms.grpo.offline.training import OfflineTraining
+from agentlightning_algorithms.grpo.setting import UpdateSettings
+from agentlightning_algorithms.grpo.training_row import TrainingRow
+from agentlightning_plugins.chat_history.fine_tuning import FineTuningExample, PreferencePair, select_pairs
+
+_FORM: Final = '{"input": {"messages": [...]}, "preferred_output": [...], "non_preferred_output": [...]}'
+
+
+class _Input(BaseModel):
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+
+
+class _Line(BaseModel):
+    """A line of a file in the format of OpenAI's preference fine-tuning."""
+
+    input: _Input
+    preferred_output: list[dict[str, Any]]
+    non_preferred_output: list[dict[str, Any]]
+
+    def to_pair(self) -> PreferencePair:
+        both = [
+            [FineTuningExample(messages=[*self.input.messages, *answer], tools=self.input.tools)]
+            for answer in (self.preferred_output, self.non_preferred_output)
+        ]
+        return PreferencePair(chosen=both[0], rejected=both[1])
+
+
+class _Pair(NamedTuple):
+    """The rows of two rollouts, with the reference's log-probabilities of their tokens."""
+
+    chosen: list[TrainingRow]
+    rejected: list[TrainingRow]
+    reference: float
+    """How much more likely the chosen one is under the reference."""
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class DPO(OfflineTraining):
+    """Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290) and its relatives.
+
+    Of two rollouts of one task it makes the one with the higher reward more likely, and the other less, both compared
+    to the initial model. A rollout is all messages of the assistant in it. The agent is not run.
+
+    Raises:
+        ConfigError: a value out of range, or a ``model`` that is a path without a model.
+    """
+
+    name: ClassVar[str] = "dpo"
+
+    loss: LossName = "sigmoid"
+    """``sigmoid`` (DPO), ``ipo`` or ``hinge``."""
+    beta: float = 0.1
+    """How strongly the initial model holds the policy; a smaller value lets it move further."""
+    label_smoothing: float = 0.0
+    """For ``sigmoid``, the probability that the order of a pair is wrong."""
+    min_gap: float = 0.0
+    """The least difference of the rewards of a pair of rollouts."""
+    pairs_per_task: int | None = 1
+    """The best rollout with the worst, the second best with the second worst, and so on; None: as many as there are."""
+
+    def __post_init__(self) -> None:
+        if self.loss not in get_args(LossName):
+            raise ConfigError(f"loss = {self.loss!r}; it must be one of {', '.join(get_args(LossName))}.")
+        if not self.beta > 0:
+            raise ConfigError(f"beta = {self.beta}; it must be above 0.")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ConfigError(f"label_smoothing = {self.label_smoothing}; it must be from 0 to below 0.5.")
+        require_least(0, min_gap=self.min_gap)
+        require_least(1, pairs_per_task=self.pairs_per_task or 1)
+        super().__post_init__()
+        self._pairs: list[_Pair] = []
+
+    async def read_examples(self) -> Sequence[PreferencePair]:
+        if self.source.endswith(".jsonl"):
+            found = [line.to_pair() for line in read_lines(self.source, _Line, _FORM)]
+        else:
+            async with open_source(self.source) as store:
+                found = [pair async for pair in select_pairs(store, self.min_gap, self.pairs_per_task)]
+        if not found:
+            raise ConfigError(
+                f"source = {self.source!r} has no pair to learn from: two rollouts of one task that succeeded, called "
+                f"a model, and whose rewards differ, by at least min_gap = {self.min_gap}"
+            )
+        return found
+
+    def prepare(self, policy: Policy, examples: Sequence[PreferencePair]) -> UpdateSettings:
+        too_long = 0
+        rows: list[tuple[list[TrainingRow], list[TrainingRow]]] = []
+        for pair in examples:
+            (chosen, chosen_too_long), (rejected, rejected_too_long) = (
+                make_rows(policy, each) for each in (pair.chosen, pair.rejected)
+            )
+            if chosen_too_long or rejected_too_long:
+                too_long += 1
+            elif chosen and rejected:
+                rows.append((chosen, rejected))
+        self.warn_too_long(too_long, "pairs", policy)
+        if not rows:
+            raise ConfigError(f"source = {self.source!r} has no pair that fits the model")
+        flat = [row for pair in rows for side in pair for row in side]
+        scores = iter(policy.score(flat, max_tokens=self.max_tokens_per_microbatch))
+        self._pairs = []
+        for chosen, rejected in rows:
+            sides = [sum(sum(next(scores)) for _ in side) / self._length(side) for side in (chosen, rejected)]
+            self._pairs.append(_Pair(chosen, rejected, sides[0] - sides[1]))
+        return UpdateSettings(
+            objective="cross_entropy",
+            aggregation="token-sum",
+            lr=self.lr,
+            schedule=self.schedule,
+            total_updates=self.epochs * self._steps_per_epoch,
+            max_tokens_per_microbatch=self.max_tokens_per_microbatch,
+            gradient_checkpointing=self.gradient_checkpointing,
+            seed=self.order_seed,
+        )
+
+    def run_epoch(self, updater: Updater) -> dict[str, float]:
+        order = list(range(len(self._pairs)))
+        random.Random(f"{self.order_seed}/{self.count_epochs(updater)}").shuffle(order)
+        steps = [
+            self._step(updater, [self._pairs[index] for index in order[start : start + self.batch_size]])
+            for start in range(0, len(order), self.batch_size)
+        ]
+        names = ("loss", "accuracy", "margin", "grad_norm", "lr")
+        metrics = {name: statistics.fmean(step[name] for step in steps if name in step) for name in names}
+        return {**metrics, "pairs": float(len(self._pairs))}
+
+    def count_epochs(self, updater: Updater) -> int:
+        return updater.updates // self._steps_per_epoch
+
+    @property
+    def _steps_per_epoch(self) -> int:
+        return -(-len(self._pairs) // self.batch_size)
+
+    def _length(self, side: Sequence[TrainingRow]) -> int:
+        """Returns what the log-likelihood of an answer is divided by."""
+        return sum(row.n_sampled for row in side) if self.loss == "ipo" else 1
+
+    def _step(self, updater: Updater, pairs: Sequence[_Pair]) -> dict[str, float]:
+        """Makes an optimizer step.
+
+        A token's gradient is that of its log-probability times the slope of the loss of its pair, which the margins of
+        a forward pass without gradient give: pairs need not share a micro-batch.
+        """
+        rows = [row for pair in pairs for side in (pair.chosen, pair.rejected) for row in side]
+        scores = iter(updater.score(rows))
+        weighted: list[TrainingRow] = []
+        losses, margins = [], []
+        for pair in pairs:
+            lengths = self._length(pair.chosen), self._length(pair.rejected)
+            own = [[next(scores) for _ in side] for side in (pair.chosen, pair.rejected)]
+            chosen, rejected = (sum(map(sum, side)) / length for side, length in zip(own, lengths, strict=True))
+            margin = chosen - rejected - pair.reference
+            value, slope = pair_loss(margin, self.loss, self.beta, self.label_smoothing)
+            losses.append(value)
+            margins.append(margin)
+            for side, logprobs, weight in (
+                (pair.chosen, own[0], -slope / lengths[0] / len(pairs)),
+                (pair.rejected, own[1], slope / lengths[1] / len(pairs)),
+            ):
+                weighted += [
+                    replace(row, logprobs=found, advantage=weight) for row, found in zip(side, logprobs, strict=True)
+                ]
+        updater.forward_backward(weighted)
+        done = updater.optim_step()
+        return {
+            **{name: done[name] for name in ("grad_norm", "lr") if name in done},
+            "loss": statistics.fmean(losses),
+            "accuracy": statistics.fmean(float(margin > 0) for margin in margins),
+            "margin": statistics.fmean(margins),
+        }

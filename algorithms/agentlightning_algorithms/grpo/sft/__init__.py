@@ -1,1 +1,0 @@
-"""The algorithm ``sft``: supervised fine-tuning of a model's weights."""

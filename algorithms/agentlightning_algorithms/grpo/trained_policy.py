@@ -1,0 +1,199 @@
+"""The policies that a run trains, each with its own optimizer: one model, or several LoRA adapters over one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from agentlightning_algorithms.grpo.learning.episode import Episode, describe_calls
+from agentlightning_algorithms.grpo.learning.experience import Experience, build_experience
+from agentlightning_algorithms.grpo.learning.monitor import TrainingMonitor
+from agentlightning_algorithms.grpo.learning.prepared_row import RowUse
+from agentlightning_algorithms.grpo.learning.teacher import Teacher
+from agentlightning_algorithms.grpo.learning.updater import Updater
+from agentlightning_algorithms.grpo.model.checkpoint import atomic_directory
+from agentlightning_algorithms.grpo.model.policy import Policy, load_policy
+from agentlightning_algorithms.grpo.setting import GRPOSettings, PolicySettings, UpdateSettings
+from agentlightning_algorithms.grpo.training_row import TrainingRow
+
+logger = logging.getLogger("agentlightning")
+
+MODEL_NAMES = {"train": "policy", "eval": "policy-val"}
+"""Names under which agents call the trained model: the gateway forces other sampling parameters on each."""
+
+
+@dataclass
+class TrainedPolicy:
+    """A policy, its updater, and the warnings about its training."""
+
+    name: str
+    """That of its adapter; empty for the only policy of a run."""
+    resource_name: str
+    """By which agents receive it."""
+    updater: Updater
+    monitor: TrainingMonitor
+    has_warned: bool = False
+
+    @property
+    def model_names(self) -> Mapping[str, str]:
+        """Names by which agents call it, for training and for evaluation."""
+        return {"train": self.name, "eval": f"{self.name}-val"} if self.name else MODEL_NAMES
+
+    @property
+    def prefix(self) -> str:
+        """That of its metrics."""
+        return f"{self.name}/" if self.name else ""
+
+    def select(self, episodes: Sequence[Episode]) -> Sequence[Episode]:
+        """Returns the episodes with the calls that this policy sampled."""
+        return _select(episodes, {self.name}) if self.name else episodes
+
+    def learn(
+        self, episodes: Sequence[Episode], settings: GRPOSettings, teacher: Teacher | None, oldest_version: int
+    ) -> tuple[Experience, dict[str, float]]:
+        """Updates the weights once; returns what they were updated with, and metrics."""
+        updater, update = self.updater, self.updater.settings
+        own = self.select(episodes)
+        experience = build_experience(
+            own,
+            settings,
+            max_length=updater.policy.max_length,
+            decode=self.decode,
+            penalty=self._kl_penalty if updater.reference is not None and update.kl_in == "reward" else None,
+            oldest_version=oldest_version,
+            distribution=settings.distribution,
+        )
+        if teacher is not None:
+            experience.rows, guidance = teacher.guide(
+                experience.rows, temperature=update.temperature, max_tokens=update.max_tokens_per_microbatch
+            )
+            experience.metrics |= guidance
+            del experience.metrics["groups_without_spread"]  # they are learned from, too
+        metrics = updater.update(experience.rows)
+        if "tokens_per_s" in metrics:
+            metrics["train_tokens_per_s"] = metrics.pop("tokens_per_s")
+        if self.name:
+            metrics |= describe_calls(own)
+            self._warn_without_calls(own)
+        return experience, {**experience.metrics, **metrics}
+
+    def own_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Returns those with its prefix, without it."""
+        begin = self.prefix
+        return {name.removeprefix(begin): value for name, value in metrics.items() if name.startswith(begin)}
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text of tokens."""
+        return str(self.updater.policy.tokenizer.decode(list(ids)))
+
+    def _kl_penalty(self, rows: Sequence[TrainingRow]) -> list[list[float]]:
+        coefficient = self.updater.settings.kl_coefficient
+        return [[coefficient * value for value in values] for values in self.updater.reference_kl(rows)]
+
+    def _warn_without_calls(self, episodes: Sequence[Episode]) -> None:
+        if not self.has_warned and episodes and not any(episode.triplets for episode in episodes):
+            self.has_warned = True
+            logger.warning(
+                "none of %d rollouts called the policy %s; agents call it by the resource %r, whose model is %r",
+                len(episodes), self.name, self.resource_name, self.name,
+            )  # fmt: skip
+
+
+class PolicySet:
+    """All policies of a run, in the order of the settings."""
+
+    def __init__(self, policies: Sequence[TrainedPolicy]) -> None:
+        self._policies = policies
+
+    @classmethod
+    def load(cls, settings: GRPOSettings, update: UpdateSettings) -> PolicySet:
+        """Loads the model, once, and makes the policies; the seed of all is that of ``update``."""
+        several = dict(settings.policies or {"": PolicySettings(lora=settings.lora, update=update)})
+        has_lora = settings.lora is not None or settings.policies is not None
+        base = load_policy(settings.model, dtype=settings.dtype if has_lora else "float32", device=settings.device)
+        found = []
+        for name, own in several.items():
+            assert own is not None, "set by GRPOSettings"
+            assert own.update is not None, "set by GRPOSettings"
+            policy = base
+            if own.lora is not None:
+                from agentlightning_algorithms.grpo.model.lora import add_lora, share_weights  # peft takes seconds
+
+                policy = Policy(share_weights(base.model), base.tokenizer) if name else base
+                torch.manual_seed(update.seed)
+                add_lora(policy.model, own.lora)
+            updater = Updater(policy, replace(own.update, seed=update.seed), autocast=settings.dtype != "float32")
+            monitor = TrainingMonitor(is_exact=settings.dtype == "float32")
+            found.append(TrainedPolicy(name, name or settings.resource_name, updater, monitor))
+        return cls(found)
+
+    def __iter__(self) -> Iterator[TrainedPolicy]:
+        return iter(self._policies)
+
+    @property
+    def first(self) -> TrainedPolicy:
+        return self._policies[0]
+
+    def select(self, episodes: Sequence[Episode]) -> Sequence[Episode]:
+        """Returns the episodes with the calls that any of the policies sampled."""
+        return _select(episodes, {policy.name for policy in self}) if self.first.name else episodes
+
+    def observe(self, metrics: Mapping[str, float]) -> list[str]:
+        """Returns the warnings that begin to hold with the metrics of a step."""
+        owned = [(policy, policy.own_metrics(metrics)) for policy in self]
+        # Of a policy without calls, the entropy is unknown; that of the run is that of the others.
+        shared = metrics.keys() - {name for _, own in owned for name in own}
+        return [
+            f"{policy.name}: {warning}" if policy.name else warning
+            for policy, own in owned
+            for warning in policy.monitor.observe({**{name: metrics[name] for name in shared}, **own})
+        ]
+
+    def publish(self, directory: Path) -> Path | dict[str, Path]:
+        """Writes the weights for the policy backend; returns their directory, or that of each adapter by name."""
+        if not self.first.name:
+            self.first.updater.policy.save(directory)
+            return directory
+        self.save(directory)
+        return {policy.name: directory / policy.name for policy in self}
+
+    def save(self, directory: Path) -> None:
+        """Writes the weights of each policy as models, those of several in folders of their names."""
+        for policy in self:
+            policy.updater.policy.save(directory / policy.name, merge=False)
+
+    def write(self, directory: Path, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Writes a checkpoint, atomically: weights, and the state of each policy's updater by its name."""
+        with atomic_directory(directory) as scratch:
+            for policy in self:
+                policy.updater.write(scratch / policy.name, states[policy.name])
+
+    def read(self, directory: Path) -> Mapping[str, Any]:
+        """Restores what :meth:`write` wrote, and returns what the last of the policies kept for the caller."""
+        kept: Mapping[str, Any] = {}
+        for policy in self:
+            kept = policy.updater.load(directory / policy.name)
+            policy.monitor.restore(kept["watch"])
+        return kept
+
+
+def join_experience(parts: Sequence[tuple[Experience, Sequence[RowUse]]]) -> tuple[Experience, list[RowUse]]:
+    """Returns the rows of all policies as one, for the records of the step."""
+    whole = Experience()
+    for experience, _ in parts:
+        whole.rows += experience.rows
+        whole.sources += experience.sources
+        whole.left_out |= experience.left_out
+    return whole, [use for _, uses in parts for use in uses]
+
+
+def _select(episodes: Sequence[Episode], names: set[str]) -> list[Episode]:
+    return [
+        replace(episode, triplets=[call for call in episode.triplets if call.metadata.get("model") in names])
+        for episode in episodes
+    ]

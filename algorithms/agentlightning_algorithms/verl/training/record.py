@@ -1,0 +1,144 @@
+"""Training records of a batch: its rows, and what became of each of its rollouts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import transfer_queue
+
+from agentlightning.types import Span
+from agentlightning_algorithms.verl.rollout.batch_row import RowCall
+from agentlightning_plugins.training_records.account import RolloutOutcome, TokenTexts
+from agentlightning_plugins.training_records.record import Outcome, TrainedCall, TrainedRow
+
+_FIELDS: Final = ("prompts", "responses", "response_mask", "rollout_log_probs", "advantages")
+
+
+class BatchRecord(NamedTuple):
+    """The records of a batch."""
+
+    spans: list[Span]
+    outcomes: Counter[Outcome]
+    """Of its rollouts."""
+
+
+@dataclass
+class RecordedRow:
+    """One row of verl's batch after an update; the lists have one value per token of the response."""
+
+    rollout: RolloutOutcome
+    left_out: dict[str, Outcome]
+    """Why calls of its rollout are in no row, by name."""
+    calls: list[RowCall]
+    prompt_ids: list[int] = field(default_factory=list)
+    response_ids: list[int] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+    """1 on the sampled tokens that the correction for rollouts did not reject."""
+    logprobs: list[float] = field(default_factory=list)
+    trainer_logprobs: list[float] | None = None
+    advantages: list[float] = field(default_factory=list)
+
+
+def read_rows(batch: Any, *, is_skipped: bool, has_trainer: bool) -> list[RecordedRow]:
+    """Reads the rows of a batch from verl's queue, without padding.
+
+    Args:
+        batch: the keys and tags of the rows.
+        is_skipped: it was not trained on, so it has neither advantages nor the trainer's log-probabilities.
+        has_trainer: ``old_log_probs`` are the trainer's.
+    """
+    fields = () if is_skipped else (*_FIELDS, *(("old_log_probs",) if has_trainer else ()))
+    read = transfer_queue.kv_batch_get(batch.keys, batch.partition_id, ["extra_fields", *fields])
+    extra = read.pop("extra_fields").tolist()
+    found = []
+    for place, tag in enumerate(batch.tags):
+        if tag.get("is_padding", False) or not extra[place].get("record"):
+            continue
+        record = extra[place]["record"]
+        row = RecordedRow(
+            RolloutOutcome(**record["rollout"]), record["left_out"], [RowCall(*call) for call in extra[place]["calls"]]
+        )
+        if fields:
+            lists = {name: read[name][place].tolist() for name in fields}
+            row.prompt_ids, row.response_ids = lists["prompts"], lists["responses"]
+            row.mask, row.advantages = [int(kept) for kept in lists["response_mask"]], lists["advantages"]
+            row.logprobs, row.trainer_logprobs = lists["rollout_log_probs"], lists.get("old_log_probs")
+        found.append(row)
+    return found
+
+
+@dataclass
+class Recorder:
+    """Makes the spans that record batches, each in the trace of its rollout."""
+
+    texts: TokenTexts
+
+    def make_spans(self, rows: Sequence[RecordedRow], step: int, *, trains_flat_groups: bool = False) -> BatchRecord:
+        """Returns the records of a batch: one of each row that was trained on, and one of each rollout.
+
+        Args:
+            rows: of the batch; a rollout has at least one.
+            step: the version of the weights that the update made.
+            trains_flat_groups: the loss has terms without advantages, so rows of advantage 0 are trained on too.
+        """
+        rewards: dict[str, set[float | None]] = {}
+        for row in rows:
+            rewards.setdefault(row.rollout.group, set()).add(row.rollout.reward)
+        spans: list[Span] = []
+        calls: dict[str, dict[str, Outcome]] = {}
+        rollouts: dict[str, RolloutOutcome] = {}
+        for row in rows:
+            rollouts[row.rollout.rollout_id] = row.rollout
+            outcomes = calls.setdefault(row.rollout.rollout_id, dict(row.left_out))
+            is_flat = not trains_flat_groups and len(rewards[row.rollout.group]) == 1 and not any(row.advantages)
+            for call in row.calls:
+                outcomes[call.name] = _judge(row, call, is_flat=is_flat)
+            trained = [call for call in row.calls if outcomes[call.name] in ("trained", "mismatch")]
+            if trained and row.rollout.attempt_id:
+                spans.append(self._to_row(row, trained, step, outcomes).to_span())
+        entries = [rollout.to_entry(step, calls[name]) for name, rollout in rollouts.items() if rollout.attempt_id]
+        spans += [entry.to_span() for entry in entries]
+        return BatchRecord(spans, Counter(entry.outcome for entry in entries))
+
+    def _to_row(
+        self, row: RecordedRow, calls: Sequence[RowCall], step: int, outcomes: dict[str, Outcome]
+    ) -> TrainedRow:
+        has_own = any(len(set(_kept(row, call))) > 1 for call in calls)
+        return TrainedRow(
+            rollout_id=row.rollout.rollout_id,
+            attempt_id=row.rollout.attempt_id,
+            step=step,
+            prompt_ids=row.prompt_ids,
+            response_ids=row.response_ids,
+            mask=row.mask,
+            logprobs=row.logprobs,
+            trainer_logprobs=row.trainer_logprobs,
+            calls=[
+                TrainedCall(call.name, call.start, call.end, _mean(_kept(row, call)), call.weight_version)
+                for call in calls
+            ],
+            reward=row.rollout.reward,
+            outcome="trained" if any(outcomes[call.name] == "trained" for call in calls) else "mismatch",
+            texts=self.texts.read(row.prompt_ids, row.response_ids),
+            token_advantages=row.advantages if has_own else None,
+        )
+
+
+def _judge(row: RecordedRow, call: RowCall, *, is_flat: bool) -> Outcome:
+    if not any(row.mask[call.start : call.end]):
+        return "mismatch"
+    return "flat_group" if is_flat else "trained"
+
+
+def _kept(row: RecordedRow, call: RowCall) -> list[float]:
+    """Returns the advantages of the tokens of a call that were trained on."""
+    values = zip(row.advantages[call.start : call.end], row.mask[call.start : call.end], strict=True)
+    return [value for value, kept in values if kept]
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found) if found else 0.0

@@ -1,0 +1,66 @@
+"""Tasks of the game of stones, their splits, and the game as a rollout.
+
+Every task can be won. Validation and test games begin with more stones than any training game, so that their first
+moves are new to the model.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Literal, TypedDict
+
+from examples.game.agent import play
+from examples.game.rules import is_won
+from openai import AsyncOpenAI
+
+import agentlightning as agl
+
+Split = Literal["train", "val", "test"]
+HEAPS = {"train": range(5, 20), "val": range(20, 26), "test": range(26, 34)}
+STRENGTH = 0.5
+
+client = AsyncOpenAI(api_key="unset", base_url="http://unset", max_retries=0)
+
+
+class Problem(TypedDict):
+    """One task of the agent: how many stones there are, and what the opponent's moves depend on."""
+
+    stones: int
+    strength: float
+    seed: int
+
+
+def make_problems(split: Split, count: int) -> list[Problem]:
+    """Returns problems of a split; each heap comes up before one comes up again."""
+    rng = random.Random(split)
+    heaps: list[int] = []
+    while len(heaps) < count:
+        won = [heap for heap in HEAPS[split] if is_won(heap)]
+        heaps += rng.sample(won, len(won))
+    return [Problem(stones=heap, strength=STRENGTH, seed=seed) for seed, heap in enumerate(heaps[:count])]
+
+
+def train() -> list[Problem]:
+    """The training split."""
+    return make_problems("train", 4096)
+
+
+def val() -> list[Problem]:
+    """The validation split."""
+    return make_problems("val", 96)
+
+
+def test() -> list[Problem]:
+    """The test split."""
+    return make_problems("test", 200)
+
+
+async def agent(task: Problem, llm: agl.LLM) -> bool:
+    """Plays one game; returns whether the model has won."""
+    own = client.with_options(base_url=llm.get_base_url(), api_key=llm.api_key or "unset")
+    return await play(own, llm.model, task, **llm.sampling_parameters)
+
+
+def reward(task: Problem, output: bool, rollout: object) -> float:
+    """Returns 1 for a win, which perfect play always reaches, else 0."""
+    return float(output)

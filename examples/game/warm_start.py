@@ -1,0 +1,59 @@
+"""Creates the tiny model of the game example: ``python -m examples.game.warm_start examples/game/checkpoint``.
+
+The demonstrations take one stone most of the time and any number at times, however many there are. The model learns
+how a game is played with the tool; reinforcement learning teaches it which moves win.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from pathlib import Path
+
+import torch
+from examples.game.agent import INSTRUCTIONS, Game, show
+from examples.game.problems import HEAPS, STRENGTH
+from examples.game.rules import moves
+from examples.tiny_model import Chat, imitate, make_model, make_tokenizer, save
+
+STEPS = 1000
+SEED = 1
+MAX_LENGTH = 768
+FIXED = (
+    INSTRUCTIONS,
+    '<tool_call>\n{"name": "take", "arguments": {"count": ',
+    "}}\n</tool_call>",
+    " / ",
+    *("o" * count for count in (4, 3, 2, 1)),
+    *(Game(1, 0.0, 0).take(arguments) for arguments in ("", '{"count": 2}', '{"count": 3}')),
+)
+
+
+def demonstrate(rng: random.Random) -> Chat:
+    """Plays a game to its end; it begins with up to as many stones as a game of the test split."""
+    game = Game(rng.randint(1, HEAPS["test"][-1]), STRENGTH, rng.randrange(10**9))
+    chat: Chat = [{"role": "system", "content": INSTRUCTIONS}, {"role": "user", "content": show(game.stones)}]
+    while game.won is None:
+        count = 1 if rng.random() < 0.4 else rng.choice(moves(game.stones))
+        arguments = f'{{"count": {count}}}'
+        chat.append({"role": "assistant", "tool_calls": [{"function": {"name": "take", "arguments": arguments}}]})
+        chat.append({"role": "tool", "content": game.take(arguments)})
+    return chat
+
+
+def main() -> None:
+    """Creates the checkpoint."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    options = parser.parse_args()
+    torch.manual_seed(SEED)
+    torch.set_num_threads(1)
+    rng = random.Random(SEED)
+    tokenizer = make_tokenizer([*"123"], FIXED, MAX_LENGTH)
+    model = make_model(tokenizer, layers=2)
+    imitate(model, tokenizer, lambda: demonstrate(rng), steps=STEPS)
+    save(model, tokenizer, options.directory)
+
+
+if __name__ == "__main__":
+    main()

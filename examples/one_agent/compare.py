@@ -1,0 +1,99 @@
+"""Compares four ways to improve one agent, each with the same number of rollouts.
+
+    python -m examples.one_agent.compare --out runs/one_agent
+
+Runs `agl compare` with `apo`, then `grpo`; `apo`; `gepa`; `grpo`; and without training. The prompt searches call the
+tiny model of this example through its policy server, which the script starts. Their critic and editor are scripted
+(critic.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from examples.one_agent.critic import answer
+
+from agentlightning_algorithms.trained_model.serving import serve_model
+from agentlightning_plugins.scripted_model.server import ScriptedOpenAI
+
+FOLDER = Path(__file__).parent
+STEP = 16 * 8
+EVAL_EVERY = 5
+"""Rollouts of a step of ``grpo``, and steps between its validations, as train.yaml has them."""
+NAMES = ("apo-grpo", "apo", "gepa", "grpo", "none")
+SAMPLING = {"temperature": 0.0, "max_tokens": 16}
+"""Of the prompt searches and all tests."""
+
+
+def apo(budget: int, n_val: int) -> dict[str, Any]:
+    """The settings of ``apo`` with as many rounds as the budget allows."""
+    settings = {"name": "apo", "beam_width": 2, "branch_factor": 2, "gradient_batch_size": 4, "val_batch_size": 16}
+    per_round = 4 * 4 + (2 + 4) * 16 + n_val  # critics read, candidates are compared, the best is validated
+    first_and_confirmation = 3 * n_val
+    return {**settings, "confirm_pairs": n_val, "beam_rounds": max((budget - first_and_confirmation) // per_round, 1)}
+
+
+def grpo(budget: int, n_val: int) -> dict[str, Any]:
+    """The settings of ``grpo`` with as many steps as the budget allows."""
+    allowed = (n for n in range(budget // STEP, 1, -1) if n * STEP + (2 + (n - 1) // EVAL_EVERY) * n_val <= budget)
+    return {"name": "grpo", "steps": next(allowed, 1)}
+
+
+def algorithms(budget: int, n_val: int) -> dict[str, Any]:
+    """The algorithms to compare; the first has three eighths of the budget for its prompt, the rest for weights."""
+    for_prompt = budget * 3 // 8
+    return {
+        "apo-grpo": [apo(for_prompt, n_val), grpo(budget - for_prompt, n_val)],
+        "apo": apo(budget, n_val),
+        "gepa": {"name": "gepa", "max_rollouts": budget, "confirm_pairs": n_val},
+        "grpo": grpo(budget, n_val),
+        "none": [],
+    }
+
+
+def main() -> int:
+    """Serves the models and runs the comparison; returns its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default="runs/one_agent", help="directory of the runs and of report.html")
+    parser.add_argument("--budget", type=int, default=2000, help="rollouts of each, those of the test left out")
+    parser.add_argument("--seeds", default="0", help="comma-separated")
+    parser.add_argument("--val", type=int, default=40, help="number of validation tasks")
+    parser.add_argument("--test", default="examples.one_agent.tickets:test", help="source of the test tasks")
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, help="the first is compared with the others")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of train.yaml for all")
+    parser.add_argument("--json", action="store_true", help="print rows instead of a table")
+    options = parser.parse_args()
+    with serve_model(str(FOLDER / "checkpoint")) as served, ScriptedOpenAI(answer) as critic:
+        llm = {
+            "resource_type": "llm",
+            "endpoint": served.endpoint,
+            "model": served.model,
+            "sampling_parameters": SAMPLING,
+        }
+        val = {"source": "examples.one_agent.tickets:val", "limit": options.val}
+        command = [sys.executable, "-m", "agentlightning", "compare", str(FOLDER / "train.yaml")]
+        command += [
+            f"resources.llm={json.dumps(llm)}",
+            f"data.val={json.dumps(val)}",
+            *options.set,
+            "--test",
+            options.test,
+        ]
+        for name, algorithm in algorithms(options.budget, options.val).items():
+            command += ["-a", json.dumps(algorithm)] if name in options.only else []
+        command += ["--budget", str(options.budget), "--seeds", options.seeds, "--run-dir", options.out]
+        command += ["--json"] * options.json
+        print(shlex.join(["agl", *command[3:]]), flush=True)
+        environment = {**os.environ, "OPENAI_BASE_URL": critic.endpoint, "OPENAI_API_KEY": "scripted"}
+        return subprocess.run(command, env=environment, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

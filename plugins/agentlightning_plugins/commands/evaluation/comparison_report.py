@@ -1,0 +1,130 @@
+"""The result of ``agl compare``: a row for each algorithm, the table on the terminal, and ``report.html``."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from agentlightning.cli import echo
+from agentlightning_plugins.charts.hidden import show_hidden
+from agentlightning_plugins.charts.line import Point, Series, line_chart
+from agentlightning_plugins.commands.evaluation.variant import Variant
+from agentlightning_plugins.commands.terminal import print_table
+from agentlightning_plugins.statistics.difference import difference_over_seeds
+from agentlightning_plugins.statistics.significance import adjust_p_values
+
+PAGE_NAME: Final = "report.html"
+_COLUMNS: Final = (
+    *("algorithm", "reward", "95 % interval", "difference", "95 % interval", "p"),
+    *("missing", "rollouts", "seconds"),
+)
+_ONE_SEED: Final = "one seed: intervals and p-values do not say what another training would give; use --seeds"
+_FAILED: Final = "failed rollouts count as 0; those without a reward (missing) are left out"
+
+
+def compare_variants(variants: Sequence[Variant]) -> list[dict[str, Any]]:
+    """Returns a row for each variant; the differences are to the first."""
+    first, *others = variants
+    differences = [difference_over_seeds(variant.by_task(), first.by_task()) for variant in others]
+    p_values = adjust_p_values([found.p_value for found in differences])
+    rows: list[dict[str, Any]] = []
+    for variant, found, p_value in zip(variants, (None, *differences), (None, *p_values), strict=True):
+        score = variant.pooled()
+        low, high = score.interval() or (None, None)
+        is_open = found is None or math.isinf(found.low)
+        rows.append(
+            {
+                "algorithm": variant.label,
+                "reward": score.mean,
+                "low": low,
+                "high": high,
+                "difference": found and found.mean,
+                "difference_low": None if found is None or is_open else found.low,
+                "difference_high": None if found is None or is_open else found.high,
+                "p": p_value,
+                "missing": score.missing,
+                "rollouts": statistics.fmean(variant.rollouts),
+                "seconds": statistics.fmean(variant.seconds),
+                "prompts": variant.prompts,
+            }
+        )
+    return rows
+
+
+def print_comparison(rows: Sequence[dict[str, Any]], n_seeds: int) -> None:
+    """Prints the rows as a table, with what one has to know to read it."""
+    print_table(_COLUMNS, [_to_cells(row) for row in rows])
+    echo(f"\n{_FAILED}")
+    if n_seeds == 1:
+        echo(_ONE_SEED)
+
+
+def write_page(
+    variants: Sequence[Variant], rows: Sequence[dict[str, Any]], seeds: Sequence[int], directory: Path
+) -> Path:
+    """Writes the report of the comparison, which links to those of its runs.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["visible"] = lambda value: show_hidden(str(value))
+    template = environment.from_string(Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8"))
+    page = template.render(
+        columns=_COLUMNS,
+        rows=[_to_cells(row) for row in rows],
+        notes=[_FAILED, *([_ONE_SEED] if len(seeds) == 1 else [])],
+        n_tasks=len(variants[0].scores[0].rewards),
+        chart=line_chart(
+            [
+                Series(row["algorithm"], [Point(place, row["reward"], row["low"], row["high"])], is_line=False)
+                for place, row in enumerate(rows, start=1)
+            ],
+            title="Mean reward on the test tasks, with 95 % intervals",
+            x_label="row of the table",
+            y_label="reward",
+            width=540,
+        ),
+        results=[
+            (variant.label, list(zip(seeds, variant.prompts, _links(variant, directory), strict=True)))
+            for variant in variants
+        ],
+    )
+    file = directory / PAGE_NAME
+    file.write_text(page, encoding="utf-8", errors="replace")
+    return file
+
+
+def _links(variant: Variant, directory: Path) -> list[list[str]]:
+    """The reports of the runs of each seed, relative to the directory."""
+    return [
+        [Path(os.path.relpath(page, directory)).as_posix() for page in sorted(place.rglob(PAGE_NAME))]
+        for place in variant.places
+    ]
+
+
+def _to_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    is_first = row["p"] is None
+    return (
+        row["algorithm"],
+        f"{row['reward']:.3f}",
+        "none" if row["low"] is None else f"{row['low']:.3f} to {row['high']:.3f}",
+        "" if is_first else f"{row['difference']:+.3f}",
+        _show_interval(row),
+        "" if is_first else f"{row['p']:.3f}" if row["p"] >= 0.001 else "<0.001",
+        str(row["missing"]),
+        f"{row['rollouts']:.0f}",
+        f"{row['seconds']:.1f}",
+    )
+
+
+def _show_interval(row: dict[str, Any]) -> str:
+    if row["p"] is None:
+        return ""
+    return "none" if row["difference_low"] is None else f"{row['difference_low']:+.3f} to {row['difference_high']:+.3f}"

@@ -1,0 +1,244 @@
+"""A training with one algorithm, or with several one after another, and its evaluation on the test tasks."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+
+from agentlightning.cli import echo
+from agentlightning.errors import ConfigError
+from agentlightning.plugin.registry import get_manager
+from agentlightning.resources import PromptTemplate, Resource
+from agentlightning_plugins.commands.configuration.assembly import fit, load_parts, make_trainer
+from agentlightning_plugins.commands.configuration.config import read_config
+from agentlightning_plugins.commands.configuration.learned import saved_weights, served_model
+from agentlightning_plugins.commands.evaluation.budget import Budgeted
+from agentlightning_plugins.commands.evaluation.eval_command import evaluate, failing_run
+from agentlightning_plugins.statistics.score import Score
+
+Spec = dict[str, Any]
+"""An algorithm: its name and its settings."""
+
+
+@dataclasses.dataclass
+class Variant:
+    """An algorithm, or several in a row, with the results of each seed."""
+
+    stages: Sequence[Spec]
+    """The algorithms, each of which begins with what the one before learned; without one nothing is trained."""
+    label: str
+    scores: list[Score] = dataclasses.field(default_factory=list)
+    """On the test tasks after training."""
+    rollouts: list[int] = dataclasses.field(default_factory=list)
+    """Of the training, validation included."""
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    prompts: list[dict[str, str]] = dataclasses.field(default_factory=list)
+    """With which the test tasks ran, by name."""
+    places: list[Path] = dataclasses.field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The names of the algorithms."""
+        return "-".join(stage["name"] for stage in self.stages) or "none"
+
+    def by_task(self) -> list[dict[int, float]]:
+        """Mean reward by seed and test task; tasks without a reward are left out."""
+        return [{task: mean for task, mean in enumerate(score.by_task()) if mean is not None} for score in self.scores]
+
+    def pooled(self) -> Score:
+        """The score over all seeds."""
+        rewards = [
+            [reward for score in self.scores for reward in score.rewards[task]]
+            for task in range(len(self.scores[0].rewards))
+        ]
+        return Score(rewards, missing=sum(score.missing for score in self.scores))
+
+
+@dataclasses.dataclass
+class _Learned:
+    """The result of the stages of a training so far."""
+
+    resources: dict[str, Resource] = dataclasses.field(default_factory=dict)
+    """The latest that were published."""
+    weights: Path | None = None
+    """The last run that trained weights."""
+    checkpoint: str | None = None
+    """Of these weights; None: the best."""
+
+    @contextlib.contextmanager
+    def served(self) -> Iterator[dict[str, Resource]]:
+        """Yields what was learned, while the model whose weights were trained is served."""
+        with served_model(self.weights, self.checkpoint) as models:
+            yield {**self.resources, **models}
+
+
+def make_variants(texts: Sequence[str], configured: Any) -> list[Variant]:
+    """Reads each ``--algorithm``: a name, a mapping with a name, or a list of these.
+
+    Args:
+        texts: in YAML.
+        configured: the configuration's algorithm. Its settings hold for algorithms of its name unless given again.
+    """
+    chains = [_read_stages(text, configured) for text in texts]
+    return [Variant(stages, label) for stages, label in zip(chains, _labels(chains), strict=True)]
+
+
+def _read_stages(text: str, configured: Any) -> list[Spec]:
+    try:
+        given = yaml.safe_load(text)
+    except yaml.YAMLError:
+        given = None
+    stages = []
+    for each in given if isinstance(given, list) else [given]:
+        spec = {"name": each} if isinstance(each, str) else each
+        if not isinstance(spec, dict) or not isinstance(spec.get("name"), str):
+            raise click.UsageError(
+                f"--algorithm {text!r}: a name, a mapping with a name, or a list of these is needed, as in "
+                "'{name: apo}' or '[apo, grpo]'"
+            )
+        own = configured if isinstance(configured, dict) and configured.get("name") == spec["name"] else {}
+        stages.append({**own, **spec})
+    return stages
+
+
+def _labels(chains: Sequence[Sequence[Spec]]) -> list[str]:
+    """The names of the algorithms; those of equal names are told apart by settings that differ, or numbered."""
+    labels: list[str] = []
+    for chain in chains:
+        same = [other for other in chains if [spec["name"] for spec in other] == [spec["name"] for spec in chain]]
+        parts = []
+        for place, spec in enumerate(chain):
+            differing = {key: v for key, v in spec.items() if any(other[place].get(key) != v for other in same)}
+            shown = ", ".join(f"{key}={value}" for key, value in differing.items())
+            parts.append(f"{spec['name']} ({shown})" if shown else str(spec["name"]))
+        label = ", then ".join(parts) or "no training"
+        labels.append(label if label not in labels else f"{label} #{len(labels) + 1}")
+    return labels
+
+
+def takes(spec: Spec, setting: str) -> bool:
+    """Whether an algorithm has this setting."""
+    return setting in inspect.signature(get_manager().get("algorithm", spec["name"])).parameters
+
+
+def load(document: Any, spec: Spec | None, seed: int) -> tuple[Any, Any]:
+    """Reads the configuration with this algorithm, or without one, and loads its parts."""
+    document.values.pop("algorithm", None)
+    document.values["seed"] = seed
+    if spec is not None:
+        document.values["algorithm"] = {**spec, "seed": seed} if takes(spec, "seed") else spec
+    checked = read_config(document)
+    return checked, load_parts(checked, document)
+
+
+def hold_out(parts: Any, tasks: Any) -> tuple[Any, list[Any]]:
+    """Separates the tasks that algorithms learn from and select on from those that they are compared on.
+
+    Returns:
+        The parts without test tasks in their data, and the test tasks.
+    """
+    if tasks is None and (parts.val is None or len(parts.val) < 2):
+        raise ConfigError(
+            "comparing needs test tasks: --test SOURCE, or at least two tasks in data.val to hold out half"
+        )
+    test = (
+        [tasks[n] for n in range(len(tasks))]
+        if tasks is not None
+        else [parts.val[n] for n in range(1, len(parts.val), 2)]
+    )
+    if not test:
+        raise ConfigError("comparing needs test tasks, but --test has none")
+    kept: dict[str, Any] = {}
+    held_out = {repr(task) for task in test}
+    for name in ("train", "val"):
+        data = getattr(parts, name)
+        kept[name] = data and [data[n] for n in range(len(data)) if repr(data[n]) not in held_out]
+        if data and not kept[name]:
+            raise ConfigError(
+                f"every task of data.{name} is a test task too, so that an algorithm would be compared on what it "
+                "learned from; give --test other tasks"
+            )
+    return dataclasses.replace(parts, **kept), test
+
+
+def run_variant(
+    document: Any,
+    variant: Variant,
+    seed: int,
+    place: Path,
+    tasks: Any,
+    repetitions: int,
+    budget: int | None,
+    *,
+    quiet: bool,
+) -> None:
+    """Trains with the algorithms of a variant, evaluates what they learned, and adds the results to it.
+
+    Args:
+        document: the configuration.
+        variant: what to run.
+        seed: of the algorithms.
+        place: the directory of the run, or of one for each algorithm.
+        tasks: of ``--test``.
+        repetitions: of each test task.
+        budget: rollouts that all algorithms together may use, without the test.
+        quiet: do not print progress.
+    """
+    learned, rollouts, started = _Learned(), 0, time.monotonic()
+    for number, spec in enumerate(variant.stages, start=1):
+        own = place if len(variant.stages) == 1 else place / f"{number}-{spec['name']}"
+        if not quiet:
+            echo(f"== {variant.label}, seed {seed}: {own}", err=True)
+        left = None if budget is None else max(budget - rollouts, 0)
+        rollouts += _train(document, spec, seed, own, tasks, left, learned, quiet=quiet)
+    variant.seconds.append(time.monotonic() - started)
+    variant.rollouts.append(rollouts)
+    checked, parts = load(document, None, seed)
+    _, test = hold_out(parts, tasks)
+    if not quiet:
+        echo(f"== {variant.label}, seed {seed}: {len(test)} test tasks", err=True)
+    with failing_run(), learned.served() as found:
+        resources = {**(parts.resources or {}), **found}
+        own_parts = dataclasses.replace(parts, resources=resources or None)
+        score = evaluate(checked, own_parts, test, place / "test", {"repetitions": repetitions}, quiet=True)
+    variant.scores.append(score)
+    variant.prompts.append(_prompts(resources))
+    variant.places.append(place)
+
+
+def _train(
+    document: Any, spec: Spec, seed: int, place: Path, tasks: Any, budget: int | None, learned: _Learned, *, quiet: bool
+) -> int:
+    """Runs one algorithm from what was learned before, adds what it learned, and returns its number of rollouts."""
+    trains_weights = takes(spec, "model")
+    if trains_weights and learned.weights is not None:
+        spec = {**spec, "model": str(learned.weights)}
+    checked, parts = load(document, spec, seed)
+    parts, _ = hold_out(parts, tasks)
+    limited = Budgeted(parts.components["algorithm"], budget)
+    components = {**parts.components, "algorithm": limited, "trackers": [] if quiet else ["console"]}
+    before = contextlib.nullcontext(learned.resources) if trains_weights else learned.served()
+    with failing_run(), before as found:
+        resources = {**(parts.resources or {}), **found}
+        own = dataclasses.replace(parts, components=components, resources=resources or None)
+        fit(make_trainer(checked, own, place, resume=False), own)
+    saved = saved_weights(place)
+    if saved == []:  # it was stopped before it had learned anything
+        return limited.rollouts
+    learned.resources |= limited.resources
+    if saved:
+        # After a stop the best weights may be those of the first validation, before the first step.
+        learned.weights, learned.checkpoint = place, "latest" if limited.was_stopped and "latest" in saved else None
+    return limited.rollouts
+
+
+def _prompts(resources: Mapping[str, Resource]) -> dict[str, str]:
+    return {name: value.template for name, value in resources.items() if isinstance(value, PromptTemplate)}

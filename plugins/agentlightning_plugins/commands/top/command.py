@@ -1,0 +1,56 @@
+"""``agl top``: shows what a store does, in a terminal."""
+
+from __future__ import annotations
+
+import asyncio
+
+import click
+
+from agentlightning.errors import StoreError
+from agentlightning.logging import printable
+from agentlightning.store.protocol import LightningStore
+from agentlightning_plugins.commands.terminal import json_option, open_store, print_json
+
+
+@click.command("top")
+@click.argument("where", metavar="[URL|RUN_DIR]", required=False)
+@click.option("--run", "run_id", metavar="NAME", help="Default is the newest run that is under way.")
+@click.option("--interval", default=2.0, show_default=True, type=click.FloatRange(min=0.1), help="Seconds.")
+@click.option("--once", is_flag=True, help="Print the state once, as in a pipe.")
+@json_option
+def command(where: str | None, run_id: str | None, interval: float, once: bool, as_json: bool) -> None:
+    """Show queue, workers, reward, throughput and errors of a store, until Ctrl-C.
+
+    The store is at URL, or in RUN_DIR; the default is AGL_STORE, then agl.db, then agl store on its port.
+    """
+    asyncio.run(_watch(open_store(where), run_id, interval, once=once, as_json=as_json))
+
+
+async def _watch(store: LightningStore, run_id: str | None, interval: float, *, once: bool, as_json: bool) -> None:
+    from rich.console import Console, RenderableType
+    from rich.live import Live
+    from rich.text import Text
+
+    from agentlightning_plugins.commands.top.screen import draw
+    from agentlightning_plugins.commands.top.snapshot import read_snapshot
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    try:
+        first = await read_snapshot(store, run_id)
+        if as_json:
+            print_json(first)
+            return
+        if once or not console.is_terminal:
+            console.width = console.width if console.is_terminal else 200
+            console.print(draw(first))
+            return
+        with Live(draw(first), console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                await asyncio.sleep(interval)
+                try:
+                    shown: RenderableType = draw(await read_snapshot(store, run_id))
+                except StoreError as error:
+                    shown = Text(f"the store does not answer: {printable(str(error))}", style="red")
+                live.update(shown, refresh=True)
+    finally:
+        await store.close()

@@ -1,0 +1,168 @@
+"""Draws the state of a store for a terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from agentlightning.logging import printable
+
+_BARS: Final = "▁▂▃▄▅▆▇█"
+_STYLES: Final = {
+    "busy": "green", "idle": "dim", "lost": "red", "ended": "dim", "ok": "green", "failing": "yellow", "down": "red",
+    "watch": "yellow", "bad": "red", "running": "green", "succeeded": "green", "failed": "red",
+}  # fmt: skip
+_OPEN: Final = ("queuing", "requeuing", "preparing", "running")
+_ENDED: Final = ("succeeded", "failed", "cancelled")
+_MAX_WORKERS: Final = 12
+
+
+def draw(snapshot: Mapping[str, Any]) -> Group:
+    """Draws a snapshot: the run, its rollouts and rewards, backends, workers and errors."""
+    parts: list[RenderableType] = [_title(snapshot)]
+    if snapshot["run"] is not None:
+        parts += [_figures(snapshot), *_health(snapshot["health"])]
+        parts += _section("backends", _backends(snapshot["backends"]))
+    workers = snapshot["workers"]
+    left = snapshot["n_workers"] - min(len(workers), _MAX_WORKERS)
+    parts += _section(f"workers ({snapshot['n_workers']})", _workers(workers[:_MAX_WORKERS]))
+    if left:
+        parts.append(Text(f"and {left} more; agl workers list shows them", style="dim"))
+    if snapshot["run"] is not None:
+        newest = snapshot["activity"]["searched"]
+        parts += _section(f"errors of the newest {newest:,} rollouts", _errors(snapshot["activity"]["errors"]))
+    return Group(*parts)
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """Draws the last values as bars of eight heights."""
+    shown = values[-width:]
+    if len(shown) < 2:
+        return ""
+    low, high = min(shown), max(shown)
+    return "".join(_BARS[round(7 * (value - low) / (high - low))] if high > low else _BARS[3] for value in shown)
+
+
+def _title(snapshot: Mapping[str, Any]) -> Text:
+    run, clock = snapshot["run"], time.strftime("%H:%M:%S", time.localtime(snapshot["time"]))
+    if run is None:
+        return Text(f"no runs yet · {clock}", style="bold")
+    title = Text(printable(run["name"] or run["run_id"]), style="bold")
+    title.append(f" ({printable(run['run_id'])})" if run["name"] not in ("", run["run_id"]) else "", style="dim")
+    title.append(" · ").append(run["status"], style=_STYLES.get(run["status"], ""))
+    title.append(f" · {printable(run['algorithm'])}" if run["algorithm"] else "")
+    title.append(f" · {clock}", style="dim")
+    return title
+
+
+def _figures(snapshot: Mapping[str, Any]) -> Table:
+    table = _table(None, None)
+    counts, activity = snapshot["rollouts"], snapshot["activity"]
+    waits = f", the first for {_span(snapshot['time'] - snapshot['oldest'])}" if snapshot["oldest"] else ""
+    table.add_row("queue", f"{snapshot['waiting']:,} waiting{waits}; {_counts(counts, _OPEN[2:]) or '0 running'}")
+    table.add_row("rollouts", _counts(counts, _ENDED) or "none has ended")
+    speed = f"{60 * activity['ended'] / activity['window_s']:.0f} rollouts/min"
+    if activity["ended"]:
+        speed += f" ({activity['failed']} failed)"
+    if snapshot["tokens_per_s"] is not None:
+        speed += f", {snapshot['tokens_per_s']:,.0f} tokens/s"
+    if snapshot["seconds_per_step"] is not None:
+        speed += f", {_span(snapshot['seconds_per_step'])} a step"
+    table.add_row("throughput", speed)
+    if snapshot["step"] is not None:
+        progress = snapshot["progress"] or {}
+        of = f" of {progress['steps']}" if progress.get("steps") else ""
+        share = f", {progress['share']:.0%}" if progress else ""
+        left = f", about {_span(progress['seconds_left'])} left" if progress.get("seconds_left") else ""
+        table.add_row("step", f"{snapshot['step']}{of}{share}{left}")
+    if snapshot["reward"] is not None:
+        validated = "" if snapshot["val_reward"] is None else f"   validation {snapshot['val_reward']:.3f}"
+        table.add_row("reward", f"{snapshot['reward']:.3f}  {sparkline(snapshot['curve'])}{validated}")
+    return table
+
+
+def _health(health: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
+    return [Text(f"{each['name']}: {each['words']}", style=_STYLES[each["level"]]) for each in health]
+
+
+def _backends(backends: Sequence[Mapping[str, Any]]) -> Table | None:
+    table = _table("model", "endpoint", "state", "calls", "failed", "latency", "95 %", "tokens in/out", "cost")
+    for each in backends:
+        table.add_row(
+            printable(each["model"]),
+            printable(each["endpoint"]),
+            Text(each["state"], style=_STYLES[each["state"]]),
+            f"{each['calls']:,}",
+            f"{each['failed']:,}",
+            _span(each["latency_s"]),
+            _span(each["latency_p95_s"]),
+            f"{each['input_tokens']:,}/{each['output_tokens']:,}",
+            "–" if each["cost"] is None else f"{each['cost']:.4g}",
+        )
+    return table if backends else None
+
+
+def _workers(workers: Sequence[Mapping[str, Any]]) -> Table | None:
+    table = _table("worker", "state", "heartbeat", "works on", "reports")
+    for each in workers:
+        stats = ", ".join(f"{name} {_number(value)}" for name, value in (each["heartbeat_stats"] or {}).items())
+        table.add_row(
+            printable(each["worker_id"]),
+            Text(each["state"], style=_STYLES.get(each["state"], "")),
+            "never" if each["silent_s"] is None else f"{_span(each['silent_s'])} ago",
+            _work(each),
+            printable(stats)[:60],
+        )
+    return table if workers else None
+
+
+def _work(worker: Mapping[str, Any]) -> str:
+    if worker["state"] != "busy" or not worker["current_rollout_id"]:
+        return ""
+    others = len(worker["attempt_ids"] or ()) - 1
+    return printable(worker["current_rollout_id"]) + (f" and {others} more" if others > 0 else "")
+
+
+def _errors(errors: Sequence[Mapping[str, Any]]) -> Table | None:
+    table = _table("count", "error", "last message")
+    for each in errors:
+        message = " ".join(each["message"][:1000].split())
+        table.add_row(f"{each['count']:,}", Text(printable(each["type"]), style="red"), printable(message)[:160])
+    return table if errors else None
+
+
+def _section(title: str, table: Table | None) -> list[RenderableType]:
+    return [Text(), Text(title, style="bold"), Text("none", style="dim") if table is None else table]
+
+
+def _table(*columns: str | None) -> Table:
+    table = Table(
+        box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0), show_header=columns[0] is not None
+    )
+    for column in columns:
+        table.add_column(column or "", no_wrap=True, overflow="ellipsis")
+    return table
+
+
+def _counts(counts: Mapping[str, int], names: Sequence[str]) -> str:
+    return ", ".join(f"{counts[name]:,} {name}" for name in names if counts.get(name))
+
+
+def _span(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    if seconds < 1:
+        return f"{1000 * seconds:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,60 @@
+"""The state of a store at one moment, as ``agl top`` shows it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Final
+
+from agentlightning.store.protocol import LightningStore
+from agentlightning_plugins.commands.terminal import found
+from agentlightning_plugins.monitoring.backends import read_backends
+from agentlightning_plugins.monitoring.fleet import read_activity, read_queue, read_workers
+from agentlightning_plugins.monitoring.metrics import estimate_left, judge, make_series, read_metrics
+from agentlightning_plugins.monitoring.runs import describe_run, find_newest_runs, find_run
+
+_MAX_WORKERS: Final = 50
+_STEPS: Final = 60
+
+
+async def read_snapshot(store: LightningStore, run_id: str | None) -> dict[str, Any]:
+    """The state of a run, and the workers of its store, as plain JSON values.
+
+    Args:
+        store: any view of the store.
+        run_id: the run; None: the newest under way, or else the newest.
+
+    Raises:
+        NotFoundError: the store has no run ``run_id``.
+    """
+    if run_id is not None:
+        run = found(await find_run(store.with_run(run_id)), "run", run_id)
+    else:
+        runs = await find_newest_runs(store)
+        if not runs:
+            return {"time": time.time(), "run": None, **await _read_fleet(store)}
+        run = runs[0]
+    view = store.with_run(run.run_id)
+    steps = await read_metrics(view, _STEPS)
+    last = {name: value for step in steps[-5:] for name, value in step.values.items()}
+    curve = make_series(steps, "reward") or make_series(steps, "train_reward") or make_series(steps, "val_reward")
+    return {
+        "time": time.time(),
+        "run": describe_run(run),
+        "step": steps[-1].step if steps else None,
+        "progress": estimate_left(run, steps),
+        "reward": curve[-1]["value"] if curve else None,
+        "val_reward": last.get("val_reward"),
+        "curve": [point["value"] for point in curve],
+        "tokens_per_s": last.get("tokens_per_s", last.get("sample_tokens_per_s")),
+        "seconds_per_step": last.get("seconds"),
+        "health": [health._asdict() for health in judge(steps) if health.level != "good"],
+        **await read_queue(view),
+        "activity": await read_activity(view),
+        "backends": await read_backends(view),
+        **await _read_fleet(store),
+    }
+
+
+async def _read_fleet(store: LightningStore) -> dict[str, Any]:
+    workers, total = await read_workers(store, _MAX_WORKERS)
+    return {"workers": workers, "n_workers": total}

@@ -1,0 +1,58 @@
+"""``LlmProxyTraceToTriplet``: triplets of the gateway's spans."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from agentlightning import semconv
+from agentlightning.adapter.call import Call
+from agentlightning.adapter.matching import RewardMatchPolicy
+from agentlightning.adapter.tree import Node
+from agentlightning.adapter.triplet import CreditSpec, TraceToTriplet
+from agentlightning.types import Span
+
+
+class LlmProxyTraceToTriplet(TraceToTriplet):
+    """Makes triplets of the gateway's spans only, in the order of their ``sequence_id``.
+
+    The gateway and the agent may run on machines whose clocks differ. So rewards are matched by the times of the
+    clients' spans if every call has one, which the agent's machine recorded like the rewards, else by ``sequence_id``.
+    """
+
+    def __init__(
+        self,
+        reward_match: RewardMatchPolicy = RewardMatchPolicy.FIRST_OCCURRENCE,
+        *,
+        credit: CreditSpec | None = None,
+    ) -> None:
+        super().__init__(reward_match=reward_match, credit=credit)
+
+    def _select(self, nodes: Sequence[Node]) -> tuple[list[Call], Counter[str]]:
+        calls, left_out = super()._select(nodes)
+        return sorted(calls, key=lambda call: call.anchor.span.sequence_id), left_out
+
+    def _choose_clock(self, calls: Sequence[Call]) -> Callable[[Call | Node], float]:
+        if all(_find_client(call) is not None for call in calls):
+            return _time_of_client
+        return _arrival
+
+    def _is_call(self, span: Span) -> bool:
+        return semconv.is_gateway_call(span)
+
+
+def _find_client(call: Call) -> Node | None:
+    """Returns the client's span of a call that is anchored at the gateway's, if the trace has it."""
+    client = call.anchor.parent
+    if client is None or client.span.span_id != call.anchor.span.parent_id:
+        return None
+    return client if semconv.is_llm_call(client.span) and not semconv.is_gateway_call(client.span) else None
+
+
+def _time_of_client(item: Call | Node) -> float:
+    client = _find_client(item) if isinstance(item, Call) else None
+    return item.start if isinstance(item, Node) else (client or item.anchor).end
+
+
+def _arrival(item: Call | Node) -> float:
+    return item.span.sequence_id if isinstance(item, Node) else item.anchor.span.sequence_id

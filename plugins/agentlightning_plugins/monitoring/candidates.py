@@ -1,0 +1,30 @@
+"""Distributions of a prompt search: the scores of its candidates, and the rewards of their tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def list_distributions(candidates: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the scores of all candidates and the task rewards of the seed and the best, each as ``name``, ``values``.
+
+    Args:
+        candidates: the fields of each candidate, with its last scores, by ascending time.
+    """
+    scores = [_score(each) for each in candidates]
+    found = [{"name": "scores of the candidates", "values": [score for score in scores if score is not None]}]
+    tested = [each for each in candidates if each.get("task_scores")]
+    best = max(tested, key=lambda each: each.get("full_score") or 0.0, default=None)
+    seed = next((each for each in tested if not each.get("parent_id")), None)
+    if seed is not None and seed is not best:
+        found.append({"name": "task rewards of the seed", "values": list(seed["task_scores"])})
+    if best is not None:
+        found.append({"name": "task rewards of the best candidate", "values": list(best["task_scores"])})
+    return [each for each in found if len(each["values"]) > 1]
+
+
+def _score(candidate: Mapping[str, Any]) -> float | None:
+    """The mean reward on the whole validation set, or else on a batch of it."""
+    full: float | None = candidate.get("full_score")
+    return candidate.get("batch_score") if full is None else full

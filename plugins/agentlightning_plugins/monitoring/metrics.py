@@ -1,0 +1,165 @@
+"""The metrics of a run: series for charts, time by phase, time left, and health in words."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from agentlightning.store.protocol import LightningStore
+from agentlightning.types import Metrics, Run
+
+MAX_STEPS: Final = 2_000
+"""Steps that a page reads, the newest."""
+_MAX_POINTS: Final = 300
+PHASES: Final = {
+    "sample_s": "sampling",
+    "prepare_s": "preparing",
+    "train_s": "training",
+    "publish_s": "publishing weights",
+    "wait_s": "waiting",
+    "val_s": "validating",
+    "test_s": "testing",
+    "record_s": "writing records",
+    "checkpoint_s": "writing checkpoints",
+}
+_TOTAL_STEPS: Final = ("steps", "n_steps", "max_steps", "total_training_steps", "rounds", "beam_rounds")
+_BASE: Final = 3
+"""Steps at the beginning that later ones are compared with."""
+
+
+class Health(NamedTuple):
+    """One judgement about a run."""
+
+    name: str
+    level: str
+    """``good``, ``watch`` or ``bad``."""
+    words: str
+
+
+async def read_metrics(store: LightningStore, most: int = MAX_STEPS) -> Sequence[Metrics]:
+    """The metrics of the newest steps, in the order of the steps."""
+    total = (await store.query_metrics(limit=0)).total
+    return (await store.query_metrics(offset=max(0, total - most))).items
+
+
+def make_series(metrics: Sequence[Metrics], name: str) -> list[dict[str, float]]:
+    """The values of a metric by step, with an interval where one is known; at most 300 points."""
+    points = []
+    for each in metrics:
+        value = each.values.get(name)
+        if value is None:
+            continue
+        point = {"step": each.step, "value": value}
+        if f"{name}_low" in each.values and f"{name}_high" in each.values:
+            point |= {"low": each.values[f"{name}_low"], "high": each.values[f"{name}_high"]}
+        elif f"{name}_std" in each.values and each.values.get("rollouts", 0) > 1:
+            margin = 1.96 * each.values[f"{name}_std"] / math.sqrt(each.values["rollouts"])
+            point |= {"low": value - margin, "high": value + margin}
+        points.append(point)
+    stride = max(1, math.ceil(len(points) / _MAX_POINTS))
+    return points[::-1][::stride][::-1]
+
+
+def sum_phases(metrics: Sequence[Metrics]) -> list[dict[str, Any]]:
+    """The time that each phase took in all steps, and its share."""
+    sums = {name: sum(each.values.get(key, 0.0) for each in metrics) for key, name in PHASES.items()}
+    total = sum(sums.values())
+    return [{"name": name, "seconds": spent, "share": spent / total} for name, spent in sums.items() if spent > 0]
+
+
+def estimate_left(run: Run, metrics: Sequence[Metrics]) -> dict[str, Any] | None:
+    """How far a run is and how long it will take, if it says how much there is to do."""
+    if not metrics:
+        return None
+    last = metrics[-1]
+    algorithm = run.config.get("algorithm")
+    settings = algorithm if isinstance(algorithm, Mapping) else {}
+    steps = next((settings[name] for name in _TOTAL_STEPS if isinstance(settings.get(name), int)), None)
+    share = last.values.get("progress", last.step / steps if steps else None)
+    if share is None or not 0 < share <= 1:
+        return None
+    left = max(0.0, (last.time - run.created_at) * (1 - share) / share - (time.time() - last.time))
+    return {"share": share, "steps": steps, "seconds_left": left if run.status == "running" and share < 1 else None}
+
+
+def judge(metrics: Sequence[Metrics]) -> list[Health]:
+    """Health in words, from the metrics of the last step and the first ones; the worst first."""
+    if not metrics:
+        return []
+    last: dict[str, float] = {}
+    for each in metrics[-5:]:
+        last |= each.values
+    found = [*_judge_policy(metrics, last), *_judge_batch(last), *_judge_validation(metrics)]
+    return sorted(found, key=lambda health: ("bad", "watch", "good").index(health.level))
+
+
+def _judge_policy(metrics: Sequence[Metrics], last: Mapping[str, float]) -> list[Health]:
+    found = []
+    entropies = [each.values["entropy"] for each in metrics if "entropy" in each.values]
+    if entropies:
+        now, first = entropies[-1], statistics.fmean(entropies[:_BASE])
+        level = (
+            "bad"
+            if now < 0.1 * first
+            else "watch"
+            if now < 0.3 * first or now > max(3 * first, first + 0.5)
+            else "good"
+        )
+        words = {
+            "bad": "The policy has nearly stopped exploring; groups will have no spread.",
+            "watch": "It has changed a lot since the first steps.",
+            "good": "The policy still explores.",
+        }[level]
+        found.append(Health("Entropy", level, f"{now:.3g} nats per token, {first:.3g} at the start. {words}"))
+    kl, clipped = last.get("approx_kl"), last.get("clip_fraction")
+    if kl is not None or clipped is not None:
+        far, cut = kl or 0.0, clipped or 0.0
+        level = "bad" if far > 0.2 or cut > 0.5 else "watch" if far > 0.05 or cut > 0.25 else "good"
+        words = "Updates are small." if level == "good" else "One update moves the policy far; lower the learning rate."
+        found.append(Health("Update size", level, f"KL {far:.2g}, {cut:.0%} of the tokens clipped. {words}"))
+    gap = last.get("logprob_gap_max")
+    if gap is not None:
+        level = "bad" if gap > 1 else "watch" if gap > 0.1 else "good"
+        words = "Sampler and trainer agree." if level == "good" else "Sampler and trainer disagree about tokens."
+        found.append(Health("Sampler gap", level, f"At most {gap:.2g} in log-probability. {words}"))
+    norms = [each.values["grad_norm"] for each in metrics if "grad_norm" in each.values]
+    if norms:
+        usual = statistics.median(norms)
+        level = "watch" if usual > 0 and norms[-1] > 10 * usual else "good"
+        words = "Usual." if level == "good" else "More than ten times the usual."
+        found.append(Health("Gradient norm", level, f"{norms[-1]:.3g}, median {usual:.3g}. {words}"))
+    stale = last.get("staleness")
+    if stale is not None:
+        level = "watch" if stale > 4 else "good"
+        words = "Rollouts come from the current weights." if stale == 0 else f"Rollouts are {stale:.0f} updates old."
+        found.append(Health("Staleness", level, words))
+    return found
+
+
+def _judge_batch(last: Mapping[str, float]) -> list[Health]:
+    rules = (
+        ("groups_without_spread", "Flat groups", 0.6, 0.9, "of the groups have no spread, so they teach nothing."),
+        ("responses_cut_off", "Truncation", 0.1, 0.5, "of the answers are cut off at the token limit."),
+        ("failure_rate", "Failures", 0.1, 0.5, "of the rollouts failed."),
+    )
+    found = []
+    for key, name, watch, bad, words in rules:
+        if key in last:
+            level = "bad" if last[key] >= bad else "watch" if last[key] >= watch else "good"
+            found.append(Health(name, level, f"{last[key]:.0%} {words}"))
+    return found
+
+
+def _judge_validation(metrics: Sequence[Metrics]) -> list[Health]:
+    validated = [each for each in metrics if "val_reward" in each.values]
+    if len(validated) < 2:
+        return []
+    best, now = max(validated, key=lambda each: each.values["val_reward"]), validated[-1]
+    top, value = best.values["val_reward"], now.values["val_reward"]
+    if value >= top - 0.05:
+        return [Health("Validation", "good", f"{value:.3g} at step {now.step}, the best so far is {top:.3g}.")]
+    words = f"{value:.3g} at step {now.step}, {top:.3g} at step {best.step}. Read rollouts with a high reward."
+    return [Health("Validation", "watch" if value >= top - 0.15 else "bad", words)]

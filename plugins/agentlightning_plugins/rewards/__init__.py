@@ -1,0 +1,1 @@
+"""Reward functions with settings, one plugin each."""

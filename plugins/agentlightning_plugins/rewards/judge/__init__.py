@@ -1,0 +1,1 @@
+"""Models that rate answers."""

@@ -1,0 +1,175 @@
+"""Jinja templates that reach the values they are given and nothing else, with a limit on their work."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final
+
+from jinja2 import StrictUndefined, TemplateError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.runtime import BlockReference, Context, LoopContext, Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from agentlightning.errors import ConfigError
+
+MAX_WORK: Final = 2_000_000
+"""Characters and items that a template may make, with its loops and calls: about a second."""
+_TURN: Final = 5
+"""The work of a turn of a loop, in items."""
+_CALL: Final = 50
+_MAX_BITS: Final = 10_000
+_MAX_INDENT: Final = 100
+_FILTERS: Final = (
+    "abs capitalize count d default dictsort e escape first float format groupby indent int items join last length "
+    "list lower map max min reject rejectattr replace reverse round select selectattr sort string sum title tojson "
+    "trim truncate unique upper wordcount"
+).split()
+_TEXT_METHODS: Final = frozenset("capitalize endswith lower split splitlines startswith strip title upper".split())
+_MAPPING_METHODS: Final = frozenset("get items keys values".split())
+"""Other attributes of values are refused."""
+
+
+class JinjaEngine:
+    """A template reaches the values that it is given and nothing else, and its work is limited."""
+
+    def render(self, template: str, values: Mapping[str, Any]) -> str:
+        """Returns the text; raises ConfigError for a wrong template, a missing value or too much work."""
+        environment = _Environment()
+        try:
+            return environment.from_string(_limit(environment.parse(template))).render(**values)
+        except (TemplateError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
+            reason = str(error) or type(error).__name__
+            raise ConfigError(f"jinja prompt template cannot be rendered: {reason}") from error
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Renders one template once, and counts its work."""
+
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self) -> None:
+        super().__init__(undefined=StrictUndefined, keep_trailing_newline=True, finalize=self._bounded)
+        self._work = 0
+        self.globals = {"range": self.globals["range"], "namespace": Namespace}
+        self.filters = {name: self._metered(name, self.filters[name]) for name in _FILTERS}
+        self.filters |= {"_bounded": self._bounded, "_counted": self._counted}
+        self.concat = self._concat  # type: ignore[method-assign] # as for native templates
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        if isinstance(obj, str):
+            return attr in _TEXT_METHODS
+        if isinstance(obj, Mapping):
+            return attr in _MAPPING_METHODS
+        return isinstance(obj, (LoopContext, Namespace)) and bool(super().is_safe_attribute(obj, attr, value))
+
+    def is_safe_callable(self, obj: Any) -> bool:
+        owner = getattr(obj, "__self__", None)
+        if isinstance(obj, (Macro, BlockReference)) or obj in (self.globals["range"], Namespace):
+            return True
+        return isinstance(owner, (str, Mapping, LoopContext)) and super().is_safe_callable(obj)
+
+    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        self._spend(_CALL)
+        return self._bounded(super().call(context, obj, *args, **kwargs))
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * (max(right, 0) if operator == "**" else 1) + right.bit_length()
+            if bits > _MAX_BITS:
+                raise SecurityError(f"{operator} makes a number of more than {_MAX_BITS} bits")
+        elif operator == "*":
+            factor = next((side for side in (left, right) if isinstance(side, int)), 1)
+            self._spend(_size(left if factor is right else right, self._left) * max(factor, 0))
+        elif operator == "%" and isinstance(left, str):
+            _check_format(left)
+        return self._bounded(super().call_binop(context, operator, left, right))
+
+    @property
+    def _left(self) -> int:
+        return MAX_WORK - self._work
+
+    def _spend(self, work: int) -> None:
+        self._work += work
+        if self._work > MAX_WORK:
+            raise SecurityError(f"it makes more than {MAX_WORK:,} characters, items, and turns of loops")
+
+    def _bounded(self, value: Any) -> Any:
+        self._spend(_size(value, self._left))
+        return value
+
+    def _counted(self, items: Iterable[Any]) -> Iterator[Any]:
+        for item in items:
+            self._spend(_TURN)
+            yield item
+
+    def _concat(self, pieces: Iterable[str]) -> str:
+        return "".join([self._bounded(piece) for piece in pieces])
+
+    def _metered(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def metered(*args: Any, **kwargs: Any) -> Any:
+            args = tuple(list(self._counted(each)) if isinstance(each, (range, Iterator)) else each for each in args)
+            given = [*args, *kwargs.values()]
+            if name in ("indent", "tojson") and any(isinstance(each, int) and each > _MAX_INDENT for each in given):
+                raise SecurityError(f"{name} takes at most {_MAX_INDENT}")
+            if name == "format":
+                _check_format(str(args[0]))
+            if name in ("indent", "replace", "join"):  # these repeat an argument for each part of another
+                sizes = [_size(each, self._left) for each in given if isinstance(each, (str, list, tuple))]
+                self._spend(max(sizes[:1], default=0) * max([1, *sizes[1:]]))
+            return self._bounded(function(*args, **kwargs))
+
+        return metered
+
+
+def _limit(tree: nodes.Template) -> nodes.Template:
+    """Has loops counted, and variables, comparisons and joined texts measured."""
+
+    def through(name: str, node: Any) -> nodes.Filter:
+        return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+
+    for loop in tree.find_all(nodes.For):
+        if loop.recursive:
+            raise SecurityError("loops may not be recursive")
+        loop.iter = through("_counted", loop.iter)
+    for assign in tree.find_all(nodes.Assign):
+        assign.node = through("_bounded", assign.node)
+    for comparison in tree.find_all(nodes.Compare):
+        comparison.expr = through("_bounded", comparison.expr)
+        for operand in comparison.ops:
+            operand.expr = through("_bounded", operand.expr)
+    for block in tree.find_all(nodes.With):
+        block.values = [through("_bounded", value) for value in block.values]
+    for concat in tree.find_all(nodes.Concat):
+        concat.nodes = [through("string", node) for node in concat.nodes]
+    return tree
+
+
+def _size(value: Any, limit: int) -> int:
+    """Returns the characters and items of a value; counts no further than a little over the limit."""
+    size, stack = 0, [value]
+    while stack and size <= limit:
+        each = stack.pop()
+        if isinstance(each, (str, bytes)):
+            size += len(each)
+        elif isinstance(each, Mapping):
+            size += len(each)
+            stack.extend(each.values())
+        elif isinstance(each, (list, tuple, set, frozenset)):
+            size += len(each)
+            stack.extend(each)
+        size += 1
+    return size
+
+
+def _check_format(template: str) -> None:
+    """Refuses a width such as ``%999999d``, and ``%*d``, whose width is a value."""
+    digits = 0
+    for character in template:
+        digits = digits + 1 if character.isdecimal() else 0
+        if digits > 3:
+            raise SecurityError("the widths of a format are at most 999")
+    if "*" in template:
+        raise SecurityError("a format takes no * as a width")

@@ -1,0 +1,196 @@
+"""Preference optimisation on pairs of recorded rollouts and of files."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import agentlightning as agl
+from agentlightning.plugin.registry import get_manager
+from agentlightning_algorithms.grpo.learning.updater import Updater
+from agentlightning_algorithms.grpo.model.policy import Policy, collate, load_policy
+from agentlightning_algorithms.grpo.offline.dpo import DPO
+from agentlightning_algorithms.grpo.offline.example import make_rows, open_source
+from agentlightning_algorithms.grpo.offline.preference import LossName
+from agentlightning_algorithms.grpo.training_row import TrainingRow
+from agentlightning_plugins.chat_history.fine_tuning import FineTuningExample, PreferencePair, select_pairs
+from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest
+from tests.algorithms.grpo.test_sft import QUESTION, conversation, likelihood, tune, unused_agent
+from tests.algorithms.prompt_lab import Server
+
+
+def line(preferred: str, other: str) -> str:
+    return json.dumps(
+        {
+            "input": {"messages": [{"role": "user", "content": QUESTION}]},
+            "preferred_output": [{"role": "assistant", "content": preferred}],
+            "non_preferred_output": [{"role": "assistant", "content": other}],
+        }
+    )
+
+
+def test_a_model_learns_to_prefer_and_resumes(tmp_path: Path, tiny_model: Path) -> None:
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("\n".join([line("moo", "quack")] * 4))
+    run = tmp_path / "runs" / "dpo"
+    settings: dict[str, Any] = {"name": "dpo", "batch_size": 2, "lr": 3e-3, "beta": 0.5}
+    first = tune(run, tiny_model, file, epochs=3, **settings)
+    assert first[0]["pairs"] == 4.0
+    assert first[0]["loss"] <= math.log(2)
+    assert (first[-1]["accuracy"], first[-1]["loss"] < 0.4) == (1.0, True)
+    gain = {
+        answer: likelihood(run / "checkpoint", answer) - likelihood(tiny_model, answer) for answer in ("moo", "quack")
+    }
+    assert gain["moo"] > gain["quack"] + 0.5
+    more = tune(run, tiny_model, file, epochs=4, **settings)  # resumes
+    assert len(more) == 4
+    assert more[-1]["margin"] > first[-1]["margin"], "compared to the initial model, not to the checkpoint"
+
+
+@pytest.mark.parametrize(("loss", "smoothing"), [("sigmoid", 0.0), ("sigmoid", 0.1), ("ipo", 0.0), ("hinge", 0.0)])
+def test_the_gradient_equals_that_of_the_published_loss(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, loss: LossName, smoothing: float
+) -> None:
+    beta = 0.2
+    turns = [
+        {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"},
+    ]  # fmt: skip
+    pairs = [
+        PreferencePair(
+            chosen=[FineTuningExample(messages=turns)], rejected=[FineTuningExample(**conversation("quack quack"))]
+        ),
+        PreferencePair(
+            chosen=[FineTuningExample(**conversation("moo"))], rejected=[FineTuningExample(**conversation("meow"))]
+        ),
+    ]
+    algorithm = DPO(
+        model=str(tiny_model), source="unused.jsonl", loss=loss, beta=beta, label_smoothing=smoothing, batch_size=2,
+        max_tokens_per_microbatch=40,
+    )  # fmt: skip
+    algorithm.context = agl.RunContext(store=None)
+    policy = load_policy(tiny_model)
+    updater = Updater(policy, algorithm.prepare(policy, pairs))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.add_(0.01 * torch.randn_like(parameter))
+    expected = published_gradient(policy, load_policy(tiny_model), pairs, loss, beta, smoothing)
+
+    found: list[torch.Tensor] = []
+    step = updater.optim_step
+
+    def keep_gradient() -> dict[str, float]:
+        found.append(flat_gradient(policy))
+        return step()
+
+    monkeypatch.setattr(updater, "optim_step", keep_gradient)
+    metrics = algorithm.run_epoch(updater)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-6)
+    assert metrics["loss"] == pytest.approx(float(expected[1]), rel=1e-4)
+
+
+def flat_gradient(policy: Policy) -> torch.Tensor:
+    grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in policy.model.parameters()]
+    return torch.cat([grad.flatten() for grad in grads]).clone()
+
+
+def published_gradient(
+    policy: Policy, reference: Policy, pairs: Sequence[PreferencePair], loss: LossName, beta: float, smoothing: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient and the value of the loss as the papers write it, by autograd over whole answers."""
+
+    def log_ratio(examples: Sequence[FineTuningExample]) -> torch.Tensor:
+        rows, _ = make_rows(policy, examples)
+        tokens = sum(row.n_sampled for row in rows) if loss == "ipo" else 1
+        with torch.no_grad():
+            old = torch.stack([of_row(reference, row) for row in rows]).sum()
+        return (torch.stack([of_row(policy, row) for row in rows]).sum() - old) / tokens
+
+    def of_row(model: Policy, row: TrainingRow) -> torch.Tensor:
+        return model.token_logprobs(collate([row], model.device), 1.0)[0].sum()
+
+    losses = []
+    for pair in pairs:
+        margin = log_ratio(pair.chosen) - log_ratio(pair.rejected)
+        if loss == "ipo":
+            losses.append((margin - 1 / (2 * beta)) ** 2)
+        elif loss == "hinge":
+            losses.append(torch.relu(1 - beta * margin))
+        else:
+            log = torch.nn.functional.logsigmoid
+            losses.append(-(1 - smoothing) * log(beta * margin) - smoothing * log(-beta * margin))
+    value = torch.stack(losses).mean()
+    torch.autograd.backward(value)
+    gradient = flat_gradient(policy)
+    policy.model.zero_grad(set_to_none=True)
+    return gradient, value.detach()
+
+
+def test_pairs_are_the_best_and_the_worst_rollouts_of_a_task(tmp_path: Path, tiny_model: Path) -> None:
+    rewards = {"aaa": 0.9, "bbb": 0.8, "ccc": 0.2, "ddd": 0.7, "eee": 0.7, "fff": 0.3, "ggg": 0.5}
+    answers = iter(rewards)
+
+    def model(request: RecordedRequest) -> Answer:
+        return Answer(next(answers))
+
+    def agent(task: dict[str, Any], llm: agl.LLM) -> float:
+        import openai
+
+        with openai.OpenAI(base_url=llm.endpoint, api_key="any", max_retries=0) as client:
+            messages: Any = [{"role": "user", "content": task["name"]}]
+            said = client.chat.completions.create(model="m", messages=messages).choices[0].message.content
+        return rewards[said or ""]
+
+    tasks = [{"name": name} for name in ("one", "one", "one", "two", "two", "three", "three")]
+    recorded = tmp_path / "recorded"
+    with Server(model) as server:
+        trainer = agl.Trainer(
+            algorithm="baseline", strategy="shm", trackers=[], run_dir=recorded, max_concurrency=1,
+            initial_resources={"llm": agl.LLM(endpoint=server.endpoint, model="m")},
+        )  # fmt: skip
+        trainer.fit(agent, tasks, [])
+
+    async def chosen(*conditions: Any) -> set[tuple[str, str]]:
+        async with open_source(str(recorded)) as store:
+            return {
+                (pair.chosen[0].messages[-1]["content"], pair.rejected[0].messages[-1]["content"])
+                async for pair in select_pairs(store, *conditions)
+            }
+
+    assert asyncio.run(chosen()) == {("aaa", "ccc"), ("ggg", "fff")}, "equal rewards make no pair"
+    assert asyncio.run(chosen(0.5)) == {("aaa", "ccc")}
+    assert asyncio.run(chosen(0.0, None)) == {("aaa", "ccc"), ("ggg", "fff")}
+    (epoch,) = tune(tmp_path / "dpo", tiny_model, recorded, name="dpo")
+    assert epoch["pairs"] == 2.0
+    algorithm = get_manager().create(
+        "algorithm", {"name": "dpo", "model": str(tiny_model), "source": str(recorded), "min_gap": 5.0}
+    )
+    with pytest.raises(agl.ConfigError, match=r"no pair to learn from.*min_gap = 5"):
+        agl.Trainer(algorithm=algorithm, strategy="shm", trackers=[]).fit(unused_agent, [0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"loss": "kto"}, "loss = 'kto': Input should be 'sigmoid', 'ipo' or 'hinge'"),
+        ({"beta": 0.0}, "beta = 0.0; it must be above 0"),
+        ({"label_smoothing": 0.5}, "label_smoothing = 0.5"),
+        ({"source": "bad.jsonl"}, r"bad.jsonl:1 is not of the form .*preferred_output"),
+    ],
+)
+def test_a_wrong_setting_or_line_is_an_error(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], complaint: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bad.jsonl").write_text(json.dumps(conversation("a")))
+    algorithm = {"name": "dpo", "model": str(tiny_model), "source": "bad.jsonl", **settings}
+    with pytest.raises(agl.ConfigError, match=complaint):
+        agl.Trainer(algorithm=algorithm, strategy="shm", trackers=[]).fit(unused_agent, [0])

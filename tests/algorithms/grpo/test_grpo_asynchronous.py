@@ -1,0 +1,231 @@
+"""Rollouts that go on while the weights change: ``staleness`` of at least 2."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+
+import agentlightning as agl
+from agentlightning_algorithms.grpo.batches import GroupPool
+from agentlightning_algorithms.grpo.learning.episode import Episode
+from agentlightning_algorithms.grpo.learning.experience import Experience
+from agentlightning_algorithms.grpo.learning.record import training_spans
+from agentlightning_algorithms.grpo.model.policy import Policy
+from agentlightning_algorithms.grpo.sampling.draw import Generation, Token
+from agentlightning_algorithms.grpo.server.completion import Answer, Completions
+from agentlightning_algorithms.grpo.server.conversation import Prompt
+from agentlightning_algorithms.grpo.server.request import ChatRequest, parse_request
+from agentlightning_algorithms.grpo.session import Batch
+from agentlightning_algorithms.grpo.training_row import TrainingRow
+from agentlightning_plugins.demo.training import CHECKPOINT
+from agentlightning_plugins.gateway.dialects.dialect import Completion
+from agentlightning_plugins.gateway.dialects.openai import CHAT
+from agentlightning_plugins.training_records.query import read_ledger
+from agentlightning_plugins.training_records.record import TrainedRow
+from agentlightning_plugins.trajectories.trajectory import Turn
+
+STEPS, TASKS, SIZE = 6, 2, 2
+later_step_began = threading.Event()
+straggler_ended = threading.Event()
+
+
+async def uneven_agent(task: str, llm: agl.LLM, rollout: agl.AttemptedRollout) -> float:
+    """Group 0 ends after a later step has begun, group 1 never; the others end at once or after group 0."""
+    place = rollout.metadata or {}
+    async with AsyncOpenAI(base_url=llm.get_base_url(), api_key=llm.api_key or "unused", max_retries=0) as client:
+
+        async def ask() -> str:
+            messages: Any = [{"role": "user", "content": task}]
+            answer = await client.chat.completions.create(model=llm.model, messages=messages, max_tokens=8)
+            return answer.choices[0].message.content or ""
+
+        text = await ask()
+        if place["group"] == "1":
+            await asyncio.sleep(3600)
+        if place["group"] == "0":
+            await asyncio.to_thread(later_step_began.wait, 120)
+            text += await ask()
+            straggler_ended.set()
+        elif place["step"]:
+            later_step_began.set()
+            await asyncio.to_thread(straggler_ended.wait, 120)
+            await asyncio.sleep(0.5)  # until the store has the end of group 0
+    return float(len(text) % 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_step_takes_the_first_complete_groups_and_groups_that_are_too_old_are_dropped(tmp_path: Path) -> None:
+    later_step_began.clear()
+    straggler_ended.clear()
+    store = agl.create_store("memory://")
+    algorithm = {
+        "name": "grpo",
+        "model": str(CHECKPOINT),
+        "steps": STEPS,
+        "staleness": 2,
+        "tasks_per_step": TASKS,
+        "rollouts_per_task": SIZE,
+        "keep_flat_groups": True,
+        "keep_steps": 0,
+        "eval_every": 0,
+        "train_threads": 1,
+    }
+    trainer = agl.Trainer(algorithm=algorithm, store=store, trackers=[], run_dir=tmp_path, strategy="shm")
+    assert trainer.fit(uneven_agent, [f"task {i}" for i in range(16)]).status == "succeeded"
+
+    async def check() -> None:
+        rollouts = (await store.query_rollouts()).items
+        entries = await read_ledger(store)
+        assert Counter(entry.rollout_id for entry in entries) == Counter(each.rollout_id for each in rollouts)
+        assert Counter(entry.step for entry in entries if entry.outcome != "stale") == dict.fromkeys(
+            range(1, STEPS + 1), TASKS * SIZE
+        )
+        assert {(entry.group, entry.outcome) for entry in entries if entry.outcome != "trained"} == {("1", "stale")}
+        statuses = {((each.metadata or {})["group"] == "1", each.status) for each in rollouts}
+        assert statuses == {(True, "cancelled"), (False, "succeeded")}
+        [straggler] = {entry.step for entry in entries if entry.group == "0"}
+        assert straggler in (2, 3)
+        assert await read_ledger(store, straggler) == [entry for entry in entries if entry.step == straggler]
+        steps = [item.values for item in (await store.query_metrics()).items if "rows" in item.values]
+        assert sum(values["groups_dropped"] for values in steps) == 1
+        assert max(values["staleness"] for values in steps) == 2
+        assert sum(values["calls_stale"] for values in steps) == 0
+
+    asyncio.run(check())
+
+
+def test_the_version_of_each_token_is_recorded_if_the_weights_change_during_an_answer(tiny_policy: Policy) -> None:
+    """From the policy server through the gateway to the training record, whole and streamed."""
+    completions, recorded = Completions(tiny_policy, "policy", 100), [Completion(), Completion()]
+    fields = {"messages": [{"role": "user", "content": "hi"}], "return_token_ids": True, "logprobs": True}
+    request = parse_request(ChatRequest, fields, ["policy"])
+    generation = Generation([Token(token, -1.0, (), 3 + (token > 2)) for token in (1, 2, 3, 4, 5)], "length")
+    CHAT.read_answer(Answer(completions, request, Prompt([1])).whole([generation]), recorded[0])
+    stream = Answer(completions, request, Prompt([1]))
+    for chunk in [*stream.begin(3), stream.feed(0, generation.tokens), stream.end(0, generation)]:
+        CHAT.read_chunk(chunk, recorded[1])
+    for completion in recorded:
+        assert (completion.weight_version, completion.choices[0].weight_versions) == (3, [3, 3, 4, 4, 4])
+    attributes = {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.response.id": "c",
+        "agentlightning.gateway.complete": True,
+        "agentlightning.weight_version": 3,
+        "prompt_token_ids": [1],
+        "response_token_ids": [1, 2, 3],
+        "logprobs": [-1.0, -1.0, -1.0],
+        "agentlightning.weight_versions": [3, 4, 4],
+    }
+    span = agl.Span.from_attributes(attributes=attributes, rollout_id="ro-1", attempt_id="at-1", name="chat")
+    [triplet] = agl.TraceToTriplet().adapt([span])
+    row = TrainingRow([1], [1, 2, 3, 9], [-1.0] * 4, 1.0, mask=[1, 1, 1, 0])
+    attempt = agl.Attempt(rollout_id="ro-1", attempt_id="at-1", sequence_id=1, start_time=0.0)
+    rollout = agl.AttemptedRollout(rollout_id="ro-1", input=0, start_time=0.0, attempt=attempt)
+    experience = Experience([row], [(Episode(rollout, 1.0, [triplet]), ((Turn(triplet, 0, 3), 1.0),))])
+    [record] = training_spans(experience, 5)
+    assert TrainedRow.from_span(record).token_versions == [3, 4, 4, None]
+
+
+class FakeSession:
+    """A session whose rollouts end as ``rewards`` says, by group; a group that it lacks is still running."""
+
+    def __init__(self, rewards: dict[int, list[float]], cancelled: tuple[int, ...] = (), **settings: Any) -> None:
+        named = {"tasks_per_step": 2, "steps": 9, "staleness": 2, "refill_rounds": 0, "failed_reward": 0.0}
+        self.settings = SimpleNamespace(**{**named, **settings})
+        self.rewards, self.cancelled = rewards, cancelled
+        self.step = self.position = 0
+        self.open_groups: list[tuple[int, int, int]] = []
+        self.published_at: dict[int, float] = {}
+        self.begun: list[int] = []
+        self.train_resources = "rs-1"
+        self.backend = SimpleNamespace(check=lambda: None)
+        self.reward_check = SimpleNamespace(add=list)
+        self.store = self
+
+    def choose_tasks(self, train: Any, count: int, position: int) -> list[tuple[int, Any]]:
+        return [(index % len(train), None) for index in range(position, position + count)]
+
+    def group_requests(self, index: int, task: Any, step: int, number: int) -> list[Any]:
+        self.begun.append(number)
+        return [SimpleNamespace(rollout_id=f"{number}/{repetition}") for repetition in range(2)]
+
+    async def enqueue(self, requests: Any, mode: str, resources_id: str) -> None:
+        assert requests
+
+    async def gather(self, rollout_ids: list[str]) -> list[Episode]:
+        number = int(rollout_ids[0].partition("/")[0])
+        if number not in self.rewards:
+            await asyncio.Event().wait()
+        status: Any = "cancelled" if number in self.cancelled else "succeeded"
+        return [
+            Episode(agl.Rollout(rollout_id=each, input=0, start_time=0.0, status=status, metadata={"group": number}), r)
+            for each, r in zip(rollout_ids, self.rewards[number], strict=True)
+        ]
+
+    async def get_rollout_by_id(self, rollout_id: str) -> None:
+        """The ledger has no entry of a rollout without an attempt."""
+
+    async def add_many_spans(self, spans: list[Any]) -> None:
+        assert not spans
+
+    async def sampler_metrics(self) -> dict[str, float]:
+        return {}
+
+    def shape(self, episodes: Any) -> Any:
+        return episodes
+
+    def count_rollouts(self, rollout_ids: Any) -> None: ...
+
+    def remember_rewards(self, episodes: Any) -> None: ...
+
+
+def groups_of(batch: Batch) -> list[int]:
+    return [int(episode.group) for episode in batch.episodes[::2]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "cancelled", "taken"),
+    [
+        ({}, (), [0, 2]),
+        ({}, (2,), [0, 3]),  # the run was resumed from a checkpoint before the group was dropped
+        ({"refill_rounds": 1}, (), [0, 2, 3]),  # 2 has no spread
+    ],
+)
+def test_a_step_takes_complete_groups_in_order_and_bounds_those_that_are_open(
+    settings: dict[str, Any], cancelled: tuple[int, ...], taken: list[int]
+) -> None:
+    rewards = {0: [0.0, 1.0], 2: [1.0, 1.0], 3: [0.0, 1.0]}
+
+    async def check() -> None:
+        session: Any = FakeSession(rewards, cancelled, **settings)
+        pool = GroupPool(session, [0] * 4)
+        batch = await pool.take()
+        assert groups_of(batch) == taken
+        assert 1 not in taken
+        assert len(session.open_groups) <= 6
+        await pool.begin_next(batch)
+        assert len(session.open_groups) == 4, "those of two steps run during the update"
+        assert batch.metrics["groups_dropped"] == len(cancelled)
+        await pool.close(has_ended=False)
+
+    asyncio.run(check())
+
+
+def test_a_resumed_run_goes_on_with_its_open_groups_and_begins_no_number_twice() -> None:
+    async def check() -> None:
+        session: Any = FakeSession({number: [0.0, 1.0] for number in range(20)})
+        session.step, session.position, session.open_groups = 3, 8, [(1, 1, 2), (9, 1, 3)]
+        pool = GroupPool(session, [0] * 4)
+        assert groups_of(await pool.take()) == [1, 9]
+        assert session.begun == [1, 9, *range(10, 14)]
+        await pool.close(has_ended=False)
+
+    asyncio.run(check())

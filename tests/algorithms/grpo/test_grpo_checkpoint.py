@@ -1,0 +1,103 @@
+"""Checkpoints: when they are due, how they are written, and which weights are kept."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from agentlightning_algorithms.grpo.checkpoint_clock import CheckpointClock
+from agentlightning_algorithms.grpo.checkpoint_writer import CheckpointWriter
+from agentlightning_algorithms.grpo.model.checkpoint import atomic_directory
+
+
+class Policies:
+    """Writes when it is told to."""
+
+    def __init__(self) -> None:
+        self.may_write = threading.Event()
+
+    def save(self, directory: Path) -> None:
+        (directory / "weights").touch()
+
+    def write(self, directory: Path, state: dict[str, Any]) -> None:
+        with atomic_directory(directory) as scratch:
+            assert self.may_write.wait(60)
+            (scratch / "state").write_text(str(state["step"]))
+
+
+@pytest.mark.parametrize(("every", "due"), [(2, [2, 4]), ("3", [3]), ("1h", []), ("2m", [2, 4]), ("90 s", [2, 4])])
+def test_checkpoints_are_due_by_steps_or_by_time(
+    monkeypatch: pytest.MonkeyPatch, every: int | str, due: list[int]
+) -> None:
+    """A step takes a minute."""
+    now = [0.0]
+    clock_module = "agentlightning_algorithms.grpo.checkpoint_clock"
+    monkeypatch.setattr(f"{clock_module}.time", SimpleNamespace(monotonic=lambda: now[0]))
+    clock, found = CheckpointClock(every), []
+    for step in range(1, 5):
+        now[0] = 60.0 * step
+        if clock.is_due(step):
+            found.append(step)
+    assert found == due
+
+
+def test_a_checkpoint_is_written_in_the_background_and_awaited_before_the_weights_change(tmp_path: Path) -> None:
+    policies = Policies()
+
+    async def check() -> None:
+        writer = CheckpointWriter(cast(Any, policies), tmp_path, keep_every=0, keep_last=0)
+        policies.may_write.set()
+        await writer.begin({"step": 1}, 1)
+        await writer.wait()
+        assert writer.seconds is not None
+        policies.may_write.clear()
+        await writer.begin({"step": 2}, 2)  # returns while it is written
+        waiting = asyncio.create_task(writer.wait())
+        await asyncio.wait([waiting], timeout=0.05)
+        assert not waiting.done()
+        assert (tmp_path / "checkpoint" / "state").read_text() == "1", "a kill now leaves the one before"
+        policies.may_write.set()
+        await waiting
+        assert (tmp_path / "checkpoint" / "state").read_text() == "2"
+
+    asyncio.run(check())
+
+
+def test_an_error_of_writing_ends_the_training(tmp_path: Path) -> None:
+    policies = Policies()
+    policies.may_write.set()
+    (tmp_path / "file").touch()
+
+    async def check() -> None:
+        writer = CheckpointWriter(cast(Any, policies), tmp_path / "file", keep_every=0, keep_last=0)
+        await writer.begin({"step": 1}, 1)
+        with pytest.raises(OSError, match="file"):
+            await writer.wait()
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(
+    ("every", "last", "kept"),
+    [(0, 0, []), (3, 0, ["3", "6"]), (0, 2, ["6", "8"]), (3, 2, ["3", "6", "8"])],
+)
+def test_weights_are_kept_of_every_nth_step_and_of_the_last_checkpoints(
+    tmp_path: Path, every: int, last: int, kept: list[str]
+) -> None:
+    policies = Policies()
+    policies.may_write.set()
+
+    async def check() -> None:
+        writer = CheckpointWriter(cast(Any, policies), tmp_path, keep_every=every, keep_last=last)
+        for step in range(1, 9):
+            await writer.begin({"step": step} if step % 2 == 0 else None, step)
+        await writer.wait()
+
+    asyncio.run(check())
+    assert sorted(path.name for path in tmp_path.glob("steps/*")) == kept
+    assert all(path.joinpath("weights").is_file() for path in tmp_path.glob("steps/*"))

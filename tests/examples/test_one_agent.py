@@ -1,0 +1,90 @@
+"""examples/one_agent: the same agent with apo, gepa, grpo, and apo before grpo, compared by agl compare."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from examples.one_agent import critic, tickets
+from examples.one_agent.agent import FIRST_PROMPT
+
+from tests.source import REPO, run_python
+
+LABELS = ["apo, then grpo", "apo", "gepa", "grpo", "no training"]
+
+
+def run_comparison(out: Path, *arguments: str, timeout_s: float) -> dict[str, dict[str, Any]]:
+    """Runs the script and returns the rows of ``agl compare`` by the names of the algorithms."""
+    command = ("-m", "examples.one_agent.compare", "--out", str(out), "--json", *arguments)
+    said = run_python(*command, cwd=REPO, timeout_s=timeout_s)
+    rows = json.loads(said[said.index("\n[") :])
+    assert (out / "report.html").is_file()
+    return {row["algorithm"]: row for row in rows}
+
+
+@pytest.mark.slow
+def test_optimisers_of_prompt_and_weights_are_compared_under_one_budget_on_the_test_split(tmp_path: Path) -> None:
+    test = tmp_path / "test.jsonl"
+    test.write_text("".join(json.dumps(task) + "\n" for task in tickets.make_tickets("test", 40)))
+    short = ("--only", "apo-grpo", "gepa", "none", "--budget", "320", "--val", "12", "--set", "strategy=shm")
+    rows = run_comparison(tmp_path / "out", *short, "--test", str(test), timeout_s=250)
+    both, gepa, none = rows.values()
+    assert [*rows] == ["apo, then grpo", "gepa", "no training"]
+    assert 140 < both["rollouts"] <= 320
+    assert 140 < gepa["rollouts"] <= 320
+    assert none["rollouts"] == 0
+    assert none["prompts"] == [{"prompt": FIRST_PROMPT}]
+    assert none["reward"] <= 0.2
+    assert [row["missing"] for row in rows.values()] == [0, 0, 0]
+    assert [row["p"] is None for row in rows.values()] == [True, False, False]
+    trained = json.loads((tmp_path / "out/0-apo-grpo-0/2-grpo/training.json").read_text())
+    assert (trained["algorithm"], trained["resource_name"]) == ("grpo", "llm")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_a_prompt_and_then_weights_are_better_than_either_alone_and_each_is_better_than_none(tmp_path: Path) -> None:
+    rows = run_comparison(tmp_path / "out", timeout_s=3500)
+    assert [*rows] == LABELS
+    rewards = {label: row["reward"] for label, row in rows.items()}
+    assert rewards["no training"] <= 0.15
+    assert all(rewards[label] >= rewards["no training"] + 0.2 for label in LABELS[:4]), rewards
+    assert rewards["apo, then grpo"] >= max(rewards["apo"], rewards["gepa"], rewards["grpo"]), rewards
+    assert rows["apo"]["p"] < 0.05
+    assert max(row["rollouts"] for row in rows.values()) <= 2000
+
+
+def test_the_scripted_critic_adds_and_removes_sentences_of_its_list_and_nothing_else() -> None:
+    prompts = {FIRST_PROMPT}
+    for number in range(200):
+        prompt = sorted(prompts)[number % len(prompts)]
+        prompts.add(critic.edit(prompt, critic.propose(prompt, str(number))))
+    assert len(prompts) > 20
+    for prompt in prompts:
+        rest = prompt
+        for sentence in critic.SENTENCES:
+            assert rest.count(sentence) <= 1
+            rest = rest.replace(f" {sentence}", "")
+        assert rest == FIRST_PROMPT
+
+
+def test_no_test_ticket_has_a_pair_of_sentences_of_the_other_splits() -> None:
+    def pairs(split: Any) -> set[str]:
+        return {task["text"].partition(" writes: ")[2] for task in tickets.make_tickets(split, 200)}
+
+    assert not pairs("test") & (pairs("train") | pairs("val"))
+
+
+def test_a_courtesy_halves_the_reward_of_a_right_answer() -> None:
+    task = {"team": "returns", "priority": "high"}
+    answers = (
+        "returns, high",
+        "This is for returns, high",
+        "returns, normal",
+        "returns, high now",
+        "",
+        "xreturns, high",
+    )
+    assert [tickets.grade(task, answer) for answer in answers] == [1.0, 0.5, 0.0, 0.0, 0.0, 0.0]

@@ -1,0 +1,165 @@
+"""`agl top`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import agentlightning as agl
+from agentlightning.types import AttemptFailure, AttemptStatus, Span, TraceStatus
+from agentlightning_plugins.commands.top.command import command
+from agentlightning_plugins.monitoring.backends import read_backends
+
+HOSTILE = "\x1b[31mred\u202e [bold]not bold[/bold]"
+
+
+async def run_rollout(store: agl.LightningStore, *, error: AttemptFailure | None = None, calls: str = "") -> None:
+    """Runs a rollout whose model calls succeed (``+``) or fail (``-``)."""
+    await store.enqueue_rollout({"n": 1}, mode="train")
+    claimed = await store.dequeue_rollout("w-1")
+    assert claimed is not None
+    for number, call in enumerate(calls):
+        attributes = {
+            "gen_ai.request.model": "m", "agentlightning.gateway.complete": call == "+", "gen_ai.usage.input_tokens": 7,
+            "gen_ai.usage.output_tokens": 3, "agentlightning.gateway.backend": "http://gpu/v1",
+            "agentlightning.gateway.cost": 0.5,
+        }  # fmt: skip
+        outcome = TraceStatus(status_code="OK") if call == "+" else TraceStatus(status_code="ERROR", description="gone")
+        await store.add_span(
+            Span.from_attributes(
+                rollout_id=claimed.rollout_id, attempt_id=claimed.attempt.attempt_id, name="chat",
+                attributes=attributes, status=outcome, start_time=10.0, end_time=11.0 + number,
+            )
+        )  # fmt: skip
+    ended: AttemptStatus = "failed" if error else "succeeded"
+    await store.update_attempt(claimed.rollout_id, "latest", status=ended, error=error)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    async def fill() -> None:
+        store = agl.create_store(f"sqlite:///{tmp_path / 'store.db'}")
+        await store.create_run("finished", run_id="old")
+        await store.update_run("old", "succeeded")
+        await store.create_run(f"live {HOSTILE}", run_id="live", config={"algorithm": {"name": "grpo", "steps": 4}})
+        live = store.with_run("live")
+        for step in (1, 2):
+            await live.add_metrics(step, {"reward": 0.25 * step, "val_reward": 0.4, "tokens_per_s": 120, "seconds": 3})
+        await run_rollout(live, calls="++-")
+        for _ in range(2):
+            await run_rollout(live, error=AttemptFailure(type="KeyError", message=HOSTILE, traceback=""))
+        await live.enqueue_rollout({"n": 2}, mode="train")
+        await live.update_worker("w-1", {"running": 1})
+        await store.close()
+
+    asyncio.run(fill())
+    return tmp_path
+
+
+def test_a_pipe_gets_the_state_once_with_queue_workers_reward_throughput_and_errors(place: Path) -> None:
+    said = subprocess.run(
+        [sys.executable, "-m", "agentlightning", "top", str(place)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    ).stdout
+    for shown in (
+        "grpo",
+        "1 waiting",
+        "1 succeeded, 2 failed",
+        "3 rollouts/min (2 failed), 120 tokens/s, 3.0 s a step",
+    ):
+        assert shown in said
+    assert "2 of 4, 50%" in said
+    assert "0.500  ▁█   validation 0.400" in said
+    assert "http://gpu/v1  failing  3      1       2.0 s" in said
+    assert "21/9" in said
+    assert "w-1" in said
+    assert "2      KeyError" in said
+    assert not set(said) & {"\x1b", "\u202e"}
+    assert "[bold]not bold[/bold]" in said
+
+
+def test_a_run_can_be_chosen_and_an_unknown_one_is_named(place: Path) -> None:
+    told = CliRunner().invoke(command, [str(place), "--run", "old", "--json"])
+    assert json.loads(told.stdout)["run"]["name"] == "finished"
+    refused = CliRunner().invoke(command, [str(place), "--run", "none"])
+    assert "no run 'none' in this store" in str(refused.exception)
+
+
+def test_a_store_without_runs_is_shown_as_such(tmp_path: Path) -> None:
+    asyncio.run(agl.create_store(f"sqlite:///{tmp_path / 'store.db'}").close())
+    assert "no runs yet" in CliRunner().invoke(command, [str(tmp_path), "--once"]).stdout
+
+
+@pytest.mark.parametrize(("calls", "state"), [("+" * 20, "ok"), ("+-" * 5 + "+", "failing"), ("+++---", "down")])
+async def test_the_state_of_a_backend_follows_its_calls(calls: str, state: str) -> None:
+    store = agl.InMemoryLightningStore()
+    await run_rollout(store, calls=calls)
+    (backend,) = await read_backends(store)
+    assert (backend["state"], backend["calls"], backend["failed"]) == (state, len(calls), calls.count("-"))
+    assert (backend["cost"], backend["error"]) == (0.5 * len(calls), "gone" if "-" in calls else None)
+    await store.close()
+
+
+@pytest.fixture
+def terminal(place: Path) -> Iterator[tuple[subprocess.Popen[bytes], bytearray]]:
+    """`agl top` in a terminal, and what it has written."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "agentlightning", "top", str(place), "--interval", "0.1"],
+        stdin=theirs, stdout=theirs, stderr=theirs,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "40"},
+    )  # fmt: skip
+    os.close(theirs)
+    written = bytearray()
+
+    def read() -> None:
+        try:
+            while data := os.read(ours, 65536):
+                written.extend(data)
+        except OSError:  # the process ended
+            return
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    yield process, written
+    process.kill()
+    process.wait()
+    reader.join(30)
+    os.close(ours)
+
+
+def test_a_terminal_follows_the_run_until_ctrl_c(
+    place: Path, terminal: tuple[subprocess.Popen[bytes], bytearray]
+) -> None:
+    process, written = terminal
+    deadline = time.monotonic() + 60
+    while b"1 waiting" not in written and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+    async def enqueue() -> None:
+        store = agl.create_store(f"sqlite:///{place / 'store.db'}", run="live")
+        await store.enqueue_rollout({"n": 3}, mode="train")
+        await store.close()
+
+    asyncio.run(enqueue())
+    while b"2 waiting" not in written and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert b"1 waiting" in written
+    assert b"2 waiting" in written
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130

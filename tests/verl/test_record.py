@@ -1,0 +1,105 @@
+"""Training records of verl's batches."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import agentlightning as agl
+from agentlightning_algorithms.verl.rollout.batch_row import RowCall
+from agentlightning_algorithms.verl.rollout.controller import RolloutController
+from agentlightning_plugins.training_records.account import RolloutOutcome, TokenTexts
+from agentlightning_plugins.training_records.record import LEDGER_SPAN, LedgerEntry, TrainedRow
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of verl's imports
+
+
+def row(name: str, group: str, reward: float, advantages: list[float], mask: list[int]) -> object:
+    from agentlightning_algorithms.verl.training.record import RecordedRow
+
+    return RecordedRow(
+        RolloutOutcome(name, f"at-{name}", group, reward),
+        {"late": "too_long"},
+        [RowCall("first", 0, 2, 4), RowCall("second", 3, 4, 4)],
+        prompt_ids=[1, 2],
+        response_ids=[3, 4, 5, 6],
+        mask=mask,
+        logprobs=[-0.5] * 4,
+        trainer_logprobs=[-0.25] * 4,
+        advantages=advantages,
+    )
+
+
+def record(*rows: object, **options: bool) -> tuple[list[TrainedRow], dict[str, LedgerEntry]]:
+    from agentlightning_algorithms.verl.training.record import Recorder
+
+    made = Recorder(TokenTexts(lambda ids: f"<{ids[0]}>")).make_spans(rows, 5, **options)  # type: ignore[arg-type] # made above
+    entries = [LedgerEntry.from_span(span) for span in made.spans if span.name == LEDGER_SPAN]
+    assert sum(made.outcomes.values()) == len(entries)
+    kept = [TrainedRow.from_span(span) for span in made.spans if span.name != LEDGER_SPAN]
+    return kept, {entry.rollout_id: entry for entry in entries}
+
+
+def test_flat_groups_are_not_trained_on_unless_the_loss_has_other_terms() -> None:
+    flat = [row(name, "flat", 1.0, [0.0] * 4, [1, 1, 0, 1]) for name in "ab"]
+    rows, entries = record(*flat)
+    assert (rows, {entry.outcome for entry in entries.values()}) == ([], {"flat_group"})
+    rows, entries = record(*flat, trains_flat_groups=True)
+    assert (len(rows), {entry.outcome for entry in entries.values()}) == (2, {"trained"})
+
+
+def test_a_call_whose_tokens_were_rejected_is_a_mismatch_and_the_rest_of_its_row_is_trained_on() -> None:
+    rows, entries = record(
+        row("a", "g", 1.0, [1.0, 1.0, 0.0, 0.0], [1, 1, 0, 0]), row("b", "g", 0.0, [-1.0] * 2 + [0.0] * 2, [0] * 4)
+    )
+    assert entries["a"].calls == {"late": "too_long", "first": "trained", "second": "mismatch"}
+    assert [entries[name].outcome for name in "ab"] == ["trained", "mismatch"]
+    assert [each.outcome for each in rows] == ["trained", "mismatch"]
+    assert (rows[0].texts[3], rows[0].calls[0].weight_version) == ("<3>", 4)
+
+
+def test_advantages_that_differ_within_a_call_are_kept_by_token() -> None:
+    rows, _ = record(
+        row("a", "g", 1.0, [1.0, 0.5, 0.0, 0.25], [1, 1, 0, 1]), row("b", "g", 0.0, [0.5] * 4, [1, 1, 0, 1])
+    )
+    assert rows[0].advantages == [1.0, 0.5, 0.0, 0.25]
+    assert rows[0].calls[0].advantage == 0.75
+    assert rows[1].advantages == [0.5, 0.5, 0.0, 0.5]
+    assert rows[1].token_advantages is None
+
+
+async def test_a_rollout_with_images_is_refused_by_name() -> None:
+    from omegaconf import OmegaConf
+
+    from agentlightning_algorithms.rollout_result import read_result
+    from agentlightning_algorithms.verl.rollout.settings import RolloutSettings
+
+    store = agl.InMemoryLightningStore()
+    (queued,) = await store.enqueue_many_rollouts([agl.EnqueueRolloutRequest(input=1, mode="train")])
+    claimed = await store.dequeue_rollout("worker")
+    assert claimed is not None
+    image = [{"type": "image_url", "image_url": {"url": "https://images/cat.png"}}]
+    attributes = {
+        "gen_ai.operation.name": "chat", "gen_ai.response.id": "r", "gen_ai.request.model": "m",
+        "gen_ai.input.messages": json.dumps([{"role": "user", "content": image}]),
+        "prompt_token_ids": [1], "response_token_ids": [2], "logprobs": [-0.5],
+    }  # fmt: skip
+    await store.add_span(
+        agl.types.Span.from_attributes(
+            attributes=attributes, rollout_id=queued.rollout_id, attempt_id=claimed.attempt.attempt_id, name="chat"
+        )
+    )
+    ended = await store.update_attempt(queued.rollout_id, claimed.attempt.attempt_id, status="succeeded", reward=1.0)
+    assert ended is not None
+    rollout = await store.get_rollout_by_id(queued.rollout_id)
+    assert rollout is not None
+    config = OmegaConf.create({"data": {"max_prompt_length": 9, "max_response_length": 9}})
+    controller = RolloutController(
+        store=store, gateway=None, adapter=agl.TraceToTriplet(), tasks={}, initial_resources={},  # type: ignore[arg-type] # not called
+        settings=RolloutSettings(), config=config,
+        loop=None,  # type: ignore[arg-type] # not used
+    )  # fmt: skip
+    with pytest.raises(agl.errors.ConfigError, match=rf"rollout {queued.rollout_id} sent images .* multi_modal_data"):
+        controller._to_episode("train", await read_result(store, rollout), 1)
+    await store.close()
