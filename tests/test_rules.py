@@ -57,7 +57,7 @@ LIBRARIES: dict[str, set[str]] = {
     "agentlightning_plugins.commands.lazy": {"commands.*", "dashboard", "demo", "legacy"},
     "agentlightning_plugins.commands.terminal": {"commands.*", "gateway"},
     "agentlightning_plugins.credit.rule": {"credit.*"},
-    "agentlightning_plugins.garbage_collection": {"gateway", "stores.http", "strategies.*"},
+    "agentlightning_plugins.garbage_collection": {"algorithms.grpo", "gateway", "stores.http", "strategies.*"},
     "agentlightning_plugins.http_connections": {"algorithms.grpo", "gateway", "stores.http"},
     "agentlightning_plugins.http_request": {"algorithms.grpo", "dashboard", "gateway", "legacy", "stores.http"},
     "agentlightning_plugins.instrumentation": {"commands.replay", "integrations.*", "tracers.*"},

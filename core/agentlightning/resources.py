@@ -12,7 +12,7 @@ import string
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal, Protocol, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, WithJsonSchema, field_validator
 
 from agentlightning.errors import ConfigError, suggest
 from agentlightning.frozen import FrozenDict
@@ -179,7 +179,16 @@ def _read_resource(value: Any) -> Any:
     raise ValueError(f"a resource is a Resource, a str (a prompt) or a mapping with resource_type, not {value!r}")
 
 
-AnyResource: TypeAlias = Annotated[SerializeAsAny[Resource], BeforeValidator(_read_resource)]
+# Without it, the schema of an answer would forbid the fields of the resource's own type.
+_DUMPED: Final = {
+    "title": "Resource",
+    "type": "object",
+    "properties": {"resource_type": {"type": "string"}},
+    "required": ["resource_type"],
+}
+AnyResource: TypeAlias = Annotated[
+    SerializeAsAny[Resource], BeforeValidator(_read_resource), WithJsonSchema(_DUMPED, mode="serialization")
+]
 NamedResources: TypeAlias = Mapping[str, Resource]
 """The resources of a rollout by name. As an argument, a plain ``str`` means ``PromptTemplate(str)``."""
 

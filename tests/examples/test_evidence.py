@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from examples import evidence
 from examples.math import problems as math_problems
 
 from agentlightning_algorithms.advantage import Scored, compute_advantages
+from agentlightning_plugins.demo.training import CHECKPOINT, GRPO_SETTINGS, TARGET_REWARD
 from tests.source import REPO, run_python
 
-LEARNED = {"game": (0.8, 0.5), "math": (0.8, 0.5), "rag": (0.55, 0.3), "sql": (0.55, 0.3)}
+LEARNED = {"demo": (0.8, 0.5), "game": (0.8, 0.5), "math": (0.8, 0.5), "rag": (0.55, 0.3), "sql": (0.55, 0.3)}
 """The least reward of a trained seed, and by how much it rises at least."""
 HEADER = "| variant | seeds | test reward before | after, 95 % interval over seeds | each seed |"
 
@@ -62,6 +64,14 @@ def test_every_seed_learns_and_is_above_both_controls_by_more_than_the_interval(
     assert all(later - before >= rise for before, later in rewards["trained"])
     best_control = max(pair[1] for name in ("shuffled", "frozen") for pair in rewards[name])
     assert min(after) - best_control > evidence.mean_and_interval(after)[1]
+
+
+def test_the_file_of_the_demo_has_the_settings_of_the_command() -> None:
+    algorithm = yaml.safe_load((REPO / "examples/demo/train.yaml").read_text())["algorithm"]
+    assert REPO / algorithm.pop("model") == CHECKPOINT
+    assert algorithm.pop("target_reward") == TARGET_REWARD
+    settings = {**GRPO_SETTINGS, "update": {**GRPO_SETTINGS["update"], "betas": [0.9, 0.99]}}
+    assert algorithm == settings
 
 
 def test_shuffled_rewards_are_those_of_the_step_and_belong_to_other_rollouts() -> None:

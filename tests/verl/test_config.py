@@ -18,6 +18,7 @@ import agentlightning as agl
 from agentlightning_algorithms.verl import environment
 from agentlightning_algorithms.verl.config import _compose_own, compose_config, dump_config
 from agentlightning_algorithms.verl.default import CPU_DEFAULTS, DEFAULTS
+from tests.source import REPO
 
 
 def test_our_defaults_override_verls_and_the_users_keys_override_both() -> None:
@@ -179,12 +180,28 @@ async def test_a_credit_rule_is_refused_with_settings_for_whole_rollouts(
         await algorithm.run(["task"])
 
 
-def test_a_new_agent_for_verl_passes_the_dry_run(tmp_path: Path) -> None:
-    def agl_says(folder: Path, *arguments: str) -> str:
-        command = [sys.executable, "-m", "agentlightning", *arguments]
-        ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-        assert ended.returncode == 0, ended.stderr
-        return ended.stdout + ended.stderr
+def agl_says(folder: Path, *arguments: str) -> str:
+    command = [sys.executable, "-m", "agentlightning", *arguments]
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout + ended.stderr
 
+
+def test_a_new_agent_for_verl_passes_the_dry_run(tmp_path: Path) -> None:
     agl_says(tmp_path, "new", "agent", "word-adder", "--verl")
     assert "ok    algorithm    VERL" in agl_says(tmp_path / "word-adder", "train", "config.yaml", "--dry-run")
+
+
+@pytest.mark.parametrize(
+    "file", sorted((REPO / "examples").glob("*/train_verl.yaml")), ids=lambda file: file.parent.name
+)
+def test_verl_accepts_the_settings_of_an_example(file: Path) -> None:
+    algorithm = yaml.safe_load(file.read_text())["algorithm"]
+    assert algorithm.pop("name") == "verl"
+    composed = compose_config(algorithm["config"])
+    assert composed.actor_rollout_ref.rollout.n > 1
+    assert composed.trainer.total_training_steps > 0
+
+
+def test_an_example_for_verl_passes_the_dry_run() -> None:
+    assert "ok    algorithm    VERL" in agl_says(REPO, "train", "examples/game/train_verl.yaml", "--dry-run")

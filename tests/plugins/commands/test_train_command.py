@@ -99,6 +99,7 @@ def test_a_file_and_overrides_make_a_run_with_a_directory_of_its_own(folder: Pat
         result = agl_command(folder, "train", "config.yaml", "algorithm.n_epochs=2")
         assert result.returncode == 0, result.stderr
         assert "INFO agentlightning: epoch 2 of 2: " in result.stderr
+        assert "agentlightning.access" not in result.stderr  # a line for each request of the run's own store
         *epochs, last = metrics(folder / "runs" / number)
         assert [line["reward"] for line in epochs] == pytest.approx([0.2, 0.2])
         assert last["status"] == "succeeded"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import jsonschema
+
+from agentlightning.resources import LLM, PromptTemplate
 from agentlightning_plugins.stores.http.server import routes
 from tests.plugins.stores.served import ask, serve
 
@@ -27,3 +30,18 @@ async def test_every_route_is_described_with_its_answers() -> None:
     assert enqueue["requestBody"]["content"]["application/json"]["schema"]["$ref"].endswith("/EnqueueRollouts")
     batch = document["components"]["schemas"]["EnqueueRollouts"]["properties"]["rollouts"]
     assert batch["maxItems"] == 100_000
+
+
+async def test_the_schema_of_an_answer_accepts_resources_of_every_type() -> None:
+    async with serve() as (server, store):
+        await store.add_resources(
+            {"prompt": PromptTemplate("Say {word}"), "llm": LLM(endpoint="http://x/v1", model="m")}
+        )
+        _, document = await ask(server, "GET", "/openapi.json")
+        _, answer = await ask(server, "GET", "/v1/agl/resources/latest")
+    assert set(answer["resources"]) == {"prompt", "llm"}
+    schema = document["paths"]["/v1/agl/resources/latest"]["get"]["responses"]["200"]["content"]["application/json"]
+    check = jsonschema.Draft202012Validator({**schema["schema"], "components": document["components"]})
+    check.validate(answer)
+    answer["resources"]["llm"].pop("resource_type")
+    assert not check.is_valid(answer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -60,9 +61,8 @@ async def backend(tmp_path: Path) -> AsyncIterator[SqliteBackend]:
 
 
 def check_integrity(path: Path) -> None:
-    with sqlite3.connect(path) as connection:
+    with closing(sqlite3.connect(path)) as connection, connection:
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
-    connection.close()
 
 
 # --- what survives ---
@@ -119,9 +119,8 @@ def test_a_file_that_is_no_database_is_refused_untouched(tmp_path: Path, content
 
 def test_the_database_of_another_program_is_refused_untouched(tmp_path: Path) -> None:
     path = tmp_path / "mail.db"
-    with sqlite3.connect(path) as connection:
+    with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("CREATE TABLE message (text)")
-    connection.close()
     before = path.read_bytes()
     with pytest.raises(ConfigError, match="another program"):
         SqliteLightningStore(path)
@@ -188,10 +187,9 @@ async def test_a_migration_is_done_wholly_or_not_at_all(tmp_path: Path, monkeypa
     store = SqliteLightningStore(path)
     assert len(await store.query_rollouts()) == 2
     await store.close()
-    with sqlite3.connect(path) as connection:
+    with closing(sqlite3.connect(path)) as connection, connection:
         assert connection.execute("SELECT colour FROM run").fetchall() == [("red",)]
         assert connection.execute("PRAGMA user_version").fetchall() == [(3,)]
-    connection.close()
 
 
 async def test_a_program_of_the_version_before_writes_on_after_a_migration(
@@ -215,10 +213,9 @@ async def test_a_program_of_the_version_before_writes_on_after_a_migration(
 
 
 def read_schema(path: Path) -> list[tuple[object, ...]]:
-    with sqlite3.connect(path) as connection:
+    with closing(sqlite3.connect(path)) as connection, connection:
         found = connection.execute("SELECT sql FROM sqlite_master").fetchall()
         found += connection.execute("PRAGMA user_version").fetchall()
-    connection.close()
     return found
 
 
@@ -239,9 +236,8 @@ async def test_urls_name_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert store.run_id == "mine"
         await store.close()
     assert list((tmp_path / "runs").iterdir()) == [tmp_path / "runs" / "store.db"]
-    with sqlite3.connect("runs/store.db") as connection:
+    with closing(sqlite3.connect("runs/store.db")) as connection, connection:
         assert connection.execute("SELECT count(*) FROM rollout").fetchall() == [(2,)]
-    connection.close()
     for url in ("sqlite://", "sqlite:///", "sqlite://host/store.db", "sqlite:///:memory:"):
         with pytest.raises(ConfigError, match="sqlite:///store.db"):
             SqliteLightningStore.from_url(url)
@@ -269,9 +265,8 @@ async def test_who_slept_through_events_is_told_what_matters(
     (done,) = await waiting
     assert done.status == "succeeded"
     assert "missed events" in caplog.text
-    with sqlite3.connect(tmp_path / "store.db") as connection:
+    with closing(sqlite3.connect(tmp_path / "store.db")) as connection, connection:
         assert connection.execute("SELECT count(*) FROM event").fetchone()[0] < 3 + 64
-    connection.close()
     await here.close()
     await there.close()
 
@@ -393,7 +388,7 @@ async def fill_and_delete(store: SqliteLightningStore) -> None:
 
 async def test_compact_shrinks_an_older_file(quick_path: Path) -> None:
     path = quick_path / "store.db"
-    with sqlite3.connect(path) as connection:
+    with closing(sqlite3.connect(path)) as connection, connection:
         connection.executescript(FIXTURE.read_text())  # a file of a version that did not shrink
     store = SqliteLightningStore(path)
     rollouts = await store.query_rollouts()

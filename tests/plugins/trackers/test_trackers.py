@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -136,7 +137,7 @@ def test_trackio_stores_metrics_in_its_database(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     (database,) = (tmp_path / "trackio").glob("*.db")
-    with sqlite3.connect(database) as connection:
+    with closing(sqlite3.connect(database)) as connection, connection:
         rows = [
             (step, json.loads(metrics))
             for step, metrics in connection.execute("select step, metrics from metrics order by step, id")

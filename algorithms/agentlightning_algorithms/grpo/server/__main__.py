@@ -32,6 +32,7 @@ from agentlightning_algorithms.grpo.model.policy import Policy, load_policy
 from agentlightning_algorithms.grpo.sampling.sampler import Sampler
 from agentlightning_algorithms.grpo.server import API_KEY_VARIABLE
 from agentlightning_algorithms.grpo.server.app import PolicyApp
+from agentlightning_plugins.garbage_collection import relax_collector
 from agentlightning_plugins.http_connections import Connections
 from agentlightning_plugins.http_request import SERVER_SETTINGS, RequestLog, is_loopback
 
@@ -62,6 +63,7 @@ def main() -> int:
     except ConfigError as error:
         logger.error("%s", error)
         return 2
+    relax_collector()
     try:
         asyncio.run(_serve(app, key, options, output))
     finally:

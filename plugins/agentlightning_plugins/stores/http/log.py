@@ -17,7 +17,8 @@ REQUEST_ID_HEADER: Final = "x-request-id"
 request_id: Final[ContextVar[str]] = ContextVar("request_id", default="")
 """The id of the request that is being answered; empty if its client gave none."""
 access_logger: Final = logging.getLogger("agentlightning.access")
-"""One INFO record for each answered request."""
+"""One INFO record for each answered request, if ``setup_server_log`` has switched them on."""
+access_logger.setLevel(logging.WARNING)  # a store inside another program, such as `agl train`, writes none
 _ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,100}")
 _TEXT: Final = "%(asctime)s %(levelname)s %(request_id)s%(message)s"
 
