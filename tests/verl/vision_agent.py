@@ -18,7 +18,7 @@ async def agent(task: dict[str, Any], llm: agl.LLM) -> float:
     messages: list[Any] = []
     async with openai.AsyncOpenAI(base_url=llm.endpoint, api_key=llm.api_key, max_retries=0) as client:
         for size in task["sizes"]:
-            messages.append({"role": "user", "content": ask(task["color"], size)})
+            messages.append({"role": "user", "content": ask(task["color"], size, task["text"])})
             answer = await client.chat.completions.create(
                 model=llm.model, messages=messages, max_tokens=5, temperature=llm.sampling_parameters["temperature"]
             )
@@ -28,10 +28,10 @@ async def agent(task: dict[str, Any], llm: agl.LLM) -> float:
     return sum(token % 2 == 0 for token in sampled) / len(sampled)
 
 
-def ask(color: str, size: int) -> list[dict[str, Any]]:
+def ask(color: str, size: int, text: str = "look") -> list[dict[str, Any]]:
     """The content of a message with an image; without one if the size is 0."""
-    text: dict[str, Any] = {"type": "text", "text": f"a {size} "}
-    return [text, {"type": "image_url", "image_url": {"url": image_url(color, size)}}] if size else [text]
+    said: dict[str, Any] = {"type": "text", "text": text}
+    return [said, {"type": "image_url", "image_url": {"url": image_url(color, size)}}] if size else [said]
 
 
 def image_url(color: str, size: int, mode: str = "RGB") -> str:

@@ -9,6 +9,7 @@ import shutil
 import tempfile
 import threading
 import uuid
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,11 @@ def install() -> None:
     from agentlightning_algorithms.verl.inference import replica
 
     register_processor()
-    replica.TransformersServer = VisionServer  # type: ignore[misc, assignment] # has the methods that verl calls
+    replica.TransformersServer = VisionServer
+
+
+COLLAPSED = "collapsed"
+"""The first text of a conversation whose images the server reports as one token each."""
 
 
 class VisionServer:
@@ -76,7 +81,7 @@ class VisionServer:
         ids, logprobs = list(prompt), []
         with self._lock, torch.no_grad():
             while len(logprobs) < body["max_tokens"]:
-                scores = self._model(**_inputs(self._processor, ids, images)).logits[0, -1].float()
+                scores = self._model(**model_inputs(self._processor, ids, images)).logits[0, -1].float()
                 distribution = torch.log_softmax(scores / (body.get("temperature") or 1.0), dim=-1)
                 weights = distribution.exp()
                 weights[self._never] = 0.0
@@ -108,8 +113,13 @@ class VisionServer:
                 "completion_tokens": len(sampled),
                 "total_tokens": len(ids),
             },
-            "prompt_token_ids": prompt,
+            "prompt_token_ids": self._collapse(prompt)
+            if body["messages"][0]["content"][0]["text"] == COLLAPSED
+            else prompt,
         }
+
+    def _collapse(self, ids: list[int]) -> list[int]:
+        return [token for token, run in groupby(ids) for _ in ([0] if token in self._never else run)]
 
     def _render(self, messages: list[dict[str, Any]]) -> tuple[list[int], list[Image.Image]]:
         """Returns the tokens of a prompt with all tokens of its images, and the images."""
@@ -135,7 +145,7 @@ class VisionServer:
         return ids + self._tokenizer.encode("<|im_start|>assistant\n"), images
 
 
-def _inputs(processor: Any, ids: list[int], images: list[Image.Image]) -> dict[str, Any]:
+def model_inputs(processor: Any, ids: list[int], images: list[Image.Image]) -> dict[str, Any]:
     """The inputs of the model, from which it computes positions itself."""
     tokens = torch.tensor([ids])
     inputs = {
