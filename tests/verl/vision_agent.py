@@ -13,7 +13,7 @@ import agentlightning as agl
 
 
 async def agent(task: dict[str, Any], llm: agl.LLM) -> float:
-    """Shows an image in each turn of a conversation; the reward is the share of answers' tokens with an even id."""
+    """Shows an image in each turn of a conversation; the reward is the mean id of the sampled tokens."""
     sampled: list[int] = []
     messages: list[Any] = []
     async with openai.AsyncOpenAI(base_url=llm.endpoint, api_key=llm.api_key, max_retries=0) as client:
@@ -25,7 +25,7 @@ async def agent(task: dict[str, Any], llm: agl.LLM) -> float:
             content = answer.choices[0].message.content or ""
             sampled += [int(token) for token in content.split()]
             messages.append({"role": "assistant", "content": content})
-    return sum(token % 2 == 0 for token in sampled) / len(sampled)
+    return sum(sampled) / len(sampled) / 1000
 
 
 def ask(color: str, size: int, text: str = "look") -> list[dict[str, Any]]:

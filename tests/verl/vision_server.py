@@ -90,6 +90,7 @@ class VisionServer:
                 if ids[-1] == self._tokenizer.eos_token_id:
                     break
         sampled = ids[len(prompt) :]
+        is_collapsed = body["messages"][0]["content"][0]["text"] == COLLAPSED
         choice = {
             "index": 0,
             "message": {"role": "assistant", "content": " ".join(map(str, sampled))},
@@ -113,9 +114,7 @@ class VisionServer:
                 "completion_tokens": len(sampled),
                 "total_tokens": len(ids),
             },
-            "prompt_token_ids": self._collapse(prompt)
-            if body["messages"][0]["content"][0]["text"] == COLLAPSED
-            else prompt,
+            "prompt_token_ids": self._collapse(prompt) if is_collapsed else prompt,
         }
 
     def _collapse(self, ids: list[int]) -> list[int]:

@@ -172,7 +172,7 @@ class RolloutController:
         )
         for explanation in self.images.load(built, rollout.rollout_id):
             if self.metrics.is_first(mode, "unusable_images"):
-                logger.warning("%s: a row with images is not trained on: %s", rollout.rollout_id, explanation)
+                logger.warning("%s: a row is not trained on: %s", rollout.rollout_id, explanation)
         began = rollout.start_time if attempt is None else attempt.start_time
         ended = began if rollout.end_time is None else rollout.end_time
         stats = RolloutStats(
