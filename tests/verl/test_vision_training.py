@@ -35,7 +35,7 @@ TASKS = {
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, vision_model: Path) -> Training:
+def trained_on_images(tmp_path_factory: pytest.TempPathFactory, vision_model: Path) -> Training:
     directory = tmp_path_factory.mktemp("verl-vision") / "vision"
     config = {
         "trainer.total_training_steps": len(STEPS),
@@ -81,21 +81,23 @@ def logprobs_of(row: TrainedRow, sampler: tuple[Any, Any], urls: list[str]) -> l
     return [float(scores[start + place - 1, ids[start + place]]) for place, kept in enumerate(row.mask) if kept]
 
 
-def test_sampler_and_trainer_agree_on_every_token_of_rows_with_images(trained: Training) -> None:
+def test_sampler_and_trainer_agree_on_every_token_of_rows_with_images(trained_on_images: Training) -> None:
     for step in STEPS:
         for task in ("two", "late"):
-            rows = records(trained, ROW_SPAN, step, task)
+            rows = records(trained_on_images, ROW_SPAN, step, task)
             assert len(rows) == N, "both calls of a rollout are in one row"
             for row in rows:
                 assert row.trainer_logprobs is not None
                 pairs = [pair for *pair, kept in zip(row.logprobs, row.trainer_logprobs, row.mask, strict=True) if kept]
                 assert all(sampled == pytest.approx(own, abs=1e-3) for sampled, own in pairs)
-        assert trained.metrics[step]["training/rollout_probs_diff_max"] < 1e-5
-        assert trained.metrics[step]["actor/grad_norm"] > 0
+        assert trained_on_images.metrics[step]["training/rollout_probs_diff_max"] < 1e-5
+        assert trained_on_images.metrics[step]["actor/grad_norm"] > 0
 
 
-def test_the_trainer_sees_the_pixels_of_the_row_in_their_order(trained: Training, sampler: tuple[Any, Any]) -> None:
-    for row in records(trained, ROW_SPAN, 1, "two"):
+def test_the_trainer_sees_the_pixels_of_the_row_in_their_order(
+    trained_on_images: Training, sampler: tuple[Any, Any]
+) -> None:
+    for row in records(trained_on_images, ROW_SPAN, 1, "two"):
         pixels = [image_url("red", 16), image_url("red", 24)]
         own = [value for value, kept in zip(row.trainer_logprobs, row.mask, strict=True) if kept]
         assert logprobs_of(row, sampler, pixels) == pytest.approx(own, abs=1e-3)
@@ -105,21 +107,21 @@ def test_the_trainer_sees_the_pixels_of_the_row_in_their_order(trained: Training
 
 
 def test_an_image_of_a_later_call_is_among_the_given_tokens_of_its_row(
-    trained: Training, sampler: tuple[Any, Any]
+    trained_on_images: Training, sampler: tuple[Any, Any]
 ) -> None:
     pad = sampler[0].image_token_id
     for step in STEPS:
         for task, (first, later) in {"two": (4, 9), "late": (0, 4)}.items():
-            for row in records(trained, ROW_SPAN, step, task):
+            for row in records(trained_on_images, ROW_SPAN, step, task):
                 places = [place for place, token in enumerate(row.response_ids) if token == pad]
                 assert (list(row.prompt_ids).count(pad), len(places)) == (first, later)
                 assert not any(row.mask[place] for place in places)
                 assert len(row.calls) == 2
 
 
-def test_the_weights_that_read_images_are_trained(trained: Training, sampler: tuple[Any, Any]) -> None:
+def test_the_weights_that_read_images_are_trained(trained_on_images: Training, sampler: tuple[Any, Any]) -> None:
     before = sampler[1].state_dict()
-    folder = trained.directory / "checkpoints" / f"global_step_{STEPS[-1]}" / "actor"
+    folder = trained_on_images.directory / "checkpoints" / f"global_step_{STEPS[-1]}" / "actor"
     after = torch.load(folder / "model_world_size_1_rank_0.pt", weights_only=False)
     names = [name for name in after if ".visual." in name and name.endswith("weight")]
     assert len(names) > 5
@@ -128,14 +130,14 @@ def test_the_weights_that_read_images_are_trained(trained: Training, sampler: tu
         assert not torch.equal(weight, before[name]), name
 
 
-def test_rows_that_cannot_be_trained_on_are_in_the_ledger_and_the_rest_is_trained(trained: Training) -> None:
+def test_rows_that_cannot_be_trained_on_are_in_the_ledger_and_the_rest_is_trained(trained_on_images: Training) -> None:
     for step in STEPS:
-        metrics = trained.metrics[step]
+        metrics = trained_on_images.metrics[step]
         assert (metrics["dropped/image_tokens_differ"], metrics["dropped/image_row_too_long"]) == (N, N)
         for task, outcome in {"long": "too_long", "collapsed": "unusable_images"}.items():
-            entries = records(trained, LEDGER_SPAN, step, task)
+            entries = records(trained_on_images, LEDGER_SPAN, step, task)
             assert [entry.outcome for entry in entries] == [outcome] * N
             assert all(set(entry.calls.values()) == {outcome} for entry in entries)
         assert metrics["rollouts"] == N * len(TASKS)
         assert metrics["rollouts_without_rows"] == 2 * N
-    assert trained.log.count("makes 4 tokens of its 1 images, and the model server reported 1") == len(STEPS)
+    assert trained_on_images.log.count("makes 4 tokens of its 1 images, and the model server reported 1") == len(STEPS)

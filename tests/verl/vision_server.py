@@ -40,7 +40,8 @@ class VisionServer:
 
     def __init__(self, *, model: str, seed: int, **_: Any) -> None:
         register_processor()
-        self._folder = Path(tempfile.mkdtemp(prefix="agl-vision-"), "model")
+        self._scratch = tempfile.TemporaryDirectory(prefix="agl-vision-")
+        self._folder = Path(self._scratch.name, "model")
         shutil.copytree(model, self._folder)
         self._processor = AutoProcessor.from_pretrained(self._folder)
         self._tokenizer = self._processor.tokenizer
