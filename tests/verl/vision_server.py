@@ -40,8 +40,8 @@ class VisionServer:
 
     def __init__(self, *, model: str, seed: int, **_: Any) -> None:
         register_processor()
-        self._scratch = tempfile.TemporaryDirectory(prefix="agl-vision-")
-        self._folder = Path(self._scratch.name, "model")
+        # In the folder of the test, because Ray kills this process without any clean-up.
+        self._folder = Path(tempfile.mkdtemp(dir=Path(model).parent), "model")
         shutil.copytree(model, self._folder)
         self._processor = AutoProcessor.from_pretrained(self._folder)
         self._tokenizer = self._processor.tokenizer
