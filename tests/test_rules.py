@@ -113,6 +113,7 @@ LONG_FILES: dict[str, str] = {
 # What a declared distribution shows of another in its own API.
 DECLARED_THROUGH = {
     "google": "opentelemetry-proto",
+    "PIL": "transformers",
     "hydra": "hydra-core",
     "langchain_core": "langchain",
     "multidict": "aiohttp",

@@ -22,6 +22,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "algorithms")]  # verl's wheel installs a package `tests`, hiding ours
 
 from tiny_model import save_tiny_model  # noqa: E402 # after the line above
+from tiny_vision_model import save_tiny_vision_model  # noqa: E402 # as above
 from verl_agent import TIMEOUT_S  # noqa: E402 # as above
 
 START_S = 600.0
@@ -50,6 +51,13 @@ class Training:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("verl-model")
     save_tiny_model(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def vision_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("verl-vision-model")
+    save_tiny_vision_model(directory)
     return directory
 
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-import agentlightning as agl
 from agentlightning_algorithms.verl.rollout.batch_row import RowCall
-from agentlightning_algorithms.verl.rollout.controller import RolloutController
 from agentlightning_plugins.training_records.account import RolloutOutcome, TokenTexts
 from agentlightning_plugins.training_records.record import LEDGER_SPAN, LedgerEntry, TrainedRow
 
@@ -67,39 +63,3 @@ def test_advantages_that_differ_within_a_call_are_kept_by_token() -> None:
     assert rows[0].calls[0].advantage == 0.75
     assert rows[1].advantages == [0.5, 0.5, 0.0, 0.5]
     assert rows[1].token_advantages is None
-
-
-async def test_a_rollout_with_images_is_refused_by_name() -> None:
-    from omegaconf import OmegaConf
-
-    from agentlightning_algorithms.rollout_result import read_result
-    from agentlightning_algorithms.verl.rollout.settings import RolloutSettings
-
-    store = agl.InMemoryLightningStore()
-    (queued,) = await store.enqueue_many_rollouts([agl.EnqueueRolloutRequest(input=1, mode="train")])
-    claimed = await store.dequeue_rollout("worker")
-    assert claimed is not None
-    image = [{"type": "image_url", "image_url": {"url": "https://images/cat.png"}}]
-    attributes = {
-        "gen_ai.operation.name": "chat", "gen_ai.response.id": "r", "gen_ai.request.model": "m",
-        "gen_ai.input.messages": json.dumps([{"role": "user", "content": image}]),
-        "prompt_token_ids": [1], "response_token_ids": [2], "logprobs": [-0.5],
-    }  # fmt: skip
-    await store.add_span(
-        agl.types.Span.from_attributes(
-            attributes=attributes, rollout_id=queued.rollout_id, attempt_id=claimed.attempt.attempt_id, name="chat"
-        )
-    )
-    ended = await store.update_attempt(queued.rollout_id, claimed.attempt.attempt_id, status="succeeded", reward=1.0)
-    assert ended is not None
-    rollout = await store.get_rollout_by_id(queued.rollout_id)
-    assert rollout is not None
-    config = OmegaConf.create({"data": {"max_prompt_length": 9, "max_response_length": 9}})
-    controller = RolloutController(
-        store=store, gateway=None, adapter=agl.TraceToTriplet(), tasks={}, initial_resources={},  # type: ignore[arg-type] # not called
-        settings=RolloutSettings(), config=config,
-        loop=None,  # type: ignore[arg-type] # not used
-    )  # fmt: skip
-    with pytest.raises(agl.errors.ConfigError, match=rf"rollout {queued.rollout_id} sent images .* multi_modal_data"):
-        controller._to_episode("train", await read_result(store, rollout), 1)
-    await store.close()

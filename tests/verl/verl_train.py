@@ -47,12 +47,17 @@ def main() -> None:
 
 
 def run(job: dict[str, Any]) -> None:
-    from verl_agent import agent
-
     from agentlightning_algorithms.verl.config import compose_config
 
     directory = Path(job["directory"])
     compose_config({"trainer.device": "cpu"})  # chooses the platform, before verl is imported
+    if job.get("shows_images"):
+        from vision_agent import agent
+        from vision_server import install
+
+        install()
+    else:
+        from verl_agent import agent
     record_advantages(directory.with_name(f"{directory.name}-rows.jsonl"))
     trainer = agl.Trainer(
         algorithm=agl.VERL({"trainer.device": "cpu", **job["config"]}, **job.get("settings", {})),

@@ -33,6 +33,7 @@ Outcome: TypeAlias = Literal[
     "stale",
     "cut_off",
     "mismatch",
+    "unusable_images",
     "not_finite",
     "cancelled",
     "unfinished",
@@ -44,9 +45,11 @@ Outcome: TypeAlias = Literal[
 ``unreadable_spans``: its trace is incomplete or wrong. ``flat_group``: all rollouts of its task have the same reward.
 ``no_tokens``, ``no_logprobs``: the model server did not report them. ``repeated``: another row has its tokens.
 ``too_long``: more tokens than the model has positions. ``stale``: sampled by weights that are too old. ``cut_off``: its
-reply ended at the token limit. ``mismatch``: sampler and trainer disagree on every token. ``not_finite``: the loss or
-the gradient of its minibatch was not finite. ``cancelled``, ``unfinished``: it did not end by itself, or runs.
-``not_recorded``: its step was interrupted before it was recorded, or the algorithm keeps no records.
+reply ended at the token limit. ``mismatch``: sampler and trainer disagree on every token. ``unusable_images``: its
+images cannot be read, the trainer makes other tokens of them than the sampler, or the model sampled such a token.
+``not_finite``: the loss or the gradient of its minibatch was not finite. ``cancelled``, ``unfinished``: it did not end
+by itself, or runs. ``not_recorded``: its step was interrupted before it was recorded, or the algorithm keeps no
+records.
 """
 
 _PREFIX: Final = "agentlightning.training."

@@ -15,6 +15,7 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 
 from agentlightning_algorithms.verl.rollout.batch_row import weight_range
 from agentlightning_algorithms.verl.rollout.controller import Episode, Mode, RolloutController
+from agentlightning_algorithms.verl.rollout.images import ImageLoader
 
 _Worker: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
 """verl's worker without Ray's wrapper, found as verl's ``single_controller`` finds such classes."""
@@ -50,6 +51,9 @@ class AgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc] # verl's class
             self.config, self.llm_client, self.teacher_client, self.reward_loop_worker_handles
         )
         self.worker.controller = controller
+        controller.images = ImageLoader(
+            self.worker.processor, self.config.actor_rollout_ref.model.path, self.worker.mm_processor_kwargs
+        )
 
     def generate_sequences(self, prompts: TensorDict) -> None:
         """Starts the rollouts of a batch of prompts and returns."""
@@ -73,6 +77,7 @@ def episode_to_outputs(episode: Episode, current: int) -> list[AgentLoopOutput]:
             reward_score=episode.reward,
             num_turns=episode.calls,
             metrics=AgentLoopMetrics(),
+            multi_modal_data={"images": row.images} if row.images else None,
             extra_fields={
                 "reward_extra_info": {},  # required where a rollout has several rows
                 "rewards": row.rewards,

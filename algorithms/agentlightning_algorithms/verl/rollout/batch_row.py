@@ -1,22 +1,26 @@
 """Converts the model calls of a rollout into rows of verl's training batch.
 
 A row is a prompt, a response, and a mask that is 1 on the tokens that the model sampled. A rollout gives one row per
-call or, where a call's prompt continues exactly the tokens before it, one row per chain of calls.
+call or, where a call's prompt continues exactly the tokens and images before it, one row per chain of calls.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, NamedTuple, TypeAlias
+from itertools import pairwise
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 from agentlightning.types import Triplet
 from agentlightning_algorithms.advantage import Estimator, read_credit
 from agentlightning_plugins.training_records.account import call_keys, explain_unused, read_version
 from agentlightning_plugins.training_records.record import Outcome
 from agentlightning_plugins.trajectories.mismatch import Mismatch
-from agentlightning_plugins.trajectories.trajectory import build_trajectories
+from agentlightning_plugins.trajectories.trajectory import Trajectory, build_trajectories
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 RowKind: TypeAlias = Literal["transition", "trajectory"]
 CREDIT_ESTIMATORS: Final[Mapping[str, Estimator]] = {
@@ -66,6 +70,10 @@ class BatchRow:
     agent."""
     credit: list[CallCredit] = field(default_factory=list)
     """Of each call, where the adapter has a credit rule; empty: the calls get the advantage of their rollout."""
+    image_urls: list[str] = field(default_factory=list)
+    """Of the images of the row, in the order of their tokens."""
+    images: list[Image] = field(default_factory=list)
+    """The images of ``image_urls``, once ``ImageLoader`` has loaded them."""
 
 
 @dataclass
@@ -81,6 +89,12 @@ class BuiltRows:
     mismatches: list[Mismatch] = field(default_factory=list)
     """Calls that continue a conversation but not its tokens."""
 
+    def drop(self, row: BatchRow, reason: str, outcome: Outcome) -> None:
+        """Removes a row; its calls get the outcome."""
+        self.rows = [other for other in self.rows if other is not row]
+        self.dropped[reason] += 1
+        self.left_out.update((call.name, outcome) for call in row.calls)
+
 
 def build_rows(
     triplets: Sequence[Triplet],
@@ -94,7 +108,7 @@ def build_rows(
     """Makes the rows of one rollout with this reward from its triplets, in the order of their calls.
 
     A row with more than ``max_prompt`` tokens before the first response is dropped; one with more than ``max_prompt +
-    max_response`` tokens is cut at the end.
+    max_response`` tokens is cut at the end, or dropped if it has images.
     """
     names = {id(triplet): name for triplet, name in zip(triplets, call_keys(triplets), strict=True)}
     built = BuiltRows(calls=len(triplets), left_out={names[id(each)]: explain_unused(each) for each in triplets})
@@ -103,7 +117,7 @@ def build_rows(
         built.dropped.update(found.left_out)
         if kind == "trajectory":
             built.mismatches += found.mismatches
-        for trajectory in found.trajectories:
+        for trajectory in _split_where_images_change(found.trajectories):
             start = trajectory.prompt_length
             calls = [turn.triplet for turn in trajectory.turns]
             built.left_out.update((names[id(call)], "too_long") for call in calls)
@@ -125,13 +139,35 @@ def build_rows(
                     for turn in trajectory.turns
                     if "credit" in turn.triplet.metadata
                 ],
+                _image_urls(calls[-1]),
             )
+            if row.image_urls and len(trajectory.ids) > max_prompt + max_response:
+                built.dropped["image_row_too_long"] += 1  # a cut could separate an image from its tokens
+                continue
             if cut_row(row, max_prompt + max_response - start):
                 built.dropped["response_cut"] += 1
             for row_call in row.calls:
                 built.left_out.pop(row_call.name, None)
             built.rows.append(row)
     return built
+
+
+def _split_where_images_change(trajectories: Sequence[Trajectory]) -> Iterator[Trajectory]:
+    """Splits trajectories whose calls continue the tokens but not the images before them.
+
+    Images of one size have the same tokens, so that a new screenshot in the place of an old one is found only here.
+    """
+    for trajectory in trajectories:
+        images = [_image_urls(turn.triplet) for turn in trajectory.turns]
+        if all(after[: len(before)] == before for before, after in pairwise(images)):
+            yield trajectory
+        else:
+            for turn in trajectory.turns:
+                yield from build_trajectories([turn.triplet]).trajectories
+
+
+def _image_urls(call: Triplet) -> list[str]:
+    return list(call.prompt.get("image_urls") or ())
 
 
 def cut_row(row: BatchRow, max_response: int) -> bool:

@@ -20,6 +20,7 @@ from agentlightning.types import AttemptedRollout, Dataset, EnqueueRolloutReques
 from agentlightning_algorithms.policy_backend import serve_models
 from agentlightning_algorithms.rollout_result import RolloutResult, cancel_rollouts, read_result, retry_lost
 from agentlightning_algorithms.verl.rollout.batch_row import BatchRow, build_rows, drift, placeholder_row
+from agentlightning_algorithms.verl.rollout.images import ImageLoader
 from agentlightning_algorithms.verl.rollout.metrics import RolloutMetrics, RolloutStats, Turn
 from agentlightning_algorithms.verl.rollout.settings import RolloutSettings
 from agentlightning_plugins.training_records.account import count_sampled
@@ -67,6 +68,7 @@ class RolloutController:
     """verl's."""
     loop: asyncio.AbstractEventLoop
     metrics: RolloutMetrics = field(default_factory=RolloutMetrics)
+    images: ImageLoader = field(default_factory=ImageLoader)
     failure: BaseException | None = None
     """The first error that did not come from an agent."""
     _resources: dict[Mode, str] = field(default_factory=dict)
@@ -157,11 +159,6 @@ class RolloutController:
                 f"the adapter {type(self.adapter).__name__} makes {type(triplets[0]).__name__}, and verl trains on "
                 "triplets: leave the trainer's adapter out"
             )
-        if any(triplet.prompt.get("image_urls") for triplet in triplets or ()):
-            raise ConfigError(
-                f"rollout {rollout.rollout_id} sent images to the model, and verl's rows carry text only (no "
-                "multi_modal_data): use agents that send text"
-            )
         if triplets is None:
             error, reward, triplets = error or "SpansDropped", None, []
         data = self.config.data
@@ -173,6 +170,9 @@ class RolloutController:
             reward=reward,
             failed_reward=settings.failed_reward,
         )
+        for explanation in self.images.load(built, rollout.rollout_id):
+            if self.metrics.is_first(mode, "unusable_images"):
+                logger.warning("%s: a row is not trained on: %s", rollout.rollout_id, explanation)
         began = rollout.start_time if attempt is None else attempt.start_time
         ended = began if rollout.end_time is None else rollout.end_time
         stats = RolloutStats(
@@ -192,7 +192,7 @@ class RolloutController:
             ],
         )
         self.metrics.add(mode, stats)
-        if built.mismatches and self.metrics.is_first_mismatch(mode):
+        if built.mismatches and self.metrics.is_first(mode, "mismatch"):
             found = built.mismatches[0]
             logger.info(
                 "%s: call %s continues call %s, but %s; %d of the rollout's %d calls begin a row of their own",

@@ -55,18 +55,18 @@ class RolloutMetrics:
         self._stats: dict[str, list[RolloutStats]] = {}
         self._counts: Counter[str] = Counter()
         self._reward_check = RewardCheck()
-        self._has_mismatch: set[str] = set()
+        self._seen: set[tuple[str, str]] = set()
 
     def add(self, mode: str, stats: RolloutStats) -> None:
         """Adds a finished rollout."""
         with self._lock:
             self._stats.setdefault(mode, []).append(stats)
 
-    def is_first_mismatch(self, mode: str) -> bool:
-        """Whether this is the first call of a mode since ``take``; one rollout is enough for the log."""
+    def is_first(self, mode: str, event: str) -> bool:
+        """Whether this is the first event of its kind in a mode since ``take``; one is enough for the log."""
         with self._lock:
-            is_first = mode not in self._has_mismatch
-            self._has_mismatch.add(mode)
+            is_first = (mode, event) not in self._seen
+            self._seen.add((mode, event))
             return is_first
 
     def count(self, name: str) -> None:
@@ -83,7 +83,7 @@ class RolloutMetrics:
         with self._lock:
             stats = self._stats.pop(mode, [])
             counts, self._counts = self._counts, Counter()
-            self._has_mismatch.discard(mode)
+            self._seen = {seen for seen in self._seen if seen[0] != mode}
         if stats:
             outcomes = [(each.reward if each.has_reward else None, each.error or None) for each in stats]
             self._reward_check.add(outcomes)
