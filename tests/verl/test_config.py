@@ -18,7 +18,8 @@ import agentlightning as agl
 from agentlightning_algorithms.verl import environment
 from agentlightning_algorithms.verl.config import _compose_own, compose_config, dump_config
 from agentlightning_algorithms.verl.default import CPU_DEFAULTS, DEFAULTS
-from tests.source import REPO
+
+REPO = Path(__file__).resolve().parents[2]
 
 
 def test_our_defaults_override_verls_and_the_users_keys_override_both() -> None:
