@@ -12,7 +12,6 @@ from agentlightning_algorithms.verl.rollout.batch_row import (
     BuiltRows,
     build_rows,
     cut_row,
-    drift,
     placeholder_row,
     weight_range,
 )
@@ -86,7 +85,6 @@ def test_weight_versions_of_a_rollout_are_a_range() -> None:
     rows = build_rows(CHAIN, kind="transition", max_prompt=9, max_response=9).rows
     assert weight_range(rows, 7) == (0, 1)
     assert weight_range([placeholder_row(0)], 7) == (7, 7)
-    assert drift(rows, 1) == 0.5
 
 
 def test_a_step_without_rollouts_has_no_metrics() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from agentlightning_algorithms.verl.rollout.batch_row import RowCall
@@ -43,6 +45,16 @@ def test_flat_groups_are_not_trained_on_unless_the_loss_has_other_terms() -> Non
     assert (rows, {entry.outcome for entry in entries.values()}) == ([], {"flat_group"})
     rows, entries = record(*flat, trains_flat_groups=True)
     assert (len(rows), {entry.outcome for entry in entries.values()}) == (2, {"trained"})
+
+
+def test_drift_counts_the_updates_since_the_calls_of_the_batch_were_sampled() -> None:
+    from agentlightning_algorithms.verl.training.record import mean_drift
+
+    rows: list[Any] = [row(name, "g", 1.0, [1.0] * 4, [1] * 4) for name in "ab"]
+    assert mean_drift(rows, 4) == 0.0
+    rows[1].calls[1] = RowCall("second", 3, 4, 2)
+    assert mean_drift(rows, 4) == 0.5
+    assert mean_drift([], 4) == 0.0
 
 
 def test_a_call_whose_tokens_were_rejected_is_a_mismatch_and_the_rest_of_its_row_is_trained_on() -> None:

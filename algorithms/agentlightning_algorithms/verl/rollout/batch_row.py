@@ -189,15 +189,5 @@ def placeholder_row(token_id: int = 0) -> BatchRow:
 
 def weight_range(rows: Sequence[BatchRow], fallback: int) -> tuple[int, int]:
     """The oldest and the newest weights that a rollout was sampled from."""
-    versions = _versions(rows) or [fallback]
-    return min(versions), max(versions)
-
-
-def drift(rows: Sequence[BatchRow], current: int) -> float:
-    """Mean number of versions that the weights of the calls were behind ``current``."""
-    versions = _versions(rows)
-    return sum(current - version for version in versions) / len(versions) if versions else 0.0
-
-
-def _versions(rows: Sequence[BatchRow]) -> list[int]:
-    return [call.weight_version for row in rows for call in row.calls if call.weight_version is not None]
+    versions = [call.weight_version for row in rows for call in row.calls if call.weight_version is not None]
+    return min(versions, default=fallback), max(versions, default=fallback)

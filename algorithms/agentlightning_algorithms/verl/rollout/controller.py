@@ -19,7 +19,7 @@ from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Dataset, EnqueueRolloutRequest, Triplet
 from agentlightning_algorithms.policy_backend import serve_models
 from agentlightning_algorithms.rollout_result import RolloutResult, cancel_rollouts, read_result, retry_lost
-from agentlightning_algorithms.verl.rollout.batch_row import BatchRow, build_rows, drift, placeholder_row
+from agentlightning_algorithms.verl.rollout.batch_row import BatchRow, build_rows, placeholder_row
 from agentlightning_algorithms.verl.rollout.images import ImageLoader
 from agentlightning_algorithms.verl.rollout.metrics import RolloutMetrics, RolloutStats, Turn
 from agentlightning_algorithms.verl.rollout.settings import RolloutSettings
@@ -138,12 +138,12 @@ class RolloutController:
             await self.gateway.flush()
             rollout = await self.store.get_rollout_by_id(queued.rollout_id)
             assert rollout is not None
-            return await asyncio.to_thread(self._to_episode, mode, await read_result(self.store, rollout), step)
+            return await asyncio.to_thread(self._to_episode, mode, await read_result(self.store, rollout))
         except Exception as error:  # isolation point: of store or dataset; ``check`` raises it in the trainer
             self.failure = self.failure or error
             raise
 
-    def _to_episode(self, mode: Mode, result: RolloutResult, step: int) -> Episode:
+    def _to_episode(self, mode: Mode, result: RolloutResult) -> Episode:
         settings, rollout, spans = self.settings, result.rollout, result.spans
         attempt = rollout.attempt if isinstance(rollout, AttemptedRollout) else None
         error = result.error_type or ""
@@ -182,7 +182,6 @@ class RolloutController:
             has_reward=reward is not None,
             error=error,
             built=built,
-            drift=drift(built.rows, step - 1 if mode == "train" else step),  # a step samples from the one before it
             queue_s=max(0.0, began - rollout.start_time),
             run_s=max(0.0, ended - began),
             call_s=[

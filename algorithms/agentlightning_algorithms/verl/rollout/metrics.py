@@ -35,8 +35,6 @@ class RolloutStats:
     error: str = ""
     """Type of the error; empty for none."""
     built: BuiltRows = field(default_factory=BuiltRows)
-    drift: float = 0.0
-    """Versions of the weights between the calls and the step of the rollout."""
     queue_s: float = 0.0
     run_s: float = 0.0
     call_s: Sequence[float] = ()
@@ -113,7 +111,6 @@ def summarize(stats: Sequence[RolloutStats]) -> dict[str, float]:
         "sampled_tokens": sum(sum(row.response_mask) for each in stats for row in each.built.rows),
         "calls_per_rollout": statistics.fmean(calls),
         "calls_per_rollout_max": max(calls),
-        "drift": statistics.fmean([each.drift for each in stats if each.built.rows] or [0.0]),
         "queue_s": statistics.fmean(queue_s),
         "queue_s_max": max(queue_s),
         "run_s": statistics.fmean(run_s),

@@ -70,6 +70,16 @@ def read_rows(batch: Any, *, is_skipped: bool, has_trainer: bool) -> list[Record
     return found
 
 
+def mean_drift(rows: Iterable[RecordedRow], current: int) -> float:
+    """Mean number of updates between the weights that sampled the calls of a batch and those that the batch updates.
+
+    Args:
+        rows: of the batch.
+        current: the version of the weights that the batch updates.
+    """
+    return _mean(current - call.weight_version for row in rows for call in row.calls if call.weight_version is not None)
+
+
 @dataclass
 class Recorder:
     """Makes the spans that record batches, each in the trace of its rollout."""

@@ -24,7 +24,7 @@ from agentlightning_algorithms.verl.rollout.batch_row import CREDIT_ESTIMATORS, 
 from agentlightning_algorithms.verl.rollout.controller import RolloutController
 from agentlightning_algorithms.verl.training.advantage import OF_GROUPS, call_advantages, rollout_advantages
 from agentlightning_algorithms.verl.training.gpu_monitor import GPUMonitor
-from agentlightning_algorithms.verl.training.record import Recorder, read_rows
+from agentlightning_algorithms.verl.training.record import Recorder, mean_drift, read_rows
 from agentlightning_plugins.training_records.account import TokenTexts
 
 logger = logging.getLogger("agentlightning")
@@ -55,7 +55,7 @@ class _AgentTrainer:
         self.steps = steps
         self.recorder = Recorder(TokenTexts(self.tokenizer.decode))
         self.outcomes: Counter[str] = Counter()
-        self.record_s = 0.0
+        self.record_s = self.drift = 0.0
 
     def on_sample_end(self: Any) -> None:
         self.controller.check()
@@ -83,13 +83,11 @@ class _AgentTrainer:
         started = time.monotonic()
         actor = self.config.actor_rollout_ref.actor
         has_other_loss = actor.use_kl_loss or actor.entropy_coeff != 0 or self.config.algorithm.use_kl_in_reward
-        recorded = self.recorder.make_spans(
-            read_rows(batch, is_skipped=self.is_skipped, has_trainer=not _bypasses(self.config)),
-            self.global_steps,
-            trains_flat_groups=bool(has_other_loss),
-        )
+        rows = read_rows(batch, is_skipped=self.is_skipped, has_trainer=not _bypasses(self.config))
+        recorded = self.recorder.make_spans(rows, self.global_steps, trains_flat_groups=bool(has_other_loss))
         self.controller.call(self.controller.store.add_many_spans(recorded.spans))
         self.outcomes += recorded.outcomes
+        self.drift = mean_drift(rows, self.global_steps - 1)
         self.record_s += time.monotonic() - started
 
     def _balance_batch(self: Any, batch: Any, metrics: dict[str, Any], **kwargs: Any) -> Any:
@@ -155,6 +153,7 @@ class _AgentTrainer:
         metrics["optimizer_steps"], self.steps.taken = self.steps.taken, 0
         metrics.update({f"outcome/{name}": count for name, count in self.outcomes.items()})
         metrics["record_s"], self.record_s = self.record_s, 0.0
+        metrics["drift"] = self.drift
         self.outcomes.clear()
         for name, tokens, phase in (
             ("sample_tokens_per_s", "sampled_tokens", "gen"),

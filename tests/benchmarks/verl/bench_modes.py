@@ -1,4 +1,4 @@
-"""verl's ``colocate_async`` against ``sync``: ``python tests/benchmarks/bench_verl_modes.py [--steps 8] [--tail 4]``.
+"""verl's ``colocate_async`` against ``sync``: ``python tests/benchmarks/verl/bench_modes.py [--steps 8] [--tail 4]``.
 
 The demo's agent and model on a CPU, in the environment of docs/verl.md. One rollout in sixteen takes ``--tail`` seconds
 longer, as a slow tool would make it; with ``--tail 0`` none does. Each mode trains in a process of its own, from the
