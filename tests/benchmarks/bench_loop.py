@@ -1,4 +1,4 @@
-"""CPU of the whole training loop: ``python tests/benchmarks/bench_loop.py [--steps 6] [--concurrency 64]``.
+"""CPU of the whole training loop: ``python tests/benchmarks/bench_loop.py [--steps 6] [--store memory://]``.
 
 Trains the demo's agent by ``grpo`` without evaluations and prints the CPU of a model call by process and by part: the
 threads of the trainer by their name, and the main thread of the runner and of the policy server beside their other
@@ -88,8 +88,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--concurrency", type=int, help="rollouts at once; default: that of the trainer")
+    parser.add_argument("--store", help="such as memory://; default: that of a run with a directory, SQLite")
     arguments = parser.parse_args()
-    meter = train(arguments.steps, arguments.concurrency)
+    meter = train(arguments.steps, arguments.concurrency, arguments.store)
     calls, tokens = meter.calls, meter.tokens
     print(f"{calls:.0f} model calls of {tokens / calls:.1f} tokens, {meter.wall_s:.1f} s; CPU of a call in ms:")
     spent = {part: 1000 * seconds / calls for part, seconds in meter.spent.items()}
@@ -161,12 +162,16 @@ def read_cpu() -> Counter[tuple[str, str]]:
     return spent
 
 
-def train(steps: int, concurrency: int | None) -> CpuMeter:
+def train(steps: int, concurrency: int | None, store: str | None) -> CpuMeter:
     meter = CpuMeter()
     settings = {**GRPO_SETTINGS, "model": str(CHECKPOINT), "steps": steps, "eval_every": 0}
     with tempfile.TemporaryDirectory() as folder:
         agl.Trainer(
-            algorithm=settings, run_dir=Path(folder) / "run", trackers=[meter], max_concurrency=concurrency
+            algorithm=settings,
+            store=None if store is None else agl.create_store(store),
+            run_dir=Path(folder) / "run",
+            trackers=[meter],
+            max_concurrency=concurrency,
         ).fit(calculator_agent, make_problems("train", 512))
     return meter
 
