@@ -15,6 +15,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 
 import agentlightning as agl
+from agentlightning_algorithms.trained_model.record import TrainingRecord
 from agentlightning_algorithms.verl import environment
 from agentlightning_algorithms.verl.config import _compose_own, compose_config, dump_config
 from agentlightning_algorithms.verl.default import CPU_DEFAULTS, DEFAULTS
@@ -179,6 +180,18 @@ async def test_a_credit_rule_is_refused_with_settings_for_whole_rollouts(
     algorithm.context = agl.RunContext(adapter=agl.TraceToTriplet(credit="nearest"), seed=7)
     with pytest.raises(agl.ConfigError, match=re.escape(complaint)):
         await algorithm.run(["task"])
+
+
+@pytest.mark.parametrize("config", [{}, {"actor_rollout_ref": {"model": {"path": "other"}}}])
+def test_a_training_begins_with_the_best_model_of_a_run(config: dict[str, Any], tmp_path: Path) -> None:
+    TrainingRecord(algorithm="sft", base="Qwen/Qwen2.5-0.5B-Instruct").write(tmp_path)
+    (tmp_path / "best").mkdir()
+    algorithm = agl.VERL(config, model=str(tmp_path))
+    assert algorithm.composed is not None
+    assert algorithm.composed.actor_rollout_ref.model.path == str(tmp_path / "best")
+    assert yaml.safe_load(algorithm.print_config())["actor_rollout_ref"]["model"]["path"] == str(tmp_path / "best")
+    with pytest.raises(agl.ConfigError, match="there is no such directory"):
+        agl.VERL(config, model=str(tmp_path / "missing"))
 
 
 def agl_says(folder: Path, *arguments: str) -> str:

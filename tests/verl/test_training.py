@@ -420,3 +420,9 @@ def test_the_trained_model_is_served_and_exported(trained: Training, tmp_path: P
         answer = client.completions.create(model="policy", prompt=[1, 2, 3], max_tokens=4, temperature=0)
     assert answer.usage is not None
     assert answer.usage.completion_tokens > 0
+    on_cpu = {"trainer.device": "cpu"}
+    with pytest.raises(agl.ConfigError, match="in shards; write it as a whole with `agl export"):
+        agl.VERL(on_cpu, model=str(trained.directory))
+    algorithm = agl.VERL(on_cpu, model=str(exported))
+    assert algorithm.composed is not None
+    assert algorithm.composed.actor_rollout_ref.model.path == str(exported)

@@ -77,7 +77,7 @@ def find_model(model: str) -> str:
     """Returns a directory or hub name of a model; of a run's directory, the model that the run trained.
 
     Raises:
-        ConfigError: a path without a model, or a run that trained LoRA adapters.
+        ConfigError: a path without a model, or a run that trained LoRA adapters or whose model is in shards.
     """
     path = Path(model).expanduser()
     if path.is_dir() and not (path / "config.json").is_file():
@@ -97,10 +97,20 @@ def find_model(model: str) -> str:
                 f"model = {model!r}: that run trained LoRA adapters; write the whole model with `agl export {model} "
                 "DIR --merge`, and give DIR"
             )
+        if _has_shards(trained):
+            raise ConfigError(
+                f"model = {model!r}: verl saved the model of that run in shards; write it as a whole with `agl export "
+                f"{model} DIR`, and give DIR"
+            )
         return str(trained)
     if not path.is_dir() and (path.is_absolute() or model.startswith((".", "~")) or path.exists()):
         raise ConfigError(f"model = {model!r}: there is no such directory; give one, or the name of a model on the hub")
     return model
+
+
+def _has_shards(checkpoint: Path) -> bool:
+    """Whether verl wrote a checkpoint, in one file for each process of the training."""
+    return any(checkpoint.glob("*_world_size_*_rank_*.pt"))
 
 
 @contextlib.contextmanager
@@ -110,7 +120,7 @@ def readable(checkpoint: Path) -> Iterator[Path]:
     Raises:
         ConfigError: verl cannot merge them.
     """
-    if not list(checkpoint.glob("*_world_size_*_rank_*.pt")):
+    if not _has_shards(checkpoint):
         yield checkpoint
         return
     with tempfile.TemporaryDirectory(prefix="agl-model-") as scratch:

@@ -13,7 +13,7 @@ import contextlib
 import importlib.util
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
@@ -24,6 +24,7 @@ from agentlightning.errors import ConfigError
 from agentlightning.plugin.registry import get_manager
 from agentlightning.run.thread import run_in_thread
 from agentlightning.types import Dataset, Triplet
+from agentlightning_algorithms.trained_model.checkpoint import find_model
 from agentlightning_algorithms.trained_model.record import TrainingRecord
 from agentlightning_algorithms.verl.default import compose_without_verl, given_keys
 from agentlightning_algorithms.verl.environment import check_release, start_ray
@@ -60,9 +61,14 @@ class VERL(RolloutSettings, Algorithm):
 
     config: Mapping[str, Any]
     """verl's settings that differ from our defaults, nested or by dotted key."""
+    model: str | None = field(default=None, kw_only=True)
+    """Directory or hub name of the model, or directory of a run that trained one, such as one of ``sft`` or ``grpo``.
+    Replaces ``actor_rollout_ref.model.path``."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.model is not None:
+            self.config = {**self.config, "actor_rollout_ref.model.path": find_model(self.model)}
         self.composed: DictConfig | None = None
         """None on a machine without verl."""
         if importlib.util.find_spec("verl") is None:
