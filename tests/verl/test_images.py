@@ -167,7 +167,7 @@ async def test_a_rollout_with_an_image_behind_a_url_is_refused_by_name(loader: I
     )  # fmt: skip
     named = rf"rollout {queued.rollout_id} sent the image 'https://images/cat.png' .* data URIs"
     with pytest.raises(agl.errors.ConfigError, match=named):
-        controller._to_episode("train", await read_result(store, rollout), 1)
+        controller._to_episode("train", await read_result(store, rollout))
     await store.close()
 
 

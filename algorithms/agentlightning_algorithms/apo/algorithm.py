@@ -242,12 +242,17 @@ class APO(PromptSearch):
                     trials[candidate.candidate_id] = asyncio.create_task(comparison)
             return child
 
+        growing = [asyncio.create_task(grow(n, parent)) for n, parent in enumerate(self._parents(number, beam))]
         try:
-            made = await asyncio.gather(*(grow(n, parent) for n, parent in enumerate(self._parents(number, beam))))
+            made = await asyncio.gather(*growing)
             await asyncio.gather(*trials.values())
-        finally:
+        finally:  # after an error the other model calls and rollouts end before their client is closed
+            for task in growing:
+                task.cancel()
+            await asyncio.gather(*growing, return_exceptions=True)
             for trial in trials.values():
                 trial.cancel()
+            await asyncio.gather(*trials.values(), return_exceptions=True)
         children: dict[str, Candidate] = {}
         for child in made:  # in the order of parents: two parents may have made the same child
             if child is not None:

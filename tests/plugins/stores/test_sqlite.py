@@ -7,6 +7,7 @@ import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -217,6 +218,23 @@ def read_schema(path: Path) -> list[tuple[object, ...]]:
         found = connection.execute("SELECT sql FROM sqlite_master").fetchall()
         found += connection.execute("PRAGMA user_version").fetchall()
     return found
+
+
+def test_a_file_whose_tables_another_process_is_creating_is_read_at_one_moment(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+
+    class Interrupted(sqlite3.Connection):
+        def execute(self, sql: str, *parameters: Any) -> sqlite3.Cursor:
+            cursor = super().execute(sql, *parameters)
+            if sql == "PRAGMA application_id":
+                schema.open_file(path, 1.0)
+            return cursor
+
+    with closing(sqlite3.connect(path)) as first:
+        first.execute("PRAGMA journal_mode = WAL")
+    with closing(sqlite3.connect(path, factory=Interrupted)) as connection:
+        assert schema._read_version(connection, path) == 0
+        assert schema._read_version(connection, path) == len(schema.MIGRATIONS)
 
 
 async def test_processes_that_open_a_new_file_at_once_agree(tmp_path: Path) -> None:

@@ -160,7 +160,10 @@ def _read_version(connection: sqlite3.Connection, path: Path) -> int:
     Raises:
         ConfigError: it is not a store, or one of a newer version.
     """
+    reads_alone = not connection.in_transaction
     try:
+        if reads_alone:
+            connection.execute("BEGIN")  # all three of one moment: another process may be creating the tables
         ((application_id,),) = connection.execute("PRAGMA application_id").fetchall()
         ((version,),) = connection.execute("PRAGMA user_version").fetchall()
         ((tables,),) = connection.execute("SELECT count(*) FROM sqlite_master").fetchall()
@@ -168,6 +171,9 @@ def _read_version(connection: sqlite3.Connection, path: Path) -> int:
         if getattr(error, "sqlite_errorname", "") != "SQLITE_NOTADB":
             raise
         raise _no_database(path) from error
+    finally:
+        if reads_alone and connection.in_transaction:
+            connection.execute("ROLLBACK")
     if application_id == 0 and version == 0 and tables == 0:
         return 0
     if application_id != APPLICATION_ID:
