@@ -23,13 +23,15 @@ MAIN := .venvs/main-$(HASH)
 NEWEST := .venvs/newest-$(HASH)
 VERL := .venvs/verl-$(HASH)
 OLDEST := .venvs/oldest-$(HASH)
+VLLM := .venvs/vllm-$(HASH)
 BIN := $(MAIN)/bin
-ENVIRONMENTS := $(MAIN)/.complete-$(HASH) $(NEWEST)/.complete-$(HASH) $(VERL)/.complete-$(HASH) $(OLDEST)/.complete-$(HASH)
+ENVIRONMENTS := $(MAIN)/.complete-$(HASH) $(NEWEST)/.complete-$(HASH) $(VERL)/.complete-$(HASH) $(OLDEST)/.complete-$(HASH) $(VLLM)/.complete-$(HASH)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint format soak bench clean
 
-# $(call environment,folder,extras,constraints,installed first): one that make began is begun anew; somebody's own is installed into.
+# $(call environment,folder,extras,constraints,installed first,requirements installed next without resolving): one that make
+# began is begun anew; another is installed into.
 define environment
 	@$(if $(PYTHON),,$(error Python 3.11 or newer was not found; name it: make PYTHON=/path/to/python3.11))
 	@echo "Installing .[$(2)] in $(1) (once)"
@@ -39,11 +41,13 @@ define environment
 		export VIRTUAL_ENV=$(1) UV_COMPILE_BYTECODE=1; \
 		uv venv --quiet --allow-existing --python "$$($(PYTHON) -c 'import sys; print(sys.executable)')" $(1) && \
 		uv pip install --quiet --constraint constraints/$(3).txt $(or $(4),pip) && \
+		$(if $(5),uv pip install --quiet --no-deps --requirement $(5) &&) \
 		uv pip install --quiet --constraint constraints/$(3).txt --editable '.[$(2)]'; \
 	else \
 		export PIP_DISABLE_PIP_VERSION_CHECK=1; \
 		$(PYTHON) -m venv $(1) && \
 		$(1)/bin/python -m pip install -qq --constraint constraints/$(3).txt $(or $(4),pip) && \
+		$(if $(5),$(1)/bin/python -m pip install -qq --no-deps --requirement $(5) &&) \
 		$(1)/bin/python -m pip install -qq --constraint constraints/$(3).txt --editable '.[$(2)]'; \
 	fi
 	@touch $(1)/.complete-$(HASH)
@@ -54,6 +58,7 @@ define others
 	@$(NEWEST)/bin/python -m pytest --environment newest $(RERUN) $(1) $(PYTEST_ARGS)
 	@$(VERL)/bin/python -m pytest --environment verl $(RERUN) $(1) $(PYTEST_ARGS)
 	@$(OLDEST)/bin/python -m pytest --environment oldest $(RERUN) $(1) $(PYTEST_ARGS)
+	@$(VLLM)/bin/python -m pytest --environment vllm $(RERUN) $(1) $(PYTEST_ARGS)
 endef
 
 help:  ## show this
@@ -108,3 +113,7 @@ $(VERL)/.complete-$(HASH):
 $(OLDEST)/.complete-$(HASH):
 	@rm -rf $(filter-out $(OLDEST),$(wildcard .venvs/oldest-*))
 	$(call environment,$(OLDEST),openai$(comma)otlp$(comma)dev,oldest)
+
+$(VLLM)/.complete-$(HASH):
+	@rm -rf $(filter-out $(VLLM),$(wildcard .venvs/vllm-*))
+	$(call environment,$(VLLM),grpo$(comma)openai$(comma)dev,vllm,$(TORCH),constraints/vllm.txt)

@@ -31,7 +31,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell has it for w
     signal.signal(signal.SIGINT, signal.default_int_handler)  # else what tests start ignores Ctrl-C too
 
 
-ENVIRONMENTS = ("main", "newest", "verl", "oldest")
+ENVIRONMENTS = ("main", "newest", "verl", "oldest", "vllm")
 _FOLDER = Path(__file__).parent
 _TIMEOUT = pytest.StashKey[Any]()
 

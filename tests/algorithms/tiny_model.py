@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 # A simplified template of Qwen and the Hermes family.
 CHAT_TEMPLATE = """
@@ -23,8 +24,8 @@ CHAT_TEMPLATE = """
 """
 
 
-def save_tiny_model(directory: Path, max_length: int = 512) -> None:
-    """Writes the model, for prompts and answers of ``max_length`` bytes."""
+def save_tiny_model(directory: Path, max_length: int = 512, **changes: Any) -> None:
+    """Writes the model, for prompts and answers of ``max_length`` bytes; ``changes`` are of its configuration."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -42,21 +43,20 @@ def save_tiny_model(directory: Path, max_length: int = 512) -> None:
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     torch.manual_seed(0)
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=len(tokenizer),
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=max_length,
-            tie_word_embeddings=True,
-            initializer_range=0.2,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
+    config: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": max_length,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.2,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    model = Qwen2ForCausalLM(Qwen2Config(**{**config, **changes}))
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

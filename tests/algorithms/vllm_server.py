@@ -1,7 +1,6 @@
-"""A fake vLLM server without a model.
+"""A fake vLLM server without a model, for the tests of the environment `main`.
 
-vLLM does not run on the test machines. ``vllm_wire.json`` was therefore written from vLLM's sources, which it names
-with their commits.
+It answers from ``vllm_wire.json``, whose fields ``tests/vllm/test_wire.py`` compares with those of a real server.
 """
 
 from __future__ import annotations
@@ -26,26 +25,33 @@ def completion(temperature: float, *, processed: bool) -> dict[str, Any]:
 
 
 def has_weights(path: str) -> bool:
-    return any(Path(path).glob("*.safetensors"))
+    return path == WIRE["models"]["data"][0]["root"] or any(Path(path).glob("*.safetensors"))
 
 
 class FakeVLLM:
     """Used with ``async with``; ``asked`` lists the requests in order."""
 
     def __init__(
-        self, *, dev_mode: bool = True, processed: bool = True, token_ids: bool = True, lora: bool = True
+        self,
+        *,
+        dev_mode: bool = True,
+        processed: bool = True,
+        token_ids: bool = True,
+        lora: bool = True,
+        device: str = "cuda",
     ) -> None:
         self.asked: list[tuple[str, Any]] = []
         self.paused = False
         self.endpoint = ""
         self.api_key: str | None = None
         self.adapters: dict[str, str] = {}
-        self._processed, self._token_ids = processed, token_ids
+        self._processed, self._token_ids, self._device = processed, token_ids, device
         app = web.Application(middlewares=[self._listen])
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/chat/completions", self._chat)
         if dev_mode:
+            app.router.add_get("/server_info", self._server_info)
             app.router.add_get("/is_paused", self._is_paused)
             app.router.add_post("/pause", self._pause)
             app.router.add_post("/resume", self._resume)
@@ -103,6 +109,9 @@ class FakeVLLM:
 
     async def _is_paused(self, _: web.Request) -> web.Response:
         return web.json_response({"is_paused": self.paused})
+
+    async def _server_info(self, _: web.Request) -> web.Response:
+        return web.json_response({"vllm_config": f"dtype=torch.float32, device_config={self._device}, seed=0"})
 
     async def _pause(self, request: web.Request) -> web.Response:
         assert request.query["mode"] == "wait"

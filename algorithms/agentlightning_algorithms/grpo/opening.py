@@ -7,7 +7,7 @@ import contextlib
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 
@@ -21,6 +21,9 @@ from agentlightning_algorithms.grpo.session import Session
 from agentlightning_algorithms.grpo.setting import GRPOSettings, UpdateSettings, distribution
 from agentlightning_algorithms.grpo.trained_policy import MODEL_NAMES, PolicySet
 from agentlightning_algorithms.policy_backend import PolicyBackend, PolicySetup, serve_models
+
+_LIMITS: Final = ("max_tokens", "max_completion_tokens", "stop")
+"""Parameters of the end of an answer: they apply to calls without them."""
 
 
 async def open_session(
@@ -83,7 +86,13 @@ def model_entries(entry: Mapping[str, Any], settings: GRPOSettings, policies: Po
     for policy in policies:
         served = {"model": policy.name} if policy.name else {}
         for use, sampling in (("train", settings.sampling or {}), ("eval", settings.eval_sampling or {})):
-            key = "sampling_parameters" if (settings.sampling or {})["force"] else "sampling_defaults"
-            own = {"model_name": policy.model_names[use], "seed_calls": True, key: distribution(sampling)}
+            force = (settings.sampling or {})["force"]
+            limits = {name: sampling[name] for name in _LIMITS if name in sampling}
+            own = {
+                "model_name": policy.model_names[use],
+                "seed_calls": True,
+                "sampling_parameters": distribution(sampling) if force else {},
+                "sampling_defaults": limits if force else {**distribution(sampling), **limits},
+            }
             entries.append({**entry, **served, **own})
     return entries

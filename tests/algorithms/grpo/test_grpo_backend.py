@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -102,6 +103,19 @@ async def test_vllm_resumes_with_the_old_weights_when_new_ones_cannot_be_read(
         ):
             await backend.load_weights(tmp_path / "nothing", 3)
         assert not server.paused
+        directories = [body["kwargs"]["weights_path"] for path, body in server.asked if path == "/collective_rpc"]
+        assert directories == [str(tmp_path / "nothing"), WIRE["models"]["data"][0]["root"]]
+
+
+async def test_tied_embeddings_are_refused_by_a_vllm_server_on_a_cpu(setup: PolicySetup, weights: Path) -> None:
+    (weights / "config.json").write_text('{"tie_word_embeddings": true}')
+    for device in ("cuda", "cpu"):
+        async with FakeVLLM(device=device) as server:
+            backend = VLLMBackend(endpoint=server.endpoint)
+            await backend.start(setup)
+            refused = pytest.raises(ConfigError, match="tie_word_embeddings.*backend: transformers")
+            with refused if device == "cpu" else contextlib.nullcontext():
+                await backend.load_weights(weights, 1)
 
 
 @pytest.mark.parametrize(

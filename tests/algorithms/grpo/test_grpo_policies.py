@@ -36,7 +36,7 @@ from agentlightning_plugins.demo.task import make_problems
 from agentlightning_plugins.demo.training import CHECKPOINT
 from agentlightning_plugins.monitoring.metrics import judge
 from agentlightning_plugins.training_records.query import read_ledger, read_rows
-from tests.algorithms.vllm_server import FakeVLLM
+from tests.algorithms.vllm_server import WIRE, FakeVLLM
 
 PROMPTS = [[5, 6, 7], [80, 81, 82, 83], list(range(20, 60))]
 
@@ -378,6 +378,8 @@ async def test_vllm_serves_policies_as_lora_adapters(tiny_model: Path, tmp_path:
             ("writer", "writer"), ("writer-val", "writer"), ("reviewer", "reviewer"), ("reviewer-val", "reviewer"),
         ]  # fmt: skip
         await publish(backend, 0)
+        reloads = [body["kwargs"]["weights_path"] for path, body in server.asked if path == "/collective_rpc"]
+        assert reloads == [WIRE["models"]["data"][0]["root"]], "an earlier training may have left other weights"
         assert server.adapters == {name: str(tmp_path / "0" / name) for name in ("writer", "reviewer")}
         server.asked.clear()
         await publish(backend, 1)

@@ -28,6 +28,18 @@ def stubborn_agent(task: dict[str, Any], llm: agl.LLM, rollout: agl.Rollout) -> 
     return calculator_agent(task, llm.model_copy(update={"sampling_parameters": sampling}))
 
 
+def plain_agent(task: dict[str, Any], llm: agl.LLM) -> float:
+    """The demo's agent, which leaves all parameters out."""
+    return calculator_agent(task, llm.model_copy(update={"sampling_parameters": {}}))
+
+
+def test_an_agent_without_parameters_gets_those_of_the_run(tmp_path: Path) -> None:
+    store = train(tmp_path, plain_agent, steps=1, sampling={"temperature": 0.8, "max_tokens": 3})
+    calls = [call for key, found in read_calls(store).items() if "train" in key for call in found]
+    assert {call["gen_ai.request.temperature"] for call in calls} == {0.8}
+    assert max(call["gen_ai.usage.output_tokens"] for call in calls) == 3
+
+
 def test_rollouts_of_old_steps_are_deleted_from_a_store_in_memory(tmp_path: Path) -> None:
     store = train(tmp_path, calculator_agent, steps=3, keep_steps=1, eval_every=1)
     rollouts = asyncio.run(store.query_rollouts()).items

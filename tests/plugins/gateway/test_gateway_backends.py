@@ -249,6 +249,18 @@ async def test_default_sampling_fills_in_what_a_request_leaves_out() -> None:
     assert (span.attributes["gen_ai.request.temperature"], span.attributes["gen_ai.request.top_p"]) == (0.2, 0.9)
 
 
+@pytest.mark.parametrize("own", [{}, {"max_tokens": 5}, {"max_completion_tokens": 5}])
+async def test_a_default_length_limit_applies_unless_the_request_has_one_by_either_name(own: dict[str, Any]) -> None:
+    async with ScriptedOpenAI() as server:
+        async with gateway(model_list=[entry(server.endpoint, sampling_defaults={"max_tokens": 9})]) as case:
+            _, client = await case.start()
+            await client.chat.completions.create(model="m", messages=HELLO, **own)
+        body = server.requests[0].body
+    assert {name: body[name] for name in ("max_tokens", "max_completion_tokens") if name in body} == (
+        own or {"max_tokens": 9}
+    )
+
+
 async def test_each_call_gets_a_seed_of_its_rollouts_seed_and_its_own_number() -> None:
     async with ScriptedOpenAI() as server, gateway(model_list=[entry(server.endpoint, seed_calls=True)]) as case:
 

@@ -56,6 +56,11 @@ class VLLMBackend:
         self._model_name = ""
         self._served: set[str] = set()
         """Names of models and adapters."""
+        self._loaded = ""
+        """Directory of the newest weights, as the server sees it."""
+        self._has_own_weights = False
+        """Whether the server was made to reload the weights that it was started with."""
+        self._on_cpu = False
 
     @property
     def model_entry(self) -> Mapping[str, Any]:
@@ -69,13 +74,13 @@ class VLLMBackend:
         self._model_name = setup.model_name
         served = self.model_entry["model"]
         status, models = await self._request("GET", "/v1/models")
-        names = [model["id"] for model in models.get("data", ())] if status == 200 else []
+        names = {str(model["id"]): str(model.get("root")) for model in models.get("data", ())} if status == 200 else {}
         if served not in names:
             raise ConfigError(
                 f"the vLLM server at {self.endpoint} has no model {served!r} (status {status}, models: "
                 f"{', '.join(names) or 'none'}); start it with --served-model-name {served}, or set served_model."
             )
-        self._served = set(names)
+        self._served, self._loaded = set(names), names[served]
         status, _ = await self._request("GET", "/is_paused")
         if status != 200:
             raise ConfigError(
@@ -84,23 +89,43 @@ class VLLMBackend:
             )
         await self._command("/resume")  # a killed training may have left it paused
         await self._check_logprobs(served)
+        status, found = await self._request("GET", "/server_info")
+        self._on_cpu = status == 200 and "device_config=cpu" in str(found.get("vllm_config"))
 
     async def load_weights(self, path: Path, version: int) -> None:
         """Makes the paused server reload its weights; it does not store the version."""
-        kwargs = {"weights_path": str(Path.cwd() / path), "is_checkpoint_format": True}
-        body = {"method": "reload_weights", "kwargs": kwargs}
+        if self._on_cpu and _ties_embeddings(path):
+            raise ConfigError(
+                "vLLM on a CPU keeps its old output layer when it reloads a model with tied embeddings "
+                "(tie_word_embeddings in config.json), so it would sample from a mixture of old and new weights; use "
+                "backend: transformers, or train adapters (policies), or a model with an output layer of its own."
+            )
+        new = str(Path.cwd() / path)
         async with self._paused():
-            status, answer = await self._request("POST", "/collective_rpc", body)
+            status, answer = await self._reload(new)
             if status != 200:
+                # A reload that fails leaves layers without weights, and the next call would end vLLM's engine.
+                restored, _ = await self._reload(self._loaded)
                 raise ConfigError(
                     f"the vLLM server refused weights version {version} (status {status}): {_error_text(answer)}. It "
-                    f"must see {kwargs['weights_path']} under the same path."
+                    f"must see {new} under the same path."
+                    + ("" if restored == 200 else f" It cannot reload {self._loaded} either; restart the server.")
                 )
+            self._loaded = new
+
+    async def _reload(self, directory: str) -> tuple[int, Any]:
+        kwargs = {"weights_path": directory, "is_checkpoint_format": True}
+        return await self._request("POST", "/collective_rpc", {"method": "reload_weights", "kwargs": kwargs})
 
     async def load_adapter(self, name: str, path: Path, version: int) -> None:
         """Makes the paused server load an adapter under a name, in place of an earlier one of that name."""
         body = {"lora_name": name, "lora_path": str(Path.cwd() / path)}
         async with self._paused():
+            if not self._has_own_weights:  # an earlier training of this server may have replaced them
+                status, answer = await self._reload(self._loaded)
+                if status != 200:
+                    raise ConfigError(f"the vLLM server cannot reload its own weights: {_error_text(answer)}")
+                self._has_own_weights = True
             if name in self._served:
                 await self._request("POST", "/v1/unload_lora_adapter", {"lora_name": name})
             status, answer = await self._request("POST", "/v1/load_lora_adapter", body)
@@ -178,6 +203,12 @@ class VLLMBackend:
             raise LightningError(
                 f"the vLLM server at {self.endpoint} does not answer {path} ({type(error).__name__}: {error})."
             ) from error
+
+
+def _ties_embeddings(path: Path) -> bool:
+    """Whether the model in a directory uses its embeddings as output layer, too."""
+    file = path / "config.json"
+    return file.is_file() and orjson.loads(file.read_bytes()).get("tie_word_embeddings") is True
 
 
 def _error_text(answer: Any) -> str:

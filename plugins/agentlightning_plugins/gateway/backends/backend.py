@@ -32,6 +32,8 @@ _PREFIXES: Final = {
 _HOSTS: Final = {"api.openai.com": "openai", "api.anthropic.com": "anthropic"}
 _ENVIRONMENT: Final = {"openai": "OPENAI", "anthropic": "ANTHROPIC"}
 """Providers whose variables ``_BASE_URL`` and ``_API_KEY`` are used if an entry has no endpoint."""
+_LENGTH_LIMITS: Final = {"max_tokens", "max_completion_tokens"}
+"""Two names of one parameter."""
 _COMMON_KEYS: Final = ("sampling_parameters", "sampling_defaults", "seed_calls", "provider", "weight", "price")
 _ENTRY_KEYS: Final = ("model_name", "litellm_params", *_COMMON_KEYS)
 _PLAIN_KEYS: Final = ("model_name", "model", "endpoint", "api_key", *_COMMON_KEYS)
@@ -95,7 +97,10 @@ class Backend:
 
     def sampling_fields(self, body: Mapping[str, Any], seed: int | None) -> dict[str, Any]:
         """Returns the fields to set in a request, given the seed of the call."""
-        fields = {name: value for name, value in self.sampling_defaults.items() if body.get(name) is None}
+        given = {name for name, value in body.items() if value is not None}
+        if given & _LENGTH_LIMITS:
+            given |= _LENGTH_LIMITS
+        fields = {name: value for name, value in self.sampling_defaults.items() if name not in given}
         fields.update(self.sampling_parameters)
         if self.seed_calls and seed is not None:
             fields["seed"] = seed
