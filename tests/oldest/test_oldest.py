@@ -20,7 +20,6 @@ from agentlightning_algorithms.prompt_search.budget import read_usage
 from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
 from tests.source import pyproject, run_python
 
-
 EXTRAS = ("langchain", "openai", "openai-agents", "openinference", "otlp", "postgresql")
 
 

@@ -233,7 +233,7 @@ def _to_dict(original: Callable[[Any], Any], model: Any) -> Any:
 def _dump(model: BaseModel) -> dict[str, Any]:
     """The content of a model, without warnings, although other threads use its class for the first time as well.
 
-    Models of openai are completed at their first use. Until pydantic 2.12 other threads then read a model without fields.
+    Models of openai are completed at their first use. Before pydantic 2.12 other threads then read one without fields.
     """
     if not model.__pydantic_complete__:
         with _completing:
