@@ -53,11 +53,10 @@ define environment
 	@touch $(1)/.complete-$(HASH)
 endef
 
-# $(call others,options): the tests of the other environments, as tests/conftest.py assigns them.
+# $(call others,options): the tests of other environments, as tests/conftest.py assigns them; `oldest` has no soak tests.
 define others
 	@$(NEWEST)/bin/python -m pytest --environment newest $(RERUN) $(1) $(PYTEST_ARGS)
 	@$(VERL)/bin/python -m pytest --environment verl $(RERUN) $(1) $(PYTEST_ARGS)
-	@$(OLDEST)/bin/python -m pytest --environment oldest $(RERUN) $(1) $(PYTEST_ARGS)
 	@$(VLLM)/bin/python -m pytest --environment vllm $(RERUN) $(1) $(PYTEST_ARGS)
 endef
 
@@ -74,6 +73,7 @@ test: $(ENVIRONMENTS)  ## everything that must hold: lint, types, tests
 	@$(BIN)/python -m pytest $(RERUN) -n 2 --dist loadfile -m 'not serial and not soak' $(PYTEST_ARGS)
 	@$(BIN)/python -m pytest $(RERUN) -m 'serial and not soak' $(PYTEST_ARGS)
 	$(call others)
+	@$(OLDEST)/bin/python -m pytest --environment oldest $(RERUN) -n 2 --dist loadfile -m 'not serial and not soak' $(PYTEST_ARGS)
 
 lint: $(MAIN)/.complete-$(HASH)  ## ruff and mypy only
 	@$(BIN)/ruff check .
@@ -100,7 +100,7 @@ clean:  ## remove environments, builds and caches
 
 $(MAIN)/.complete-$(HASH):
 	@rm -rf $(filter-out $(MAIN),$(wildcard .venvs/main-*))
-	$(call environment,$(MAIN),all$(comma)demo$(comma)dev$(comma)test,main,$(TORCH))
+	$(call environment,$(MAIN),all$(comma)demo$(comma)dev$(comma)test$(comma)unit,main,$(TORCH))
 
 $(NEWEST)/.complete-$(HASH):
 	@rm -rf $(filter-out $(NEWEST),$(wildcard .venvs/newest-*))
@@ -112,7 +112,7 @@ $(VERL)/.complete-$(HASH):
 
 $(OLDEST)/.complete-$(HASH):
 	@rm -rf $(filter-out $(OLDEST),$(wildcard .venvs/oldest-*))
-	$(call environment,$(OLDEST),openai$(comma)otlp$(comma)dev,oldest)
+	$(call environment,$(OLDEST),langchain$(comma)openai$(comma)openai-agents$(comma)openinference$(comma)otlp$(comma)postgresql$(comma)dev$(comma)unit,oldest)
 
 $(VLLM)/.complete-$(HASH):
 	@rm -rf $(filter-out $(VLLM),$(wildcard .venvs/vllm-*))

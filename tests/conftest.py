@@ -1,7 +1,8 @@
 """Set-up of all tests: no key, no download, one thread of arithmetic, a GPU only where marked.
 
-A test runs in the environment ``main``, unless it lies in ``tests/newest`` or ``tests/verl``, which name environments
-that cannot live together with it. ``pytest.mark.environment("main", "newest")`` on a module makes it run in several.
+A test runs in the environment ``main``, and in ``oldest`` too if it lies in a folder of ``IN_OLDEST``. The folders
+``tests/newest``, ``tests/oldest``, ``tests/verl`` and ``tests/vllm`` belong to environments that cannot live with
+``main``. A module marked ``pytest.mark.environment("main", "newest")`` runs in these, whichever folder it lies in.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell has it for w
 
 
 ENVIRONMENTS = ("main", "newest", "verl", "oldest", "vllm")
+IN_OLDEST = ("core", "integrations", "plugins/gateway", "plugins/stores", "plugins/tracers")
+"""Folders whose tests prove the lower bounds of pyproject.toml, unless a module names its environments."""
 _FOLDER = Path(__file__).parent
 _TIMEOUT = pytest.StashKey[Any]()
 
@@ -57,13 +60,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def environments_of(path: Path) -> set[str]:
     """The environments in which the tests of a file run; for a folder, those of any of its tests."""
-    place = path.relative_to(_FOLDER).parts[:1]
-    if place and place[0] in ENVIRONMENTS:
-        return {place[0]}
+    place = path.relative_to(_FOLDER)
+    if place.parts and place.parts[0] in ENVIRONMENTS:
+        return {place.parts[0]}
     if path.is_dir():
         return set().union(*map(environments_of, path.rglob("test_*.py")))
     mark = re.search(r"pytest\.mark\.environment\(([^)]*)\)", path.read_text(encoding="utf-8"))
-    return set(re.findall(r"\w+", mark[1])) if mark else {"main"}
+    if mark:
+        return set(re.findall(r"\w+", mark[1]))
+    return {"main", "oldest"} if any(map(place.is_relative_to, IN_OLDEST)) else {"main"}
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -21,7 +21,7 @@ from packaging.utils import canonicalize_name
 from tests.source import REPO, ROOTS, pyproject, run_python
 
 # Each needs an environment of its own, or serves development only.
-NOT_IN_ALL = {"agentops", "dev", "poml", "test", "verl", "vllm"}
+NOT_IN_ALL = {"agentops", "dev", "poml", "test", "unit", "verl", "vllm"}
 STRICTER = {"openai>=2.8"}
 """Requirements of one extra that others need not meet."""
 
@@ -62,8 +62,8 @@ def test_no_requirement_is_given_two_bounds() -> None:
 
 
 _EXTRAS_OF = {
-    "main": ("all", "demo", "dev", "test"),
-    "oldest": ("openai", "otlp", "dev"),
+    "main": ("all", "demo", "dev", "test", "unit"),
+    "oldest": ("langchain", "openai", "openai-agents", "openinference", "otlp", "postgresql", "dev", "unit"),
     "newest": ("agent-framework", "agentops", "autogen", "langchain", "openai", "openai-agents", "dev"),
     "verl": ("verl", "dev"),
 }

@@ -115,7 +115,6 @@ DECLARED_THROUGH = {
     "google": "opentelemetry-proto",
     "PIL": "transformers",
     "hydra": "hydra-core",
-    "langchain_core": "langchain",
     "multidict": "aiohttp",
     "pydantic_core": "pydantic",
     "tokenizers": "transformers",

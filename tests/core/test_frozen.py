@@ -19,6 +19,8 @@ from agentlightning.errors import ConfigError
 from agentlightning.frozen import MAX_DEPTH, FrozenDict, FrozenList, freeze, freeze_attributes, thaw, valid_text
 from agentlightning.types import AttemptFailure, EnqueueRolloutRequest, Metrics, Span
 
+pytestmark = pytest.mark.environment("main")  # needs torch
+
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 scalars = (
     st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False)

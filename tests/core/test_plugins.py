@@ -192,13 +192,13 @@ def test_a_missing_extra_is_found_without_importing(monkeypatch: pytest.MonkeyPa
 
 def test_the_extra_of_a_component_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = PluginManager()
-    found = manager.get("algorithm", "grpo")
+    found = manager.get("algorithm", "apo")
     looked_up: list[str] = []
     monkeypatch.setattr(importlib.metadata, "version", looked_up.append)
-    assert manager.missing_requirements("algorithm", "grpo") == []
+    assert manager.missing_requirements("algorithm", "apo") == []
     assert looked_up  # the extra is not empty
     looked_up.clear()
-    assert manager.get("algorithm", "grpo") is found
+    assert manager.get("algorithm", "apo") is found
     assert looked_up == []
 
 

@@ -55,12 +55,27 @@ def make_openai_agents_agent() -> Any:
     return Agent(name=AGENT_NAME, instructions=INSTRUCTIONS, tools=[function_tool(add)], model=model)
 
 
-def make_langchain_agent() -> Any:
-    from langchain.agents import create_agent
+def make_langchain_model() -> Any:
     from langchain_openai import ChatOpenAI
 
-    model = ChatOpenAI(model="gpt-5", api_key="any", base_url=NOWHERE, max_retries=0)  # type: ignore[arg-type] # as users write it
-    return create_agent(model, [add], system_prompt=INSTRUCTIONS, name=AGENT_NAME)
+    return ChatOpenAI(model="gpt-5", api_key="any", base_url=NOWHERE, max_retries=0)  # type: ignore[arg-type] # as users write it
+
+
+def make_langchain_agent(model: Any = None, prompt: str | None = INSTRUCTIONS, name: str | None = AGENT_NAME) -> Any:
+    """An agent of ``create_agent``, or before LangChain 1.0 one of ``create_react_agent``."""
+    from langchain import agents
+
+    if not hasattr(agents, "create_agent"):
+        return make_react_agent(model, prompt, name)
+    return agents.create_agent(model or make_langchain_model(), [add], system_prompt=prompt, name=name)
+
+
+def make_react_agent(model: Any = None, prompt: str | None = INSTRUCTIONS, name: str | None = AGENT_NAME) -> Any:
+    from langgraph.prebuilt import create_react_agent
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated since LangGraph 1.0
+        return create_react_agent(model or make_langchain_model(), [add], prompt=prompt, name=name)
 
 
 def make_autogen_agent() -> Any:

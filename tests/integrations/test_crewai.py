@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from crewai import Crew, Flow
 
 pytestmark = [
+    pytest.mark.environment("main"),  # needs openai 2
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # crewai reads its own deprecated fields
 ]

@@ -18,6 +18,7 @@ from tests.integrations import framework_agent
 from tests.integrations.framework_agent import AGENTS, PROMPTS, make_openai_client
 
 pytestmark = [
+    pytest.mark.environment("main"),  # needs all frameworks
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # crewai reads its own deprecated fields
 ]

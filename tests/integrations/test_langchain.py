@@ -4,7 +4,6 @@ import asyncio
 from typing import Any
 
 import pytest
-from langchain.agents import create_agent
 from langchain_core.caches import InMemoryCache
 from langchain_core.globals import get_llm_cache, set_llm_cache
 from langchain_core.language_models import GenericFakeChatModel
@@ -17,13 +16,13 @@ from langgraph.graph import END, START, MessagesState, StateGraph
 from pydantic import BaseModel, SecretStr
 
 import agentlightning as agl
-from agentlightning.testing.agent import AGENT_NAME, INSTRUCTIONS, MODEL, AgentConformance, Lab, add, ask
+from agentlightning.testing.agent import AGENT_NAME, MODEL, AgentConformance, Lab, ask
 from agentlightning.testing.agent.conformance import is_tool_span
 from agentlightning.tracer import OtelTracer
 from agentlightning_plugins.scripted_model.server import Answer
-from tests.integrations.framework_agent import NOWHERE, PROMPTS, make_langchain_agent
+from tests.integrations.framework_agent import NOWHERE, PROMPTS, make_langchain_agent, make_react_agent
 
-pytestmark = pytest.mark.environment("main", "newest")
+pytestmark = pytest.mark.environment("main", "newest", "oldest")
 
 MODEL_OF_THE_MODULE = ChatOpenAI(model="gpt-5", api_key=SecretStr("any"), base_url=NOWHERE, max_retries=0)
 """As in most code with LangGraph: nodes reach it as a global."""
@@ -37,6 +36,14 @@ class TestCreateAgent(AgentConformance):
         return make_langchain_agent()
 
 
+class TestCreateReactAgent(AgentConformance):
+    prompt_path = PROMPTS["langchain"]
+
+    @pytest.fixture
+    def agent(self) -> Any:
+        return make_react_agent()
+
+
 def make_graph(is_async: bool) -> Any:
     """Two nodes that ask a global model, and the calculator as a third."""
 
@@ -47,7 +54,7 @@ def make_graph(is_async: bool) -> Any:
         return {"messages": [await MODEL_OF_THE_MODULE.ainvoke(state["messages"])]}
 
     def review(state: MessagesState) -> Any:
-        text = "".join(chunk.text for chunk in MODEL_OF_THE_MODULE.stream([("user", "review")]))
+        text = "".join(str(chunk.content) for chunk in MODEL_OF_THE_MODULE.stream([("user", "review")]))
         return {"messages": [AIMessage(text)]}
 
     graph = StateGraph(MessagesState)
@@ -95,7 +102,7 @@ async def test_messages_of_prompt_templates_can_be_tuned_and_keep_their_variable
     prompt = ChatPromptTemplate.from_messages(
         [("system", "You are {mood}."), ("human", "{question}"), ("system", "Mind your words.")]
     )
-    chain = prompt | MODEL_OF_THE_MODULE | RunnableLambda(lambda message: message.text)
+    chain = prompt | MODEL_OF_THE_MODULE | RunnableLambda(lambda message: message.content)
     prompts = {"prompt.system": "style", "prompt.system2": "Mind your numbers."}
     task: Any = {"mood": "kind", "question": ask(2, 3)}
     async with Lab(chain, [Answer("The sum is 5.")], prompts=prompts, reward=lambda *_: 1.0) as lab:
@@ -167,8 +174,9 @@ async def test_outside_rollouts_nothing_changes() -> None:
     async with Lab(make_langchain_agent()) as lab:
         await lab.run(ask(2, 3))
         model = ChatOpenAI(model="theirs", api_key=SecretStr("any"), base_url=lab.server.endpoint, max_retries=0)
-        agent = create_agent(model, [add], system_prompt=INSTRUCTIONS)
+        agent = make_langchain_agent(model, name=None)
         result = await agent.ainvoke({"messages": [("user", ask(4, 5))]})
+        await model.root_async_client.close()
         assert result["messages"][-1].content == "The sum is 9."
         assert [request.body["model"] for request in lab.server.requests[2:]] == ["theirs"] * 2
 
@@ -176,8 +184,10 @@ async def test_outside_rollouts_nothing_changes() -> None:
 async def test_a_function_that_uses_langchain_is_traced_as_well() -> None:
     async def calculator(task: str, llm: agl.LLM) -> str:
         model = ChatOpenAI(model=llm.model, base_url=llm.get_base_url(), api_key=SecretStr(llm.api_key or "unused"))
-        agent = create_agent(model, [add], name=AGENT_NAME)
-        return str(await agent.ainvoke({"messages": [("user", task)]}))
+        agent = make_langchain_agent(model, prompt=None)
+        answer = str(await agent.ainvoke({"messages": [("user", task)]}))
+        await model.root_async_client.close()  # before langchain-openai 1.0 nothing else closes it
+        return answer
 
     async with Lab(calculator) as lab:
         (rollout,) = await lab.run(ask(2, 3))
@@ -191,9 +201,11 @@ async def test_the_handler_of_a_tracer_may_be_passed_as_well() -> None:
         tracer = agl.get_active_tracer()
         assert tracer is not None
         model = ChatOpenAI(model=llm.model, base_url=llm.get_base_url(), api_key=SecretStr(llm.api_key or "unused"))
-        agent = create_agent(model, [add], name=AGENT_NAME)
+        agent = make_langchain_agent(model, prompt=None)
         handler = tracer.get_langchain_handler()
-        return str(await agent.ainvoke({"messages": [("user", task)]}, config={"callbacks": [handler]}))
+        answer = str(await agent.ainvoke({"messages": [("user", task)]}, config={"callbacks": [handler]}))
+        await model.root_async_client.close()
+        return answer
 
     async with Lab(calculator) as lab:
         (rollout,) = await lab.run(ask(2, 3))

@@ -8,6 +8,7 @@ import inspect
 import json
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ from opentelemetry import trace as otel
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, create_model
 
 import agentlightning as agl
 from agentlightning import semconv
@@ -34,7 +35,7 @@ from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI,
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 from tests.integrations.framework_agent import NOWHERE, make_openai_agent
 
-pytestmark = pytest.mark.environment("main", "newest")
+pytestmark = pytest.mark.environment("main", "newest", "oldest")
 
 ADD: Any = {
     "type": "function",
@@ -561,6 +562,23 @@ assert openai.OpenAI
     versions = [f"{name} {importlib.metadata.version(name)}" for name in names]
     assert "openai is not traced: {} and {} do not work together".format(*versions) in line
     assert line.endswith("pip install --upgrade {} {}".format(*names))
+
+
+def test_threads_that_read_the_first_answers_together_read_them_whole() -> None:
+    class Deferred(BaseModel):
+        model_config = ConfigDict(defer_build=True)
+
+    fields: dict[str, Any] = {f"field_{number}": (int | str, number) for number in range(20)}
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(50):
+            answer = create_model("Answer", __base__=Deferred, **fields).model_construct()
+            together = threading.Barrier(4)
+
+            def read(answer: BaseModel = answer, together: threading.Barrier = together) -> int:
+                together.wait(60)
+                return len(openai_integration._dump(answer))
+
+            assert [done.result() for done in [threads.submit(read) for _ in range(4)]] == [20] * 4
 
 
 async def test_spans_go_to_the_provider_that_was_given(server: ScriptedOpenAI) -> None:

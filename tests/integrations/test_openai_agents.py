@@ -30,7 +30,7 @@ from agentlightning_integrations.openai_agents.agent import _processors
 from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest, ScriptedOpenAI
 from tests.integrations.framework_agent import PROMPTS, make_openai_agents_agent
 
-pytestmark = pytest.mark.environment("main", "newest")
+pytestmark = pytest.mark.environment("main", "newest", "oldest")
 
 
 class TestOpenAIAgents(AgentConformance):

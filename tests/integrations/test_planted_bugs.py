@@ -20,6 +20,8 @@ from agentlightning.testing.agent.conformance import AgentConformance as Kit
 from agentlightning.tracer import get_active_tracer
 from agentlightning_integrations.framework.agent import FrameworkAgent
 
+pytestmark = pytest.mark.environment("main")  # a test of the conformance tests
+
 TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 
 

@@ -17,6 +17,8 @@ from agentlightning.testing.agent import ask
 from tests.algorithms.tiny_model import save_tiny_model
 from tests.integrations.framework_agent import AGENTS
 
+pytestmark = pytest.mark.environment("main")  # needs all frameworks
+
 GROUP = 4
 
 

@@ -23,6 +23,8 @@ from agentlightning_plugins.scripted_model.server import Answer, RecordedRequest
 from tests.algorithms.prompt_lab import Server
 from tests.integrations.framework_agent import AGENTS, make_langchain_agent, make_openai_agents_agent
 
+pytestmark = pytest.mark.environment("main")  # needs all frameworks
+
 PROMPT = f"{AGENT_NAME}.instructions"
 
 

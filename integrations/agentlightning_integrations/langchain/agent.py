@@ -1,11 +1,10 @@
-"""LangChain and LangGraph: runnables, agents of ``create_agent`` and compiled graphs."""
+"""LangChain and LangGraph: runnables, agents of ``create_agent`` or ``create_react_agent``, and graphs."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import importlib
-import inspect
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any, Final
@@ -23,6 +22,7 @@ from agentlightning_integrations.framework.agent import FrameworkAgent
 from agentlightning_integrations.framework.object_copy import ModelCache
 from agentlightning_integrations.framework.span_tree import detach_ended
 from agentlightning_integrations.framework.task import read_input
+from agentlightning_integrations.langchain.prebuilt import read_name, read_system_prompt
 from agentlightning_integrations.langchain.trace import instrument as instrument
 
 _MODEL_METHODS: Final = "generate agenerate stream astream _chat_model_stream_v3 _achat_model_stream_v3".split()
@@ -45,7 +45,7 @@ class LangChainAgent(FrameworkAgent[Runnable[Any, Any]]):
     """
 
     def texts(self) -> Mapping[str, str]:
-        """System prompts of ``create_agent``, as ``writer.system_prompt``, and the messages of prompt templates.
+        """System prompts of agents, as ``writer.system_prompt``, and the messages of prompt templates.
 
         An agent without a name has ``system_prompt``; a subgraph has the name of its node. Prompt templates outside
         graphs are ``prompt.system``, ``prompt.human`` or just ``prompt``, the next ones ``prompt2.system`` and so on.
@@ -185,13 +185,10 @@ def _find_texts(runnable: Runnable[Any, Any]) -> dict[str, tuple[str, PromptTemp
 
 
 def _add_system_prompts(graph: Any, prefix: str, found: dict[str, tuple[str, PromptTemplate | None]]) -> None:
-    name = ((graph.config or {}).get("metadata") or {}).get("lc_agent_name") or prefix
-    node = graph.nodes.get("model")
-    function = getattr(getattr(node, "bound", None), "func", None)
-    if inspect.isfunction(function):
-        message = inspect.getclosurevars(function).nonlocals.get("system_message")
-        if isinstance(message, SystemMessage) and isinstance(message.content, str):
-            found[f"{name}.system_prompt" if name else "system_prompt"] = message.content, None
+    name = read_name(graph) or prefix
+    text = read_system_prompt(graph)
+    if text is not None:
+        found[f"{name}.system_prompt" if name else "system_prompt"] = text, None
     for node_name, inner in graph.get_subgraphs():
         _add_system_prompts(inner, node_name, found)
 

@@ -17,6 +17,8 @@ from opentelemetry import trace as otel
 from agentlightning import semconv
 from agentlightning.tracer.attribute import to_json
 from agentlightning_integrations.framework.span_tree import OPERATION, TOOL_RESULT, SpanTree, to_text
+from agentlightning_integrations.langchain import prebuilt
+from agentlightning_plugins.instrumentation import OnImport
 
 
 def instrument(tracer_provider: Any) -> Callable[[], None]:
@@ -24,8 +26,10 @@ def instrument(tracer_provider: Any) -> Callable[[], None]:
     handler = handler_of(tracer_provider)
     everywhere: ContextVar[Any] = ContextVar("agentlightning_langchain_handler", default=handler)
     langchain_context.register_configure_hook(everywhere, inheritable=True)
+    agents = OnImport("langgraph.pregel", prebuilt.instrument)
 
     def undo() -> None:
+        agents.undo()
         hooks = langchain_context._configure_hooks
         hooks[:] = [hook for hook in hooks if hook[0] is not everywhere]
         handler.clear()
@@ -42,7 +46,7 @@ def handler_of(tracer_provider: Any) -> SpanHandler:
 class SpanHandler(BaseCallbackHandler):
     """Records LangChain's runs as spans, except for prompts, parsers and sequences.
 
-    An agent is a named ``create_agent``, a node of any other graph, or else the graph itself.
+    An agent is a named ``create_agent`` or ``create_react_agent``, a node of any other graph, or else the graph itself.
     """
 
     run_inline = True  # in the caller's context, so that inner spans become children
@@ -61,10 +65,10 @@ class SpanHandler(BaseCallbackHandler):
         if name in ("__start__", "__end__"):
             self._spans.omit(run_id, parent_run_id)
         elif is_node and metadata.get("langgraph_node") == name:
-            is_agent = metadata.get("ls_integration") != "langchain_create_agent"
+            is_agent = metadata.get(prebuilt.INTEGRATION) != prebuilt.CREATE_AGENT
             attributes = {"langchain.chain.type": name} if is_agent else {}
             self._spans.begin(run_id, f"node {name}", attributes, parent_run_id)
-        elif name and name in (metadata.get("lc_agent_name"), "LangGraph"):
+        elif name and name in (metadata.get(prebuilt.AGENT_NAME), "LangGraph"):
             self._spans.begin_agent(run_id, name, parent_run_id)
         else:
             self._spans.omit(run_id, parent_run_id)

@@ -11,6 +11,7 @@ import importlib.metadata
 import inspect
 import logging
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -29,6 +30,7 @@ from agentlightning_plugins.instrumentation import Patches, instrument_and_resto
 
 logger = logging.getLogger("agentlightning")
 _MAX_RESPONSES: Final = 1000
+_completing: Final = threading.Lock()
 
 
 def wrap_agent(agent: Any, options: WrapOptions) -> OpenAIClientAgent | None:
@@ -142,9 +144,7 @@ class _RecentResponses(dict[str, Any]):
     def __setitem__(self, response_id: str, data: Any) -> None:
         data.tools = data.tools or []
         blocks = (data.output_blocks or {}).items()
-        data.output_blocks = {
-            key: block.model_dump(warnings=False) if hasattr(block, "model_dump") else block for key, block in blocks
-        }
+        data.output_blocks = {key: _dump(block) if isinstance(block, BaseModel) else block for key, block in blocks}
         super().__setitem__(response_id, data)
         with contextlib.suppress(KeyError, StopIteration, RuntimeError):  # another thread was faster
             if len(self) > _MAX_RESPONSES:
@@ -224,10 +224,21 @@ def _record_parsed(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs
 def _to_dict(original: Callable[[Any], Any], model: Any) -> Any:
     if not isinstance(model, BaseModel):
         return original(model)
-    content = model.model_dump(warnings=False)
+    content = _dump(model)
     if isinstance(usage := content.get("usage"), dict):  # the instrumentation fails on details that are None
         content["usage"] = {name: value for name, value in usage.items() if value is not None}
     return content
+
+
+def _dump(model: BaseModel) -> dict[str, Any]:
+    """The content of a model, without warnings, although other threads use its class for the first time as well.
+
+    Models of openai are completed at their first use. Before pydantic 2.12 other threads then read one without fields.
+    """
+    if not model.__pydantic_complete__:
+        with _completing:
+            type(model).model_rebuild(raise_errors=False)
+    return model.model_dump(warnings=False)
 
 
 async def _returning(value: Any) -> Any:

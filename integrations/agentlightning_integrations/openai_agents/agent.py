@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from agents import Agent, Handoff, ModelSettings, OpenAIChatCompletionsModel, RunConfig, Runner, RunResult
-from agents.run_config import CallModelData, ModelInputData
+from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, RunConfig, Runner, RunResult
+from agents.run import CallModelData, ModelInputData
 from agents.tracing import FunctionSpanData, Span, Trace, TracingProcessor, get_trace_provider, set_trace_processors
 from agents.tracing.processors import BackendSpanExporter, BatchTraceProcessor
 from agents.tracing.span_data import AgentSpanData, GuardrailSpanData, HandoffSpanData
@@ -28,6 +28,7 @@ from agentlightning_integrations.framework.span_tree import (
     to_text,
 )
 from agentlightning_integrations.framework.task import read_input
+from agentlightning_integrations.openai_agents.nested import agent_behind, pass_configuration_on, run_config
 
 
 def wrap_agent(agent: Any, options: WrapOptions) -> OpenAIAgentsAgent | None:
@@ -63,12 +64,17 @@ class OpenAIAgentsAgent(FrameworkAgent[Agent[Any]]):
             tracing_disabled=not any(isinstance(processor, _Recorder) for processor in _processors()),
             trace_include_sensitive_data=True,  # it goes to the store only
         )
-        if llm is None:
-            return await Runner.run(self.agent, task, run_config=config)
-        async with async_client(llm) as client:
-            config.model = OpenAIChatCompletionsModel(llm.model, client)
-            config.model_settings = _to_settings(llm.sampling_parameters)
-            return await Runner.run(self.agent, task, run_config=config)
+        pass_configuration_on()
+        token = run_config.set(config)
+        try:
+            if llm is None:
+                return await Runner.run(self.agent, task, run_config=config)
+            async with async_client(llm) as client:
+                config.model = OpenAIChatCompletionsModel(llm.model, client)
+                config.model_settings = _to_settings(llm.sampling_parameters)
+                return await Runner.run(self.agent, task, run_config=config)
+        finally:
+            run_config.reset(token)
 
 
 def _agents(root: Agent[Any]) -> Iterator[Agent[Any]]:
@@ -79,9 +85,7 @@ def _agents(root: Agent[Any]) -> Iterator[Agent[Any]]:
 def _children(part: Any) -> Iterable[Any]:
     if isinstance(part, Agent):
         return part.handoffs, part.tools
-    if isinstance(part, Handoff):
-        return (part._agent_ref() if part._agent_ref else None,)
-    return (getattr(part, "_agent_instance", None),)  # of a tool
+    return (agent_behind(part),)
 
 
 def _to_settings(parameters: Mapping[str, Any]) -> ModelSettings:

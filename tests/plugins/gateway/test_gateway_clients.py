@@ -20,7 +20,11 @@ from agentlightning_plugins.scripted_model.server import EOS, Answer, RecordedRe
 from tests.plugins.gateway.gateway_client import CLIENTS, KEY
 from tests.plugins.gateway.gateway_setup import PROVIDER_KEY, Case, gateway
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # seven processes start at once
+pytestmark = [
+    pytest.mark.environment("main"),  # needs all frameworks
+    pytest.mark.slow,
+    pytest.mark.timeout(600),  # seven processes start at once
+]
 
 CALL = 'add{"a": 1, "b": 2}'
 TOLD_TO_ADD = ["<call>", "3, I think."]

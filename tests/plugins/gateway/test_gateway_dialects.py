@@ -223,7 +223,7 @@ async def test_messages_reach_a_chat_server_and_are_recorded_with_tokens() -> No
             streamed = await stream.get_final_message()
         spans = await case.spans(rollout)
     for answer, span in zip((whole, streamed), spans, strict=True):
-        assert [block.to_dict() for block in answer.content] == [
+        assert [block.to_dict(exclude_none=True) for block in answer.content] == [
             {"type": "thinking", "thinking": "Add them.", "signature": ""},
             {"type": "text", "text": "The sum is 3."},
             *(

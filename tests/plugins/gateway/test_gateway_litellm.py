@@ -11,7 +11,7 @@ import pytest
 
 from tests.plugins.gateway.gateway_setup import PROVIDER_KEY
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.environment("main"), pytest.mark.slow]
 
 
 async def test_litellm_reaches_a_server_without_an_api_of_openai(tmp_path: Path) -> None:

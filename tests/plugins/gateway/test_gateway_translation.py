@@ -20,6 +20,8 @@ from agentlightning_plugins.gateway.dialects.messages_translation import Message
 from agentlightning_plugins.gateway.dialects.responses import Responses
 from agentlightning_plugins.gateway.dialects.responses_translation import ResponsesTranslation
 
+pytestmark = pytest.mark.environment("main")  # reads events as a new anthropic does
+
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
 ARGUMENTS = st.dictionaries(TEXT, st.integers() | TEXT, max_size=2).map(json.dumps)
 CALLS = st.lists(st.fixed_dictionaries({"name": TEXT, "arguments": ARGUMENTS}), max_size=3)

@@ -16,6 +16,8 @@ from agentlightning_plugins.stores.http.server import events
 from tests.nginx import running_nginx
 from tests.plugins.stores.served import serve
 
+pytestmark = pytest.mark.environment("main")  # about proxies, not about versions of libraries
+
 LOCATIONS = """
     location /defaults/ {{ proxy_pass {0}/; }}
     location /buffering/ {{ proxy_pass {0}/; proxy_ignore_headers X-Accel-Buffering; }}

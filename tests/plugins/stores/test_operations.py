@@ -21,6 +21,8 @@ from agentlightning_plugins.stores.http.client import LightningStoreClient
 from tests.port import reserve_port
 from tests.postgresql import PostgresServer, running_server
 
+pytestmark = pytest.mark.environment("main")  # about processes, not about versions of libraries
+
 
 @pytest.fixture
 def own_server(quick_parent: Path) -> Iterator[PostgresServer]:

@@ -30,6 +30,8 @@ from agentlightning.types import (
 )
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore, MemoryBackend
 
+pytestmark = pytest.mark.environment("main")  # a test of the conformance tests
+
 R = TypeVar("R", bound=Record)
 
 MODEL = "test_any_sequence_of_calls_does_what_a_simple_model_does"

@@ -17,6 +17,8 @@ from tests.benchmarks.bench_servers import GROUPS, measure, serving
 from tests.benchmarks.bench_store import make_spans
 from tests.postgresql import running_server
 
+pytestmark = pytest.mark.environment("main")  # about processes, not about versions of libraries
+
 WINDOW_S = 0.4
 
 

@@ -21,6 +21,7 @@ from agentlightning.plugin.registry import get_manager
 from agentlightning.testing.tracer import TracerConformance
 from agentlightning.tracer import OpenInferenceTracer, Tracer
 from agentlightning_plugins.scripted_model.server import EOS, Answer, ScriptedOpenAI, encode, logprob
+from tests.integrations.framework_agent import make_langchain_agent
 from tests.plugins.gateway.gateway_setup import ADD, gateway
 
 IMAGE = "data:image/png;base64," + "A" * 100_000
@@ -96,19 +97,14 @@ async def test_an_image_arrives_whole(tracer: OpenInferenceTracer, server: Scrip
 
 
 async def test_the_agent_of_a_langchain_graph_has_its_name(server: ScriptedOpenAI) -> None:
-    from langchain.agents import create_agent
     from langchain_openai import ChatOpenAI
     from pydantic import SecretStr
-
-    def add(a: int, b: int) -> int:
-        """Adds."""
-        return a + b
 
     tracer = OpenInferenceTracer(["langchain"])
     tracer.init()
     client = httpx.AsyncClient()
     model = ChatOpenAI(model="m", base_url=server.endpoint, api_key=SecretStr("any"), http_async_client=client)
-    graph: Any = create_agent(model, tools=[add], name="solver")
+    graph: Any = make_langchain_agent(model, prompt=None, name="solver")
     async with client, tracer.trace_context() as trace:
         await graph.ainvoke({"messages": [{"role": "user", "content": "1+2?"}]})
     tracer.teardown()
