@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import torch
 from openai import AsyncOpenAI
@@ -100,15 +102,34 @@ async def test_reloaded_weights_sample_from_now_on(
     assert max(abs(new - was) for new, was in zip(score(policy, before), score(old, before), strict=True)) > 0.05
 
 
+async def count_running(server: Any) -> float:
+    """The calls that vLLM is sampling."""
+    url = server.endpoint.removesuffix("/v1") + "/metrics"
+    async with aiohttp.ClientSession() as session, session.get(url) as response:
+        found = re.search(r"^vllm:num_requests_running\{.*\} (.*)$", await response.text(), re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+async def until_running(server: Any, calls: int) -> None:
+    for _ in range(2000):
+        if await count_running(server) >= calls:
+            return
+        await asyncio.sleep(0.01)
+    raise TimeoutError(f"vLLM never sampled {calls} calls at once")
+
+
 async def test_calls_during_a_reload_finish_or_wait(
     gateway: agl.LLMProxy, backend: VLLMBackend, policy: Policy, server: Any, tmp_path: Path
 ) -> None:
     old = load_policy(server.model)
     change(policy)
     policy.save(tmp_path / "new")
-    calls = [asyncio.create_task(ask(gateway, seed=seed, max_tokens=64)) for seed in range(8)]
-    await asyncio.sleep(0.1)
-    await backend.load_weights(tmp_path / "new", 1)
+    calls = [asyncio.create_task(ask(gateway, seed=seed, max_tokens=300)) for seed in range(8)]
+    await until_running(server, 4)
+    reload = asyncio.create_task(backend.load_weights(tmp_path / "new", 1))
+    calls += [asyncio.create_task(ask(gateway, seed=seed, max_tokens=64)) for seed in range(8, 16)]
+    await reload
+    sampled_by = set()
     for triplet in [await call for call in calls]:
         logprobs = triplet.response["logprobs"]
         gaps = [
@@ -116,6 +137,8 @@ async def test_calls_during_a_reload_finish_or_wait(
             for each in (old, policy)
         ]
         assert min(gaps) < 1e-4, "an answer mixes two versions of the weights"
+        sampled_by.add("old" if gaps[0] < gaps[1] else "new")
+    assert sampled_by == {"old", "new"}
 
 
 async def test_weights_that_cannot_be_read_leave_the_server_running(

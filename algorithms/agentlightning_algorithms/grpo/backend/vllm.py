@@ -58,8 +58,8 @@ class VLLMBackend:
         """Names of models and adapters."""
         self._loaded = ""
         """Directory of the newest weights, as the server sees it."""
-        self._has_own_weights = False
-        """Whether the server was made to reload the weights that it was started with."""
+        self._is_loaded = False
+        """Whether the server is known to have them; an earlier training may have left others."""
         self._on_cpu = False
 
     @property
@@ -111,7 +111,7 @@ class VLLMBackend:
                     f"must see {new} under the same path."
                     + ("" if restored == 200 else f" It cannot reload {self._loaded} either; restart the server.")
                 )
-            self._loaded = new
+            self._loaded, self._is_loaded = new, True
 
     async def _reload(self, directory: str) -> tuple[int, Any]:
         kwargs = {"weights_path": directory, "is_checkpoint_format": True}
@@ -121,11 +121,14 @@ class VLLMBackend:
         """Makes the paused server load an adapter under a name, in place of an earlier one of that name."""
         body = {"lora_name": name, "lora_path": str(Path.cwd() / path)}
         async with self._paused():
-            if not self._has_own_weights:  # an earlier training of this server may have replaced them
+            if not self._is_loaded:
                 status, answer = await self._reload(self._loaded)
                 if status != 200:
-                    raise ConfigError(f"the vLLM server cannot reload its own weights: {_error_text(answer)}")
-                self._has_own_weights = True
+                    raise ConfigError(
+                        f"the vLLM server cannot reload {self._loaded}, with which it was started (status {status}): "
+                        f"{_error_text(answer)}; restart it."
+                    )
+                self._is_loaded = True
             if name in self._served:
                 await self._request("POST", "/v1/unload_lora_adapter", {"lora_name": name})
             status, answer = await self._request("POST", "/v1/load_lora_adapter", body)
