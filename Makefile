@@ -28,10 +28,10 @@ BIN := $(MAIN)/bin
 ENVIRONMENTS := $(MAIN)/.complete-$(HASH) $(NEWEST)/.complete-$(HASH) $(VERL)/.complete-$(HASH) $(OLDEST)/.complete-$(HASH) $(VLLM)/.complete-$(HASH)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format soak bench clean
+.PHONY: help demo test test-newest test-oldest test-verl test-vllm lint format soak bench clean
 
-# $(call environment,folder,extras,constraints,installed first,requirements installed next without resolving): one that make
-# began is begun anew; another is installed into.
+# $(call environment,folder,extras,constraints,installed first,requirements installed next without resolving): one 
+# X
 define environment
 	@$(if $(PYTHON),,$(error Python 3.11 or newer was not found; name it: make PYTHON=/path/to/python3.11))
 	@echo "Installing .[$(2)] in $(1) (once)"
@@ -53,12 +53,9 @@ define environment
 	@touch $(1)/.complete-$(HASH)
 endef
 
-# $(call others,options): the tests of other environments, as tests/conftest.py assigns them; `oldest` has no soak tests.
-define others
-	@$(NEWEST)/bin/python -m pytest --environment newest $(RERUN) $(1) $(PYTEST_ARGS)
-	@$(VERL)/bin/python -m pytest --environment verl $(RERUN) $(1) $(PYTEST_ARGS)
-	@$(VLLM)/bin/python -m pytest --environment vllm $(RERUN) $(1) $(PYTEST_ARGS)
-endef
+# Options for make: two targets at a time; each prints once it has ended.
+TWO_AT_A_TIME := --no-print-directory -j2 --output-sync
+SELECT := not serial and not soak
 
 help:  ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -66,14 +63,18 @@ help:  ## show this
 demo: .venv/.complete-$(HASH)  ## train a small real agent on this machine, in a few minutes
 	@.venv/bin/agl demo
 
-test: $(ENVIRONMENTS)  ## everything that must hold: lint, types, tests
+test:  ## everything that must hold: lint, types, tests
+	@$(MAKE) $(TWO_AT_A_TIME) $(ENVIRONMENTS)
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/mypy --no-error-summary $(SOURCES)
-	@$(BIN)/python -m pytest $(RERUN) -n 2 --dist loadfile -m 'not serial and not soak' $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest $(RERUN) -n 2 --dist loadfile -m '$(SELECT)' $(PYTEST_ARGS)
 	@$(BIN)/python -m pytest $(RERUN) -m 'serial and not soak' $(PYTEST_ARGS)
-	$(call others)
-	@$(OLDEST)/bin/python -m pytest --environment oldest $(RERUN) -n 2 --dist loadfile -m 'not serial and not soak' $(PYTEST_ARGS)
+	@$(MAKE) $(TWO_AT_A_TIME) test-verl test-oldest test-vllm test-newest
+
+# The tests that tests/conftest.py assigns to another environment.
+test-newest test-oldest test-verl test-vllm: test-%: .venvs/%-$(HASH)/.complete-$(HASH)
+	@.venvs/$*-$(HASH)/bin/python -m pytest --environment $* $(RERUN) -m '$(SELECT)' $(PYTEST_ARGS)
 
 lint: $(MAIN)/.complete-$(HASH)  ## ruff and mypy only
 	@$(BIN)/ruff check .
@@ -86,7 +87,7 @@ format: $(MAIN)/.complete-$(HASH)  ## rewrite the sources in the house style
 
 soak: $(ENVIRONMENTS)  ## the tests that take minutes
 	@$(BIN)/python -m pytest $(RERUN) -m soak $(PYTEST_ARGS)
-	$(call others,-m soak)
+	@$(MAKE) --no-print-directory test-newest test-verl test-vllm SELECT=soak
 
 bench: $(MAIN)/.complete-$(HASH)  ## benchmarks, as ratios against a baseline of the same run
 	@set -e; for script in tests/benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script; done

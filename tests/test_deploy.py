@@ -16,6 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from agentlightning.cli import add_plugin_commands, cli
 from agentlightning.plugin.registry import get_manager
+from agentlightning.plugin.settings import bind_settings
+from agentlightning_plugins.gateway.backends.backend import ModelTable
+from agentlightning_plugins.gateway.proxy import LLMProxy
 from agentlightning_plugins.stores.http.server.application import StoreApplication
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 from tests.nginx import find_nginx
@@ -54,6 +57,23 @@ def test_every_command_line_is_one_that_agl_takes(monkeypatch: pytest.MonkeyPatc
         command = cli.get_command(click.Context(cli), name)
         assert command is not None, (path, name)
         command.make_context(name, list(map(str, words)))  # raises for what the command does not take
+
+
+def test_the_gateway_takes_its_file_and_the_key_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "key-of-this-test")
+    settings = yaml.safe_load((DEPLOY / "gateway.yaml").read_text())
+    bind_settings(LLMProxy, settings, "deploy/gateway.yaml")
+    (backend,) = ModelTable(settings["model_list"]).backends
+    assert backend.api_key == "key-of-this-test"
+
+
+def test_every_command_that_takes_a_store_reads_its_url_from_the_environment() -> None:
+    add_plugin_commands(get_manager())
+    commands = {name: cli.get_command(click.Context(cli), name) for name in ("gateway", "legacy", "runner", "trace")}
+    for name, command in commands.items():
+        assert command is not None, name
+        (store,) = [each for each in command.params if "--store" in each.opts]
+        assert store.envvar == "AGL_STORE", name
 
 
 async def test_rules_and_dashboard_use_metrics_that_the_store_exports() -> None:

@@ -23,7 +23,7 @@ def cli() -> None:
 
 
 def echo(text: str = "", *, err: bool = False, nl: bool = True) -> None:
-    """Prints text with its terminal escapes shown, to standard error if ``err``. Commands print with this only."""
+    """Prints text with its terminal escapes shown, to standard error if ``err``. Commands print only with this."""
     click.echo(printable(text), err=err, nl=nl)
 
 
@@ -43,7 +43,7 @@ def main() -> None:
         logging.lastResort.setFormatter(PrintableFormatter())
     add_plugin_commands(get_manager())
     try:
-        cli.main(prog_name="agl", standalone_mode=False)
+        code = cli.main(prog_name="agl", standalone_mode=False)
     except click.ClickException as error:
         said = io.StringIO()
         error.show(said)
@@ -55,3 +55,5 @@ def main() -> None:
     except LightningError as error:
         echo(f"agl: {type(error).__name__}: {error}", err=True)
         sys.exit(2)
+    if isinstance(code, int):  # of ``ctx.exit(code)``
+        sys.exit(code)

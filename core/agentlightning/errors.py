@@ -53,8 +53,8 @@ class RolloutError(LightningError, RuntimeError):
 def format_error(error: BaseException) -> str:
     """Returns the last 16,000 characters of a traceback, from the first frame of the user's code.
 
-    Of a traceback without user code, as of a library that our own code calls, the last frames are shown. An error of
-    ours that no foreign code raised is its message only.
+    A traceback without user code, such as one from a library that our code calls, keeps its last frames. An error of
+    ours that no foreign code raised is shown as its message only.
     """
     import traceback  # slow to import and rarely needed
 

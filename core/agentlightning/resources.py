@@ -151,7 +151,7 @@ class PromptTemplate(Resource):
                 return _ValuesOnlyFormatter().vformat(self.template, (), values)
             except ConfigError:
                 raise
-            except ValueError as error:
+            except (TypeError, ValueError) as error:
                 message = f"prompt template cannot be formatted: {error}. Write {{{{ for a literal brace"
                 raise ConfigError(message) from error
         from agentlightning.plugin.registry import get_manager
@@ -175,7 +175,10 @@ def _read_resource(value: Any) -> Any:
                 known = ", ".join(sorted({*Resource.by_type, *offered}))
                 raise ValueError(f"unknown resource_type {name!r}; known: {known}")
             cls = get_manager().get("resource", name)
-        return cls.model_validate(value)
+        try:
+            return cls.model_validate(value)
+        except TypeError as error:  # of a constructor of its own, which misses an argument
+            raise ValueError(f"{name}: {error}") from error
     raise ValueError(f"a resource is a Resource, a str (a prompt) or a mapping with resource_type, not {value!r}")
 
 

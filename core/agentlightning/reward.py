@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
@@ -30,19 +32,21 @@ def is_reward_span(span: Span) -> bool:
 def get_rewards_from_span(span: Span) -> list[Reward]:
     """Returns all dimensions of a reward, the primary one first; an empty list for other spans."""
     rewards: list[Reward] = []
-    key = f"{semconv.REWARD}.0"
-    while (value := span.attributes.get(f"{key}.value")) is not None:
-        rewards.append(Reward(str(span.attributes.get(f"{key}.name", "primary")), float(value)))
-        key = f"{semconv.REWARD}.{len(rewards)}"
+    for dimension in itertools.count():
+        key = f"{semconv.REWARD}.{dimension}"
+        if (value := span.attributes.get(f"{key}.value")) is None:
+            break
+        if (number := _to_float(value)) is not None:
+            rewards.append(Reward(str(span.attributes.get(f"{key}.name", "primary")), number))
     if not rewards and (old := get_reward_value(span)) is not None:
         rewards.append(Reward("primary", old))
     return rewards
 
 
 def get_reward_value(span: Span) -> float | None:
-    """Returns the primary reward of a span, or None."""
+    """Returns the primary reward of a span; None if it has none, or one that is not a finite number."""
     value = span.attributes.get(_PRIMARY)
-    return _read_old_reward(span) if value is None else float(value)
+    return _read_old_reward(span) if value is None else _to_float(value)
 
 
 def _read_old_reward(span: Span) -> float | None:
@@ -62,7 +66,12 @@ def _read_old_reward(span: Span) -> float | None:
 
 
 def _to_float(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) else None
+    """The number of a reward; None for anything else, because spans may come from any program."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None
 
 
 def find_reward_spans(spans: Iterable[Span]) -> list[Span]:

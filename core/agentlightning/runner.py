@@ -45,7 +45,7 @@ logger = logging.getLogger("agentlightning")
 
 _CLAIM_AT_ONCE = 4
 _DEATHS_BEFORE_ALONE = 2
-"""A rollout before whose first span so many workers died runs alone, so that no other dies with it again."""
+"""After this many workers have died before its first span, a rollout runs alone in its runner: it cannot end others."""
 
 
 class Hook:
@@ -154,6 +154,8 @@ class LitAgentRunner(Runner[T]):
     def run_context(
         self, *, agent: Any, store: LightningStore, hooks: Sequence[Hook] | None = None, worker_id: str | None = None
     ) -> Iterator[LitAgentRunner[T]]:
+        if self._agent is not None:
+            raise ConfigError("this runner is in use; several runners in one process need one each: give its class")
         self._agent, self._store, self._hooks = wrap(agent), store, hooks or ()
         self.worker_id = worker_id or f"{socket.gethostname()}-{os.getpid()}-{os.urandom(3).hex()}"
         self.tracer.init()

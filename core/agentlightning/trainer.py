@@ -7,7 +7,6 @@ import contextlib
 import functools
 import logging
 import math
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,7 +68,7 @@ class Trainer:
             algorithm: ``fit`` needs one, ``dev`` defaults to ``baseline``.
             store: an instance, a class or a URL; default ``store.db`` in ``run_dir`` (SQLite), or else ``memory://``.
             tracer: default ``otel``.
-            adapter: default is the algorithm's own ``default_adapter``; a mapping without ``name`` has settings of it.
+            adapter: default is the algorithm's own ``default_adapter``; a mapping without ``name`` has settings for it.
             strategy: default ``cs``, runner processes; ``shm`` runs everything as threads.
             runner: an instance, which must be picklable for ``cs``, or a class; default is ``LitAgentRunner``.
             llm_proxy: the gateway; algorithms that need one create it by default. Its model is the resource ``llm``
@@ -238,7 +237,9 @@ class Trainer:
             runner_job = LitAgentRunnerJob(
                 agent, self.tracer, self.runner, self.max_rollouts, self.max_concurrency, tuple(self.hooks), self
             )
-            began = time.time()
+            if self.strategy.role != "runner":
+                asyncio.run(store.get_run_by_id(store.run_id))  # a client knows the server's time from its answers
+            began = store.now()
             self.strategy.execute(job, runner_job, store)
             if context.run.status == "running":  # the algorithm ran in another process
                 context.run = asyncio.run(store.get_run_by_id(store.run_id)) or context.run

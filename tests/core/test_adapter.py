@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
+import math
 import time
 from collections.abc import Sequence
+from typing import Any, Final
 
 import pytest
 from hypothesis import given, settings
@@ -20,9 +23,33 @@ from agentlightning.adapter import (
 from agentlightning.adapter.tree import Node, build_tree
 from agentlightning.errors import AdapterError, ConfigError
 from agentlightning.plugin.registry import get_manager
-from agentlightning.reward import find_final_reward
+from agentlightning.reward import find_final_reward, get_rewards_from_span
 from agentlightning.types import Attempt, TraceStatus, Triplet
 from tests.core.trace_recorder import Recorder
+
+READ_ATTRIBUTES: Final = (
+    "agent.name agentlightning.choice.1.response_token_ids agentlightning.gateway.complete "
+    "agentlightning.link.0.key_match agentlightning.link.0.value_match agentlightning.reward.0.value "
+    "agentlightning.weight_version agentops.task.output gen_ai.completion.0.content gen_ai.completion.0.tool_calls "
+    "gen_ai.input.messages gen_ai.output.messages gen_ai.request.model gen_ai.response.finish_reasons "
+    "gen_ai.response.id gen_ai.system_instructions gen_ai.tool.definitions llm.input_messages.0.message "
+    "llm.input_messages.0.message.content llm.output_messages.0.message.contents.0.message_content.text "
+    "llm.request.functions.0.name llm.tools.0.tool.json_schema logprobs openinference.span.kind output.value "
+    "prompt_token_ids response_token_ids tool.call.id tool.parameters"
+).split()
+"""Attributes that adapters read."""
+ODD: Final = (
+    '[{"role": "user", "parts": [{"type": "text", "content": null}, {"type": "text", "content": "a"}]}]',
+    '[{"role": "user", "parts": 5}]',
+    '[{"role": "user", "content": [{"type": "image_url", "image_url": "http://x"}]}]',
+    '[{"role": "user", "content": [{"type": "image_url"}]}]',
+    '{"choices": [5]}',
+    '{"choices": [{"token_ids": [1], "logprobs": {"content": [5]}}]}',
+    '{"type": "reward", "value": [1]}',
+    [[1]],
+    float("nan"),
+)
+"""Values that these attributes do not have."""
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
@@ -714,3 +741,27 @@ def test_chat_histories_hold_tools_calls_and_answers(trace: Recorder) -> None:
             "tools": [TOOL],
         }
     ]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(
+        st.dictionaries(
+            st.sampled_from([*READ_ATTRIBUTES]),
+            st.one_of(
+                st.none(), st.integers(), st.text(max_size=5), st.lists(st.integers(), max_size=2), st.sampled_from(ODD)
+            ),
+            max_size=7,
+        ),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_attributes_of_any_form_give_triplets_or_an_adapter_error(found: list[dict[str, Any]]) -> None:
+    trace = Recorder()
+    for attributes in found:
+        trace.add("chat", {"gen_ai.operation.name": "chat", **attributes})
+    for adapter in (TraceToTriplet(), LlmProxyTraceToTriplet(), TraceToMessages()):
+        with contextlib.suppress(AdapterError):
+            adapter.adapt(trace.spans)
+    assert all(math.isfinite(reward.value) for span in trace.spans for reward in get_rewards_from_span(span))

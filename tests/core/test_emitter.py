@@ -254,6 +254,17 @@ async def test_a_decorated_function_is_one_span_with_input_output_and_children(t
     assert spans["agentlightning.message"].parent_id == inner.span_id
 
 
+async def test_the_first_thousand_items_of_a_generator_are_recorded(tracer: Tracer) -> None:
+    @operation
+    def count() -> Iterator[int]:
+        yield from range(1500)
+
+    async with tracer.trace_context() as trace:
+        assert sum(1 for _ in count()) == 1500
+    (output,) = (span.attributes[semconv.OPERATION_OUTPUT] for span in trace.spans if "operation" in span.name)
+    assert json.loads(output) == list(range(1000))
+
+
 async def test_a_with_block_is_one_span(tracer: Tracer) -> None:
     async with tracer.trace_context() as trace:
         with operation(name="search", index="wiki") as op:

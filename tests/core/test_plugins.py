@@ -228,3 +228,27 @@ def test_add_commands_of_plugins_appear_in_agl_and_a_wrong_one_is_refused_kindly
 def test_dir_shows_the_names_that_are_imported_on_first_use() -> None:
     found = run_python("-c", "import agentlightning as agl; print(*dir(agl))").split()
     assert {"Trainer", "APO", "LLMProxy", "rollout"} <= set(found)
+
+
+def test_a_component_may_have_annotations_that_are_imported_for_type_checkers_only(
+    manager: PluginManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "typed_parts.py").write_text(
+        "from __future__ import annotations\nfrom typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    from openai import AsyncOpenAI\n"
+        "class Tuned:\n    def __init__(self, client: AsyncOpenAI | None = None, rate: float = 0.0): self.rate = rate\n"
+        "def make(rate: float): return Tuned(rate=rate)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert manager.create("algorithm", {"name": "typed_parts:Tuned", "rate": 0.5}).rate == 0.5
+    with pytest.raises(ConfigError, match="rate = 'much'"):
+        manager.create("algorithm", {"name": "typed_parts:make", "rate": "much"})
+
+
+def test_agl_ends_with_the_exit_code_of_a_plugins_command(tmp_path: Path) -> None:
+    code = (
+        "import click, sys; from agentlightning.cli import cli, main\n"
+        "cli.add_command(click.Command('five', callback=lambda: click.get_current_context().exit(5)))\n"
+        "sys.argv = ['agl', 'five']; main()"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=False).returncode == 5

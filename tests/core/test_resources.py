@@ -139,7 +139,9 @@ def test_resources_survive_json_with_their_types() -> None:
     assert agl.ResourcesUpdate.model_validate_json(update.model_dump_json()) == update
 
 
-@pytest.mark.parametrize("wrong", [3, {"resource_type": "nonsense"}, {"template": "hi"}, None])
+@pytest.mark.parametrize(
+    "wrong", [3, {"resource_type": "nonsense"}, {"resource_type": "prompt_template"}, {"template": "hi"}, None]
+)
 def test_what_is_no_resource_is_refused_by_name(wrong: Any) -> None:
     with pytest.raises(agl.ConfigError, match="resource 'x'"):
         read_resources({"x": wrong})
@@ -154,3 +156,9 @@ def test_json_in_a_template_is_told_how_to_be_written() -> None:
     with pytest.raises(agl.ConfigError, match=r"write \{\{ and \}\} for literal braces"):
         agl.PromptTemplate('Answer like {"answer": 1}.').format(answer="2")
     assert agl.PromptTemplate('Answer like {{"answer": 1}}.').format() == 'Answer like {"answer": 1}.'
+
+
+@pytest.mark.parametrize("value", [None, {}])
+def test_a_value_that_its_format_does_not_take_is_a_configuration_error(value: Any) -> None:
+    with pytest.raises(agl.ConfigError, match="unsupported format string"):
+        agl.PromptTemplate("{question:>5}").format(question=value)

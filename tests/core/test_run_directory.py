@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import subprocess
 import sys
@@ -89,3 +90,15 @@ def test_a_place_in_a_run_has_one_rollout_id_in_every_life_of_the_run() -> None:
         == 6
     )
     assert agl.RunContext().key != agl.RunContext().key
+
+
+def test_a_file_system_without_locks_is_named_as_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with (
+        pytest.raises(agl.ConfigError, match=r"cannot be locked: Function not implemented; choose a directory"),
+        open_directory(tmp_path / "run"),
+    ):
+        pass

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import threading
@@ -461,3 +462,41 @@ async def test_a_long_step_keeps_its_lease() -> None:
         rollouts = await asyncio.gather(runner.step(1), runner.step(2))
     assert [rollout.status for rollout in rollouts] == ["succeeded", "succeeded"]
     await store.close()
+
+
+@pytest.mark.parametrize("value", ["good", float("nan"), [1.0]])
+async def test_a_span_with_a_reward_that_is_not_a_number_does_not_keep_its_attempt_open(
+    store: agl.LightningStore, value: Any
+) -> None:
+    def agent(task: int) -> None:
+        agl.emit_annotation({"agentlightning.reward.0.value": value})
+
+    (rollout,) = await run_all(store, agent, [0])
+    assert (rollout.status, rollout.attempt.reward) == ("succeeded", None)
+    assert await reward_of(store, rollout) is None
+
+
+async def test_a_runner_that_works_already_is_refused(store: agl.LightningStore) -> None:
+    runner: agl.LitAgentRunner[Any] = agl.LitAgentRunner(agl.DummyTracer())
+    with runner.run_context(agent=agl.wrap(lambda task: 1.0), store=store):
+        with (
+            pytest.raises(agl.ConfigError, match="give its class"),
+            runner.run_context(agent=agl.wrap(lambda task: 1.0), store=store),
+        ):
+            pass
+        assert (await runner.step(0)).status == "succeeded"
+
+
+async def test_a_claim_that_is_cancelled_returns_its_rollout_to_the_queue(store: agl.LightningStore) -> None:
+    stop, returned = asyncio.Event(), 0
+    await store.enqueue_many_rollouts([agl.EnqueueRolloutRequest(input=number) for number in range(40)])
+    for number in range(40):
+        claim = asyncio.create_task(until_set(store.dequeue_many_rollouts(limit=1, worker_id="w", timeout=0), stop))
+        for _ in range(1 + number % 7):
+            await asyncio.sleep(0)
+        claim.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            returned += len(await claim or ())
+    await asyncio.sleep(0.1)
+    assert (await store.query_rollouts(status_in=["preparing"], limit=0)).total == returned
+    assert returned < 40

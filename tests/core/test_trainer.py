@@ -112,6 +112,20 @@ def test_what_the_algorithm_raises_ends_the_run_with_its_traceback() -> None:
         assert run.status == "failed"
 
 
+@pytest.mark.parametrize("ahead_s", [-100.0, 100.0])
+def test_the_scores_of_a_run_do_not_depend_on_the_clock_of_its_store(
+    ahead_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @agl.algo
+    async def algorithm(store: agl.LightningStore) -> None:
+        await store.add_metrics(1, {"reward": 0.5})
+
+    store = agl.InMemoryLightningStore()
+    monkeypatch.setattr(store._database.backend, "now", lambda: time.time() + ahead_s)
+    asyncio.run(store.add_metrics(7, {"of_an_earlier_run": 1.0}))
+    assert trainer(algorithm=algorithm, store=store, strategy="shm").fit(halving_agent).scores == {"reward": 0.5}
+
+
 def test_a_sync_and_an_async_algorithm_function_get_what_they_declare() -> None:
     seen: dict[str, Any] = {}
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Generic, TypeVar
 
+from agentlightning.errors import AdapterError
 from agentlightning.types import Attempt, Span
 
 From = TypeVar("From", contravariant=True)
@@ -26,7 +28,10 @@ class TraceAdapter(Adapter[Sequence[Span], To]):
     """Converts the spans of one attempt, in the order of their arrival, to the training data of an algorithm."""
 
     def adapt_attempt(self, attempt: Attempt, spans: Sequence[Span]) -> To | None:
-        """Converts the spans of a finished attempt; None, with a warning, if some were lost: the rest would mislead."""
+        """Converts the spans of a finished attempt.
+
+        Returns None, with a warning, if spans were lost, because the rest would be misleading training data.
+        """
         if not attempt.spans_dropped:
             return self.adapt(spans)
         logger.warning(
@@ -37,3 +42,15 @@ class TraceAdapter(Adapter[Sequence[Span], To]):
             attempt.spans_dropped,
         )
         return None
+
+
+@contextlib.contextmanager
+def reading(spans: Sequence[Span]) -> Iterator[None]:
+    """Raises AdapterError for attributes of another form than expected: spans may come from any program."""
+    try:
+        yield
+    except AdapterError:
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        where = f"attempt {spans[0].attempt_id} of rollout {spans[0].rollout_id}"
+        raise AdapterError(f"the spans of {where} cannot be read ({type(error).__name__}: {error})") from error

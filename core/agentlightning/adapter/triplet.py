@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias, TypeVar
 
 from agentlightning import semconv
-from agentlightning.adapter.adapter import TraceAdapter
+from agentlightning.adapter.adapter import TraceAdapter, reading
 from agentlightning.adapter.call import Call, find_calls
 from agentlightning.adapter.matching import RewardMatchPolicy, match_rewards
 from agentlightning.adapter.tree import Node, build_tree
@@ -96,19 +96,20 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
         """Makes the triplets of one attempt, in time linear in its spans. Logs why a trace gives none.
 
         Raises:
-            AdapterError: spans of several attempts, contradicting token data, or a credit rule that does not return one
-                value for each call.
+            AdapterError: spans of several attempts, contradicting token data, attributes that cannot be read, or a
+                credit rule that does not return one value for each call.
         """
-        nodes = build_tree(source, repair=self.repair_hierarchy)
-        calls, left_out = self._select(nodes)
-        if not calls:
-            self._log_missing(source, left_out)
-            return []
-        position = self._choose_clock(calls)
-        rewards = match_rewards(nodes, calls, self.reward_match, is_exclusive=self.credit is None, settled_at=position)
-        if self.credit is None:
-            return [triplet for call in calls for triplet in _to_triplets(call, rewards.get(call))]
-        triplets = [list(_to_triplets(call, None)) for call in calls]
+        with reading(source):
+            nodes = build_tree(source, repair=self.repair_hierarchy)
+            calls, left_out = self._select(nodes)
+            if not calls:
+                self._log_missing(source, left_out)
+                return []
+            position, is_exclusive = self._choose_clock(calls), self.credit is None
+            rewards = match_rewards(nodes, calls, self.reward_match, is_exclusive=is_exclusive, settled_at=position)
+            if self.credit is None:
+                return [triplet for call in calls for triplet in _to_triplets(call, rewards.get(call))]
+            triplets = [list(_to_triplets(call, None)) for call in calls]
         credited = self.credit.apply(nodes, calls, triplets, rewards, find_final_reward(source))
         return [triplet for own in credited for triplet in own]
 
@@ -132,7 +133,8 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
 
     def explain_left_out(self, source: Sequence[Span], /) -> dict[str, int]:
         """Returns the reasons why model calls of an attempt give no triplet, with the number of calls for each."""
-        return dict(self._select(build_tree(source, repair=self.repair_hierarchy))[1])
+        with reading(source):
+            return dict(self._select(build_tree(source, repair=self.repair_hierarchy))[1])
 
     def _select(self, nodes: Sequence[Node]) -> tuple[list[Call], Counter[str]]:
         """Returns the calls to make triplets of, and the number of others by reason."""

@@ -38,7 +38,7 @@ class _OfRunner:
     def __get__(self, agent: Any, owner: type) -> Any:
         runner = None if agent is None else running_in.get(None)
         if runner is None:
-            raise AttributeError(f"{owner.__name__}.{self._name} is set while a rollout of the agent runs, only then")
+            raise AttributeError(f"{owner.__name__}.{self._name} is available only while a rollout of the agent runs")
         return self._read(runner)
 
 
@@ -51,7 +51,7 @@ class LitAgent(Generic[T]):
     """
 
     returns_output: ClassVar[bool] = False
-    """Whether a rollout returns any output, which a reward function rates and which is dropped without one."""
+    """Whether rollouts return arbitrary output. A reward function rates it; without one it is dropped."""
     runner: Any = _OfRunner(lambda runner: runner)
     """The runner of the current rollout."""
     tracer: Any = _OfRunner(lambda runner: runner.tracer)
@@ -144,7 +144,7 @@ def check_result(result: Any) -> RolloutRawResult:
     """Returns the result of an agent: None, a number or a list of spans; raises RolloutError for anything else."""
     if result is None or (isinstance(result, (int, float)) and not isinstance(result, bool)):
         return result
-    if isinstance(result, bool) or (hasattr(result, "item") and not hasattr(result, "__len__")):  # a numpy/torch scalar
+    if isinstance(result, bool) or (hasattr(result, "item") and getattr(result, "shape", None) == ()):  # numpy, torch
         return float(result)
     sdk = sys.modules.get("opentelemetry.sdk.trace")  # a span of it exists only where it is imported
     span_types = (Span,) if sdk is None else (Span, sdk.ReadableSpan)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from typing import Any, get_args, get_type_hints
 
@@ -48,10 +48,14 @@ def bind_settings(target: type[Any], settings: Mapping[str, Any], owner: str) ->
     return bound
 
 
-def setting_types(target: type[Any]) -> dict[str, Any]:
+def setting_types(target: Callable[..., Any]) -> dict[str, Any]:
     """Returns the types of a component's settings by name."""
     # The annotations of a dataclass belong to the modules of its bases; those of its constructor do not say to which.
-    return get_type_hints(target if is_dataclass(target) else target.__init__)
+    annotated = target.__init__ if isinstance(target, type) and not is_dataclass(target) else target
+    try:
+        return get_type_hints(annotated)
+    except NameError:  # a name that is imported for type checkers only
+        return {}
 
 
 def _check(value: Any, annotation: Any, where: str) -> Any:

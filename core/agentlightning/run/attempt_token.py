@@ -58,13 +58,13 @@ def read(secret: bytes, token: str, now: float) -> AttemptToken:
 
 
 def decode(token: str, now: float) -> AttemptToken:
-    """Returns the content of a token whose signature cannot be checked, or was; raises ValueError like ``read``."""
+    """Returns the content of a token, not checking its signature; ValueError if it is malformed or has expired."""
     payload = token.removeprefix(PREFIX).partition(".")[0]
     try:
         content = AttemptToken(*json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4))))
         is_expired = now >= content.expires_at
     except (TypeError, ValueError, RecursionError):
-        raise ValueError("the attempt token has another form") from None
+        raise ValueError("the attempt token is malformed") from None
     if is_expired:
         raise ValueError(f"the attempt token of {content.attempt_id} expired {now - content.expires_at:.0f} s ago")
     return content

@@ -42,9 +42,12 @@ def open_directory(path: Path, *, resume: bool = False, seed: int = 0) -> Iterat
         lock.seek(0)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             holder = lock.read().strip() or "unknown"
             message = f"another process (pid {holder}) works in {path}; stop it, or use another directory"
+            raise ConfigError(message) from error
+        except OSError as error:  # some network file systems have no locks
+            message = f"{path} cannot be locked: {error.strerror}; choose a directory on a local disk"
             raise ConfigError(message) from error
         lock.truncate()
         lock.write(str(os.getpid()))
@@ -77,7 +80,7 @@ def read_record(path: Path) -> dict[str, Any]:
     try:
         record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(record["key"], str) or not isinstance(record.get("resumed_at", []), list):
-            raise TypeError("its key is no text, or its resumed_at no list")
+            raise TypeError("key must be a string and resumed_at a list")
     except (FileNotFoundError, NotADirectoryError):
         what = "is a file" if path.is_file() else f"holds no run: {file} is missing"
         raise ConfigError(f"{path} {what}; name the directory of a run, such as runs/NAME") from None

@@ -33,7 +33,7 @@ class Heartbeats:
         """The runner's loop."""
         self._loop_thread = threading.get_ident()
         self._pinged_at: float | None = None
-        """When the loop was asked for the answer that it still owes."""
+        """When the unanswered ping was sent to the loop; None if there is none."""
         self._reported_s = 0.0
         self._is_stopped = False
         self._task: tuple[asyncio.AbstractEventLoop, asyncio.Task[None]] | None = None
@@ -73,7 +73,7 @@ class Heartbeats:
             checks.cancel()
 
     async def _check_loop(self) -> None:
-        """Reports that the runner's loop is blocked, each time twice as late, and how long it was in the end."""
+        """Warns at doubling intervals that the runner's loop is blocked, and logs for how long when it runs again."""
         checked_at = time.monotonic()
         while not self._is_stopped:
             now = time.monotonic()

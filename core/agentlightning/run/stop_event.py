@@ -18,15 +18,22 @@ class StopEvent(Protocol):
 
 async def until_set(work: Awaitable[T], event: StopEvent | None) -> T | None:
     """Awaits ``work``, or cancels it and returns None soon after ``event`` is set."""
-    task = asyncio.ensure_future(work)
+    if event is None:
+        return await work
+    limit, loop = asyncio.timeout(None), asyncio.get_running_loop()
+
+    async def watch() -> None:
+        while not event.is_set():  # noqa: ASYNC110 # the event may be of another thread or process
+            await asyncio.sleep(STOP_CHECK_S)
+        limit.reschedule(loop.time())  # cancels the work once
+
+    watcher = asyncio.create_task(watch())
     try:
-        while not task.done():
-            if event is not None and event.is_set():
-                task.cancel()
-                event = None  # cancel only once: a second time would interrupt its cleanup
-            await asyncio.wait([task], timeout=None if event is None else STOP_CHECK_S)
-    except asyncio.CancelledError:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        raise
-    return None if task.cancelled() else task.result()
+        async with limit:
+            return await work
+    except TimeoutError:
+        if not limit.expired():  # of the work itself
+            raise
+        return None
+    finally:
+        watcher.cancel()

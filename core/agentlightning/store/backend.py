@@ -127,8 +127,8 @@ result is written."""
 class Backend(Protocol):
     """A database. Every method is atomic and returns after its effect is durable, as far as the database is durable.
 
-    Methods may be called from several threads and event loops at once. A backend closes over one database, which may
-    hold many runs.
+    Methods may be called from several threads and event loops at once. A backend holds one open database, which may
+    contain many runs.
     """
 
     durable: bool

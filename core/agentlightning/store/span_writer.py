@@ -29,7 +29,7 @@ _BATCH_BYTES: Final = 4 * 2**20
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 2.0
 _FAILURES_UNTIL_APART: Final = 5
-"""Failed writes of an attempt's spans until each span is written alone, because one may be the cause."""
+"""After so many failed writes of an attempt's spans, each span is written alone, because one may be the cause."""
 
 
 class _Item(NamedTuple):
@@ -45,9 +45,9 @@ class _Lane:
 
     items: deque[_Item]
     failed_at: float | None = None
-    """``time.monotonic()`` of the first failed write. Until one succeeds, the spans are written by themselves."""
+    """``time.monotonic()`` of the first failed write. Until a write succeeds, they share none with other attempts."""
     failures: int = 0
-    """Of writes by themselves, in a row."""
+    """Consecutive failed writes of this attempt alone."""
     retry_at: float = 0.0
 
 
@@ -240,7 +240,7 @@ class SpanWriter:
         return batch
 
     async def _deliver(self) -> None:
-        """Writes spans of all attempts together; those of an attempt whose write failed by themselves, when due."""
+        """Writes the spans of all attempts together; those of an attempt whose write failed alone, when due."""
         with self._changed:
             now = time.monotonic()
             fresh = [lane for lane in self._lanes.values() if lane.failed_at is None]

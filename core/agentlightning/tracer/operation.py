@@ -138,7 +138,8 @@ def _follow(generator: Generator[Any, Any, Any], span: OpenSpan) -> Generator[An
                     item = resume()
                 except StopIteration as stop:
                     return stop.value
-            items[len(items) : _MAX_ITEMS] = [item]
+            if len(items) < _MAX_ITEMS:
+                items.append(item)
             try:
                 resume = functools.partial(generator.send, (yield item))
             except BaseException as error:  # thrown in by the consumer: the generator decides
@@ -155,7 +156,8 @@ async def _follow_async(generator: AsyncGenerator[Any, Any], span: OpenSpan) -> 
                     item = await resume()
                 except StopAsyncIteration:
                     return
-            items[len(items) : _MAX_ITEMS] = [item]
+            if len(items) < _MAX_ITEMS:
+                items.append(item)
             try:
                 resume = functools.partial(generator.asend, (yield item))
             except BaseException as error:  # thrown in by the consumer: the generator decides

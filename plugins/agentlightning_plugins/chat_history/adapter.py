@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NotRequired, TypedDict
 
 from agentlightning import semconv
-from agentlightning.adapter.adapter import TraceAdapter
+from agentlightning.adapter.adapter import TraceAdapter, reading
 from agentlightning.adapter.call import find_calls
 from agentlightning.adapter.tree import build_tree
 from agentlightning.types import Span
@@ -49,18 +49,21 @@ class TraceToMessages(TraceAdapter[list[ChatHistory]]):
         """Converts the spans of one attempt.
 
         Raises:
-            AdapterError: spans of several attempts.
+            AdapterError: spans of several attempts, or attributes that cannot be read.
         """
-        histories = []
-        for call in find_calls(build_tree(source, repair=True), semconv.is_llm_call):
-            answers = call.read_answers()
-            if not answers or not call.is_complete:
-                continue
-            spans = [node.span for node in reversed(call.nodes)]  # the gateway's span first, as it is the most complete
-            messages = next(filter(None, map(semconv.read_input_messages, spans)), [])
-            history: ChatHistory = {"messages": [*messages, answers[0]]}
-            tools = next(filter(None, map(semconv.read_tools, spans)), None)
-            if tools is not None:
-                history["tools"] = tools
-            histories.append(history)
+        histories: list[ChatHistory] = []
+        with reading(source):
+            for call in find_calls(build_tree(source, repair=True), semconv.is_llm_call):
+                answers = call.read_answers()
+                if not answers or not call.is_complete:
+                    continue
+                spans = [
+                    node.span for node in reversed(call.nodes)
+                ]  # the gateway's span first, as it is the most complete
+                messages = next(filter(None, map(semconv.read_input_messages, spans)), [])
+                history: ChatHistory = {"messages": [*messages, answers[0]]}
+                tools = next(filter(None, map(semconv.read_tools, spans)), None)
+                if tools is not None:
+                    history["tools"] = tools
+                histories.append(history)
         return histories

@@ -34,13 +34,16 @@ class Access:
 
     def __init__(self, tokens: Sequence[str]) -> None:
         """Accepts any of the tokens; a session ends when the token that it was opened with is no longer valid."""
-        self._form_key = secrets.token_bytes(32)
+        self._key_without_tokens = secrets.token_bytes(32)
         self.replace_tokens(tokens)
 
     def replace_tokens(self, tokens: Sequence[str]) -> None:
         """Accepts these tokens from now on."""
         self._tokens = tuple(tokens)
         self._keys = [hashlib.sha256(b"dashboard session\0" + token.encode()).digest() for token in self._tokens]
+        # Servers of one store have its tokens in common, so each accepts the forms of the others.
+        self._form_keys = [hashlib.sha256(b"dashboard form\0" + token.encode()).digest() for token in self._tokens]
+        self._form_keys = self._form_keys or [self._key_without_tokens]
 
     @property
     def needs_token(self) -> bool:
@@ -59,7 +62,7 @@ class Access:
         expires_at = body.partition(".")[0]
         if not expires_at.isdecimal() or len(expires_at) > 12 or int(expires_at) < time.time():
             return None
-        return Session(cookie) if any(hmac.compare_digest(_sign(key, body), signature) for key in self._keys) else None
+        return Session(cookie) if _is_signed(self._keys, body, signature) else None
 
     async def sign_in(self, request: web.Request, response: web.StreamResponse, token: str) -> bool:
         """Puts the cookie of a new session into the response if the token is right."""
@@ -81,7 +84,7 @@ class Access:
 
     def form_token(self, session: Session | None) -> str:
         """The value that forms of this session send, which other sites cannot read."""
-        return _sign(self._form_key, "" if session is None else session.id)
+        return _sign(self._form_keys[0], "" if session is None else session.id)
 
     def allows_form(self, request: web.Request, session: Session | None, form_token: str) -> bool:
         """Whether a form was sent by a page of ours to this session."""
@@ -92,7 +95,7 @@ class Access:
             return False
         if session is not None and session.is_script:
             return True
-        return hmac.compare_digest(self.form_token(session).encode(), form_token.encode(errors="replace"))
+        return _is_signed(self._form_keys, "" if session is None else session.id, form_token)
 
     def _find_token(self, token: str) -> int | None:
         given = token.encode(errors="replace")
@@ -101,7 +104,12 @@ class Access:
 
 
 def _sign(key: bytes, text: str) -> str:
-    return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
+    return hmac.new(key, text.encode(errors="replace"), hashlib.sha256).hexdigest()
+
+
+def _is_signed(keys: Sequence[bytes], text: str, signature: str) -> bool:
+    given = signature.encode(errors="replace")  # may have characters that compare_digest refuses in a string
+    return any(hmac.compare_digest(_sign(key, text).encode(), given) for key in keys)
 
 
 def _cookie_name(request: web.Request) -> str:

@@ -144,9 +144,7 @@ class Dashboard:
             form = await _read_form(request)
             session = self._access.find_session(request)
             if not self._access.allows_form(request, session, form.pop("form_token", "")):
-                return self._error(
-                    request, 403, "This form is not from this page; reload the page and try again.", False
-                )
+                return self._refuse_form(request)
             target = await action.run(Visit(self._store, request.match_info, form))
             return web.Response(status=303, headers={**HEADERS, "location": target})
 
@@ -200,10 +198,14 @@ class Dashboard:
 
     async def _sign_out(self, request: web.Request) -> web.StreamResponse:
         form, session = await _read_form(request), self._access.find_session(request)
+        if not self._access.allows_form(request, session, form.get("form_token", "")):
+            return self._refuse_form(request)
         response = web.Response(status=303, headers={**HEADERS, "location": "/login"})
-        if self._access.allows_form(request, session, form.get("form_token", "")):
-            self._access.sign_out(request, response)
+        self._access.sign_out(request, response)
         return response
+
+    def _refuse_form(self, request: web.Request) -> web.StreamResponse:
+        return self._error(request, 403, "This form is not from this page; reload the page and try again.", False)
 
     async def _answer_static(self, request: web.Request) -> web.StreamResponse:
         found = self._renderer.static.get(request.match_info["name"])

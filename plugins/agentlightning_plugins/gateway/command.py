@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 DEFAULT_PORT: Final = 4000
+DEFAULT_STORE: Final = "http://127.0.0.1:4747"
 _ANSWER_S: Final = 10.0
 
 
@@ -41,7 +42,13 @@ _ANSWER_S: Final = 10.0
     help="A model and the base URL of an OpenAI-compatible endpoint; repeat it for several backends or models.",
 )
 @click.option("--key-env", metavar="NAME", help="The environment variable with the API key of --model.")
-@click.option("--store", "store_url", default="http://127.0.0.1:4747", show_default=True, help="Store of the calls.")
+@click.option(
+    "--store",
+    "store_url",
+    envvar="AGL_STORE",
+    show_envvar=True,
+    help=f"URL of the store of the calls, {DEFAULT_STORE} by default.",
+)
 @click.option("--token", envvar="AGL_TOKEN", show_envvar=True, help="The token of the store.")
 @click.option("--host", help="Address to listen on, 127.0.0.1 by default; on others than loopback, calls need keys.")
 @click.option("--port", type=click.IntRange(0, 65535), help=f"{DEFAULT_PORT} by default; 0 takes a free one.")
@@ -51,7 +58,7 @@ def command(
     config: Path | None,
     models: tuple[str, ...],
     key_env: str | None,
-    store_url: str,
+    store_url: str | None,
     token: str | None,
     host: str | None,
     port: int | None,
@@ -73,8 +80,10 @@ def command(
     settings["port"] = port if port is not None else settings.get("port", DEFAULT_PORT)
     if host is not None:
         settings["host"] = host
-    url = settings.pop("store", store_url)
-    asyncio.run(_serve(settings, url, token, lambda: read_settings()["model_list"]))
+    configured = settings.pop("store", None)
+    asyncio.run(
+        _serve(settings, store_url or configured or DEFAULT_STORE, token, lambda: read_settings()["model_list"])
+    )
 
 
 _URL = click.argument("url", default=f"http://127.0.0.1:{DEFAULT_PORT}")

@@ -64,11 +64,11 @@ class LLMProxy:
             port: to listen on; None takes a free one.
             model_list: for each backend ``{"model_name": ..., "litellm_params": {"model": "hosted_vllm/<name>",
                 "api_base": ..., "api_key": ...}}`` or ``{"model": ..., "endpoint": ..., "api_key": ...}``. Entries with
-                the same name are backends of one model. ``api_key`` may be ``os.environ/NAME``. Each may have
-                ``sampling_parameters``, which replace those of every request; ``sampling_defaults``, for requests
-                without these parameters; ``seed_calls``, to give each call a seed derived from ``metadata["seed"]`` of
-                its rollout and the number of the call; ``weight``, its share of the calls; ``price``, with
-                ``input_per_million`` and ``output_per_million``; and ``provider``.
+                the same name are backends of one model. ``api_key`` may be ``os.environ/NAME`` or ``${NAME}``. Each
+                may have ``sampling_parameters``, which replace those of every request; ``sampling_defaults``, for
+                requests without these parameters; ``seed_calls``, to give each call a seed derived from
+                ``metadata["seed"]`` of its rollout and the number of the call; ``weight``, its share of the calls;
+                ``price``, with ``input_per_million`` and ``output_per_million``; and ``provider``.
             store: records the calls.
             host: address to listen on; None means 127.0.0.1.
             num_retries: how many further rounds over the backends of its model a call makes after connect errors and

@@ -156,7 +156,7 @@ async def test_a_session_of_a_forged_or_old_cookie_is_refused_and_a_bearer_token
     dashboard = Dashboard(store, ["right"])
     server = LightningStoreServer(store, port=0, token="right", pages=[dashboard])
     async with server, aiohttp.ClientSession() as client:
-        for value in ("9999999999.00." + "0" * 64, "1.00." + "0" * 64, "x", ""):
+        for value in ("9999999999.00." + "0" * 64, "1.00." + "0" * 64, "9999999999.00.\u00e9", "x", ""):
             headers = {"cookie": f"agl_session_{server.port}={value}"}
             async with client.get(f"{server.endpoint}/index.json", headers=headers) as answer:
                 assert answer.status == 401
@@ -164,6 +164,31 @@ async def test_a_session_of_a_forged_or_old_cookie_is_refused_and_a_bearer_token
             headers = {"authorization": f"Bearer {token}"}
             async with client.get(f"{server.endpoint}/index.json", headers=headers) as answer:
                 assert answer.status == status
+
+
+async def test_servers_of_one_store_accept_the_sessions_and_forms_of_each_other() -> None:
+    store = InMemoryLightningStore()
+    (rollout_id,) = await _fill(store, 1)
+    servers = [LightningStoreServer(store, port=0, token="t", pages=[Dashboard(store, ["t"])]) for _ in range(2)]
+    async with servers[0] as one, servers[1] as other, aiohttp.ClientSession() as client:
+        path = f"/runs/default/rollouts/{rollout_id}"
+        async with client.post(f"{one.endpoint}/login", data={"token": "t"}, allow_redirects=False) as answer:
+            (cookie,) = answer.cookies.values()
+        # A browser that sees both behind one address sends one cookie, whose name has the port of that address.
+        headers = {"host": f"127.0.0.1:{one.port}", "cookie": f"{cookie.key}={cookie.value}"}
+        async with client.get(f"{one.endpoint}{path}", headers=headers) as answer:
+            match = re.search(r'name="form_token" value="(\w+)"', await answer.text())
+            assert match is not None
+        forged, right = {"form_token": "0" * 64}, {"form_token": match[1]}
+        for form, statuses in ((forged, (403, 403)), (right, (303, 303))):
+            for action, status in zip((f"{path}/cancel", "/logout"), statuses, strict=True):
+                url = f"{other.endpoint}{action}"
+                async with client.post(url, data=form, headers=headers, allow_redirects=False) as answer:
+                    assert answer.status == status, action
+        assert answer.cookies[cookie.key].value == ""
+        found = await store.get_rollout_by_id(rollout_id)
+        assert found is not None
+        assert found.status == "cancelled"
 
 
 async def test_signing_in_leads_to_no_other_site() -> None:

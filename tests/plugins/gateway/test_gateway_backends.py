@@ -423,6 +423,7 @@ async def test_invalid_settings_are_refused_with_a_fix() -> None:
         ({"model_name": "m", "litellm_params": {"model": "cohere/x"}}, "needs 'api_base'"),
         ({"model_name": "m", "litellm_params": {"model": "x", "api_bse": ""}}, "Did you mean 'api_base'"),
         ({"model": "m", "endpoint": "http://h/v1", "api_key": "os.environ/NOT_SET"}, "NOT_SET, which is not set"),
+        ({"model": "m", "endpoint": "http://h/v1", "api_key": "${NOT_SET}"}, "NOT_SET, which is not set"),
         ("m", "give a mapping"),
     ],
 )
@@ -439,10 +440,11 @@ def test_keys_can_come_from_the_environment_and_are_hidden(monkeypatch: pytest.M
     table = ModelTable(
         [
             {"model": "a", "endpoint": "http://h/v1", "api_key": "os.environ/SOME_KEY"},
+            {"model": "c", "endpoint": "http://h/v1", "api_key": "${SOME_KEY}"},
             {"model_name": "b", "litellm_params": {"model": "openai/b"}},
         ]
     )
-    for name, key in (("a", "secret-1"), ("b", "secret-2")):
+    for name, key in (("a", "secret-1"), ("b", "secret-2"), ("c", "secret-1")):
         (backend,) = table.route(name, None, 0.0)
         assert backend.authorize({})["Authorization"] == f"Bearer {key}"
         assert key not in repr(backend)

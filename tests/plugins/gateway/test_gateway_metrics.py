@@ -161,3 +161,27 @@ def test_agl_gateway_names_missing_settings(tmp_path: Path) -> None:
         ask_gateway("http://127.0.0.1:9/v1", None, "status")
     with pytest.raises(ConfigError, match="not a URL"):
         ask_gateway("localhost", None, "status")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variable", "expected"),
+    [
+        (["--store", "http://given"], "http://of-the-environment", "http://given"),
+        ([], "http://of-the-environment", "http://of-the-environment"),
+        ([], None, "http://of-the-file"),
+    ],
+)
+def test_the_store_of_the_command_line_counts_before_that_of_the_file(
+    arguments: list[str], variable: str | None, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+
+    def refuse(url: str, **_: object) -> None:
+        opened.append(url)
+        raise StoreError("not opened")
+
+    monkeypatch.setattr("agentlightning.store.factory.create_store", refuse)
+    file = tmp_path / "gateway.yaml"
+    file.write_text("{model_list: [{model: m, endpoint: 'http://127.0.0.1:9/v1'}], store: 'http://of-the-file'}")
+    CliRunner(env={"AGL_STORE": variable}).invoke(command, ["--config", str(file), *arguments])
+    assert opened == [expected]

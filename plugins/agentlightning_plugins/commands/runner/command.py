@@ -13,7 +13,13 @@ from agentlightning.cli import echo
 @click.command("runner")
 @click.argument("agent")
 @click.option(
-    "--store", default="http://127.0.0.1:4747", show_default=True, metavar="URL", help="Its token: AGL_TOKEN."
+    "--store",
+    default="http://127.0.0.1:4747",
+    envvar="AGL_STORE",
+    show_default=True,
+    show_envvar=True,
+    metavar="URL",
+    help="URL of the store; its token is read from AGL_TOKEN.",
 )
 @click.option("--run", default=None, metavar="NAME", help="Name of the run; default is `default`.")
 @click.option("--reward", metavar="MODULE:ATTRIBUTE", help="reward(task, output, rollout), if the agent returns none.")

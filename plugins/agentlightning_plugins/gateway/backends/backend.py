@@ -6,6 +6,7 @@ import hashlib
 import logging
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -39,7 +40,8 @@ _ENTRY_KEYS: Final = ("model_name", "litellm_params", *_COMMON_KEYS)
 _PLAIN_KEYS: Final = ("model_name", "model", "endpoint", "api_key", *_COMMON_KEYS)
 _LITELLM_KEYS: Final = ("model", "api_base", "api_key")
 _HASH_RANGE: Final = float(2**64)
-_ENVIRONMENT_PREFIX: Final = "os.environ/"  # as in LiteLLM: keeps keys out of files
+_FROM_ENVIRONMENT: Final = re.compile(r"os\.environ/(.+)|\$\{(\w+)\}")
+"""A variable as LiteLLM names it, and as configurations of ``agl train`` do."""
 _providers: Final[dict[Any, Provider]] = {}
 """One of each kind. They have no state that depends on a model list."""
 
@@ -301,9 +303,10 @@ def _read_key(key: Any, where: str) -> str | None:
         return None
     if not isinstance(key, str):
         raise ConfigError(f"{where}: api_key is a {type(key).__name__}; give a string")
-    if not key.startswith(_ENVIRONMENT_PREFIX):
+    found = _FROM_ENVIRONMENT.fullmatch(key)
+    if found is None:
         return key
-    name = key.removeprefix(_ENVIRONMENT_PREFIX)
+    name = found[1] or found[2]
     if name not in os.environ:
         raise ConfigError(f"{where}: api_key names the environment variable {name}, which is not set")
     return os.environ[name]
