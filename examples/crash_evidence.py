@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,20 @@ def train(example: str, directory: Path, options: Sequence[str]) -> subprocess.P
 
 def finish(process: subprocess.Popen[bytes]) -> None:
     """Waits for a training; raises CalledProcessError if it failed."""
-    if process.wait():
+    try:
+        process.wait()
+    except BaseException:  # Ctrl-C does not reach another process group
+        kill(process)
+        raise
+    if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, process.args)
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Kills all processes of a training."""
+    with suppress(ProcessLookupError):  # they have ended
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def train_and_kill(example: str, directory: Path, options: Sequence[str], kill_at: Sequence[int]) -> None:
@@ -55,13 +68,14 @@ def train_and_kill(example: str, directory: Path, options: Sequence[str], kill_a
     moment = random.Random(str(kill_at))
     for step in kill_at:
         process = train(example, directory, options)
-        while max(read_steps(directory), default=-1) < step:
-            if process.poll() is not None:
-                raise subprocess.CalledProcessError(process.returncode, process.args)
-            time.sleep(0.05)
-        time.sleep(moment.uniform(0.0, 3.0))  # in a rollout, an update or a checkpoint
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        try:
+            while max(read_steps(directory), default=-1) < step:
+                if process.poll() is not None:
+                    raise subprocess.CalledProcessError(process.returncode, process.args)
+                time.sleep(0.05)
+            time.sleep(moment.uniform(0.0, 3.0))  # in a rollout, an update or a checkpoint
+        finally:
+            kill(process)
     finish(train(example, directory, options))
 
 

@@ -5,8 +5,9 @@
 Each variant runs with each seed, by the example's own train.yaml:
 
     trained    the training as configured
-    shuffled   every rollout of a step gets the reward of another one: what is left if rewards mean nothing
-    frozen     a learning rate of 1e-30, which changes no weight: what is left of noise
+    shuffled   the rewards of a step are exchanged between its rollouts at random: shows what training does when
+               rewards carry no information
+    frozen     a learning rate of 1e-30, which changes no weight: shows how much the reward varies by chance
 
 A run that ended is not repeated. The script prints a table of all runs below OUT and writes it to OUT/EXAMPLE.md, and
 the curves to OUT/EXAMPLE.svg.

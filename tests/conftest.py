@@ -28,7 +28,7 @@ for name in [name for name in os.environ if name.startswith(("AGL_", "OPENAI_"))
     del os.environ[name]  # a developer's own settings and keys must not reach a test
 # Set before anything imports them, and inherited by the processes that tests start.
 os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell has it for what it runs in the background
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell sets this for background jobs
     signal.signal(signal.SIGINT, signal.default_int_handler)  # else what tests start ignores Ctrl-C too
 
 
@@ -41,7 +41,7 @@ _TIMEOUT = pytest.StashKey[Any]()
 
 @pytest.fixture(autouse=True)
 def log_as_it_was() -> Iterator[None]:
-    """Undoes what a test, or a command in it, sets up of our log: else the next one's ``caplog`` stays empty."""
+    """Restores our logger after each test: a handler left behind would keep the next test's ``caplog`` empty."""
     logger = logging.getLogger("agentlightning")
     handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
     yield
@@ -73,13 +73,13 @@ def environments_of(path: Path) -> set[str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> None:
-    """Keeps what pytest-timeout was told of a test, for a second run of it."""
+    """Saves the timeout settings of a test for its rerun."""
     item.stash[_TIMEOUT] = settings
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Gives a test that pytest-rerunfailures runs again its whole time: the first failure stopped the clock."""
+    """Starts the timeout again for a rerun: the first failure cancelled it."""
     if getattr(item, "execution_count", 1) > 1 and _TIMEOUT in item.stash:
         item.ihook.pytest_timeout_set_timer(item=item, settings=item.stash[_TIMEOUT])
 

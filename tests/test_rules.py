@@ -471,6 +471,10 @@ def test_a_silenced_check_says_why() -> None:
     assert [line for line, match in silenced if not re.search(r"[a-z]{2,}", match["reason"])] == []
 
 
+def test_no_test_silences_mypy_because_it_reads_no_tests() -> None:
+    assert [line for line, _ in _matching(r"#\s*type:\s*ignore", all_test_files())] == []
+
+
 def test_a_broad_except_says_why_or_raises() -> None:
     mute = []
     for file in source_files():

@@ -1,6 +1,7 @@
-"""The game of stones: players take 1 to 3 stones in turn, and who takes the last one wins.
+"""The game of stones: players take 1 to 3 stones in turn, and whoever takes the last one wins.
 
-Perfect play is known: who is to move wins unless the number of stones is a multiple of 4, by leaving a multiple of 4.
+Perfect play is known: the player to move can win unless the number of stones is a multiple of 4; to win, always leave
+a multiple of 4.
 """
 
 from __future__ import annotations

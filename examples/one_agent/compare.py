@@ -62,13 +62,19 @@ def main() -> int:
     """Serves the models and runs the comparison; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="runs/one_agent", help="directory of the runs and of report.html")
-    parser.add_argument("--budget", type=int, default=2000, help="rollouts of each, those of the test left out")
+    parser.add_argument("--budget", type=int, default=2000, help="rollouts per algorithm, without those of the test")
     parser.add_argument("--seeds", default="0", help="comma-separated")
     parser.add_argument("--val", type=int, default=40, help="number of validation tasks")
     parser.add_argument("--test", default="examples.one_agent.tickets:test", help="source of the test tasks")
-    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, help="the first is compared with the others")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=NAMES,
+        default=NAMES,
+        help="algorithms to run; the others are compared with the first",
+    )
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of train.yaml for all")
-    parser.add_argument("--json", action="store_true", help="print rows instead of a table")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args()
     with serve_model(str(FOLDER / "checkpoint")) as served, ScriptedOpenAI(answer) as critic:
         llm = {

@@ -54,7 +54,7 @@ def publish_rate(rates: list[float], n_tasks: int, trials: int = 200) -> tuple[f
     draw, published, gains = np.random.default_rng(17), 0, []
     for _ in range(trials):
         search: Any = Search(rates, n_tasks, draw)
-        may_publish = asyncio.run(confirm(search, range(n_tasks)))  # type: ignore[arg-type] # its length is what counts
+        may_publish = asyncio.run(confirm(search, range(n_tasks)))  # its length is what counts
         published += may_publish and search.get_best() is not search.history[0]
         gains.append(search.get_best().score - search.history[0].score)
     return published / trials, float(np.mean(gains))

@@ -166,7 +166,7 @@ async def fill(store: BackendStore, rollouts: int) -> None:
     if isinstance(backend, SqliteBackend):
         values = {"rollouts": rollouts, "rollout": rollout, "attempt": attempt}
         for statement in FILL_SQLITE:
-            await backend.writer.submit(lambda transaction, sql=statement: transaction._execute(sql, values))  # type: ignore[misc] # the loop's value
+            await backend.writer.submit(lambda transaction, sql=statement: transaction._execute(sql, values))
         return
     assert isinstance(backend, PostgresBackend)
     connection = await backend._thread.server.connect()

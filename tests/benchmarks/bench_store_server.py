@@ -84,11 +84,11 @@ async def recorded() -> AsyncIterator[list[bytes]]:
             answers.append(await response.read())
             yield response
 
-    aiohttp.ClientSession.request = record  # type: ignore[method-assign, assignment] # for one rollout
+    aiohttp.ClientSession.request = record
     try:
         yield answers
     finally:
-        aiohttp.ClientSession.request = send  # type: ignore[method-assign] # as it was
+        aiohttp.ClientSession.request = send
 
 
 Rollout = Callable[[LightningStore, int], Awaitable[None]]

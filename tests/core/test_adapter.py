@@ -561,7 +561,7 @@ def test_a_bad_expression_is_refused_at_once(argument: str) -> None:
 
 def test_an_unknown_policy_is_refused_with_those_there_are() -> None:
     with pytest.raises(ConfigError, match="first_occurrence, first_sibling"):
-        TraceToTriplet(reward_match="nearest")  # type: ignore[arg-type] # what a user might write
+        TraceToTriplet(reward_match="nearest")
 
 
 def test_no_triplets_is_never_a_mystery(trace: Recorder, caplog: pytest.LogCaptureFixture) -> None:

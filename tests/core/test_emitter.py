@@ -222,9 +222,9 @@ def test_bytes_are_recorded_as_base64() -> None:
 
 def test_a_wrong_argument_says_what_to_use() -> None:
     with pytest.raises(ConfigError, match="emit_object"):
-        emit_message(3)  # type: ignore[arg-type] # what a user might write
+        emit_message(3)
     with pytest.raises(ConfigError, match="exception"):
-        emit_exception("boom")  # type: ignore[arg-type] # what a user might write
+        emit_exception("boom")
 
 
 # Operations.
@@ -390,7 +390,7 @@ def test_outside_a_rollout_operations_change_nothing() -> None:
     assert add.__name__ == "add"
     assert list(numbers()) == [1]
     with pytest.raises(TypeError, match="missing 1 required"):
-        add(1)  # type: ignore[call-arg] # the call is wrong
+        add(1)
     with operation(name="block") as op:
         op.set_output(1)
 
@@ -409,7 +409,7 @@ async def test_an_operation_that_is_not_propagated_records_nothing(tracer: Trace
 
 def test_a_misused_operation_says_how() -> None:
     with pytest.raises(ConfigError, match="decorates a function"):
-        operation(3)  # type: ignore[call-overload] # what a user might write
+        operation(3)
     op = operation(name="x")
     with pytest.raises(ConfigError, match="as op"):
         op.set_output(1)

@@ -157,6 +157,6 @@ def test_an_error_with_a_broken_file_name_is_kept() -> None:
 
 
 def test_a_metric_that_is_not_finite_is_left_out_and_named(caplog: pytest.LogCaptureFixture) -> None:
-    metrics = Metrics(step=1, time=0.0, values={"loss": float("nan"), "reward": np.float32(0.5)})  # type: ignore[dict-item] # numpy's
+    metrics = Metrics(step=1, time=0.0, values={"loss": float("nan"), "reward": np.float32(0.5)})
     assert metrics.values == {"reward": 0.5}
     assert "loss" in caplog.text

@@ -61,7 +61,7 @@ def test_a_resource_is_chosen_by_the_annotation_when_it_is_the_only_one_of_its_t
 
 
 def test_a_resource_is_chosen_by_the_conventional_name_without_any_annotation() -> None:
-    def agent(task, llm, prompt_template):  # type: ignore[no-untyped-def] # what untyped user code looks like
+    def agent(task, llm, prompt_template):  # what untyped user code looks like
         return llm.model, prompt_template.template
 
     assert run(agl.wrap(agent), {"a": PROXY, "b": agl.PromptTemplate("hi")}) == ("m", "hi")
@@ -168,7 +168,7 @@ def test_an_optional_resource_is_found_by_its_type() -> None:
 
 
 def test_an_annotation_that_exists_for_type_checkers_only_still_counts() -> None:
-    def agent(task: Missing, writer: LLM, other: LLMetric | None = None) -> Any:  # type: ignore[name-defined] # noqa: F821 # as said
+    def agent(task: Missing, writer: LLM, other: LLMetric | None = None) -> Any:  # noqa: F821 # as said
         return writer.model, other
 
     assert run(agl.wrap(agent), {"main": PROXY}) == ("m", None)
@@ -229,7 +229,7 @@ def test_a_method_of_an_agent_class_that_cannot_be_called_is_refused_at_once() -
     with pytest.raises(agl.ConfigError, match=r"Async\.rollout is async; call it rollout_async"):
 
         class Async(agl.LitAgent[str]):
-            async def rollout(self, task: str, resources: Any, rollout: agl.Rollout) -> float:  # type: ignore[override] # the mistake
+            async def rollout(self, task: str, resources: Any, rollout: agl.Rollout) -> float:
                 return 1.0
 
     with pytest.raises(
@@ -237,7 +237,7 @@ def test_a_method_of_an_agent_class_that_cannot_be_called_is_refused_at_once() -
     ):
 
         class Short(agl.LitAgent[str]):
-            def rollout(self, task):  # type: ignore[no-untyped-def, override] # the mistake
+            def rollout(self, task):
                 return 1.0
 
 
@@ -269,7 +269,7 @@ async def test_training_and_validation_have_their_own_methods_and_fall_back_on_r
 
 def test_a_misspelt_key_of_a_rollouts_config_suggests_the_near_miss() -> None:
     with pytest.raises(agl.ConfigError, match=r"RolloutConfig has no 'max_atempts'. Did you mean 'max_attempts'\?"):
-        agl.RolloutConfig(max_atempts=2)  # type: ignore[call-arg] # the mistake
+        agl.RolloutConfig(max_atempts=2)
 
 
 @pytest.mark.parametrize("wrong", [3, "agent", agl.LitAgent])

@@ -32,7 +32,7 @@ class Planted(DummyTracer):
     ) -> OpenSpan:
         span: Any = super().start_span(name, attributes, start_time, is_root=is_root)
         self.spoil(span, is_root)
-        return span  # type: ignore[no-any-return] # it was one before
+        return span
 
     def spoil(self, span: Any, is_root: bool) -> None: ...
 
@@ -74,7 +74,7 @@ class LosesLateSpans(Planted):
 
         def end_in_time(status: TraceStatus | None = None, end_time: float | None = None) -> Span:
             span._trace = trace if trace is not None and trace._is_open else None
-            return end(status, end_time)  # type: ignore[no-any-return] # what it returned before
+            return end(status, end_time)
 
         span.end = end_in_time
 
@@ -136,7 +136,7 @@ class ForgetsToDeliver(Planted):
         async def deliver(timeout_s: float) -> None: ...
 
         async with super().trace_context(name, **ids) as trace:
-            trace.deliver = deliver  # type: ignore[method-assign] # the bug
+            trace.deliver = deliver  # the bug
             yield trace
 
 
@@ -179,7 +179,7 @@ PLANTED: list[tuple[Callable[[], Tracer], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("make_tracer", "name"), PLANTED, ids=[f"{make.__name__}-{name}" for make, name in PLANTED])  # type: ignore[attr-defined] # all are classes
+@pytest.mark.parametrize(("make_tracer", "name"), PLANTED, ids=[f"{make.__name__}-{name}" for make, name in PLANTED])
 async def test_a_tracer_with_a_bug_fails_the_test_of_what_it_breaks(
     make_tracer: Callable[[], Tracer], name: str
 ) -> None:

@@ -114,7 +114,7 @@ def test_types_has_the_names_of_resources_and_hooks() -> None:
     assert types.NamedResources is agl.NamedResources
     assert types.ResourcesUpdate is agl.ResourcesUpdate
     with pytest.raises(ImportError, match="cannot import name 'Nothing'"):
-        from agentlightning.types import Nothing  # type: ignore[attr-defined] # noqa: F401
+        from agentlightning.types import Nothing  # noqa: F401 # does not exist
 
 
 class Custom(agl.Baseline):

@@ -437,7 +437,7 @@ async def test_a_runner_that_missed_a_revocation_learns_of_it_by_its_heartbeat()
     async def miss_everything(self: Any) -> None:
         await asyncio.sleep(60)
 
-    runner._watch_revocations = miss_everything.__get__(runner)  # type: ignore[method-assign] # its stream is broken
+    runner._watch_revocations = miss_everything.__get__(runner)  # its stream is broken
     rollout = await store.enqueue_rollout(1)
     with runner.run_context(agent=agl.wrap(agent), store=store, worker_id="worker"):
         running = asyncio.create_task(runner.iter())

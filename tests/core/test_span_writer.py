@@ -403,7 +403,7 @@ async def test_an_attempt_that_lost_spans_is_left_out_of_training_with_a_warning
         adapted = TraceToMessages().adapt_attempt(rollout.attempt, spans)
         assert (adapted is None) is bool(dropped[-1])
     assert dropped[0] > 0
-    assert f"attempt {lost.attempt.attempt_id} of rollout {lost.rollout_id} is left out: {dropped[0]} of" in caplog.text  # type: ignore[attr-defined] # narrowed in the loop
+    assert f"attempt {lost.attempt.attempt_id} of rollout {lost.rollout_id} is left out: {dropped[0]} of" in caplog.text
 
 
 class BoundStore(FaultyStore):

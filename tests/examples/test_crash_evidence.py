@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 from examples import crash_evidence
@@ -20,6 +26,38 @@ def test_a_training_that_is_killed_three_times_has_the_curve_of_the_undisturbed_
     assert set(undisturbed) == set(range(9))
     for name in crash_evidence.COMPARED:
         assert crash_evidence.largest_difference(undisturbed, killed, name) < 1e-3, name
+
+
+@pytest.fixture
+def training() -> Iterator[subprocess.Popen[bytes]]:
+    """Stands for a training that takes long."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"], start_new_session=True) as process:
+        yield process
+        process.kill()
+
+
+def press_ctrl_c(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def test_ctrl_c_ends_the_training_that_is_waited_for(
+    training: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = iter([press_ctrl_c, training.wait])
+    monkeypatch.setattr(training, "wait", lambda: next(waits)())
+    with pytest.raises(KeyboardInterrupt):
+        crash_evidence.finish(training)
+    assert training.poll() == -signal.SIGKILL
+
+
+def test_ctrl_c_ends_the_training_that_is_to_be_killed(
+    training: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(crash_evidence, "train", lambda *_: training)
+    monkeypatch.setattr(crash_evidence, "time", SimpleNamespace(sleep=press_ctrl_c))
+    with pytest.raises(KeyboardInterrupt):
+        crash_evidence.train_and_kill("math", tmp_path, [], [1])
+    assert training.poll() == -signal.SIGKILL
 
 
 def test_a_missing_step_is_an_infinite_difference() -> None:

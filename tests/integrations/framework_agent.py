@@ -58,7 +58,7 @@ def make_openai_agents_agent() -> Any:
 def make_langchain_model() -> Any:
     from langchain_openai import ChatOpenAI
 
-    return ChatOpenAI(model="gpt-5", api_key="any", base_url=NOWHERE, max_retries=0)  # type: ignore[arg-type] # as users write it
+    return ChatOpenAI(model="gpt-5", api_key="any", base_url=NOWHERE, max_retries=0)
 
 
 def make_langchain_agent(model: Any = None, prompt: str | None = INSTRUCTIONS, name: str | None = AGENT_NAME) -> Any:

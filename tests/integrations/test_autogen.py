@@ -153,7 +153,7 @@ async def test_a_task_may_be_messages_of_autogen() -> None:
     async with Lab(make_autogen_agent()) as lab:
         for wrapped in (agent, messages):
             lab.agent = wrapped
-            (rollout,) = await lab.run({"question": "2 + 3"})  # type: ignore[arg-type] # tasks are often mappings
+            (rollout,) = await lab.run({"question": "2 + 3"})
             assert agl.find_final_reward(await lab.spans(rollout)) == 1.0
 
 
@@ -203,7 +203,7 @@ def test_a_team_with_its_own_runtime_is_refused() -> None:
 
 async def test_an_agent_that_cannot_be_copied_is_refused_with_an_alternative() -> None:
     agent = make_writer()
-    agent.lock = threading.Lock()  # type: ignore[attr-defined] # as an agent class of a user may have
+    agent.lock = threading.Lock()  # as an agent class of a user may have
     rollout, _ = await run(Lab(agent))
     assert rollout.attempt.error is not None
     assert "'writer' cannot be copied" in rollout.attempt.error.message

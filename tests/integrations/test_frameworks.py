@@ -73,7 +73,7 @@ def test_apo_trains_a_prompt_of_the_agent(framework: str) -> None:
     taught = [LESSON in str(messages) for messages in asked]
     assert set(taught) == {False, True}
     assert all(INSTRUCTIONS in str(messages) for messages in asked)
-    assert LESSON not in str(agl.wrap(agent, prompts=[path]).agent.texts())  # type: ignore[attr-defined] # a framework's
+    assert LESSON not in str(agl.wrap(agent, prompts=[path]).agent.texts())
 
 
 async def _latest(store: agl.LightningStore) -> agl.NamedResources:

@@ -391,7 +391,7 @@ class TestAClient:
 
     async def test_an_invalid_task_is_explained(self) -> None:
         async with Lab(AsyncOpenAI(base_url=NOWHERE, api_key="any")) as lab:
-            (rollout,) = await lab.run({"sum": "1+2?"})  # type: ignore[arg-type] # the mistake
+            (rollout,) = await lab.run({"sum": "1+2?"})
         assert rollout.attempt.error is not None
         assert "a mapping with the fields 'sum'; exactly one of question, input" in rollout.attempt.error.message
         assert "task_to_input" in rollout.attempt.error.message
@@ -470,10 +470,10 @@ def test_undo_keeps_wrappers_of_other_code() -> None:
     def theirs(*args: Any, **kwargs: Any) -> Any:
         return ours(*args, **kwargs)
 
-    completions.create = theirs  # type: ignore[method-assign] # as other instrumentations do
+    completions.create = theirs  # as other instrumentations do
     undo()
     assert vars(completions)["create"] is theirs
-    completions.create = original  # type: ignore[method-assign] # cleans up
+    completions.create = original
 
 
 def test_instrumentation_can_be_repeated_after_undo() -> None:

@@ -154,10 +154,10 @@ class CannotBeStopped(CalculatorAgent):
 class HoldsASocket(CalculatorAgent):
     def __init__(self, agent: Calculator, options: WrapOptions) -> None:
         super().__init__(agent, options)
-        self.agent.socket = socket.socket()  # type: ignore[attr-defined] # cannot be pickled
+        self.agent.socket = socket.socket()  # cannot be pickled
 
     def __del__(self) -> None:
-        self.agent.socket.close()  # type: ignore[attr-defined] # as above
+        self.agent.socket.close()
 
 
 class CallsHome(CalculatorAgent):

@@ -59,7 +59,7 @@ async def test_the_trainer_begins_with_the_texts_of_the_object() -> None:
 
         async def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:
             store, given = self.context.store, dict(self.context.initial_resources or {})
-            for text in (given[PROMPT].template, "Please: " + given[PROMPT].template):  # type: ignore[attr-defined] # a prompt
+            for text in (given[PROMPT].template, "Please: " + given[PROMPT].template):
                 await store.add_resources({**given, PROMPT: text})
                 rollout = await store.enqueue_rollout(ask(2, 3))
                 await store.wait_for_rollouts([rollout.rollout_id])

@@ -63,7 +63,7 @@ def test_calls_without_tokens_or_logprobs_are_counted() -> None:
     bare = call([1], [2])
     bare.response["logprobs"] = None
     for kind in ("transition", "trajectory"):
-        built = build_rows([call([], []), bare], kind=kind, max_prompt=9, max_response=9)  # type: ignore[arg-type] # names of kinds
+        built = build_rows([call([], []), bare], kind=kind, max_prompt=9, max_response=9)
         assert (built.rows, built.calls) == ([], 2)
         assert built.dropped == {"no_tokens": 1, "no_logprobs": 1}
         assert sorted(built.left_out.values()) == ["no_logprobs", "no_tokens"]

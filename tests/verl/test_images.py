@@ -161,9 +161,9 @@ async def test_a_rollout_with_an_image_behind_a_url_is_refused_by_name(loader: I
     assert rollout is not None
     config = OmegaConf.create({"data": {"max_prompt_length": 9, "max_response_length": 9}})
     controller = RolloutController(
-        store=store, gateway=None, adapter=agl.TraceToTriplet(), tasks={}, initial_resources={},  # type: ignore[arg-type] # not called
+        store=store, gateway=None, adapter=agl.TraceToTriplet(), tasks={}, initial_resources={},
         settings=RolloutSettings(), config=config, images=loader,
-        loop=None,  # type: ignore[arg-type] # not used
+        loop=None,
     )  # fmt: skip
     named = rf"rollout {queued.rollout_id} sent the image 'https://images/cat.png' .* data URIs"
     with pytest.raises(agl.errors.ConfigError, match=named):

@@ -32,7 +32,7 @@ def row(name: str, group: str, reward: float, advantages: list[float], mask: lis
 def record(*rows: object, **options: bool) -> tuple[list[TrainedRow], dict[str, LedgerEntry]]:
     from agentlightning_algorithms.verl.training.record import Recorder
 
-    made = Recorder(TokenTexts(lambda ids: f"<{ids[0]}>")).make_spans(rows, 5, **options)  # type: ignore[arg-type] # made above
+    made = Recorder(TokenTexts(lambda ids: f"<{ids[0]}>")).make_spans(rows, 5, **options)
     entries = [LedgerEntry.from_span(span) for span in made.spans if span.name == LEDGER_SPAN]
     assert sum(made.outcomes.values()) == len(entries)
     kept = [TrainedRow.from_span(span) for span in made.spans if span.name != LEDGER_SPAN]

@@ -45,3 +45,15 @@ async def test_a_url_opens_it_and_a_second_owner_is_refused(tmp_path: Path) -> N
     assert found is not None
     assert found.input == {"question": 1}
     await again.close()
+
+
+async def test_a_line_that_a_crash_cut_off_is_removed(tmp_path: Path) -> None:
+    found = []
+    for question in range(3):
+        store = FolderStore(tmp_path / "folder")
+        await store.enqueue_rollout(question)
+        found = [rollout.input for rollout in (await store.query_rollouts()).items]
+        await store.close()
+        with (tmp_path / "folder" / "journal.jsonl").open("a") as journal:
+            journal.write('[{"put": "Roll')
+    assert found == [0, 1, 2]

@@ -70,7 +70,7 @@ def test_the_same_text_in_other_tokens_is_counted_as_token_drift(
     known = [*first.token_ids, *response]
 
     def merge(text: str, **options: Any) -> list[int]:  # a tokenizer that would have used one token for "three"
-        return [7] if text == "three" else encode(text, **options)  # type: ignore[no-any-return]  # ids are ints
+        return [7] if text == "three" else encode(text, **options)
 
     monkeypatch.setattr(tiny_policy.tokenizer, "encode", merge)
     prompt = conversations.prompt([ASK, {"role": "assistant", "content": "three"}, ASK], None)

@@ -71,7 +71,7 @@ def weights(directory: Path) -> torch.Tensor:
 
 def wait_for(condition: object, process: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + 200
-    while not condition():  # type: ignore[operator] # a function of no arguments
+    while not condition():
         assert process.poll() is None, log.read_text()[-3000:]
         assert time.monotonic() < deadline, log.read_text()[-3000:]
         time.sleep(0.02)

@@ -79,7 +79,7 @@ async def test_the_openai_client_gets_tokens_whose_logprobs_the_trainer_agrees_w
         )
     )
     rows = [
-        TrainingRow(answer.prompt_token_ids, choice.token_ids, [e.logprob for e in choice.logprobs.content], 0.0)  # type: ignore[attr-defined, union-attr]  # vLLM's fields
+        TrainingRow(answer.prompt_token_ids, choice.token_ids, [e.logprob for e in choice.logprobs.content], 0.0)
         for answer in answers
         for choice in answer.choices
     ]
@@ -96,9 +96,9 @@ async def test_a_stream_is_the_same_answer_in_parts(client: AsyncOpenAI) -> None
     text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
     assert text == whole.choices[0].message.content
     assert chunks[0].prompt_token_ids == whole.prompt_token_ids
-    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 9  # type: ignore[union-attr]  # asked for
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 9
     assert [token for c in chunks for choice in c.choices for token in getattr(choice, "token_ids", [])] == (
-        whole.choices[0].token_ids  # type: ignore[attr-defined]  # vLLM's field
+        whole.choices[0].token_ids
     )
 
 
@@ -163,7 +163,7 @@ async def test_no_answer_mixes_weights_however_often_they_change(
                 model="policy", prompt=prompt, max_tokens=40, logprobs=0, stream=True, extra_body=TOKENS
             )
             chunks = [chunk async for chunk in stream]
-            versions = {chunk.weight_version for chunk in chunks}  # type: ignore[attr-defined]  # ours
+            versions = {chunk.weight_version for chunk in chunks}
             assert len(versions) == 1
             ids = [token for c in chunks for choice in c.choices for token in getattr(choice, "token_ids", [])]
             logprobs = [p for c in chunks for x in c.choices if x.logprobs for p in x.logprobs.token_logprobs or []]
@@ -194,12 +194,12 @@ async def test_turns_of_a_conversation_are_continued_from_their_tokens(
         answer = await client.chat.completions.create(
             model="policy", messages=messages, max_tokens=20, seed=turn, stream=False, extra_body=TOKENS
         )
-        prompt_ids = answer.prompt_token_ids  # type: ignore[attr-defined]  # vLLM's field
+        prompt_ids = answer.prompt_token_ids
         assert prompt_ids[: len(known)] == known
-        details: Any = answer.usage.prompt_tokens_details  # type: ignore[union-attr]  # always told
+        details: Any = answer.usage.prompt_tokens_details
         assert details.continued_tokens == len(known)
         assert details.cached_tokens >= (len(known) - 1) // 16 * 16
-        known = [*prompt_ids, *answer.choices[0].token_ids]  # type: ignore[attr-defined]  # vLLM's field
+        known = [*prompt_ids, *answer.choices[0].token_ids]
         messages += [answer.choices[0].message, {"role": "user", "content": f"and {turn}?"}]
     after = await server.statistics()
     assert after["prompts_continued"] - before["prompts_continued"] == 2

@@ -118,7 +118,7 @@ def test_an_attempt_with_a_call_that_broke_off_or_several_roots_is_reported_and_
         assert kept.irregularities == expected
         assert all(any(trajectory.mask) for trajectory in kept.trajectories)
     with pytest.raises(ConfigError, match="one of: mask, train"):
-        TraceToTrajectories(irregular="drop")  # type: ignore[arg-type] # what a user might write
+        TraceToTrajectories(irregular="drop")
 
 
 def test_the_second_of_two_calls_from_one_point_starts_a_new_trajectory() -> None:
@@ -299,7 +299,7 @@ def test_a_transition_has_the_messages_that_follow_an_answer() -> None:
     result = {"role": "tool", "tool_call_id": "c1", "content": "3"}
     first = call([1], [2], question)
     first = first.model_copy(update={"response": {**first.response, "raw_content": [asked]}})
-    resent = {**asked, "content": "", "tool_calls": [{**asked["tool_calls"][0], "id": "another id"}]}  # type: ignore[index] # a literal above
+    resent = {**asked, "content": "", "tool_calls": [{**asked["tool_calls"][0], "id": "another id"}]}
     second = call([1, 2, 3], [4], [*question, resent, result], "3", reward=1.0)
     elsewhere = call([7], [8], [said("user", "hi")], "hi")
     one, two, three = triplets_to_transitions([first, second, elsewhere])

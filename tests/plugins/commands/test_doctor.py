@@ -340,7 +340,7 @@ async def test_a_prompt_that_the_agent_asks_for_can_be_given(agents: str) -> Non
 async def test_an_agent_that_calls_another_server_is_reported(agents: str) -> None:
     async with ScriptedOpenAI() as elsewhere:
         await check(agents, "calls_nobody")  # imports the module
-        sys.modules["doctors_patients"].ELSEWHERE = elsewhere.endpoint  # type: ignore[attr-defined] # its setting
+        sys.modules["doctors_patients"].ELSEWHERE = elsewhere.endpoint
         checks = await check(agents, "ignores_endpoint")
     assert broken(checks)[0] == "calls"
     assert checks["calls"].text.startswith(

@@ -35,11 +35,11 @@ def agent(task: dict[str, Any], llm: agl.LLM) -> float:
 
     with openai.OpenAI(base_url=llm.endpoint, api_key="any") as client:
         messages: list[Any] = [{"role": "system", "content": "be good"}, {"role": "user", "content": task["text"]}]
-        reply = client.chat.completions.create(model="m", messages=messages, tools=[TOOL])  # type: ignore[list-item] # plain JSON
+        reply = client.chat.completions.create(model="m", messages=messages, tools=[TOOL])
         messages.append(reply.choices[0].message.model_dump(exclude_none=True))
-        call = reply.choices[0].message.tool_calls[0]  # type: ignore[index] # scripted
+        call = reply.choices[0].message.tool_calls[0]
         messages.append({"role": "tool", "tool_call_id": call.id, "content": "3"})
-        client.chat.completions.create(model="m", messages=messages, tools=[TOOL])  # type: ignore[list-item] # plain JSON
+        client.chat.completions.create(model="m", messages=messages, tools=[TOOL])
         client.chat.completions.create(model="m", messages=[{"role": "user", "content": "summarise"}])
     if task["reward"] is None:
         raise RuntimeError("failed")

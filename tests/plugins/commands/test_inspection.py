@@ -54,7 +54,7 @@ def place(tmp_path: Path) -> Path:
             await store.update_attempt(
                 claimed.rollout_id,
                 "latest",
-                status=status,  # type: ignore[arg-type] # two of the literals
+                status=status,
                 error=error if status == "failed" else None,
             )
         await store.close()
@@ -144,7 +144,7 @@ def test_the_runs_of_a_store_are_listed_with_their_scores(tmp_path: Path) -> Non
             await own.enqueue_rollout({"n": 1})
             for step, reward in enumerate(rewards):
                 await own.add_metrics(step, {"reward": reward})
-            await own.update_run(name, status)  # type: ignore[arg-type] # two of the literals
+            await own.update_run(name, status)
         await store.close()
 
     asyncio.run(fill())
@@ -222,7 +222,7 @@ def test_exports_hold_every_record(place: Path, what: str, count: int) -> None:
     assert len(lines) == count
     assert "sk-secret" not in (place / "out.jsonl").read_text()
     run(place, what, "export", str(place / "out.parquet"))
-    rows = pyarrow.parquet.read_table(place / "out.parquet").to_pylist()  # type: ignore[no-untyped-call] # no types
+    rows = pyarrow.parquet.read_table(place / "out.parquet").to_pylist()
     assert len(rows) == count
     key = {"rollouts": "rollout_id", "spans": "span_id", "resources": "resources_id", "workers": "worker_id"}[what]
     assert [row[key] for row in rows] == [line[key] for line in lines]
@@ -256,7 +256,7 @@ def test_following_prints_what_others_do_as_it_happens(
         enough, subscribe = threading.Event(), store.subscribe
 
         async def subscribe_for_a_while(kinds: Sequence[str] | None = None) -> AsyncIterator[Event]:
-            async with contextlib.aclosing(subscribe(kinds)) as events:  # type: ignore[type-var] # it is a generator
+            async with contextlib.aclosing(subscribe(kinds)) as events:
                 for _ in range(20):
                     yield await anext(events)
             enough.set()

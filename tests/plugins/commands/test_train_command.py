@@ -474,7 +474,7 @@ def test_tasks_come_from_parquet_and_hugging_face_folders(tmp_path: Path) -> Non
 
     rows = [{"n": number} for number in range(10)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "t.parquet")
-    assert list(load_dataset(str(tmp_path / "t.parquet"))) == rows  # type: ignore[call-overload] # a list
+    assert list(load_dataset(str(tmp_path / "t.parquet"))) == rows
     datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
     assert load_dataset(f"hf:{tmp_path / 'saved'}")[3] == {"n": 3}
     some = load_dataset(str(tmp_path / "t.parquet"), limit=4, shuffle_seed=1)

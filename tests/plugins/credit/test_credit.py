@@ -99,7 +99,7 @@ def test_an_unknown_rule_is_refused_with_the_known_ones() -> None:
     with pytest.raises(PluginError, match=r"no credit named 'discount'.*'discounted'.*identical"):
         TraceToTriplet(credit="discount")
     with pytest.raises(ConfigError, match="is not a CreditRule"):
-        TraceToTriplet(credit=0.5)  # type: ignore[arg-type] # what a user might write
+        TraceToTriplet(credit=0.5)
 
 
 # Intermediate rewards.

@@ -348,7 +348,7 @@ async def test_events_are_followed_after_any_error_of_the_store(
 
     monkeypatch.setattr("agentlightning_plugins.gateway.access.attempts._RECONNECT_S", 0.01)
     ended, store = EndedAttempts(InFlightCalls()), Strange()
-    following = asyncio.create_task(ended.follow(store))  # type: ignore[arg-type] # it needs no more of a store
+    following = asyncio.create_task(ended.follow(store))  # it needs no more of a store
     await until(lambda: ended.is_over(("ro-1", "at-1")))
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)
@@ -404,7 +404,7 @@ async def test_invalid_settings_are_refused_with_a_fix() -> None:
     with pytest.raises(ConfigError, match="LLMProxy\\(store=...\\)"):
         await LLMProxy().start()
     with pytest.raises(ConfigError, match="modes: thread, process"):
-        LLMProxy(launch_mode="fork")  # type: ignore[arg-type] # the error under test
+        LLMProxy(launch_mode="fork")
     with pytest.raises(ConfigError, match="num_retries"):
         LLMProxy(num_retries=-1)
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -202,7 +202,7 @@ async def test_the_runner_gives_the_agent_a_key_of_its_attempt() -> None:
         ), names
         (key,) = keys
         assert key is not None
-        published = (await case.store.get_latest_resources()).model_dump_json()  # type: ignore[union-attr] # there is one
+        published = (await case.store.get_latest_resources()).model_dump_json()
         assert key not in published
 
 

@@ -56,7 +56,7 @@ async def say_later(task: dict[str, str]) -> str:
 @pytest.mark.parametrize("agent", [say, say_later])
 def test_the_score_of_the_judge_is_the_reward_and_its_reason_is_recorded(agent: Any) -> None:
     found = fit(rate, agent, [{"said": "moo"}, {"said": "quack"}])
-    assert [rollout.attempt.reward for rollout, _ in found] == [1.0, 0.25]  # type: ignore[attr-defined] # they have attempts
+    assert [rollout.attempt.reward for rollout, _ in found] == [1.0, 0.25]
     for rollout, spans in found:
         (span,) = [each for each in spans if each.attributes.get(semconv.OPERATION_NAME) == "judge"]
         assert json.loads(span.attributes[semconv.OPERATION_OUTPUT])["reason"] == "heard it"
@@ -78,13 +78,13 @@ def test_the_call_of_the_judge_is_not_a_model_call_of_the_agent() -> None:
 
     ((rollout, spans),) = fit(model, agent, [{"said": "speak"}])
     assert [semconv.read_model(span) for span in spans if semconv.is_llm_call(span)] == ["policy"]
-    assert rollout.attempt.reward == 1.0  # type: ignore[attr-defined] # it has an attempt
+    assert rollout.attempt.reward == 1.0
 
 
 def test_a_reply_without_a_score_is_asked_for_again_and_then_the_rollout_fails() -> None:
     replies = [Answer("ten of ten"), Answer('{"score": 11}'), Answer('{"score": true} {"score": 4, "reason": null}')]
     ((rollout, _),) = fit(replies, say, [{"said": "moo"}])
-    assert rollout.attempt.reward == 0.4  # type: ignore[attr-defined] # it has an attempt
+    assert rollout.attempt.reward == 0.4
     ((rollout, _),) = fit([Answer("no idea")], say, [{"said": "moo"}], attempts=2)
     assert rollout.status == "failed"
     assert "the judge rater gave no score from 0.0 to 10.0 in 2 replies; the last one was 'no idea'" in str(rollout)

@@ -280,7 +280,7 @@ async def test_in_a_shared_transaction_only_the_culprit_fails(backend: DurableBa
         backend.commit([Put(Worker(worker_id="w-2"))], [Guard(Rollout, ("ro-1",), 7)]),
         backend.append_spans([span, span.model_copy(update={"attempt_id": "at-unknown"})], 1.0),
         backend.append_spans([span], 1.0),
-        backend.claim("default", 1, lambda locked: 1 / 0),  # type: ignore[arg-type, return-value] # a bug of the caller
+        backend.claim("default", 1, lambda locked: 1 / 0),  # a bug of the caller
         backend.commit([Put(Worker(worker_id="w-3"))]),
         return_exceptions=True,
     )

@@ -155,7 +155,7 @@ async def kill_under_load(server: Server, kills: int, between_s: tuple[float, fl
         before = len(load.finished)
         assert await server.stop(signal.SIGKILL) == -signal.SIGKILL
         await server.start()
-        await eventually(lambda before=before: len(load.finished) >= before + 20)  # type: ignore[misc] # the workers continue
+        await eventually(lambda before=before: len(load.finished) >= before + 20)
     load.stopping = True
     await asyncio.gather(*working)
     await load.drain(workers)
@@ -370,7 +370,7 @@ async def test_a_full_disk_is_reported_to_the_client_at_once_and_harms_nothing(t
     async with LightningStoreServer(store, port=0) as server:
         client = LightningStoreClient(server.endpoint)
         kept = await client.enqueue_rollout("kept")
-        connection = store._database.backend.writer._connection  # type: ignore[attr-defined] # to make the disk full
+        connection = store._database.backend.writer._connection  # to make the disk full
         pages = connection.execute("PRAGMA page_count").fetchone()[0]
         connection.execute(f"PRAGMA max_page_count = {pages + 1}")
         began = time.monotonic()

@@ -105,7 +105,7 @@ async def test_an_unexpected_exception_is_a_500_without_a_traceback(
 async def test_the_error_names_a_stored_value_not_in_json(store: LightningStore, client: LightningStoreClient) -> None:
     rollout = await store.enqueue_rollout("a")
     smuggled = rollout.model_copy(update={"input": {"picture": object()}})  # as by a store plugin with a bug
-    await store._database.backend.commit([Put(smuggled)])  # type: ignore[attr-defined] # a store over memory
+    await store._database.backend.commit([Put(smuggled)])
     with pytest.raises(StoreError, match="not JSON.*object"):
         await client.get_rollout_by_id(rollout.rollout_id)
 
@@ -556,7 +556,7 @@ async def test_a_subscriber_gets_the_events_of_later_calls_of_its_client(server:
         await asyncio.sleep(0)
         await client.enqueue_rollout("task")
         assert (await asyncio.wait_for(coming, 60)).kind == "rollout_enqueued"
-        await events.aclose()  # type: ignore[attr-defined] # it is a generator
+        await events.aclose()
         await client.close()
 
 
@@ -576,7 +576,7 @@ async def test_a_subscription_survives_a_restart_of_the_server(store: LightningS
         event = coming.result()
         assert isinstance(event, RolloutEnqueued)
         assert event.run_id == rollout.run_id
-    await events.aclose()  # type: ignore[attr-defined] # it is a generator
+    await events.aclose()
     await client.close()
     await server.stop()
 

@@ -123,11 +123,11 @@ async def test_the_client_resumes_a_stream_whose_connection_broke() -> None:
         await store.enqueue_rollout(0)
         await coming
         session = client._connection._pool.session()
-        for connection in [*session.connector._acquired]:  # type: ignore[union-attr] # to break the stream
+        for connection in [*session.connector._acquired]:  # to break the stream
             connection.transport.abort()
         ids = [(await store.enqueue_rollout(number)).rollout_id for number in range(3)]
-        assert [(await asyncio.wait_for(anext(stream), 60)).rollout_id for _ in ids] == ids  # type: ignore[union-attr] # an enqueue event
-        await stream.aclose()  # type: ignore[attr-defined] # it is a generator
+        assert [(await asyncio.wait_for(anext(stream), 60)).rollout_id for _ in ids] == ids
+        await stream.aclose()
         await client.close()
 
 

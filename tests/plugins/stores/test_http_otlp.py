@@ -115,7 +115,7 @@ async def test_the_opentelemetry_exporter_stores_the_same_spans_as_our_tracer(
     assert attempt.status == "running"
     assert await asyncio.to_thread(exporter.export, spans) is SpanExportResult.SUCCESS
     assert len(await stored(store, rollout)) == 2
-    exporter.shutdown()  # type: ignore[no-untyped-call] # theirs
+    exporter.shutdown()
 
 
 async def test_json_stores_the_same(server: LightningStoreServer, store: LightningStore) -> None:
@@ -228,7 +228,7 @@ async def test_the_token_of_an_attempt_replaces_the_ids_and_allows_no_others() -
         assert status == 403
         assert len(await stored(store, mine)) == 2
         assert await stored(store, other) == []
-        exporter.shutdown()  # type: ignore[no-untyped-call] # theirs
+        exporter.shutdown()
 
 
 async def test_a_request_without_a_token_is_refused_with_an_otlp_status() -> None:

@@ -68,10 +68,10 @@ async def test_several_servers_over_one_database_are_one_store(database: str) ->
         await second.update_attempt(claimed.rollout_id, claimed.attempt.attempt_id, "succeeded")
         assert [rollout.status for rollout in await waiting] == ["succeeded"]
         async with asyncio.timeout(60):
-            while (await anext(events)).rollout_id != queued.rollout_id:  # type: ignore[union-attr] # what was asked for
+            while (await anext(events)).rollout_id != queued.rollout_id:
                 pass
         assert time.monotonic() - began < 30  # and not when a poll of 60 s ended
-        await events.aclose()  # type: ignore[attr-defined] # it is a generator
+        await events.aclose()
 
         done: list[str] = []
         tasks = [EnqueueRolloutRequest(input=number) for number in range(100)]

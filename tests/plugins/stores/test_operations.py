@@ -188,7 +188,7 @@ async def test_a_changed_token_file_takes_effect_in_a_running_server_and_its_cli
         await asyncio.sleep(0)  # it asks for the stream before the next request
         await client.update_attempt(claimed.rollout_id, claimed.attempt.attempt_id, status="succeeded")
         assert (await asyncio.wait_for(reading, 30)).kind == "rollout_finished"
-        await events.aclose()  # type: ignore[attr-defined] # a generator
+        await events.aclose()
         await client.close()
         _, log = await service.end()
     assert "the tokens stay as they were" in log

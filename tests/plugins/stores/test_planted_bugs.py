@@ -141,7 +141,7 @@ class AliasesInputs(InMemoryLightningStore):
 
 
 class TakesNoneForUnset(InMemoryLightningStore):
-    async def update_rollout(self, rollout_id: str, **changes: Any) -> Rollout:  # type: ignore[override] # shorter
+    async def update_rollout(self, rollout_id: str, **changes: Any) -> Rollout:
         given = {name: UNSET if value is None else value for name, value in changes.items()}
         return await super().update_rollout(rollout_id, **given)
 
@@ -165,7 +165,7 @@ class MixesAttempts(InMemoryLightningStore):
 class LosesCancelledClaims(BackendStore):
     def __init__(self) -> None:
         super().__init__(SlowBackend())
-        self._queue._claim = self._queue.claim_now  # type: ignore[method-assign] # the bug
+        self._queue._claim = self._queue.claim_now  # the bug
 
 
 class LosesWakeUps(InMemoryLightningStore):

@@ -106,7 +106,7 @@ async def test_a_killed_server_loses_nothing_that_was_acknowledged(own_server: P
 
     workers = [asyncio.create_task(work(number)) for number in range(8)]
     for kills in range(1, 4):
-        await until(lambda kills=kills: len(acknowledged) >= 30 * kills)  # type: ignore[misc] # the loop's value
+        await until(lambda kills=kills: len(acknowledged) >= 30 * kills)
         own_server.kill()
         await asyncio.to_thread(own_server.start)
     is_over = True
@@ -394,7 +394,7 @@ async def test_no_event_is_skipped_when_transactions_commit_out_of_order(databas
     for number in (2, 0, 1):  # and committed in that one
         await writers[number].execute("SELECT pg_notify('agl', '')")
         await writers[number].execute("COMMIT")
-        await until(lambda number=number: f"ro-{number}" in heard)  # type: ignore[misc] # the loop's value
+        await until(lambda number=number: f"ro-{number}" in heard)
         await store.enqueue_rollout(number)  # reads events too
     assert [rollout_id for rollout_id in heard if len(rollout_id) == 4] == ["ro-2", "ro-0", "ro-1"]
     for connection in writers:

@@ -73,7 +73,7 @@ async def test_a_full_disk_is_said_and_harms_nothing(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     store = SqliteLightningStore(path)
     kept = await store.enqueue_rollout("kept")
-    connection = store._database.backend.writer._connection  # type: ignore[attr-defined] # to make the disk full
+    connection = store._database.backend.writer._connection  # to make the disk full
     pages = connection.execute("PRAGMA page_count").fetchone()[0]
     connection.execute(f"PRAGMA max_page_count = {pages + 1}")
     with pytest.raises(StoreError, match="disk is full"):
@@ -97,7 +97,7 @@ async def test_a_full_disk_is_said_and_harms_nothing(tmp_path: Path) -> None:
 async def test_a_read_only_file_is_said(tmp_path: Path) -> None:
     store = SqliteLightningStore(tmp_path / "store.db")
     await store.enqueue_rollout("a")
-    connection = store._database.backend.writer._connection  # type: ignore[attr-defined] # root writes any file
+    connection = store._database.backend.writer._connection  # root writes any file
     connection.execute("PRAGMA query_only = ON")
     with pytest.raises(StoreError, match="read-only"):
         await store.enqueue_rollout("b")
@@ -271,7 +271,7 @@ async def test_who_slept_through_events_is_told_what_matters(
     claimed = await claim(here)
     waiting = asyncio.create_task(here.wait_for_rollouts([claimed.rollout_id], timeout=20))
     await asyncio.sleep(0.05)
-    writer = here._database.backend.writer  # type: ignore[attr-defined] # to put it to sleep
+    writer = here._database.backend.writer  # to put it to sleep
     monkeypatch.setattr(writer, "_look", lambda: None)
     await asyncio.sleep(0.05)
     await there.update_attempt(claimed.rollout_id, "latest", status="succeeded")

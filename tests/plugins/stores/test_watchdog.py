@@ -210,7 +210,7 @@ async def test_a_policy_that_finds_nothing_to_delete_reads_one_page(stored: int)
 @pytest.mark.parametrize("policy", [{"max_age_s": -1}, {"max_rollouts": -1}, {"max_age_s": float("nan")}])
 def test_an_invalid_retention_policy_is_refused(policy: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(policy))):
-        Retention(**policy)  # type: ignore[arg-type] # meant
+        Retention(**policy)
 
 
 async def test_two_owners_of_one_database_end_an_attempt_once() -> None:

@@ -81,7 +81,7 @@ def test_an_agent_that_no_runner_can_load_ends_the_run_at_once_with_one_sentence
     module = tmp_path / "vanishing_agent.py"
     module.write_text("def agent(task):\n    return 1.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    import vanishing_agent  # type: ignore[import-not-found] # written above
+    import vanishing_agent  # written above
 
     module.unlink()
     store = agl.create_store("memory://")

@@ -124,7 +124,7 @@ def test_an_agent_that_no_actor_can_load_ends_the_run_at_once_with_one_sentence(
     module = tmp_path / "vanishing_ray_agent.py"
     module.write_text("def agent(task):\n    return 1.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    import vanishing_ray_agent  # type: ignore[import-not-found] # written above
+    import vanishing_ray_agent  # written above
 
     module.unlink()
     with pytest.raises(agl.ConfigError, match="cannot be loaded in a runner process: ModuleNotFoundError.*vanishing"):

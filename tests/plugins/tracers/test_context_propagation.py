@@ -107,7 +107,7 @@ async def test_a_process_of_multiprocessing_inherits_the_trace_context(tracer: O
     if kind == "subclass":
         process = Teller(there)
     else:
-        process = multiprocessing.get_context(kind).Process(target=tell_context, args=(there,))  # type: ignore[attr-defined] # each kind has it
+        process = multiprocessing.get_context(kind).Process(target=tell_context, args=(there,))
     async with tracer.trace_context():
         process.start()
         assert await asyncio.to_thread(here.poll, 60)

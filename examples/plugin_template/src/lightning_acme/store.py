@@ -44,7 +44,7 @@ class FolderStore(BackendStore):
     """A store whose records are in ``journal.jsonl`` of a folder."""
 
     def __init__(self, folder: str | Path, *, run_id: str = DEFAULT_RUN_ID, lease_s: float = 60.0) -> None:
-        """Opens the folder, and makes it when it is not there.
+        """Opens the folder, and creates it if it is missing.
 
         Raises:
             ConfigError: another process has it open.
@@ -66,7 +66,7 @@ class FolderBackend:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._journal = (folder / "journal.jsonl").open("a+", encoding="utf-8")
+        self._journal = (folder / "journal.jsonl").open("a+b")
         try:
             fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -79,9 +79,7 @@ class FolderBackend:
         self._queue: dict[str, None] = {}
         self._last_sequence_ids: dict[Key, int] = {}
         self._listeners: list[Listener] = []
-        self._journal.seek(0)
-        for line in self._journal:
-            self._replay(json.loads(line))
+        self._replay_journal()
 
     def now(self) -> float:
         return time.time()
@@ -143,7 +141,7 @@ class FolderBackend:
             self._write([Put(span) for span in stored.values()], ())
             for attempt_key in attempts:
                 row = self._tables[Attempt][attempt_key]
-                if row.record.status in LIVE_ATTEMPT:  # a sign of life is no change: the revision stays
+                if row.record.status in LIVE_ATTEMPT:  # a heartbeat does not change the revision
                     alive = row.record.model_copy(update={"last_heartbeat_time": now})
                     self._tables[Attempt][attempt_key] = Row(alive, row.revision)
             return result
@@ -191,11 +189,22 @@ class FolderBackend:
                 listener(events)
 
     def _append(self, lines: Sequence[dict[str, Any]]) -> None:
-        """One line for one transaction: a line that is torn by a crash is one that was never acknowledged."""
+        """One line for each transaction: if a crash cuts a line off, its transaction was never acknowledged."""
         if lines:
-            self._journal.write(json.dumps(lines) + "\n")
+            self._journal.write(json.dumps(lines).encode() + b"\n")
             self._journal.flush()
             os.fsync(self._journal.fileno())
+
+    def _replay_journal(self) -> None:
+        """Reads the journal, and removes a last line that a crash cut off: the next one would continue it."""
+        self._journal.seek(0)
+        end = 0
+        for line in self._journal:
+            if not line.endswith(b"\n"):
+                self._journal.truncate(end)
+                break
+            self._replay(json.loads(line))
+            end += len(line)
 
     def _replay(self, lines: Sequence[dict[str, Any]]) -> None:
         for line in lines:
