@@ -103,7 +103,9 @@ def test_ticks_are_round_and_enclose_the_values(low: float, high: float) -> None
 def test_values_that_hardly_differ_are_drawn(values: tuple[float, float]) -> None:
     chart = line_chart([Series("a", [Point(x, y) for x, y in enumerate(values)])], title="t")
     assert _count(chart, "polyline") == 1
-    bars = [link.get("aria-label") for link in _parse(histogram(values, title="t", href=lambda *_: "?")).iter(SVG + "a")]
+    bars = [
+        link.get("aria-label") for link in _parse(histogram(values, title="t", href=lambda *_: "?")).iter(SVG + "a")
+    ]
     assert sum(int(str(bar).rpartition(" ")[2]) for bar in bars) == 2
 
 
