@@ -137,8 +137,9 @@ async def _write_reports(store: LightningStore, directory: Path) -> None:
     for name in manager.components("report"):
         try:
             await manager.get("report", name)(store, directory)
-        except (LightningError, OSError) as error:  # a missing report must not change the result of the run
-            logger.warning("the report %r of %s could not be written: %s", name, directory, error)
+        except Exception as error:  # isolation point: a missing report must not change the result of the run
+            why = f"{type(error).__name__}: {error}"
+            logger.warning("the report %r of %s could not be written: %s", name, directory, why)
 
 
 async def _has_only_failed(store: LightningStore) -> bool:

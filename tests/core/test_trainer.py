@@ -18,6 +18,7 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.event import RunFinished, StepFinished
+from agentlightning.plugin.hookspecs import Component
 from agentlightning.plugin.registry import PluginManager
 from agentlightning.types import AttemptedRollout
 from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
@@ -330,6 +331,34 @@ def test_plugins_observe_every_event_of_a_run_and_a_failing_one_does_not_stop_it
     assert caplog.text.count("observe of plugin broken failed") == 1
     logged = [record for record in caplog.records if record.name == "agentlightning.event"]
     assert len(logged) == len(seen)
+
+
+def fail_to_report(store: agl.LightningStore, directory: Path) -> None:
+    raise ZeroDivisionError("in the report")
+
+
+def test_a_report_that_fails_changes_neither_the_result_of_a_run_nor_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Reporting:
+        @staticmethod
+        @agl.hookimpl
+        def components() -> list[Component]:
+            return [Component("report", "broken", f"{__name__}:fail_to_report", summary="raises")]
+
+    @agl.algo
+    async def failing(store: agl.LightningStore) -> None:
+        raise KeyError("in the algorithm")
+
+    manager = PluginManager()
+    manager.register(Reporting(), "reporting")
+    monkeypatch.setattr("agentlightning.job.get_manager", lambda: manager)
+    assert trainer(strategy="shm", run_dir=tmp_path / "good").fit(halving_agent, TASKS).status == "succeeded"
+    assert "the report 'broken'" in caplog.text
+    assert "ZeroDivisionError: in the report" in caplog.text
+    assert (tmp_path / "good" / "report.md").exists()
+    with pytest.raises(KeyError, match="in the algorithm"):
+        trainer(algorithm=failing, strategy="shm", run_dir=tmp_path / "bad").fit(halving_agent)
 
 
 def test_dev_defaults_to_baseline_and_refuses_slow_algorithms() -> None:

@@ -105,8 +105,10 @@ class GRPO(GRPOSettings, Algorithm):
                 await writer.wait()  # before the weights change
                 checkpoint_wait_s = time.monotonic() - writing
                 metrics = await session.learn(batch)
+                learned = time.monotonic()
                 await batches.settle()
                 published = time.monotonic()
+                waited_s += published - learned
                 await session.publish()
                 now = time.monotonic()
                 metrics |= {"wait_s": waited_s, "publish_s": now - published, "seconds": now - started}

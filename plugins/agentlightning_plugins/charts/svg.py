@@ -67,13 +67,13 @@ def number(value: float) -> str:
 
 def find_ticks(low: float, high: float, count: int = 5) -> list[float]:
     """Returns round values from at or below ``low`` to at or above ``high``, about ``count`` of them."""
-    if high <= low:
+    if high - low <= 1e-9 * max(abs(low), abs(high)):  # equal but for rounding
         low, high = (low - abs(low) * 0.1, high + abs(high) * 0.1) if low else (0.0, 1.0)
     rough = (high - low) / max(1, count)
     scale = 10.0 ** math.floor(math.log10(rough))
     step = next(each * scale for each in _STEPS if each * scale >= rough * (1 - 1e-9))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [float(f"{index * step:.10g}") for index in range(first, last + 1)]
+    return [float(f"{index * step:.12g}") for index in range(first, last + 1)]
 
 
 def is_safe_link(href: str) -> bool:

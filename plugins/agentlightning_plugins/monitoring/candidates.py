@@ -1,9 +1,19 @@
-"""Distributions of a prompt search: the scores of its candidates, and the rewards of their tasks."""
+"""Candidates of a prompt search: the best one, and the distributions of scores and of the rewards of tasks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+
+def find_best(candidates: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Returns the candidate with the highest score over the whole validation set; without such scores, the first.
+
+    Args:
+        candidates: the fields of each candidate, with its last scores, by ascending time; at least one.
+    """
+    scored = [each for each in candidates if each.get("full_score") is not None]
+    return max(scored, key=lambda each: float(each["full_score"]), default=candidates[0])
 
 
 def list_distributions(candidates: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

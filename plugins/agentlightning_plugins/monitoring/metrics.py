@@ -14,17 +14,19 @@ from agentlightning.types import Metrics, Run
 MAX_STEPS: Final = 2_000
 """Steps that a page reads, the newest."""
 _MAX_POINTS: Final = 300
-PHASES: Final = {
-    "sample_s": "sampling",
-    "prepare_s": "preparing",
-    "train_s": "training",
-    "publish_s": "publishing weights",
-    "wait_s": "waiting",
-    "val_s": "validating",
-    "test_s": "testing",
-    "record_s": "writing records",
-    "checkpoint_s": "writing checkpoints",
-}
+_PHASES: Final = {
+    "sampling": ("wait_s", "timing_s/gen"),
+    "preparing": (
+        "prepare_s", "timing_s/reward", "timing_s/old_log_prob", "timing_s/ref", "timing_s/values", "timing_s/adv",
+    ),
+    "training": ("train_s", "timing_s/update_critic", "timing_s/update_actor"),
+    "publishing weights": ("publish_s", "timing_s/update_weights"),
+    "validating": ("val_s", "timing_s/testing"),
+    "testing": ("test_s",),
+    "writing records": ("record_s",),
+    "waiting for checkpoints": ("checkpoint_wait_s", "timing_s/save_checkpoint"),
+}  # fmt: skip
+"""The metrics of ``grpo`` and ``verl`` that are parts of the time of a step; no two of them cover the same time."""
 _TOTAL_STEPS: Final = ("steps", "n_steps", "max_steps", "total_training_steps", "rounds", "beam_rounds")
 _BASE: Final = 3
 """Steps at the beginning that later ones are compared with."""
@@ -55,17 +57,27 @@ def make_series(metrics: Sequence[Metrics], name: str) -> list[dict[str, float]]
         point = {"step": each.step, "value": value}
         if f"{name}_low" in each.values and f"{name}_high" in each.values:
             point |= {"low": each.values[f"{name}_low"], "high": each.values[f"{name}_high"]}
-        elif f"{name}_std" in each.values and each.values.get("rollouts", 0) > 1:
-            margin = 1.96 * each.values[f"{name}_std"] / math.sqrt(each.values["rollouts"])
+        elif f"{name}_std" in each.values and (count := _count_rewards(each)) > 1:
+            margin = 1.96 * each.values[f"{name}_std"] / math.sqrt(count)
             point |= {"low": value - margin, "high": value + margin}
         points.append(point)
     stride = max(1, math.ceil(len(points) / _MAX_POINTS))
     return points[::-1][::stride][::-1]
 
 
+def _count_rewards(metrics: Metrics) -> float:
+    """The number of rollouts whose rewards a step reports."""
+    return metrics.values.get("rollouts", 0.0) - metrics.values.get("rollouts_left_out", 0.0)
+
+
 def sum_phases(metrics: Sequence[Metrics]) -> list[dict[str, Any]]:
     """The time that each phase took in all steps, and its share."""
-    sums = {name: sum(each.values.get(key, 0.0) for each in metrics) for key, name in PHASES.items()}
+    sums = dict.fromkeys(_PHASES, 0.0)
+    for each in metrics:
+        for name, keys in _PHASES.items():
+            sums[name] += sum(each.values.get(key, 0.0) for key in keys)
+        if "wait_s" not in each.values:  # in a training loop of the user, sampling is waiting
+            sums["sampling"] += each.values.get("sample_s", 0.0)
     total = sum(sums.values())
     return [{"name": name, "seconds": spent, "share": spent / total} for name, spent in sums.items() if spent > 0]
 

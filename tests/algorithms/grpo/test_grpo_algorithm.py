@@ -209,13 +209,20 @@ def test_lora_on_merged_rows_one_step_off_trains_and_exports(tmp_path: Path) -> 
         },
     }
     trainer = agl.Trainer(algorithm=settings, store=store, trackers=[], run_dir=run)
-    assert trainer.fit(calculator_agent, make_problems("train", N_TASKS), make_problems("val", 4)).status == "succeeded"
+
+    def slow_agent(task: dict[str, Any], llm: agl.LLM) -> float:
+        time.sleep(1)  # longer than an update takes
+        return calculator_agent(task, llm)
+
+    assert trainer.fit(slow_agent, make_problems("train", N_TASKS), make_problems("val", 4)).status == "succeeded"
 
     async def check() -> None:
         steps = [item.values for item in (await store.query_metrics()).items]
         trained = [values for values in steps if "loss" in values]
         assert [values["staleness"] for values in trained] == [0.0, 1.0, 1.0]
         for values in trained:
+            phases = sum(values[f"{name}_s"] for name in ("wait", "prepare", "train", "record", "publish"))
+            assert phases + values.get("checkpoint_wait_s", 0.0) == pytest.approx(values["seconds"], rel=0.1)
             assert 0 < values["importance_weight"] <= values["importance_weight_max"] <= 2.0
             # A turn that goes on from the one before is not a row of its own.
             assert values["rows"] < values["calls"] or values["rows"] == 0

@@ -85,13 +85,28 @@ def test_a_chart_without_values_says_so(values: list[float]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("low", "high"), [(0, 1), (0.13, 0.87), (-3, 1e6), (5, 5), (0, 0), (1e-7, 3e-7), (-1e12, -1e11)]
+    ("low", "high"),
+    [
+        *[(0, 1), (0.13, 0.87), (-3, 1e6), (5, 5), (0, 0), (1e-7, 3e-7), (-1e12, -1e11)],
+        *[(0.3, 0.1 + 0.2), (-0.1 - 0.2, -0.3), (1732400000.12, 1732400000.13), (12345678901, 12345678902)],
+        *[(1e6, 1e6 + 1.01e-3), (1e16, 1e16 + 2)],
+    ],
 )
 def test_ticks_are_round_and_enclose_the_values(low: float, high: float) -> None:
     ticks = find_ticks(low, high)
     assert ticks[0] <= low <= high <= ticks[-1]
     assert 2 <= len(ticks) <= 8
     assert ticks == sorted(set(ticks))
+
+
+@pytest.mark.parametrize("values", [(0.3, 0.1 + 0.2), (1732400000.12, 1732400000.13), (12345678901, 12345678902)])
+def test_values_that_hardly_differ_are_drawn(values: tuple[float, float]) -> None:
+    chart = line_chart([Series("a", [Point(x, y) for x, y in enumerate(values)])], title="t")
+    assert _count(chart, "polyline") == 1
+    bars = [
+        link.get("aria-label") for link in _parse(histogram(values, title="t", href=lambda *_: "?")).iter(SVG + "a")
+    ]
+    assert sum(int(str(bar).rpartition(" ")[2]) for bar in bars) == 2
 
 
 def test_a_histogram_of_few_whole_numbers_has_a_bar_for_each() -> None:

@@ -23,6 +23,7 @@ from agentlightning_plugins.charts.line import Point, Series, line_chart
 from agentlightning_plugins.charts.png import to_png
 from agentlightning_plugins.commands.report.command import command
 from agentlightning_plugins.commands.report.html import visible, write_html, write_png
+from agentlightning_plugins.monitoring.metrics import make_series, sum_phases
 from agentlightning_plugins.training_records.record import LedgerEntry
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\x1b[31m\u202egnp.exe\u200b{{7*7}}%s&amp;"
@@ -70,8 +71,42 @@ async def test_the_page_has_the_whole_run_and_needs_nothing_else(run: tuple[agl.
     for part in ("validation, before", "+0.875", "95 %:", "Before: reward 0.0", "After: reward 1.0", "Entropy by step"):
         assert part in page
     assert re.search(r"<td class=\"n\">25 %</td><td>3 flat group</td>", page)
-    assert re.search(r"sample</td><td class=\"n\">3.0</td>", page)
+    assert re.search(r"sampling</td><td class=\"n\">3.0</td>", page)
     assert not re.findall(r"""(?:src|href)\s*=|url\(|@import|https?://(?!www\.w3\.org/2000/svg)""", _without_text(page))
+
+
+async def test_the_interval_of_the_reward_leaves_out_rollouts_without_one(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"key": "k"}')
+    store = agl.create_store("memory://")
+    for step in (1, 2):
+        values = {"reward": 0.5, "reward_std": 0.5, "rollouts": 104.0, "rollouts_left_out": 4.0}
+        await store.add_metrics(step, values)
+    page = (await write_html(store, tmp_path)).read_text()
+    assert "training, 1: 0.5 (0.402 to 0.598)" in page
+    assert [point["low"] for point in make_series((await store.query_metrics()).items, "reward")] == [0.402] * 2
+
+
+async def test_the_phases_of_a_step_are_added_once_and_fill_its_time(tmp_path: Path) -> None:
+    """A step of ``grpo`` waits while it samples, writes its checkpoint beside the next step, and lasts 13 s."""
+    (tmp_path / "run.json").write_text('{"key": "k"}')
+    store = agl.create_store("memory://")
+    sampled = {"sample_s": 6.0, "wait_s": 6.1, "prepare_s": 0.5, "train_s": 5.0, "record_s": 0.2, "publish_s": 0.4}
+    await store.add_metrics(1, {**sampled, "checkpoint_s": 9.0, "checkpoint_wait_s": 0.8, "seconds": 13.0})
+    page = (await write_html(store, tmp_path)).read_text()
+    rows = re.findall(r"<tr><td>([a-z ]+)</td><td class=\"n\">([\d.]+)</td>", page.partition("<h2>Time</h2>")[2])
+    assert dict(rows)["sampling"] == "6.1"
+    assert dict(rows)["waiting for checkpoints"] == "0.8"
+    assert sum(float(seconds) for _, seconds in rows) == pytest.approx(13.0)
+
+
+async def test_a_step_of_verl_has_the_phases_of_verls_own_times() -> None:
+    store = agl.create_store("memory://")
+    spent = {"gen": 6.0, "old_log_prob": 1.0, "adv": 0.5, "update_actor": 4.0, "update_weights": 0.5, "step": 12.1}
+    await store.add_metrics(1, {"record_s": 0.1, **{f"timing_s/{name}": value for name, value in spent.items()}})
+    phases = {each["name"]: each["seconds"] for each in sum_phases((await store.query_metrics()).items)}
+    assert phases == {
+        "sampling": 6.0, "preparing": 1.5, "training": 4.0, "publishing weights": 0.5, "writing records": 0.1
+    }  # fmt: skip
 
 
 async def test_hostile_content_is_shown_as_text(run: tuple[agl.LightningStore, Path]) -> None:

@@ -158,7 +158,7 @@ def _metrics(step: int, chance: random.Random) -> dict[str, float]:
         "sample_s": 22.0,
         "train_s": 14.0,
         "publish_s": 1.5,
-        "wait_s": 0.6,
+        "wait_s": 22.6,
     }
     if step % 5 == 0:
         value = 0.36 + 0.42 * (1 - math.exp(-step / 15))

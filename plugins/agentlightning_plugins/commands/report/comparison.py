@@ -13,6 +13,7 @@ from agentlightning import semconv
 from agentlightning.reward import find_final_reward
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import AttemptedRollout, Metrics, Rollout
+from agentlightning_plugins.monitoring.candidates import find_best
 from agentlightning_plugins.statistics.interval import Interval, mean_interval, paired_interval
 
 
@@ -83,9 +84,7 @@ async def read_rewards(store: LightningStore, step: int, mode: str) -> dict[str,
 
 
 async def _compare_candidates(store: LightningStore, candidates: Sequence[Mapping[str, Any]]) -> Comparison:
-    seed = candidates[0]
-    scored = [each for each in candidates if each.get("full_score") is not None]
-    best = max(scored, key=lambda each: each["full_score"], default=seed)
+    seed, best = candidates[0], find_best(candidates)
     rollouts = [await _evaluated(store, "val", {"group": each["candidate_id"]}) for each in (seed, best)]
     found = await _compare(store, "validation", *rollouts)
     before, after = (each.get("task_scores") or () for each in (seed, best))

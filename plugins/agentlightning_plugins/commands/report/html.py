@@ -16,6 +16,7 @@ from agentlightning_plugins.charts.png import to_png
 from agentlightning_plugins.commands.report.comparison import compare_first_and_last, read_rewards
 from agentlightning_plugins.commands.report.report import Report, read_report
 from agentlightning_plugins.monitoring.candidates import list_distributions
+from agentlightning_plugins.monitoring.metrics import make_series, sum_phases
 from agentlightning_plugins.statistics.interval import mean_interval
 from agentlightning_plugins.training_records.query import count_outcomes, read_ledger
 from agentlightning_plugins.training_records.record import LEDGER_SPAN
@@ -37,7 +38,6 @@ _OTHERS: Final = (
     ("response_length", "Reply length", "tokens"),
     ("calls_per_rollout", "Calls per rollout", "mean"),
 )
-_PHASES: Final = ("sample", "prepare", "train", "record", "val", "test")
 _COSTS: Final = {
     "calls": "model calls",
     "tokens": "tokens",
@@ -47,7 +47,6 @@ _COSTS: Final = {
 _MAX_INTERVALS: Final = 30
 """Evaluations whose interval is computed from their rollouts."""
 _MAX_TEXT: Final = 20_000
-_Z: Final = 1.959964
 
 
 async def write_html(store: LightningStore, directory: Path, file: Path | None = None) -> Path:
@@ -82,7 +81,7 @@ async def write_html(store: LightningStore, directory: Path, file: Path | None =
         comparison=comparison,
         prompts=comparison.prompts,
         ledger=count_outcomes(await read_ledger(store)) if has_ledger else {},
-        phases=_sum_phases(metrics),
+        phases=sum_phases(metrics),
         costs=_sum_costs(metrics, report),
     )
     file = file or directory / HTML_NAME
@@ -112,37 +111,22 @@ def visible(value: object) -> str:
 async def _draw_rewards(store: LightningStore, metrics: Sequence[Metrics]) -> Any:
     series = []
     for name, label in _REWARDS.items():
-        entries = [entry for entry in metrics if name in entry.values]
-        points = []
-        for entry in entries:
-            interval = None
-            if name == "reward":
-                interval = _training_interval(entry.values)
-            elif name != "best_score" and len(entries) <= _MAX_INTERVALS:
-                rewards = await read_rewards(store, entry.step, name.removesuffix("_reward"))
-                interval = mean_interval(list(rewards.values()))
-            points.append(Point(entry.step, entry.values[name], *(interval or (None, None))))
+        points = [
+            Point(each["step"], each["value"], each.get("low"), each.get("high")) for each in make_series(metrics, name)
+        ]
+        if name in ("val_reward", "test_reward") and len(points) <= _MAX_INTERVALS:
+            for place, point in enumerate(points):
+                rewards = await read_rewards(store, int(point.x), name.removesuffix("_reward"))
+                low, high = mean_interval(list(rewards.values())) or (None, None)
+                points[place] = point._replace(low=low, high=high)
         if points:
             series.append(Series(label, points, is_line=name != "test_reward"))
     return line_chart(series, title="Mean reward by step, with 95 % intervals", x_label="step", width=540, height=270)
 
 
-def _training_interval(values: Mapping[str, float]) -> tuple[float, float] | None:
-    count = values.get("rollouts", 0.0) - values.get("rollouts_left_out", 0.0)
-    if "reward_std" not in values or count < 2:
-        return None
-    half = _Z * values["reward_std"] / count**0.5
-    return values["reward"] - half, values["reward"] + half
-
-
 def _draw(metrics: Sequence[Metrics], name: str, title: str) -> Any:
     points = [Point(entry.step, entry.values[name]) for entry in metrics if name in entry.values]
     return line_chart([Series(name, points)], title=f"{title} by step", x_label="step", width=360, height=220)
-
-
-def _sum_phases(metrics: Sequence[Metrics]) -> list[tuple[str, float]]:
-    sums = [(phase, sum(entry.values.get(f"{phase}_s", 0.0) for entry in metrics)) for phase in _PHASES]
-    return [(phase, seconds) for phase, seconds in sums if seconds]
 
 
 def _sum_costs(metrics: Sequence[Metrics], report: Report) -> list[tuple[str, float]]:

@@ -7,13 +7,15 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple, get_args
+from typing import Any, Final, NamedTuple
 
 from agentlightning import semconv
 from agentlightning.resources import LLM, PromptTemplate
 from agentlightning.run.directory import RECORD_NAME, read_record
 from agentlightning.store.protocol import LightningStore
-from agentlightning.types import AttemptedRollout, Metrics, RolloutStatus, Run
+from agentlightning.types import AttemptedRollout, Metrics, Run
+from agentlightning_plugins.monitoring.candidates import find_best
+from agentlightning_plugins.monitoring.runs import count_rollouts
 
 REPORT_NAME: Final = "report.md"
 _CANDIDATE: Final = "prompt_candidate"
@@ -92,9 +94,6 @@ async def read_report(store: LightningStore, directory: Path) -> Report:
         ConfigError: ``directory`` contains no run.
     """
     run = await store.get_run_by_id(store.run_id)
-    counts = {
-        status: (await store.query_rollouts(status_in=[status], limit=1)).total for status in get_args(RolloutStatus)
-    }
     failed = await store.query_rollouts(
         status_in=["failed"], sort_by="start_time", sort_order="desc", limit=_MAX_FAILED
     )
@@ -113,7 +112,7 @@ async def read_report(store: LightningStore, directory: Path) -> Report:
     return Report(
         run=run or Run(),
         record=read_record(directory),
-        rollouts=counts,
+        rollouts=await count_rollouts(store),
         errors=dict(errors.most_common(_MAX_ERRORS)),
         steps=len(metrics),
         metrics=_summarize(metrics),
@@ -134,11 +133,23 @@ async def write_report(store: LightningStore, directory: Path) -> Path:
     """
     file, report = directory / REPORT_NAME, await read_report(store, directory)
     file.write_text(report.to_markdown(), encoding="utf-8")
-    for name in report.candidates[0]["prompts"] if report.candidates else ():
+    for name, text in _best_prompts(report).items():
         prompt = directory / "prompts" / (re.sub(r"[^\w.-]", "_", name) + ".txt")
         prompt.parent.mkdir(exist_ok=True)
-        prompt.write_text(report.learned[name], encoding="utf-8")
+        prompt.write_text(text, encoding="utf-8")
     return file
+
+
+def _best_prompts(report: Report) -> dict[str, str]:
+    """Returns the prompts that a search published as its best; if it ended during a trial, those with the best score.
+
+    The two differ if fresh rollouts did not confirm the best score: then the search publishes the first prompts.
+    """
+    if not report.candidates:
+        return {}
+    best = {name: prompt["template"] for name, prompt in find_best(report.candidates)["prompts"].items()}
+    is_trial = _CANDIDATE in report.learned
+    return {name: text if is_trial else report.learned.get(name, text) for name, text in best.items()}
 
 
 def _candidate_row(candidate: Mapping[str, Any]) -> tuple[Any, ...]:
