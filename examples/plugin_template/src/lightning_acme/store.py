@@ -1,6 +1,6 @@
 """``folder:///path``: a store in one journal file, read whole when it is opened. For one process and small runs.
 
-Lightning keeps the meaning of rollouts, attempts and leases; a database is the eight methods of ``Backend``.
+Lightning keeps the meaning of rollouts, attempts and leases; a database is the nine methods of ``Backend``.
 """
 
 from __future__ import annotations
