@@ -33,7 +33,7 @@ _RECORDS: dict[str, type[BaseModel]] = {
     "spans": Span,
     "workers": Worker,
 }
-"""What can be exported to Parquet, and the record whose fields are the columns."""
+"""The records of each Parquet export; their fields are its columns."""
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 export_path = click.argument("path", type=click.Path(path_type=Path, dir_okay=False))
 
