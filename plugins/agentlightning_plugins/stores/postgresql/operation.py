@@ -177,11 +177,9 @@ class Claiming:
     limit: int
     decide: Claim
     candidates: list[tuple[Row[Rollout], int]] = field(default_factory=list)
-    tries: int = 0
 
     def claim(self) -> Operation:
         """Claims the candidates, unless another process has changed one meanwhile."""
-        self.tries += 1
         writes, events = self.decide(self.candidates)
         guards = [Guard(Rollout, key_of(row.record), row.revision) for row, _ in self.candidates]
         return Operation.commit(writes, guards, events)
