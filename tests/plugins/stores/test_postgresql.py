@@ -26,7 +26,8 @@ from agentlightning.types import Attempt, EnqueueRolloutRequest, Rollout, Rollou
 from agentlightning_plugins.stores.http.server.events import EventStreams
 from agentlightning_plugins.stores.http.server.metrics import ServerMetrics
 from agentlightning_plugins.stores.http.server.polling import Polls
-from agentlightning_plugins.stores.postgresql import connection, schema, writer
+from agentlightning_plugins.stores.postgresql import connection as connection_module
+from agentlightning_plugins.stores.postgresql import schema, writer
 from agentlightning_plugins.stores.postgresql.backend import PostgresBackend
 from agentlightning_plugins.stores.postgresql.operation import Claiming, Operation
 from agentlightning_plugins.stores.postgresql.store import PostgresLightningStore
@@ -201,7 +202,7 @@ async def test_a_password_that_was_changed_is_said_until_it_is_changed_back(
 async def test_a_server_that_no_longer_answers_is_given_up(
     own_server: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "ANSWER_SLACK_S", 0.5)
+    monkeypatch.setattr(connection_module, "ANSWER_SLACK_S", 0.5)
     limits = dict.fromkeys(("statement_timeout_s", "connect_timeout_s", "reconnect_s"), 0.5)
     store = PostgresLightningStore(own_server.tcp_url(), **limits, watchdog_interval_s=None)
     await store.enqueue_rollout("kept")

@@ -105,6 +105,11 @@ class LightningStoreClient(RemoteMethods):
         self._connection.token = token
 
     @property
+    def given_token(self) -> str | None:
+        """The token that this object was made with; None: it follows the environment."""
+        return self._connection.given_token
+
+    @property
     def urls(self) -> str:
         """The URLs of all servers, separated by commas."""
         return ",".join(self._connection.urls)
