@@ -265,7 +265,9 @@ async def test_cancelled_statements_are_repeated(database: str) -> None:
     await store.close()
 
 
-@pytest.mark.parametrize("setting", ["agl_connections=1", "agl_connections=many", "agl_pool=3"])
+@pytest.mark.parametrize(
+    "setting", ["agl_connections=1", "agl_connections=many", "agl_connections=nan", "agl_connections=inf", "agl_pool=3"]
+)
 def test_a_setting_in_the_url_that_is_wrong_is_refused(setting: str) -> None:
     with pytest.raises(ConfigError, match="connections"):
         PostgresLightningStore(f"postgresql://user@localhost:1/db?application_name=mine&{setting}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 from typing import Final
@@ -184,7 +185,9 @@ def _take_settings(url: str) -> tuple[str, dict[str, float]]:
         if name.startswith("agl_"):
             name = name.removeprefix("agl_")
             try:
-                given[_PARAMETERS[_PARAMETERS.index(name)]] = float(value)
+                given[_PARAMETERS[_PARAMETERS.index(name)]] = number = float(value)
+                if not math.isfinite(number):
+                    raise ValueError(value)
             except ValueError:
                 known = ", ".join(f"agl_{known}" for known in _PARAMETERS)
                 raise ConfigError(
