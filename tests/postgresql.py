@@ -136,14 +136,27 @@ class PostgresServer:
     def kill(self) -> None:
         """SIGKILL to all its processes at once, as when the machine fails."""
         assert self._process is not None
+        self._signal_all(signal.SIGKILL)
+        self._process.wait()
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """A server that accepts connections and answers nothing, as behind a network that loses all packets."""
+        self._signal_all(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._signal_all(signal.SIGCONT)
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        assert self._process is not None
         children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
         pids = [self._process.pid]
         if children.exists():
             pids += map(int, children.read_text().split())
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self._process.wait()
+                os.kill(pid, number)
 
     def stop(self) -> None:
         if self._process is not None and self._process.poll() is None:

@@ -77,6 +77,8 @@ LIBRARIES: dict[str, set[str]] = {
     "agentlightning_plugins.stores.condition": {"stores.*"},
     "agentlightning_plugins.stores.retention": {"stores.http"},
     "agentlightning_plugins.stores.sql": {"stores.postgresql", "stores.sqlite"},
+    "agentlightning_plugins.stores.token": {"stores.http"},
+    "agentlightning_plugins.stores.watchers": {"stores.memory", "stores.postgresql", "stores.sqlite"},
     "agentlightning_plugins.strategies.processes": {"strategies.*", "commands.runner"},
     "agentlightning_plugins.tracers.opentelemetry": {"tracers.*"},
     "agentlightning_plugins.trackers.sample": {"trackers.*"},

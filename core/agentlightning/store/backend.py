@@ -120,8 +120,8 @@ class Page(NamedTuple, Generic[R]):
 Claim: TypeAlias = Callable[[Sequence[tuple[Row[Rollout], int]]], tuple[Sequence[Write], Sequence[Event]]]
 """Maps the locked rollouts, each with the number of its attempts so far, to the writes and events of a claim.
 
-It may be called again when a transaction is repeated, with no rollouts if another process took them. Only the last
-result is written."""
+It may be called again when a transaction is repeated; only the last result is written, and nothing if ``claim``
+returns nothing."""
 
 
 class Backend(Protocol):

@@ -56,7 +56,7 @@ MODULES: Final[Mapping[str, str]] = {
     "client": "",
     "server": "",
 }
-"""Modules that are gone, and those that have their names now, below ``agentlightning``."""
+"""Each module of 0.3 that no longer exists, and the module that has its names now; relative to ``agentlightning``."""
 
 NAMES: Final[Mapping[str, str]] = {
     "AgentLightningClient": f"{_V0}.AgentLightningClient",
@@ -121,7 +121,7 @@ _INSTEAD: Final = {
     f"{_V0}.Task": "agentlightning.Rollout",
     f"{_V0}.TaskIfAny": "agentlightning.Rollout",
 }
-"""The advice in warnings of names that this plugin serves itself."""
+"""What a warning recommends instead of a name that this plugin implements itself."""
 
 
 class LightningSpanAttributes(enum.Enum):

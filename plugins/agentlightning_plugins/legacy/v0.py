@@ -11,6 +11,7 @@ import contextlib
 import inspect
 import json
 import logging
+import secrets
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ from aiohttp.typedefs import Handler
 from pydantic import BaseModel, Field
 
 import agentlightning as agl
-from agentlightning.errors import NotFoundError, StoreError
+from agentlightning.errors import ConflictError, NotFoundError, StoreError
 from agentlightning.resources import scope_to_attempt, with_attempt_key
 from agentlightning.run import attempt_token
 from agentlightning.types import AttemptedRollout, AttemptFailure, Triplet
@@ -37,8 +38,9 @@ from agentlightning_plugins.http_request import (
 from agentlightning_plugins.legacy.v0_spans import read_spans
 
 logger = logging.getLogger("agentlightning")
-_WORKER: Final = "v0"
 _HEARTBEAT_S: Final = 5.0
+_CONFIG: Final = agl.RolloutConfig(max_attempts=5, retry_condition=["timeout"])
+"""0.1 queued a task again whose agent was lost."""
 _MAX_BODY_BYTES: Final = 64 * 2**20
 _MAX_ITEMS: Final = 5_000_000
 _MAX_ERROR: Final = 2000
@@ -47,7 +49,7 @@ _METHODS: Final = {
     "train": ("training_rollout", "rollout"),
     "val": ("validation_rollout", "rollout", "training_rollout"),
 }
-"""The methods of an agent that may run a rollout, the first that its class defines."""
+"""The methods that run a rollout, by mode. The first one that the agent's class defines is called."""
 
 
 class Task(BaseModel):
@@ -84,7 +86,7 @@ class RolloutLegacy(BaseModel):
 
 
 class AgentLightningServer:
-    """Serves the rollouts of a store to agents of 0.1, and has the methods of 0.1 for algorithms of that time."""
+    """Serves the rollouts of a store to agents of 0.1, and has the methods that algorithms of 0.1 call."""
 
     def __init__(
         self,
@@ -99,14 +101,18 @@ class AgentLightningServer:
         Args:
             host: address to listen on.
             port: to listen on; 0 takes a free one.
-            task_timeout_seconds: an agent that reports nothing for so long has lost its rollout, which is queued again.
+            task_timeout_seconds: an agent that reports nothing for so long has lost its rollout. One of ``queue_task``
+                is queued again, up to five attempts; others as their configuration says.
             store: any store; default is one in memory.
         """
         self.store = store if store is not None else agl.InMemoryLightningStore()
         self.host, self.port = host, port
         self.task_timeout_seconds = task_timeout_seconds
+        self._worker_id = f"v0-{secrets.token_hex(4)}"
         self._claimed: dict[str, tuple[AttemptedRollout, float]] = {}
         """By rollout id, with the time of the loop."""
+        self._queued: set[str] = set()
+        """The ids of ``queue_task``: only their reports are kept, for those who ask for them by it."""
         self._completed: dict[str, RolloutLegacy] = {}
         self._news = asyncio.Event()
         self._runner: web.AppRunner | None = None
@@ -154,7 +160,9 @@ class AgentLightningServer:
         metadata: Mapping[str, Any] | None = None,
     ) -> str:
         """Queues a rollout and returns its id."""
-        return (await self.store.enqueue_rollout(sample, mode, resources_id, metadata=metadata)).rollout_id
+        rollout = await self.store.enqueue_rollout(sample, mode, resources_id, _CONFIG, metadata)
+        self._queued.add(rollout.rollout_id)
+        return rollout.rollout_id
 
     async def update_resources(self, resources: Mapping[str, agl.Resource | str]) -> str:
         """Publishes resources and returns their id."""
@@ -189,10 +197,12 @@ class AgentLightningServer:
             return await handler(request)
         except RequestError as error:
             return _refuse(error.status, str(error))
+        except StoreError as error:
+            return _refuse(503, str(error))
 
     async def _answer_task(self, request: web.Request) -> web.Response:
         await self._renew()
-        rollout = await self.store.dequeue_rollout(_WORKER)
+        rollout = await self.store.dequeue_rollout(self._worker_id)
         if rollout is None:
             return _respond(TaskIfAny(is_available=False))
         self._claimed[rollout.rollout_id] = rollout, asyncio.get_running_loop().time()
@@ -241,14 +251,22 @@ class AgentLightningServer:
         except (ValueError, AttributeError, TypeError) as problem:  # of pydantic, or from a trace of the wrong shape
             return _refuse(422, f"the report is malformed: {str(problem)[:_MAX_ERROR]}")
         del self._claimed[report.rollout_id]
-        await self.store.add_many_spans(spans)
-        if spans:
-            await self.store.update_attempt(*ids, status="succeeded", reward=agl.find_final_reward(spans))
-        else:  # an agent of 0.1 that raised an error
-            error = AttemptFailure(type="NoResult", message="the agent reported neither a reward nor a trace")
-            await self.store.update_attempt(*ids, status="failed", error=error)
-        self._completed[report.rollout_id] = report
-        self._news.set()
+        try:
+            await self.store.add_many_spans(spans)
+            if spans:
+                await self.store.update_attempt(*ids, status="succeeded", reward=agl.find_final_reward(spans))
+            else:  # an agent of 0.1 that raised an error
+                error = AttemptFailure(type="NoResult", message="the agent reported neither a reward nor a trace")
+                await self.store.update_attempt(*ids, status="failed", error=error)
+        except (ConflictError, NotFoundError) as error:  # the attempt has ended without the report
+            return _refuse(409, str(error))
+        except StoreError:
+            self._claimed[report.rollout_id] = claimed  # the agent may report again
+            raise
+        if report.rollout_id in self._queued:
+            self._queued.discard(report.rollout_id)
+            self._completed[report.rollout_id] = report
+            self._news.set()
         return web.json_response({"status": "ok", "message": f"rollout {report.rollout_id} is stored"})
 
     async def _renew_leases(self) -> None:
@@ -263,12 +281,11 @@ class AgentLightningServer:
         """Sends heartbeats for agents, which send none, until their time is over."""
         now = asyncio.get_running_loop().time()
         for rollout_id, (rollout, since) in list(self._claimed.items()):
-            if now - since > self.task_timeout_seconds:
-                del self._claimed[rollout_id]
-                with contextlib.suppress(NotFoundError):
+            if now - since > self.task_timeout_seconds and self._claimed.pop(rollout_id, None) is not None:
+                with contextlib.suppress(ConflictError, NotFoundError):
                     await self.store.update_attempt(rollout_id, rollout.attempt.attempt_id, status="timeout")
         attempts = [rollout.attempt.attempt_id for rollout, _ in self._claimed.values()]
-        await self.store.update_worker(_WORKER, attempt_ids=attempts)
+        await self.store.update_worker(self._worker_id, attempt_ids=attempts)
 
 
 def _respond(answer: BaseModel) -> web.Response:
@@ -283,7 +300,13 @@ class AgentLightningClient:
     """The client of agents of 0.1."""
 
     def __init__(self, endpoint: str, poll_interval: float = 5.0, timeout: float = 10.0) -> None:
-        """Takes the URL of the server, and seconds between questions for a task and for an answer."""
+        """Makes a client; connects at the first request.
+
+        Args:
+            endpoint: URL of the server.
+            poll_interval: seconds between requests for a task.
+            timeout: seconds to wait for an answer.
+        """
         self.endpoint = endpoint.rstrip("/")
         self.poll_interval = poll_interval
         self.timeout = timeout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from typing import Any, Final
 
@@ -14,14 +13,15 @@ _LOST_S: Final = 60.0
 """A worker without a heartbeat for this long counts as lost if it has work, else as ended."""
 _WINDOW_S: Final = 60.0
 _RECENT: Final = 500
-"""Rollouts, from the newest on, among which those that ended lately are looked for."""
+"""How many of the newest rollouts are searched for those that ended lately."""
 _STATES: Final = ("busy", "idle", "unknown", "lost", "ended")
 
 
 async def read_workers(store: LightningStore, limit: int = 500) -> tuple[list[dict[str, Any]], int]:
     """The workers with the latest heartbeats, each with its ``state`` and ``silent_s``, and the number of all."""
     page = await store.query_workers(limit=limit, sort_by="last_heartbeat_time", sort_order="desc")
-    workers = [_describe_worker(worker) for worker in page]
+    now = store.now()
+    workers = [_describe_worker(worker, now) for worker in page]
     return sorted(workers, key=lambda worker: _STATES.index(worker["state"])), page.total
 
 
@@ -41,7 +41,7 @@ async def read_activity(view: LightningStore) -> dict[str, Any]:
     ``ended`` and ``failed`` are counts of the last minute; ``errors`` has the number of rollouts by error, the most
     frequent first, with its last message.
     """
-    since = time.time() - _WINDOW_S
+    since = view.now() - _WINDOW_S
     newest = await view.query_rollouts(sort_order="desc", limit=_RECENT)
     ended = [rollout for rollout in newest if rollout.end_time is not None and rollout.end_time >= since]
     counts: Counter[str] = Counter()
@@ -60,8 +60,8 @@ async def read_activity(view: LightningStore) -> dict[str, Any]:
     }
 
 
-def _describe_worker(worker: Worker) -> dict[str, Any]:
-    silent_s = None if worker.last_heartbeat_time is None else max(0.0, time.time() - worker.last_heartbeat_time)
+def _describe_worker(worker: Worker, now: float) -> dict[str, Any]:
+    silent_s = None if worker.last_heartbeat_time is None else max(0.0, now - worker.last_heartbeat_time)
     state: str = worker.status
     if worker.ended_at is not None:
         state = "ended"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -82,8 +81,14 @@ def sum_phases(metrics: Sequence[Metrics]) -> list[dict[str, Any]]:
     return [{"name": name, "seconds": spent, "share": spent / total} for name, spent in sums.items() if spent > 0]
 
 
-def estimate_left(run: Run, metrics: Sequence[Metrics]) -> dict[str, Any] | None:
-    """How far a run is and how long it will take, if it says how much there is to do."""
+def estimate_left(run: Run, metrics: Sequence[Metrics], now: float) -> dict[str, Any] | None:
+    """How far a run is and how long it will take, if it says how much there is to do.
+
+    Args:
+        run: the run.
+        metrics: of its steps, in order.
+        now: Unix time by the clock of the store.
+    """
     if not metrics:
         return None
     last = metrics[-1]
@@ -93,7 +98,7 @@ def estimate_left(run: Run, metrics: Sequence[Metrics]) -> dict[str, Any] | None
     share = last.values.get("progress", last.step / steps if steps else None)
     if share is None or not 0 < share <= 1:
         return None
-    left = max(0.0, (last.time - run.created_at) * (1 - share) / share - (time.time() - last.time))
+    left = max(0.0, (last.time - run.created_at) * (1 - share) / share - (now - last.time))
     return {"share": share, "steps": steps, "seconds_left": left if run.status == "running" and share < 1 else None}
 
 

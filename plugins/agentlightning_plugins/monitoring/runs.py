@@ -9,7 +9,7 @@ from agentlightning.store.protocol import LightningStore
 from agentlightning.types import RolloutStatus, Run
 
 _NEWEST: Final = 50
-"""Runs, from the newest on, among which those under way are looked for."""
+"""How many of the newest runs are searched for those under way."""
 
 
 async def count_rollouts(store: LightningStore) -> dict[str, int]:

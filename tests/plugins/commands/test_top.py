@@ -18,9 +18,12 @@ import pytest
 from click.testing import CliRunner
 
 import agentlightning as agl
-from agentlightning.types import AttemptFailure, AttemptStatus, Span, TraceStatus
+from agentlightning.types import AttemptFailure, AttemptStatus, Metrics, Run, Span, TraceStatus
 from agentlightning_plugins.commands.top.command import command
+from agentlightning_plugins.commands.top.snapshot import read_snapshot
 from agentlightning_plugins.monitoring.backends import read_backends
+from agentlightning_plugins.monitoring.fleet import read_activity, read_workers
+from agentlightning_plugins.monitoring.metrics import estimate_left
 
 HOSTILE = "\x1b[31mred\u202e [bold]not bold[/bold]"
 
@@ -112,6 +115,26 @@ async def test_the_state_of_a_backend_follows_its_calls(calls: str, state: str) 
     (backend,) = await read_backends(store)
     assert (backend["state"], backend["calls"], backend["failed"]) == (state, len(calls), calls.count("-"))
     assert (backend["cost"], backend["error"]) == (0.5 * len(calls), "gone" if "-" in calls else None)
+    await store.close()
+
+
+async def test_ages_are_measured_by_the_clock_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = agl.InMemoryLightningStore()
+    monkeypatch.setattr(store._database.backend, "now", lambda: time.time() - 90)  # its machine's clock is behind
+    started = await store.start_rollout(1, worker_id="w-1")
+    await store.update_worker("w-1")
+    failed = await store.start_rollout(2)
+    await store.update_attempt(failed.rollout_id, "latest", status="failed")
+    (worker,), _ = await read_workers(store)
+    assert (worker["state"], worker["current_rollout_id"]) == ("busy", started.rollout_id)
+    activity = await read_activity(store)
+    assert (activity["ended"], activity["failed"]) == (1, 1)
+    run = Run(run_id="r", name="r", status="running", created_at=store.now() - 10)
+    step = Metrics(run_id="r", step=1, time=store.now(), values={"progress": 0.5})
+    left = estimate_left(run, [step], store.now())
+    assert left is not None
+    assert left["seconds_left"] == pytest.approx(10, abs=1)
+    assert abs((await read_snapshot(store, None))["time"] - store.now()) < 10
     await store.close()
 
 

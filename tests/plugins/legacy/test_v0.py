@@ -12,11 +12,13 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import aiohttp
 import pytest
 
 import agentlightning as agl
+from agentlightning.errors import StoreError
 from agentlightning.run import attempt_token
 from agentlightning_plugins.legacy.v0 import AgentLightningServer, RolloutLegacy
 
@@ -180,6 +182,72 @@ async def test_a_lost_agent_of_0_1_loses_its_task() -> None:
     finally:
         await server.stop()
         await server.store.close()
+
+
+async def test_a_task_of_queue_task_is_queued_again_when_its_agents_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = AgentLightningServer(port=0, task_timeout_seconds=0.05)
+    await server.start()
+    update = server.store.update_attempt
+
+    async def take_a_moment(*arguments: Any, **changes: Any) -> agl.Attempt:
+        await asyncio.sleep(0.02)
+        return await update(*arguments, **changes)
+
+    monkeypatch.setattr(server.store, "update_attempt", take_a_moment)
+    try:
+        queued = {await server.queue_task(number) for number in range(2)}
+        for _ in queued:
+            assert (await ask(f"{server.endpoint}/task"))["is_available"]
+        await asyncio.sleep(0.1)
+        found = set()
+        while found != queued:  # several agents ask while the server gives up the lost ones
+            for answer in await asyncio.gather(*(ask(f"{server.endpoint}/task") for _ in range(4))):
+                found |= {answer["task"]["rollout_id"]} if answer["is_available"] else set()
+    finally:
+        await server.stop()
+        await server.store.close()
+
+
+async def test_a_report_that_the_store_could_not_take_may_be_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = AgentLightningServer(port=0)
+    await server.start()
+    try:
+        own = await server.queue_task(1)
+        other = (await server.store.enqueue_rollout(2)).rollout_id
+        reports = [{"rollout_id": (await ask(f"{server.endpoint}/task"))["task"]["rollout_id"], "final_reward": 1.0}]
+        with monkeypatch.context() as outage:
+            outage.setattr(server.store, "add_many_spans", AsyncMock(side_effect=StoreError("the server is away")))
+            with pytest.raises(urllib.error.HTTPError) as caught:
+                await ask(f"{server.endpoint}/rollout", reports[0])
+            assert caught.value.code == 503
+            caught.value.close()
+        reports.append(
+            {"rollout_id": (await ask(f"{server.endpoint}/task"))["task"]["rollout_id"], "final_reward": 1.0}
+        )
+        for report in reports:
+            await ask(f"{server.endpoint}/rollout", report)
+        for rollout_id in (own, other):
+            rollout = await server.store.get_rollout_by_id(rollout_id)
+            assert rollout is not None
+            assert rollout.status == "succeeded"
+        # Nobody asks this server for the reports of rollouts that others enqueue.
+        assert [report.rollout_id for report in await server.retrieve_completed_rollouts()] == [own]
+    finally:
+        await server.stop()
+        await server.store.close()
+
+
+async def test_servers_of_one_store_are_workers_of_their_own() -> None:
+    store = agl.InMemoryLightningStore()
+    servers = [AgentLightningServer(port=0, store=store) for _ in range(2)]
+    for server in servers:
+        await server.start()
+        await server.queue_task("task")
+        assert (await ask(f"{server.endpoint}/task"))["is_available"]
+    assert len((await store.query_workers()).items) == 2
+    for server in servers:
+        await server.stop()
+    await store.close()
 
 
 async def test_web_pages_and_malformed_reports_are_refused_and_lose_no_task() -> None:

@@ -30,6 +30,7 @@ from agentlightning.store.protocol import LightningStore
 from agentlightning.testing.store import StoreConformance
 from agentlightning.types import EnqueueRolloutRequest, Rollout, Span
 from agentlightning_plugins.stores.http.client import LightningStoreClient
+from agentlightning_plugins.stores.http.client import client as client_module
 from agentlightning_plugins.stores.http.server import LightningStoreServer
 from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 from agentlightning_plugins.stores.sqlite.store import SqliteLightningStore
@@ -350,6 +351,38 @@ async def test_waiting_clients_survive_a_restart_of_the_server(store: LightningS
         assert taken is not None
         assert taken.rollout_id == further.rollout_id
         await client.close()
+
+
+async def test_waiting_goes_on_when_a_rollout_that_ended_is_deleted(
+    store: LightningStore, client: LightningStoreClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "MAX_POLL_S", 0.2)
+    deleted, later = [await store.start_rollout(number) for number in range(2)]
+    waiting = asyncio.create_task(client.wait_for_rollouts([deleted.rollout_id, later.rollout_id]))
+    await asyncio.sleep(0.1)
+    await store.update_attempt(deleted.rollout_id, "latest", status="succeeded")
+    await store.delete_rollouts([deleted.rollout_id])  # as the retention policy of a server does
+    await asyncio.sleep(0.4)
+    await store.update_attempt(later.rollout_id, "latest", status="succeeded")
+    assert [rollout.input for rollout in await asyncio.wait_for(waiting, 10)] == [1]
+    with pytest.raises(NotFoundError):
+        await client.wait_for_rollouts([deleted.rollout_id])
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+async def test_resources_cannot_be_named_as_the_path_of_the_latest_ones(
+    is_remote: bool, store: LightningStore, client: LightningStoreClient
+) -> None:
+    with pytest.raises(ConfigError, match="means the newest resources"):
+        await (client if is_remote else store).update_resources("latest", {"prompt": "Hi"})
+
+
+async def test_an_empty_id_is_not_the_path_of_another_request(client: LightningStoreClient) -> None:
+    await client.start_rollout("task")
+    with pytest.raises(ConfigError, match="rollout_id is empty"):
+        await client.get_rollout_by_id("")
+    with pytest.raises(ConfigError, match="resources_id is empty"):
+        await client.get_resources_by_id("")
 
 
 async def test_an_unreachable_server_is_an_error_after_the_retries() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,6 +17,11 @@ from agentlightning.errors import StoreError
 from agentlightning.types import EnqueueRolloutRequest
 from agentlightning_plugins.stores.http.client import LightningStoreClient
 from agentlightning_plugins.stores.http.server import LightningStoreServer, events
+from agentlightning_plugins.stores.http.server import metrics as metrics_module
+from agentlightning_plugins.stores.http.server.events import EventStreams
+from agentlightning_plugins.stores.http.server.metrics import ServerMetrics
+from agentlightning_plugins.stores.http.server.polling import Polls
+from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 from tests.plugins.stores.served import ask, claim, serve, until_gauge
 
 
@@ -194,3 +200,23 @@ async def test_prometheus_metrics_describe_the_store_and_its_requests() -> None:
         assert samples["agl_store_uptime_seconds"][()] > 0
         await store.enqueue_rollout(2)
         await asking
+
+
+async def test_an_error_of_the_database_that_comes_after_the_answer_is_not_an_unhandled_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(metrics_module, "ANSWER_S", 0.05)
+    store = InMemoryLightningStore()
+
+    async def fail() -> dict[str, int]:
+        await asyncio.sleep(0.1)
+        raise StoreError("the database is away")
+
+    monkeypatch.setattr(store, "statistics", fail)
+    metrics = ServerMetrics(store, Polls(), EventStreams(store.with_run))
+    for _ in range(2):
+        assert b"agl_store_up 0.0" in await metrics.render()
+        await asyncio.sleep(0.2)
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+    await store.close()

@@ -6,12 +6,14 @@ import asyncio
 import pickle
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
 from agentlightning.errors import ConfigError, StoreError
 from agentlightning.types import EnqueueRolloutRequest
 from agentlightning_plugins.stores.http.client import LightningStoreClient
+from agentlightning_plugins.stores.memory.store import InMemoryLightningStore
 from agentlightning_plugins.strategies.processes.serving import served
 from tests.port import reserve_port
 
@@ -77,6 +79,35 @@ async def test_runner_processes_know_all_servers_of_a_store(monkeypatch: pytest.
     async with served(client, "127.0.0.1", 0, is_private=True) as target:
         assert (target.url, target.token) == ("http://127.0.0.1:1,http://127.0.0.1:2", None)
     await client.close()
+
+
+async def test_runner_processes_follow_the_token_file_as_their_parent_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tokens").write_text("of the file\n")
+    monkeypatch.setenv("AGL_TOKEN", "")
+    monkeypatch.setenv("AGL_TOKEN_FILE", str(tmp_path / "tokens"))
+    for given, shared, sent in ((None, True, None), (None, False, "of the file"), ("own", True, "own")):
+        client = LightningStoreClient("http://127.0.0.1:1", given)
+        async with served(client, "127.0.0.1", 0, is_private=True, share_environment=shared) as target:
+            assert target.token == sent
+        await client.close()
+
+
+async def test_a_run_serves_its_store_with_the_token_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tokens").write_text("of the file\n")
+    monkeypatch.setenv("AGL_TOKEN", "")
+    monkeypatch.setenv("AGL_TOKEN_FILE", str(tmp_path / "tokens"))
+    store = InMemoryLightningStore()
+    async with served(store, "127.0.0.1", 0, is_private=False) as target:
+        assert target.token == "of the file"
+        client = LightningStoreClient(target.url, "another")
+        with pytest.raises(ConfigError, match="token"):
+            await client.query_rollouts()
+        await client.close()
+    await store.close()
 
 
 async def test_all_servers_are_named_when_none_can_be_reached() -> None:

@@ -22,10 +22,11 @@ from agentlightning.store.backend import Guard, Put, Query
 from agentlightning.testing.store import DurableStoreConformance, StoreConformance, actions
 from agentlightning.testing.store.actions import claim, finish, make_span
 from agentlightning.testing.store.model import Reopen
-from agentlightning.types import Attempt, EnqueueRolloutRequest, Rollout, RolloutConfig, Span
+from agentlightning.types import Attempt, EnqueueRolloutRequest, Rollout, RolloutConfig, Run, Span
 from agentlightning_plugins.stores.http.server.events import EventStreams
 from agentlightning_plugins.stores.http.server.metrics import ServerMetrics
 from agentlightning_plugins.stores.http.server.polling import Polls
+from agentlightning_plugins.stores.postgresql import connection as connection_module
 from agentlightning_plugins.stores.postgresql import schema, writer
 from agentlightning_plugins.stores.postgresql.backend import PostgresBackend
 from agentlightning_plugins.stores.postgresql.operation import Claiming, Operation
@@ -65,6 +66,11 @@ def backend_of(store: PostgresLightningStore) -> PostgresBackend:
     backend = store._database.backend
     assert isinstance(backend, PostgresBackend)
     return backend
+
+
+async def write(store: PostgresLightningStore) -> None:
+    """A write that no read precedes."""
+    await backend_of(store).commit([Put(Run(run_id="another"))])
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -159,6 +165,59 @@ async def test_a_server_that_does_not_come_back_is_said(own_server: PostgresServ
     await store.close()
 
 
+async def test_a_schema_check_that_fails_does_not_end_the_writer(own_server: PostgresServer) -> None:
+    store = PostgresLightningStore(own_server.tcp_url(), reconnect_s=0.3)
+    await store.enqueue_rollout("kept")
+    backend_of(store)._thread.writer._must_check_schema = True  # as when the server goes away twice in a row
+    own_server.kill()
+    with pytest.raises(StoreError, match="did not come back"):
+        await asyncio.wait_for(write(store), SOON_S)
+    own_server.start()
+    await asyncio.wait_for(store.enqueue_rollout("later"), SOON_S)
+    assert [rollout.input for rollout in await store.query_rollouts()] == ["kept", "later"]
+    await store.close()
+
+
+@pytest.mark.parametrize("must_check", [False, True])
+async def test_a_password_that_was_changed_is_said_until_it_is_changed_back(
+    own_server: PostgresServer, must_check: bool
+) -> None:
+    own_server.run_sql("CREATE ROLE app SUPERUSER LOGIN PASSWORD 'one'")
+    store = PostgresLightningStore(own_server.tcp_url().replace("postgres:of-the-tests", "app:one"))
+    await store.enqueue_rollout("kept")
+    own_server.run_sql(
+        "ALTER ROLE app PASSWORD 'two'; SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE usename = 'app'"
+    )
+    backend_of(store)._thread.writer._must_check_schema = must_check
+    for call in (lambda: write(store), lambda: store.query_rollouts()):
+        with pytest.raises(ConfigError, match="refuses this user or password"):
+            await asyncio.wait_for(call(), SOON_S)
+    own_server.run_sql("ALTER ROLE app PASSWORD 'one'")
+    await asyncio.wait_for(store.enqueue_rollout("later"), SOON_S)
+    assert [rollout.input for rollout in await store.query_rollouts()] == ["kept", "later"]
+    await store.close()
+    own_server.run_sql("DROP OWNED BY app; DROP ROLE app")
+
+
+async def test_a_server_that_no_longer_answers_is_given_up(
+    own_server: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_module, "ANSWER_SLACK_S", 0.5)
+    limits = dict.fromkeys(("statement_timeout_s", "connect_timeout_s", "reconnect_s"), 0.5)
+    store = PostgresLightningStore(own_server.tcp_url(), **limits, watchdog_interval_s=None)
+    await store.enqueue_rollout("kept")
+    await store.query_rollouts()
+    with own_server.frozen():
+        for during in (0, 2 * writer.LOOK_EVERY_S):  # also while the writer waits for the answer to its own look
+            await asyncio.sleep(during)
+            calls = asyncio.gather(store.query_rollouts(), write(store), return_exceptions=True)
+            answers = await asyncio.wait_for(calls, SOON_S)
+            assert [type(answer) for answer in answers] == [StoreError, StoreError]
+    await store.enqueue_rollout("later")
+    assert [rollout.input for rollout in await store.query_rollouts()] == ["kept", "later"]
+    await store.close()
+
+
 async def test_a_server_without_a_free_connection_is_waited_for(own_server: PostgresServer) -> None:
     store = PostgresLightningStore(own_server.url(), watchdog_interval_s=None)
     held: list[asyncpg.Connection] = []
@@ -206,7 +265,9 @@ async def test_cancelled_statements_are_repeated(database: str) -> None:
     await store.close()
 
 
-@pytest.mark.parametrize("setting", ["agl_connections=1", "agl_connections=many", "agl_pool=3"])
+@pytest.mark.parametrize(
+    "setting", ["agl_connections=1", "agl_connections=many", "agl_connections=nan", "agl_connections=inf", "agl_pool=3"]
+)
 def test_a_setting_in_the_url_that_is_wrong_is_refused(setting: str) -> None:
     with pytest.raises(ConfigError, match="connections"):
         PostgresLightningStore(f"postgresql://user@localhost:1/db?application_name=mine&{setting}")

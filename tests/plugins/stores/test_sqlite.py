@@ -94,6 +94,43 @@ async def test_a_full_disk_is_said_and_harms_nothing(tmp_path: Path) -> None:
     check_integrity(path)
 
 
+class FullAtCommit:
+    """A connection whose disk is full at the first two commits of a transaction that wrote something."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+        self._left = 2
+        self._written_before = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
+
+    def execute(self, sql: str, *parameters: Any) -> sqlite3.Cursor:
+        if sql.startswith("BEGIN"):
+            self._written_before = self._connection.total_changes
+        if sql == "COMMIT" and self._left and self._connection.total_changes > self._written_before:
+            self._left -= 1
+            raise sqlite3.OperationalError("database or disk is full")
+        return self._connection.execute(sql, *parameters)
+
+
+async def test_a_claim_whose_transaction_was_undone_hands_out_nothing(tmp_path: Path) -> None:
+    store = SqliteLightningStore(str(tmp_path / "store.db"), watchdog_interval_s=None)
+    backend = store._database.backend
+    assert isinstance(backend, SqliteBackend)
+    backend.writer._connection = FullAtCommit(backend.writer._connection)  # type: ignore[assignment]
+    # Both share a transaction, whose commit fails; then each has its own, and that of the rollout fails again.
+    enqueued, claimed = await asyncio.gather(
+        backend.commit([Put(Rollout(rollout_id="ro-1", input=1, start_time=1.0))]),
+        store._queue.claim_now("default", 1, None),
+        return_exceptions=True,
+    )
+    assert isinstance(enqueued, StoreError)
+    assert claimed == []
+    assert (await store.statistics())["attempts"] == 0
+    await store.close()
+
+
 async def test_a_read_only_file_is_said(tmp_path: Path) -> None:
     store = SqliteLightningStore(tmp_path / "store.db")
     await store.enqueue_rollout("a")

@@ -18,6 +18,7 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.types import AttemptedRollout, RolloutConfig
+from agentlightning_plugins.strategies.processes import supervisor
 from agentlightning_plugins.strategies.processes.stopping import until_second_interrupt, until_sigterm
 from agentlightning_plugins.strategies.processes.supervisor import Ending, Supervisor
 from tests.port import reserve_port
@@ -292,6 +293,19 @@ async def test_a_supervisor_frees_what_a_dead_predecessor_with_its_own_process_i
         assert (await one_rollout(store, rollout.rollout_id)).status == "requeuing"
 
 
+async def test_a_supervisor_leaves_runners_of_another_container_with_its_host_name_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = agl.InMemoryLightningStore(lease_s=600.0)
+    rollout = await store.enqueue_rollout("task", config=RolloutConfig(max_attempts=3))
+    with monkeypatch.context() as other:
+        other.setattr(supervisor, "_PID_NAMESPACE", tmp_path)
+        async with supervised(store) as elsewhere:
+            await store.dequeue_rollout(elsewhere.worker_ids[0])
+    async with supervised(store):  # its process ids say nothing about those of the other
+        assert (await one_rollout(store, rollout.rollout_id)).status == "preparing"
+
+
 async def one_rollout(store: agl.LightningStore, rollout_id: str) -> agl.Rollout:
     found = await store.get_rollout_by_id(rollout_id)
     assert found is not None
@@ -370,3 +384,8 @@ def test_the_environment_says_whether_the_store_is_managed(monkeypatch: pytest.M
             assert agl.ClientServerExecutionStrategy().managed_store is expected
     monkeypatch.setenv("AGL_MANAGED_STORE", "off")
     assert agl.ClientServerExecutionStrategy(managed_store=True).managed_store is True
+
+
+def test_a_store_that_others_serve_is_expected_at_the_port_of_the_store_server() -> None:
+    assert agl.ClientServerExecutionStrategy(managed_store=False).server_port == 4747
+    assert agl.ClientServerExecutionStrategy().server_port == 0

@@ -141,11 +141,11 @@ class Queue:
                 writes.append(Put(worker))
             return writes, [rollout_started(outcome, now) for outcome in outcomes]
 
-        await self._database.backend.claim(run_id, limit, decide)
+        if not await self._database.backend.claim(run_id, limit, decide):
+            return []  # also when it was decided in a transaction that was undone
         for rollout, attempt in begun:
             self._database.cache(rollout, attempt)
-        if begun:
-            self._watchdog.start()
+        self._watchdog.start()
         return [join(rollout.record, attempt.record) for rollout, attempt in begun]
 
     async def _release(self, claim: asyncio.Future[list[AttemptedRollout]]) -> None:

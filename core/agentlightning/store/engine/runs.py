@@ -66,6 +66,8 @@ class Runs:
     async def publish(self, run_id: str, resources_id: str, resources: Mapping[str, Resource | str]) -> ResourcesUpdate:
         if not resources_id:
             raise ConfigError("resources_id is empty; give a name, or call add_resources")
+        if resources_id == "latest":
+            raise ConfigError("resources_id='latest' means the newest resources of a run; choose another name")
         if split_version_id(resources_id)[1] is not None:
             raise ConfigError(f"resources_id={resources_id!r} names one version, which never changes; leave the @ out")
         named = FrozenDict(read_resources(resources))

@@ -2,19 +2,20 @@
 
 Example::
 
-class TestMyStore(DurableStoreConformance):     # StoreConformance, if it is not durable
-@pytest.fixture
-async def store(self, tmp_path):
-store = MyStore(tmp_path)               # empty
-yield store
-await store.close()
+    class TestMyStore(DurableStoreConformance):     # StoreConformance, if it is not durable
+        @pytest.fixture
+        async def store(self, tmp_path):
+            store = MyStore(tmp_path)               # empty
+            yield store
+            await store.close()
 
-@pytest.fixture
-def reopen(self, store, tmp_path):          # for durable stores
-async def reopen():
-await store.close()
-return MyStore(tmp_path)
-return reopen
+        @pytest.fixture
+        def reopen(self, store, tmp_path):          # for durable stores
+            async def reopen():
+                await store.close()
+                return MyStore(tmp_path)
+
+            return reopen
 """
 
 import pkgutil

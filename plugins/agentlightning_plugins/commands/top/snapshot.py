@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any, Final
 
 from agentlightning.store.protocol import LightningStore
@@ -31,17 +30,17 @@ async def read_snapshot(store: LightningStore, run_id: str | None) -> dict[str, 
     else:
         runs = await find_newest_runs(store)
         if not runs:
-            return {"time": time.time(), "run": None, **await _read_fleet(store)}
+            return {"time": store.now(), "run": None, **await _read_fleet(store)}
         run = runs[0]
     view = store.with_run(run.run_id)
     steps = await read_metrics(view, _STEPS)
     last = {name: value for step in steps[-5:] for name, value in step.values.items()}
     curve = make_series(steps, "reward") or make_series(steps, "train_reward") or make_series(steps, "val_reward")
     return {
-        "time": time.time(),
+        "time": store.now(),
         "run": describe_run(run),
         "step": steps[-1].step if steps else None,
-        "progress": estimate_left(run, steps),
+        "progress": estimate_left(run, steps, store.now()),
         "reward": curve[-1]["value"] if curve else None,
         "val_reward": last.get("val_reward"),
         "curve": [point["value"] for point in curve],

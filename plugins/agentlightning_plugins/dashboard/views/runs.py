@@ -77,7 +77,7 @@ async def show_run(visit: Visit) -> dict[str, Any]:
         "has_ledger": any(name.startswith("outcome/") for name in names),
         "health": [health._asdict() for health in numbers.judge(steps)],
         "phases": numbers.sum_phases(steps),
-        "progress": numbers.estimate_left(run, steps),
+        "progress": numbers.estimate_left(run, steps, store.now()),
         "metrics": {name: numbers.make_series(steps, name) for name in shown},
         "metric_names": [name for name in names if name not in _CHARTED],
         "newest": [describe_rollout(rollout) for rollout in newest],

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import random
@@ -150,7 +151,7 @@ class _Tokens:
         self.current = self._read()
 
     def _read(self) -> list[str]:
-        from agentlightning_plugins.stores.http.message import read_token_file
+        from agentlightning_plugins.stores.token import read_token_file
 
         found = [] if self._path is None else read_token_file(self._path)
         return list(dict.fromkeys([self._token, *found] if self._token else found))
@@ -193,7 +194,8 @@ def _open(backend: str, wait_s: float, **settings: Any) -> LightningStore:
 def _raise_file_limit() -> None:
     """Allows as many open files, and so connections, as the system does without further rights."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    with contextlib.suppress(ValueError, OSError):  # macOS calls it unlimited and refuses that
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 async def _serve(

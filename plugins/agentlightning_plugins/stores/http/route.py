@@ -27,6 +27,7 @@ from urllib.parse import quote, urlencode
 from pydantic import BeforeValidator, ConfigDict, Field, FiniteFloat
 from typing_extensions import TypedDict  # pydantic refuses typing's before Python 3.12
 
+from agentlightning.errors import ConfigError
 from agentlightning.frozen import freeze
 from agentlightning.resources import AnyResource, Resource, read_resources
 from agentlightning.types import (
@@ -134,10 +135,14 @@ class Route:
         """The path with its query string, and the body, of a call with these arguments.
 
         Raises:
-            ConfigError: an argument is not JSON. It is refused here, before it becomes some other JSON.
+            ConfigError: an argument is not JSON, or a name in the path is empty. It is refused here, before it becomes
+                some other JSON, or the path of another route.
         """
         given = {name: value for name, value in arguments.items() if value is not UNSET}
         names = {name: quote(str(given.pop(name, run_id)), safe="") for name in self.path_names}
+        for name, value in names.items():
+            if not value:
+                raise ConfigError(f"{name} is empty; give the id of what is meant")
         path = self.path.format(**names)
         if self.method == "GET":
             query = urlencode({name: value for name, value in given.items() if value is not None})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import OrderedDict, deque
@@ -18,8 +17,8 @@ from agentlightning.store.engine import BackendStore
 from agentlightning.store.url import hide_password
 from agentlightning.types import DEFAULT_RUN_ID, LIVE_ATTEMPT, Attempt, Metrics, Record, Rollout, Run, Span, Worker
 from agentlightning_plugins.stores.memory.table import Index, Positions, Table
+from agentlightning_plugins.stores.watchers import Watchers
 
-logger = logging.getLogger("agentlightning")
 R = TypeVar("R", bound=Record)
 
 _QUEUED: Final = frozenset({"queuing", "requeuing"})
@@ -73,8 +72,8 @@ class MemoryBackend:
         }
         self._queues: dict[str, OrderedDict[str, None]] = {}
         self._last_sequence_ids: dict[Key, int] = {}
-        self._listeners: tuple[Listener, ...] = ()
-        self._undelivered: deque[tuple[tuple[Listener, ...], Sequence[Event]]] = deque()
+        self._watchers = Watchers("memory://")
+        self._undelivered: deque[Sequence[Event]] = deque()
         self._delivering = threading.Lock()
 
     def now(self) -> float:
@@ -137,14 +136,7 @@ class MemoryBackend:
             }
 
     def watch(self, listener: Listener) -> Callable[[], None]:
-        with self._lock:
-            self._listeners += (listener,)
-
-        def stop() -> None:
-            with self._lock:
-                self._listeners = tuple(other for other in self._listeners if other is not listener)
-
-        return stop
+        return self._watchers.add(listener)
 
     async def close(self) -> None:
         """Does nothing: the records live as long as this object."""
@@ -155,8 +147,8 @@ class MemoryBackend:
                 self._put(write.record)
             else:
                 self._delete(write)
-        if events and self._listeners:
-            self._undelivered.append((self._listeners, events))
+        if events and self._watchers.listeners:
+            self._undelivered.append(events)
 
     def _put(self, record: Record) -> None:
         table, key = self._tables[type(record)], key_of(record)
@@ -231,12 +223,7 @@ class MemoryBackend:
         while self._undelivered and self._delivering.acquire(blocking=False):
             try:
                 while self._undelivered:
-                    listeners, events = self._undelivered.popleft()
-                    for listener in listeners:
-                        try:
-                            listener(events)
-                        except Exception:  # isolation point: a failing watcher must not affect the writer or others
-                            logger.exception("a watcher of the memory store failed")
+                    self._watchers.publish(self._undelivered.popleft())
             finally:
                 self._delivering.release()
 

@@ -19,9 +19,10 @@ from agentlightning_plugins.stores.postgresql.operation import Claiming, Operati
 from agentlightning_plugins.stores.postgresql.reader import Read, Readers, make_lookup
 from agentlightning_plugins.stores.postgresql.schema import migrate
 from agentlightning_plugins.stores.postgresql.writer import Writer
-from agentlightning_plugins.stores.sql.backend import COUNT, DurableBackend, Watchers, count_all
+from agentlightning_plugins.stores.sql.backend import COUNT, DurableBackend, count_all
 from agentlightning_plugins.stores.sql.batch import Inbox, Item, settle_here
 from agentlightning_plugins.stores.sql.plan import Plan
+from agentlightning_plugins.stores.watchers import Watchers
 
 R = TypeVar("R", bound=Record)
 

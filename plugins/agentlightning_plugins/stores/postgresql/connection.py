@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 from typing import Final
@@ -41,6 +42,8 @@ _AWAY: Final = (
 """The server or the network is gone and may come back. TimeoutError is an OSError."""
 
 
+ANSWER_SLACK_S: Final = 10.0
+"""A server that is this late to cancel a statement at its timeout is considered gone."""
 MAX_CANCELLED: Final = 2
 """How often a statement is repeated that the server has cancelled; a write is done once, however often it is sent."""
 _PARAMETERS: Final = ("connections", "statement_timeout_s")
@@ -99,7 +102,12 @@ class Server:
         """
         try:
             settings = {**_SETTINGS, "statement_timeout": f"{self._statement_timeout_s * 1000:.0f}ms"}
-            return await asyncpg.connect(self._url, timeout=self._connect_timeout_s, server_settings=settings)
+            return await asyncpg.connect(
+                self._url,
+                timeout=self._connect_timeout_s,
+                command_timeout=self._statement_timeout_s + ANSWER_SLACK_S,
+                server_settings=settings,
+            )
         except (asyncpg.InvalidPasswordError, asyncpg.InvalidAuthorizationSpecificationError) as error:
             raise ConfigError(f"{self.shown} refuses this user or password ({error.sqlstate}); check both") from None
         except asyncpg.InvalidCatalogNameError:
@@ -177,7 +185,9 @@ def _take_settings(url: str) -> tuple[str, dict[str, float]]:
         if name.startswith("agl_"):
             name = name.removeprefix("agl_")
             try:
-                given[_PARAMETERS[_PARAMETERS.index(name)]] = float(value)
+                given[_PARAMETERS[_PARAMETERS.index(name)]] = number = float(value)
+                if not math.isfinite(number):
+                    raise ValueError(value)
             except ValueError:
                 known = ", ".join(f"agl_{known}" for known in _PARAMETERS)
                 raise ConfigError(
@@ -191,6 +201,12 @@ def _take_settings(url: str) -> tuple[str, dict[str, float]]:
 def is_lost(connection: asyncpg.Connection, error: Exception) -> bool:
     """Whether an error says that the connection is gone, and nothing about the statement."""
     return isinstance(error, _AWAY) or connection.is_closed()
+
+
+def drop_if_lost(connection: asyncpg.Connection, error: Exception) -> None:
+    """Ends a connection over which nothing more can be done, so that it is replaced."""
+    if is_lost(connection, error):
+        connection.terminate()
 
 
 async def close(connection: asyncpg.Connection) -> None:

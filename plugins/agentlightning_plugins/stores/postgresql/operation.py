@@ -177,11 +177,9 @@ class Claiming:
     limit: int
     decide: Claim
     candidates: list[tuple[Row[Rollout], int]] = field(default_factory=list)
-    tries: int = 0
 
     def claim(self) -> Operation:
         """Claims the candidates, unless another process has changed one meanwhile."""
-        self.tries += 1
         writes, events = self.decide(self.candidates)
         guards = [Guard(Rollout, key_of(row.record), row.revision) for row, _ in self.candidates]
         return Operation.commit(writes, guards, events)
@@ -278,7 +276,7 @@ _PRIORITY: Final = ("busy", "refused", "unknown")
 
 
 def _collide(mine: dict[Any, Fields], others: dict[Any, Fields], harmless: str) -> bool:
-    """Whether a row is in both, unless both only do the harmless action, of which the last one counts."""
+    """Whether both write the same row. Two ``harmless`` actions on a row do not collide: the later one counts."""
     return any(
         key in mine and any("wanted" in one or one.get("action", harmless) != harmless for one in (mine[key], row))
         for key, row in others.items()

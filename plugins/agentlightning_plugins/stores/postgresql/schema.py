@@ -13,6 +13,8 @@ SCHEMA: Final = "agl"
 """The PostgreSQL schema of all our tables; the database can have others."""
 _MIGRATING: Final = 0x41474C01
 """The advisory lock of a migration."""
+_MIGRATION_TIMEOUT_S: Final = 86_400.0
+"""How long a statement of a migration may take, which may write a large table anew, or wait for another process."""
 KEPT_EVENTS: Final = 100_000
 """The events of this many commits are kept for other processes. One that is further behind reads the records."""
 
@@ -165,7 +167,7 @@ async def migrate(connection: asyncpg.Connection, shown: str) -> None:
         return
     async with connection.transaction():
         await connection.execute("SET LOCAL statement_timeout = 0")
-        await connection.execute("SELECT pg_advisory_xact_lock($1)", _MIGRATING)
+        await connection.execute("SELECT pg_advisory_xact_lock($1)", _MIGRATING, timeout=_MIGRATION_TIMEOUT_S)
         version = await check_version(connection, shown)  # another process may have been faster
         if version == 0:
             await connection.execute("CREATE SCHEMA agl")
@@ -173,7 +175,7 @@ async def migrate(connection: asyncpg.Connection, shown: str) -> None:
             await connection.execute("INSERT INTO agl.schema_version VALUES (0)")
         for statements in MIGRATIONS[version:]:
             for statement in statements:
-                await connection.execute(statement)
+                await connection.execute(statement, timeout=_MIGRATION_TIMEOUT_S)
         await connection.execute(
             "UPDATE agl.schema_version SET version = $1, oldest_writer = $2", len(MIGRATIONS), OLDEST_WRITER
         )

@@ -18,7 +18,7 @@ from agentlightning.errors import ConfigError, StoreError
 from agentlightning.event import Event
 from agentlightning.store.backend import Row
 from agentlightning.types import Rollout
-from agentlightning_plugins.stores.postgresql.connection import MAX_CANCELLED, Server, close, is_lost
+from agentlightning_plugins.stores.postgresql.connection import MAX_CANCELLED, Server, close, drop_if_lost, is_lost
 from agentlightning_plugins.stores.postgresql.missed_events import read_missed_events
 from agentlightning_plugins.stores.postgresql.operation import Batch, Claiming, Operation, Work
 from agentlightning_plugins.stores.postgresql.schema import KEPT_EVENTS, MIGRATED, check_version
@@ -31,8 +31,8 @@ logger = logging.getLogger("agentlightning")
 MAX_BATCH: Final = 500
 """Writes in one batch at most, so that the first of them does not wait for long."""
 MAX_BATCH_CHARACTERS: Final = 16_000_000
-WRITE_TIMEOUT_S: Final = 60.0
-"""A server that has not answered for this long is considered gone; a row locked for longer is an error."""
+_MAX_LOCKED_S: Final = 60.0
+"""A row that another transaction keeps locked for longer is an error."""
 _ANNOUNCE_S: Final = 0.01
 """How long a process with more to write may put off waking the others."""
 LOOK_EVERY_S: Final = 1.0
@@ -133,10 +133,9 @@ class Writer:
         items: list[Item[Work]] = []
         while self._items and len(items) < MAX_BATCH:
             items.append(self._items.popleft())
-        if self._must_check_schema:
-            await self._check_schema()
-        if self.refusal is not None:
-            self._settle_error(items, self.refusal)
+        why = await self._check_schema() if self._must_check_schema else self.refusal
+        if why is not None:
+            self._settle_error(items, why)
             return
         try:
             await self._write(items)
@@ -194,10 +193,9 @@ class Writer:
         """Tries an item again after a short pause: another transaction has locked one of its rows."""
         pause_s = min(0.001 * 2**operation.tries, _MAX_BUSY_S)
         operation.tries += 1
-        if operation.tries * _MAX_BUSY_S > WRITE_TIMEOUT_S:
-            self._settle_error(
-                [item], StoreError(f"{self._server.shown}: another transaction keeps a record locked; end it")
-            )
+        if operation.tries * _MAX_BUSY_S > _MAX_LOCKED_S:
+            error = StoreError(f"{self._server.shown}: another transaction keeps a record locked; end it")
+            self._settle_error([item], error)
             return
         self._busy += 1
 
@@ -231,8 +229,6 @@ class Writer:
                         operations.append((item, item.work.claim()))
                         continue
                     item.result = []
-                    if item.work.tries:  # it was decided on rollouts that another process took: now there are none
-                        item.work.decide([])
                 except Exception as error:  # isolation point: one caller's failure is not the others'
                     item.error = error
                 done.append(item)
@@ -249,9 +245,8 @@ class Writer:
         async def write(connection: asyncpg.Connection) -> Any:
             seen = orjson.dumps({str(origin): position for origin, (position, _) in self._seen.items()}).decode()
             self._must_look = False  # the statement reads the events of which this process was notified so far
-            return await connection.fetchrow(
-                WRITE, *parameters, self._origin, number, self._slot, text, self._horizon, seen
-            )
+            state = (self._origin, number, self._slot, text, self._horizon, seen)
+            return await connection.fetchrow(WRITE, *parameters, *state)
 
         horizon, heard, failed_text, outcome_text = await self._retry(write)
         self._publish_new(horizon, heard)
@@ -275,8 +270,7 @@ class Writer:
             try:
                 if self._connection.is_closed():
                     await self._reconnect()
-                async with asyncio.timeout(WRITE_TIMEOUT_S):
-                    return await work(self._connection)
+                return await work(self._connection)
             except (asyncpg.UniqueViolationError, asyncpg.DeadlockDetectedError, asyncpg.SerializationError):
                 tries += 1  # another process inserted the same record at the same time
                 if tries >= 100:
@@ -286,7 +280,7 @@ class Writer:
                 if cancelled > MAX_CANCELLED:
                     raise
             except Exception as error:  # whatever it is: if the connection is gone, nothing is known of the statement
-                if isinstance(error, StoreError) or not is_lost(self._connection, error):
+                if isinstance(error, (StoreError, ConfigError)) or not is_lost(self._connection, error):
                     raise
                 self._connection.terminate()
 
@@ -315,6 +309,7 @@ class Writer:
                 await self._connection.execute(_PRUNE, position - KEPT_EVENTS)
         except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
             logger.debug("cannot wake other processes, they look by themselves: %s", error)
+            drop_if_lost(self._connection, error)
 
     def _publish_new(self, horizon: int, events: str | None, *, is_new: bool = True) -> None:
         """Publishes new events of other processes; with ``is_new=False`` it only marks them as read."""
@@ -357,20 +352,25 @@ class Writer:
             self._newest = max(self._newest, newest)
             self._up_to_date_at = self._server.clock.now()
         except Exception as error:  # isolation point: a server that is away for a while must not end the writer
+            drop_if_lost(self._connection, error)
             if self._server.away_since is None:  # else the outage was reported
-                logger.warning(
-                    "cannot read the events of other processes, and tries again: %s", self._server.explain(error)
-                )
+                why = self._server.explain(error)
+                logger.warning("cannot read the events of other processes, and tries again: %s", why)
             asyncio.get_running_loop().call_later(1.0, self._look_soon)
 
-    async def _check_schema(self) -> None:
-        """Refuses writes from now on if a newer version has changed the schema incompatibly."""
-        self._must_check_schema = False
+    async def _check_schema(self) -> Exception | None:
+        """Why nothing can be written: for ever if a newer version has changed the schema, or for now; or None."""
+        self._must_check_schema = False  # before the check: a migration during it demands another one
         try:
             await self._retry(lambda connection: check_version(connection, self._server.shown))
-        except ConfigError as error:
-            logger.error("%s; this process writes no more", error)
-            self.refusal = error
+        except Exception as error:  # isolation point: every caller gets the error and the writer goes on
+            if isinstance(error, ConfigError) and not self._connection.is_closed():
+                logger.error("%s; this process writes no more", error)
+                self.refusal = error
+            else:  # the server is away, or refuses the connection
+                self._must_check_schema = True
+            return error
+        return self.refusal
 
     async def _reconnect(self) -> None:
         await self._adopt(await self._server.reconnect())
@@ -378,10 +378,14 @@ class Writer:
         self._look_soon()
 
     async def _adopt(self, connection: asyncpg.Connection) -> None:
-        await connection.execute("SET plan_cache_mode = force_generic_plan")
-        self._slot = await connection.fetchval(_SLOT)
-        await self._server.measure_clock(connection)
-        await connection.add_listener("agl", self._notified)
+        try:
+            await connection.execute("SET plan_cache_mode = force_generic_plan")
+            self._slot = await connection.fetchval(_SLOT)
+            await self._server.measure_clock(connection)
+            await connection.add_listener("agl", self._notified)
+        except BaseException:
+            connection.terminate()
+            raise
         connection.add_termination_listener(lambda _: self._look_soon())
         self._connection = connection
 

@@ -1,50 +1,17 @@
-"""The parts that the backends of SQLite and PostgreSQL share: opening, closing and watchers."""
+"""The parts that the backends of SQLite and PostgreSQL share: opening and closing."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from agentlightning.errors import StoreError
-from agentlightning.event import Event
-from agentlightning.store.backend import Listener
-
-logger = logging.getLogger("agentlightning")
 
 COUNT: Final = "SELECT name, sum(number) FROM {}tally GROUP BY name"
-
-
-class Watchers:
-    """The functions that are called with the events of each commit."""
-
-    def __init__(self, store: str) -> None:
-        self._store = store
-        self._lock = threading.Lock()
-        self.listeners: tuple[Listener, ...] = ()
-
-    def add(self, listener: Listener) -> Callable[[], None]:
-        """Adds a listener; the returned function removes it."""
-        with self._lock:
-            self.listeners += (listener,)
-
-        def remove() -> None:
-            with self._lock:
-                self.listeners = tuple(other for other in self.listeners if other is not listener)
-
-        return remove
-
-    def publish(self, events: Sequence[Event]) -> None:
-        for listener in self.listeners:
-            try:
-                listener(events)
-            except Exception:  # isolation point: one watcher must not fail the writer or other watchers
-                logger.exception("a watcher of the store %s failed", self._store)
 
 
 class DurableBackend:
@@ -65,7 +32,7 @@ class DurableBackend:
         self._stop = weakref.finalize(self, _stop_here, self._process_id, stop, *resources)
 
     def now(self) -> float:
-        """Unix time by the clock of this machine, which all processes with a local file share."""
+        """Unix time by this machine's clock. Right for a local file only; a backend with a server overrides it."""
         return time.time()
 
     async def close(self) -> None:

@@ -94,7 +94,7 @@ class Dialect:
         Args:
             kind: the kind of record.
             condition: the condition.
-            indexed: whether its index may be used; another condition of the query may have a better one.
+            indexed: False if another condition of the query has a better index, so that this one's must not be used.
         """
         name, op, value = condition
         if kind is Rollout and name in _INDEXED:

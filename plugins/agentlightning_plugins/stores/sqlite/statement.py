@@ -34,7 +34,7 @@ FIXED: Final[dict[type[Record], int]] = {
     Worker: 1,
     Metrics: 2,
 }
-"""How many of the columns never change. SQLite would write their indexes again with each update."""
+"""How many of the columns never change. They are left out of updates, which would write their indexes again."""
 
 
 def _insert(kind: type[Record]) -> str:

@@ -16,12 +16,12 @@ from typing import Any, Final, TypeAlias, TypeVar
 from agentlightning.errors import StoreError
 from agentlightning.event import Event
 from agentlightning.store.backend import Listener
-from agentlightning_plugins.stores.sql.backend import Watchers
 from agentlightning_plugins.stores.sql.batch import Inbox, Item, settle, settle_here
 from agentlightning_plugins.stores.sqlite.events import EventReader
 from agentlightning_plugins.stores.sqlite.schema import connect, explain
 from agentlightning_plugins.stores.sqlite.space import shrink, shrinks
 from agentlightning_plugins.stores.sqlite.transaction import Known, Transaction
+from agentlightning_plugins.stores.watchers import Watchers
 
 logger = logging.getLogger("agentlightning")
 T = TypeVar("T")

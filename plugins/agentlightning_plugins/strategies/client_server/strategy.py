@@ -38,8 +38,8 @@ class ClientServerExecutionStrategy(ExecutionStrategy):
         Args:
             role: ``both``, or the half that runs here if a run is split over machines; AGL_CURRENT_ROLE, default both.
             server_host: address on which the store is served; AGL_SERVER_HOST, default 127.0.0.1. Any other than
-                loopback needs a token: AGL_TOKEN.
-            server_port: port of the served store; AGL_SERVER_PORT, default a free one for ``both``, else 4747.
+                loopback needs a token: AGL_TOKEN or AGL_TOKEN_FILE.
+            server_port: port of the served store; AGL_SERVER_PORT, default a free one if ``both`` serves it, else 4747.
             n_runners: number of runner processes.
             main_process: ``runner`` runs the only runner in this process, where debuggers work, and the algorithm in a
                 child process.
@@ -62,9 +62,10 @@ class ClientServerExecutionStrategy(ExecutionStrategy):
         self.role: Role = role
         self.n_runners = n_runners
         self.server_host = server_host or os.environ.get("AGL_SERVER_HOST") or "127.0.0.1"
-        port = server_port if server_port is not None else _port_from_environment()
-        self.server_port = port if port is not None else (0 if role == "both" else 4747)
         self.managed_store = _read_flag("AGL_MANAGED_STORE", default=True) if managed_store is None else managed_store
+        port = server_port if server_port is not None else _port_from_environment()
+        is_own = role == "both" and self.managed_store
+        self.server_port = port if port is not None else (0 if is_own else 4747)
 
     def execute(self, algorithm: AlgorithmJob, runner: RunnerJob, store: LightningStore) -> None:
         """See ``ExecutionStrategy``. SIGTERM shuts down like Ctrl-C, then raises SystemExit(143)."""
@@ -78,13 +79,19 @@ class ClientServerExecutionStrategy(ExecutionStrategy):
         async with contextlib.AsyncExitStack() as stack:
             if is_server or isinstance(store, LightningStoreClient):
                 target = await stack.enter_async_context(
-                    served(store, self.server_host, self.server_port, is_private=self.role == "both")
+                    served(
+                        store,
+                        self.server_host,
+                        self.server_port,
+                        is_private=self.role == "both",
+                        share_environment=True,
+                    )
                 )
             else:
                 url = f"http://{self.server_host}:{self.server_port}"
                 store = LightningStoreClient(url, run_id=store.run_id)
                 stack.push_async_callback(store.close)
-                target = JobTarget.of_this_process(url, store.token, store.run_id)
+                target = JobTarget.of_this_process(url, store.given_token, store.run_id)
             if self.role == "algorithm":
                 await algorithm(store)
             elif self.main_process == "runner":

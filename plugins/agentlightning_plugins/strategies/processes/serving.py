@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 from collections.abc import AsyncIterator
 
 from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.garbage_collection import relaxed_collector
+from agentlightning_plugins.stores.token import find_token
 from agentlightning_plugins.strategies.processes.job_process import JobTarget
 
 
 @contextlib.asynccontextmanager
-async def served(store: LightningStore, host: str, port: int, *, is_private: bool) -> AsyncIterator[JobTarget]:
+async def served(
+    store: LightningStore, host: str, port: int, *, is_private: bool, share_environment: bool = False
+) -> AsyncIterator[JobTarget]:
     """Serves a store during the context, unless it is served already; yields the settings of processes that use it.
 
     Args:
         store: the store that runners use.
         host: address to bind.
         port: port to bind; 0 selects a free one.
-        is_private: only our own runners use the store, so it gets a random token when AGL_TOKEN is not set.
+        is_private: only our own runners use the store, so it gets a random token when the environment has none.
+        share_environment: the processes have this one's environment, so those of a store that is served already take
+            the token from there as this one does, and follow a file that changes.
     """
     from agentlightning.store import LightningStoreClient, LightningStoreServer
 
     if isinstance(store, LightningStoreClient):
-        yield JobTarget.of_this_process(store.urls, store.token, store.run_id)
+        token = store.given_token if share_environment else store.token
+        yield JobTarget.of_this_process(store.urls, token, store.run_id)
         return
-    token = os.environ.get("AGL_TOKEN") or None
+    token = find_token()
     if token is None and is_private:
         token = secrets.token_urlsafe(24)
     server = LightningStoreServer(store, host, port, token=token)

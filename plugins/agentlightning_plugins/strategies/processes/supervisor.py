@@ -11,6 +11,7 @@ import re
 import secrets
 import socket
 import time
+from pathlib import Path
 from typing import Final, Literal, NamedTuple, Protocol
 
 from agentlightning.errors import ConfigError, StoreError
@@ -26,6 +27,8 @@ _DEATHS: Final = 12
 """Limit for other deaths in a row: two tasks that end the process of the agent are not the runner's fault."""
 _LONG_LIFE_S: Final = 600.0
 _LONGEST_PAUSE_S: Final = 2.0
+_PID_NAMESPACE: Final = Path("/proc/self/ns/pid")
+"""Where Linux says in which namespace of process ids this process is."""
 _active: Final[set[str]] = set()
 """Keys of the supervisors that run in this process."""
 
@@ -147,7 +150,14 @@ async def run_both(algorithm: AlgorithmJob, store: LightningStore, supervisor: S
 
 
 def _family() -> str:
-    return f"runner-{socket.gethostname()}"
+    """The beginning of the ids of workers of which this process can see whether they run.
+
+    Containers can share a host name; the namespace of process ids tells them apart.
+    """
+    namespace = ""
+    with contextlib.suppress(OSError):  # not Linux
+        namespace = f"-{_PID_NAMESPACE.stat().st_ino:x}"
+    return f"runner-{socket.gethostname()}{namespace}"
 
 
 def _is_active(pid: int, key: str) -> bool:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import functools
 import os
 import threading
 import time
@@ -76,7 +77,8 @@ class LightningStoreClient(RemoteMethods):
 
     def __reduce__(self) -> tuple[Any, ...]:
         connection = self._connection
-        return _reconnect, (self.urls, connection.token, self.run_id, connection.retry_s)
+        connect = functools.partial(LightningStoreClient, run_id=self.run_id, retry_s=connection.retry_s)
+        return connect, (self.urls, connection.token)
 
     def with_run(self, run_id: str) -> LightningStoreClient:
         """The same store as seen from another run; the two share their connections."""
@@ -103,6 +105,11 @@ class LightningStoreClient(RemoteMethods):
     @token.setter
     def token(self, token: str | None) -> None:
         self._connection.token = token
+
+    @property
+    def given_token(self) -> str | None:
+        """The token that this object was made with; None: it follows the environment."""
+        return self._connection.given_token
 
     @property
     def urls(self) -> str:
@@ -180,11 +187,21 @@ class LightningStoreClient(RemoteMethods):
 
     async def wait_for_rollouts(self, rollout_ids: Sequence[str], timeout: float | None = None) -> Sequence[Rollout]:
         deadline = deadline_after(timeout)
+        known: Sequence[str] = ()
         while True:
             wait_s = min(max(0.0, deadline - time.monotonic()), MAX_POLL_S)
-            ended = await self._post("/waits/rollouts", {"rollout_ids": rollout_ids, "timeout": wait_s}, wait_s)
+            try:
+                ended = await self._post("/waits/rollouts", {"rollout_ids": rollout_ids, "timeout": wait_s}, wait_s)
+            except NotFoundError:
+                if not known:
+                    raise
+                # The store has deleted rollouts that ended: they were there at the request before.
+                stored = {rollout.rollout_id for rollout in await self.query_rollouts(rollout_id_in=known)}
+                rollout_ids = known = [rollout_id for rollout_id in known if rollout_id in stored]
+                continue
             if len(ended) == len(rollout_ids) or time.monotonic() >= deadline:
                 return [read_rollout(item) for item in ended]
+            known = rollout_ids
 
     # --- spans ---
 
@@ -274,7 +291,3 @@ class _VersionCache:
                 if len(self._versions) > _CACHED_VERSIONS:
                     del self._versions[next(iter(self._versions))]
         return update
-
-
-def _reconnect(url: str, token: str | None, run_id: str, retry_s: float) -> LightningStoreClient:
-    return LightningStoreClient(url, token, run_id=run_id, retry_s=retry_s)

@@ -28,9 +28,8 @@ from agentlightning_plugins.stores.http.message import (
     PREFIX,
     RUN_HEADER,
     TIME_HEADER,
-    check_token,
-    find_token,
 )
+from agentlightning_plugins.stores.token import check_token, find_token
 
 logger = logging.getLogger("agentlightning")
 
@@ -40,7 +39,8 @@ _CONNECT_S: Final = 5.0
 _KEEPALIVE_S: Final = 30.0
 _POLL_S: Final = 20.0
 _SILENCE_S: Final = 10.0
-"""A stream without events or comments for this long does not arrive; the server sends a comment every 4 s."""
+"""A stream that brings neither events nor comments for this long is held back by a proxy or broken; the server sends a
+comment every 4 s."""
 _LARGE_BODY_BYTES: Final = 2**20
 """Larger bodies are sent in pieces, because sending them at once would block the loop."""
 _FIRST_PAUSE_S: Final = 0.05
@@ -70,7 +70,7 @@ class StoreConnection:
         Raises:
             ConfigError: not http(s) URLs, one with a password, or a token that cannot be sent.
         """
-        self._renews_token = not token
+        self.given_token = token or None
         self._reads_token_at = 0.0
         token = token or find_token()
         if token is not None:
@@ -242,7 +242,7 @@ class StoreConnection:
         await self._pool.close()
 
     def _authorization(self) -> dict[str, str]:
-        if self._renews_token and time.monotonic() > self._reads_token_at:
+        if self.given_token is None and time.monotonic() > self._reads_token_at:
             self._reads_token_at = time.monotonic() + _TOKEN_S
             with contextlib.suppress(ConfigError):  # the file is being written: the old token is tried
                 self.token = find_token()

@@ -41,7 +41,7 @@ Reader = Callable[[web.Request, Limits], Awaitable[dict[str, Any]]]
 LARGE_BODY_BYTES: Final = 256 * 1024
 """Larger bodies are parsed and validated in a thread."""
 _MAX_DEPTH: Final = 1000
-"""No limit of ours: values may be nested ``frozen.MAX_DEPTH`` deep, which their validation says better."""
+"""So high that it never applies: validation allows ``frozen.MAX_DEPTH`` levels and gives the better message."""
 _UNREAD_BODY_BYTES: Final = 64 * 1024
 """The largest body of a request that needs none."""
 _LIST_KEYS: Final = frozenset({"status_in", "rollout_id_in", "kinds"})

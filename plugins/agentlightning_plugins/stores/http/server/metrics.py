@@ -72,6 +72,8 @@ class ServerMetrics:
         """All metrics in Prometheus' text format, which a thread writes; without the store's if it does not answer."""
         if self._reading is None or self._reading.done():
             self._reading = asyncio.create_task(self._read_store())
+            # Retrieves an error that comes later than the answer, for which nobody waits then.
+            self._reading.add_done_callback(lambda reading: reading.cancelled() or reading.exception())
         done, _ = await asyncio.wait({self._reading}, timeout=ANSWER_S)
         is_up = bool(done) and self._reading.exception() is None
         up = GaugeMetricFamily("agl_store_up", "Whether the database answers.", float(is_up))

@@ -9,7 +9,7 @@ from aiohttp import web
 
 
 class Pages(Protocol):
-    """Pages for people, which check themselves who may see them: a browser sends a cookie, not the store's token."""
+    """HTML pages. They check access themselves, because a browser sends a cookie and not the store's token."""
 
     def routes(self) -> Iterable[web.RouteDef]:
         """Returns the routes, outside of ``/v1``. Their handlers answer requests that are not admitted, too."""

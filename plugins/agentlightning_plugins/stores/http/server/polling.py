@@ -36,24 +36,18 @@ class Polls:
         for work in self._waiting:
             work.cancel()
 
-    async def wait(self, work: asyncio.Future[T], timeout: float | None = None) -> T | None:
-        """Returns the result of ``work``, or None if the server stops first. ``work`` is cancelled with the caller.
-
-        Raises:
-            TimeoutError: ``work`` continues and can be waited for again.
-        """
+    async def wait(self, work: asyncio.Future[T]) -> T | None:
+        """Returns the result of ``work``, or None if the server stops first. ``work`` is cancelled with the caller."""
         if self._stopping:
             work.cancel()
         self._waiting.add(work)
         try:
-            done, _ = await asyncio.wait({work}, timeout=timeout)
+            await asyncio.wait({work})
         except asyncio.CancelledError:  # the client has disconnected
             work.cancel()
             raise
         finally:
             self._waiting.discard(work)
-        if not done:
-            raise TimeoutError
         return None if work.cancelled() else work.result()
 
     async def claim(

@@ -15,9 +15,9 @@ from agentlightning.errors import ConfigError, ConflictError
 from agentlightning.store.protocol import LightningStore
 from agentlightning_plugins.http_connections import Connections
 from agentlightning_plugins.http_request import SERVER_SETTINGS, RequestLog, is_loopback
-from agentlightning_plugins.stores.http.message import check_token
 from agentlightning_plugins.stores.http.server.application import OTLP_PATH, StoreApplication
 from agentlightning_plugins.stores.http.server.pages import Pages
+from agentlightning_plugins.stores.token import check_token
 
 _FINISH_REQUESTS_S: Final = 6.0
 _KEEPALIVE_S: Final = 75.0
