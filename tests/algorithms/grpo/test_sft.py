@@ -13,6 +13,7 @@ import pytest
 import agentlightning as agl
 from agentlightning.plugin.registry import get_manager
 from agentlightning_algorithms.grpo.model.policy import Policy, load_policy
+from agentlightning_algorithms.grpo.offline import example
 from agentlightning_algorithms.grpo.offline.example import make_rows, read_examples
 from agentlightning_plugins.chat_history.fine_tuning import FineTuningExample
 from agentlightning_plugins.demo.agent import calculate, calculator_agent
@@ -182,3 +183,15 @@ def test_a_source_that_cannot_be_used_is_an_error(
     algorithm.context = agl.RunContext(store=agl.create_store("memory://"))
     with pytest.raises(agl.ConfigError, match=complaint):
         asyncio.run(algorithm.run())
+
+
+def test_a_store_without_good_rollouts_is_an_error_without_its_password(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(example, "create_store", lambda url: agl.create_store("memory://"))
+    source = "postgresql://me:hunter2@host/agl"
+    for name in ("sft", "dpo"):
+        algorithm = get_manager().create("algorithm", {"name": name, "model": str(tiny_model), "source": source})
+        algorithm.context = agl.RunContext(store=agl.create_store("memory://"))
+        with pytest.raises(agl.ConfigError, match=r"source = 'postgresql://\*\*\*@host/agl' has no"):
+            asyncio.run(algorithm.run())

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from agentlightning.errors import ConfigError
 from agentlightning.plugin.settings import require_least
+from agentlightning.store.url import hide_password
 from agentlightning_algorithms.grpo.learning.updater import Updater
 from agentlightning_algorithms.grpo.model.policy import Policy
 from agentlightning_algorithms.grpo.offline.example import make_rows, open_source, read_lines
@@ -97,8 +98,8 @@ class DPO(OfflineTraining):
                 found = [pair async for pair in select_pairs(store, self.min_gap, self.pairs_per_task)]
         if not found:
             raise ConfigError(
-                f"source = {self.source!r} has no pair to learn from: two rollouts of one task that succeeded, called "
-                f"a model, and whose rewards differ, by at least min_gap = {self.min_gap}"
+                f"source = {hide_password(self.source)!r} has no pair to learn from: two rollouts of one task that "
+                f"succeeded, called a model, and whose rewards differ, by at least min_gap = {self.min_gap}"
             )
         return found
 
@@ -115,7 +116,7 @@ class DPO(OfflineTraining):
                 rows.append((chosen, rejected))
         self.warn_too_long(too_long, "pairs", policy)
         if not rows:
-            raise ConfigError(f"source = {self.source!r} has no pair that fits the model")
+            raise ConfigError(f"source = {hide_password(self.source)!r} has no pair that fits the model")
         flat = [row for pair in rows for side in pair for row in side]
         scores = iter(policy.score(flat, max_tokens=self.max_tokens_per_microbatch))
         self._pairs = []

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from agentlightning.errors import ConfigError
 from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
+from agentlightning.store.url import hide_password
 from agentlightning_algorithms.grpo.model.policy import Policy
 from agentlightning_algorithms.grpo.server.reply import restore_arguments
 from agentlightning_algorithms.grpo.training_row import TrainingRow
@@ -38,8 +39,8 @@ async def read_examples(source: str, min_reward: float | None, best_of: int | No
             found = [example async for example in select_examples(store, min_reward, best_of)]
     if not found:
         raise ConfigError(
-            f"source = {source!r} has no conversation to learn from; a rollout counts if it succeeded, has a reward "
-            f"of at least min_reward = {min_reward}, and called a model"
+            f"source = {hide_password(source)!r} has no conversation to learn from; a rollout counts if it succeeded, "
+            f"has a reward of at least min_reward = {min_reward}, and called a model"
         )
     return found
 

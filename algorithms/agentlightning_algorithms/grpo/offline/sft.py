@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from agentlightning.errors import ConfigError
 from agentlightning.plugin.settings import require_least
+from agentlightning.store.url import hide_password
 from agentlightning_algorithms.grpo.learning.updater import Updater
 from agentlightning_algorithms.grpo.model.policy import Policy
 from agentlightning_algorithms.grpo.offline.example import make_rows, read_examples
@@ -50,7 +51,8 @@ class SFT(OfflineTraining):
         self._rows, too_long = make_rows(policy, examples)
         self.warn_too_long(too_long, "messages", policy)
         if not self._rows:
-            raise ConfigError(f"source = {self.source!r} has no message of an assistant that fits the model")
+            source = hide_password(self.source)
+            raise ConfigError(f"source = {source!r} has no message of an assistant that fits the model")
         return UpdateSettings(
             objective="cross_entropy",
             lr=self.lr,
