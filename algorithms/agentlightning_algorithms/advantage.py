@@ -90,11 +90,14 @@ def compute_advantages(
         n = len({items[i].rollout for i in indices})
         baseline = 0.0 if group in alone else _mean(items, indices, estimator) if n > 1 else means[group]
         shares = _shares(items, indices)
+        own: dict[Hashable, float] = {}  # the mean of each rollout's items
+        for i in indices:
+            own[items[i].rollout] = own.get(items[i].rollout, 0.0) + shares[i] * items[i].value
         for i in indices:
             centered[i] = items[i].value - baseline
             squares[group] = squares.get(group, 0.0) + shares[i] * centered[i] ** 2
             if estimator == "rloo" and n > 1:
-                factors[i] = n / (n - 1)  # v - (n b - v) / (n - 1) = (v - b) n / (n - 1)
+                centered[i] = items[i].value - (n * baseline - own[items[i].rollout]) / (n - 1)
         freedom[group] += max(1, n - 1)
     if estimator == "grpo":
         for i, item in enumerate(items):

@@ -90,6 +90,7 @@ def test_client_span_and_gateway_span_of_one_call_are_one_triplet(trace: Recorde
         "response_id": "r1",
         "agent_name": "solver",
         "model": "m-1",
+        "requested_model": "m",
         "finish_reason": "length",
         "weight_version": 3,
         "complete": True,

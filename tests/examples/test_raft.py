@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 import agentlightning as agl
 from agentlightning.plugin.registry import get_manager
 from agentlightning_algorithms.grpo.learning.loss import Surrogate
+from agentlightning_algorithms.grpo.training_row import Distribution
 from agentlightning_algorithms.grpo.training_session import Sample, TrainingSession
 from agentlightning_plugins.demo.agent import calculator_agent
 from agentlightning_plugins.demo.task import make_problems
@@ -83,6 +84,8 @@ def test_samples_can_be_trained_on_with_a_loss_of_the_algorithm(tmp_path: Path) 
             async for _ in session.steps():
                 if not samples:
                     samples.extend(await session.sample(messages, n=4, max_tokens=8))
+                    (cold,) = await session.sample(messages, max_tokens=8, temperature=0.5)
+                    assert cold.row(1.0).distribution == Distribution(0.5)
                 for half in (samples[:2], samples[2:]):  # gradients add up until the step
                     await session.forward_backward([sample.row(1.0) for sample in half], loss)
                 await session.optim_step()
@@ -91,6 +94,7 @@ def test_samples_can_be_trained_on_with_a_loss_of_the_algorithm(tmp_path: Path) 
 
     train(tmp_path / "run", imitate, 3, eval_every=0)
     assert len(samples) == 4
+    assert {sample.row(1.0).distribution for sample in samples} == {None}
     assert all(len(sample.token_ids) == len(sample.logprobs) for sample in samples)
     assert sum(likelihoods[4:]) > sum(likelihoods[:2])
     assert sum(likelihoods[:2]) == pytest.approx(sum(sum(s.logprobs) for s in samples), abs=1e-3)

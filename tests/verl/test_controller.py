@@ -1,9 +1,13 @@
-"""Open rollouts of a run that is resumed."""
+"""Rows of rollouts, and open rollouts of a run that is resumed."""
 
 from __future__ import annotations
 
+from omegaconf import OmegaConf
+
 import agentlightning as agl
-from agentlightning_algorithms.verl.rollout.controller import cancel_open
+from agentlightning_algorithms.rollout_result import RolloutResult
+from agentlightning_algorithms.verl.rollout.controller import RolloutController, cancel_open
+from agentlightning_algorithms.verl.rollout.settings import RolloutSettings
 
 
 async def test_rollouts_left_open_before_a_resume_are_cancelled() -> None:
@@ -16,3 +20,24 @@ async def test_rollouts_left_open_before_a_resume_are_cancelled() -> None:
     await cancel_open(store)
     assert sorted(r.status for r in await store.query_rollouts()) == ["cancelled", "cancelled", "succeeded"]
     await store.close()
+
+
+def test_a_rollout_gives_no_rows_of_the_calls_of_another_model() -> None:
+    spans = [
+        agl.types.Span.from_attributes(
+            attributes={
+                "gen_ai.operation.name": "chat", "gen_ai.request.model": model, "gen_ai.response.id": model,
+                "prompt_token_ids": [1], "response_token_ids": [token], "logprobs": [-0.5],
+            },
+            rollout_id="ro-1", attempt_id="at-1", name="chat",
+        )
+        for token, model in ((2, "policy"), (3, "clerk"))
+    ]  # fmt: skip
+    controller = RolloutController(
+        store=None, gateway=None, adapter=agl.TraceToTriplet(), tasks={}, initial_resources={},  # type: ignore[arg-type] # not called
+        settings=RolloutSettings(), loop=None,  # type: ignore[arg-type] # not used
+        config=OmegaConf.create({"data": {"max_prompt_length": 9, "max_response_length": 9}}),
+    )  # fmt: skip
+    rollout = agl.Rollout(rollout_id="ro-1", input=1, start_time=0.0, status="succeeded")
+    episode = controller._to_episode("train", RolloutResult(rollout, spans, 1.0))
+    assert [row.response_ids for row in episode.rows] == [[2]]

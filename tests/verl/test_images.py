@@ -146,7 +146,7 @@ async def test_a_rollout_with_an_image_behind_a_url_is_refused_by_name(loader: I
     assert claimed is not None
     content = [*ask("red", 16), {"type": "image_url", "image_url": {"url": "https://images/cat.png"}}]
     attributes = {
-        "gen_ai.operation.name": "chat", "gen_ai.response.id": "r", "gen_ai.request.model": "m",
+        "gen_ai.operation.name": "chat", "gen_ai.response.id": "r", "gen_ai.request.model": "policy",
         "gen_ai.input.messages": json.dumps([{"role": "user", "content": content}]),
         "prompt_token_ids": [1], "response_token_ids": [2], "logprobs": [-0.5],
     }  # fmt: skip

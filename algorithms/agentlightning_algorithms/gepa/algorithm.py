@@ -50,8 +50,9 @@ class GEPA(PromptSearch):
     minibatch_size: int = 3
     """Training rollouts that it reflects on."""
     max_rollouts: int = 500
-    """Of training, validation and confirmation together: no more are run. An eighth of them, or ``confirm_pairs`` if
-    that is less, but at least 6, are for each of the two prompts that are confirmed."""
+    """Limit of rollouts for training, validation and confirmation together. The confirmation runs each of its two
+    prompts ``confirm_pairs`` times, or once per validation task if that is more, but at most an eighth of this limit
+    (or 6, if that is more)."""
     candidate_selection: Literal["pareto", "current_best", "epsilon_greedy", "top_k_pareto"] = "pareto"
     """How the candidate to change next is selected."""
     use_merge: bool = False

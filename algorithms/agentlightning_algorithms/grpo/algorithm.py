@@ -71,6 +71,7 @@ class GRPO(GRPOSettings, Algorithm):
         """Trains until ``steps`` or ``target_reward`` is reached."""
         if train_dataset is None or not len(train_dataset):
             raise ConfigError("grpo needs a train_dataset with at least one task")
+        self._check_credit()
         assert self.update is not None, "set by __post_init__"
         update = replace(self.update, seed=self.context.seed if self.seed is None else self.seed)
         async with contextlib.AsyncExitStack() as stack:
@@ -82,6 +83,14 @@ class GRPO(GRPOSettings, Algorithm):
                 await self._train(self._session, train_dataset, val_dataset)
             finally:
                 self._session = None
+
+    def _check_credit(self) -> None:
+        """Refuses a change of rewards that a credit rule would leave without effect."""
+        if self.reward_shaping != "unchanged" and getattr(self.get_adapter(), "credit", None) is not None:
+            raise ConfigError(
+                f"reward_shaping = {self.reward_shaping!r} changes the rewards of whole rollouts, and the adapter's "
+                "credit rule assigns those of single calls; leave one of them out"
+            )
 
     async def _train(self, session: Session, train: Dataset[Any], val: Dataset[Any] | None) -> None:
         started_at = session.step

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from agentlightning.errors import ConflictError
 from agentlightning.types import AttemptedRollout, Dataset
 from agentlightning_algorithms.grpo.learning.episode import Episode
 from agentlightning_algorithms.grpo.learning.experience import find_flat_groups, score_episodes
 from agentlightning_algorithms.grpo.session import BACKEND_CHECK_S, Batch, Session
+from agentlightning_algorithms.rollout_result import cancel_rollouts
 from agentlightning_plugins.training_records.record import LedgerEntry, Outcome
 
 
@@ -213,9 +212,8 @@ class GroupPool:
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
-        for rollout_id in _ids(groups) if has_ended else ():
-            with contextlib.suppress(ConflictError):  # it has ended
-                await self._session.store.cancel_rollout(rollout_id)
+        if has_ended:
+            await cancel_rollouts(self._session.store, list(_ids(groups)))
 
     async def _record(self, groups: Sequence[_Group], outcome: Outcome) -> None:
         """Enters the rollouts of dropped groups in the ledger."""

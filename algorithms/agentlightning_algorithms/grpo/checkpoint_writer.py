@@ -28,7 +28,7 @@ class CheckpointWriter:
         self._keep_last = keep_last
         self._writing: asyncio.Task[float] | None = None
         self.seconds: float | None = None
-        """That the last checkpoint took."""
+        """Duration of the last checkpoint."""
 
     async def begin(self, state: Mapping[str, Mapping[str, Any]] | None, step: int) -> None:
         """Begins to write ``state``, if it is given, and the weights of ``step`` if they are to be kept."""

@@ -76,7 +76,7 @@ async def open_session(
         student = policies.first.updater.policy
         session.teacher = await asyncio.to_thread(Teacher.load, settings.teacher, student, dtype=settings.dtype)
     if resume_from is not None:
-        session.restore(resume_from)
+        await asyncio.to_thread(session.restore, resume_from)
     return session
 
 

@@ -35,7 +35,7 @@ logger = logging.getLogger("agentlightning")
 
 BACKEND_CHECK_S = 2.0
 _KEPT_STEPS = 4
-"""Of a store that is lost with its process."""
+"""Default of ``keep_steps`` for a store that is lost with its process."""
 _EVALUATED = ("reward", "success_rate", "failure_rate")
 """Metrics of evaluations, beside those by name."""
 _EVALUATED_BY_NAME = ("reward/", "rewards/", "pass@")
@@ -91,7 +91,7 @@ class Session:
 
     @property
     def updater(self) -> Updater:
-        """That of the first policy; all have made as many updates."""
+        """The updater of the first policy; all policies have made the same number of updates."""
         return self.policies.first.updater
 
     def state(self) -> dict[str, dict[str, Any]]:
@@ -100,6 +100,7 @@ class Session:
             **{name: getattr(self, name) for name in ("step", "position", "best_reward")},
             "task_rewards": dict(self.task_rewards),
             "open_groups": list(self.open_groups),
+            "rollout_ids": {step: list(rollout_ids) for step, rollout_ids in self.rollout_ids.items()},
         }
         return {p.name: p.updater.state({**own, "watch": p.monitor.state()}) for p in self.policies}
 
@@ -113,6 +114,7 @@ class Session:
         self.step, self.position, self.best_reward = state["step"], state["position"], state["best_reward"]
         self.task_rewards = dict(state.get("task_rewards", {}))
         self.open_groups = [tuple(group) for group in state.get("open_groups", ())]
+        self.rollout_ids = dict(state.get("rollout_ids", {}))
         self.reward_check.is_passed = self.step > 0
 
     async def publish(self) -> None:
@@ -284,6 +286,7 @@ class Session:
         if keep is None:
             keep = 0 if self.store.capabilities["durable"] else _KEPT_STEPS
         if not keep:
+            self.rollout_ids.clear()
             return
         for step in [step for step in self.rollout_ids if step < self.step - keep]:
             if step == 0:

@@ -93,7 +93,7 @@ class GRPOSettings(ExperienceSettings):
         task_sampler: a component of the kind ``task_sampler``, which chooses the tasks of a step: ``shuffled`` epochs,
             or ``undecided``, those that neither always nor never succeed.
         reward_shaping: a component of that kind, which changes the rewards that are trained with: ``unchanged`` or
-            ``soft_overlong``. Metrics of rewards are those before it.
+            ``soft_overlong``. Metrics of rewards are those before it. Not with an adapter that has a credit rule.
         rollout_filter: a component of that kind, which chooses the rollouts to train on: ``everything`` or
             ``finished``.
         extra_metrics: components of the kind ``training_metrics``, such as ``pass_at_k``.
@@ -190,9 +190,9 @@ class GRPOSettings(ExperienceSettings):
         for name in self.extra_metrics:
             get_manager().get("training_metrics", name)
         self.model = find_model(self.model)
-        given = self.sampling or {}
+        given = _unnest_temperature(self.sampling or {})
         self.sampling = {"force": True, "temperature": 1.0, **given}
-        self.eval_sampling = {**given, "temperature": 0.0, **(self.eval_sampling or {})}
+        self.eval_sampling = {**given, "temperature": 0.0, **_unnest_temperature(self.eval_sampling or {})}
         _check_sampling("sampling", self.sampling)
         _check_training_sampling(flatten(self.sampling))
         if self.teacher is not None:
@@ -232,6 +232,14 @@ def distribution(sampling: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of a request that decide which distribution its tokens are drawn from."""
     flat = flatten(sampling)
     return {name: neutral if flat.get(name) is None else flat[name] for name, neutral in _NEUTRAL.items()}
+
+
+def _unnest_temperature(sampling: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns sampling parameters with the temperature of ``extra_body``, if it has one, beside the others."""
+    body = dict(sampling.get("extra_body") or {})
+    if "temperature" not in body:
+        return sampling
+    return {**sampling, "temperature": body.pop("temperature"), "extra_body": body}
 
 
 def _check_sampling(name: str, sampling: Mapping[str, Any]) -> None:

@@ -50,6 +50,6 @@ class TeacherSettings:
         if self.endpoint is not None and not (sampling["force"] and sampling["temperature"] == 1):
             raise ConfigError(
                 f"teacher: endpoint with sampling: temperature = {sampling['temperature']}, force = "
-                f"{sampling['force']}: a server tells log-probabilities at temperature 1 only; sample at 1 with force, "
-                "or load the teacher beside the policy."
+                f"{sampling['force']}: a server returns log-probabilities at temperature 1 only; sample at 1 with "
+                "force, or load the teacher beside the policy."
             )

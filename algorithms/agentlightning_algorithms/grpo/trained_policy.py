@@ -32,9 +32,9 @@ class TrainedPolicy:
     """A policy, its updater, and the warnings about its training."""
 
     name: str
-    """That of its adapter; empty for the only policy of a run."""
+    """Name of its adapter; empty for the only policy of a run."""
     resource_name: str
-    """By which agents receive it."""
+    """Name of the resource that agents receive."""
     updater: Updater
     monitor: TrainingMonitor
     has_warned: bool = False
@@ -46,12 +46,12 @@ class TrainedPolicy:
 
     @property
     def prefix(self) -> str:
-        """That of its metrics."""
+        """Prefix of the names of its metrics."""
         return f"{self.name}/" if self.name else ""
 
     def select(self, episodes: Sequence[Episode]) -> Sequence[Episode]:
         """Returns the episodes with the calls that this policy sampled."""
-        return _select(episodes, {self.name}) if self.name else episodes
+        return _select(episodes, [self])
 
     def learn(
         self, episodes: Sequence[Episode], settings: GRPOSettings, teacher: Teacher | None, oldest_version: int
@@ -83,7 +83,7 @@ class TrainedPolicy:
         return experience, {**experience.metrics, **metrics}
 
     def own_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Returns those with its prefix, without it."""
+        """Returns the metrics that have the policy's prefix, with the prefix removed."""
         begin = self.prefix
         return {name.removeprefix(begin): value for name, value in metrics.items() if name.startswith(begin)}
 
@@ -141,7 +141,7 @@ class PolicySet:
 
     def select(self, episodes: Sequence[Episode]) -> Sequence[Episode]:
         """Returns the episodes with the calls that any of the policies sampled."""
-        return _select(episodes, {policy.name for policy in self}) if self.first.name else episodes
+        return _select(episodes, self._policies)
 
     def observe(self, metrics: Mapping[str, float]) -> list[str]:
         """Returns the warnings that begin to hold with the metrics of a step."""
@@ -192,8 +192,22 @@ def join_experience(parts: Sequence[tuple[Experience, Sequence[RowUse]]]) -> tup
     return whole, [use for _, uses in parts for use in uses]
 
 
-def _select(episodes: Sequence[Episode], names: set[str]) -> list[Episode]:
-    return [
-        replace(episode, triplets=[call for call in episode.triplets if call.metadata.get("model") in names])
-        for episode in episodes
-    ]
+def _select(episodes: Sequence[Episode], policies: Sequence[TrainedPolicy]) -> list[Episode]:
+    """Leaves out the calls of other models.
+
+    What tells them apart is the name that the agent asked for: a server may answer with another of its model's names.
+    """
+    names: set[str | None] = {name for policy in policies for name in policy.model_names.values()}
+    if not policies[0].name:
+        names.add(None)  # an adapter may not know it
+    selected = []
+    for episode in episodes:
+        kept, others = [], set()
+        for call in episode.triplets:
+            if call.metadata.get("requested_model") in names:
+                kept.append(call)
+            else:
+                others.add(str(call.metadata.get("response_id")))
+        drawn = {response_id: each for response_id, each in episode.distributions.items() if response_id not in others}
+        selected.append(replace(episode, triplets=kept, distributions=drawn))
+    return selected

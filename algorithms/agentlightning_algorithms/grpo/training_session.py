@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import aiohttp
 
@@ -21,9 +21,12 @@ from agentlightning_algorithms.grpo.learning.updater import Objective
 from agentlightning_algorithms.grpo.model.checkpoint import recover_directory
 from agentlightning_algorithms.grpo.opening import open_session
 from agentlightning_algorithms.grpo.session import Session
-from agentlightning_algorithms.grpo.setting import GRPOSettings, flatten
-from agentlightning_algorithms.grpo.training_row import TrainingRow
+from agentlightning_algorithms.grpo.setting import GRPOSettings, distribution, flatten
+from agentlightning_algorithms.grpo.training_row import Distribution, TrainingRow
 from agentlightning_plugins.trajectories.trajectory import build_trajectories
+
+_UNUSED: Final = ("teacher", "staleness", "test_dataset", "keep_weights_every", "keep_weights_last")
+"""Settings that only the steps of ``grpo`` use."""
 
 
 class Sample(NamedTuple):
@@ -34,10 +37,12 @@ class Sample(NamedTuple):
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     weight_version: int
+    distribution: Distribution | None = None
+    """That the tokens were drawn from; None: that of the settings."""
 
     def row(self, advantage: float) -> TrainingRow:
         """Returns it as a row to train on."""
-        return TrainingRow(self.prompt_ids, self.token_ids, self.logprobs, advantage)
+        return TrainingRow(self.prompt_ids, self.token_ids, self.logprobs, advantage, distribution=self.distribution)
 
 
 class TrainingSession:
@@ -75,6 +80,9 @@ class TrainingSession:
         """
         if settings.policies:
             raise ConfigError("TrainingSession trains one policy; leave policies out, or use the algorithm grpo")
+        for name in _UNUSED:
+            if getattr(settings, name):
+                raise ConfigError(f"TrainingSession does not use {name}; leave it out, or use the algorithm grpo")
         adapter = context.adapter or get_manager().create("adapter", "triplet")
         directory = context.directory
         checkpoint = None if directory is None else recover_directory(directory / "checkpoint")
@@ -146,8 +154,17 @@ class TrainingSession:
             for trajectory in build_trajectories(episode.triplets).trajectories:
                 for turn in trajectory.turns:
                     prompt, response = turn.triplet.prompt, turn.triplet.response
-                    ids = response["token_ids"], response["logprobs"]
-                    row = TrainingRow(prompt["token_ids"], *ids, advantage, rollout=episode.rollout.rollout_id)
+                    drawn = None
+                    if self.settings.distribution is None:
+                        drawn = episode.distributions.get(str(turn.triplet.metadata.get("response_id")))
+                    row = TrainingRow(
+                        prompt["token_ids"],
+                        response["token_ids"],
+                        response["logprobs"],
+                        advantage,
+                        rollout=episode.rollout.rollout_id,
+                        distribution=drawn,
+                    )
                     if row.n_tokens <= self._core.updater.policy.max_length:
                         rows.append(row)
         return rows
@@ -175,6 +192,8 @@ class TrainingSession:
             if response.status != 200:
                 raise LightningError(f"the policy server answered {response.status}: {answer['error']['message']}")
         version = int(answer.get("weight_version", self.step))
+        asked = distribution(body)
+        drawn = Distribution(float(asked["temperature"]), float(asked["top_p"]), max(0, int(asked["top_k"])))
         return [
             Sample(
                 choice["message"]["content"] or "",
@@ -182,6 +201,7 @@ class TrainingSession:
                 choice["token_ids"],
                 [token["logprob"] for token in choice["logprobs"]["content"]],
                 version,
+                None if drawn == self.settings.distribution else drawn,
             )
             for choice in answer["choices"]
         ]

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import to_jsonable_python
 
 from agentlightning.errors import ConfigError
+from agentlightning.resources import SECRET_NAME
+from agentlightning.store.url import hide_password
 
 _FILE: Final = "training.json"
 
@@ -34,10 +37,23 @@ class TrainingRecord(BaseModel):
     """The directory of verl's checkpoints."""
 
     def write(self, run: Path) -> None:
-        """Writes the record of a run; a resumed run replaces it."""
+        """Writes the record of a run, without secrets; a resumed run replaces it."""
+        settings = _hide_secrets(to_jsonable_python(self.settings, fallback=str))
+        shown = self.model_copy(update={"settings": settings})
         draft = run / f".{_FILE}.draft"
-        draft.write_text(self.model_dump_json(indent=2, fallback=str), encoding="utf-8")
+        draft.write_text(shown.model_dump_json(indent=2, fallback=str), encoding="utf-8")
         draft.replace(run / _FILE)
+
+
+def _hide_secrets(value: Any) -> Any:
+    """Replaces keys, and passwords in URLs, by ``***``; ``value`` consists of JSON types."""
+    if isinstance(value, dict):
+        return {
+            name: "***" if child and SECRET_NAME.search(name) else _hide_secrets(child) for name, child in value.items()
+        }
+    if isinstance(value, list):
+        return [_hide_secrets(child) for child in value]
+    return hide_password(value) if isinstance(value, str) else value
 
 
 def read_training(run: Path) -> TrainingRecord | None:

@@ -43,9 +43,10 @@ class TraceToTriplet(TraceAdapter[list[Triplet]]):
     ``prompt`` is ``{"token_ids", "raw_content", "image_urls"}`` and ``response`` is ``{"token_ids", "raw_content"}``,
     with ``"logprobs"`` if they are known; ``raw_content`` is a list of chat messages. Tokens and log-probabilities are
     the gateway's; the lists are empty if they were not recorded. ``metadata`` has ``response_id``, ``agent_name``,
-    ``model``, ``finish_reason``, ``weight_version``, ``complete`` (True: the whole answer passed the gateway),
-    ``span_id`` and ``choice`` (of n answers), or None for unknown values. If the weights changed during an answer,
-    ``weight_versions`` has that of each token. Calls without a complete answer give no triplet.
+    ``model`` (that answered), ``requested_model`` (the name that the agent asked for), ``finish_reason``,
+    ``weight_version``, ``complete`` (True: the whole answer passed the gateway), ``span_id`` and ``choice`` (of n
+    answers), or None for unknown values. If the weights changed during an answer, ``weight_versions`` has that of each
+    token. Calls without a complete answer give no triplet.
 
     ``reward`` is what the agent emitted about this call; ``find_final_reward`` of the same spans gives the reward of
     the attempt. With a ``credit`` rule, ``reward`` is what the rule assigns to the call, and ``metadata["credit"]``
@@ -189,6 +190,7 @@ def _to_triplets(call: Call, reward: float | None) -> Iterator[Triplet]:
         "response_id": call.response_id,
         "agent_name": call.anchor.agent_name,
         "model": read(semconv.read_model),
+        "requested_model": read(lambda span: span.attributes.get(semconv.GEN_AI_REQUEST_MODEL)),
         "weight_version": next((version for version in versions if version is not None), None),
         "complete": True if call.gateway is not None else None,
         "span_id": call.anchor.span.span_id,

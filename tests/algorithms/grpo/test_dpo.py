@@ -97,6 +97,41 @@ def test_the_gradient_equals_that_of_the_published_loss(
     assert metrics["loss"] == pytest.approx(float(expected[1]), rel=1e-4)
 
 
+def prepare_line(policy: Policy, model: Path, text: str, **settings: Any) -> tuple[DPO, Updater]:
+    file = model.with_name("line.jsonl")
+    file.write_text(text)
+    algorithm = DPO(model=str(model), source=str(file), **settings)
+    algorithm.context = agl.RunContext(store=None)
+    prepared = algorithm.prepare(policy, asyncio.run(algorithm.read_examples()))
+    return algorithm, Updater(policy, prepared, autocast=algorithm.dtype != "float32")
+
+
+def test_the_answers_in_the_input_of_a_pair_are_not_compared(tiny_model: Path) -> None:
+    policy = load_policy(tiny_model)
+    pair = json.loads(line("moo", "quack"))
+    pair["input"]["messages"] += [{"role": "assistant", "content": "why?"}, {"role": "user", "content": "say it"}]
+    algorithm, _ = prepare_line(policy, tiny_model, json.dumps(pair), loss="ipo")
+    (found,) = algorithm._pairs
+    decode = policy.tokenizer.decode
+    answers = [[decode(list(row.response_ids)) for row in side] for side in (found.chosen, found.rejected)]
+    assert answers == [["moo<|im_end|>"], ["quack<|im_end|>"]]
+
+
+def test_the_reference_is_computed_in_the_precision_of_the_policy(tiny_model: Path) -> None:
+    text = line("moo " * 20, "quack quack")
+    algorithm, updater = prepare_line(load_policy(tiny_model), tiny_model, text, dtype="bfloat16")
+    metrics = algorithm.run_epoch(updater)
+    assert (metrics["margin"], metrics["loss"]) == (0.0, pytest.approx(math.log(2))), "nothing has been learned yet"
+
+
+def test_an_epoch_whose_steps_are_all_skipped_has_metrics(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    algorithm, updater = prepare_line(load_policy(tiny_model), tiny_model, line("moo", "quack"))
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_, **__: torch.tensor(math.inf))
+    metrics = algorithm.run_epoch(updater)
+    assert "grad_norm" not in metrics
+    assert metrics["loss"] == pytest.approx(math.log(2))
+
+
 def flat_gradient(policy: Policy) -> torch.Tensor:
     grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in policy.model.parameters()]
     return torch.cat([grad.flatten() for grad in grads]).clone()

@@ -13,12 +13,15 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.adapter import CreditRule, Step
+from agentlightning.plugin.registry import get_manager
 from agentlightning_algorithms.advantage import Scored, compute_advantages, flat_groups
+from agentlightning_algorithms.grpo.algorithm import GRPO
 from agentlightning_algorithms.grpo.learning.episode import Episode
 from agentlightning_algorithms.grpo.learning.experience import Experience, build_experience
 from agentlightning_algorithms.grpo.setting import ExperienceSettings
 from agentlightning_plugins.credit.intermediate.rule import IntermediateCredit
 from agentlightning_plugins.credit.standard.rule import DiscountedCredit, IdenticalCredit, NearestCredit
+from agentlightning_plugins.demo.training import CHECKPOINT
 
 RULES = [IdenticalCredit(), NearestCredit(), DiscountedCredit(0.9), IntermediateCredit()]
 
@@ -234,3 +237,11 @@ def test_credit_of_single_calls_learns_a_game_of_several_turns_at_least_as_fast(
     identical = areas["IdenticalCredit"]
     for name in ("NearestCredit", "DiscountedCredit"):
         assert statistics.fmean(areas[name]) >= statistics.fmean(identical), areas
+
+
+async def test_a_change_of_rewards_that_a_credit_rule_would_leave_without_effect_is_refused() -> None:
+    algorithm = GRPO(model=str(CHECKPOINT), reward_shaping="soft_overlong", sampling={"max_tokens": 20})
+    adapter = get_manager().create("adapter", {"name": "triplet", "credit": "identical"})
+    algorithm.context = agl.RunContext(store=agl.InMemoryLightningStore(), adapter=adapter)
+    with pytest.raises(agl.ConfigError, match=r"reward_shaping = 'soft_overlong' .* leave one of them out"):
+        await algorithm.run(["task"])

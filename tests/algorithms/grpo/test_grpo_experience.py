@@ -15,7 +15,7 @@ from agentlightning_algorithms.grpo.choice import finished, pass_at_k, shuffled,
 from agentlightning_algorithms.grpo.learning.episode import Episode, count_staleness, describe_episodes, read_episode
 from agentlightning_algorithms.grpo.learning.experience import Experience, build_experience
 from agentlightning_algorithms.grpo.learning.record import training_spans
-from agentlightning_algorithms.grpo.setting import ExperienceSettings, UpdateSettings
+from agentlightning_algorithms.grpo.setting import ExperienceSettings, UpdateSettings, distribution
 from agentlightning_algorithms.grpo.training_row import Distribution, TrainingRow
 
 
@@ -362,6 +362,17 @@ def test_the_schedule_spans_the_steps_and_the_temperature_comes_from_sampling() 
     algorithm = GRPO(model="nowhere", steps=40, sampling={"temperature": 0.7})
     assert (algorithm.update.total_updates, algorithm.update.temperature) == (40, 0.7)
     assert algorithm.eval_sampling["temperature"] == 0.0
+
+
+def test_a_temperature_in_extra_body_is_that_of_sampler_and_trainer() -> None:
+    sampling = {"temperature": 1.0, "extra_body": {"temperature": 0.7, "top_k": -1}}
+    algorithm = GRPO(model="nowhere", sampling=sampling, eval_sampling={"extra_body": {"temperature": 0.2}})
+    assert distribution(algorithm.sampling)["temperature"] == algorithm.update.temperature == 0.7
+    assert algorithm.distribution == Distribution(0.7)
+    assert distribution(algorithm.eval_sampling)["temperature"] == algorithm.eval_sampling["temperature"] == 0.2
+    assert sampling["extra_body"] == {"temperature": 0.7, "top_k": -1}
+    with pytest.raises(agl.ConfigError, match="temperature = 'hot'"):
+        GRPO(model="nowhere", sampling={"extra_body": {"temperature": "hot"}})
 
 
 @pytest.mark.parametrize(("own", "expected"), [(None, 7), (0, 0), (3, 3)])

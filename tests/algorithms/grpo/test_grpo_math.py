@@ -103,6 +103,11 @@ def test_advantages_of_a_group_add_up_to_zero(rewards: list[float], estimator: E
     assert math.fsum(group_advantages(rewards, ["g"] * len(rewards), estimator)) == pytest.approx(0, abs=1e-6)
 
 
+def test_rloo_compares_each_call_with_the_mean_of_the_other_rollouts() -> None:
+    items = [Scored(1.0, "g", "A"), Scored(0.0, "g", "A"), Scored(0.0, "g", "B")]
+    assert compute_advantages(items, "rloo") == pytest.approx([1.0, 0.0, -0.5])
+
+
 def test_groups_without_spread_are_found() -> None:
     rewards = [0.1, 0.1, 0.1 + 1e-12, 1, 0, 0.7]
     groups = ["flat", "flat", "flat", "spread", "spread", "single"]

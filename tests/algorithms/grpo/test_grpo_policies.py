@@ -27,7 +27,7 @@ from agentlightning_algorithms.grpo.model.policy import Policy
 from agentlightning_algorithms.grpo.opening import model_entries
 from agentlightning_algorithms.grpo.setting import GRPOSettings, LoraSettings, PolicySettings, UpdateSettings
 from agentlightning_algorithms.grpo.trained_policy import PolicySet
-from agentlightning_algorithms.grpo.training_row import TrainingRow
+from agentlightning_algorithms.grpo.training_row import Distribution, TrainingRow
 from agentlightning_algorithms.grpo.training_session import TrainingSession
 from agentlightning_algorithms.policy_backend import PolicySetup, load_adapter, publish_weights
 from agentlightning_algorithms.trained_model.serving import serve_model
@@ -291,8 +291,9 @@ def test_a_policy_without_calls_makes_no_step_and_is_reported(
     assert settings.update is not None
     policies = PolicySet.load(settings, settings.update)
     response = {"token_ids": [1, 2], "logprobs": [-1.0, -1.0]}
-    call = Triplet(prompt={"token_ids": [3, 4]}, response=response, metadata={"model": "writer", "response_id": "1"})
-    other = call.model_copy(update={"metadata": {"model": "judge", "response_id": "2"}})
+    asked = {"requested_model": "writer", "response_id": "1"}
+    call = Triplet(prompt={"token_ids": [3, 4]}, response=response, metadata=asked)
+    other = call.model_copy(update={"metadata": {"requested_model": "judge", "response_id": "2"}})
     episodes = [
         Episode(Rollout(rollout_id=f"ro-{i}", input=0, start_time=0.0, metadata={"group": "0"}), i, [call, other])
         for i in range(2)
@@ -305,6 +306,34 @@ def test_a_policy_without_calls_makes_no_step_and_is_reported(
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert [text for text in warnings if "none of 2 rollouts called the policy reviewer" in text]
     assert not [text for text in warnings if "called the policy writer" in text]
+
+
+def test_the_only_policy_of_a_run_is_not_trained_on_the_calls_of_another_model(tiny_model: Path) -> None:
+    settings = GRPOSettings(model=str(tiny_model))
+    assert settings.update is not None
+    policies = PolicySet.load(settings, settings.update)
+    response = {"token_ids": [1, 2], "logprobs": [-1.0, -1.0]}
+    calls = [
+        Triplet(prompt={"token_ids": [3, 4]}, response=response, metadata={**asked, "response_id": f"r{number}"})
+        for number, asked in enumerate(
+            [
+                {"requested_model": "policy", "model": "a name of the server for it"},
+                {"requested_model": "clerk", "model": "clerk"},
+                {},
+            ]
+        )
+    ]
+    drawn = {"r0": Distribution(1.0), "r1": Distribution(0.2)}
+    episodes = [
+        Episode(Rollout(rollout_id=f"ro-{i}", input=0, start_time=0.0, metadata={"group": "0"}), i, calls, "", drawn)
+        for i in range(2)
+    ]
+    for selected in (policies.select(episodes), policies.first.select(episodes)):
+        assert [call.metadata["response_id"] for call in selected[0].triplets] == ["r0", "r2"]
+    experience, metrics = policies.first.learn(episodes, settings, None, 0)
+    assert metrics["rows"] == 4
+    assert metrics["calls_of_other_sampling"] == 0
+    assert all("clerk" not in str(turn.triplet.metadata) for _, turns in experience.sources for turn, _ in turns)
 
 
 def test_metrics_of_several_policies_are_joined_to_those_of_the_run() -> None:

@@ -95,7 +95,7 @@ def longest(episodes: Any) -> dict[str, float]:
 
 
 def last_rows(length_B: Any, weight_B: Any, rollout_length_B: Any, horizon: int) -> Any:
-    SEEN.setdefault("aggregated", []).append(len(length_B))
+    SEEN.setdefault("horizons", []).append(horizon)
     return weight_B, length_B.sum() * 2
 
 
@@ -118,7 +118,9 @@ def test_a_plugin_replaces_every_part_of_a_training(tmp_path: Path) -> None:
             tmp_path, calculator_agent, task_sampler="last_first", reward_shaping="halved", eval_every=2,
             eval_rollouts=2, eval_sampling={"temperature": 1.0},
             rollout_filter="without_last", extra_metrics=["longest", "pass_at_k"], keep_flat_groups=True,
-            update={"lr": 1e-4, "aggregation": "last_rows", "schedule": "quarter", "final_lr_fraction": 0.0},
+            update={
+                "lr": 1e-4, "aggregation": "last_rows", "schedule": "quarter", "final_lr_fraction": 0.0, "horizon": 64,
+            },
         )  # fmt: skip
     finally:
         manager._pluggy.unregister(plugin)
@@ -130,7 +132,7 @@ def test_a_plugin_replaces_every_part_of_a_training(tmp_path: Path) -> None:
     assert set(drawn) == {7, 6, 5, 4, 3, 2}
     assert [set(rewards) for rewards in SEEN["rewards"]] == [set(), {7, 6, 5}]
     assert set(SEEN["kept"]) == {(12, 9)}
-    assert SEEN["aggregated"]
+    assert set(SEEN["horizons"]) == {64}
     steps = [step.values for step in asyncio.run(store.query_metrics()).items if "rows" in step.values]
     assert [step["lr"] for step in steps] == pytest.approx([0.25e-4] * 2)
     last = asyncio.run(store.query_metrics()).items[-1].values

@@ -13,7 +13,9 @@ import pytest
 import agentlightning as agl
 from agentlightning.plugin.registry import get_manager
 from agentlightning_algorithms.grpo.model.policy import Policy, load_policy
+from agentlightning_algorithms.grpo.offline import example
 from agentlightning_algorithms.grpo.offline.example import make_rows, read_examples
+from agentlightning_algorithms.grpo.setting import UpdateSettings
 from agentlightning_plugins.chat_history.fine_tuning import FineTuningExample
 from agentlightning_plugins.demo.agent import calculate, calculator_agent
 from agentlightning_plugins.demo.task import make_problems
@@ -161,6 +163,30 @@ def test_a_row_has_the_prompt_that_the_model_gets_and_ends_with_the_turn(tiny_po
     ]
     assert str(decode(list(rows[1].prompt_ids))).endswith("tool\n3<|im_end|>\n<|im_start|>assistant\n")
     assert make_rows(tiny_policy, [FineTuningExample(**conversation("x" * 600))]) == ([], 1)
+    messages[1]["weight"] = 0
+    weighted, _ = make_rows(tiny_policy, [FineTuningExample(messages=messages)])
+    assert weighted == rows[1:]
+
+
+def test_the_learning_rate_decays_over_the_steps_of_all_epochs(tmp_path: Path, tiny_model: Path) -> None:
+    file = tmp_path / "good.jsonl"
+    file.write_text("".join(json.dumps(conversation(answer)) + "\n" for answer in "abcde"))
+    run = tmp_path / "run"
+    settings: dict[str, Any] = {"batch_size": 2, "lr": 1e-3, "schedule": "linear"}
+    first = tune(run, tiny_model, file, epochs=2, **settings)
+    decay = UpdateSettings(lr=1e-3, schedule="linear", total_updates=6)
+    rates = [decay.lr_at(step) for step in range(6)]
+    assert [step["lr"] for step in first] == pytest.approx([sum(rates[:3]) / 3, sum(rates[3:]) / 3])
+    assert [(step["rows"], step["response_tokens"]) for step in first] == [(5.0, 10.0)] * 2
+    assert len(tune(run, tiny_model, file, epochs=3, **settings)) == 3, "a resumed run makes the epochs that are left"
+
+
+def test_a_line_may_contain_any_character_that_json_allows(tmp_path: Path) -> None:
+    file = tmp_path / "good.jsonl"
+    text = "a\u2028b\u0085c"
+    file.write_text(json.dumps(conversation(text), ensure_ascii=False) + "\r\n", encoding="utf-8")
+    (found,) = asyncio.run(read_examples(str(file), None, None))
+    assert found.messages[1]["content"] == text
 
 
 @pytest.mark.parametrize(
@@ -170,6 +196,7 @@ def test_a_row_has_the_prompt_that_the_model_gets_and_ends_with_the_turn(tiny_po
         ({"source": "good.jsonl", "best_of": 2}, "min_reward and best_of select rollouts"),
         ({"source": "missing.jsonl"}, "missing.jsonl' cannot be read"),
         ({"source": "bad.jsonl"}, "bad.jsonl:1 is not of the form"),
+        ({"source": "latin.jsonl"}, "latin.jsonl' cannot be read: it is not UTF-8"),
     ],
 )
 def test_a_source_that_cannot_be_used_is_an_error(
@@ -178,7 +205,20 @@ def test_a_source_that_cannot_be_used_is_an_error(
     monkeypatch.chdir(tmp_path)
     Path("good.jsonl").write_text(json.dumps(conversation("a")))
     Path("bad.jsonl").write_text('{"message": "a"}')
+    Path("latin.jsonl").write_text('{"messages": "caf\xe9"}', encoding="latin-1")
     algorithm = get_manager().create("algorithm", {"name": "sft", "model": str(tiny_model), **settings})
     algorithm.context = agl.RunContext(store=agl.create_store("memory://"))
     with pytest.raises(agl.ConfigError, match=complaint):
         asyncio.run(algorithm.run())
+
+
+def test_a_store_without_good_rollouts_is_an_error_without_its_password(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(example, "create_store", lambda url: agl.create_store("memory://"))
+    source = "postgresql://me:hunter2@host/agl"
+    for name in ("sft", "dpo"):
+        algorithm = get_manager().create("algorithm", {"name": name, "model": str(tiny_model), "source": source})
+        algorithm.context = agl.RunContext(store=agl.create_store("memory://"))
+        with pytest.raises(agl.ConfigError, match=r"source = 'postgresql://\*\*\*@host/agl' has no"):
+            asyncio.run(algorithm.run())

@@ -14,7 +14,7 @@ from torch import Tensor
 _OF_ROLLOUTS = ("groups", "rollouts_left_out", "rollouts_filled")
 """Counts of rollouts and their groups, which are the same for each policy of a run."""
 _SUMMED = ("calls", "drift/", "rows", "response_tokens", "optimizer_steps", "skipped_steps", "seconds")
-"""Beginnings of the names of what several policies have together."""
+"""Prefixes of the metrics that are summed over policies."""
 
 
 class StepMetrics:

@@ -26,7 +26,7 @@ class RowUse(NamedTuple):
     logprobs: Sequence[float] | None
     """The trainer's log-probability of each sampled token, when it first used the row; None: it did not."""
     minibatch: int
-    """Optimizer steps of the update before that."""
+    """Number of optimizer steps that the update made before it first used the row."""
     outcome: Outcome
 
 
@@ -51,7 +51,7 @@ class PreparedRow:
     first_T: Tensor | None = None
     """The trainer's log-probabilities when the row was first used."""
     minibatch: int = 0
-    """Optimizer steps of the update before that."""
+    """Number of optimizer steps that the update made before it first used the row."""
     is_skipped: bool = False
     """Whether the loss or the gradient of its minibatch was not finite."""
 

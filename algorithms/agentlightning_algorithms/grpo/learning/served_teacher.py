@@ -90,7 +90,7 @@ class ServedTeacher:
         return dict(models[self._settings.model])
 
     async def _ask_all(self, sequences: Sequence[Sequence[int]]) -> list[list[dict[str, Any]]]:
-        """Returns, for each token of each sequence, what the server tells about it; nothing about the first one."""
+        """Returns, for each token of each sequence, the server's entry for it; an empty one for the first token."""
         limit = asyncio.Semaphore(_AT_ONCE)
 
         async def ask(tokens: Sequence[int]) -> list[dict[str, Any]]:
@@ -107,7 +107,7 @@ class ServedTeacher:
             for token, entry in zip(tokens[1:], told[1:], strict=True):
                 if not math.isfinite(float(entry[str(token)]["logprob"])):
                     raise LightningError(
-                        f"teacher: the server at {self._url} told a log-probability that is not finite"
+                        f"teacher: the server at {self._url} returned a log-probability that is not finite"
                     )
             return [entry or {} for entry in told]
 

@@ -316,8 +316,9 @@ class Updater:
         if settings.entropy_coefficient:
             loss_BT = loss_BT - settings.entropy_coefficient * entropy_BT
         loss = aggregate(
-            loss_BT, mask_BT, settings.aggregation, weight_B=weight_B, normalizer=normalizer, rollout_length_B=length_B
-        )
+            loss_BT, mask_BT, settings.aggregation, weight_B=weight_B, normalizer=normalizer,
+            rollout_length_B=length_B, horizon=settings.horizon or 1,
+        )  # fmt: skip
         loss.backward()
 
         ratio_BT = surrogate.log_ratio_BT.clamp(-20.0, 20.0).exp()

@@ -8,15 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final, NamedTuple, get_args
 
+import torch
 from pydantic import BaseModel
 
 from agentlightning.errors import ConfigError
 from agentlightning.plugin.settings import require_least
+from agentlightning.store.url import hide_password
 from agentlightning_algorithms.grpo.learning.updater import Updater
 from agentlightning_algorithms.grpo.model.policy import Policy
 from agentlightning_algorithms.grpo.offline.example import make_rows, open_source, read_lines
 from agentlightning_algorithms.grpo.offline.preference import LossName, pair_loss
-from agentlightning_algorithms.grpo.offline.training import OfflineTraining
+from agentlightning_algorithms.grpo.offline.training import OfflineTraining, mean_metrics
 from agentlightning_algorithms.grpo.setting import UpdateSettings
 from agentlightning_algorithms.grpo.training_row import TrainingRow
 from agentlightning_plugins.chat_history.fine_tuning import FineTuningExample, PreferencePair, select_pairs
@@ -37,8 +39,9 @@ class _Line(BaseModel):
     non_preferred_output: list[dict[str, Any]]
 
     def to_pair(self) -> PreferencePair:
+        given = [{**message, "weight": 0} for message in self.input.messages]  # neither side chose them
         both = [
-            [FineTuningExample(messages=[*self.input.messages, *answer], tools=self.input.tools)]
+            [FineTuningExample(messages=[*given, *answer], tools=self.input.tools)]
             for answer in (self.preferred_output, self.non_preferred_output)
         ]
         return PreferencePair(chosen=both[0], rejected=both[1])
@@ -97,8 +100,8 @@ class DPO(OfflineTraining):
                 found = [pair async for pair in select_pairs(store, self.min_gap, self.pairs_per_task)]
         if not found:
             raise ConfigError(
-                f"source = {self.source!r} has no pair to learn from: two rollouts of one task that succeeded, called "
-                f"a model, and whose rewards differ, by at least min_gap = {self.min_gap}"
+                f"source = {hide_password(self.source)!r} has no pair to learn from: two rollouts of one task that "
+                f"succeeded, called a model, and whose rewards differ, by at least min_gap = {self.min_gap}"
             )
         return found
 
@@ -115,9 +118,10 @@ class DPO(OfflineTraining):
                 rows.append((chosen, rejected))
         self.warn_too_long(too_long, "pairs", policy)
         if not rows:
-            raise ConfigError(f"source = {self.source!r} has no pair that fits the model")
+            raise ConfigError(f"source = {hide_password(self.source)!r} has no pair that fits the model")
         flat = [row for pair in rows for side in pair for row in side]
-        scores = iter(policy.score(flat, max_tokens=self.max_tokens_per_microbatch))
+        with torch.autocast(policy.device.type, torch.bfloat16, enabled=self.dtype != "float32"):  # as the updater
+            scores = iter(policy.score(flat, max_tokens=self.max_tokens_per_microbatch))
         self._pairs = []
         for chosen, rejected in rows:
             sides = [sum(sum(next(scores)) for _ in side) / self._length(side) for side in (chosen, rejected)]
@@ -140,8 +144,7 @@ class DPO(OfflineTraining):
             self._step(updater, [self._pairs[index] for index in order[start : start + self.batch_size]])
             for start in range(0, len(order), self.batch_size)
         ]
-        names = ("loss", "accuracy", "margin", "grad_norm", "lr")
-        metrics = {name: statistics.fmean(step[name] for step in steps if name in step) for name in names}
+        metrics = mean_metrics(steps, ("loss", "accuracy", "margin", "grad_norm", "lr"))
         return {**metrics, "pairs": float(len(self._pairs))}
 
     def count_epochs(self, updater: Updater) -> int:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from agentlightning.errors import ConfigError
 from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
+from agentlightning.store.url import hide_password
 from agentlightning_algorithms.grpo.model.policy import Policy
 from agentlightning_algorithms.grpo.server.reply import restore_arguments
 from agentlightning_algorithms.grpo.training_row import TrainingRow
@@ -38,8 +39,8 @@ async def read_examples(source: str, min_reward: float | None, best_of: int | No
             found = [example async for example in select_examples(store, min_reward, best_of)]
     if not found:
         raise ConfigError(
-            f"source = {source!r} has no conversation to learn from; a rollout counts if it succeeded, has a reward "
-            f"of at least min_reward = {min_reward}, and called a model"
+            f"source = {hide_password(source)!r} has no conversation to learn from; a rollout counts if it succeeded, "
+            f"has a reward of at least min_reward = {min_reward}, and called a model"
         )
     return found
 
@@ -72,20 +73,23 @@ def read_lines(source: str, kind: type[Line], form: str) -> list[Line]:
     """
     found = []
     try:
-        for number, line in enumerate(Path(source).read_text(encoding="utf-8").splitlines(), 1):
+        # Not splitlines(): a JSON string may contain other ends of lines, such as U+2028.
+        for number, line in enumerate(Path(source).read_text(encoding="utf-8").split("\n"), 1):
             if line.strip():
                 try:
                     found.append(kind.model_validate(json.loads(line)))
                 except (ValueError, ValidationError) as error:
                     raise ConfigError(f"{source}:{number} is not of the form {form}: {error}") from error
-    except OSError as error:
-        raise ConfigError(f"source = {source!r} cannot be read: {error.strerror or error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError(f"source = {source!r} cannot be read: {why or error}") from error
     return found
 
 
 def make_rows(policy: Policy, examples: Sequence[FineTuningExample]) -> tuple[list[TrainingRow], int]:
     """Returns a row for each message of an assistant, and the number of messages that are too long for the model.
 
+    Messages with a ``weight`` of 0 are not learned, as in OpenAI's fine-tuning.
     The prompt is what the model would get at that place, so tokens are as in sampling.
     """
     rows: list[TrainingRow] = []
@@ -115,7 +119,7 @@ def _tokenize(policy: Policy, example: FineTuningExample) -> Iterator[tuple[list
         return ids
 
     for position, message in enumerate(messages):
-        if message.get("role") != "assistant":
+        if message.get("role") != "assistant" or message.get("weight") == 0:
             continue
         prompt, whole = render(position, generate=True), render(position + 1, generate=False)
         if not whole.startswith(prompt):  # the template adds something before answers that this one has not

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import math
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from agentlightning.errors import ConfigError
 from agentlightning.plugin.settings import require_least
+from agentlightning.store.url import hide_password
 from agentlightning_algorithms.grpo.learning.updater import Updater
 from agentlightning_algorithms.grpo.model.policy import Policy
 from agentlightning_algorithms.grpo.offline.example import make_rows, read_examples
-from agentlightning_algorithms.grpo.offline.training import OfflineTraining
+from agentlightning_algorithms.grpo.offline.training import OfflineTraining, mean_metrics
 from agentlightning_algorithms.grpo.setting import UpdateSettings
 from agentlightning_algorithms.grpo.training_row import TrainingRow
 from agentlightning_plugins.chat_history.fine_tuning import FineTuningExample
@@ -50,23 +51,34 @@ class SFT(OfflineTraining):
         self._rows, too_long = make_rows(policy, examples)
         self.warn_too_long(too_long, "messages", policy)
         if not self._rows:
-            raise ConfigError(f"source = {self.source!r} has no message of an assistant that fits the model")
+            source = hide_password(self.source)
+            raise ConfigError(f"source = {source!r} has no message of an assistant that fits the model")
         return UpdateSettings(
             objective="cross_entropy",
             lr=self.lr,
             schedule=self.schedule,
-            total_updates=self.epochs,
-            minibatches=math.ceil(len(self._rows) / self.batch_size),
+            total_updates=self.epochs * self._steps_per_epoch,
             max_tokens_per_microbatch=self.max_tokens_per_microbatch,
             gradient_checkpointing=self.gradient_checkpointing,
             seed=self.order_seed,
         )
 
     def run_epoch(self, updater: Updater) -> dict[str, float]:
-        found = updater.update(self._rows)
-        names = ("loss", "grad_norm", "lr", "rows", "response_tokens", "tokens_per_s", "skipped_steps")
-        metrics = {name: found[name] for name in names if name in found}
-        return {**metrics, "conversations": float(self._n_examples)}
+        order = list(range(len(self._rows)))
+        random.Random(f"{self.order_seed}/{self.count_epochs(updater)}").shuffle(order)
+        steps = [
+            updater.update([self._rows[index] for index in order[start : start + self.batch_size]])
+            for start in range(0, len(order), self.batch_size)
+        ]
+        return {
+            **mean_metrics(steps, ("loss", "grad_norm", "lr", "tokens_per_s")),
+            **{name: sum(step[name] for step in steps) for name in ("rows", "response_tokens", "skipped_steps")},
+            "conversations": float(self._n_examples),
+        }
 
     def count_epochs(self, updater: Updater) -> int:
-        return updater.updates
+        return updater.updates // self._steps_per_epoch
+
+    @property
+    def _steps_per_epoch(self) -> int:
+        return -(-len(self._rows) // self.batch_size)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import statistics
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -139,3 +140,9 @@ class OfflineTraining(Algorithm):
             train_tasks=examples,
             settings=asdict(self),
         )
+
+
+def mean_metrics(steps: Sequence[Mapping[str, float]], names: Sequence[str]) -> dict[str, float]:
+    """Returns the means of metrics over the steps that have them; skipped steps lack some."""
+    found = {name: [step[name] for step in steps if name in step] for name in names}
+    return {name: statistics.fmean(values) for name, values in found.items() if values}

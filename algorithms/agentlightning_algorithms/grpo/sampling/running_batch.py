@@ -14,7 +14,8 @@ from typing import Generic, Protocol, TypeVar
 from agentlightning_algorithms.grpo.sampling.slot_cache import SPARE, SlotCache, whole_blocks
 
 _ENTER, _MERGE, _SPLIT = 1.2, 1.1, 1.3
-"""Positions of all banks over tokens: up to which a row enters an existing bank, or banks are merged or kept."""
+"""Limits of the ratio of positions in all banks to tokens: for adding a row to an existing bank, for merging two banks,
+and for leaving a bank unsplit."""
 _SLACK_BYTES = 16 * 2**20
 """Memory that is not worth a further forward pass."""
 

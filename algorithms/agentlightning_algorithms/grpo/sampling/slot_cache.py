@@ -26,7 +26,7 @@ from agentlightning_algorithms.grpo.model.policy import Policy
 BLOCK = 16
 """Tokens of a block; widths are multiples of it, so that a slot consists of whole blocks."""
 _GROWTH = 8
-"""A cache that is too small grows by at least one part of this many."""
+"""A cache that is too small grows by at least 1 / _GROWTH of its size."""
 SPARE = (1 + 1 / _GROWTH) ** 2
 """Memory after such growth, over what is needed."""
 

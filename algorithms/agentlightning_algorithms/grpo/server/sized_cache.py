@@ -10,7 +10,7 @@ from typing import Final, Generic, TypeVar
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 _ENTRY_BYTES: Final = 400
-"""Of an entry, beside the contents of its key and value."""
+"""Memory of an entry, without the contents of its key and value."""
 
 
 class SizedCache(Generic[K, V]):

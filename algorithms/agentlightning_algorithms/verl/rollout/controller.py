@@ -161,6 +161,9 @@ class RolloutController:
             )
         if triplets is None:
             error, reward, triplets = error or "SpansDropped", None, []
+        # An adapter may not know which model the agent asked for.
+        own = {None, *MODEL_NAMES.values()}
+        triplets = [triplet for triplet in triplets if triplet.metadata.get("requested_model") in own]
         data = self.config.data
         built = build_rows(
             triplets,

@@ -1,7 +1,8 @@
 """Advantages of rollouts, for estimators that compare the rollouts of a task, and of calls with a credit rule.
 
 Except for ``grpo``, verl's estimators treat every row as a rollout, so that a rollout with more rows weighs more in its
-group's baseline. Here the last row of each rollout represents it, and all its rows get that row's advantage.
+group's baseline. Here the last row of each rollout that has a token to train on represents it, and all its rows get
+that row's advantage.
 
 B   rows          R   rollouts          T   tokens of the longest response
 """
@@ -24,21 +25,22 @@ OF_GROUPS: Final = frozenset(
 """Estimators whose advantage is one number per rollout."""
 
 
-def last_rows(keys: Sequence[str]) -> tuple[list[int], list[int]]:
-    """Finds the last row of each rollout; keys of rows are ``{group}_{rollout}_{row}``.
+def last_rows(keys: Sequence[str], has_tokens: Sequence[bool]) -> tuple[list[int], list[int]]:
+    """Finds the last row with tokens of each rollout, or its last one if no row has any.
+
+    ``keys`` of rows are ``{group}_{rollout}_{row}``. A row whose tokens were all rejected has none: its mask is 0.
 
     Returns:
-        The position of each rollout's last row, and for every row the position of its rollout among them.
+        The position of the row of each rollout, and for every row the position of its rollout among them.
     """
-    last: dict[str, tuple[int, int]] = {}
+    last: dict[str, tuple[bool, int, int]] = {}
     owners = []
-    for position, key in enumerate(keys):
+    for position, (key, has) in enumerate(zip(keys, has_tokens, strict=True)):
         rollout, _, row = key.rpartition("_")
         owners.append(rollout)
-        if rollout not in last or last[rollout][0] < int(row):
-            last[rollout] = (int(row), position)
+        last[rollout] = max(last.get(rollout, (False, -1, -1)), (has, int(row), position))
     places = {rollout: place for place, rollout in enumerate(last)}
-    return [position for _, position in last.values()], [places[rollout] for rollout in owners]
+    return [position for *_, position in last.values()], [places[rollout] for rollout in owners]
 
 
 def rollout_advantages(data: DataProto, keys: Sequence[str], estimator: str, config: Any) -> torch.Tensor:
@@ -47,7 +49,7 @@ def rollout_advantages(data: DataProto, keys: Sequence[str], estimator: str, con
     ``data`` has ``token_level_rewards`` and ``response_mask`` (B, T), and ``uid`` (B,), the group; ``estimator`` is one
     of ``OF_GROUPS``, and ``config`` verl's ``algorithm`` section.
     """
-    last_R, owner_B = last_rows(keys)
+    last_R, owner_B = last_rows(keys, data.batch["response_mask"].any(-1).tolist())
     chosen = compute_advantage(data.select_idxs(last_R), adv_estimator=estimator, config=config)
     first_R = chosen.batch["response_mask"].argmax(dim=1)
     advantage_R = chosen.batch["advantages"][torch.arange(len(last_R)), first_R]

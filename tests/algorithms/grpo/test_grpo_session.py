@@ -1,0 +1,97 @@
+"""A session of a training: how it is opened and resumed, and rows of ``TrainingSession``."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import agentlightning as agl
+from agentlightning.types import Rollout, Triplet
+from agentlightning_algorithms.grpo import opening
+from agentlightning_algorithms.grpo.learning.episode import Episode
+from agentlightning_algorithms.grpo.session import Session
+from agentlightning_algorithms.grpo.setting import GRPOSettings, TeacherSettings
+from agentlightning_algorithms.grpo.trained_policy import PolicySet
+from agentlightning_algorithms.grpo.training_row import Distribution, TrainingRow
+from agentlightning_algorithms.grpo.training_session import TrainingSession
+
+
+def make_session(model: Path, **settings: Any) -> Session:
+    own = GRPOSettings(model=str(model), **settings)
+    assert own.update is not None
+    unused: Any = None
+    policies = PolicySet.load(own, own.update)
+    return Session(own, unused, unused, unused, unused, unused, policies, directory=model)
+
+
+def test_a_resumed_run_knows_the_rollouts_that_it_still_has_to_delete(tiny_model: Path, tmp_path: Path) -> None:
+    session = make_session(tiny_model)
+    session.rollout_ids = {0: ["ro-a", "ro-b"], 1: ["ro-c"]}
+    session.save(tmp_path / "checkpoint")
+    resumed = make_session(tiny_model)
+    resumed.restore(tmp_path / "checkpoint")
+    assert resumed.rollout_ids == session.rollout_ids
+    states = session.state()
+    del states[""]["caller"]["rollout_ids"]  # as older versions wrote it
+    session.policies.write(tmp_path / "older", states)
+    resumed.restore(tmp_path / "older")
+    assert resumed.rollout_ids == {}
+
+
+async def test_reading_a_checkpoint_does_not_block_the_event_loop(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def nothing(*_: Any) -> None: ...
+
+    backend = SimpleNamespace(
+        start=nothing, stop=nothing, model_entry={"model": "policy", "endpoint": "http://host/v1"}
+    )
+    monkeypatch.setattr(opening, "get_manager", lambda: SimpleNamespace(create=lambda *_: backend))
+    threads: list[threading.Thread] = []
+    monkeypatch.setattr(Session, "restore", lambda *_: threads.append(threading.current_thread()))
+    store = agl.InMemoryLightningStore()
+    context = agl.RunContext(store=store, llm_proxy=agl.LLMProxy(model_list=[], store=store), directory=tmp_path)
+    settings = GRPOSettings(model=str(tiny_model))
+    assert settings.update is not None
+    async with contextlib.AsyncExitStack() as stack:
+        adapter = agl.TraceToTriplet()
+        await opening.open_session(stack, context, adapter, settings, settings.update, tmp_path / "checkpoint")
+    assert len(threads) == 1
+    assert threads[0] is not threading.main_thread()
+
+
+@pytest.mark.parametrize(("force", "expected"), [(False, Distribution(0.3)), (True, None)])
+def test_rows_have_the_distribution_of_their_calls_if_agents_choose_it(
+    tiny_model: Path, force: bool, expected: Distribution | None
+) -> None:
+    context: Any = None
+    session = TrainingSession(make_session(tiny_model, sampling={"force": force}), context, None, None)
+    response = {"token_ids": [3, 4], "logprobs": [-0.1, -0.1]}
+    call = Triplet(prompt={"token_ids": [1, 2]}, response=response, metadata={"response_id": "r1"})
+    rollout = Rollout(rollout_id="ro-1", input={}, start_time=0.0, status="succeeded")
+    episode = Episode(rollout, 1.0, [call], distributions={"r1": Distribution(0.3)})
+    assert session.rows([episode]) == [
+        TrainingRow([1, 2], [3, 4], [-0.1, -0.1], 1.0, rollout="ro-1", distribution=expected)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("teacher", TeacherSettings(model="big", endpoint="http://host/v1")),
+        ("staleness", 1),
+        ("test_dataset", ["task"]),
+        ("keep_weights_every", 2),
+        ("keep_weights_last", 2),
+    ],
+)
+async def test_a_setting_that_steps_of_ones_own_do_not_use_is_refused(tiny_model: Path, name: str, value: Any) -> None:
+    settings = GRPOSettings(model=str(tiny_model), **{name: value})
+    with pytest.raises(agl.ConfigError, match=f"TrainingSession does not use {name}; leave it out"):
+        async with TrainingSession.open(agl.RunContext(store=agl.InMemoryLightningStore()), settings):
+            pass

@@ -1,0 +1,42 @@
+"""Keys and passwords in the settings of a training stay out of the files of its run and of its exported model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentlightning_algorithms.grpo.model_card import write_model_card
+from agentlightning_algorithms.grpo.offline.sft import SFT
+from agentlightning_algorithms.grpo.setting import GRPOSettings, TeacherSettings
+from agentlightning_algorithms.grpo.training_files import write_record
+from agentlightning_plugins.demo.training import CHECKPOINT
+
+
+def describe_grpo(run: Path) -> None:
+    teacher = TeacherSettings(model="big", endpoint="http://me:hunter2@host/v1", api_key="hunter2")
+    backend = {"name": "vllm", "endpoint": "http://host/v1", "api_key": "hunter2"}
+    write_record(run, GRPOSettings(model=str(CHECKPOINT), teacher=teacher, backend=backend), [1], None)
+
+
+def describe_sft(run: Path) -> None:
+    SFT(model=str(CHECKPOINT), source="postgresql://me:hunter2@host/agl")._describe(1).write(run)
+
+
+@pytest.mark.parametrize(
+    ("describe", "kept"),
+    [
+        (describe_grpo, {"backend": {"name": "vllm", "endpoint": "http://host/v1", "api_key": "***"}}),
+        (describe_sft, {"source": "postgresql://***@host/agl", "lora": None}),
+    ],
+)
+def test_the_record_and_the_card_of_a_trained_model_have_no_key_and_no_password(
+    tmp_path: Path, describe: Any, kept: dict[str, Any]
+) -> None:
+    describe(tmp_path)
+    write_model_card(tmp_path, tmp_path, "best")
+    assert "hunter2" not in (tmp_path / "training.json").read_text() + (tmp_path / "README.md").read_text()
+    settings = json.loads((tmp_path / "training.json").read_text())["settings"]
+    assert {name: settings[name] for name in kept} == kept
