@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 
 import click
 
@@ -39,6 +38,7 @@ def command(
     from agentlightning.job import LitAgentRunnerJob
     from agentlightning.plugin.registry import get_manager
     from agentlightning.store.factory import create_store
+    from agentlightning.store.url import hide_password
     from agentlightning_plugins.commands.configuration.assembly import load_agent_argument
     from agentlightning_plugins.strategies.processes.child_process import RunnerProcesses
     from agentlightning_plugins.strategies.processes.job_process import JobTarget
@@ -54,7 +54,7 @@ def command(
     async def serve() -> None:
         opened = create_store(store, run=run)
         try:
-            whose = f"run {opened.run_id} of {re.sub('(?<=://)[^/@]*@', '', store)}"  # no password at the terminal
+            whose = f"run {opened.run_id} of {hide_password(store)}"
             echo(f"Connecting to {whose}")
             await opened.statistics()  # fails here, before processes are started, if the store is unreachable
             echo(f"Running {agent} for {whose}: {n_runners} x {max_concurrency} rollouts at once.")
