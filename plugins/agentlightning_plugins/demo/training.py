@@ -53,7 +53,7 @@ def run_demo(directory: Path, *, seed: int, steps: int | None = None, resume: bo
         directory: of the run; holds metrics, checkpoint, transcripts and report afterwards.
         seed: of everything random.
         steps: updates at most; default is what the demo was tuned for.
-        resume: continue what stands in ``directory``; its own seed and steps count then.
+        resume: continue the run in ``directory`` with the seed and steps that it was started with.
 
     Returns:
         ``before`` and ``after``: the mean greedy reward on the test split.

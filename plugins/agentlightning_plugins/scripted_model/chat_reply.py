@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from agentlightning_plugins.scripted_model.script import EOS, Answer, cut, decode, encode, logprob, render_prompt
+from agentlightning_plugins.scripted_model.script import (
+    EOS,
+    Answer,
+    cut,
+    decode,
+    encode,
+    logprob,
+    render_prompt,
+    to_text,
+)
 
 
 class ChatReply:
@@ -64,7 +72,7 @@ class ChatReply:
             {
                 "id": f"call-{self._id}-{index}-{position}",
                 "type": "function",
-                "function": {"name": name, "arguments": json.dumps(arguments)},
+                "function": {"name": name, "arguments": to_text(arguments)},
             }
             for position, (name, arguments) in enumerate(self._answer.tool_calls)
         ]

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from agentlightning_plugins.scripted_model.script import Answer, cut, encode
+from agentlightning_plugins.scripted_model.script import Answer, cut, encode, to_text
 
 _REASONS: Final = {"length": "max_tokens", "content_filter": "refusal"}
 
@@ -26,7 +26,7 @@ class MessagesReply:
             "type": "message",
             "role": "assistant",
             "model": self._body["model"],
-            "content": self._blocks(),
+            "content": [block for block, *_ in self._blocks()],
             "stop_reason": _REASONS.get(answer.finish_reason or "", reason),
             "stop_sequence": None,
             "usage": {"input_tokens": count_tokens(self._body), "output_tokens": answer.count_tokens()},
@@ -39,8 +39,7 @@ class MessagesReply:
         begun: dict[str, Any] = {"content": [], "stop_reason": None, "usage": {**whole["usage"], "output_tokens": 1}}
         yield {"type": "message_start", "message": whole | begun}
         yield {"type": "ping"}
-        for index, block in enumerate(whole["content"]):
-            kind, key, text = _delta_of(block)
+        for index, (block, kind, key, text) in enumerate(self._blocks()):
             blank: dict[str, Any] = {"input": {}} if block["type"] == "tool_use" else {key: ""}
             yield {"type": "content_block_start", "index": index, "content_block": {**block, **blank}}
             for piece in cut(text):
@@ -50,17 +49,19 @@ class MessagesReply:
         yield {"type": "message_delta", "delta": delta, "usage": whole["usage"]}
         yield {"type": "message_stop"}
 
-    def _blocks(self) -> list[dict[str, Any]]:
+    def _blocks(self) -> list[tuple[dict[str, Any], str, str, str]]:
+        """Each block of the content, with type, key and whole text of its deltas."""
         answer = self._answer
-        blocks: list[dict[str, Any]] = []
-        if answer.reasoning is not None:
-            blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": "signed"})
+        blocks: list[tuple[dict[str, Any], str, str, str]] = []
+        if (thought := answer.reasoning) is not None:
+            block = {"type": "thinking", "thinking": thought, "signature": "signed"}
+            blocks.append((block, "thinking_delta", "thinking", thought))
         text = answer.text() if answer.refusal is None else answer.refusal
         if text is not None:
-            blocks.append({"type": "text", "text": text})
+            blocks.append(({"type": "text", "text": text}, "text_delta", "text", text))
         for position, (name, arguments) in enumerate(answer.tool_calls):
-            tool = {"type": "tool_use", "id": f"toolu-{self._id}-{position}", "name": name, "input": dict(arguments)}
-            blocks.append(tool)
+            tool = {"type": "tool_use", "id": f"toolu-{self._id}-{position}", "name": name, "input": _parse(arguments)}
+            blocks.append((tool, "input_json_delta", "partial_json", to_text(arguments)))
         return blocks
 
 
@@ -69,8 +70,11 @@ def count_tokens(body: Mapping[str, Any]) -> int:
     return len(encode(json.dumps(body["messages"])))
 
 
-def _delta_of(block: Mapping[str, Any]) -> tuple[str, str, str]:
-    if block["type"] == "tool_use":
-        return "input_json_delta", "partial_json", json.dumps(block["input"])
-    key = block["type"]
-    return f"{key}_delta", key, block[key]
+def _parse(arguments: str | Mapping[str, Any]) -> Any:
+    """The input of a tool; text that is not JSON stays text."""
+    if not isinstance(arguments, str):
+        return dict(arguments)
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from agentlightning_plugins.scripted_model.script import Answer, cut, encode
+from agentlightning_plugins.scripted_model.script import Answer, cut, encode, to_text
 
 Event = dict[str, Any]
 
@@ -72,7 +72,7 @@ class ResponsesReply:
             message = {"type": "message", "role": "assistant", "status": "completed", "content": [part]}
             items.append({"id": "msg_0", **message})
         for position, (name, arguments) in enumerate(answer.tool_calls):
-            call = {"call_id": f"call-{self._id}-{position}", "name": name, "arguments": json.dumps(arguments)}
+            call = {"call_id": f"call-{self._id}-{position}", "name": name, "arguments": to_text(arguments)}
             items.append({"id": f"fc_{position}", "type": "function_call", "status": "completed", **call})
         return items
 

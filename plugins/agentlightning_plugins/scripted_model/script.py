@@ -36,6 +36,11 @@ def render_prompt(body: Mapping[str, Any]) -> str:
     return "".join(f"<{m['role']}>{m.get('content') or ''}" for m in body["messages"]) + "<assistant>"
 
 
+def to_text(arguments: str | Mapping[str, Any]) -> str:
+    """The arguments of a tool call as they are sent."""
+    return arguments if isinstance(arguments, str) else json.dumps(arguments)
+
+
 def cut(text: str) -> Iterator[str]:
     """Splits a text into pieces of ``CHUNK_CHARS``."""
     for start in range(0, len(text), CHUNK_CHARS):
@@ -60,8 +65,8 @@ class Answer:
 
     content: str | None = None
     """Default: None with tool calls or a refusal, else ``ok``."""
-    tool_calls: Sequence[tuple[str, Mapping[str, Any]]] = ()
-    """Name and arguments of each call."""
+    tool_calls: Sequence[tuple[str, str | Mapping[str, Any]]] = ()
+    """Name and arguments of each call. Arguments that are text are sent unchanged, even if they are not JSON."""
     finish_reason: str | None = None
     """Default: ``tool_calls`` if there are any, else ``stop``."""
     reasoning: str | None = None
@@ -98,5 +103,5 @@ class Answer:
     def count_tokens(self) -> int:
         """Number of tokens of choice 0, including ``EOS``."""
         text = (self.reasoning or "") + (self.text() or "") + (self.refusal or "")
-        calls = [f"<tool_call>{name}{json.dumps(arguments)}" for name, arguments in self.tool_calls]
+        calls = [f"<tool_call>{name}{to_text(arguments)}" for name, arguments in self.tool_calls]
         return len(encode(text + "".join(calls))) + 1

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from agentlightning.errors import NotFoundError
 from agentlightning_plugins.statistics.interval import Interval, paired_interval, unpaired_interval, variance
 from agentlightning_plugins.statistics.significance import paired_p_value, reconcile, unpaired_p_value
 
@@ -48,6 +49,8 @@ def difference_over_seeds(one: Sequence[Mapping[int, float]], other: Sequence[Ma
         other: the same of the other algorithm.
     """
     tasks = sorted(set.intersection(*({*seed} for seed in (*one, *other))))
+    if not tasks:
+        raise NotFoundError("the algorithms have no test task with a reward in common")
     by_task = [[statistics.fmean(seed[task] for seed in seeds) for task in tasks] for seeds in (one, other)]
     differences = [mine - theirs for mine, theirs in zip(*by_task, strict=True)]
     found = paired_difference(differences)

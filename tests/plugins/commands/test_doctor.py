@@ -298,6 +298,34 @@ async def test_a_base_url_without_v1_is_noticed(agents: str, server: Server) -> 
     assert "the base URL usually ends in /v1" in checks["endpoint"].fix
 
 
+@pytest.mark.parametrize(
+    ("greeting", "said"),
+    [
+        (b"SSH-2.0-OpenSSH_9.6\r\n", "SSH-2.0-OpenSSH_9.6"),
+        (b"HTTP/1.0 200 OK\r\n\r\n<html>", "Expecting value: line 1 column 1"),
+        (b'HTTP/1.0 200 OK\r\n\r\n{"models": 3}', "the response is not a list of models"),
+    ],
+)
+async def test_a_server_of_something_else_is_reported(agents: str, greeting: bytes, said: str) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(greeting)
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        endpoint = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+        checks = await check(agents, endpoint=endpoint)
+    assert broken(checks) == ["endpoint"]
+    assert f"{endpoint}/models is not an OpenAI-compatible server: {said}" in checks["endpoint"].text
+    assert "give the base URL" in checks["endpoint"].fix
+
+
+async def test_an_endpoint_that_is_no_url_is_reported(agents: str) -> None:
+    checks = await check(agents, endpoint="http://127.0.0.1:80x/v1")
+    assert broken(checks) == ["endpoint"]
+    assert "nonnumeric port: '80x'" in checks["endpoint"].text
+
+
 async def test_a_model_that_the_server_does_not_have_is_noticed(agents: str, server: Server) -> None:
     checks = await check(agents, endpoint=server.url, model="n")
     assert broken(checks) == ["endpoint"]
@@ -398,12 +426,16 @@ async def test_a_command_that_makes_no_call_is_seen_by_its_output() -> None:
     assert checks["calls"].text == "the agent made no traced model call; critics read its output"
 
 
+@pytest.mark.parametrize("algorithm", ["apo", "my_algorithm.py:PromptTuner"])
 async def test_a_configuration_names_agent_resources_task_and_what_is_tuned(
-    agents: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    agents: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str
 ) -> None:
+    (tmp_path / "my_algorithm.py").write_text(
+        "import agentlightning as agl\nclass PromptTuner(agl.Algorithm):\n    pass\n"
+    )
     async with ScriptedOpenAI(answer_request) as server:
         (tmp_path / "c.yaml").write_text(
-            f"agent: {agents}:good\ndata: {{train: tasks.json}}\nalgorithm: apo\n"
+            f"agent: {agents}:good\ndata: {{train: tasks.json}}\nalgorithm: {algorithm}\n"
             f"resources: {{llm: {{resource_type: llm, endpoint: {server.endpoint}, model: scripted}}}}\n"
         )
         (tmp_path / "tasks.json").write_text('["first", "second"]')
@@ -537,6 +569,7 @@ def test_the_command_exits_with_1_when_a_check_fails(agents: str) -> None:
     assert "BROKEN    reward       the agent returned no reward -> return a number" in shown.output
     assert "the agent ran on the task {'a': 1}" in shown.output
     assert CliRunner().invoke(command, ["demo", "--resource", "text"]).exit_code == 2
+    assert CliRunner().invoke(command, ["demo", "--timeout", "-1"]).exit_code == 2
 
 
 def test_the_scripted_server_calls_a_tool_with_arguments_that_fit() -> None:

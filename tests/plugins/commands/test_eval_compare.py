@@ -16,6 +16,13 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.plugin.registry import get_manager
+from agentlightning_plugins.commands.evaluation.comparison_report import (
+    compare_variants,
+    print_comparison,
+    write_page,
+)
+from agentlightning_plugins.commands.evaluation.prompt_comparison import check_regression
+from agentlightning_plugins.commands.evaluation.variant import Variant
 from agentlightning_plugins.statistics.score import Score
 from tests.plugins.commands.agl_here import run_here
 
@@ -127,7 +134,7 @@ def test_eval_plans_how_many_tasks_find_a_difference(folder: Path) -> None:
     assert [each["repetitions"] for each in found] == [1, 2, 4, 8, 16]
     assert found[0]["same_tasks"] == found[0]["other_tasks"] > found[4]["same_tasks"] > 20
     shown = evaluate(folder, "--plan", "0.05")
-    assert "tasks that find a difference of 0.05 between two agents, in 80% of comparisons" in shown
+    assert "tasks needed to detect a difference of 0.05 between two agents (power 80 %, level 5 %)" in shown
     assert "the worst case is assumed" in shown
 
 
@@ -220,6 +227,36 @@ def test_a_training_that_the_budget_stops_before_it_saved_weights_has_learned_no
     (row,) = run(folder, "compare", "config.yaml", "-a", stopped, "--budget", "3", "--json")
     assert row["reward"] == 0.0
     assert row["prompts"] == [{"prompt": "bad {n}"}]
+
+
+def test_an_algorithm_of_a_file_is_compared(folder: Path) -> None:
+    (folder / "own.py").write_text("from learner_plugin import Learner as Own\n")
+    chain = "['own.py:Own', 'own.py:Own']"
+    said = run(folder, "compare", "config.yaml", "-a", "own.py:Own", "-a", chain, "--run-dir", "compared", "--json")
+    assert [row["reward"] for row in said] == [1.0, 1.0]
+    assert {path.name for path in (folder / "compared").iterdir() if path.is_dir()} == {
+        "0-own.py-Own-0",
+        "1-own.py-Own-own.py-Own-0",
+    }
+    assert (folder / "compared" / "1-own.py-Own-own.py-Own-0" / "2-own.py-Own" / "store.db").is_file()
+
+
+def test_the_results_remain_when_two_algorithms_have_no_task_in_common(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    rewards = {"first": [[1.0], []], "other": [[], [1.0]], "third": [[0.0], []]}
+    variants = [
+        Variant([], label, [Score(own)], rollouts=[1], seconds=[1.0], prompts=[{}], places=[tmp_path])
+        for label, own in rewards.items()
+    ]
+    rows = compare_variants(variants)
+    assert [row["difference"] for row in rows] == [None, None, -1.0]
+    assert [row["p"] for row in rows] == [None, None, 1.0]
+    print_comparison(rows, 1)
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert shown[2] == ["other", "1.000", *["none"] * 4, "0", "1", "1.0"]
+    assert "other" in write_page(variants, rows, [0], tmp_path).read_text()
+    check_regression(rows, True)
 
 
 def test_eval_and_compare_are_gates_against_regressions(folder: Path) -> None:

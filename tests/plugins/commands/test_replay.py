@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 import agentlightning as agl
+from agentlightning import semconv
+from agentlightning.types import Span
 from agentlightning_plugins.commands.configuration.attribute import load_attribute
+from agentlightning_plugins.commands.replay.command import _to_answer
 from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
 from tests.plugins.commands.agl_here import Said, run_here
 
@@ -36,9 +40,13 @@ QUESTION = "What is {a} and {b}?"
 
 @pytest.fixture
 async def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    (tmp_path / "replayed_agent.py").write_text(AGENT)
     monkeypatch.syspath_prepend(str(tmp_path))
-    script = [Answer(tool_calls=[("add", {"a": 1, "b": 2})]), Answer("3")]
+    return await record(tmp_path, AGENT, [Answer(tool_calls=[("add", {"a": 1, "b": 2})]), Answer("3")])
+
+
+async def record(tmp_path: Path, source: str, script: Sequence[Answer]) -> str:
+    """Runs an agent once with scripted answers; returns the id of the rollout."""
+    (tmp_path / "replayed_agent.py").write_text(source)
     async with ScriptedOpenAI(script) as server:
         trainer = agl.Trainer(
             algorithm={"name": "baseline", "train_split": 1.0},
@@ -143,3 +151,35 @@ async def test_a_call_that_cannot_be_replayed_is_refused_and_other_requests_are_
     said = await asyncio.to_thread(replay, tmp_path, recorded, "--json")
     assert json.loads(said.stdout)["calls"] == 0
     assert "g:generateContent cannot be replayed: its API is neither OpenAI's nor Anthropic's" in said.stderr
+
+
+BROKEN_ARGUMENTS = """
+import openai
+import agentlightning as agl
+
+def agent(task, llm: agl.LLM):
+    client = openai.OpenAI(base_url=llm.endpoint, api_key=llm.api_key or "none", max_retries=0)
+    messages = [{"role": "user", "content": "add"}]
+    message = client.chat.completions.create(model=llm.model, messages=messages).choices[0].message
+    return float([call.function.arguments for call in message.tool_calls] == ['{"a": 1}', '{"a": 1'])
+"""
+
+
+async def test_a_tool_call_whose_arguments_are_not_json_is_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    answer = Answer(tool_calls=[("add", '{"a": 1}'), ("add", '{"a": 1')])
+    rollout_id = await record(tmp_path, BROKEN_ARGUMENTS, [answer])
+    said = await asyncio.to_thread(replay, tmp_path, rollout_id)
+    assert said.code == 0, said.stderr + said.stdout
+    assert "succeeded, reward 1.0, 1 of 1 recorded model calls" in said.stdout
+
+
+def test_recorded_arguments_of_a_tool_are_not_formatted_again() -> None:
+    parts = [{"type": "tool_call", "id": "1", "name": "add", "arguments": text} for text in ('{"a":1}', "")]
+    messages = json.dumps([{"role": "assistant", "parts": parts}])
+    span = Span.from_attributes(
+        attributes={semconv.GEN_AI_OUTPUT_MESSAGES: messages}, rollout_id="ro-1", attempt_id="at-1", name="chat"
+    )
+    assert _to_answer(span).tool_calls == [("add", '{"a":1}'), ("add", "{}")]

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import agentlightning as agl
+from agentlightning.errors import NotFoundError
 from agentlightning_plugins.statistics import interval, significance
 from agentlightning_plugins.statistics.comparison import Group, compare_groups
 from agentlightning_plugins.statistics.difference import (
@@ -186,6 +187,11 @@ def test_seeds_are_a_sample_too(few_resamples: None) -> None:
         ]
         hits += difference_over_seeds(*trained).p_value <= LEVEL
     assert hits / trials <= limit(trials)
+
+
+def test_algorithms_without_a_common_task_cannot_be_compared() -> None:
+    with pytest.raises(NotFoundError, match="no test task with a reward in common"):
+        difference_over_seeds([{0: 1.0}], [{1: 1.0}])
 
 
 def test_a_planned_comparison_finds_the_difference(few_resamples: None) -> None:

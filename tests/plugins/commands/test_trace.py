@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 import agentlightning as agl
-from agentlightning.types import AttemptedRollout
+from agentlightning.errors import StoreError
+from agentlightning.types import AttemptedRollout, Span
 from agentlightning_plugins.chat_history.adapter import TraceToMessages
+from agentlightning_plugins.commands.trace import command as trace_command
 from agentlightning_plugins.scripted_model.server import Answer, ScriptedOpenAI
 
 SCRIPT = """
@@ -99,3 +107,104 @@ async def test_a_command_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     done, (rollout,) = await trace(tmp_path, "no-such-program", "--store", "x")
     assert "the command 'no-such-program' cannot be started: No such file or directory" in done.stderr
     assert rollout.status == "cancelled"
+
+
+@contextlib.asynccontextmanager
+async def unreliable_store(monkeypatch: pytest.MonkeyPatch, failures: int) -> AsyncIterator[Any]:
+    """A store in memory whose first writes of spans fail; `agl trace` opens it and leaves it open."""
+    store: Any = agl.create_store("memory://")
+    add, close = store.add_many_spans, store.close
+    left = iter(range(failures))
+
+    async def add_many_spans(spans: Sequence[Span]) -> Any:
+        if next(left, None) is not None:
+            raise StoreError("the store does not answer")
+        return await add(spans)
+
+    async def stay_open() -> None: ...
+
+    monkeypatch.setattr(store, "add_many_spans", add_many_spans)
+    monkeypatch.setattr(store, "close", stay_open)
+    monkeypatch.setattr(trace_command, "create_store", lambda url, run=None: store)
+    yield store
+    await close()
+
+
+WRITER = """
+import os, sys, time
+from agentlightning.types import Span
+for number in range(3):
+    ids = {"rollout_id": os.environ["AGL_ROLLOUT_ID"], "attempt_id": os.environ["AGL_ATTEMPT_ID"]}
+    span = Span.from_attributes(attributes={}, name=str(number), **ids)
+    with open(os.environ["AGL_TRACE_FILE"], "a") as file:
+        file.write(span.model_dump_json() + "\\n" + "{broken\\n" * int(sys.argv[1]))
+    time.sleep(0.7)
+print("finished")
+"""
+
+
+async def test_spans_that_the_store_does_not_take_at_first_are_stored_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with unreliable_store(monkeypatch, failures=3) as store:
+        assert await trace_command._trace("memory://", None, [sys.executable, "-c", WRITER, "0"]) == 0
+        (rollout,) = await store.query_rollouts()
+        assert (rollout.status, rollout.attempt.spans_dropped) == ("succeeded", 0)
+        names = [span.name for span in await store.query_spans(rollout.rollout_id)]
+        assert names[:3] == ["0", "1", "2"], "and the span of the process"
+
+
+async def test_a_line_that_is_no_span_is_left_out_and_counted(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with unreliable_store(monkeypatch, failures=0) as store:
+        assert await trace_command._trace("memory://", None, [sys.executable, "-c", WRITER, "1"]) == 0
+        (rollout,) = await store.query_rollouts()
+        assert (rollout.status, rollout.attempt.spans_dropped) == ("succeeded", 3)
+        names = [span.name for span in await store.query_spans(rollout.rollout_id)]
+        assert names[:3] == ["0", "1", "2"], "and the span of the process"
+    said = capfd.readouterr()
+    assert said.out == "finished\n"
+    assert "3 spans are lost" in said.err
+    assert "sitecustomize" not in said.err, "this environment has no file of this name"
+
+
+async def test_a_recording_that_fails_ends_the_command_and_the_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(self: Any) -> bool:
+        raise OSError("the disk is broken")
+
+    monkeypatch.setattr(trace_command._SpanFile, "read", read)
+    async with unreliable_store(monkeypatch, failures=0) as store:
+        with pytest.raises(OSError, match="the disk is broken"):
+            await asyncio.wait_for(trace_command._trace("memory://", None, ["sleep", "60"]), 30)
+        (rollout,) = await store.query_rollouts()
+        assert (rollout.status, rollout.attempt.error.type) == ("failed", "OSError")
+
+
+async def test_sigterm_ends_the_command_and_the_attempt(tmp_path: Path) -> None:
+    start = "from agentlightning_plugins.commands.trace.command import command; command()"
+    tracing = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", start, "sh", "-c", "echo $$; exec sleep 60"), cwd=tmp_path, stdout=subprocess.PIPE
+    )
+    assert tracing.stdout is not None
+    child = int(await tracing.stdout.readline())
+    tracing.send_signal(signal.SIGTERM)
+    try:
+        assert await asyncio.wait_for(tracing.wait(), 30) == 128 + signal.SIGTERM
+        with pytest.raises(ProcessLookupError):
+            os.kill(child, 0)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+    store = agl.create_store(f"sqlite:///{tmp_path / 'agl.db'}")
+    (rollout,) = await store.query_rollouts()
+    await store.close()
+    assert isinstance(rollout, AttemptedRollout)
+    assert rollout.attempt.error is not None
+    assert rollout.attempt.error.message == "the command exited with code 143"
+
+
+async def test_the_password_of_the_store_is_not_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with unreliable_store(monkeypatch, failures=0):
+        assert await trace_command._trace("postgresql://me:hunter2@host/db", None, ["true"]) == 0
+    assert " --store postgresql://***@host/db" in capsys.readouterr().err

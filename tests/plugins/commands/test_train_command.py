@@ -435,14 +435,24 @@ def test_print_config_shows_what_an_algorithm_composes_from_its_settings(
     assert "hunter2" not in shown
 
 
+def test_an_override_below_a_short_form_sets_a_key_beside_it(folder: Path) -> None:
+    (folder / "my_agents.py").write_text(AGENT + "\ndef rate(task, output, rollout):\n    return 1.0\n")
+    write(folder, {"agent": "my_agents:agent", "data": {"train": "tasks.jsonl", "val": "tasks.jsonl"}})
+    overrides = ("data.train.limit=1", "data.val.limit=2", "agent.reward=my_agents:rate", "algorithm.n_epochs=2")
+    code, said, error = run_here(folder, "train", "config.yaml", *overrides, "--dry-run")
+    assert code == 0, said + error
+    assert "ok    data.train   1 tasks" in said
+    assert "ok    data.val     2 tasks" in said
+
+
 def test_a_dry_run_checks_endpoints_and_writes_nothing(folder: Path) -> None:
-    endpoint = "http://127.0.0.1:9/v1"
-    write(folder, {"resources": {"llm": {"resource_type": "llm", "endpoint": endpoint, "model": "m"}}})
-    code, said, _ = run_here(folder, "train", "config.yaml", "--dry-run")
-    assert code == 2
-    assert "ok    data.train   3 tasks; the first: {'n': 1}" in said
-    assert "WRONG resources.llm" in said
-    assert "cannot be reached" in said
+    for endpoint in ("http://127.0.0.1:9/v1", "http://127.0.0.1:80x/v1"):
+        write(folder, {"resources": {"llm": {"resource_type": "llm", "endpoint": endpoint, "model": "m"}}})
+        code, said, _ = run_here(folder, "train", "config.yaml", "--dry-run")
+        assert code == 2
+        assert "ok    data.train   3 tasks; the first: {'n': 1}" in said
+        assert "WRONG resources.llm" in said
+        assert "cannot be reached" in said
     write(folder)
     assert run_here(folder, "train", "config.yaml", "--dry-run")[0] == 0
     assert not (folder / "runs").exists()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI
@@ -137,3 +139,20 @@ async def test_embeddings_and_reasoning_are_scripted_too() -> None:
         chat: Any = await client.chat.completions.create(model="m", messages=ASK)
     assert [item.embedding for item in vectors.data] == [[2.0, 97.0], [1.0, 99.0]]
     assert chat.choices[0].message.reasoning_content == "hm"
+
+
+async def test_arguments_of_a_tool_that_are_text_are_sent_unchanged_by_every_api() -> None:
+    texts = ['{"a":1}', "{bad"]
+    script = [Answer(tool_calls=[("add", text) for text in texts])]
+    async with ScriptedOpenAI(script) as server, client_of(server) as client:
+        chat: Any = await client.chat.completions.create(model="m", messages=ASK)
+        assert [call.function.arguments for call in chat.choices[0].message.tool_calls] == texts
+        response: Any = await client.responses.create(model="m", input="add")
+        assert [item.arguments for item in response.output] == texts
+        async with httpx.AsyncClient(base_url=server.endpoint) as plain:
+            whole = (await plain.post("/messages", json={"model": "m", "messages": ASK})).json()
+            streamed = (await plain.post("/messages", json={"model": "m", "messages": ASK, "stream": True})).text
+    assert [block["input"] for block in whole["content"]] == [{"a": 1}, "{bad"]
+    events = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: ")]
+    deltas = [event["delta"]["partial_json"] for event in events if event["type"] == "content_block_delta"]
+    assert "".join(deltas) == "".join(texts)

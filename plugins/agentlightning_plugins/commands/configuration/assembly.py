@@ -290,10 +290,22 @@ def _split(spec: ComponentSpec) -> tuple[str, dict[str, Any]]:
     return settings.pop("name"), settings
 
 
+def find_class(kind: ComponentKind, name: str) -> Any:
+    """Returns the class of a component.
+
+    Args:
+        kind: of the component.
+        name: a registered name, ``module:Class`` or ``file.py:Class``.
+
+    Raises:
+        LightningError: there is no such component, or it cannot be imported.
+    """
+    return load_attribute(name) if ":" in name else get_manager().get(kind, name)
+
+
 def _find_class(document: Document, kind: ComponentKind, spec: ComponentSpec, path: KeyPath | None = None) -> Any:
     with _located(document, (*(path or (kind,)), "name")):
-        name, _ = _split(spec)
-        return load_attribute(name) if ":" in name else get_manager().get(kind, name)
+        return find_class(kind, _split(spec)[0])
 
 
 def _component(document: Document, path: KeyPath, kind: ComponentKind, spec: ComponentSpec) -> Any:

@@ -18,6 +18,8 @@ KeyPath: TypeAlias = tuple[str | int, ...]
 """From the root of the document, as in ``("data", "train")``."""
 
 _NO_SECRETS: Final = frozenset({"", "EMPTY", "none", "None", "dummy"})
+_SHORT: Final = {("agent",): "target", ("data", "train"): "source", ("data", "val"): "source"}
+"""The key of a section that a string stands for; elsewhere a string is the ``name`` of a component."""
 _REFERENCE: Final = re.compile(r"\$\{\w+\}|os\.environ/\w+")
 
 
@@ -68,8 +70,8 @@ class Document:
                 child = node.get(part)
                 if child is None:
                     child = node[part] = {}
-                elif isinstance(child, str):  # a component by its name alone
-                    child = node[part] = {"name": child}
+                elif isinstance(child, str):  # the short form of a mapping
+                    child = node[part] = {_SHORT.get(path[: depth + 1], "name"): child}
                 elif not isinstance(child, dict):
                     shown = ".".join(path[: depth + 1])
                     raise ConfigError(f"command line, {argument}: {shown} = {child!r} has no keys to set")

@@ -30,7 +30,14 @@ from agentlightning_plugins.commands.terminal import json_option, json_or_text, 
     type=click.Choice(["weights", "prompts"]),
     help="What training changes; default: as in CONFIG, else weights.",
 )
-@click.option("--timeout", "timeout_s", default=60.0, show_default=True, help="Time limit of the rollout in seconds.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=60.0,
+    show_default=True,
+    help="Time limit of the rollout in seconds.",
+)
 @json_option
 def command(
     agent: str,
@@ -86,9 +93,8 @@ _SHOWN = {"ok": "ok", "broken": "BROKEN", "unchecked": "-"}
 
 def _read_config(path: Path) -> dict[str, Any]:
     """Reads the fields of ``Request`` from a configuration."""
-    from agentlightning.plugin.registry import get_manager
     from agentlightning.resources import read_resources
-    from agentlightning_plugins.commands.configuration.assembly import expand, load_data
+    from agentlightning_plugins.commands.configuration.assembly import expand, find_class, load_data
     from agentlightning_plugins.commands.configuration.config import read_config
     from agentlightning_plugins.commands.configuration.document import read_document
 
@@ -100,7 +106,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         given["task"] = load_data(data)[0]
     if config.algorithm is not None:
         name = config.algorithm if isinstance(config.algorithm, str) else config.algorithm["name"]
-        given["trains_weights"] = get_manager().get("algorithm", name).default_adapter == "triplet"
+        given["trains_weights"] = find_class("algorithm", name).default_adapter == "triplet"
     return given
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -34,9 +35,12 @@ async def check_endpoint(endpoint: str, model: str | None, api_key: str | None) 
             return ok("endpoint", f"{endpoint} answers, but lists no models; using {model}"), model
         said = f"{endpoint}/models answers {error.code} {error.reason}"
         return broken("endpoint", said, _suggest_url(endpoint)), None
-    except (OSError, ValueError) as error:
+    except OSError as error:
         said = f"{endpoint} cannot be reached: {one_line(getattr(error, 'reason', error))}"
         return broken("endpoint", said, "start the model server, or give another --endpoint"), None
+    except (ValueError, http.client.HTTPException) as error:
+        said = f"{endpoint}/models is not an OpenAI-compatible server: {one_line(error)}"
+        return broken("endpoint", said, _suggest_url(endpoint)), None
     if model is None and not models:
         return broken("endpoint", f"{endpoint} serves no model", "load a model there, or name one with --model"), None
     if model is not None and models and model not in models:

@@ -18,7 +18,8 @@ from agentlightning_plugins.commands.doctor.check import Check, broken, ok, one_
 _OURS = "lightning"
 _OWN_PLACE = "the two cannot share an environment: create a new one, and install this Lightning there from its checkout"
 _CLASHES = (
-    # The former import a module that the latter have removed. Neither declares it, and no bound of ours can.
+    # Older instrumentation imports a module that opentelemetry-api 1.44 removed. Neither package declares this
+    # conflict, and our requirements cannot express it.
     (Requirement("opentelemetry-instrumentation-openai<0.48.2"), Requirement("opentelemetry-api>=1.44")),
 )
 

@@ -13,7 +13,7 @@ from agentlightning.types import Span
 from agentlightning_plugins.commands.doctor.check import Check, broken, ok, one_line, unchecked
 
 _MIN_LINE_CHARS: Final = 8
-"""A line of a text that is at least as long stands for the text: agents may send parts of it."""
+"""One line of at least this length is enough to find a text, because agents may send only a part of it."""
 _JINJA: Final = re.compile(r"\{\{.*?\}\}|\{%.*?%\}|\{#.*?#\}", re.DOTALL)
 
 

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from agentlightning.cli import echo
+from agentlightning.errors import NotFoundError
 from agentlightning_plugins.charts.hidden import show_hidden
 from agentlightning_plugins.charts.line import Point, Series, line_chart
 from agentlightning_plugins.commands.evaluation.variant import Variant
 from agentlightning_plugins.commands.terminal import print_table
-from agentlightning_plugins.statistics.difference import difference_over_seeds
+from agentlightning_plugins.statistics.difference import Difference, difference_over_seeds
 from agentlightning_plugins.statistics.significance import adjust_p_values
 
 PAGE_NAME: Final = "report.html"
@@ -27,12 +28,12 @@ _FAILED: Final = "failed rollouts count as 0; those without a reward (missing) a
 
 
 def compare_variants(variants: Sequence[Variant]) -> list[dict[str, Any]]:
-    """Returns a row for each variant; the differences are to the first."""
+    """Returns a row for each variant. Differences are to the first; None if no task has rewards of both."""
     first, *others = variants
-    differences = [difference_over_seeds(variant.by_task(), first.by_task()) for variant in others]
-    p_values = adjust_p_values([found.p_value for found in differences])
+    differences = [None, *(_difference(variant, first) for variant in others)]
+    p_values = iter(adjust_p_values([found.p_value for found in differences if found is not None]))
     rows: list[dict[str, Any]] = []
-    for variant, found, p_value in zip(variants, (None, *differences), (None, *p_values), strict=True):
+    for variant, found in zip(variants, differences, strict=True):
         score = variant.pooled()
         low, high = score.interval() or (None, None)
         is_open = found is None or math.isinf(found.low)
@@ -45,7 +46,7 @@ def compare_variants(variants: Sequence[Variant]) -> list[dict[str, Any]]:
                 "difference": found and found.mean,
                 "difference_low": None if found is None or is_open else found.low,
                 "difference_high": None if found is None or is_open else found.high,
-                "p": p_value,
+                "p": None if found is None else next(p_values),
                 "missing": score.missing,
                 "rollouts": statistics.fmean(variant.rollouts),
                 "seconds": statistics.fmean(variant.seconds),
@@ -55,9 +56,16 @@ def compare_variants(variants: Sequence[Variant]) -> list[dict[str, Any]]:
     return rows
 
 
+def _difference(variant: Variant, first: Variant) -> Difference | None:
+    try:
+        return difference_over_seeds(variant.by_task(), first.by_task())
+    except NotFoundError:  # the other results remain
+        return None
+
+
 def print_comparison(rows: Sequence[dict[str, Any]], n_seeds: int) -> None:
     """Prints the rows as a table, with what one has to know to read it."""
-    print_table(_COLUMNS, [_to_cells(row) for row in rows])
+    print_table(_COLUMNS, _to_table(rows))
     echo(f"\n{_FAILED}")
     if n_seeds == 1:
         echo(_ONE_SEED)
@@ -78,7 +86,7 @@ def write_page(
     template = environment.from_string(Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8"))
     page = template.render(
         columns=_COLUMNS,
-        rows=[_to_cells(row) for row in rows],
+        rows=_to_table(rows),
         notes=[_FAILED, *([_ONE_SEED] if len(seeds) == 1 else [])],
         n_tasks=len(variants[0].scores[0].rewards),
         chart=line_chart(
@@ -109,15 +117,20 @@ def _links(variant: Variant, directory: Path) -> list[list[str]]:
     ]
 
 
-def _to_cells(row: dict[str, Any]) -> tuple[str, ...]:
-    is_first = row["p"] is None
+def _to_table(rows: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+    return [_to_cells(row, "none" if place else "") for place, row in enumerate(rows)]
+
+
+def _to_cells(row: dict[str, Any], absent: str) -> tuple[str, ...]:
+    """The cells of a row; ``absent`` stands for its difference if it has none."""
+    has_difference = row["difference"] is not None
     return (
         row["algorithm"],
         f"{row['reward']:.3f}",
         "none" if row["low"] is None else f"{row['low']:.3f} to {row['high']:.3f}",
-        "" if is_first else f"{row['difference']:+.3f}",
-        _show_interval(row),
-        "" if is_first else f"{row['p']:.3f}" if row["p"] >= 0.001 else "<0.001",
+        f"{row['difference']:+.3f}" if has_difference else absent,
+        _show_interval(row) if has_difference else absent,
+        absent if not has_difference else f"{row['p']:.3f}" if row["p"] >= 0.001 else "<0.001",
         str(row["missing"]),
         f"{row['rollouts']:.0f}",
         f"{row['seconds']:.1f}",
@@ -125,6 +138,4 @@ def _to_cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _show_interval(row: dict[str, Any]) -> str:
-    if row["p"] is None:
-        return ""
     return "none" if row["difference_low"] is None else f"{row['difference_low']:+.3f} to {row['difference_high']:+.3f}"

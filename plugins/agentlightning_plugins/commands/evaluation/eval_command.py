@@ -42,7 +42,7 @@ from agentlightning_plugins.statistics.power import POWER, Plan, plan
     "difference",
     type=click.FloatRange(min=0, min_open=True),
     metavar="DIFFERENCE",
-    help="Say how many tasks and repetitions find such a difference between two agents.",
+    help="Print how many tasks and repetitions are needed to detect this difference between two agents.",
 )
 @json_option
 def command(
@@ -155,10 +155,14 @@ def _print_score(metrics: dict[str, float]) -> None:
 
 
 def _print_plan(plans: list[Plan], difference: float, *, is_repeated: bool) -> None:
-    echo(f"\ntasks that find a difference of {difference:g} between two agents, in {POWER:.0%} of comparisons at 5 %:")
+    conditions = f"(power {POWER * 100:.0f} %, level 5 %)"
+    echo(f"\ntasks needed to detect a difference of {difference:g} between two agents {conditions}:")
     echo("repetitions  same tasks  different tasks")
     for each in plans:
         echo(f"{each.repetitions:>11}  {each.same_tasks:>10}  {each.other_tasks:>15}")
     echo("for a difference that is equal on every task; more tasks are needed where it varies")
     if not is_repeated:
-        echo("one repetition does not tell chance from tasks, so the worst case is assumed; -n 2 or more measures it")
+        echo(
+            "with one repetition the variance within a task is unknown, so the worst case is assumed; "
+            "measure it with -n 2 or more"
+        )

@@ -23,7 +23,7 @@ _SIGNIFICANT: Final = 0.05
 def check_regression(rows: Sequence[dict[str, Any]], fail_if_worse: bool) -> None:
     """Ends with exit code 1 if a row is significantly worse than the first."""
     for row in rows[1:]:
-        if fail_if_worse and row["difference"] < 0 and row["p"] < _SIGNIFICANT:
+        if fail_if_worse and row["difference"] is not None and row["difference"] < 0 and row["p"] < _SIGNIFICANT:
             label = row.get("algorithm", row.get("prompt"))
             raise click.ClickException(f"{label} is worse by {-row['difference']:.3f}, p = {row['p']:.2g}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,9 +16,8 @@ import yaml
 
 from agentlightning.cli import echo
 from agentlightning.errors import ConfigError
-from agentlightning.plugin.registry import get_manager
 from agentlightning.resources import PromptTemplate, Resource
-from agentlightning_plugins.commands.configuration.assembly import fit, load_parts, make_trainer
+from agentlightning_plugins.commands.configuration.assembly import find_class, fit, load_parts, make_trainer
 from agentlightning_plugins.commands.configuration.config import read_config
 from agentlightning_plugins.commands.configuration.learned import saved_weights, served_model
 from agentlightning_plugins.commands.evaluation.budget import Budgeted
@@ -46,8 +46,8 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """The names of the algorithms."""
-        return "-".join(stage["name"] for stage in self.stages) or "none"
+        """The names of the algorithms, as part of the name of a directory."""
+        return "-".join(_to_folder(stage["name"]) for stage in self.stages) or "none"
 
     def by_task(self) -> list[dict[int, float]]:
         """Mean reward by seed and test task; tasks without a reward are left out."""
@@ -124,9 +124,13 @@ def _labels(chains: Sequence[Sequence[Spec]]) -> list[str]:
     return labels
 
 
+def _to_folder(name: str) -> str:
+    return re.sub(r"[^\w.-]", "-", name)
+
+
 def takes(spec: Spec, setting: str) -> bool:
     """Whether an algorithm has this setting."""
-    return setting in inspect.signature(get_manager().get("algorithm", spec["name"])).parameters
+    return setting in inspect.signature(find_class("algorithm", spec["name"])).parameters
 
 
 def load(document: Any, spec: Spec | None, seed: int) -> tuple[Any, Any]:
@@ -194,7 +198,7 @@ def run_variant(
     """
     learned, rollouts, started = _Learned(), 0, time.monotonic()
     for number, spec in enumerate(variant.stages, start=1):
-        own = place if len(variant.stages) == 1 else place / f"{number}-{spec['name']}"
+        own = place if len(variant.stages) == 1 else place / f"{number}-{_to_folder(spec['name'])}"
         if not quiet:
             echo(f"== {variant.label}, seed {seed}: {own}", err=True)
         left = None if budget is None else max(budget - rollouts, 0)

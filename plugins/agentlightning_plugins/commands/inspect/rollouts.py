@@ -130,7 +130,12 @@ async def retry_rollouts(store: LightningStore, rollout_ids: tuple[str, ...], as
 @rollouts.command("delete")
 @click.argument("rollout_ids", nargs=-1)
 @click.option("--status", multiple=True, type=click.Choice(["succeeded", "failed", "cancelled"]), help="Only these.")
-@click.option("--older-than", type=click.FloatRange(min=0), metavar="DAYS", help="Only those ended DAYS ago.")
+@click.option(
+    "--older-than",
+    type=click.FloatRange(min=0),
+    metavar="DAYS",
+    help="Only rollouts that ended more than DAYS days ago.",
+)
 @click.option("--keep", type=click.IntRange(min=0), metavar="N", help="All but the newest N.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @with_store
@@ -145,8 +150,8 @@ async def delete_rollouts(
 ) -> None:
     """Delete rollouts that have ended, with their attempts and spans."""
     if not yes:
-        what = f"{len(rollout_ids)} rollouts" if rollout_ids else "every rollout that meets these conditions"
-        click.confirm(f"Delete {what}, with attempts and spans?", abort=True, err=as_json)
+        what = f"{len(rollout_ids)} rollouts" if rollout_ids else "all matching rollouts"
+        click.confirm(f"Delete {what} with their attempts and spans?", abort=True, err=as_json)
     deleted = await store.delete_rollouts(
         list(rollout_ids) or None,
         status_in=status or None,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -120,8 +119,7 @@ def _to_answer(span: Span) -> Answer:
     if message is None:
         return Answer(status=500, error=span.status.description or "this call failed when it was recorded")
     calls = [
-        (call["function"]["name"], json.loads(call["function"]["arguments"] or "{}"))
-        for call in message.get("tool_calls") or ()
+        (call["function"]["name"], call["function"]["arguments"] or "{}") for call in message.get("tool_calls") or ()
     ]
     return Answer(content=message.get("content"), tool_calls=calls)
 

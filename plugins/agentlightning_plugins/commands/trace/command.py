@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import tempfile
@@ -10,16 +11,23 @@ from pathlib import Path
 from typing import IO, Final
 
 import click
+from pydantic import ValidationError
 
 from agentlightning import semconv
 from agentlightning.cli import echo
-from agentlightning.errors import ConfigError
+from agentlightning.errors import ConfigError, StoreError
 from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
-from agentlightning.types import AttemptedRollout, AttemptFailure, Span
+from agentlightning.store.span_writer import SpanWriter
+from agentlightning.store.url import hide_password
+from agentlightning.types import UNSET, AttemptedRollout, AttemptFailure, Span
 
 _BOOTSTRAP: Final = Path(__file__).parent / "bootstrap"
-_STORE_EVERY_S: Final = 0.5
+_READ_EVERY_S: Final = 0.5
+_READ_BYTES: Final = 8 * 2**20
+"""Spans in memory; the file has those that the store does not take yet."""
+_GRACE_S: Final = 5.0
+"""Time for a command to end by itself when its recording has failed."""
 
 
 @click.command("trace", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -45,58 +53,119 @@ def command(store: str, run: str | None, arguments: tuple[str, ...]) -> None:
 
 async def _trace(url: str, run: str | None, arguments: list[str]) -> int:
     store = create_store(url, run=run)
+    writer = SpanWriter(store)
+    writer.bind_loop()
     try:
         rollout = await store.start_rollout({"command": arguments})
-        with tempfile.NamedTemporaryFile(prefix="agl-trace-", suffix=".jsonl") as spans:
-            code, calls = await _record(store, rollout, arguments, spans)
-        failure = AttemptFailure(type="ExitCode", message=f"the command exited with code {code}", traceback="")
+        attempt = (rollout.rollout_id, rollout.attempt.attempt_id)
+        with tempfile.NamedTemporaryFile(prefix="agl-trace-", suffix=".jsonl") as written:
+            spans = _SpanFile(written, writer)
+            try:
+                code = await _record(store, rollout, arguments, spans)
+                is_more = True
+                while is_more:
+                    is_more = spans.read()
+                    await writer.flush(*attempt)
+            except BaseException as error:
+                with contextlib.suppress(StoreError):
+                    await store.update_attempt(*attempt, status="failed", error=AttemptFailure.from_exception(error))
+                raise
+        lost = writer.dropped(*attempt) + spans.count_unreadable()
+        failure = AttemptFailure(type="ExitCode", message=f"the command exited with code {code}")
         await store.update_attempt(
-            rollout.rollout_id,
-            rollout.attempt.attempt_id,
-            status="succeeded" if code == 0 else "failed",
-            error=None if code == 0 else failure,
+            *attempt,
+            status="failed" if code else "succeeded",
+            error=failure if code else None,
+            spans_dropped=lost or UNSET,
         )
     finally:
+        writer.close()
         await store.close()
-    where = "" if url == "sqlite:///agl.db" else f" --store {url}"
+    where = "" if url == "sqlite:///agl.db" else f" --store {hide_password(url)}"
     where += "" if run is None else f" --run {run}"
-    echo(f"{calls} model calls recorded: agl rollouts show {rollout.rollout_id}{where}", err=True)
+    if lost:
+        echo(f"{lost} spans are lost: the store did not take them, or the command wrote them incompletely", err=True)
+    echo(f"{spans.calls} model calls recorded: agl rollouts show {rollout.rollout_id}{where}", err=True)
     return code
 
 
-async def _record(
-    store: LightningStore, rollout: AttemptedRollout, arguments: list[str], written: IO[bytes]
-) -> tuple[int, int]:
-    """Runs the command and stores the spans that its processes write to a file.
+async def _record(store: LightningStore, rollout: AttemptedRollout, arguments: list[str], spans: _SpanFile) -> int:
+    """Runs the command and reads its spans until it ends; returns its exit code. It gets a SIGTERM of this process."""
+    loop, is_stopped = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, is_stopped.set)
+    try:
+        process = await _start(store, rollout, arguments, spans.name)
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command, which gets it as well
+        ended = asyncio.create_task(process.wait())
+        try:
+            while not (await asyncio.wait([ended], timeout=_READ_EVERY_S))[0]:
+                if is_stopped.is_set():
+                    is_stopped.clear()
+                    _terminate(process)
+                if not spans.writer.queued:
+                    spans.read()
+            code = ended.result()
+            return code if code >= 0 else 128 - code
+        finally:
+            if process.returncode is None:
+                _terminate(process)
+                if not (await asyncio.wait([ended], timeout=_GRACE_S))[0]:
+                    process.kill()
+                await ended
+            signal.signal(signal.SIGINT, before)
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
 
-    Returns:
-        The exit code of the command, and the number of model calls.
-    """
+
+async def _start(
+    store: LightningStore, rollout: AttemptedRollout, arguments: list[str], path: str
+) -> asyncio.subprocess.Process:
+    """Starts the command, whose processes write their spans to the file ``path``."""
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, (str(_BOOTSTRAP), os.environ.get("PYTHONPATH")))),
-        "AGL_TRACE_FILE": written.name,
+        "AGL_TRACE_FILE": path,
         "AGL_ROLLOUT_ID": rollout.rollout_id,
         "AGL_ATTEMPT_ID": rollout.attempt.attempt_id,
     }
     try:
-        process = await asyncio.create_subprocess_exec(*arguments, env=env)
+        return await asyncio.create_subprocess_exec(*arguments, env=env)
     except OSError as error:
         await store.cancel_rollout(rollout.rollout_id)
         raise ConfigError(f"the command {arguments[0]!r} cannot be started: {error.strerror or error}") from error
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command, which gets it as well
-    ended = asyncio.create_task(process.wait())
-    calls, rest, is_running = 0, b"", True
-    try:
-        while is_running:
-            done, _ = await asyncio.wait([ended], timeout=_STORE_EVERY_S)
-            is_running = not done
-            *lines, rest = (rest + written.read()).split(b"\n")
-            spans = [Span.model_validate_json(line) for line in lines]
-            calls += sum(map(semconv.is_llm_call, spans))
-            if spans:
-                await store.add_many_spans(spans)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    code = ended.result()
-    return (code if code >= 0 else 128 - code), calls
+
+
+def _terminate(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has just ended
+        process.terminate()
+
+
+class _SpanFile:
+    """The file that the processes of the command write their spans to, a line for each."""
+
+    def __init__(self, file: IO[bytes], writer: SpanWriter) -> None:
+        self.writer = writer
+        self.calls = 0
+        """Model calls so far."""
+        self.name = file.name
+        self._file = file
+        self._rest = b""
+        self._unreadable = 0
+
+    def read(self) -> bool:
+        """Gives the next spans to the writer; returns False at the end of the file."""
+        piece = self._file.read(_READ_BYTES)
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        for line in lines:
+            try:
+                span = Span.model_validate_json(line)
+            except ValidationError:
+                self._unreadable += 1
+            else:
+                self.calls += semconv.is_llm_call(span)
+                self.writer.put(span)
+        return bool(piece)
+
+    def count_unreadable(self) -> int:
+        """How many spans cannot be read; the last may be incomplete."""
+        return self._unreadable + bool(self._rest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -75,5 +76,5 @@ def _try_endpoint(endpoint: str, key: str | None) -> str | None:
     except urllib.error.HTTPError as error:
         with error:
             return f"answers {error.code} {error.reason}" if error.code in (401, 403) or error.code >= 500 else None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         return f"cannot be reached: {getattr(error, 'reason', error)}"

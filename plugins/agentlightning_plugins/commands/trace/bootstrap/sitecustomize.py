@@ -7,9 +7,10 @@ import sys
 
 sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != os.path.dirname(os.path.abspath(__file__))]  # noqa: PTH100, PTH120 # pathlib would slow down every child process
 if __name__ == "sitecustomize":
-    del sys.modules["sitecustomize"]
+    own = sys.modules.pop("sitecustomize")
     with contextlib.suppress(ImportError):
         importlib.import_module("sitecustomize")  # the environment's own
+    sys.modules.setdefault("sitecustomize", own)  # the import of this file ends with an error without an entry
 if os.environ.get("AGL_TRACE_FILE"):
     try:
         from agentlightning_plugins.commands.trace.recording import start_recording
