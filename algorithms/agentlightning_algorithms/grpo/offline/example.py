@@ -39,7 +39,7 @@ async def read_examples(source: str, min_reward: float | None, best_of: int | No
     if not found:
         raise ConfigError(
             f"source = {source!r} has no conversation to learn from; a rollout counts if it succeeded, has a reward "
-            f"of at least min_reward = {min_reward}, and called a model"
+            f"of at least min_reward = {min_reward}, called a model, and is not one of validation or test"
         )
     return found
 
