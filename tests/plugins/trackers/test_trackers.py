@@ -106,6 +106,8 @@ def test_mlflow_stores_metrics_parameters_and_status(tmp_path: Path, monkeypatch
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     from mlflow import MlflowClient
 
+    from agentlightning_plugins.trackers.mlflow.tracker import MlflowTracker
+
     uri = (tmp_path / "mlruns").as_uri()
     track([{"name": "mlflow", "tracking_uri": uri, "experiment": "test"}], tmp_path / "run")
     client = MlflowClient(tracking_uri=uri)
@@ -119,6 +121,12 @@ def test_mlflow_stores_metrics_parameters_and_status(tmp_path: Path, monkeypatch
     )
     assert [item.path for item in client.list_artifacts(run.info.run_id, "samples")] == ["samples/1.json"]
     assert_sample(json.loads(Path(client.download_artifacts(run.info.run_id, "samples/1.json")).read_text()))
+    tracker = MlflowTracker(uri, "names")
+    tracker.start(Run(run_id="run", name="a", config={f"data[{number}]": number for number in range(150)}), None)
+    tracker.on_event(StepFinished(run_id="run", step=1, values={"val_pass@4": 0.5, "loss/policy": 1.0}))
+    logged = client.get_run(tracker._run_id).data
+    assert logged.metrics == {"val_pass_4": 0.5, "loss/policy": 1.0}
+    assert logged.params == {f"data_{number}_": str(number) for number in range(150)}
 
 
 @pytest.mark.slow
