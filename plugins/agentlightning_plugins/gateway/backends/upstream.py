@@ -196,7 +196,7 @@ def _read_error(
     dialect: Dialect, request: BackendRequest, status: int, headers: Mapping[str, str], body: bytes
 ) -> Reply:
     body = request.backend.redact_error(body)
-    if not 400 <= status <= 599:  # agents cannot follow a redirect, and other codes are none of HTTP
+    if not 400 <= status <= 599:  # agents cannot follow a redirect, and other codes are not HTTP status codes
         message = f"{request.backend.endpoint} answered {status}: {body[:500].decode(errors='replace')}"
         return refuse(dialect, 502, message, "bad_gateway")
     try:
@@ -205,7 +205,10 @@ def _read_error(
         message = str(error["message"]) if isinstance(error, dict) and "message" in error else str(error)
     except (AttributeError, ValueError):
         message = f"{request.backend.endpoint} answered {status}: {body[:500].decode(errors='replace')}"
-        return refuse(dialect, status, message, "bad_gateway")
+        refusal = refuse(dialect, status, message, "bad_gateway")
+        relayed = CIMultiDict(headers)
+        relayed.update(refusal.headers)
+        return refusal._replace(headers=relayed)
     if request.translation is not None:
         code = error.get("code") if isinstance(error, dict) else None
         body = dump_json(dialect.error_body(status, message, code if isinstance(code, str) else None))
