@@ -47,17 +47,19 @@ class LiteLLM(Provider):
     ) -> BackendAnswer:
         request = {key: value for key, value in parse_json(body).items() if key not in _NOT_PASSED}
         settings = {key: value for key, value in backend.settings.items() if key not in _OWN}
+        options = {
+            **request,
+            "drop_params": True,
+            **settings,
+            "api_base": backend.endpoint or None,
+            "api_key": backend.api_key,
+            "num_retries": 0,  # the gateway retries
+            "max_retries": 0,
+            **(_NO_MCP if path == "chat/completions" else {}),
+        }
         call = litellm.aembedding if path == "embeddings" else litellm.acompletion
         try:
-            answer = await call(
-                **{**request, **settings},
-                api_base=backend.endpoint or None,
-                api_key=backend.api_key,
-                drop_params=True,
-                num_retries=0,  # the gateway retries
-                max_retries=0,
-                **_NO_MCP if path == "chat/completions" else {},
-            )
+            answer = await call(**options)
         except litellm.exceptions.APIConnectionError as error:
             raise aiohttp.ClientConnectionError(_first_line(error, backend.api_key)) from error
         except Exception as error:  # isolation point: each provider behind litellm has errors of its own
