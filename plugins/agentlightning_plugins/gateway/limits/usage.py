@@ -83,6 +83,11 @@ class UsageTracker:
         usage.calls += 1
         return None
 
+    def take_back(self, attempt: AttemptKey) -> None:
+        """Takes back ``begin`` for a call that was not made."""
+        if attempt in self._used:
+            self._used[attempt].calls -= 1
+
     def add(self, attempt: AttemptKey, tokens: int, cost: float) -> None:
         """Adds the usage of a call; ignores attempts that were forgotten, because their spans contain it."""
         usage = self._used.get(attempt)
