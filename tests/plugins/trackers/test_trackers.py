@@ -327,7 +327,7 @@ def test_missing_rewards_and_a_run_without_success_are_reported(monkeypatch: pyt
     silent = StepFinished(run_id="run", step=1, values={"reward": 0.0, "rollouts_without_reward": 3.0})
     lines = console_output([silent, silent], monkeypatch, [0.0] * 3)
     assert [line for line in lines if "no reward" in line] == [
-        "3 x no reward, which counts as 0: return a number from the agent, or call agl.emit_reward"
+        "3 rollouts have no reward, which counts as 0: return a number from the agent, or call agl.emit_reward"
     ]
     failed = RolloutFinished(run_id="run", rollout_id="ro-1", status="failed")
     finished = RunFinished(run_id="run", status="succeeded")
@@ -336,5 +336,8 @@ def test_missing_rewards_and_a_run_without_success_are_reported(monkeypatch: pyt
         [failed, silent.model_copy(update={"values": {"rollouts_without_reward": 1}}), finished], monkeypatch, [0.0] * 5
     )
     assert lines == ["run [a]", "step    1  ", last, "run succeeded"]
+    steps = [silent.model_copy(update={"values": {"rollouts_without_reward": count}}) for count in (10, 8)]
+    lines = console_output([*[failed] * 10, *steps], monkeypatch, [0.0] * 13)
+    assert [line.partition(",")[0] for line in lines if "no reward" in line] == ["8 rollouts have no reward"]
     succeeded = failed.model_copy(update={"status": "succeeded"})
     assert last not in console_output([failed, succeeded, finished], monkeypatch, [0.0] * 5)
