@@ -46,9 +46,11 @@ async def test_entries_that_differ_by_their_key_only_share_the_calls_and_are_cou
         assert Counter(models.route("m", None, 0.0)[0].api_key for _ in range(10)) == {"first": 5, "second": 5}
         models.backends[0].mark("gone")
         assert [backend.is_up for backend in ModelTable(entries, models).backends] == [False, True]
-        async with gateway(model_list=entries) as case:
-            async with session.get(case.proxy.endpoint.removesuffix("v1") + "metrics") as answer:
-                lines = [line for line in (await answer.text()).splitlines() if "backend_up{" in line]
+        async with (
+            gateway(model_list=entries) as case,
+            session.get(case.proxy.endpoint.removesuffix("v1") + "metrics") as answer,
+        ):
+            lines = [line for line in (await answer.text()).splitlines() if "backend_up{" in line]
     endpoints = (server.endpoint, f"{server.endpoint}#2")
     assert lines == [f'agl_gateway_backend_up{{backend="{endpoint}",model="m"}} 1.0' for endpoint in endpoints]
 
