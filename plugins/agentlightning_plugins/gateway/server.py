@@ -15,7 +15,7 @@ from aiohttp import web
 
 from agentlightning.errors import StoreError
 from agentlightning.store.protocol import LightningStore
-from agentlightning.store.span_writer import SpanWriter
+from agentlightning.store.span_writer import AttemptKey, SpanWriter
 from agentlightning_plugins.gateway.access.attempts import EndedAttempts, InFlightCall, InFlightCalls
 from agentlightning_plugins.gateway.access.authentication import Authenticator, KeyRefused
 from agentlightning_plugins.gateway.access.seeds import CallSeeds
@@ -32,7 +32,7 @@ from agentlightning_plugins.gateway.dialects.models import list_models
 from agentlightning_plugins.gateway.dialects.openai import CHAT, read_version
 from agentlightning_plugins.gateway.limits.admission import Admission
 from agentlightning_plugins.gateway.limits.usage import UsageTracker, read_usage
-from agentlightning_plugins.gateway.recording.call import AttemptKey, Call, used_tokens
+from agentlightning_plugins.gateway.recording.call import Call, used_tokens
 from agentlightning_plugins.gateway.recording.metric import GatewayMetrics
 from agentlightning_plugins.gateway.recording.span import call_to_span
 from agentlightning_plugins.gateway.recording.stream import StreamReader

@@ -77,7 +77,7 @@ async def test_if_keys_are_required_only_the_attempts_own_key_is_accepted() -> N
         rollout, client = await case.start()
         other, _ = await case.start()
         await client.with_options(api_key=key_of(case, rollout)).chat.completions.create(**BODY)
-        with pytest.raises(openai.AuthenticationError, match="has a key that is not of an attempt"):
+        with pytest.raises(openai.AuthenticationError, match="the key of this call was not issued for an attempt"):
             await client.chat.completions.create(**BODY)
         with pytest.raises(openai.PermissionDeniedError, match="is for attempt"):
             await client.with_options(api_key=key_of(case, other)).chat.completions.create(**BODY)

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from agentlightning.errors import ConfigError
 from agentlightning.store.protocol import LightningStore
-from agentlightning_plugins.gateway.recording.call import AttemptKey
+from agentlightning.store.span_writer import AttemptKey
 from agentlightning_plugins.gateway.validation import check_keys, check_number
 
 _MAX_REMEMBERED: Final = 100_000
