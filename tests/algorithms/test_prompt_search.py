@@ -83,6 +83,11 @@ def test_an_editor_sees_single_braces_and_may_answer_with_either_form() -> None:
         assert fit(answer, prompt).template == 'Now answer {question} as {{"answer": 1}}.\n'
 
 
+def test_a_prompt_that_can_run_programs_is_not_tuned() -> None:
+    with pytest.raises(ConfigError, match="POML runs JavaScript"):
+        find_placeholders(PromptTemplate("<p>{{ question }}</p>", "poml"))
+
+
 def test_placeholders_of_jinja_are_checked_too() -> None:
     original = PromptTemplate("{% for q in questions %}{{ q }}{% endfor %} {{ style }}", "jinja")
     assert find_placeholders(original) == {"questions", "style"}

@@ -63,6 +63,11 @@ def test_a_jinja_prompt_is_sandboxed() -> None:
             "{% with a=' x ' %}{{ a.strip() }}{% endwith %}{{ task|tojson }}{{ 'a' if 'a' in names else 'b' }}",
             'x{"question": "q"}a',
         ),
+        (
+            "{{ 500|tojson }} {{ 'In (May) 2024 %s' % 'a' }} {{ 'In 2024 %s'|format('a') }}",
+            "500 In (May) 2024 a In 2024 a",
+        ),
+        ("{{ '%.2f %5d' % (2.345, 500) }} {{ '%(a)s' % {'a': 'b'} }} {{ 2.345|round(2) }}", "2.35   500 b 2.35"),
     ],
 )
 def test_a_jinja_prompt_has_loops_filters_macros_and_variables(template: str, text: str) -> None:
@@ -79,6 +84,15 @@ def test_a_jinja_prompt_has_loops_filters_macros_and_variables(template: str, te
         "{{ '%999999999d' % 1 }}",
         "{{ '%*d' % (999999999, 1) }}",
         "{{ '%999999999d'|format(1) }}",
+        "{{ '%(a)9999d' % {'a': 1} }}",
+        "{{ '%.*f' % (999999999, 1) }}",
+        "{{ (('%(a)s' * 20000) % {'a': 'x' * 20000})|length }}",
+        "{{ ('%(a)s' * 20000)|format(a='x' * 20000)|length }}",
+        "{{ (('%(a).999f' * 200000) % {'a': 1})|length }}",
+        "{{ (('%(a)f' * 200000) % {'a': 1e308})|length }}",
+        "{{ 5|round(-5000000) }}",
+        "{{ 1|round(3000000, 'floor') }}",
+        "{{ [1]|tojson(indent=9999999) }}",
         "{{ 'x'|center(999999999) }}",
         "{{ 'a\nb'|indent(999999999) }}",
         "{{ ('a' * 99999)|replace('a', 'b' * 99999) }}",

@@ -14,8 +14,13 @@ def find_placeholders(prompt: PromptTemplate) -> frozenset[str]:
     """The names of the values that fill a prompt.
 
     Raises:
-        ConfigError: it is not a template of its engine.
+        ConfigError: it is not a template of its engine, or a model must not write templates of that.
     """
+    if prompt.engine == "poml":
+        raise ConfigError(
+            "a prompt of engine 'poml' is not tuned, because POML runs JavaScript and the tuned prompt is "
+            "written by a model; use 'jinja' or 'f-string'"
+        )
     if prompt.engine == "f-string":
         return frozenset(name for name, _ in _fields(prompt.template))
     if prompt.engine == "jinja":

@@ -42,7 +42,8 @@ async def select_examples(
 ) -> AsyncIterator[FineTuningExample]:
     """Yields the conversations of the best rollouts that succeeded (rejection sampling).
 
-    A conversation of several model calls is one example. Rollouts with lost spans are excluded.
+    A conversation of several model calls is one example. Rollouts with lost spans, and those of validation and test
+    (``mode``), are excluded.
 
     Args:
         store: where the rollouts are recorded.
@@ -60,6 +61,8 @@ async def select_pairs(
 ) -> AsyncIterator[PreferencePair]:
     """Yields pairs of rollouts of one task: the best with the worst, the second best with the second worst, and so on.
 
+    Rollouts with lost spans, and those of validation and test (``mode``), are excluded.
+
     Args:
         store: where the rollouts are recorded; those that succeeded count.
         min_gap: the rewards of a pair differ by at least this, and by more than 0.
@@ -74,9 +77,11 @@ async def select_pairs(
 
 
 async def _rank_rollouts(store: LightningStore, min_reward: float | None) -> list[list[tuple[float, Rollout]]]:
-    """Returns the rollouts of each task that succeeded, with their rewards, the highest first."""
+    """Returns the rollouts of each task to learn from, with their rewards, the highest first."""
     by_task: dict[str, list[tuple[float, Rollout]]] = {}
     for rollout in (await store.query_rollouts(status_in=["succeeded"])).items:
+        if rollout.mode in ("val", "test"):
+            continue
         reward = await read_final_reward(store, rollout)
         if reward is None or (min_reward is not None and reward < min_reward):
             continue

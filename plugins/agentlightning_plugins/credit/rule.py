@@ -40,10 +40,11 @@ class CreditRule(ABC):
         """
 
     def compared_turns(self, steps: Sequence[Step]) -> Sequence[int | str | None]:
-        """Returns what each call is compared with: the calls for which other rollouts of the task return the same.
+        """Returns a key for each call.
 
-        None: all calls of the task's rollouts that have None, each rollout counting once. By default a call is compared
-        with the calls of the same turn, and turns are counted for each agent by itself.
+        A call is compared with those calls of the task's other rollouts that have the same key. For the key None, each
+        rollout counts once, however many calls it has. By default a call is compared with the calls of the same turn,
+        and turns are counted for each agent by itself.
         """
         counts: Counter[str | None] = Counter()
         turns = []
@@ -98,7 +99,7 @@ def _find_spans_after(nodes: Sequence[Node], calls: Sequence[Call]) -> list[list
     of_calls = {node for call in calls for node in call.nodes}
     starts: dict[str | None, list[float]] = {}
     positions: dict[str | None, list[int]] = {}
-    for position, call in enumerate(calls):
+    for position, call in sorted(enumerate(calls), key=lambda item: item[1].anchor.start):  # calls come as they ended
         starts.setdefault(call.anchor.agent_name, []).append(call.anchor.start)
         positions.setdefault(call.anchor.agent_name, []).append(position)
     spans: list[list[Span]] = [[] for _ in calls]

@@ -50,7 +50,9 @@ _ANSWER_S: Final = 10.0
     help=f"URL of the store of the calls, {DEFAULT_STORE} by default.",
 )
 @click.option("--token", envvar="AGL_TOKEN", show_envvar=True, help="The token of the store.")
-@click.option("--host", help="Address to listen on, 127.0.0.1 by default; on others than loopback, calls need keys.")
+@click.option(
+    "--host", help="Address to listen on, 127.0.0.1 by default; on any address except loopback, calls need keys."
+)
 @click.option("--port", type=click.IntRange(0, 65535), help=f"{DEFAULT_PORT} by default; 0 takes a free one.")
 @click.pass_context
 def command(
@@ -151,7 +153,7 @@ def ask_gateway(url: str, token: str | None, path: str, body: dict[str, Any] | N
     except HTTPError as error:
         with error:  # closes the connection
             advice = "; set --token or AGL_TOKEN" if error.code in (401, 403) else ""
-        raise StoreError(f"no gateway answers at {root}: {error}{advice}") from error
+        raise StoreError(f"the gateway at {root} refused /{path}: {error}{advice}") from error
     except (URLError, OSError, ValueError) as error:
         raise StoreError(f"no gateway answers at {root}: {error}") from error
     return answer

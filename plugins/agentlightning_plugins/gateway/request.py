@@ -10,10 +10,11 @@ from urllib.parse import urlencode
 
 from aiohttp import HttpVersion11, web
 
+from agentlightning.store.span_writer import AttemptKey
 from agentlightning_plugins.gateway.backends.upstream import Reply, refuse
 from agentlightning_plugins.gateway.dialects.dialect import Dialect
 from agentlightning_plugins.gateway.dialects.json_text import parse_json as load_json
-from agentlightning_plugins.gateway.recording.call import AttemptKey, Call, TraceContext
+from agentlightning_plugins.gateway.recording.call import Call, TraceContext
 from agentlightning_plugins.http_request import RequestError, parse_json, read_body
 
 logger = logging.getLogger("agentlightning")

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from agentlightning.errors import StoreError
 from agentlightning.store.protocol import LightningStore
-from agentlightning.store.span_writer import SpanWriter
+from agentlightning.store.span_writer import AttemptKey, SpanWriter
 from agentlightning_plugins.gateway.access.attempts import EndedAttempts, InFlightCall, InFlightCalls
 from agentlightning_plugins.gateway.access.authentication import Authenticator, KeyRefused
 from agentlightning_plugins.gateway.access.seeds import CallSeeds
@@ -32,7 +32,7 @@ from agentlightning_plugins.gateway.dialects.models import list_models
 from agentlightning_plugins.gateway.dialects.openai import CHAT, read_version
 from agentlightning_plugins.gateway.limits.admission import Admission
 from agentlightning_plugins.gateway.limits.usage import UsageTracker, read_usage
-from agentlightning_plugins.gateway.recording.call import AttemptKey, Call, used_tokens
+from agentlightning_plugins.gateway.recording.call import Call, used_tokens
 from agentlightning_plugins.gateway.recording.metric import GatewayMetrics
 from agentlightning_plugins.gateway.recording.span import call_to_span
 from agentlightning_plugins.gateway.recording.stream import StreamReader
@@ -143,10 +143,10 @@ class GatewayServer:
             return self._refuse(refuse(CHAT, 403, message, "not_local"))
         target = _PATH.fullmatch(request.path)
         path = target[3] if target is not None else ""
+        named = (target[1], target[2]) if target is not None and target[1] is not None else None
         dialect = self._dialects.get(path)
         if target is None or dialect is None:
-            return await self._handle_other(request, path)
-        named = (target[1], target[2]) if target[1] is not None else None
+            return await self._handle_other(request, path, named)
         try:
             attempt = self._authenticator.authenticate(request.headers, named)
         except KeyRefused as error:
@@ -165,8 +165,6 @@ class GatewayServer:
             message = f"no model {call.model!r}; models: {', '.join(self._models.names) or 'none yet'}"
             return self._fail(call, refuse(dialect, 404, message, "model_not_found"))
         if attempt is not None:
-            if any(backend.seed_calls for backend in backends):
-                call.seed = await self._seeds.next(attempt)
             if self._usage.needs(attempt):
                 await self._restore_usage(attempt)
             if self._ended.is_over(attempt):  # checked last: it may have ended while the request was read
@@ -213,10 +211,14 @@ class GatewayServer:
     ) -> web.StreamResponse:
         call = in_flight.call
         if not await self._admission.enter():
+            if call.attempt is not None:
+                self._usage.take_back(call.attempt)
             message = "the gateway is paused while the model's weights change; try again"
             retry = {"Retry-After": str(_PAUSED_RETRY_S)}
             return self._fail(call, refuse(call.dialect, 429, message, "paused", retry))
         try:
+            if call.attempt is not None and any(backend.seed_calls for backend in backends):
+                call.seed = await self._seeds.next(call.attempt)
             version = call.gateway_version = self._admission.weight_version
             outcome = self._cache.find(call, backends) if self._cache is not None else None
             outcome = outcome or await self._upstream.send(call, backends, request.headers)
@@ -229,11 +231,17 @@ class GatewayServer:
         finally:
             self._admission.leave()
 
-    async def _handle_other(self, request: web.BaseRequest, path: str) -> web.Response:
-        if path != "health" and self._authenticator.is_operator(request.headers):
+    async def _handle_other(self, request: web.BaseRequest, path: str, named: AttemptKey | None) -> web.Response:
+        is_operator = self._authenticator.is_operator(request.headers)
+        if path != "health" and is_operator:
             self._connections.admit(request.transport)
         models = list_models(path, self._models.names)
         if models is not None:
+            try:
+                if not is_operator:
+                    self._authenticator.authenticate(request.headers, named)
+            except KeyRefused as error:
+                return self._refuse(refuse(CHAT, error.status, str(error), "wrong_key"))
             return json_response(models)
         if path in CONTROL_PATHS:
             return await self._controls.answer(request, path)

@@ -49,6 +49,7 @@ class ScriptedOpenAI:
         *,
         models: Sequence[str] = ("scripted",),
         token_ids: Literal["give", "ignore", "refuse"] = "give",
+        refused: Sequence[str] = (),
         api_key: str | None = None,
     ) -> None:
         """Configures the server.
@@ -58,12 +59,14 @@ class ScriptedOpenAI:
             models: names for ``/v1/models``; requests may name any.
             token_ids: the reaction to ``return_token_ids``: ids, like vLLM; none, like a server that does not know the
                 field; or an error, like OpenAI.
+            refused: further fields of requests that are an error, which names only the first of them.
             api_key: the only accepted key; None accepts any request.
         """
         self.requests = []
         self._script = script
         self._models = models
         self._token_ids = token_ids
+        self._refused = (*(["return_token_ids"] if token_ids == "refuse" else ()), *refused)
         self._api_key = api_key
         self._runner: web.AppRunner | None = None
         self._port = 0
@@ -143,8 +146,9 @@ class ScriptedOpenAI:
             return web.Response(status=answer.status, body=answer.body, headers=headers)
         if answer.status >= 400:
             return _error(request, answer.status, answer.error, answer.headers)
-        if self._token_ids == "refuse" and "return_token_ids" in recorded.body:
-            return _error(request, 400, "Unrecognized request argument supplied: return_token_ids")
+        refused_field = next((name for name in self._refused if name in recorded.body), None)
+        if refused_field is not None:
+            return _error(request, 400, f"Unrecognized request argument supplied: {refused_field}")
         reply = self._reply(recorded, answer, f"scripted-{turn}")
         if recorded.body.get("stream"):
             return await _stream(request, answer, _sent_events(reply))

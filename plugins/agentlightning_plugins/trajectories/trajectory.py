@@ -20,7 +20,7 @@ from agentlightning_plugins.chat_history.linking import link_calls
 from agentlightning_plugins.trajectories.mismatch import Mismatch, MismatchKind, explain_edit, explain_mismatch
 
 LeftOut: TypeAlias = Literal["no_tokens", "no_logprobs", "repeated"]
-"""``repeated``: it has the tokens of another call, which a later call continues."""
+"""``repeated``: its tokens equal those of another call, and a later call continues that other call."""
 Irregularity: TypeAlias = Literal["broke_off", "several_roots"]
 """``broke_off``: a call broke off at the gateway. ``several_roots``: one agent began several conversations."""
 Decode: TypeAlias = Callable[[Sequence[int]], str]

@@ -171,6 +171,7 @@ def published_gradient(
 
 def test_pairs_are_the_best_and_the_worst_rollouts_of_a_task(tmp_path: Path, tiny_model: Path) -> None:
     rewards = {"aaa": 0.9, "bbb": 0.8, "ccc": 0.2, "ddd": 0.7, "eee": 0.7, "fff": 0.3, "ggg": 0.5}
+    rewards |= {"hhh": 1.0, "iii": 0.0}  # of the validation tasks
     answers = iter(rewards)
 
     def model(request: RecordedRequest) -> Answer:
@@ -191,7 +192,7 @@ def test_pairs_are_the_best_and_the_worst_rollouts_of_a_task(tmp_path: Path, tin
             algorithm="baseline", strategy="shm", trackers=[], run_dir=recorded, max_concurrency=1,
             initial_resources={"llm": agl.LLM(endpoint=server.endpoint, model="m")},
         )  # fmt: skip
-        trainer.fit(agent, tasks, [])
+        trainer.fit(agent, tasks, [{"name": "three"}] * 2)
 
     async def chosen(*conditions: Any) -> set[tuple[str, str]]:
         async with open_source(str(recorded)) as store:

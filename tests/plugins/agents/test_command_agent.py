@@ -186,6 +186,17 @@ async def test_a_command_without_a_valid_reward_fails_its_attempt_with_its_outpu
     assert "gave no reward: the last line of its stdout is" in rollout.attempt.error.message
 
 
+@pytest.mark.parametrize("source", ["stdout", "file"])
+async def test_an_error_about_the_reward_does_not_quote_the_key(store: agl.LightningStore, source: Any) -> None:
+    place = "sys.stdout" if source == "stdout" else "open(os.environ['AGL_REWARD_FILE'], 'w')"
+    code = f"import os, sys; print('bad key', os.environ['OPENAI_API_KEY'], file={place})"
+    llm = agl.LLM(endpoint="http://127.0.0.1:1/v1", model="m", api_key="secret-of-the-provider")
+    rollout, spans = await run(store, agl.CommandAgent(python(code), reward=source), resources={"llm": llm})
+    assert rollout.attempt.error is not None
+    assert "is 'bad key ***', not a number" in rollout.attempt.error.message
+    assert "secret-of-the" not in rollout.attempt.model_dump_json() + "".join(span.model_dump_json() for span in spans)
+
+
 async def test_calls_of_a_command_belong_to_its_attempt_and_become_triplets(tracer: agl.OtelTracer) -> None:
     code = CALL_MODEL + "\n    print(call(sys.argv[1]))\n    print(1.0)"
     async with ScriptedOpenAI([Answer("seven")]) as server, gateway(server) as case:

@@ -64,7 +64,7 @@ def place(server: ScriptedOpenAI, tmp_path_factory: pytest.TempPathFactory) -> P
         strategy="shm",
         trackers=[],
         initial_resources={"llm": agl.LLM(endpoint=server.endpoint, model="m")},
-    ).fit(agent, tasks, [])
+    ).fit(agent, tasks, [{"text": "validation", "reward": 1.0}])
     return folder
 
 
@@ -98,6 +98,7 @@ def test_only_rewards_from_the_threshold_on_count_and_what_failed_never(place: P
         file = tmp_path / f"{threshold}.jsonl"
         export(place, file, "--format", "openai-sft", "--min-reward", str(threshold))
         assert len(file.read_text().splitlines()) == count
+        assert "validation" not in file.read_text()
 
 
 def test_a_format_that_does_not_go_with_the_rest_is_refused(place: Path, tmp_path: Path) -> None:

@@ -273,3 +273,21 @@ def test_a_rule_with_the_wrong_number_of_values_is_named(trace: Recorder) -> Non
     three_calls(trace)
     with pytest.raises(AdapterError, match="the credit rule 'LastCallOnly' gave 4 values for 3 model calls"):
         rewards(trace, LastCallOnly(wrong_length=True))
+
+
+def test_spans_belong_to_the_call_before_them_in_whatever_order_the_calls_end() -> None:
+    seen = {}
+
+    class Watch(CreditRule):
+        def assign(self, steps: Sequence[Step], final_reward: float | None) -> Sequence[float | None]:
+            for step in steps:
+                seen[step.triplets[0].metadata["response_id"]] = [span.name for span in step.spans]
+            return [None] * len(steps)
+
+    trace = Recorder()
+    trace.gateway("second", at=(1.0, 2.0))
+    trace.gateway("third", at=(3.0, 4.0))
+    trace.add("tool", {}, at=(5.0, 6.0))
+    trace.gateway("first", at=(0.0, 10.0))
+    LlmProxyTraceToTriplet(credit=Watch()).adapt(trace.spans)
+    assert seen == {"first": [], "second": [], "third": ["tool"]}

@@ -33,6 +33,7 @@ async def main() -> dict[str, Any]:
     """Returns the outcome for the test."""
     async with ScriptedOpenAI(SCRIPT, api_key=PROVIDER_KEY) as server:
         params = {"model": "anthropic/claude-x", "api_base": server.endpoint.removesuffix("/v1")}
+        params |= {"drop_params": True, "num_retries": 3, "max_retries": 1}
         entry = {"model_name": "m", "provider": "litellm", "litellm_params": params | {"api_key": PROVIDER_KEY}}
         before = set(sys.modules)
         async with gateway(model_list=[entry], num_retries=0) as case:

@@ -367,6 +367,16 @@ async def test_fields_that_an_endpoint_refuses_are_not_sent_to_it_again() -> Non
         assert all("logprobs" in span.attributes for span in await case.spans(rollout))
 
 
+async def test_fields_that_an_endpoint_refuses_one_after_another_are_not_sent_to_it_again() -> None:
+    async with ScriptedOpenAI(token_ids="refuse", refused=["logprobs"]) as server, gateway(server) as case:
+        _, client = await case.start()
+        for _ in range(2):
+            await client.chat.completions.create(model="m", messages=HELLO)
+    names = ("return_token_ids", "logprobs")
+    sent = [[name for name in names if name in request.body] for request in server.requests]
+    assert sent == [["return_token_ids", "logprobs"], ["logprobs"], [], []]
+
+
 async def test_a_backend_without_a_key_does_not_get_the_agents_key() -> None:
     async with ScriptedOpenAI() as server, gateway(model_list=[{"model": "m", "endpoint": server.endpoint}]) as case:
         _, client = await case.start()

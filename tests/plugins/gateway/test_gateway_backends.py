@@ -56,6 +56,18 @@ async def test_retry_after_is_honoured() -> None:
         assert time.monotonic() - start >= 0.6
 
 
+async def test_retry_after_of_an_error_that_is_not_json_is_honoured_and_relayed() -> None:
+    busy = Answer(status=429, body=b"<h1>busy</h1>", content_type="text/html", headers={"Retry-After": "0.6"})
+    async with ScriptedOpenAI([busy]) as server, gateway(server, num_retries=1) as case:
+        _, client = await case.start()
+        start = time.monotonic()
+        with pytest.raises(openai.RateLimitError, match="answered 429: <h1>busy") as caught:
+            await client.chat.completions.create(model="m", messages=HELLO)
+    assert time.monotonic() - start >= 0.6
+    headers = caught.value.response.headers
+    assert (headers["Retry-After"], headers["Content-Type"]) == ("0.6", "application/json")
+
+
 async def test_a_retry_after_beyond_the_maximum_ends_the_retries() -> None:
     script = [Answer(status=429, error="come back tomorrow", headers={"Retry-After": "86400"})]
     async with ScriptedOpenAI(script) as server, gateway(server) as case:

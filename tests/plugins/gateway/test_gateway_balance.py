@@ -7,6 +7,7 @@ import contextlib
 from collections import Counter
 from typing import Any
 
+import aiohttp
 import pytest
 
 from agentlightning.errors import ConfigError
@@ -34,6 +35,32 @@ def test_rollouts_are_spread_by_weight() -> None:
     assert counts["http://a/v1"] / len(ROLLOUTS) == pytest.approx(0.75, abs=0.03)
     calls = Counter(models.route("m", None, 0.0)[0].endpoint for _ in range(40))
     assert calls == {"http://a/v1": 30, "http://b/v1": 10}
+
+
+async def test_entries_that_differ_by_their_key_only_share_the_calls_and_are_counted_apart() -> None:
+    async with ScriptedOpenAI(api_key="first") as server, aiohttp.ClientSession() as session:
+        entries = [entry(server.endpoint, api_key=key) for key in ("first", "second")]
+        models = ModelTable(entries)
+        shares = Counter(models.route("m", rollout, 0.0)[0].api_key for rollout in ROLLOUTS)
+        assert shares["second"] / len(ROLLOUTS) == pytest.approx(0.5, abs=0.03)
+        assert Counter(models.route("m", None, 0.0)[0].api_key for _ in range(10)) == {"first": 5, "second": 5}
+        models.backends[0].mark("gone")
+        assert [backend.is_up for backend in ModelTable(entries, models).backends] == [False, True]
+        async with (
+            gateway(model_list=entries) as case,
+            session.get(case.proxy.endpoint.removesuffix("v1") + "metrics") as answer,
+        ):
+            lines = [line for line in (await answer.text()).splitlines() if "backend_up{" in line]
+    endpoints = (server.endpoint, f"{server.endpoint}#2")
+    assert lines == [f'agl_gateway_backend_up{{backend="{endpoint}",model="m"}} 1.0' for endpoint in endpoints]
+
+
+async def test_the_health_of_entries_with_one_endpoint_is_checked_for_each() -> None:
+    models = ModelTable([entry("http://127.0.0.1:1/v1", api_key=key) for key in ("first", "second")])
+    check = asyncio.create_task(HealthCheck(lambda: models.backends, interval_s=0.01).run())
+    await until(lambda: not any(backend.is_up for backend in models.backends))
+    check.cancel()
+    await asyncio.gather(check, return_exceptions=True)
 
 
 def test_a_new_backend_moves_only_the_rollouts_that_it_gets() -> None:

@@ -245,12 +245,14 @@ async def test_messages_reach_a_chat_server_and_are_recorded_with_tokens() -> No
 
 
 async def test_limits_and_refusals_have_the_form_of_messages() -> None:
-    script = [Answer("cut", finish_reason="length"), Answer(refusal="No.")]
+    calls = Answer(tool_calls=[("add", {"a": 1})], finish_reason="stop")
+    script = [Answer("cut", finish_reason="length"), Answer(refusal="No."), calls]
     async with ScriptedOpenAI(script) as server, gateway(server) as case:
         _, client = await case.start()
         messages = (await case.anthropic_client(client)).messages
-        limited, refused = [await messages.create(model="m", max_tokens=9, messages=HELLO) for _ in script]
+        limited, refused, called = [await messages.create(model="m", max_tokens=9, messages=HELLO) for _ in script]
     assert limited.stop_reason == "max_tokens"
+    assert called.stop_reason == "tool_use"
     assert (refused.stop_reason, refused.content[0].to_dict()) == ("refusal", {"type": "text", "text": "No."})
 
 
@@ -416,3 +418,27 @@ async def test_one_agent_can_use_every_dialect_and_all_calls_become_triplets() -
         await client.embeddings.create(model="m", input="hi")
         triplets = TraceToTriplet().adapt(await case.spans(rollout))
     assert [triplet.response["token_ids"] for triplet in triplets] == [[*encode(text), EOS] for text in "1234"]
+
+
+async def test_completions_with_echo_record_the_logprobs_of_the_answer_only() -> None:
+    choice = {"index": 0, "text": "ab c", "finish_reason": "stop", "token_ids": [3], "prompt_token_ids": [1, 2]}
+    choice["logprobs"] = {"token_logprobs": [None, -0.5, -0.25]}
+    body = json.dumps({"id": "c", "object": "text_completion", "model": "m", "choices": [choice]}).encode()
+    async with ScriptedOpenAI([Answer(body=body)]) as server, gateway(server) as case:
+        rollout, client = await case.start()
+        await client.completions.create(model="m", prompt="ab", echo=True)
+        (triplet,) = TraceToTriplet().adapt(await case.spans(rollout))
+    assert (triplet.response["token_ids"], triplet.response["logprobs"]) == ([3], [-0.25])
+
+
+async def test_one_part_or_tool_of_a_request_that_is_odd_does_not_hide_the_rest() -> None:
+    image = {"type": "image_url", "image_url": "http://x/y.png"}
+    messages: Any = [{"role": "user", "content": ["hello", image]}, *HELLO]
+    tools: Any = [{"type": "function", "function": None}]
+    async with ScriptedOpenAI([Answer(body=b'{"id": "c", "choices": []}')]) as server, gateway(server) as case:
+        rollout, client = await case.start()
+        await client.chat.completions.create(model="m", messages=messages, tools=tools)
+        read = json.loads(str((await case.span(rollout)).attributes["gen_ai.input.messages"]))
+    image_part = {"type": "uri", "modality": "image", "uri": "http://x/y.png"}
+    assert read[0]["parts"] == [{"type": "text", "content": "hello"}, image_part]
+    assert len(read) == 2

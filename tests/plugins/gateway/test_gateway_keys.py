@@ -77,7 +77,7 @@ async def test_if_keys_are_required_only_the_attempts_own_key_is_accepted() -> N
         rollout, client = await case.start()
         other, _ = await case.start()
         await client.with_options(api_key=key_of(case, rollout)).chat.completions.create(**BODY)
-        with pytest.raises(openai.AuthenticationError, match="has a key that is not of an attempt"):
+        with pytest.raises(openai.AuthenticationError, match="the key of this call was not issued for an attempt"):
             await client.chat.completions.create(**BODY)
         with pytest.raises(openai.PermissionDeniedError, match="is for attempt"):
             await client.with_options(api_key=key_of(case, other)).chat.completions.create(**BODY)
@@ -169,12 +169,24 @@ async def test_beyond_loopback_keys_are_required_for_everything_except_health() 
             assert (await post(f"{root}/v1/chat/completions", {"Authorization": "Bearer agentlightning"}))[0] == 401
             async with aiohttp.ClientSession() as session:
                 seen = {}
-                for path in ("health", "status", "metrics"):
+                for path in ("health", "status", "metrics", "v1/models", "anthropic/v1/models/m"):
                     async with session.get(f"{root}/{path}") as response:
                         seen[path] = response.status
-                async with session.get(f"{root}/status", headers={"Authorization": "Bearer the-stores-token"}) as known:
-                    seen["known"] = known.status
-            assert seen == {"health": 200, "status": 401, "metrics": 401, "known": 200}
+                rollout = await store.start_rollout("a task")
+                llm = proxy.as_resource(rollout.rollout_id, rollout.attempt.attempt_id)
+                for name, path, key in (
+                    ("known", "status", "the-stores-token"),
+                    ("models of operator", "v1/models", "the-stores-token"),
+                    ("models of agent", "v1/models", llm.api_key),
+                ):
+                    async with session.get(f"{root}/{path}", headers={"Authorization": f"Bearer {key}"}) as known:
+                        seen[name] = known.status
+            assert {name for name, status in seen.items() if status == 401} == {
+                "status", "metrics", "v1/models", "anthropic/v1/models/m"
+            }  # fmt: skip
+            assert {name for name, status in seen.items() if status == 200} == {
+                "health", "known", "models of operator", "models of agent"
+            }  # fmt: skip
         finally:
             await proxy.stop()
             await store.close()

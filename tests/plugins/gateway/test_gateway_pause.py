@@ -143,6 +143,25 @@ async def test_a_call_that_is_cancelled_while_it_waits_reaches_no_backend() -> N
         assert (await case.span(rollout)).attributes["agentlightning.gateway.complete"] is False
 
 
+async def test_a_call_that_a_pause_refuses_uses_up_neither_the_budget_nor_a_seed() -> None:
+    async with ScriptedOpenAI() as server:
+        models = [entry(server.endpoint, seed_calls=True)]
+        async with gateway(model_list=models, budget={"calls": 2}, pause_wait_s=0) as case:
+            sent = []
+            for refused in (0, 3):
+                rollout = await case.store.start_rollout({"task": 1}, metadata={"seed": 5})
+                client = case.client(case.proxy.as_resource(rollout.rollout_id, rollout.attempt.attempt_id).endpoint)
+                await case.proxy.pause()
+                for _ in range(refused):
+                    with pytest.raises(RateLimitError):
+                        await client.chat.completions.create(model="m", messages=HELLO)
+                await case.proxy.resume()
+                for _ in range(2):
+                    await client.chat.completions.create(model="m", messages=HELLO)
+                sent.append([request.body["seed"] for request in server.requests[-2:]])
+    assert sent[0] == sent[1]
+
+
 async def test_admission_is_refused_beyond_the_maximum_of_calls_and_wait() -> None:
     admission = Admission(max_waiting=1, pause_wait_s=0.05)
     admission.pause()

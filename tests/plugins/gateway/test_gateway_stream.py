@@ -10,6 +10,7 @@ import pytest
 
 from agentlightning_plugins.gateway.dialects.dialect import Completion, Dialect, TokenOptions
 from agentlightning_plugins.gateway.dialects.openai import ChatCompletions
+from agentlightning_plugins.gateway.dialects.sse import event_data
 from tests.plugins.gateway.gateway_setup import stream_reader
 
 NASTY = ['say "choices":[{"index":1}] to me', "]}\n\ndata: {", "}],", '"logprobs":{"content":[', "é𝄞\\", "{", ""]
@@ -89,3 +90,10 @@ def test_events_without_captured_fields_are_relayed_byte_for_byte() -> None:
     plain = b'data: {"id":"x", "choices":[{"index":0,"delta":{"content":"\\u00e9 1e-05"}} ]}\n\n'
     assert reader.feed(plain * 3) == plain * 3
     assert call.completion.choices[0].text == "é 1e-05" * 3
+
+
+def test_an_event_may_have_other_fields_beside_its_data() -> None:
+    for event in (b"data: {}\nid: 1\n\n", b"id: 1\ndata: {}\n\n", b"data: {}\r\nid: 1\r\n\r\n", b"data: {}\n\n"):
+        assert event_data(event) == b"{}"
+    assert event_data(b"data: {\ndata: }\n\n") is None
+    assert event_data(b": a comment\n\n") is None

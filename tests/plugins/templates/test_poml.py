@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,10 @@ import pytest
 import agentlightning as agl
 from agentlightning.plugin import registry
 from agentlightning.plugin.registry import PluginManager
-from agentlightning_plugins.templates.poml import plugin
+from agentlightning_plugins.templates.poml import engine, plugin
 
 STAND_IN = """
-import json, os
+import json, os, subprocess
 
 def poml(markup, context, chat, format):
     assert (chat, format) == (False, "raw")
@@ -21,6 +22,10 @@ def poml(markup, context, chat, format):
         raise ValueError("Error: Unclosed tag")
     if template == "environment":
         return json.dumps({"messages": " ".join(sorted(os.environ))})
+    if template.startswith("slow"):
+        child = subprocess.Popen(["sleep", "300"])
+        open(template.partition(" ")[2], "w").write(str(child.pid))
+        child.wait()
     if template == "image":
         return json.dumps({"messages": [{"type": "image"}]})
     return json.dumps({"messages": template + json.dumps(context)})
@@ -52,3 +57,16 @@ def test_a_template_sees_no_secret_of_the_environment(monkeypatch: pytest.Monkey
 def test_a_template_that_gives_no_text_is_a_config_error(template: str, reason: str) -> None:
     with pytest.raises(agl.ConfigError, match=reason):
         agl.PromptTemplate(template, "poml").format()
+
+
+def test_a_template_that_takes_too_long_is_ended_with_the_processes_that_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "_TIMEOUT_S", 5.0)
+    with pytest.raises(agl.ConfigError, match="took longer than 5 s"):
+        agl.PromptTemplate(f"slow {tmp_path / 'pid'}", "poml").format()
+    status = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat")
+    deadline = time.monotonic() + 60
+    while status.exists() and ") Z " not in status.read_text():
+        assert time.monotonic() < deadline, "it still runs"
+        time.sleep(0.05)

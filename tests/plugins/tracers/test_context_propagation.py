@@ -95,6 +95,8 @@ async def test_a_given_environment_keeps_its_variables(tracer: OtelTracer) -> No
         assert mark == "mine"
         assert own == {"PATH": os.environ["PATH"], "MARK": "mine"}
         assert run(env={**own, "TRACEPARENT": "theirs"}) == ("theirs", "mine")
+        assert run(env={**own, b"TRACEPARENT": b"theirs"}) == ("theirs", "mine")
+        assert run(env=os.environ)[0] == tracer.get_traceparent()
         positional: Any = (-1, None, None, subprocess.PIPE, None, None, True, False, None, own)
         assert read_output(*positional) == f"{tracer.get_traceparent()}|mine"
 

@@ -106,6 +106,8 @@ def test_mlflow_stores_metrics_parameters_and_status(tmp_path: Path, monkeypatch
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     from mlflow import MlflowClient
 
+    from agentlightning_plugins.trackers.mlflow.tracker import MlflowTracker
+
     uri = (tmp_path / "mlruns").as_uri()
     track([{"name": "mlflow", "tracking_uri": uri, "experiment": "test"}], tmp_path / "run")
     client = MlflowClient(tracking_uri=uri)
@@ -119,6 +121,12 @@ def test_mlflow_stores_metrics_parameters_and_status(tmp_path: Path, monkeypatch
     )
     assert [item.path for item in client.list_artifacts(run.info.run_id, "samples")] == ["samples/1.json"]
     assert_sample(json.loads(Path(client.download_artifacts(run.info.run_id, "samples/1.json")).read_text()))
+    tracker = MlflowTracker(uri, "names")
+    tracker.start(Run(run_id="run", name="a", config={f"data[{number}]": number for number in range(150)}), None)
+    tracker.on_event(StepFinished(run_id="run", step=1, values={"val_pass@4": 0.5, "loss/policy": 1.0}))
+    logged = client.get_run(tracker._run_id).data
+    assert logged.metrics == {"val_pass_4": 0.5, "loss/policy": 1.0}
+    assert logged.params == {f"data_{number}_": str(number) for number in range(150)}
 
 
 @pytest.mark.slow
@@ -319,7 +327,7 @@ def test_missing_rewards_and_a_run_without_success_are_reported(monkeypatch: pyt
     silent = StepFinished(run_id="run", step=1, values={"reward": 0.0, "rollouts_without_reward": 3.0})
     lines = console_output([silent, silent], monkeypatch, [0.0] * 3)
     assert [line for line in lines if "no reward" in line] == [
-        "3 x no reward, which counts as 0: return a number from the agent, or call agl.emit_reward"
+        "3 rollouts have no reward, which counts as 0: return a number from the agent, or call agl.emit_reward"
     ]
     failed = RolloutFinished(run_id="run", rollout_id="ro-1", status="failed")
     finished = RunFinished(run_id="run", status="succeeded")
@@ -328,5 +336,8 @@ def test_missing_rewards_and_a_run_without_success_are_reported(monkeypatch: pyt
         [failed, silent.model_copy(update={"values": {"rollouts_without_reward": 1}}), finished], monkeypatch, [0.0] * 5
     )
     assert lines == ["run [a]", "step    1  ", last, "run succeeded"]
+    steps = [silent.model_copy(update={"values": {"rollouts_without_reward": count}}) for count in (10, 8)]
+    lines = console_output([*[failed] * 10, *steps], monkeypatch, [0.0] * 13)
+    assert [line.partition(",")[0] for line in lines if "no reward" in line] == ["8 rollouts have no reward"]
     succeeded = failed.model_copy(update={"status": "succeeded"})
     assert last not in console_output([failed, succeeded, finished], monkeypatch, [0.0] * 5)

@@ -40,7 +40,7 @@ async def read_examples(source: str, min_reward: float | None, best_of: int | No
     if not found:
         raise ConfigError(
             f"source = {hide_password(source)!r} has no conversation to learn from; a rollout counts if it succeeded, "
-            f"has a reward of at least min_reward = {min_reward}, and called a model"
+            f"has a reward of at least min_reward = {min_reward}, called a model, and is not one of validation or test"
         )
     return found
 

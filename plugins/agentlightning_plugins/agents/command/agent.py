@@ -67,9 +67,10 @@ class CommandAgent(LitAgent[Any]):
         Args:
             command: program and arguments, run without a shell. ``{task}`` in an argument is replaced by the task.
             reward: ``reward(task, output, rollout)``, where output is stdout; or the place where the command writes it:
-                ``stdout``, on the last line; ``file``, in the file named by ``AGL_REWARD_FILE``; ``exit_code``, 0 for a
-                reward of 1 and 1 for 0. A line or file holds a number, or a JSON object of numbers whose key ``reward``
-                is the final one. None: the command reports spans to the store, or the trainer has a reward function.
+                ``stdout``, on the last line; ``file``, in the file named by ``AGL_REWARD_FILE``; ``exit_code``: exit
+                code 0 is a reward of 1, exit code 1 a reward of 0. A line or file holds a number, or a JSON object of
+                numbers whose key ``reward`` is the final one. None: the command reports spans to the store, or the
+                trainer has a reward function.
             task_via: how the task is passed: ``argument``, in place of ``{task}`` or at the end; ``stdin``; ``env``, in
                 ``AGL_TASK``. Text is passed as it is, anything else as JSON. Default: ``argument`` if the command has a
                 ``{task}``, else ``stdin``.
@@ -127,7 +128,7 @@ class CommandAgent(LitAgent[Any]):
         """
         hide_process()
         with tempfile.TemporaryDirectory(prefix="agl-", ignore_cleanup_errors=True) as folder:
-            output, exit_code = await self._run(task, resources, rollout, Path(folder))
+            output, exit_code, secrets = await self._run(task, resources, rollout, Path(folder))
             if callable(self._reward):
                 reward = self._reward(task, output, rollout)
                 emit_reward(await reward if inspect.isawaitable(reward) else reward)
@@ -136,12 +137,15 @@ class CommandAgent(LitAgent[Any]):
             elif self._reward == "file":
                 path = Path(folder) / "reward"
                 text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-                self._emit_reward(text, "the file AGL_REWARD_FILE")
+                self._emit_reward(text, "the file AGL_REWARD_FILE", secrets)
             elif self._reward == "stdout":
-                self._emit_reward(output.rstrip().rpartition("\n")[2], "the last line of its stdout")
+                self._emit_reward(output.rstrip().rpartition("\n")[2], "the last line of its stdout", secrets)
         return output
 
-    async def _run(self, task: Any, resources: NamedResources, rollout: Rollout, folder: Path) -> tuple[str, int]:
+    async def _run(
+        self, task: Any, resources: NamedResources, rollout: Rollout, folder: Path
+    ) -> tuple[str, int, Collection[str]]:
+        """Returns stdout, the exit code, and the keys that the command got."""
         text = task if isinstance(task, str) else json.dumps(task, ensure_ascii=False)
         stdin = folder / "task"
         stdin.write_text(text if self._task_via == "stdin" else "", encoding="utf-8")
@@ -175,7 +179,7 @@ class CommandAgent(LitAgent[Any]):
                     span.set_attributes(recorded)
             if exit_code not in ((0, 1) if self._reward == "exit_code" else (0,)):
                 raise RolloutError(self._explain(exit_code, _redact(stderr.text, secrets)))
-        return stdout.text, exit_code
+        return stdout.text, exit_code, secrets
 
     def _open_span(self, text: str) -> contextlib.AbstractContextManager[OpenSpan | None]:
         """Opens the span of the command; outside a rollout there is none."""
@@ -194,7 +198,7 @@ class CommandAgent(LitAgent[Any]):
         end = stderr.rstrip()[-_SHOWN_CHARS:]
         return f"the command {self.name!r} {how}; its stderr " + (f"ends with:\n{end}" if end else "is empty")
 
-    def _emit_reward(self, text: str, what: str) -> None:
+    def _emit_reward(self, text: str, what: str, secrets: Collection[str]) -> None:
         """Reads a number, or a JSON object of numbers."""
         try:
             value = json.loads(text)
@@ -205,8 +209,9 @@ class CommandAgent(LitAgent[Any]):
         elif isinstance(value, dict) and "reward" in value and all(map(_is_number, value.values())):
             emit_reward(value, primary_key="reward")
         else:
+            shown = _redact(text.strip(), secrets)[:200]
             raise RolloutError(
-                f"the command {self.name!r} gave no reward: {what} is {text.strip()[:200]!r}, not a number and not a "
+                f"the command {self.name!r} gave no reward: {what} is {shown!r}, not a number and not a "
                 'JSON object of numbers such as {"reward": 1.0}'
             )
 

@@ -10,8 +10,9 @@ from typing import Final
 
 from agentlightning.event import AttemptFinished, Event, RolloutFinished, RolloutStarted
 from agentlightning.store.protocol import LightningStore
+from agentlightning.store.span_writer import AttemptKey
 from agentlightning.types import LIVE_ATTEMPT
-from agentlightning_plugins.gateway.recording.call import AttemptKey, Call
+from agentlightning_plugins.gateway.recording.call import Call
 
 logger = logging.getLogger("agentlightning")
 _KINDS: Final = ("rollout_started", "attempt_finished", "rollout_finished")

@@ -9,7 +9,7 @@ from typing import Final
 from agentlightning.errors import LightningError
 from agentlightning.run import attempt_token
 from agentlightning.store.protocol import LightningStore
-from agentlightning_plugins.gateway.recording.call import AttemptKey
+from agentlightning.store.span_writer import AttemptKey
 
 _MAX_REMEMBERED: Final = 10_000
 
@@ -40,8 +40,8 @@ class Authenticator:
         key = _read_key(headers)
         if key is None or not key.startswith(attempt_token.PREFIX):
             if self._is_required:
-                problem = "has no key" if key is None else "has a key that is not of an attempt"
-                raise KeyRefused(401, f"this gateway requires the api_key of the attempt's LLM; the call {problem}")
+                problem = "the call has no key" if key is None else "the key of this call was not issued for an attempt"
+                raise KeyRefused(401, f"this gateway requires the api_key of the attempt's LLM; {problem}")
             return named
         try:
             claim = self._read(key, can_be_foreign=named is not None and not self._is_required)

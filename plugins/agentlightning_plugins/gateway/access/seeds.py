@@ -10,7 +10,7 @@ import aiohttp
 
 from agentlightning.errors import StoreError
 from agentlightning.store.protocol import LightningStore
-from agentlightning_plugins.gateway.recording.call import AttemptKey
+from agentlightning.store.span_writer import AttemptKey
 
 logger = logging.getLogger("agentlightning")
 _MAX_REMEMBERED: Final = 100_000

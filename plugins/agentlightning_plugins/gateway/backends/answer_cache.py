@@ -5,16 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 import aiohttp
-from multidict import CIMultiDict, CIMultiDictProxy
 
 from agentlightning.errors import StoreError
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import DEFAULT_RUN_ID
 from agentlightning_plugins.gateway.backends.backend import Backend
+from agentlightning_plugins.gateway.backends.provider import IteratedAnswer, once
 from agentlightning_plugins.gateway.backends.request import BackendRequest, prepare
 from agentlightning_plugins.gateway.backends.upstream import Outcome, Reply
 from agentlightning_plugins.gateway.dialects.dialect import MALFORMED, TranslationError
@@ -26,7 +25,6 @@ _MAX_BYTES: Final = 256 * 2**20
 """Of all answers in memory; the oldest are dropped."""
 _MAX_ANSWER_BYTES: Final = 4 * 2**20
 _PAGE: Final = 500
-_STREAM: Final = "text/event-stream"
 
 
 class AnswerCache:
@@ -68,7 +66,9 @@ class AnswerCache:
             if answer is not None:
                 call.backend, call.request, call.is_cached = backend, request, True
                 is_stream = bool(request.body.get("stream"))
-                return _Stream(answer) if is_stream else Reply(200, answer, {"Content-Type": "application/json"})
+                if is_stream:
+                    return IteratedAnswer(once(answer), "text/event-stream")
+                return Reply(200, answer, {"Content-Type": "application/json"})
         return None
 
     def keep(self, call: Call) -> None:
@@ -90,36 +90,6 @@ class AnswerCache:
         self._answers[key] = answer
         while self._size > _MAX_BYTES:
             self._size -= len(self._answers.pop(next(iter(self._answers))))
-
-
-class _Stream:
-    """A recorded stream in the form of a backend's answer, and its own content."""
-
-    status = 200
-    content_type = _STREAM
-    headers = CIMultiDictProxy(CIMultiDict({"Content-Type": _STREAM}))
-
-    def __init__(self, body: bytes) -> None:
-        self._body = body
-
-    @property
-    def content(self) -> Self:
-        return self
-
-    async def readany(self) -> bytes:
-        body, self._body = self._body, b""
-        return body
-
-    def at_eof(self) -> bool:
-        return not self._body
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
 
 
 def _make_key(request: BackendRequest, version: int | None) -> str | None:

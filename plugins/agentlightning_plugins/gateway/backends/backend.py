@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -77,12 +78,15 @@ class Backend:
     """Why it is down, until a health check succeeds; None if it is up. Backends that are down are tried last."""
     identity: bytes = field(init=False, repr=False)
     """The same for the same backend in every process and every model list."""
+    label: str = field(init=False, repr=False)
+    """For metrics: the endpoint, followed by ``#2`` in the model's second entry with this endpoint, and so on."""
     redactor: KeyRedactor | None = field(init=False, repr=False)
     _urls: dict[str, URL] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         text = "\0".join((self.model, self.served_model, self.endpoint, self.provider.name))
         self.identity = hashlib.blake2b(text.encode(), digest_size=16).digest()
+        self.label = self.endpoint
         self.redactor = None if self.api_key is None else KeyRedactor(self.api_key)
 
     @property
@@ -185,8 +189,10 @@ class ModelTable:
         self._backends: dict[str, list[Backend]] = {}
         self._round_robin: dict[str, _RoundRobin] = {}
         known = {backend.identity: backend for backend in previous.backends} if previous is not None else {}
+        seen: Counter[bytes | tuple[str, str]] = Counter()
         for position, entry in enumerate(model_list):
             backend = _read_entry(entry, f"model_list[{position}]")
+            _distinguish(backend, seen)
             same = known.get(backend.identity)
             if same is not None and same.is_like(backend):
                 backend = same
@@ -216,6 +222,16 @@ class ModelTable:
         else:
             order = _rank(backends, rollout_id)
         return sorted(order, key=lambda backend: not backend.is_up or backend.retry_at > now)
+
+
+def _distinguish(backend: Backend, seen: Counter[bytes | tuple[str, str]]) -> None:
+    """Numbers a backend that differs from an earlier one by its key or settings only, such as the region."""
+    identity, place = backend.identity, (backend.model, backend.endpoint)
+    seen.update((identity, place))
+    if seen[identity] > 1:
+        backend.identity = hashlib.blake2b(identity + b"%d" % seen[identity], digest_size=16).digest()
+    if seen[place] > 1:
+        backend.label += f"#{seen[place]}"
 
 
 def _read_entry(entry: Mapping[str, Any], where: str) -> Backend:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
-from multidict import CIMultiDict, CIMultiDictProxy
 
-from agentlightning_plugins.gateway.backends.provider import BackendAnswer, Provider
+from agentlightning_plugins.gateway.backends.provider import BackendAnswer, IteratedAnswer, Provider, once
 from agentlightning_plugins.gateway.dialects.json_text import dump_json, parse_json
 from agentlightning_plugins.gateway.dialects.sse import DONE, to_event
 
@@ -47,69 +45,28 @@ class LiteLLM(Provider):
     ) -> BackendAnswer:
         request = {key: value for key, value in parse_json(body).items() if key not in _NOT_PASSED}
         settings = {key: value for key, value in backend.settings.items() if key not in _OWN}
+        options = {
+            **request,
+            "drop_params": True,
+            **settings,
+            "api_base": backend.endpoint or None,
+            "api_key": backend.api_key,
+            "num_retries": 0,  # the gateway retries
+            "max_retries": 0,
+            **(_NO_MCP if path == "chat/completions" else {}),
+        }
         call = litellm.aembedding if path == "embeddings" else litellm.acompletion
         try:
-            answer = await call(
-                **{**request, **settings},
-                api_base=backend.endpoint or None,
-                api_key=backend.api_key,
-                drop_params=True,
-                num_retries=0,  # the gateway retries
-                max_retries=0,
-                **_NO_MCP if path == "chat/completions" else {},
-            )
+            answer = await call(**options)
         except litellm.exceptions.APIConnectionError as error:
             raise aiohttp.ClientConnectionError(_first_line(error, backend.api_key)) from error
         except Exception as error:  # isolation point: each provider behind litellm has errors of its own
             status, message = getattr(error, "status_code", 500), _first_line(error, backend.api_key)
             told = {"error": {"message": message, "type": type(error).__name__, "param": None, "code": None}}
-            return _Answer(status if isinstance(status, int) else 500, _once(dump_json(told)))
+            return IteratedAnswer(once(dump_json(told)), status=status if isinstance(status, int) else 500)
         if request.get("stream"):
-            return _Answer(200, _events(answer), "text/event-stream", backend.api_key, answer)
-        return _Answer(200, _once(dump_json(answer.model_dump(mode="json"))))
-
-
-@dataclass(eq=False)
-class _Answer:
-    """An answer of litellm in the form of an HTTP response."""
-
-    status: int
-    pieces: AsyncIterator[bytes]
-    content_type: str = "application/json"
-    api_key: str | None = None
-    source: object = None
-    """The stream behind ``pieces``: closing a generator does not close its source."""
-    is_over: bool = False
-
-    @property
-    def headers(self) -> CIMultiDictProxy[str]:
-        return CIMultiDictProxy(CIMultiDict({"Content-Type": self.content_type}))
-
-    @property
-    def content(self) -> Self:
-        return self
-
-    async def readany(self) -> bytes:
-        try:
-            return await anext(self.pieces)
-        except StopAsyncIteration:
-            self.is_over = True
-            return b""
-        except Exception as error:  # isolation point: as in LiteLLM.send
-            self.is_over = True
-            raise aiohttp.ClientPayloadError(_first_line(error, self.api_key)) from error
-
-    def at_eof(self) -> bool:
-        return self.is_over
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        for stream in (self.pieces, self.source):
-            close = getattr(stream, "aclose", None)
-            if close is not None:
-                await close()
+            return IteratedAnswer(_events(answer, backend.api_key), "text/event-stream", source=answer)
+        return IteratedAnswer(once(dump_json(answer.model_dump(mode="json"))))
 
 
 def _first_line(error: Exception, api_key: str | None) -> str:
@@ -118,11 +75,10 @@ def _first_line(error: Exception, api_key: str | None) -> str:
     return line.replace(api_key, "***") if api_key else line
 
 
-async def _once(body: bytes) -> AsyncIterator[bytes]:
-    yield body
-
-
-async def _events(chunks: Any) -> AsyncIterator[bytes]:
-    async for chunk in chunks:
-        yield to_event(dump_json(chunk.model_dump(mode="json", exclude_none=True)))
+async def _events(chunks: Any, api_key: str | None) -> AsyncIterator[bytes]:
+    try:
+        async for chunk in chunks:
+            yield to_event(dump_json(chunk.model_dump(mode="json", exclude_none=True)))
+    except Exception as error:  # isolation point: as in LiteLLM.send
+        raise aiohttp.ClientPayloadError(_first_line(error, api_key)) from error
     yield to_event(DONE)

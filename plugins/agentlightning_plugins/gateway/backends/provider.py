@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Protocol, Self
 
 import aiohttp
-from multidict import CIMultiDictProxy
+from multidict import CIMultiDict, CIMultiDictProxy
 
 if TYPE_CHECKING:
     from agentlightning_plugins.gateway.backends.backend import Backend
@@ -48,6 +49,52 @@ class BackendAnswer(Protocol):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
+
+
+@dataclass(eq=False)
+class IteratedAnswer:
+    """An answer in the form of an HTTP response, and its own content."""
+
+    pieces: AsyncIterator[bytes]
+    content_type: str = "application/json"
+    status: int = 200
+    source: object = None
+    """The stream behind ``pieces``, if it has to be closed too: closing a generator does not close its source."""
+    is_over: bool = False
+
+    @property
+    def headers(self) -> CIMultiDictProxy[str]:
+        return CIMultiDictProxy(CIMultiDict({"Content-Type": self.content_type}))
+
+    @property
+    def content(self) -> Self:
+        return self
+
+    async def readany(self) -> bytes:
+        try:
+            return await anext(self.pieces)
+        except StopAsyncIteration:
+            self.is_over = True
+            return b""
+
+    def at_eof(self) -> bool:
+        return self.is_over
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for stream in (self.pieces, self.source):
+            close = getattr(stream, "aclose", None)
+            if close is not None:
+                await close()
+
+
+async def once(body: bytes) -> AsyncIterator[bytes]:
+    """Yields a whole body, for ``IteratedAnswer``."""
+    yield body
 
 
 class Provider:

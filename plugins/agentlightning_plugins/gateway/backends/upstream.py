@@ -116,18 +116,20 @@ class Upstream:
         return failure
 
     async def _try(self, dialect: Dialect, request: BackendRequest, headers: Mapping[str, str]) -> Outcome:
-        """Sends a request; if the backend refuses the fields of capture, sends it again without them."""
+        """Sends a request; if the backend refuses fields of capture, sends it again without those that it names."""
         wanted, backend = request.dialect.capture_fields(request.options), request.backend
         fields = {name: value for name, value in wanted.items() if name not in backend.refused}
-        outcome = await self._post(dialect, request, headers, fields)
-        if isinstance(outcome, Reply) and outcome.status in (400, 422):
-            blamed = {name for name in fields if name.encode() in outcome.body}
-            if blamed:
-                fields = {name: value for name, value in fields.items() if name not in blamed}
-                outcome = await self._post(dialect, request, headers, fields)
-                if not isinstance(outcome, Reply) or outcome.error is None:  # else it had only quoted the request
-                    backend.refused |= blamed
-        return outcome
+        blamed: set[str] = set()
+        while True:
+            outcome = await self._post(dialect, request, headers, fields)
+            if not isinstance(outcome, Reply) or outcome.error is None:
+                backend.refused |= blamed
+                return outcome
+            named = {name for name in fields if name.encode() in outcome.body} if outcome.status in (400, 422) else ()
+            if not named:  # if it had blamed others, it may only have quoted the request
+                return outcome
+            blamed.update(named)
+            fields = {name: value for name, value in fields.items() if name not in named}
 
     async def _post(
         self, dialect: Dialect, request: BackendRequest, headers: Mapping[str, str], fields: Mapping[str, Any]
@@ -194,7 +196,7 @@ def _read_error(
     dialect: Dialect, request: BackendRequest, status: int, headers: Mapping[str, str], body: bytes
 ) -> Reply:
     body = request.backend.redact_error(body)
-    if not 400 <= status <= 599:  # agents cannot follow a redirect, and other codes are none of HTTP
+    if not 400 <= status <= 599:  # agents cannot follow a redirect, and other codes are not HTTP status codes
         message = f"{request.backend.endpoint} answered {status}: {body[:500].decode(errors='replace')}"
         return refuse(dialect, 502, message, "bad_gateway")
     try:
@@ -203,7 +205,10 @@ def _read_error(
         message = str(error["message"]) if isinstance(error, dict) and "message" in error else str(error)
     except (AttributeError, ValueError):
         message = f"{request.backend.endpoint} answered {status}: {body[:500].decode(errors='replace')}"
-        return refuse(dialect, status, message, "bad_gateway")
+        refusal = refuse(dialect, status, message, "bad_gateway")
+        relayed = CIMultiDict(headers)
+        relayed.update(refusal.headers)
+        return refusal._replace(headers=relayed)
     if request.translation is not None:
         code = error.get("code") if isinstance(error, dict) else None
         body = dump_json(dialect.error_body(status, message, code if isinstance(code, str) else None))

@@ -64,6 +64,8 @@ class MessagesTranslation(PartTranslation):
 
     def _message(self) -> dict[str, Any]:
         reason = _REASONS.get(self._finish_reason or "", self._finish_reason)
+        if reason == "end_turn" and any(part.kind == "tool_call" for part in self._parts):
+            reason = "tool_use"  # some servers end tool calls with "stop"
         stop_sequence = self._stop_sequence if reason == "end_turn" else None
         if any(part.kind == "refusal" for part in self._parts):
             reason = "refusal"

@@ -273,12 +273,15 @@ def _read_message(message: Mapping[str, Any]) -> dict[str, Any]:
     return {"role": role, "parts": parts}
 
 
-def _read_part(part: Mapping[str, Any]) -> dict[str, Any]:
+def _read_part(part: Mapping[str, Any] | str) -> dict[str, Any]:
+    if isinstance(part, str):  # not of the API, but some servers take it
+        return {"type": "text", "content": part}
     kind = part.get("type")
     if kind == "text":
         return {"type": "text", "content": part.get("text")}
     if kind == "image_url":
-        url = part["image_url"]["url"]
+        image = part["image_url"]
+        url = image if isinstance(image, str) else image["url"]  # as above
         if not url.startswith("data:"):
             return {"type": "uri", "modality": "image", "uri": url}
         head, _, content = url.partition(",")

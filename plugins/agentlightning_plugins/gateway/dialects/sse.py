@@ -45,7 +45,8 @@ def event_data(event: bytes) -> bytes | None:
     """Returns the data of an event with exactly one data line; None for comments and other events."""
     if event.startswith(b"data:"):
         data = event[5:].strip()
-        return data if b"\n" not in data else None
+        if b"\n" not in data:
+            return data
     lines = [line for line in event.splitlines() if line.startswith(b"data:")]
     return lines[0][5:].strip() if len(lines) == 1 else None
 

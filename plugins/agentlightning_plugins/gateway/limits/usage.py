@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from agentlightning.errors import ConfigError
 from agentlightning.store.protocol import LightningStore
-from agentlightning_plugins.gateway.recording.call import AttemptKey
+from agentlightning.store.span_writer import AttemptKey
 from agentlightning_plugins.gateway.validation import check_keys, check_number
 
 _MAX_REMEMBERED: Final = 100_000
@@ -82,6 +82,11 @@ class UsageTracker:
                 return f"the attempt has used {used:.6g} of its {limit:.6g} {name}"
         usage.calls += 1
         return None
+
+    def take_back(self, attempt: AttemptKey) -> None:
+        """Takes back ``begin`` for a call that was not made."""
+        if attempt in self._used:
+            self._used[attempt].calls -= 1
 
     def add(self, attempt: AttemptKey, tokens: int, cost: float) -> None:
         """Adds the usage of a call; ignores attempts that were forgotten, because their spans contain it."""

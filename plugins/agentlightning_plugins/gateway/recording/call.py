@@ -7,8 +7,9 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from agentlightning.store.span_writer import AttemptKey
 from agentlightning_plugins.gateway.dialects.dialect import Completion, Dialect
 from agentlightning_plugins.gateway.dialects.json_text import dump_json
 
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
     from agentlightning_plugins.gateway.backends.backend import Backend
     from agentlightning_plugins.gateway.backends.request import BackendRequest
 
-AttemptKey: TypeAlias = tuple[str, str]
-"""Rollout and attempt id."""
 _BYTES_PER_TOKEN: Final = 4
 """Roughly, in English text."""
 _MAX_COUNT: Final = 2**53

@@ -106,8 +106,8 @@ class GatewayMetrics:
         in_flight = GaugeMetricFamily("agl_gateway_backend_in_flight", "Calls at a backend.", labels=labels)
         counts = count_by_backend(self._running())
         for backend in self._models().backends:
-            up.add_metric([backend.model, backend.endpoint], backend.is_up)
-            in_flight.add_metric([backend.model, backend.endpoint], counts[backend.identity])
+            up.add_metric([backend.model, backend.label], backend.is_up)
+            in_flight.add_metric([backend.model, backend.label], counts[backend.identity])
         yield up
         yield in_flight
         yield GaugeMetricFamily("agl_gateway_span_queue", "Spans on their way to the store.", writer.queued)

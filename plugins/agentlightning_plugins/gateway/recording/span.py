@@ -12,7 +12,8 @@ With n > 1 the unprefixed token data are those of choice 0; choice i > 0 has
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from agentlightning import semconv
@@ -78,6 +79,8 @@ def call_to_span(call: Call) -> Span:
         attributes["error.type"] = str(call.http_status or "_OTHER")
         status = TraceStatus(status_code="ERROR", description=call.error[:_MAX_DESCRIPTION])
     _add_input(dialect, body, attributes)
+    if body.get("echo"):
+        _drop_echo(call)
     _add_output(call, attributes)
     return Span.from_attributes(
         attributes=attributes,
@@ -94,13 +97,22 @@ def call_to_span(call: Call) -> Span:
 
 
 def _add_input(dialect: Dialect, body: Mapping[str, Any], attributes: dict[str, Any]) -> None:
-    try:
-        messages, tools = dialect.read_messages(body), dialect.read_tools(body)
-    except MALFORMED:  # a malformed request, which the backend refused too
-        messages, tools = [], ()
+    messages: list[dict[str, Any]] = []
+    tools: Sequence[Any] = ()
+    with contextlib.suppress(*MALFORMED):  # a malformed request, which the backend refused too
+        messages = dialect.read_messages(body)
+    with contextlib.suppress(*MALFORMED):
+        tools = dialect.read_tools(body)
     attributes[semconv.GEN_AI_INPUT_MESSAGES] = dump_json(messages).decode()
     if tools:
         attributes[semconv.GEN_AI_TOOL_DEFINITIONS] = dump_json(tools).decode()
+
+
+def _drop_echo(call: Call) -> None:
+    """Drops the log-probabilities of the prompt's tokens, which Completions with ``echo`` repeat."""
+    for choice in call.completion.choices.values():
+        if choice.logprobs is not None and choice.token_ids is not None:
+            choice.logprobs = choice.logprobs[max(len(choice.logprobs) - len(choice.token_ids), 0) :]
 
 
 def _add_output(call: Call, attributes: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from agentlightning.emitter import operation
 from agentlightning.errors import ConfigError, RolloutError
 from agentlightning.plugin.settings import require_least
 from agentlightning.types import Rollout
+from agentlightning_plugins.rewards.judge.text import to_text
 
 _INSTRUCTIONS: Final = """\
 You rate the answer of an assistant to a task. Rate it by this rubric only:
@@ -53,7 +54,7 @@ class Judge:
     temperature: float | None = 0.0
     """None: not sent, for models that refuse it."""
     attempts: int = 3
-    """Calls until one has a score; then the rollout fails."""
+    """How many replies may lack a score before the rollout fails."""
     timeout_s: float = 60.0
     """Of each call."""
 
@@ -87,7 +88,10 @@ class Judge:
     def _messages(self, task: Any, output: Any) -> list[dict[str, str]]:
         mark = secrets.token_hex(8)  # so that an answer cannot write the line that ends it
         instructions = _INSTRUCTIONS.format(rubric=self.rubric, mark=mark, low=self.low, high=self.high)
-        parts = [f"{mark} {name}\n{_text(value)}\n{mark}" for name, value in (("task", task), ("answer", output))]
+        parts = [
+            f"{mark} {name}\n{to_text(value)[:_MAX_TEXT]}\n{mark}"
+            for name, value in (("task", task), ("answer", output))
+        ]
         return [{"role": "system", "content": instructions}, {"role": "user", "content": "\n\n".join(parts)}]
 
     async def _ask(self, client: Any, messages: list[dict[str, str]]) -> dict[str, Any]:
@@ -103,11 +107,6 @@ class Judge:
             f"the judge {self.model} gave no score from {self.low} to {self.high} in {self.attempts} replies; the last "
             f"one was {reply[:200]!r}"
         )
-
-
-def _text(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
-    return text[:_MAX_TEXT]
 
 
 def _read_verdict(reply: str, low: float, high: float) -> dict[str, Any] | None:

@@ -18,6 +18,7 @@ from agentlightning.emitter import operation
 from agentlightning.errors import ConfigError, PluginImportError, RolloutError
 from agentlightning.plugin.settings import require_least
 from agentlightning.types import Rollout
+from agentlightning_plugins.rewards.judge.text import to_text
 
 Api = Literal["classify", "pooling", "score", "predict"]
 
@@ -83,7 +84,7 @@ class RewardModel:
         """
         with operation(name="reward_model") as span:
             span.set_input({"task": task, "output": output})
-            texts = _text(self._read_task(task)), _text(output)
+            texts = to_text(self._read_task(task)), to_text(output)
             score = await (asyncio.to_thread(self._score, *texts) if self.endpoint is None else self._ask(*texts))
             reward = 1 / (1 + math.exp(-score)) if self.sigmoid else score
             span.set_output({"model": self.model, "score": score, "reward": reward})
@@ -174,7 +175,3 @@ def _load(name: str, device: str) -> tuple[Any, Any]:
 
 def _messages(task: str, answer: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": task}, {"role": "assistant", "content": answer}]
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)

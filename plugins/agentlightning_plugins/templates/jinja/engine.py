@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
@@ -21,6 +22,10 @@ _TURN: Final = 5
 _CALL: Final = 50
 _MAX_BITS: Final = 10_000
 _MAX_INDENT: Final = 100
+_MAX_DIGITS: Final = 3
+"""Of the width of a format."""
+_WIDTH: Final = re.compile(r"([%)])[#0\- +]*(\d*)\.?(\*|\d*)")
+"""The begin of a placeholder such as ``%5.2f``, or the end of its name as in ``%(price)5.2f``."""
 _FILTERS: Final = (
     "abs capitalize count d default dictsort e escape first float format groupby indent int items join last length "
     "list lower map max min reject rejectattr replace reverse round select selectattr sort string sum title tojson "
@@ -83,17 +88,22 @@ class _Environment(ImmutableSandboxedEnvironment):
             factor = next((side for side in (left, right) if isinstance(side, int)), 1)
             self._spend(_size(left if factor is right else right, self._left) * max(factor, 0))
         elif operator == "%" and isinstance(left, str):
-            _check_format(left)
+            values = right if isinstance(right, tuple) else right.values() if isinstance(right, Mapping) else [right]
+            self._check(_size_format(left, values, self._left))
         return self._bounded(super().call_binop(context, operator, left, right))
 
     @property
     def _left(self) -> int:
         return MAX_WORK - self._work
 
-    def _spend(self, work: int) -> None:
-        self._work += work
-        if self._work > MAX_WORK:
+    def _check(self, work: int) -> None:
+        """Refuses work that the template has not left."""
+        if work > self._left:
             raise SecurityError(f"it makes more than {MAX_WORK:,} characters, items, and turns of loops")
+
+    def _spend(self, work: int) -> None:
+        self._check(work)
+        self._work += work
 
     def _bounded(self, value: Any) -> Any:
         self._spend(_size(value, self._left))
@@ -112,10 +122,11 @@ class _Environment(ImmutableSandboxedEnvironment):
         def metered(*args: Any, **kwargs: Any) -> Any:
             args = tuple(list(self._counted(each)) if isinstance(each, (range, Iterator)) else each for each in args)
             given = [*args, *kwargs.values()]
-            if name in ("indent", "tojson") and any(isinstance(each, int) and each > _MAX_INDENT for each in given):
+            options = given[2 if name == "tojson" else 1 :]  # tojson gets a context, too
+            if name in ("indent", "round", "tojson") and any(map(_is_long, options)):
                 raise SecurityError(f"{name} takes at most {_MAX_INDENT}")
             if name == "format":
-                _check_format(str(args[0]))
+                self._check(_size_format(str(args[0]), options, self._left))
             if name in ("indent", "replace", "join"):  # these repeat an argument for each part of another
                 sizes = [_size(each, self._left) for each in given if isinstance(each, (str, list, tuple))]
                 self._spend(max(sizes[:1], default=0) * max([1, *sizes[1:]]))
@@ -164,12 +175,28 @@ def _size(value: Any, limit: int) -> int:
     return size
 
 
-def _check_format(template: str) -> None:
-    """Refuses a width such as ``%999999d``, and ``%*d``, whose width is a value."""
-    digits = 0
-    for character in template:
-        digits = digits + 1 if character.isdecimal() else 0
-        if digits > 3:
-            raise SecurityError("the widths of a format are at most 999")
-    if "*" in template:
-        raise SecurityError("a format takes no * as a width")
+def _is_long(option: Any) -> bool:
+    """Whether an indent, or a number of digits, is beyond the maximum."""
+    return isinstance(option, int) and abs(option) > _MAX_INDENT
+
+
+def _size_format(template: str, values: Iterable[Any], limit: int) -> int:
+    """Returns at least the characters that a format makes of its placeholders.
+
+    Refuses a width such as ``%999999d``, and ``%*d``, whose width is a value.
+    """
+    has_names, widest = "%(" in template, 0
+    for found in _WIDTH.finditer(template):
+        start, width, precision = found.groups()
+        if start == ")" and not has_names:
+            continue
+        if precision == "*" or max(len(width), len(precision)) > _MAX_DIGITS:
+            raise SecurityError(f"the widths of a format have at most {_MAX_DIGITS} digits")
+        widest = max(widest, int(width or 0) + int(precision or 0))
+    return template.count("%") * (widest + max((_size_printed(value, limit) for value in values), default=0))
+
+
+def _size_printed(value: Any, limit: int) -> int:
+    if isinstance(value, int):
+        return value.bit_length() // 3 + 2
+    return len(f"{value:.0f}") if isinstance(value, float) else _size(value, limit)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,7 +25,11 @@ pathlib.Path("result.json").write_text(text, encoding="utf-8")
 
 
 class PomlEngine:
-    """A POML template sees the values that it is given. Each rendering starts Node.js, which takes about a second."""
+    """Renders a template in a child process without our environment variables.
+
+    POML can read files and run JavaScript: use templates of trusted authors only. Each rendering starts Node.js, which
+    takes about a second.
+    """
 
     def render(self, template: str, values: Mapping[str, Any]) -> str:
         """Renders a template to one text.
@@ -38,17 +43,26 @@ class PomlEngine:
             (folder / "values.json").write_text(json.dumps(dict(values), default=str), encoding="utf-8")
             env = {"PATH": os.defpath, "HOME": name, "TMPDIR": name, "PYTHONPATH": os.pathsep.join(sys.path)}
             command = [sys.executable, "-c", _PROGRAM]
-            try:
-                done = subprocess.run(
-                    command, cwd=folder, env=env, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
-                )
-            except subprocess.TimeoutExpired as error:
-                raise ConfigError(f"poml prompt template took longer than {_TIMEOUT_S:.0f} s") from error
-            if done.returncode != 0:
-                reason = re.search(r"^\w*Error: .+$", done.stderr, re.MULTILINE)
-                shown = reason[0] if reason is not None else done.stderr.strip()[-1000:]
+            returncode, stderr = _run(command, folder, env)
+            if returncode != 0:
+                reason = re.search(r"^\w*Error: .+$", stderr, re.MULTILINE)
+                shown = reason[0] if reason is not None else stderr.strip()[-1000:]
                 raise ConfigError(f"poml prompt template cannot be rendered: {shown}")
             text = json.loads((folder / "result.json").read_text(encoding="utf-8"))["messages"]
         if not isinstance(text, str):
             raise ConfigError("poml prompt template renders to something other than text, such as an image")
         return text
+
+
+def _run(command: list[str], folder: Path, env: Mapping[str, str]) -> tuple[int, str]:
+    """Returns the exit code and stderr. On a timeout, Node.js, which the child starts, is ended as well."""
+    pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=folder, env=env, start_new_session=True, **pipes) as process:
+        try:
+            _, stderr = process.communicate(timeout=_TIMEOUT_S)
+        except subprocess.TimeoutExpired as error:
+            raise ConfigError(f"poml prompt template took longer than {_TIMEOUT_S:.0f} s") from error
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, stderr

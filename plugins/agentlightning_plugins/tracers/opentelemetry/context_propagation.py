@@ -92,9 +92,8 @@ def _open_process(wrapped: Callable[..., Any], process: Any, args: Any, kwargs: 
 
 
 def _add_variable(env: Any, traceparent: str) -> Any:
-    if env is not None and (VARIABLE in env or VARIABLE.encode() in env):
-        return env
-    return {**(os.environ if env is None else env), VARIABLE: traceparent}
+    env = dict(os.environ if env is None else env)  # os.environ refuses to look up bytes
+    return env if VARIABLE in env or VARIABLE.encode() in env else {**env, VARIABLE: traceparent}
 
 
 def _send(wrapped: Callable[..., Any], client: Any, args: Any, kwargs: dict[str, Any]) -> Any:

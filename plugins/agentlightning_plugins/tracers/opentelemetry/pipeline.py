@@ -51,7 +51,7 @@ class _Route(NamedTuple):
 
 
 class Router(SpanProcessor):
-    """Adds each span that ends to the trace of its attempt, in microseconds.
+    """Adds each span that ends to the trace of its attempt. This takes microseconds.
 
     A span belongs to the attempt whose root opened its OpenTelemetry trace, wherever it runs: a thread that lost the
     context but was given a parent keeps the trace. A span of any other trace belongs to the attempt it was started in,

@@ -41,6 +41,7 @@ class ConsoleTracker:
         self._live: Live | NotebookLine | None = None
         self._started = time.monotonic()
         self._finished = self._failed = 0
+        self._without_reward = 0.0
         self._errors: dict[str, int] = {}
         self._has_advised = self._has_resources = False
         self._line = Text("waiting for the first step", style="dim")
@@ -96,11 +97,13 @@ class ConsoleTracker:
 
     def _show_step(self, event: StepFinished) -> None:
         values = event.values
-        unrewarded = values.get("rollouts_without_reward", 0) - self._failed
+        self._without_reward += values.get("rollouts_without_reward", 0)  # failed ones included
+        unrewarded = self._without_reward - self._failed
         if unrewarded > 0 and not self._has_advised:
             self._has_advised = True
             advice = "return a number from the agent, or call agl.emit_reward"
-            self._say(Text(f"{unrewarded:.0f} x no reward, which counts as 0: {advice}"))
+            noun = "rollout has" if unrewarded == 1 else "rollouts have"
+            self._say(Text(f"{unrewarded:.0f} {noun} no reward, which counts as 0: {advice}"))
         text = Text(f"step {event.step:>4}")
         for name in _SHOWN:
             if name in values:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
@@ -14,10 +16,14 @@ from agentlightning.types import Run
 from agentlightning_plugins.trackers.sample import SampleRow, make_row
 
 _STATUS = {"succeeded": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
+_FORBIDDEN: Final = re.compile(r"[^\w\-. /:]")
+"""In names of metrics and parameters; such as ``@`` in ``val_pass@4``."""
+_MAX_PARAMS: Final = 100
+"""In one request."""
 
 
 class MlflowTracker:
-    """Logs metrics by step and the run's configuration."""
+    """Logs metrics by step and the run's configuration. MLflow's names have ``_`` for characters that it refuses."""
 
     def __init__(self, tracking_uri: str | None = None, experiment: str = "lightning") -> None:
         """Sets the server.
@@ -37,8 +43,9 @@ class MlflowTracker:
         known = client.get_experiment_by_name(self._experiment)
         experiment_id = known.experiment_id if known is not None else client.create_experiment(self._experiment)
         self._run_id = client.create_run(experiment_id, run_name=run.name).info.run_id
-        params = [Param(name, str(value)[:500]) for name, value in run.config.items()]
-        client.log_batch(self._run_id, params=params)
+        params = [Param(_to_name(name), str(value)[:500]) for name, value in run.config.items()]
+        for start in range(0, len(params), _MAX_PARAMS):
+            client.log_batch(self._run_id, params=params[start : start + _MAX_PARAMS])
         self._client = client
 
     def on_event(self, event: Event) -> None:
@@ -46,7 +53,7 @@ class MlflowTracker:
             return
         if isinstance(event, StepFinished):
             time_ms = int(event.time * 1000)
-            metrics = [Metric(name, value, time_ms, event.step) for name, value in event.values.items()]
+            metrics = [Metric(_to_name(name), value, time_ms, event.step) for name, value in event.values.items()]
             self._client.log_batch(self._run_id, metrics=metrics)
         elif isinstance(event, RunFinished):
             self._client.set_terminated(self._run_id, status=_STATUS.get(event.status, "FINISHED"))
@@ -59,3 +66,7 @@ class MlflowTracker:
 
     def close(self) -> None:
         """Does nothing: every call is sent immediately."""
+
+
+def _to_name(name: str) -> str:
+    return _FORBIDDEN.sub("_", name)
