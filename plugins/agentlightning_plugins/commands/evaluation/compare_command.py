@@ -21,8 +21,8 @@ from agentlightning_plugins.commands.terminal import json_option, print_json
     multiple=True,
     metavar="YAML",
     help="A name, or '{name: ..., setting: ...}', or a list of these, each of which begins with what the one before "
-    "learned; [] trains nothing. May be repeated; the first is the baseline of the comparison. An algorithm that CONFIG "
-    "configures keeps its settings from there unless they are given here.",
+    "learned; [] trains nothing. May be repeated; the first is the baseline of the comparison. An algorithm that "
+    "CONFIG configures keeps its settings from there unless they are given here.",
 )
 @click.option(
     "--prompt",
