@@ -17,15 +17,23 @@ from pydantic import BaseModel
 from agentlightning.cli import echo
 from agentlightning.errors import ConfigError, NotFoundError, StoreError
 from agentlightning.logging import printable
+from agentlightning.resources import ResourcesUpdate
 from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
-from agentlightning.types import PaginatedResult
+from agentlightning.types import AttemptedRollout, PaginatedResult, Span, Worker
 
 P = ParamSpec("P")
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 _PAGE = 500
 _BATCH = 1000
+_RECORDS: dict[str, type[BaseModel]] = {
+    "rollouts": AttemptedRollout,
+    "snapshots": ResourcesUpdate,
+    "spans": Span,
+    "workers": Worker,
+}
+"""The records of each Parquet export; their fields are its columns."""
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 export_path = click.argument("path", type=click.Path(path_type=Path, dir_okay=False))
 
@@ -183,6 +191,12 @@ async def export(records: AsyncIterator[M], path: Path, what: str, as_json: bool
 
     The file appears only when it is complete. In Parquet, values that are mappings or lists are JSON text.
 
+    Args:
+        records: what to write.
+        path: the file.
+        what: the records in words; of a Parquet file ``rollouts``, ``snapshots``, ``spans`` or ``workers``.
+        as_json: print JSON.
+
     Raises:
         ConfigError: the suffix is not supported, or the file cannot be written.
     """
@@ -190,7 +204,10 @@ async def export(records: AsyncIterator[M], path: Path, what: str, as_json: bool
         raise ConfigError(f"{path}: the file name of an export must end in .jsonl or .parquet")
     draft = path.with_name(path.name + ".draft")
     try:
-        count = await (_write_lines if path.suffix == ".jsonl" else _write_parquet)(records, draft)
+        if path.suffix == ".jsonl":
+            count = await _write_lines(records, draft)
+        else:
+            count = await _write_parquet(records, draft, _RECORDS[what])
         draft.replace(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from error
@@ -208,31 +225,24 @@ async def _write_lines(records: AsyncIterator[BaseModel], path: Path) -> int:
     return count
 
 
-async def _write_parquet(records: AsyncIterator[BaseModel], path: Path) -> int:
+async def _write_parquet(records: AsyncIterator[BaseModel], path: Path, kind: type[BaseModel]) -> int:
     try:
         import pyarrow as arrow
         from pyarrow import parquet
     except ImportError as error:
         raise ConfigError("writing Parquet needs pyarrow. Install with: pip install 'lightning[datasets]'") from error
-    count, writer = 0, None
+    schema = arrow.schema([(name, arrow.type_for_alias(_column_type(name))) for name in kind.model_fields])
+    count = 0
     batch: list[dict[str, Any]] = []
-    try:
+    with parquet.ParquetWriter(path, schema) as writer:
         async for record in records:
-            if writer is None:
-                types = [(name, arrow.type_for_alias(_column_type(name))) for name in type(record).model_fields]
-                writer = parquet.ParquetWriter(path, arrow.schema(types))
             batch.append({name: _to_cell(name, value) for name, value in to_json(record).items()})
             count += 1
             if len(batch) == _BATCH:
-                writer.write_table(arrow.Table.from_pylist(batch, schema=writer.schema))
+                writer.write_table(arrow.Table.from_pylist(batch, schema=schema))
                 batch.clear()
-        if writer is None:
-            parquet.write_table(arrow.table({}), path)
-        elif batch:
-            writer.write_table(arrow.Table.from_pylist(batch, schema=writer.schema))
-    finally:
-        if writer is not None:
-            writer.close()
+        if batch:
+            writer.write_table(arrow.Table.from_pylist(batch, schema=schema))
     return count
 
 

@@ -229,6 +229,32 @@ def test_exports_hold_every_record(place: Path, what: str, count: int) -> None:
     assert "must end in .jsonl or .parquet" in str(run(place, what, "export", str(place / "out.txt"), code=2).exception)
 
 
+def columns(place: Path, what: str) -> list[str]:
+    import pyarrow.parquet
+
+    run(place, what, "export", str(place / "out.parquet"))
+    names: list[str] = pyarrow.parquet.read_schema(place / "out.parquet").names  # type: ignore[no-untyped-call] # as above
+    return names
+
+
+def test_a_parquet_export_has_all_columns_whatever_its_first_record_is(tmp_path: Path) -> None:
+    async def fill() -> None:
+        store = agl.create_store(f"sqlite:///{tmp_path / 'store.db'}")
+        waiting = await store.enqueue_rollout({"n": 0})
+        await store.cancel_rollout(waiting.rollout_id)  # it has no attempt
+        await store.start_rollout({"n": 1})
+        await store.close()
+
+    asyncio.run(fill())
+    assert columns(tmp_path, "rollouts") == list(agl.AttemptedRollout.model_fields)
+    import pyarrow.parquet
+
+    rows = pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pylist()  # type: ignore[no-untyped-call] # no types
+    assert [row["attempt"] is None for row in rows] == [True, False]
+    for what, record in (("spans", Span), ("resources", agl.ResourcesUpdate)):
+        assert columns(tmp_path, what) == list(record.model_fields), "of an export without records"
+
+
 async def run_one(store: agl.LightningStore) -> None:
     """A rollout from beginning to end, as other processes may bring it about."""
     await store.add_resources({"prompt": "text"})
