@@ -7,17 +7,20 @@ import re
 from typing import Final
 
 _MAX_WORDS: Final = 3_000
-"""Longer texts are compared by line: the time grows with the square of the length."""
+"""Texts of more words are compared by line, and those of more lines as a whole: the time grows with the square."""
 _MAX_LENGTH: Final = 200_000
 
 
 def find_difference(before: str, after: str) -> list[tuple[str, str]]:
     """The pieces of both texts in order, each with ``same``, ``add`` or ``remove``."""
+    whole = [("same", after)] if before == after else [("remove", before), ("add", after)]
     if len(before) + len(after) > _MAX_LENGTH:
-        return [("same", after)] if before == after else [("remove", before), ("add", after)]
+        return whole
     one, other = (re.findall(r"\s+|\w+|[^\w\s]", text) for text in (before, after))
     if len(one) + len(other) > _MAX_WORDS:
         one, other = before.splitlines(keepends=True), after.splitlines(keepends=True)
+    if len(one) + len(other) > _MAX_WORDS:
+        return whole
     pieces: list[tuple[str, str]] = []
     for kind, start, end, to_start, to_end in difflib.SequenceMatcher(None, one, other, autojunk=False).get_opcodes():
         if kind == "equal":

@@ -18,8 +18,10 @@ from agentlightning.store.factory import create_store
 from agentlightning.store.protocol import LightningStore
 from agentlightning.types import EnqueueRolloutRequest
 from agentlightning_plugins.dashboard.dashboard import Dashboard
+from agentlightning_plugins.dashboard.difference import find_difference
 from agentlightning_plugins.dashboard.views.rollouts import select
 from agentlightning_plugins.dashboard.views.tasks import compare_tasks
+from agentlightning_plugins.training_records.record import TrainedCall, TrainedRow
 from tests.plugins.dashboard.conftest import serve
 
 
@@ -87,6 +89,50 @@ async def test_runs_without_a_validation_are_compared_by_their_newest_rollouts(m
     assert await compare_tasks([(store, ()), (store, ())]) is None
     assert [conditions.get("metadata") for conditions in asked] == [None, None]  # no database has an index for None
     assert all(conditions["limit"] <= 400 for conditions in asked)
+
+
+async def test_runs_are_compared_by_all_tasks_of_their_last_validation() -> None:
+    sides = []
+    for name in ("a", "b"):
+        store = InMemoryLightningStore().with_run(name)
+        for task in range(450):
+            rollout = await store.start_rollout(task, mode="val", metadata={"step": 4})
+            await store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status="succeeded", reward=1.0)
+        await store.enqueue_many_rollouts(
+            [EnqueueRolloutRequest(input=task, mode="train", metadata={"step": 4}) for task in range(450)]
+        )
+        await store.add_metrics(4, {"val_reward": 1.0})
+        sides.append((store, (await store.query_metrics()).items))
+    compared = await compare_tasks(sides)
+    assert compared is not None
+    assert compared["count"] == 450
+
+
+def test_texts_are_compared_by_word_then_by_line_then_as_a_whole() -> None:
+    assert find_difference("a b", "a c") == [("same", "a "), ("remove", "b"), ("add", "c")]
+    words = "word " * 2000
+    assert find_difference(f"{words}\na", f"{words}\nb") == [("same", f"{words}\n"), ("remove", "a"), ("add", "b")]
+    lines = "a\n" * 2000
+    assert find_difference(lines, f"{lines}b") == [("remove", lines), ("add", f"{lines}b")]
+    assert find_difference(lines, lines) == [("same", lines)]
+
+
+async def test_a_cut_prompt_shows_its_last_tokens_with_their_ids() -> None:
+    store = InMemoryLightningStore()
+    rollout = await store.start_rollout({"question": "?"})
+    ids = (rollout.rollout_id, rollout.attempt.attempt_id)
+    call = TrainedCall("c", 0, 1, 1.0)
+    texts = {2499: ""}  # a token without a text of its own
+    row = TrainedRow(*ids, 1, list(range(2500)), [7000], [1], [-0.1], None, [call], 1.0, texts=texts)
+    await store.add_span(row.to_span())
+    async with (
+        LightningStoreServer(store, port=0, pages=[Dashboard(store)]) as server,
+        aiohttp.ClientSession() as client,
+        client.get(f"{server.endpoint}/runs/default/rollouts/{ids[0]}/tokens") as answer,
+    ):
+        page = await answer.text()
+    prompt = page.partition("<summary>Prompt, the last 2,000 tokens</summary>")[2].partition("</details>")[0]
+    assert [int(shown) for shown in re.findall(r"⟨(\d+)⟩", prompt)] == list(range(500, 2500))
 
 
 async def test_an_unknown_filter_value_run_or_rollout_is_named() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, Final
 
 from agentlightning.store.check import check_run_id
@@ -42,10 +43,11 @@ async def compare(visit: Visit) -> dict[str, Any]:
         }
         sides.append({**(described if run is None else describe_run(run)), "last": last, "curves": curves})
     names = sorted({name for side in sides for name in side["last"]}) if len(sides) == 2 else []
+    texts = [dump(side["config"]) for side in sides]
     return {
         "choices": known,
         "runs": sides,
         "metrics": [{"name": name, "values": [side["last"].get(name) for side in sides]} for name in names],
         "tasks": await compare_tasks(recorded) if len(sides) == 2 else None,
-        "configuration": find_difference(*(dump(side["config"]) for side in sides)) if len(sides) == 2 else [],
+        "configuration": await asyncio.to_thread(find_difference, *texts) if len(sides) == 2 else [],
     }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import quote
@@ -72,7 +74,9 @@ async def show_resources(visit: Visit) -> dict[str, Any]:
                 "name": name,
                 "type": value["resource_type"],
                 "text": value["text"],
-                "difference": find_difference(old[name]["text"], value["text"]) if name in old else None,
+                "difference": await asyncio.to_thread(find_difference, old[name]["text"], value["text"])
+                if name in old
+                else None,
                 "candidate": _read_candidate(update, base) if name == _CANDIDATE else None,
             }
             for name, value in _describe(update).items()
@@ -90,7 +94,7 @@ async def _find_base(visit: Visit, update: ResourcesUpdate) -> str | None:
     candidate = update.resources.get(_CANDIDATE)
     parent = candidate.model_dump(mode="json").get("parent_id") if candidate is not None else None
     if parent:
-        for other in sorted(await _read_newest(visit.run_store), key=_version, reverse=True):
+        for other in sorted(await _read_newest(visit.run_store), key=operator.attrgetter("version"), reverse=True):
             found = other.resources.get(_CANDIDATE)
             if found is not None and found.model_dump(mode="json").get("candidate_id") == parent:
                 return other.version_id
@@ -99,10 +103,6 @@ async def _find_base(visit: Visit, update: ResourcesUpdate) -> str | None:
 
 async def _read_newest(store: LightningStore) -> Sequence[ResourcesUpdate]:
     return (await store.query_resources(sort_order="desc", limit=_MAX_CANDIDATES)).items
-
-
-def _version(update: ResourcesUpdate) -> int:
-    return update.version
 
 
 def _read_candidate(update: ResourcesUpdate, base: ResourcesUpdate | None) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def _describe(update: ResourcesUpdate) -> dict[str, dict[str, str]]:
 def _find_candidates(updates: Sequence[ResourcesUpdate]) -> list[dict[str, Any]]:
     """The candidates of a search by round; a search adds scores in later versions."""
     found: dict[str, dict[str, Any]] = {}
-    for update in sorted(updates, key=_version):
+    for update in sorted(updates, key=operator.attrgetter("version")):
         candidate = update.resources.get(_CANDIDATE)
         if candidate is not None:
             fields: Mapping[str, Any] = candidate.model_dump(mode="json")

@@ -13,6 +13,7 @@ from agentlightning.types import AttemptedRollout, Metrics, Rollout
 from agentlightning_plugins.statistics.significance import paired_p_value
 
 _MAX_ROLLOUTS: Final = 400
+"""The newest rollouts, among which the validation of an algorithm without steps is looked for."""
 _MAX_FLIPPED: Final = 50
 _SOLVED: Final = 0.5
 """A task is solved from this mean reward on; it flipped if one run solved it and the other did not."""
@@ -46,7 +47,7 @@ async def _read_rewards(store: LightningStore, steps: Sequence[Metrics]) -> dict
     step = next((each.step for each in reversed(steps) if "val_reward" in each.values), None)
     found: Iterable[Rollout] = ()
     if step is not None:
-        found = await store.query_rollouts(metadata={"step": step}, sort_order="desc", limit=_MAX_ROLLOUTS)
+        found = await store.query_rollouts(metadata={"step": step}, sort_order="desc")  # training rollouts among them
     if not any(rollout.mode == "val" for rollout in found):  # an algorithm that records no steps
         found = await store.query_rollouts(sort_order="desc", limit=_MAX_ROLLOUTS)
     rewards: dict[str, tuple[list[float], str]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -40,7 +41,7 @@ async def show_ledger(visit: Visit) -> dict[str, Any]:
     rewards: dict[str, set[float | None]] = {}
     for each in entries:
         rewards.setdefault(each.group, set()).add(each.reward)
-    sizes = {group: sum(each.group == group for each in entries) for group in rewards}
+    sizes = Counter(each.group for each in entries)
     return {
         "steps": steps[::-1],
         "step": wanted,
