@@ -1,4 +1,4 @@
-"""Text and numbers as pages show them: nothing hidden, nothing endless."""
+"""Formats text and numbers for pages: makes hidden characters visible and cuts long text."""
 
 from __future__ import annotations
 

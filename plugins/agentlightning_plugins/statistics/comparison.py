@@ -28,8 +28,8 @@ class Group:
 
     name: str
     rewards: Mapping[str, Sequence[float]]
-    """By user (``key_hash`` of the metadata), else by ``task_id``, else by rollout id: what is in one list is not
-    independent of each other."""
+    """Keyed by user (``key_hash`` of the metadata), else by ``task_id``, else by rollout id. The rewards of one list
+    depend on each other."""
     failed: int = 0
     unrated: int = 0
     """Rollouts that succeeded without a reward so far."""

