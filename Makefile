@@ -30,8 +30,8 @@ ENVIRONMENTS := $(MAIN)/.complete-$(HASH) $(NEWEST)/.complete-$(HASH) $(VERL)/.c
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-newest test-oldest test-verl test-vllm lint format soak bench clean
 
-# $(call environment,folder,extras,constraints,installed first,requirements installed next without resolving): one 
-# X
+# $(call environment,folder,extras,constraints,installed first,requirements installed next without resolving): make deletes
+# and recreates an environment that it created itself; into any other that exists it only installs packages.
 define environment
 	@$(if $(PYTHON),,$(error Python 3.11 or newer was not found; name it: make PYTHON=/path/to/python3.11))
 	@echo "Installing .[$(2)] in $(1) (once)"
@@ -87,7 +87,7 @@ format: $(MAIN)/.complete-$(HASH)  ## rewrite the sources in the house style
 
 soak: $(ENVIRONMENTS)  ## the tests that take minutes
 	@$(BIN)/python -m pytest $(RERUN) -m soak $(PYTEST_ARGS)
-	@$(MAKE) --no-print-directory test-newest test-verl test-vllm SELECT=soak
+	@$(MAKE) --no-print-directory test-verl test-vllm SELECT=soak
 
 bench: $(MAIN)/.complete-$(HASH)  ## benchmarks, as ratios against a baseline of the same run
 	@set -e; for script in tests/benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script; done
