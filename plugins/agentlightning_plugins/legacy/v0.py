@@ -19,7 +19,7 @@ from typing import Any, Final, Literal
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 import agentlightning as agl
 from agentlightning.errors import ConflictError, NotFoundError, StoreError
@@ -35,6 +35,7 @@ from agentlightning_plugins.http_request import (
     parse_json,
     read_body,
 )
+from agentlightning_plugins.legacy.v0_messages import RolloutLegacy, Task, TaskIfAny
 from agentlightning_plugins.legacy.v0_spans import read_spans
 
 logger = logging.getLogger("agentlightning")
@@ -50,39 +51,6 @@ _METHODS: Final = {
     "val": ("validation_rollout", "rollout", "training_rollout"),
 }
 """The methods that run a rollout, by mode. The first one that the agent's class defines is called."""
-
-
-class Task(BaseModel):
-    """A claimed rollout."""
-
-    rollout_id: str
-    input: Any
-    mode: str | None = None
-    resources_id: str | None = None
-    create_time: float | None = None
-    last_claim_time: float | None = None
-    num_claims: int | None = None
-    metadata: dict[str, Any] = Field(default_factory=dict)
-
-
-class TaskIfAny(BaseModel):
-    """The answer of ``/task``."""
-
-    is_available: bool
-    task: Task | None = None
-
-
-class RolloutLegacy(BaseModel):
-    """The report of an agent on a rollout."""
-
-    rollout_id: str
-    task: Task | None = None
-    final_reward: float | None = None
-    triplets: list[Triplet] | None = None
-    trace: list[dict[str, Any]] | None = None
-    """Spans as ``json.loads(readable_span.to_json())`` of OpenTelemetry, or as our own JSON."""
-    logs: list[str] | None = None
-    metadata: dict[str, Any] = Field(default_factory=dict)
 
 
 class AgentLightningServer:

@@ -11,7 +11,7 @@ from agentlightning import semconv
 from agentlightning.types import Span, Triplet
 
 if TYPE_CHECKING:
-    from agentlightning_plugins.legacy.v0 import RolloutLegacy
+    from agentlightning_plugins.legacy.v0_messages import RolloutLegacy
 
 
 def read_spans(report: RolloutLegacy, rollout_id: str, attempt_id: str) -> list[Span]:
